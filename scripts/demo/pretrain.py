@@ -1,0 +1,171 @@
+"""Train the demo's base model from scratch on the CPU: half library source, half single-operation instructions."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+from .tokenizer import END_OF_TEXT, IM_END, chat_text
+
+VOCABULARY = 4096
+CONTEXT = 2048
+IGNORED = -100
+# An interrupted run leaves a usable model.
+SAVE_EVERY = 150
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a pretraining run depends on, besides the corpus."""
+
+    seed: int = 0
+    steps: int = 900
+    window: int = 512
+    library_windows: int = 2
+    instruction_windows: int = 2
+    learning_rate: float = 2e-3
+    warmup: int = 80
+    threads: int = 1
+
+
+def special(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a special token."""
+    found = tokenizer.token_to_id(token)
+    if found is None:
+        raise KeyError(token)
+    return found
+
+
+def model_config(tokenizer: Tokenizer) -> Qwen3Config:
+    """The demo's architecture: Qwen3 in small, with heads whose total width differs from the hidden size, as there."""
+    return Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=special(tokenizer, IM_END),
+        pad_token_id=special(tokenizer, END_OF_TEXT),
+    )
+
+
+def _library_windows(tokenizer: Tokenizer, texts: list[str], size: int, rng: random.Random) -> Iterator[list[int]]:
+    end = special(tokenizer, END_OF_TEXT)
+    stream = [token for code in tokenizer.encode_batch(texts) for token in [*code.ids, end]]
+    while True:
+        # Another offset each time round, so that a second pass cuts the files elsewhere.
+        starts = list(range(rng.randrange(size), len(stream) - size, size))
+        rng.shuffle(starts)
+        for start in starts:
+            yield stream[start : start + size]
+
+
+def _instruction_windows(tokenizer: Tokenizer, rows: Iterator[dict], size: int) -> Iterator[list[int]]:
+    # Each window starts with a row's first token, as every request does when the model is used.
+    end = special(tokenizer, END_OF_TEXT)
+    window: list[int] = []
+    for row in rows:
+        ids = [*tokenizer.encode(chat_text(row["messages"])).ids, end]
+        if len(window) + len(ids) > size:
+            yield window
+            window = []
+        window += ids
+
+
+def _batch(windows: list[list[int]], size: int, pad: int) -> tuple[Tensor, Tensor]:
+    ids = torch.full((len(windows), size), pad)
+    labels = torch.full((len(windows), size), IGNORED)
+    for row, window in enumerate(windows):
+        ids[row, : len(window)] = labels[row, : len(window)] = torch.tensor(window)
+    return ids, labels
+
+
+def _loss(model: Qwen3ForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
+    logits = model(ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+    losses = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="none")
+    return losses.view(len(ids), -1)
+
+
+def _optimizer(model: Qwen3ForCausalLM, options: Options) -> torch.optim.AdamW:
+    decayed = [p for p in model.parameters() if p.ndim == 2]
+    plain = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": 0.05}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def pretrain(tokenizer: Tokenizer, library: list[str], rows: Iterator[dict], folder: Path, options: Options) -> dict:
+    """Train, write config, weights (bf16) and generation config to `folder`, and return the record of the run."""
+    torch.manual_seed(options.seed)
+    torch.set_num_threads(options.threads)
+    model = Qwen3ForCausalLM(model_config(tokenizer))
+    optimizer = _optimizer(model, options)
+
+    def rate(step: int) -> float:
+        warm = min(1.0, (step + 1) / options.warmup)
+        return warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / options.steps)))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    code = _library_windows(tokenizer, library, options.window, random.Random(f"library {options.seed}"))
+    chat = _instruction_windows(tokenizer, rows, options.window)
+    pad = special(tokenizer, END_OF_TEXT)
+    began, tokens = time.monotonic(), 0
+    recent: list[tuple[float, float]] = []
+    for step in range(options.steps):
+        windows = [next(code) for _ in range(options.library_windows)]
+        windows += [next(chat) for _ in range(options.instruction_windows)]
+        ids, labels = _batch(windows, options.window, pad)
+        losses = _loss(model, ids, labels)
+        kept = labels[:, 1:] != IGNORED
+        (losses.sum() / kept.sum()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        tokens += int(kept.sum())
+        mean = (losses.detach().sum(1) / kept.sum(1)).tolist()
+        split = options.library_windows
+        recent = [*recent[-49:], (sum(mean[:split]) / split, sum(mean[split:]) / (len(mean) - split))]
+        if (step + 1) % SAVE_EVERY == 0:
+            save(copy.deepcopy(model), tokenizer, folder)
+        if step % 20 == 0 or step + 1 == options.steps:
+            library_loss, chat_loss = (sum(part) / len(recent) for part in zip(*recent, strict=True))
+            seconds = time.monotonic() - began
+            print(f"step {step} library {library_loss:.3f} instructions {chat_loss:.3f} {seconds:.0f}s", flush=True)
+    save(model, tokenizer, folder)
+    return {
+        "options": asdict(options),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "tokens": tokens,
+        "seconds": round(time.monotonic() - began),
+        "library_loss": round(library_loss, 4),
+        "instruction_loss": round(chat_loss, 4),
+    }
+
+
+def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the model in bf16, with the configs that a Qwen3 checkpoint has."""
+    ends = [special(tokenizer, IM_END), special(tokenizer, END_OF_TEXT)]
+    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=ends[1], do_sample=False)
+    model.bfloat16().save_pretrained(folder)
+    # Released Qwen3 checkpoints have rope_theta at the top level, and other readers look for it there.
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+    config["torch_dtype"] = config.pop("dtype", "bfloat16")
+    path.write_text(json.dumps(dict(sorted(config.items())), indent=2) + "\n")

@@ -1,0 +1,1 @@
+"""How the golden fixtures are made, with torch, transformers, PEFT and bitsandbytes. See tests/fixtures/README.md."""

@@ -1,0 +1,128 @@
+"""Tiny random models, one per architecture, each awkward in its own way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from golden.quant import is_clear_cut
+
+SEEDS = {"qwen2": 20, "qwen3": 30, "llama": 40, "mistral": 50}
+DTYPES = {"qwen2": torch.bfloat16, "qwen3": torch.float16, "llama": torch.float32, "mistral": torch.float32}
+
+_COMMON = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "max_position_embeddings": 128}
+CONFIGS: dict[str, dict] = {
+    # dimensions that are multiples of nothing but 4; query heads wider together than the hidden state
+    "qwen2": {
+        "vocab_size": 301,
+        "hidden_size": 52,
+        "intermediate_size": 92,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 20,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+    # three query heads to a key; the second layer alone has a window
+    "qwen3": {
+        "vocab_size": 271,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "tie_word_embeddings": False,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+    # biases everywhere; a pretraining context so short that llama3 scaling treats some pairs in each of its three ways
+    "llama": {
+        "vocab_size": 257,
+        "hidden_size": 48,
+        "intermediate_size": 68,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    # four query heads to one key; a window shorter than most rows
+    "mistral": {
+        "vocab_size": 211,
+        "hidden_size": 52,
+        "intermediate_size": 76,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 12,
+        "sliding_window": 6,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+
+
+def make(architecture: str) -> PreTrainedModel:
+    """The random model of an architecture, in the dtype it is stored in."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **_COMMON, **CONFIGS[architecture]))
+    model.to(DTYPES[architecture])
+    rng = np.random.default_rng(SEEDS[architecture])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_draw(name, parameter, rng))
+    return model
+
+
+def save(architecture: str, directory: Path) -> None:
+    """Writes the model as transformers does; llama's in shards with an index."""
+    shard = "80KB" if architecture == "llama" else "1GB"
+    make(architecture).save_pretrained(directory, max_shard_size=shard)
+
+
+def load(directory: Path) -> PreTrainedModel:
+    """The saved model, upcast to float32, with the plain attention."""
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def linears(model: PreTrainedModel) -> dict[tuple[int, str], torch.nn.Linear]:
+    """The block's linear layers by (layer, module): what NF4 and LoRA apply to."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and ".layers." in name:
+            parts = name.split(".")
+            found[int(parts[parts.index("layers") + 1]), parts[-1]] = module
+    return found
+
+
+def _draw(name: str, parameter: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
+    def normal(std: float, mean: float = 0.0) -> torch.Tensor:
+        values = rng.standard_normal(tuple(parameter.shape)) * std + mean
+        return torch.from_numpy(values.astype(np.float32)).to(parameter.dtype)
+
+    if "norm" in name:
+        return normal(0.2, 1.0)
+    if name.endswith(".bias"):
+        return normal(0.1)
+    if "embed_tokens" in name or "lm_head" in name:
+        return normal(0.3)
+    while True:
+        weight = normal(parameter.shape[1] ** -0.5)
+        if is_clear_cut(weight.float().numpy()):
+            return weight

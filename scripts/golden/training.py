@@ -1,0 +1,142 @@
+"""Logits, gradients and a training curve of a tiny model, in float32 with transformers, PEFT and torch's AdamW."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
+
+from golden.models import SEEDS, linears, load
+from golden.quant import quantize
+
+RANK, ALPHA = 4, 8
+STEPS, WARMUP, LEARNING_RATE, WEIGHT_DECAY, MAX_GRAD_NORM = 30, 3, 2e-3, 0.01, 1.0
+BATCH_LENGTHS = (13, 7, 10)
+DATA_LENGTHS = (12, 5, 9, 16, 7, 11, 14, 8)
+ROWS_PER_STEP = 2
+IGNORE = -100
+
+Arrays = dict[str, np.ndarray]
+
+
+def golden(architecture: str, directory: Path) -> Arrays:
+    """Everything that tests/fixtures/golden/<architecture>.safetensors holds, from the model saved in `directory`."""
+    torch.use_deterministic_algorithms(True)
+    base = load(directory)
+    rng = np.random.default_rng(SEEDS[architecture] + 1)
+    batch = _rows(rng, BATCH_LENGTHS, base.config.vocab_size)
+    data = _rows(rng, DATA_LENGTHS, base.config.vocab_size)
+    out = dict(zip(("input_ids", "labels", "lengths"), batch, strict=True))
+    out |= dict(zip(("data_ids", "data_labels", "data_lengths"), data, strict=True))
+    adapter = _initial_adapter(base, rng)
+    out |= {f"adapter.{name}": value for name, value in adapter.items()}
+    for kind, model in (("f32", base), ("nf4", nf4_base(base))):
+        out[f"logits.{kind}"] = _logits(model, batch[0], batch[2])
+        out |= {name.format(kind=kind): value for name, value in _one_step(model, adapter, batch).items()}
+        out |= {name.format(kind=kind): value for name, value in _curve(model, adapter, data).items()}
+    return out
+
+
+def nf4_base(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy whose block linears hold the values that double-quantised NF4 gives back."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for linear in linears(model).values():
+            linear.weight.copy_(torch.from_numpy(quantize(linear.weight.numpy())["dequantised"]))
+    return model
+
+
+def _rows(rng: np.random.Generator, lengths: tuple[int, ...], vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(ids, labels, lengths): rows padded with 0 on the right; the first third of each row is an untrained prompt."""
+    ids = np.zeros((len(lengths), max(lengths)), np.int32)
+    labels = np.full_like(ids, IGNORE)
+    for row, length in enumerate(lengths):
+        ids[row, :length] = rng.integers(3, vocab, length)
+        labels[row, length // 3 : length] = ids[row, length // 3 : length]
+    labels[0, lengths[0] - 3] = IGNORE  # a hole amid trained tokens
+    return ids, labels, np.array(lengths, np.int32)
+
+
+def _initial_adapter(model: PreTrainedModel, rng: np.random.Generator) -> Arrays:
+    """A as kaiming_uniform(a=sqrt(5)) draws it, B small but not zero, so that every gradient is alive."""
+    adapter = {}
+    for (layer, module), linear in linears(model).items():
+        out_dim, in_dim = linear.weight.shape
+        bound = in_dim**-0.5
+        adapter[f"{layer}.{module}.A"] = rng.uniform(-bound, bound, (RANK, in_dim)).astype(np.float32)
+        adapter[f"{layer}.{module}.B"] = (rng.standard_normal((out_dim, RANK)) * 0.02).astype(np.float32)
+    return adapter
+
+
+def _with_adapter(model: PreTrainedModel, adapter: Arrays) -> tuple[torch.nn.Module, dict[str, torch.nn.Parameter]]:
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+    peft_model = get_peft_model(copy.deepcopy(model), config)
+    parameters = {}
+    for name, parameter in peft_model.named_parameters():
+        if parameter.requires_grad:
+            parts = name.split(".")
+            short = f"{parts[parts.index('layers') + 1]}.{parts[-4]}.{parts[-3].removeprefix('lora_')}"
+            parameter.data.copy_(torch.from_numpy(adapter[short]))
+            parameters[short] = parameter
+    assert set(parameters) == set(adapter)
+    return peft_model, parameters
+
+
+def _mask(lengths: np.ndarray, width: int) -> torch.Tensor:
+    return torch.from_numpy((np.arange(width)[None, :] < lengths[:, None]).astype(np.int64))
+
+
+def _logits(model: torch.nn.Module, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Logits without an adapter; zero where there is only padding."""
+    mask = _mask(lengths, ids.shape[1])
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(ids).long(), attention_mask=mask).logits
+    return (logits * mask[:, :, None]).numpy()
+
+
+def _loss(model: torch.nn.Module, ids: np.ndarray, labels: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
+    """Cross-entropy of each token given those before it, averaged over the trained tokens of all rows together."""
+    logits = model(input_ids=torch.from_numpy(ids).long(), attention_mask=_mask(lengths, ids.shape[1])).logits
+    targets = torch.from_numpy(labels).long()[:, 1:].reshape(-1)
+    flat = logits[:, :-1].reshape(-1, logits.shape[-1])
+    return torch.nn.functional.cross_entropy(flat, targets, ignore_index=IGNORE)
+
+
+def _one_step(model: PreTrainedModel, adapter: Arrays, batch: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Arrays:
+    peft_model, parameters = _with_adapter(model, adapter)
+    loss = _loss(peft_model, *batch)
+    loss.backward()
+    out = {"loss.{kind}": loss.detach().numpy().reshape(1)}
+    for name, parameter in parameters.items():
+        assert parameter.grad is not None
+        assert bool((parameter.grad != 0).any())
+        out[f"grad.{{kind}}.{name}"] = parameter.grad.numpy()
+    return out
+
+
+def _curve(model: PreTrainedModel, adapter: Arrays, data: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Arrays:
+    peft_model, parameters = _with_adapter(model, adapter)
+    optimizer = torch.optim.AdamW(
+        parameters.values(), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=WEIGHT_DECAY
+    )
+    schedule = get_cosine_schedule_with_warmup(optimizer, WARMUP, STEPS)
+    losses, norms, rates = [], [], []
+    for step in range(STEPS):
+        rows = (np.arange(ROWS_PER_STEP) + step * ROWS_PER_STEP) % len(DATA_LENGTHS)
+        loss = _loss(peft_model, *(array[rows] for array in data))
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(parameters.values(), MAX_GRAD_NORM).item())
+        losses.append(loss.item())
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    out = {f"final.{{kind}}.{name}": parameter.detach().numpy() for name, parameter in parameters.items()}
+    out["losses.{kind}"] = np.array(losses, np.float32)
+    out["grad_norms.{kind}"] = np.array(norms, np.float32)
+    out["learning_rates"] = np.array(rates, np.float32)
+    return out

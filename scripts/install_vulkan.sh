@@ -1,0 +1,84 @@
+#!/usr/bin/env bash
+# Makes sure that a Vulkan driver is present: does nothing where one is, else installs Mesa's software driver.
+# --swiftshader DIR also unpacks SwiftShader there, as a second, independent driver for `make test-drivers`.
+set -euo pipefail
+
+have_driver() {
+  # Through a variable: under pipefail a 'grep -q' that stops early would fail the pipe.
+  local libraries
+  libraries=$(ldconfig -p 2>/dev/null)
+  [[ $libraries == *libvulkan.so.1* ]] || return 1
+  [ -n "${VK_DRIVER_FILES:-${VK_ICD_FILENAMES:-}}" ] && return 0
+  local folder
+  for folder in /usr/share/vulkan/icd.d /etc/vulkan/icd.d /usr/local/share/vulkan/icd.d "${HOME:-/root}/.local/share/vulkan/icd.d"; do
+    compgen -G "$folder/*.json" >/dev/null && return 0
+  done
+  return 1
+}
+
+as_root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo -n "$@"; fi; }
+
+can_install() {
+  command -v apt-get >/dev/null && { [ "$(id -u)" = 0 ] || sudo -n true 2>/dev/null; }
+}
+
+# Debian's backports carry a Mesa whose software driver is about twice as fast as the one in Debian 12.
+# The mirror is the one that the system already uses.
+enable_backports() {
+  . /etc/os-release
+  [ "${ID:-}" = debian ] || return 1
+  grep -rqs "${VERSION_CODENAME}-backports" /etc/apt/sources.list /etc/apt/sources.list.d && return 0
+  local uri
+  uri=$(grep -hsE '^URIs:' /etc/apt/sources.list.d/*.sources | grep -v security | awk '{print $2; exit}')
+  [ -n "$uri" ] || uri=$(grep -hsE '^deb ' /etc/apt/sources.list | grep -v security | sed 's/\[[^]]*\]//' | awk '{print $2; exit}')
+  [ -n "$uri" ] || return 1
+  echo "deb $uri ${VERSION_CODENAME}-backports main" | as_root tee /etc/apt/sources.list.d/wgpu-lora-backports.list >/dev/null
+}
+
+install_mesa() {
+  local target=() versions
+  if enable_backports; then
+    . /etc/os-release
+    as_root apt-get update -q
+    versions=$(apt-cache policy mesa-vulkan-drivers)
+    [[ $versions == *"${VERSION_CODENAME}-backports"* ]] && target=(-t "${VERSION_CODENAME}-backports")
+  else
+    as_root apt-get update -q
+  fi
+  DEBIAN_FRONTEND=noninteractive as_root apt-get install -y -q --no-install-recommends "${target[@]}" mesa-vulkan-drivers libvulkan1
+}
+
+install_swiftshader() {
+  local folder=$1 work
+  [ -f "$folder/swiftshader.json" ] && return 0
+  work=$(mktemp -d)
+  trap 'rm -rf "$work"' RETURN
+  (cd "$work" && apt-get download -q chromium-common && dpkg-deb -x chromium-common*.deb .)
+  mkdir -p "$folder"
+  find "$work" -name 'libvk_swiftshader.so' -exec cp {} "$folder/" \;
+  printf '{"file_format_version": "1.0.0", "ICD": {"library_path": "%s/libvk_swiftshader.so", "api_version": "1.3.0"}}\n' \
+    "$folder" >"$folder/swiftshader.json"
+}
+
+case "$(uname -s)" in
+  Darwin | MINGW* | MSYS*) exit 0 ;; # Metal and DX12 come with the system
+esac
+
+if ! have_driver; then
+  if can_install; then
+    echo "No Vulkan driver found: installing Mesa's software driver."
+    install_mesa
+  else
+    echo "No Vulkan driver found and this user may not install one: install your GPU's driver, or 'mesa-vulkan-drivers' and 'libvulkan1' (Debian, Ubuntu), then run this again." >&2
+    exit 1
+  fi
+fi
+
+if [ "${1:-}" = --swiftshader ]; then
+  folder=$(mkdir -p "${2:?--swiftshader needs a folder}" && cd "$2" && pwd)
+  if [ ! -f "$folder/swiftshader.json" ]; then
+    command -v apt-get >/dev/null || { echo "SwiftShader is fetched with apt-get, which is not here." >&2; exit 1; }
+    [ -n "$(find /var/lib/apt/lists -name '*Packages*' 2>/dev/null | head -1)" ] || as_root apt-get update -q
+    install_swiftshader "$folder"
+  fi
+fi

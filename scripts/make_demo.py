@@ -1,0 +1,113 @@
+"""Make the embedded demo: tokenizer, base model, instruction rows, and the record of how they came to be.
+
+    nice -n 10 .venv/bin/python scripts/make_demo.py                # everything, into wgpu_lora/demo
+    .venv/bin/python scripts/make_demo.py --data-only               # the two JSONL files only
+    .venv/bin/python scripts/make_demo.py --leaks-only              # the leak check against the whole corpus
+    .venv/bin/python scripts/demo/verify.py --nf4 --record          # what a LoRA makes of it, by torch and PEFT
+    .venv/bin/python scripts/make_demo.py --cards-only              # the README files, from the records
+
+Needs the `reference` extra. Much faster with MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=8589934592 in
+the environment, which keep freed tensors' memory in the process. The weights depend on the Python whose library is
+read and on the CPU's arithmetic, so another machine gives a like model, not the same bytes; tokenizer and rows follow
+from the seed and that library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import platform
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from demo import cards, corpus, leaks, tasks  # noqa: E402
+
+SEED = 20
+TRAIN_ROWS = 360
+HELDOUT_ROWS = 60
+# More rows than a run reads: the leak check looks at all of them.
+PRETRAINING_ROWS = 60_000
+TOKENIZER_ROWS = 10_000
+
+
+def pretraining_rows() -> Iterator[dict]:
+    """The instruction part of the corpus."""
+    return tasks.pretraining_rows(SEED, PRETRAINING_ROWS)
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    """Write rows as JSONL."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def refuse_leaks(train: list[dict], heldout: list[dict], library: list[str]) -> None:
+    """Stop if a held-out function occurs in the training rows, the pretraining rows or the library."""
+    for name, seen in (
+        ("the training rows", (leaks.answer(row) for row in train)),
+        ("the pretraining rows", (leaks.answer(row) for row in pretraining_rows())),
+        ("the library source", iter(library)),
+    ):
+        found = leaks.find_leaks(heldout, seen)
+        if found:
+            raise SystemExit(f"{len(found)} held-out answers leak into {name}, the first:\n{found[0]}")
+        print(f"no held-out function occurs in {name}", flush=True)
+
+
+def make_model(library: list[str], folder: Path, steps: int) -> None:
+    """Train the tokenizer and the model, and write both with the record of the run."""
+    from demo import pretrain, tokenizer
+
+    spoken = (
+        message["content"]
+        for row in itertools.islice(pretraining_rows(), TOKENIZER_ROWS)
+        for message in row["messages"]
+    )
+    bpe = tokenizer.train(itertools.chain(library, spoken), pretrain.VOCABULARY)
+    tokenizer.save(bpe, folder, pretrain.CONTEXT)
+    options = pretrain.Options(seed=SEED, steps=steps)
+    record = pretrain.pretrain(bpe, library, pretraining_rows(), folder, options)
+    record["library"] = {
+        "python": platform.python_version(),
+        "files": len(library),
+        "characters": sum(map(len, library)),
+        "sha256": hashlib.sha256("\0".join(library).encode()).hexdigest(),
+    }
+    record["versions"] = {name: version(name) for name in ("torch", "transformers", "tokenizers", "safetensors")}
+    (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Make what the arguments ask for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "wgpu_lora" / "demo")
+    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--data-only", action="store_true", help="write the rows and stop")
+    parser.add_argument("--leaks-only", action="store_true", help="check for leaks and stop")
+    parser.add_argument("--cards-only", action="store_true", help="write the README files and stop")
+    args = parser.parse_args()
+    if args.cards_only:
+        cards.write_cards(args.out, SEED, TRAIN_ROWS, HELDOUT_ROWS)
+        return
+    train, heldout = tasks.demo_rows(SEED, TRAIN_ROWS, HELDOUT_ROWS)
+    if not args.leaks_only:
+        write_rows(args.out / "data" / "train.jsonl", train)
+        write_rows(args.out / "data" / "heldout.jsonl", heldout)
+    if args.data_only:
+        return
+    library = corpus.library_sources()
+    refuse_leaks(train, heldout, library)
+    if not args.leaks_only:
+        make_model(library, args.out / "model", args.steps)
+        cards.write_cards(args.out, SEED, TRAIN_ROWS, HELDOUT_ROWS)
+
+
+if __name__ == "__main__":
+    main()

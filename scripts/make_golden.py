@@ -1,0 +1,53 @@
+"""Makes tests/fixtures/models and tests/fixtures/golden. Needs the `reference` extra.
+
+    python scripts/make_golden.py [OUTPUT]
+
+OUTPUT is tests/fixtures unless given. The same versions on the same kind of processor give the same bytes;
+tests/test_reference_golden.py holds that any others give the same numbers.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from golden.models import CONFIGS, save
+from golden.quant import is_clear_cut, quantize
+from golden.training import golden
+from safetensors.numpy import save_file
+
+NF4_SHAPES = ((37, 91), (64, 64), (5, 20), (48, 80), (130, 257))
+
+
+def nf4_matrices() -> dict[str, np.ndarray]:
+    """Clear-cut matrices of awkward shapes, one with a block of zeros, and what bitsandbytes makes of them."""
+    rng = np.random.default_rng(7)
+    out = {}
+    for rows, cols in NF4_SHAPES:
+        while True:
+            weight = (rng.standard_normal((rows, cols)) * 0.05).astype(np.float32)
+            if (rows, cols) == (64, 64):
+                weight[5] = 0
+            if is_clear_cut(weight):
+                break
+        name = f"{rows}x{cols}"
+        out[f"{name}.weight"] = weight
+        out |= {f"{name}.{key}": value for key, value in quantize(weight).items()}
+    return out
+
+
+def main(output: Path) -> None:
+    torch.set_num_threads(1)
+    (output / "golden").mkdir(parents=True, exist_ok=True)
+    save_file(nf4_matrices(), output / "golden" / "nf4.safetensors")
+    for architecture in CONFIGS:
+        directory = output / "models" / architecture
+        save(architecture, directory)
+        save_file(golden(architecture, directory), output / "golden" / f"{architecture}.safetensors")
+        print(architecture, "done", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1] / "tests" / "fixtures")

@@ -1,0 +1,31 @@
+"""One device per test process: opening one and compiling for it is what costs time."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from wgpu_lora.gpu.device import Device, DeviceOptions
+
+
+@pytest.fixture(scope="session")
+def device() -> Device:
+    """The device that WGPU_LORA_DEVICE names, else the first."""
+    return Device()
+
+
+@pytest.fixture(scope="session")
+def checked_device() -> Device:
+    """The same with the driver's own bounds checks in every shader."""
+    return Device(options=replace(DeviceOptions.from_environment(), checked=True))
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Random numbers of the test's own; the seed is shown when it fails."""
+    seed = zlib.crc32(request.node.name.encode())
+    print(f"seed {seed}")
+    return np.random.default_rng(seed)

@@ -1,0 +1,99 @@
+"""The demo's rows: held-out functions are unseen, and the checks accept the right answer and nothing less."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from wgpu_lora.demo import HELDOUT_FILE, TRAIN_FILE
+from wgpu_lora.demo.check import run_check
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+leaks = importlib.import_module("demo.leaks")
+tasks = importlib.import_module("demo.tasks")
+make_demo = importlib.import_module("make_demo")
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+TRAIN, HELDOUT = read(TRAIN_FILE), read(HELDOUT_FILE)
+
+
+def run_all(codes: list[str], checks: list[str]) -> bool:
+    """Run many answers in one child process: each check sees its own function last defined."""
+    source = "\n".join(itertools.chain.from_iterable(zip(codes, checks, strict=True)))
+    result = run_check("def always():\n    pass", source, timeout=30.0)
+    return result.passed
+
+
+def test_rows_are_well_formed():
+    assert len(TRAIN) >= 300
+    assert len(HELDOUT) >= 50
+    for row in TRAIN + HELDOUT:
+        assert [turn["role"] for turn in row["messages"]] == ["user", "assistant"]
+        assert f"{row['name']}(xs)" in row["messages"][0]["content"]
+        assert row["check"].count("assert ") >= 5
+
+
+def test_rows_are_what_the_generator_makes():
+    made = tasks.demo_rows(make_demo.SEED, make_demo.TRAIN_ROWS, make_demo.HELDOUT_ROWS)
+    assert made == (TRAIN, HELDOUT)
+
+
+def test_reference_answers_pass_their_checks():
+    rows = TRAIN + HELDOUT
+    assert run_all([leaks.answer(row) for row in rows], [row["check"] for row in rows])
+
+
+def test_reference_answers_pass_one_by_one():
+    for row in HELDOUT[:5]:
+        result = run_check(leaks.answer(row), row["check"])
+        assert result.passed, result.reason
+
+
+def test_checks_reject_wrong_functions():
+    for row in HELDOUT:
+        wrong = f"def {row['name']}(xs):\n    return None"
+        space: dict = {}
+        with pytest.raises(AssertionError):
+            exec(f"{wrong}\n{row['check']}", space)
+
+
+def test_checks_reject_an_answer_that_forgets_a_step():
+    for row in TRAIN + HELDOUT:
+        lines = leaks.answer(row).split("\n")
+        unfiltered = [*lines[:3], lines[4][4:], *lines[5:]]
+        unmapped = [*lines[:4], "            out.append(x)", *lines[5:]]
+        unreduced = [*lines[:5], "    return out"]
+        for wrong in (unfiltered, unmapped, unreduced):
+            with pytest.raises(AssertionError):
+                exec("\n".join([*wrong, row["check"]]), {})
+
+
+def test_no_heldout_function_in_the_training_rows():
+    assert leaks.find_leaks(HELDOUT, map(leaks.answer, TRAIN)) == []
+    trained = {tuple(row["steps"]) for row in TRAIN}
+    assert not [row for row in HELDOUT if tuple(row["steps"]) in trained]
+
+
+@pytest.mark.slow
+def test_no_heldout_function_in_the_pretraining_rows():
+    assert leaks.find_leaks(HELDOUT, map(leaks.answer, make_demo.pretraining_rows())) == []
+
+
+def test_every_operation_is_taught_by_the_training_rows():
+    assert {step for row in HELDOUT for step in row["steps"]} <= {step for row in TRAIN for step in row["steps"]}
+
+
+def test_leak_check_sees_through_names_and_numbers():
+    row = {"messages": [{"role": "assistant", "content": "def f(xs):\n    return [x + 1 for x in xs]"}]}
+    renamed = "class A:\n    def other(self_list: list) -> list:\n        return [q + 7 for q in self_list]"
+    assert leaks.find_leaks([row], [renamed])
+    assert not leaks.find_leaks([row], ["def f(xs):\n    return [x * 1 for x in xs]", "not python at all"])

@@ -1,0 +1,232 @@
+"""The JSONL formats of training data: from a path to checked examples.
+
+Each row is one JSON object and fits one format by its keys. Where keys of several formats stand in a row
+(Alpaca's own file repeats itself under "text", say) the first in this order counts:
+
+    input_ids [labels, attention_mask]      tokens, labels with -100 where nothing is learnt
+    messages [tools]                        a conversation as OpenAI and TRL have it
+    conversations [system, tools]           a conversation as ShareGPT has it
+    prompt, completion [tools]              two texts, or two lists of messages
+    instruction, output [input, system]     Alpaca
+    text                                    plain text
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.data.jsonl import kind_of, read_jsonl
+from wgpu_lora.errors import UserError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} | {role: role for role in ROLES}
+_FORMATS = "input_ids; messages; conversations; prompt and completion; instruction and output; text"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A row that is tokenised already. `labels` are unshifted, -100 where nothing is learnt."""
+
+    input_ids: list[int]
+    labels: list[int]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages for the chat template; `trained` are the positions of the turns to learn."""
+
+    messages: list[dict[str, Any]]
+    trained: frozenset[int]
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Completion:
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Alpaca:
+    instruction: str
+    input: str
+    output: str
+    system: str
+
+
+@dataclass(frozen=True)
+class Text:
+    text: str
+
+
+Example = Tokens | Conversation | Completion | Alpaca | Text
+
+
+def read_examples(path: Path) -> Iterator[tuple[int, Example]]:
+    """Yields (line number, checked example) for every row of a file.
+
+    Raises:
+        UserError: as `read_jsonl` and `parse_example`, with file and line.
+    """
+    for number, row in read_jsonl(path):
+        try:
+            example = parse_example(row)
+        except UserError as error:
+            raise UserError(f"{path}, line {number}: {error}") from error
+        yield number, example
+
+
+def parse_example(row: dict[str, Any]) -> Example:
+    """Finds the format of one row by its keys and checks what is in it (formats: see the module).
+
+    Raises:
+        UserError: the row fits no format or a field has the wrong type. The message says which field, not which line.
+    """
+    if "input_ids" in row:
+        return _tokens(row)
+    if "messages" in row:
+        messages = _messages(row["messages"], "messages")
+        return _conversation(messages, 0, row)
+    if "conversations" in row:
+        return _sharegpt(row)
+    if "prompt" in row and "completion" in row:
+        prompt, completion = row["prompt"], row["completion"]
+        if isinstance(prompt, list) and isinstance(completion, list):
+            before, after = _messages(prompt, "prompt"), _messages(completion, "completion")
+            return _conversation(before + after, len(before), row)
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return Completion(prompt, completion)
+        raise UserError(
+            f"'prompt' is {kind_of(prompt)} and 'completion' {kind_of(completion)}, "
+            "but both must be strings or both lists of messages."
+        )
+    if "instruction" in row and "output" in row:
+        return Alpaca(*(_string(row, name) for name in ("instruction", "input", "output", "system")))
+    if "text" in row:
+        return Text(_string(row, "text"))
+    keys = ", ".join(repr(key) for key in list(row)[:12]) or "none"
+    raise UserError(f"the row fits no format: its keys are {keys}, and the formats have {_FORMATS}.")
+
+
+def _string(row: dict[str, Any], name: str) -> str:
+    """A text field; only Alpaca's optional ones may be missing or null."""
+    value = row.get(name)
+    if value is None and name in ("input", "system"):
+        return ""
+    if not isinstance(value, str):
+        raise UserError(f"'{name}' is {kind_of(value)}, but must be a string.")
+    return value
+
+
+def _tokens(row: dict[str, Any]) -> Tokens:
+    ids = _integers(row["input_ids"], "input_ids", least=0)
+    labels = ids if row.get("labels") is None else _integers(row["labels"], "labels", least=-100)
+    if len(labels) != len(ids):
+        raise UserError(f"'labels' has {len(labels)} entries and 'input_ids' {len(ids)}; give one for each token.")
+    if any(-100 < label < 0 for label in labels):
+        raise UserError("'labels' has a negative entry that is not -100, the mark for what is not learnt.")
+    mask = row.get("attention_mask")
+    if mask is not None and _integers(mask, "attention_mask", least=0) != [1] * len(ids):
+        raise UserError("'attention_mask' must be a 1 for every token; leave padding out, rows are packed later.")
+    return Tokens(ids, labels)
+
+
+def _integers(value: Any, name: str, least: int) -> list[int]:
+    if not isinstance(value, list) or not all(type(item) is int and least <= item < 2**31 for item in value):
+        raise UserError(f"'{name}' must be a list of integers from {least} to 2^31 - 1.")
+    return value
+
+
+def _conversation(messages: list[dict[str, Any]], first_trained: int, row: dict[str, Any]) -> Conversation:
+    trained = frozenset(
+        i for i, message in enumerate(messages)
+        if i >= first_trained and message["role"] == "assistant" and message.get("weight", 1)
+    )  # fmt: skip
+    kwargs = row.get("chat_template_kwargs") or {}
+    if not isinstance(kwargs, dict):
+        raise UserError(f"'chat_template_kwargs' is {kind_of(kwargs)}, but must be an object.")
+    return Conversation(messages, trained, _tools(row.get("tools")), kwargs)
+
+
+def _messages(value: Any, name: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise UserError(f"'{name}' is {kind_of(value)}, but must be a list of at least one message.")
+    return [_message(message, f"'{name}[{i}]'") for i, message in enumerate(value)]
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise UserError(f"{where} is {kind_of(message)}, but a message is an object with 'role' and 'content'.")
+    if message.get("role") not in ROLES:
+        raise UserError(f"{where} has the role {message.get('role')!r}, but the roles are {', '.join(ROLES)}.")
+    calls = message.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise UserError(f"{where} has 'tool_calls' that are no list of objects.")
+    if message.get("weight", 1) not in (0, 1):
+        raise UserError(f"{where} has the weight {message['weight']!r}, but only 0 (do not learn) and 1 are known.")
+    checked = {**message, "content": _content(message.get("content"), where, may_be_null=bool(calls))}
+    if calls:
+        checked["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
+    return checked
+
+
+def _content(value: Any, where: str, may_be_null: bool) -> str | None:
+    """A message's text. Lists of text parts become one text, which every template can render."""
+    if isinstance(value, str) or (value is None and may_be_null):
+        return value
+    if not isinstance(value, list):
+        raise UserError(f"{where} has {kind_of(value)} for content, but it must be a string or a list of text parts.")
+    for part in value:
+        if not (isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)):
+            raise UserError(f'{where} has a content part that is not {{"type": "text", "text": ...}}.')
+    return "".join(part["text"] for part in value)
+
+
+def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    # OpenAI has a call's arguments as JSON in a string, chat templates write them as JSON themselves.
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _tools(value: Any) -> list[dict[str, Any]] | None:
+    if isinstance(value, str) and value.strip():  # datasets with one type to a column keep JSON in a string
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise UserError("'tools' is a string that is not JSON; give a list of JSON schemas.") from error
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise UserError(f"'tools' is {kind_of(value)}, but must be a list of JSON schemas.")
+    return value
+
+
+def _sharegpt(row: dict[str, Any]) -> Conversation:
+    turns: Sequence[Any] = row["conversations"] if isinstance(row["conversations"], list) else ()
+    if not turns:
+        raise UserError(f"'conversations' is {kind_of(row['conversations'])}, but must be a list of at least one turn.")
+    messages = []
+    for i, turn in enumerate(turns):
+        if isinstance(turn, dict) and "from" in turn:
+            role = turn["from"]
+            if not isinstance(role, str) or role not in _SHAREGPT_ROLES:
+                raise UserError(
+                    f"'conversations[{i}]' is from {role!r}, but the roles are {', '.join(_SHAREGPT_ROLES)}."
+                )
+            turn = {"role": _SHAREGPT_ROLES[role], "content": turn.get("value")}
+        messages.append(_message(turn, f"'conversations[{i}]'"))
+    system = _string(row, "system")
+    if system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return _conversation(messages, 0, row)

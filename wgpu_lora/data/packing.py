@@ -1,0 +1,68 @@
+"""Which rows go together in a step: the order of an epoch, and bins or batches filled in that order.
+
+All of it is a function of its arguments alone; nothing here keeps a state or looks at a global generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+OPEN_BINS = 32  # more of them fill bins better, but take rows further out of the epoch's order
+
+
+def epoch_order(count: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
+    """The order of `count` rows in an epoch: int64 [count], a permutation drawn by (seed, epoch).
+
+    Sorting raw Philox words keeps it the same for ever: NumPy promises that for bit generators,
+    but not for `Generator.permutation`.
+    """
+    if not shuffle:
+        return np.arange(count, dtype=np.int64)
+    key = np.array([seed & (2**64 - 1), epoch & (2**64 - 1)], dtype=np.uint64)
+    return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable").astype(np.int64)
+
+
+def pack(lengths: Sequence[int], order: Sequence[int] | np.ndarray, budget: int) -> list[list[int]]:
+    """Fills bins of at most `budget` tokens with the rows of `order`, each row once.
+
+    First fit over at most `OPEN_BINS` open bins: a row goes into the oldest open bin with room for it.
+    Where none has any, a new bin is opened, and the fullest closed if there are too many.
+    Bins come in the order of their first rows, rows within a bin in the order of `order`.
+
+    Raises:
+        ValueError: a row is longer than the budget.
+    """
+    bins: list[list[int]] = []
+    room: dict[int, int] = {}  # open bins, oldest first: tokens that still fit
+    for row in map(int, order):
+        length = lengths[row]
+        if length > budget:
+            raise ValueError(f"row {row} has {length} tokens, more than the budget of {budget}")
+        target = next((bin for bin, left in room.items() if left >= length), None)
+        if target is None:
+            if len(room) == OPEN_BINS:
+                del room[min(room, key=lambda bin: (room[bin], bin))]
+            target = len(bins)
+            bins.append([])
+            room[target] = budget
+        bins[target].append(row)
+        room[target] -= length
+        if room[target] == 0:
+            del room[target]
+    return bins
+
+
+def batches(
+    lengths: Sequence[int], order: Sequence[int] | np.ndarray, *, batch_size: int, max_length: int, packing: bool
+) -> list[list[int]]:
+    """The rows of each batch, by position in `lengths`.
+
+    With packing a batch is a bin of `batch_size * max_length` tokens; without, `batch_size` rows of the order one after
+    another, the last batch with what is left.
+    """
+    if packing:
+        return pack(lengths, order, batch_size * max_length)
+    rows = [int(row) for row in order]
+    return [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]

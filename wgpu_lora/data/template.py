@@ -1,0 +1,162 @@
+"""Chat templates, rendered as transformers renders them.
+
+A template comes with a downloaded checkpoint, so it is somebody else's code: it runs in jinja2's immutable sandbox,
+its loops over `range` are bounded by that sandbox and its output is bounded here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from wgpu_lora.errors import UserError
+
+Message = dict[str, Any]
+Span = tuple[int, int]
+
+MAX_OUTPUT = 1 << 24  # characters; a rendering beyond this is a runaway template, not a conversation
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+
+class _Recorder:
+    """How much one rendering has written so far, and where the assistant's text lies in it."""
+
+    def __init__(self) -> None:
+        self.written = 0
+        self.spans: list[Span] = []
+
+
+_recorder: ContextVar[_Recorder | None] = ContextVar("chat_template_recorder", default=None)
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %} ... {% endgeneration %}` prints its body and records where it went."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as a plain class attribute
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_record"), [], [], body).set_lineno(line)
+
+    def _record(self, caller: Any) -> str:
+        text = caller()
+        recorder = _recorder.get()
+        if recorder is not None:
+            # Everything before this block has been yielded already, so `written` is its offset.
+            recorder.spans.append((recorder.written, recorder.written + len(text)))
+        return text
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent=None, separators=None, sort_keys: bool = False) -> str:
+    # jinja2's own filter escapes HTML, which is wrong in a prompt.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+@lru_cache(maxsize=64)
+def _compile(source: str) -> jinja2.Template:
+    try:
+        return _environment().from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(
+            f"The chat template does not compile ({error.message}, line {error.lineno} of the template); "
+            "use the template that the model was published with."
+        ) from error
+    except Exception as error:
+        raise UserError(f"The chat template does not compile ({type(error).__name__}: {error}).") from error
+
+
+def _as_templates_expect(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
+    """Drops null fields and gives reasoning under every name that templates read it by, as transformers does."""
+    ready = []
+    for message in messages:
+        present = {key: value for key, value in message.items() if value is not None}
+        reasoning = next((present[name] for name in _REASONING_FIELDS if name in present), None)
+        if reasoning is not None:
+            present = {"thinking": reasoning, **present, "reasoning_content": reasoning}
+        ready.append(present)
+    return ready
+
+
+def render(
+    source: str,
+    messages: Iterable[Mapping[str, Any]],
+    tools: list[dict[str, Any]] | None = None,
+    add_generation_prompt: bool = False,
+    **variables: Any,
+) -> tuple[str, list[Span]]:
+    """Renders a conversation with the template `source`.
+
+    Args:
+        messages: `{"role": ..., "content": ...}` and whatever else the template reads (`tool_calls`, ...).
+        tools: JSON schemas of the functions on offer.
+        add_generation_prompt: end with the header of an assistant's turn.
+        variables: further names that the template sees (`bos_token`, `enable_thinking`, ...).
+
+    Returns:
+        The text, and the character spans `[start, end)` inside `{% generation %}` blocks (none if there are none).
+
+    Raises:
+        UserError: the template does not compile, refuses the conversation, fails, or does not come to an end.
+    """
+    template = _compile(source)
+    recorder = _Recorder()
+    pieces: list[str] = []
+    token = _recorder.set(recorder)
+    try:
+        for piece in template.generate(
+            messages=_as_templates_expect(messages),
+            tools=tools,
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+            **variables,
+        ):
+            pieces.append(piece)
+            recorder.written += len(piece)
+            if recorder.written > MAX_OUTPUT:
+                raise UserError(
+                    f"The chat template wrote more than {MAX_OUTPUT:,} characters for one conversation; "
+                    "shorten the conversation or mend the template."
+                )
+    except UserError:
+        raise
+    except jinja2.UndefinedError as error:
+        raise UserError(f"The chat template reads something that the conversation does not have: {error}.") from error
+    except jinja2.TemplateError as error:
+        raise UserError(f"The chat template refuses this conversation: {error}") from error
+    except Exception as error:  # the template is foreign code and may fail in any way
+        raise UserError(
+            f"The chat template fails on this conversation ({type(error).__name__}: {error}); "
+            "check the messages against what the template expects."
+        ) from error
+    finally:
+        _recorder.reset(token)
+    return "".join(pieces), recorder.spans

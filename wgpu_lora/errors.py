@@ -1,0 +1,9 @@
+"""The one exception for mistakes that a person can mend."""
+
+
+class UserError(Exception):
+    """Something outside the program is wrong: a path, a file, an option, a device.
+
+    The message is one sentence that says what is wrong, where, and what to do.
+    The command line prints it on stderr and exits with code 2; from Python it is an ordinary exception.
+    """

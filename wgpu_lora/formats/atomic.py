@@ -1,0 +1,77 @@
+"""Writing so that a crash or a full disk never damages what was there before."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+
+def write_bytes_atomic(path: str | Path, data: bytes) -> None:
+    """Puts `data` at `path`: afterwards the file is whole, and before that it is what it was.
+
+    The data go to a file beside `path`, are flushed to the disk, and are renamed over it. Raises OSError.
+    """
+    path = Path(path)
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    temporary = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o666 & ~_umask())  # mkstemp's own mode would hide the file from everyone else
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_directory(path.parent)
+
+
+def replace_directory(tmp: str | Path, final: str | Path) -> None:
+    """Moves the finished directory `tmp` to `final`, which it replaces; both must be on one file system.
+
+    Everything in `tmp` is flushed to the disk first. A directory cannot be renamed over one that holds files, so an
+    existing `final` steps aside to `.<name>.previous` for a moment; a crash in that moment leaves both beside each
+    other, whole. Raises OSError.
+    """
+    tmp, final = Path(tmp), Path(final)
+    for path in sorted(tmp.rglob("*")):
+        if path.is_dir():
+            _sync_directory(path)
+        else:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    _sync_directory(tmp)
+    previous = final.with_name(f".{final.name}.previous")
+    if final.exists():
+        if previous.exists():
+            shutil.rmtree(previous)
+        final.rename(previous)
+    try:
+        tmp.rename(final)
+    except BaseException:
+        if previous.exists():
+            previous.rename(final)
+        raise
+    _sync_directory(final.parent)
+    if previous.exists():
+        shutil.rmtree(previous)
+
+
+def _sync_directory(directory: Path) -> None:
+    """Flushes the names in a directory; a no-op on Windows, which cannot open one."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,249 @@
+"""A model's weights on disk: safetensors shards, read a few rows at a time.
+
+Only headers are read on opening; a tensor's rows are read straight from the file when asked for, so that no more than
+the asked rows is ever in memory, whatever the size of the shards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeGuard
+
+import numpy as np
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.models.config import ModelConfig, read_json
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SUPPORTED_DTYPES: dict[str, np.dtype] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<u2"), "F32": np.dtype("<u4")}
+
+# The safetensors library's own limit: a longer header is a damaged or hostile file.
+MAX_HEADER_BYTES = 100_000_000
+_ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
+_ITEM_BYTES |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
+_EDGE_BYTES = 64 * 1024
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where a tensor lies: its file, the absolute byte offset of its first element, and what it is."""
+
+    path: Path
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Checkpoint:
+    """The safetensors shards of a model directory.
+
+    Raises UserError on opening when the directory, its index or a shard is missing or damaged.
+    """
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            raise UserError(f"{self.directory} is not a directory: give a directory that holds {SINGLE}.")
+        # the order of precedence is transformers'
+        if (self.directory / SINGLE).exists():
+            self.shards = [self.directory / SINGLE]
+            self._entries = read_header(self.shards[0])
+        else:
+            self.shards, self._entries = _read_index(self.directory)
+
+    def names(self) -> list[str]:
+        """The tensors' names, sorted."""
+        return sorted(self._entries)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor; UserError when there is none of that name."""
+        return self._entry(name).shape
+
+    def dtype(self, name: str) -> str:
+        """The dtype of a tensor in safetensors' notation: 'BF16', 'F16', 'F32', or another that cannot be read."""
+        return self._entry(name).dtype
+
+    def read_raw(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:
+        """The stored bits of rows [row_start, row_stop): uint16 (BF16, F16) or uint32 (F32), [rows, *shape[1:]].
+
+        A row is an element of a 1-D tensor. Raises UserError when the tensor is missing, has another dtype,
+        or the file has become shorter since it was opened; ValueError when the rows are out of range.
+        """
+        return _read_rows(name, self._entry(name), row_start, row_stop)
+
+    def read_f32(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:
+        """The same rows as `read_raw`, widened to float32 (exactly: every BF16 and F16 is a float32)."""
+        return _widen(self.read_raw(name, row_start, row_stop), self.dtype(name))
+
+    def check_against(self, config: ModelConfig) -> None:
+        """UserError unless every parameter of `config` is here in the right shape and a dtype that can be read.
+
+        A tensor of one of the model's own layers that the config does not know is refused too (a bias that nobody adds
+        would change every result). Buffers (`inv_freq`) and a tied copy of the output layer are passed over.
+        """
+        expected = config.parameter_shapes()
+        for name, shape in expected.items():
+            entry = self._entry(name)
+            if entry.shape != shape:
+                raise UserError(
+                    f"{name} in {entry.path} has shape {list(entry.shape)} but config.json asks for {list(shape)}: "
+                    "use the config.json and shards of one model."
+                )
+            _readable(name, entry)
+        for name in self._entries:
+            layer = _LAYER.match(name)
+            known = name in expected or name.endswith("rotary_emb.inv_freq")
+            if layer and int(layer[1]) < config.num_hidden_layers and not known:
+                raise UserError(
+                    f"{self._entries[name].path} holds {name}, which config.json does not account for: "
+                    "use the config.json and shards of one model."
+                )
+
+    def digest(self) -> str:
+        """A sha256 (hex) to tell checkpoints apart cheaply, without reading them whole.
+
+        It covers every tensor's (name, dtype, shape) in sorted order, and of each shard, in the order of names, its
+        size and its first and last 64 KiB. A change of weights in the middle of a shard alone goes unnoticed.
+        """
+        sha = hashlib.sha256()
+        tensors = [(name, self.dtype(name), list(self.shape(name))) for name in self.names()]
+        sha.update(json.dumps(tensors).encode())
+        for path in sorted(self.shards):
+            size = path.stat().st_size
+            sha.update(size.to_bytes(8, "little"))
+            with path.open("rb") as file:
+                sha.update(file.read(_EDGE_BYTES))
+                file.seek(max(0, size - _EDGE_BYTES))
+                sha.update(file.read(_EDGE_BYTES))
+        return sha.hexdigest()
+
+    def _entry(self, name: str) -> TensorEntry:
+        if name not in self._entries:
+            raise UserError(
+                f"{name} is missing from the shards in {self.directory}: restore them or use another model."
+            )
+        return self._entries[name]
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """The tensors of one safetensors file, checked against the file's size; UserError when it is damaged."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+                raise UserError(
+                    f"{path} is not a whole safetensors file ({size} bytes, header of {length}): copy it again."
+                )
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): restore the file or its permissions.") from None
+    except ValueError:
+        raise UserError(f"the header of {path} is not JSON: download or copy the file again.") from None
+    if not isinstance(header, dict):
+        raise UserError(f"the header of {path} is not a JSON object: download or copy the file again.")
+    header.pop("__metadata__", None)
+    entries, spans = {}, []
+    for name, value in header.items():
+        entry, begin, end = _parse_entry(path, name, value, 8 + length)
+        entries[name] = entry
+        spans.append((begin, end, name))
+    _check_spans(path, spans, size - 8 - length)
+    return entries
+
+
+def _parse_entry(path: Path, name: str, value: object, data_start: int) -> tuple[TensorEntry, int, int]:
+    damaged = UserError(f"the header of {path} makes no sense for {name}: download or copy the file again.")
+    if not isinstance(value, dict):
+        raise damaged
+    dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
+    if not isinstance(dtype, str) or not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
+        raise damaged
+    begin, end = offsets
+    items = 1
+    for extent in shape:
+        items *= extent
+    if begin > end or (dtype in _ITEM_BYTES and end - begin != items * _ITEM_BYTES[dtype]):
+        raise damaged
+    return TensorEntry(path, data_start + begin, dtype, tuple(shape)), begin, end
+
+
+def _naturals(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def _check_spans(path: Path, spans: list[tuple[int, int, str]], data_bytes: int) -> None:
+    last_end, last_name = 0, ""
+    for begin, end, name in sorted(spans):
+        if end > data_bytes:
+            missing = max(end for _, end, _ in spans) - data_bytes
+            raise UserError(
+                f"{path} is truncated, {missing} bytes are missing from its end: download or copy it again."
+            )
+        if begin < last_end and end > begin:
+            raise UserError(f"{last_name} and {name} overlap in {path}: download or copy the file again.")
+        last_end, last_name = max(end, last_end), name
+
+
+def _read_index(directory: Path) -> tuple[list[Path], dict[str, TensorEntry]]:
+    index = directory / INDEX
+    if not index.exists():
+        raise UserError(f"{directory} holds neither {SINGLE} nor {INDEX}: give a model in safetensors format.")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index} has no weight_map: restore the file from the model's source.")
+    headers: dict[str, dict[str, TensorEntry]] = {}
+    entries = {}
+    for name, shard in weight_map.items():
+        # a shard lies beside its index; anything else could read files that the index has no business with
+        if not isinstance(shard, str) or not shard or shard in (".", "..") or re.search(r"[/\\:\0]", shard):
+            raise UserError(f"{index} names the shard {shard!r}, which is not a plain file name: correct the index.")
+        if shard not in headers:
+            if not (directory / shard).is_file():
+                raise UserError(f"{index} names the shard {shard}, which is missing from {directory}: download it.")
+            headers[shard] = read_header(directory / shard)
+        if name not in headers[shard]:
+            raise UserError(f"{index} places {name} in {shard}, which does not hold it: restore index and shards.")
+        entries[name] = headers[shard][name]
+    return [directory / shard for shard in sorted(headers)], entries
+
+
+def _readable(name: str, entry: TensorEntry) -> np.dtype:
+    if entry.dtype not in SUPPORTED_DTYPES:
+        supported = ", ".join(SUPPORTED_DTYPES)
+        raise UserError(f"{name} in {entry.path} has dtype {entry.dtype}: use a checkpoint stored as {supported}.")
+    return SUPPORTED_DTYPES[entry.dtype]
+
+
+def read_f32_entry(name: str, entry: TensorEntry) -> np.ndarray:
+    """A whole tensor of `read_header`'s, widened to float32; UserError as in `Checkpoint.read_raw`."""
+    return _widen(_read_rows(name, entry, 0, None), entry.dtype)
+
+
+def _read_rows(name: str, entry: TensorEntry, row_start: int, row_stop: int | None) -> np.ndarray:
+    item = _readable(name, entry)
+    rows = entry.shape[0] if entry.shape else 1
+    row_stop = rows if row_stop is None else row_stop
+    if not 0 <= row_start <= row_stop <= rows:
+        raise ValueError(f"rows {row_start}:{row_stop} of {name}, which has {rows}")
+    row_items = int(np.prod(entry.shape[1:], dtype=np.int64))
+    count = (row_stop - row_start) * row_items
+    values = np.fromfile(entry.path, item, count, offset=entry.offset + row_start * row_items * item.itemsize)
+    if values.size != count:
+        raise UserError(f"{entry.path} ended while {name} was read: download or copy the shard again.")
+    return values.reshape(row_stop - row_start, *entry.shape[1:])
+
+
+def _widen(raw: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "BF16":
+        return (raw.astype(np.uint32) << 16).view(np.float32)
+    return raw.view(np.float32) if dtype == "F32" else raw.view(np.float16).astype(np.float32)

@@ -1,0 +1,73 @@
+"""Finding a model's directory: the bundled demo, a path, or a Hugging Face id."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from wgpu_lora.errors import UserError
+
+# Weights in safetensors only: other formats can run code when they are loaded.
+ALLOW_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.*"]
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def resolve_model(model: str) -> Path:
+    """The local directory of `model`: 'demo', an existing directory, or a hub id such as 'Qwen/Qwen2.5-0.5B'.
+
+    A hub id is downloaded unless cached (with HF_HUB_OFFLINE=1, the cache alone is asked). Raises UserError when it is
+    not found, needs permission, or cannot be reached.
+    """
+    if model == "demo":
+        from wgpu_lora.demo import MODEL_DIR
+
+        return Path(MODEL_DIR)
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError:  # ~someone who has no home here
+        path = Path(model)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise UserError(f"{model} is a file: give the directory that holds config.json and the safetensors files.")
+    if model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model:
+        raise UserError(f"the model directory {model} does not exist: check the path, or give a Hugging Face id.")
+    if not _HUB_ID.fullmatch(model):
+        raise UserError(f"{model!r} is neither a directory nor a Hugging Face id: give one such as Qwen/Qwen2.5-0.5B.")
+    return _download(model)
+
+
+def _download(model: str) -> Path:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=ALLOW_PATTERNS))
+    except GatedRepoError:
+        raise UserError(
+            f"{model} is gated on Hugging Face: accept its terms at https://huggingface.co/{model} and log in with "
+            "`hf auth login`."
+        ) from None
+    except (RepositoryNotFoundError, HFValidationError):
+        raise UserError(
+            f"{model} is neither a directory here nor a model on Hugging Face: check its spelling (a private model "
+            "needs `hf auth login`)."
+        ) from None
+    except LocalEntryNotFoundError:
+        if constants.is_offline_mode():
+            raise UserError(
+                f"{model} is not in the local cache and HF_HUB_OFFLINE is set: unset it, or give a directory."
+            ) from None
+        raise UserError(
+            f"{model} is not in the local cache and Hugging Face cannot be reached: check the network, or give a "
+            "directory."
+        ) from None
+    except (HfHubHTTPError, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{model} could not be downloaded ({reason}): check the network and try again.") from None

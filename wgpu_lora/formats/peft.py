@@ -1,0 +1,240 @@
+"""LoRA adapters as PEFT stores them: adapter_model.safetensors beside adapter_config.json."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.atomic import replace_directory, write_bytes_atomic
+from wgpu_lora.formats.checkpoint import SUPPORTED_DTYPES, read_f32_entry, read_header
+from wgpu_lora.models.config import LINEAR_PATHS, read_json
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_KEY = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.(self_attn|mlp)\.(\w+)\.lora_([AB])\.weight")
+
+# Fields of adapter_config.json that change what an adapter computes or holds, and that we do not have. A field is
+# refused when it is set to anything but the value that turns it off.
+_UNSUPPORTED = (
+    "use_dora",
+    "modules_to_save",
+    "lora_bias",
+    "layer_replication",
+    "fan_in_fan_out",
+    "trainable_token_indices",
+    "target_parameters",
+    "use_qalora",
+    "use_bdlora",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "velora_config",
+    "monteclora_config",
+    "megatron_config",
+)
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What adapter_config.json says of a LoRA adapter, in PEFT's own names.
+
+    `target_modules` is a tuple of module names, a regular expression, or 'all-linear'. The patterns map names or
+    regular expressions to the rank or alpha of the modules they match at the end of the dotted path.
+    """
+
+    r: int = 8
+    lora_alpha: float = 8
+    lora_dropout: float = 0.0
+    target_modules: tuple[str, ...] | str = tuple(LINEAR_PATHS)
+    use_rslora: bool = False
+    base_model_name_or_path: str | None = None
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+
+    def rank(self, module: str) -> int:
+        """The rank of a module, given by its path such as 'model.layers.0.self_attn.q_proj'."""
+        return int(_match_pattern(self.rank_pattern, module, self.r))
+
+    def scaling(self, module: str) -> float:
+        """What B(A(x)) is multiplied by: alpha / r, or alpha / sqrt(r) under rsLoRA."""
+        alpha, rank = _match_pattern(self.alpha_pattern, module, self.lora_alpha), self.rank(module)
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+
+def module_path(layer: int, module: str) -> str:
+    """The dotted path that patterns match against: (0, 'q_proj') -> 'model.layers.0.self_attn.q_proj'."""
+    return f"model.layers.{layer}.{LINEAR_PATHS[module]}"
+
+
+def tensor_name(layer: int, module: str, factor: str) -> str:
+    """PEFT's key of the factor 'A' or 'B' of a module: the names that `write_adapter` takes."""
+    return f"base_model.model.{module_path(layer, module)}.lora_{factor}.weight"
+
+
+def write_adapter(directory: str | Path, tensors: Mapping[str, np.ndarray], config: AdapterConfig) -> None:
+    """Writes an adapter that `PeftModel.from_pretrained` loads, replacing one that is there.
+
+    `tensors` are float32 under PEFT's keys (`tensor_name`): A [r, in], B [out, r]. A new directory appears whole or
+    not at all; in an existing one, each of the two files is replaced whole and other files are left alone.
+    Raises ValueError for a key or dtype that PEFT would not expect, OSError when the disk refuses.
+    """
+    for name, tensor in tensors.items():
+        if not _KEY.fullmatch(name) or tensor.dtype != np.float32 or tensor.ndim != 2:
+            raise ValueError(f"{name} ({tensor.dtype}, {tensor.ndim}-D) is not a float32 LoRA matrix")
+    weights = save({name: np.ascontiguousarray(t) for name, t in tensors.items()}, metadata={"format": "pt"})
+    text = json.dumps(_config_dict(config), indent=2, sort_keys=True).encode() + b"\n"
+    directory = Path(directory)
+    if directory.exists():
+        write_bytes_atomic(directory / WEIGHTS, weights)
+        write_bytes_atomic(directory / CONFIG, text)
+        return
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".tmp", dir=directory.parent))
+    try:
+        temporary.chmod(0o755)
+        (temporary / WEIGHTS).write_bytes(weights)
+        (temporary / CONFIG).write_bytes(text)
+        replace_directory(temporary, directory)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def read_adapter(
+    directory: str | Path,
+) -> tuple[AdapterConfig, dict[tuple[int, str], tuple[np.ndarray, np.ndarray]]]:
+    """Reads a PEFT LoRA adapter: its config, and (layer, module) -> (A [r, in], B [out, r]) in float32.
+
+    `module` is a short name such as 'q_proj'. Raises UserError for a missing or damaged file, a kind of adapter or an
+    option that is not supported (by name), and shapes that contradict the config.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise UserError(f"{directory} is not a directory: give the directory that holds {CONFIG}.")
+    where = str(directory / CONFIG)
+    config = parse_config(read_json(directory / CONFIG), where)
+    path = directory / WEIGHTS
+    if not path.exists():
+        raise UserError(f"{path} does not exist: save the adapter in safetensors format.")
+    halves: dict[tuple[int, str], dict[str, np.ndarray]] = {}
+    for name, entry in read_header(path).items():
+        match = _KEY.fullmatch(name)
+        if not match or LINEAR_PATHS.get(match[3]) != f"{match[2]}.{match[3]}":
+            raise UserError(
+                f"{path} holds {name}, which is not the LoRA factor of a linear layer: use another adapter."
+            )
+        if entry.dtype not in SUPPORTED_DTYPES:
+            supported = ", ".join(SUPPORTED_DTYPES)
+            raise UserError(f"{name} in {path} has dtype {entry.dtype}: store the adapter as one of {supported}.")
+        halves.setdefault((int(match[1]), match[3]), {})[match[4]] = read_f32_entry(name, entry)
+    if not halves:
+        raise UserError(f"{path} holds no tensors: train or download the adapter again.")
+    return config, {key: _pair(key, factors, config, path) for key, factors in sorted(halves.items())}
+
+
+def parse_config(d: Mapping[str, Any], where: str) -> AdapterConfig:
+    """AdapterConfig from adapter_config.json's content; UserError for what is not supported, by name."""
+    if d.get("peft_type") != "LORA":
+        raise UserError(f"peft_type {d.get('peft_type')!r} in {where} is not supported: use a LORA adapter.")
+    for name in _UNSUPPORTED:
+        if d.get(name):
+            raise UserError(f"{name} = {d[name]!r} in {where} is not supported: use a plain LoRA adapter.")
+    # PiSSA, OLoRA and their like also change the base weights when PEFT loads the adapter
+    init = d.get("init_lora_weights", True)
+    if isinstance(init, str) and init not in ("gaussian", "eva", "orthogonal"):
+        raise UserError(
+            f"init_lora_weights = {init!r} in {where} is not supported: convert it to a plain LoRA adapter."
+        )
+    if d.get("bias", "none") != "none":
+        raise UserError(f"bias = {d['bias']!r} in {where} is not supported: use an adapter trained with bias 'none'.")
+    targets = d.get("target_modules")
+    if isinstance(targets, list) and all(isinstance(t, str) for t in targets):
+        targets = tuple(targets)
+    elif not isinstance(targets, str):
+        raise UserError(f"target_modules in {where} is {targets!r}, expected a list of names or a string: correct it.")
+    for name in ("rank_pattern", "alpha_pattern"):
+        patterns = d.get(name) or {}
+        if not isinstance(patterns, dict):
+            raise UserError(f"{name} in {where} is {patterns!r}, expected an object of module names: correct it.")
+        for key, value in patterns.items():
+            _number(value, f"{name}[{key!r}]", where, whole=name == "rank_pattern")
+            try:
+                re.compile(key)
+            except re.error as error:
+                raise UserError(f"{name} in {where} has a bad pattern {key!r} ({error}): correct it.") from None
+    dropout = d.get("lora_dropout", 0.0)
+    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+        raise UserError(f"lora_dropout in {where} is {dropout!r}, expected a number from 0 to below 1: correct it.")
+    return AdapterConfig(
+        r=int(_number(d.get("r", 8), "r", where, whole=True)),
+        lora_alpha=_number(d.get("lora_alpha", 8), "lora_alpha", where),
+        lora_dropout=float(dropout),
+        target_modules=targets,
+        use_rslora=bool(d.get("use_rslora", False)),
+        base_model_name_or_path=d.get("base_model_name_or_path"),
+        rank_pattern=dict(d.get("rank_pattern") or {}),
+        alpha_pattern=dict(d.get("alpha_pattern") or {}),
+    )
+
+
+def _config_dict(config: AdapterConfig) -> dict[str, Any]:
+    targets = config.target_modules
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": config.base_model_name_or_path,
+        "inference_mode": True,
+        "r": config.r,
+        "lora_alpha": config.lora_alpha,
+        "lora_dropout": config.lora_dropout,
+        "target_modules": targets if isinstance(targets, str) else list(targets),
+        "use_rslora": config.use_rslora,
+        "rank_pattern": dict(config.rank_pattern),
+        "alpha_pattern": dict(config.alpha_pattern),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "use_dora": False,
+    }
+
+
+def _match_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
+    """The first pattern that matches the end of the path wins, as in PEFT's `get_pattern_key`."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+def _pair(
+    key: tuple[int, str], factors: dict[str, np.ndarray], config: AdapterConfig, path: Path
+) -> tuple[np.ndarray, np.ndarray]:
+    name = module_path(*key)
+    if factors.keys() != {"A", "B"}:
+        raise UserError(f"{path} holds only lora_{next(iter(factors))} of {name}: save the adapter again.")
+    a, b, rank = factors["A"], factors["B"], config.rank(name)
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank:
+        raise UserError(
+            f"{name} in {path} has shapes A {list(a.shape)} and B {list(b.shape)}, which do not fit rank {rank} of "
+            f"{CONFIG}: use the two files of one adapter."
+        )
+    return a, b
+
+
+def _number(value: Any, name: str, where: str, whole: bool = False) -> float:
+    kinds = (int,) if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
+        kind = "positive integer" if whole else "positive number"
+        raise UserError(f"{name} in {where} is {value!r}, expected a {kind}: correct it.")
+    return value

@@ -1,0 +1,106 @@
+"""Which adapters there are, and which one a person means."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import wgpu
+
+from wgpu_lora.errors import UserError
+
+KINDS = {"DiscreteGPU": "discrete", "IntegratedGPU": "integrated", "CPU": "software"}
+PREFERENCE = {"discrete": 0, "integrated": 1, "software": 2, "unknown": 3}
+FEATURES_THAT_MATTER = ("subgroup", "shader-f16", "timestamp-query", "timestamp-query-inside-passes")
+LIMITS_THAT_MATTER = (
+    "max-buffer-size",
+    "max-storage-buffer-binding-size",
+    "max-storage-buffers-per-shader-stage",
+    "max-compute-invocations-per-workgroup",
+    "max-compute-workgroup-storage-size",
+    "min-storage-buffer-offset-alignment",
+)
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """What `wgpu-lora info` shows of one adapter."""
+
+    index: int
+    name: str
+    driver: str
+    vendor_id: int
+    backend: str
+    kind: str  # discrete | integrated | software | unknown
+    features: tuple[str, ...]
+    limits: dict[str, int]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _enumerate() -> list[Any]:
+    # A driver that fails to load must not hide the others: wgpu reports none rather than raising.
+    adapters = wgpu.gpu.enumerate_adapters_sync()
+    native = [a for a in adapters if a.info["backend_type"] != "OpenGL"]
+    # OpenGL shows the same devices again, with fewer features.
+    return native or adapters
+
+
+def describe(index: int, adapter: Any) -> AdapterInfo:
+    info = adapter.info
+    features = set(adapter.features)
+    return AdapterInfo(
+        index=index,
+        name=info["device"],
+        driver=info["description"] or info["vendor"],
+        vendor_id=info["vendor_id"],
+        backend=info["backend_type"],
+        kind=KINDS.get(info["adapter_type"], "unknown"),
+        features=tuple(f for f in FEATURES_THAT_MATTER if f in features),
+        limits={name: int(adapter.limits[name]) for name in LIMITS_THAT_MATTER},
+    )
+
+
+def list_adapters() -> list[AdapterInfo]:
+    """Every adapter that can be chosen, in a stable order: discrete first, software last."""
+    return [describe(i, adapter) for i, adapter in enumerate(_sorted_adapters())]
+
+
+def _sorted_adapters() -> list[Any]:
+    def rank(adapter: Any) -> tuple[int, str, str]:
+        info = adapter.info
+        return (PREFERENCE[KINDS.get(info["adapter_type"], "unknown")], info["vendor"] == "SwiftShader driver", info["device"])
+
+    return sorted(_enumerate(), key=rank)
+
+
+def choose(selector: str | int | None) -> tuple[AdapterInfo, Any]:
+    """The adapter that `--device` (else `WGPU_LORA_DEVICE`, else the first) names.
+
+    Args:
+        selector: an index of `list_adapters`, or a part of a device's or a driver's name, any case.
+
+    Raises:
+        UserError: there is no adapter, or none that matches.
+    """
+    adapters = _sorted_adapters()
+    infos = [describe(i, a) for i, a in enumerate(adapters)]
+    if not infos:
+        raise UserError(
+            "No GPU adapter was found: install your GPU's Vulkan driver (or Mesa's software one with "
+            "'scripts/install_vulkan.sh') and check 'wgpu-lora info'."
+        )
+    if selector is None:
+        selector = os.environ.get("WGPU_LORA_DEVICE") or 0
+    text = str(selector)
+    if text.lstrip("-").isdigit():
+        if not 0 <= int(text) < len(infos):
+            raise UserError(f"There is no device {text}: choose 0 to {len(infos) - 1}, as 'wgpu-lora info' lists them.")
+        return infos[int(text)], adapters[int(text)]
+    for info, adapter in zip(infos, adapters, strict=True):
+        if text.lower() in f"{info.name} {info.driver}".lower():
+            return info, adapter
+    names = ", ".join(f"{i.index} ({i.name})" for i in infos)
+    raise UserError(f"No device is named '{text}': choose one of {names}.")

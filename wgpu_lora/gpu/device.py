@@ -1,0 +1,185 @@
+"""One opened device: its abilities, its buffers (every byte counted), its pipelines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import wgpu
+from wgpu.backends.wgpu_native import ffi, lib
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.adapters import AdapterInfo, choose
+
+WRITE_CHUNK = 16 << 20  # a queued write is staged by the driver; larger ones would double a tensor's memory
+INTEL = 0x8086
+
+PROBE = """
+@group(0) @binding(0) var<storage, read_write> out: array<u32>;
+@compute @workgroup_size(WG)
+fn main(@builtin(subgroup_size) size: u32, @builtin(subgroup_invocation_id) lane: u32,
+        @builtin(local_invocation_index) local: u32) {
+    if (local == 0u) { out[0] = size; }
+    out[1u + local] = lane;
+}
+"""
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """What to ask of an adapter; tests switch abilities off through the environment."""
+
+    subgroups: bool = True
+    default_limits: bool = False
+    checked: bool = False
+
+    @classmethod
+    def from_environment(cls) -> DeviceOptions:
+        def on(name: str) -> bool:
+            return os.environ.get(name, "") not in ("", "0")
+
+        return cls(
+            subgroups=not on("WGPU_LORA_NO_SUBGROUPS"),
+            default_limits=on("WGPU_LORA_DEFAULT_LIMITS"),
+            checked=on("WGPU_LORA_CHECKED"),
+        )
+
+
+class Device:
+    """A wgpu device with what the rest of the program needs to know about it.
+
+    Attributes:
+        info: the adapter's facts.
+        subgroup_size: lanes of a subgroup as measured, 0 where subgroups must not be used.
+        max_binding, max_buffer: bytes.
+        allocated, peak_allocated: bytes of all buffers created here and not yet freed.
+    """
+
+    def __init__(self, selector: str | int | None = None, options: DeviceOptions | None = None):
+        self.options = options or DeviceOptions.from_environment()
+        self.info: AdapterInfo
+        self.info, adapter = choose(selector)
+        features = [f for f in ("timestamp-query", "timestamp-query-inside-passes") if f in self.info.features]
+        if self.options.subgroups and "subgroup" in self.info.features and self.info.vendor_id != INTEL:
+            # Intel's compiler picks a size per shader (8, 16 or 32), so a kernel cannot be specialised for one.
+            features.append("subgroup")
+        limits = {} if self.options.default_limits else {
+            name: adapter.limits[name]
+            for name in ("max-buffer-size", "max-storage-buffer-binding-size")
+        }
+        self.raw = adapter.request_device_sync(required_features=features, required_limits=limits)
+        self.features = frozenset(features)
+        self.max_binding = int(self.raw.limits["max-storage-buffer-binding-size"]) & ~255
+        self.max_buffer = int(self.raw.limits["max-buffer-size"]) & ~255
+        self.allocated = 0
+        self.peak_allocated = 0
+        self._pipelines: dict[tuple[Any, ...], Any] = {}
+        self._readback: dict[int, Any] = {}
+        self.subgroup_size = self._probe_subgroup_size() if "subgroup" in features else 0
+
+    # -- buffers ---------------------------------------------------------------------------------------------------
+
+    def create_buffer(self, nbytes: int, label: str = "") -> Any:
+        """A zeroed storage buffer of `nbytes` (rounded up to 4). Raises UserError where the device has no room."""
+        size = max(4, (nbytes + 3) & ~3)
+        usage = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
+        try:
+            buffer = self.raw.create_buffer(label=label, size=size, usage=usage)
+        except (MemoryError, wgpu.GPUValidationError, wgpu.GPUError) as error:
+            raise UserError(
+                f"The device could not allocate {size:,} bytes for {label or 'a buffer'} ({self.allocated:,} bytes are "
+                "in use): lower --per-device-train-batch-size or --max-length, or choose a smaller model."
+            ) from error
+        self.allocated += size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return buffer
+
+    def free(self, buffer: Any) -> None:
+        self.allocated -= buffer.size
+        buffer.destroy()
+
+    def write(self, buffer: Any, data: np.ndarray, offset: int = 0) -> None:
+        flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        for start in range(0, flat.nbytes, WRITE_CHUNK):
+            chunk = flat[start : start + WRITE_CHUNK]
+            if chunk.nbytes % 4:
+                chunk = np.concatenate([chunk, np.zeros(-chunk.nbytes % 4, np.uint8)])
+            self.raw.queue.write_buffer(buffer, offset + start, chunk)
+            if flat.nbytes > WRITE_CHUNK:
+                self.wait()
+
+    def read(self, buffer: Any, nbytes: int | None = None, offset: int = 0) -> np.ndarray:
+        """Copies bytes back as uint8, waiting for all work submitted before."""
+        size = buffer.size - offset if nbytes is None else nbytes
+        data = self.raw.queue.read_buffer(buffer, offset, (size + 3) & ~3)
+        return np.frombuffer(data, np.uint8)[:size]
+
+    def wait(self) -> None:
+        """Blocks until the queue is empty. (wgpu-py's own on_submitted_work_done_sync raises TypeError.)"""
+        self.raw.queue.submit([])
+        self.raw._poll_wait()
+
+    # -- shaders ---------------------------------------------------------------------------------------------------
+
+    def pipeline(self, key: tuple[Any, ...], source: Callable[[], str]) -> Any:
+        """The compute pipeline of a shader text, compiled once per key."""
+        found = self._pipelines.get(key)
+        if found is None:
+            module = self._module(source(), str(key[0]))
+            found = self.raw.create_compute_pipeline(
+                label=str(key[0]), layout="auto", compute={"module": module, "entry_point": "main"}
+            )
+            found.bind_layout = found.get_bind_group_layout(0)
+            self._pipelines[key] = found
+        return found
+
+    def _module(self, code: str, label: str) -> Any:
+        module = self.raw.create_shader_module(code=code, label=label)  # also reports errors readably
+        if self.options.checked or not hasattr(lib, "wgpuDeviceCreateShaderModuleTrusted"):
+            return module
+        text, name = code.encode(), label.encode()
+        c_text, c_name = ffi.new("char[]", text), ffi.new("char[]", name)
+        source = ffi.new("WGPUShaderSourceWGSL *")
+        source.chain.sType = lib.WGPUSType_ShaderSourceWGSL
+        source.code.data, source.code.length = c_text, len(text)
+        descriptor = ffi.new("WGPUShaderModuleDescriptor *")
+        descriptor.nextInChain = ffi.cast("WGPUChainedStruct *", source)
+        descriptor.label.data, descriptor.label.length = c_name, len(name)
+        # Without bounds checks: 5 to 20% faster; every kernel is tested in both modes, bounds hold by construction.
+        handle = lib.wgpuDeviceCreateShaderModuleTrusted(self.raw._internal, descriptor, 0)
+        return type(module)(label, handle, self.raw)
+
+    def _probe_subgroup_size(self) -> int:
+        """The largest size of workgroup that is one whole subgroup, measured: drivers report only a range."""
+        buffer = self.create_buffer(65 * 4, "subgroup probe")
+        try:
+            for size in (64, 32, 16, 8, 4):
+                code = PROBE.replace("WG", str(size))
+                pipeline = self.pipeline(("subgroup_probe", size), lambda code=code: code)
+                group = self.bind_group(pipeline, [(buffer, 0, buffer.size)])
+                encoder = self.raw.create_command_encoder()
+                one = encoder.begin_compute_pass()
+                one.set_pipeline(pipeline)
+                one.set_bind_group(0, group)
+                one.dispatch_workgroups(1)
+                one.end()
+                self.raw.queue.submit([encoder.finish()])
+                seen = self.read(buffer).view(np.uint32)
+                if seen[0] >= size and np.array_equal(seen[1 : 1 + size], np.arange(size)):
+                    return size
+        finally:
+            self.free(buffer)
+        return 0
+
+    def bind_group(self, pipeline: Any, parts: list[tuple[Any, int, int]]) -> Any:
+        """Binds (buffer, offset, size) triples in order."""
+        return self.raw.create_bind_group(
+            layout=pipeline.bind_layout,
+            entries=[
+                {"binding": i, "resource": {"buffer": buffer, "offset": offset, "size": size}}
+                for i, (buffer, offset, size) in enumerate(parts)
+            ],
+        )

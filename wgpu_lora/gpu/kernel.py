@@ -1,0 +1,170 @@
+"""A kernel's declaration: the signature is the binding table, the docstring the formula, the body the reference.
+
+    @kernel("rmsnorm_forward.wgsl", grid=lambda c: one_per(c.rows, 1))
+    def rmsnorm_forward(x: In, weight: Fixed, y: Out, *, rows: U32, cols: U32, eps: F32):
+        '''y[r] = x[r] * weight / sqrt(mean(x[r]^2) + eps)'''
+        return x / np.sqrt(...) * weight
+
+Positional parameters are storage bindings in order. `In`, `Out` and `InOut` live in arenas and are declared
+`read_write` in WGSL, because tensors that share an arena's buffer may not mix access modes in one dispatch; `Fixed`
+(weights, tables, a step's inputs) is `read`. A `Fixed` or `In` parameter with default None may be left out, and its
+binding with it. Keyword parameters become constants of the shader. The reference returns its `Out` and `InOut`
+arrays in order, computed in float64 from the formula.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import jinja2
+
+from wgpu_lora.gpu.assets import asset_dir, shader_text
+
+if TYPE_CHECKING:
+    from wgpu_lora.gpu.device import Device
+
+In = Annotated[Any, "in"]
+Out = Annotated[Any, "out"]
+InOut = Annotated[Any, "inout"]
+Fixed = Annotated[Any, "fixed"]
+U32 = Annotated[int, "u32"]
+F32 = Annotated[float, "f32"]
+Flag = Annotated[bool, "bool"]
+Word = Annotated[str, "word"]  # seen by a template only, such as an element type
+
+ACCESS = {"in": "read_write", "out": "read_write", "inout": "read_write", "fixed": "read"}
+BINDING = re.compile(r"@group\(0\)\s*@binding\((\d+)\)\s*var<storage,\s*(read|read_write)>\s*(\w+)\s*:\s*([^;]+);")
+CONSTANT = re.compile(r"^const (\w+): (u32|f32|bool) = ([^;]+);", re.MULTILINE)
+
+REGISTRY: dict[str, Kernel] = {}
+Grid = tuple[int, int, int]
+Tiles = dict[str, int]
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+LINEAR_X = 32768  # workgroups in x before a linear grid goes on in y; lib/linear.wgsl knows it too
+
+
+def one_per(items: int, per_group: int = 64) -> Grid:
+    """A linear grid with a workgroup for every `per_group` items, folded into two dimensions where it is long."""
+    groups = max(1, cdiv(items, per_group))
+    return (groups, 1, 1) if groups <= LINEAR_X else (LINEAR_X, cdiv(groups, LINEAR_X), 1)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A declared kernel. Calling it computes the float64 reference."""
+
+    name: str
+    file: str
+    grid: Callable[[Any], Grid]
+    reference: Callable[..., Any]
+    lib: tuple[str, ...] = ()
+    variants: Callable[[int], Sequence[Tiles]] = lambda subgroup_size: ({},)
+    bindings: dict[str, str] = field(default_factory=dict)  # parameter -> in | out | inout | fixed
+    optional: frozenset[str] = frozenset()
+    constants: dict[str, str] = field(default_factory=dict)  # parameter -> u32 | f32 | bool | word
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.reference(*args, **kwargs)
+
+    @cached_property
+    def outputs(self) -> tuple[str, ...]:
+        return tuple(n for n, kind in self.bindings.items() if kind in ("out", "inout"))
+
+    def source(self, present: Sequence[str], constants: dict[str, Any], tiles: Tiles) -> str:
+        """The assembled WGSL: library files, then the kernel with its constants in place."""
+        text = shader_text(self.file)
+        values = {**constants, **tiles}
+        if self.file.endswith(".j2"):
+            text = _environment().from_string(text).render(bind={n: i for i, n in enumerate(present)}, **values)
+        text = "\n".join([*(shader_text(f"lib/{name}.wgsl") for name in self.lib), text])
+
+        def value(match: re.Match[str]) -> str:
+            name, kind = match[1], match[2]
+            if name.lower() not in values:
+                return match[0]
+            return f"const {name}: {kind} = {literal(kind, values[name.lower()])};"
+
+        text = CONSTANT.sub(value, text)
+        self._check(text, present)
+        return text
+
+    def _check(self, text: str, present: Sequence[str]) -> None:
+        declared = [(int(i), access, name) for i, access, name, _ in BINDING.findall(text)]
+        expected = [(i, ACCESS[self.bindings[n]], n) for i, n in enumerate(present)]
+        if sorted(declared) != expected:
+            raise TypeError(f"{self.file} declares {sorted(declared)}, but the signature of {self.name} says {expected}")
+
+    def pipeline(self, device: Device, present: tuple[str, ...], constants: dict[str, Any], tiles: Tiles) -> Any:
+        key = (self.name, present, tuple(sorted(constants.items())), tuple(sorted(tiles.items())))
+        return device.pipeline(key, lambda: self.source(present, constants, tiles))
+
+    def groups(self, constants: dict[str, Any], tiles: Tiles) -> Grid:
+        return self.grid(SimpleNamespace(**constants, **tiles))
+
+
+def literal(kind: str, value: Any) -> str:
+    if kind == "bool":
+        return "true" if value else "false"
+    return f"{int(value)}u" if kind == "u32" else f"{float(value)!r}f" if "e" not in repr(float(value)) else f"{float(value):.17g}f"
+
+
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(asset_dir("shaders")),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+    )
+
+
+def kernel(
+    file: str,
+    *,
+    grid: Callable[[Any], Grid],
+    lib: tuple[str, ...] = (),
+    variants: Callable[[int], Sequence[Tiles]] = lambda subgroup_size: ({},),
+) -> Callable[[Callable[..., Any]], Kernel]:
+    """Declares a kernel (see the module's docstring).
+
+    Args:
+        file: the WGSL file, or `.wgsl.j2` template, in `shaders/`.
+        grid: constants and tiles -> workgroups.
+        lib: files of `shaders/lib/` that are put in front.
+        variants: subgroup size (0: none) -> the tilings that a device of it can run, the default first.
+    """
+
+    def declare(function: Callable[..., Any]) -> Kernel:
+        hints = typing.get_type_hints(function, include_extras=True)
+        bindings, constants, optional, defaults = {}, {}, set(), {}
+        for name, parameter in inspect.signature(function).parameters.items():
+            kind = hints[name].__metadata__[0]
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+                constants[name] = kind
+                if parameter.default is not inspect.Parameter.empty:
+                    defaults[name] = parameter.default
+            else:
+                bindings[name] = kind
+                if parameter.default is None:
+                    optional.add(name)
+        declared = Kernel(
+            function.__name__, file, grid, function, lib, variants, bindings, frozenset(optional), constants, defaults
+        )
+        assert declared.name not in REGISTRY, f"two kernels are named {declared.name}"
+        REGISTRY[declared.name] = declared
+        return declared
+
+    return declare

@@ -1,0 +1,168 @@
+"""Record once, plan exactly, replay: a list of dispatches on fixed shapes."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.kernel import Grid, Kernel, Tiles
+from wgpu_lora.gpu.plan import ArenaPlan, plan_arenas
+from wgpu_lora.gpu.tensor import ITEM_BYTES, Storage, Tensor
+
+SUBMIT_SECONDS = 0.4  # work in one submit, for watchdogs and for Ctrl-C
+FIRST_SUBMIT = 24  # dispatches a submit before anything has been timed
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    kernel: Kernel
+    tensors: tuple[Tensor, ...]
+    present: tuple[str, ...]
+    constants: dict[str, Any]
+    tiles: Tiles
+    groups: Grid
+
+
+class Program:
+    """Dispatches in order. Record with `temp` and `dispatch`, then `build` once and `run` often."""
+
+    def __init__(self, device: Device, name: str = "program"):
+        self.device = device
+        self.name = name
+        self.dispatches: list[Dispatch] = []
+        self._replay: list[tuple[Any, Any, Grid]] = []
+        self._splits: list[int] | None = None
+
+    # -- record ----------------------------------------------------------------------------------------------------
+
+    def temp(self, shape: tuple[int, ...], dtype: str = "f32", name: str = "temp") -> Tensor:
+        """A tensor that lives in an arena from its first to its last dispatch."""
+        nbytes = (math.prod(shape) * ITEM_BYTES[dtype] + 3) & ~3
+        return Tensor(shape, dtype, Storage(nbytes, "activations", name, temporary=True), name=name)
+
+    def dispatch(self, kernel: Kernel, *args: Tensor | None, tiles: Tiles | None = None, **constants: Any) -> None:
+        """Appends a dispatch of `kernel` on `args`, in the order of its signature."""
+        names = list(kernel.bindings)
+        args = args + (None,) * (len(names) - len(args))
+        present = tuple(n for n, t in zip(names, args, strict=True) if t is not None)
+        missing = [n for n in names if n not in present and n not in kernel.optional]
+        constants = {**kernel.defaults, **constants}
+        if missing or set(constants) != set(kernel.constants):
+            raise TypeError(f"{kernel.name}: missing {missing}, constants {sorted(constants)} for {sorted(kernel.constants)}")
+        if tiles is None:
+            tiles = dict(kernel.variants(self.device.subgroup_size)[0])
+        groups = kernel.groups(constants, tiles)
+        if max(groups) > 65535:
+            raise ValueError(f"{kernel.name}: a grid of {groups} is larger than WebGPU allows")
+        tensors = tuple(t for t in args if t is not None)
+        self.dispatches.append(Dispatch(kernel, tensors, present, constants, tiles, groups))
+
+    # -- plan ------------------------------------------------------------------------------------------------------
+
+    def lifetimes(self) -> dict[Storage, tuple[int, int]]:
+        """First and last dispatch of every temporary storage."""
+        spans: dict[Storage, tuple[int, int]] = {}
+        for index, step in enumerate(self.dispatches):
+            for tensor in step.tensors:
+                if tensor.storage.temporary:
+                    spans[tensor.storage] = (spans.get(tensor.storage, (index, index))[0], index)
+        return spans
+
+    def plan(self) -> ArenaPlan:
+        return plan_arenas(self.lifetimes(), self.device.max_buffer, self.device.max_binding)
+
+    def persistent_storages(self) -> set[Storage]:
+        return {t.storage for step in self.dispatches for t in step.tensors if not t.storage.temporary}
+
+    # -- build and replay ------------------------------------------------------------------------------------------
+
+    def build(self, arena: Arena) -> None:
+        """Binds temporaries to the arena, compiles the pipelines and makes the bind groups."""
+        plan = self.plan()
+        buffers = arena.buffers_for(plan)
+        for storage, (number, offset) in plan.places.items():
+            storage.buffer, storage.offset = buffers[number], offset
+        groups: dict[tuple[Any, ...], Any] = {}
+        self._replay = []
+        for step in self.dispatches:
+            pipeline = step.kernel.pipeline(self.device, step.present, step.constants, step.tiles)
+            parts = [t.binding() for t in step.tensors]
+            key = (id(pipeline), *((id(b), offset, size) for b, offset, size in parts))
+            if key not in groups:
+                groups[key] = self.device.bind_group(pipeline, parts)
+            self._replay.append((pipeline, groups[key], step.groups))
+
+    def run(self) -> None:
+        """Submits the whole list; the first run is timed piece by piece to find where to split later ones."""
+        if self._splits is None:
+            self._splits = self._calibrate()
+            return
+        start = 0
+        for stop in self._splits:
+            self._submit(start, stop)
+            if stop != len(self._replay):
+                self.device.wait()
+            start = stop
+
+    def _calibrate(self) -> list[int]:
+        splits, spent = [], 0.0
+        for start in range(0, len(self._replay), FIRST_SUBMIT):
+            stop = min(start + FIRST_SUBMIT, len(self._replay))
+            begin = time.perf_counter()
+            self._submit(start, stop)
+            self.device.wait()
+            took = time.perf_counter() - begin
+            if spent + took > SUBMIT_SECONDS and start:
+                splits.append(start)
+                spent = 0.0
+            spent += took
+        return [*splits, len(self._replay)]
+
+    def _submit(self, start: int, stop: int) -> None:
+        encoder = self.device.raw.create_command_encoder()
+        compute = encoder.begin_compute_pass()
+        set_pipeline, set_bind_group = compute.set_pipeline, compute.set_bind_group
+        dispatch, current = compute.dispatch_workgroups, None
+        for pipeline, group, (x, y, z) in self._replay[start:stop]:
+            if pipeline is not current:
+                set_pipeline(pipeline)
+                current = pipeline
+            set_bind_group(0, group)
+            dispatch(x, y, z)
+        compute.end()
+        self.device.raw.queue.submit([encoder.finish()])
+
+
+class Arena:
+    """Buffers for temporaries, shared by programs that never run at the same time and sized by the largest."""
+
+    def __init__(self, device: Device, sizes: list[int] | None = None):
+        self.device = device
+        self.buffers = [device.create_buffer(size, "activations") for size in sizes or []]
+
+    def buffers_for(self, plan: ArenaPlan) -> list[Any]:
+        assert all(
+            need <= have.size for need, have in zip(plan.sizes, self.buffers, strict=False)
+        ) and len(plan.sizes) <= len(self.buffers), "the arena was made for smaller programs"
+        return self.buffers
+
+    @staticmethod
+    def sizes_for(plans: list[ArenaPlan]) -> list[int]:
+        """Sizes that hold every one of the plans, one at a time."""
+        count = max((len(p.sizes) for p in plans), default=0)
+        return [max(p.sizes[i] for p in plans if i < len(p.sizes)) for i in range(count)]
+
+    def free(self) -> None:
+        for buffer in self.buffers:
+            self.device.free(buffer)
+        self.buffers = []
+
+
+def allocate(device: Device, storages: set[Storage]) -> None:
+    """Creates the buffers of persistent storages that have none yet, largest first."""
+    for storage in sorted(storages, key=lambda s: (-s.nbytes, s.name)):
+        if storage.buffer is None:
+            storage.buffer = device.create_buffer(storage.nbytes, storage.name)

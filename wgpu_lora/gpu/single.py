@@ -1,0 +1,66 @@
+"""One kernel alone on arrays of the host: what tests and measurements need."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.kernel import Kernel, Tiles
+from wgpu_lora.gpu.program import Arena, Program, allocate
+from wgpu_lora.gpu.tensor import Tensor, persistent
+
+DTYPE = {"float32": "f32", "uint32": "u32", "int32": "i32", "uint16": "bf16", "float16": "f16", "uint8": "u8"}
+
+
+class SingleKernel:
+    """A program of one dispatch, its arrays on the device."""
+
+    def __init__(self, device: Device, kernel: Kernel, arrays: dict[str, np.ndarray], constants: dict[str, Any],
+                 tiles: Tiles | None = None, repeat: int = 1):
+        self.device = device
+        self.kernel = kernel
+        self.arrays = arrays
+        self.tensors: dict[str, Tensor] = {
+            name: persistent(array.shape, DTYPE[array.dtype.name], "workspace", name) for name, array in arrays.items()
+        }
+        self.program = Program(device, kernel.name)
+        for _ in range(repeat):
+            self.program.dispatch(
+                kernel, *(self.tensors.get(name) for name in kernel.bindings), tiles=tiles, **constants
+            )
+        allocate(device, self.program.persistent_storages())
+        self.program.build(Arena(device))
+        self.upload()
+
+    def upload(self) -> None:
+        for name, array in self.arrays.items():
+            self.device.write(self.tensors[name].storage.buffer, array)
+
+    def run(self) -> None:
+        self.program.run()
+
+    def outputs(self) -> list[np.ndarray]:
+        return [self.read(name) for name in self.kernel.outputs]
+
+    def read(self, name: str) -> np.ndarray:
+        array = self.arrays[name]
+        data = self.device.read(self.tensors[name].storage.buffer, array.nbytes)
+        return data.view(array.dtype).reshape(array.shape)
+
+    def seconds(self, runs: int = 5) -> float:
+        """Median seconds of one dispatch by the host's clock, after warm-up."""
+        times = []
+        for run in range(runs + 2):
+            begin = time.perf_counter()
+            self.program.run()
+            self.device.wait()
+            if run >= 2:
+                times.append(time.perf_counter() - begin)
+        return float(np.median(times)) / len(self.program.dispatches)
+
+    def free(self) -> None:
+        for tensor in self.tensors.values():
+            self.device.free(tensor.storage.buffer)

@@ -1,0 +1,69 @@
+"""Tensors are shapes over storage; storage is bytes with a lifetime, bound to a buffer only when a plan is built."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+ITEM_BYTES = {"f32": 4, "u32": 4, "i32": 4, "bf16": 2, "f16": 2, "u8": 1}
+NUMPY = {"f32": np.float32, "u32": np.uint32, "i32": np.int32, "bf16": np.uint16, "f16": np.float16, "u8": np.uint8}
+ALIGNMENT = 256  # bytes; what WebGPU's default limits ask of a binding's offset
+
+
+def align(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(eq=False)
+class Storage:
+    """Bytes of one group. `buffer` is None until allocated; an arena's storage also gets an `offset` in its buffer."""
+
+    nbytes: int
+    group: str  # base | adapters | optimizer | activations | workspace
+    name: str
+    temporary: bool = False
+    buffer: Any = None
+    offset: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """A row-major view of a storage. bf16, f16 and u8 are packed into 32-bit words."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    storage: Storage
+    byte_offset: int = 0
+    name: str = field(default="")
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * ITEM_BYTES[self.dtype]
+
+    def reshape(self, *shape: int) -> Tensor:
+        assert math.prod(shape) == self.size, f"{self.name}: {self.shape} cannot become {shape}"
+        return replace(self, shape=shape)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of the first dimension; the offset must be one that a binding may have."""
+        step = self.nbytes // self.shape[0]
+        assert start * step % ALIGNMENT == 0, f"{self.name}: row {start} is not at a bindable offset"
+        return replace(self, shape=(stop - start, *self.shape[1:]), byte_offset=self.byte_offset + start * step)
+
+    def binding(self) -> tuple[Any, int, int]:
+        """(buffer, offset, size) with the size rounded up to whole words."""
+        assert self.storage.buffer is not None, f"{self.name} has not been allocated"
+        return self.storage.buffer, self.storage.offset + self.byte_offset, (self.nbytes + 3) & ~3
+
+
+def persistent(shape: tuple[int, ...], dtype: str, group: str, name: str) -> Tensor:
+    """A tensor with a buffer of its own, declared now and allocated later."""
+    nbytes = (math.prod(shape) * ITEM_BYTES[dtype] + 3) & ~3
+    return Tensor(shape, dtype, Storage(nbytes, group, name), name=name)

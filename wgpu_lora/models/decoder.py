@@ -1,0 +1,150 @@
+"""A decoder-only language model as it lies on the device, and its forward pass. Backward follows from the ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
+from wgpu_lora.models.config import LINEAR_PATHS, ModelConfig
+from wgpu_lora.models.inputs import StepInputs
+from wgpu_lora.ops.attention import attention
+from wgpu_lora.ops.elementwise import residual, swiglu
+from wgpu_lora.ops.embedding import embed, scatter_rows
+from wgpu_lora.ops.linear import Linear, LoraSlots, linear
+from wgpu_lora.ops.norm import rmsnorm
+from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.ops.rope import rope
+from wgpu_lora.ops.weights import DenseWeight, NF4Weight, Weight
+
+BASE_DTYPES = ("nf4", "bf16", "f16", "f32")
+Adapters = Mapping[tuple[int, str], LoraSlots]  # (layer, module name) -> its adapters
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One block: its seven linears by name and its norm weights, q_norm and k_norm only where the model has them."""
+
+    linears: dict[str, Linear]
+    norms: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of every layer, [capacity, kv_heads, head_dim] each, and where this step's rows go in them."""
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    rows: Tensor  # u32 [T]
+
+    @classmethod
+    def declare(cls, config: ModelConfig, capacity: int, rows: Tensor) -> KVCache:
+        shape = (capacity, config.num_key_value_heads, config.head_dim)
+
+        def make(kind: str) -> tuple[Tensor, ...]:
+            count = config.num_hidden_layers
+            return tuple(persistent(shape, "f32", "workspace", f"{kind} cache {i}") for i in range(count))
+
+        return cls(make("key"), make("value"), rows)
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A model's tensors. `declare` allocates nothing: a plan can be made of a declared model alone."""
+
+    config: ModelConfig
+    base_dtype: str
+    embedding: DenseWeight
+    layers: tuple[Layer, ...]
+    final_norm: Tensor
+    head: DenseWeight
+    dynamic: Tensor  # NF4's table for the constants of the constants
+
+    @classmethod
+    def declare(cls, config: ModelConfig, base_dtype: str, table_dtype: str, max_binding: int) -> Decoder:
+        """The tensors of a model whose embedding and LM head are stored as `table_dtype` (bf16, f16, f32)."""
+        dynamic = persistent((256,), "f32", "base", "dynamic code")
+        shapes = config.linear_shapes()
+
+        def weight(layer: int, module: str) -> Weight:
+            name = f"layers.{layer}.{LINEAR_PATHS[module]}"
+            if base_dtype == "nf4":
+                return NF4Weight.declare(shapes[module], name, dynamic)
+            return DenseWeight.declare(shapes[module], base_dtype, name, max_binding)
+
+        def vector(size: int, name: str) -> Tensor:
+            return persistent((size,), "f32", "base", name)
+
+        def layer(i: int) -> Layer:
+            linears = {
+                m: Linear(weight(i, m), vector(shapes[m][0], f"layers.{i}.{m}.bias") if config.has_bias(m) else None)
+                for m in shapes
+            }
+            sizes = {"input_layernorm": config.hidden_size, "post_attention_layernorm": config.hidden_size}
+            if config.qk_norm:
+                sizes |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
+            return Layer(linears, {n: vector(size, f"layers.{i}.{n}") for n, size in sizes.items()})
+
+        shape = (config.vocab_size, config.hidden_size)
+        embedding = DenseWeight.declare(shape, table_dtype, "embed_tokens", max_binding)
+        tied = config.tie_word_embeddings
+        head = embedding if tied else DenseWeight.declare(shape, table_dtype, "lm_head", max_binding)
+        layers = tuple(layer(i) for i in range(config.num_hidden_layers))
+        return cls(config, base_dtype, embedding, layers, vector(config.hidden_size, "norm"), head, dynamic)
+
+    def storages(self) -> set[Storage]:
+        """Everything that is loaded once and never changes."""
+        found = {*self.embedding.storages(), *self.head.storages(), self.final_norm.storage}
+        for layer in self.layers:
+            found |= {norm.storage for norm in layer.norms.values()}
+            for item in layer.linears.values():
+                found |= {*item.weight.storages(), *([item.bias.storage] if item.bias else [])}
+        return found
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def hidden(self, rec: Recorder, inputs: StepInputs, adapters: Adapters, cache: KVCache | None = None) -> Tensor:
+        """The normalised last hidden state [T, hidden_size]."""
+        x = embed(rec, inputs.ids, self.embedding)
+        for i in range(len(self.layers)):
+            x = rec.checkpoint(self._block(rec, i, inputs, adapters, cache), x)
+        return rmsnorm(rec, x, self.final_norm, self.config.rms_norm_eps)
+
+    def _block(self, rec: Recorder, index: int, inputs: StepInputs, adapters: Adapters, cache: KVCache | None) -> Callable[[Tensor], Tensor]:
+        layer, config = self.layers[index], self.config
+
+        def project(x: Tensor, module: str) -> Tensor:
+            return linear(rec, x, layer.linears[module], adapters.get((index, module)))
+
+        def norm(x: Tensor, name: str) -> Tensor:
+            return rmsnorm(rec, x, layer.norms[name], config.rms_norm_eps)
+
+        def heads(x: Tensor, name: str) -> Tensor:
+            x = x.reshape(x.shape[0], x.shape[1] // config.head_dim, config.head_dim)
+            x = norm(x, name) if name in layer.norms else x
+            return rope(rec, x, inputs.positions, inputs.rope_table, config.head_dim)
+
+        def attend(x: Tensor) -> Tensor:
+            q = heads(project(x, "q_proj"), "self_attn.q_norm")
+            k = heads(project(x, "k_proj"), "self_attn.k_norm")
+            v = project(x, "v_proj").reshape(*k.shape)
+            if cache:
+                k = _cached(rec, k, cache.keys[index], cache.rows)
+                v = _cached(rec, v, cache.values[index], cache.rows)
+            ranges = inputs.ranges[config.sliding_windows[index]]
+            y = attention(rec, q, k, v, ranges, config.num_key_value_heads, config.head_dim**-0.5)
+            return project(y.reshape(y.shape[0], y.shape[1] * y.shape[2]), "o_proj")
+
+        def mlp(x: Tensor) -> Tensor:
+            return project(swiglu(rec, project(x, "gate_proj"), project(x, "up_proj")), "down_proj")
+
+        def block(x: Tensor) -> Tensor:
+            x = residual(rec, x, attend(norm(x, "input_layernorm")))
+            return residual(rec, x, mlp(norm(x, "post_attention_layernorm")))
+
+        return block
+
+
+def _cached(rec: Recorder, new: Tensor, cache: Tensor, rows: Tensor) -> Tensor:
+    rec.dispatch(scatter_rows, new, rows, cache, rows=new.shape[0], cols=new.size // new.shape[0])
+    return cache

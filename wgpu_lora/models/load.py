@@ -1,0 +1,139 @@
+"""Streams a checkpoint onto the device: a matrix is uploaded piece by piece and packed there, never held whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+
+from wgpu_lora.formats.checkpoint import Checkpoint
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.program import Arena, Program, allocate
+from wgpu_lora.gpu.tensor import ITEM_BYTES, Tensor, align, persistent
+from wgpu_lora.models.config import LINEAR_PATHS
+from wgpu_lora.models.decoder import Decoder
+from wgpu_lora.ops.weights import DenseWeight, NF4Weight
+from wgpu_lora.quant.kernels import nf4_absmax, nf4_encode
+from wgpu_lora.quant.nf4 import BLOCK, DYNAMIC_CODE, double_quantize
+
+STAGING = 32 << 20  # bytes of a piece on its way to the device
+DTYPES = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
+Progress = Callable[[str], None]
+
+
+def table_dtype(checkpoint: Checkpoint) -> str:
+    """The type that the embedding is stored in, and kept in."""
+    return DTYPES[checkpoint.dtype("model.embed_tokens.weight")]
+
+
+def load_weights(device: Device, checkpoint: Checkpoint, model: Decoder, progress: Progress = lambda name: None) -> None:
+    """Allocates the model's tensors and fills them.
+
+    Args:
+        progress: called with each tensor's name once it is loaded.
+    """
+    allocate(device, model.storages())
+    packer = _Packer(device, model) if model.base_dtype == "nf4" else None
+
+    def vector(name: str, tensor: Tensor) -> None:
+        device.write(tensor.storage.buffer, checkpoint.read_f32(name))
+        progress(name)
+
+    def dense(name: str, weight: DenseWeight) -> None:
+        _upload_dense(device, checkpoint, name, weight)
+        progress(name)
+
+    dense("model.embed_tokens.weight", model.embedding)
+    if model.head is not model.embedding:
+        dense("lm_head.weight", model.head)
+    vector("model.norm.weight", model.final_norm)
+    for i, layer in enumerate(model.layers):
+        prefix = f"model.layers.{i}."
+        for name, norm in layer.norms.items():
+            vector(f"{prefix}{name}.weight", norm)
+        for module, item in layer.linears.items():
+            path = f"{prefix}{LINEAR_PATHS[module]}"
+            if item.bias:
+                vector(f"{path}.bias", item.bias)
+            if isinstance(item.weight, DenseWeight):
+                dense(f"{path}.weight", item.weight)
+            elif isinstance(item.weight, NF4Weight) and packer:
+                packer.pack(checkpoint, f"{path}.weight", item.weight)
+                progress(f"{path}.weight")
+    if packer:
+        packer.free()
+
+
+def staging_bytes(model: Decoder) -> int:
+    """Bytes that loading holds on the device beside the model itself."""
+    return sum(t.storage.nbytes for t in _staging(model)) if model.base_dtype == "nf4" else 0
+
+
+def _upload_dense(device: Device, checkpoint: Checkpoint, name: str, weight: DenseWeight) -> None:
+    first = 0
+    for part in weight.parts:
+        row_bytes = part.shape[1] * ITEM_BYTES[weight.dtype]
+        step = max(1, STAGING // row_bytes)
+        step = step // 2 * 2 or 2  # an even number of rows keeps every piece on a whole word
+        for start in range(0, part.shape[0], step):
+            stop = min(start + step, part.shape[0])
+            device.write(
+                part.storage.buffer, _rows_as(checkpoint, name, weight.dtype, first + start, first + stop), start * row_bytes
+            )
+        first += part.shape[0]
+
+
+def _rows_as(checkpoint: Checkpoint, name: str, dtype: str, start: int, stop: int) -> np.ndarray:
+    if DTYPES.get(checkpoint.dtype(name)) == dtype:
+        return checkpoint.read_raw(name, start, stop)
+    target = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}[dtype]
+    return checkpoint.read_f32(name, start, stop).astype(target)
+
+
+def _staging(model: Decoder) -> tuple[Tensor, Tensor]:
+    """(raw rows, their absmax), large enough for any piece: pieces are whole multiples of 64 rows."""
+    sizes = model.config.linear_shapes().values()
+    largest = max(min(out, _piece_rows(size_in)) * size_in for out, size_in in sizes)
+    return (
+        persistent((largest,), "f32", "workspace", "staging"),
+        persistent((align(4 * -(-largest // BLOCK)) // 4,), "f32", "workspace", "absmax"),
+    )
+
+
+def _piece_rows(size_in: int) -> int:
+    # Multiples of 64 rows start at a whole block of the flattened matrix.
+    return max(BLOCK, STAGING // (4 * size_in) // BLOCK * BLOCK)
+
+
+class _Packer:
+    """Packs matrices to NF4 on the device; only the block constants, 1/64 of the values, pass through the host."""
+
+    def __init__(self, device: Device, model: Decoder):
+        self.device = device
+        self.staging, self.absmax = _staging(model)
+        self.arena = Arena(device)
+        allocate(device, {self.staging.storage, self.absmax.storage})
+        device.write(model.dynamic.storage.buffer, DYNAMIC_CODE)
+
+    def pack(self, checkpoint: Checkpoint, name: str, weight: NF4Weight) -> None:
+        kind, size_in = DTYPES[checkpoint.dtype(name)], weight.in_features
+        constants = []
+        for first in range(0, weight.out_features, _piece_rows(size_in)):
+            rows = min(_piece_rows(size_in), weight.out_features - first)
+            blocks = -(-rows * size_in // BLOCK)
+            self.device.write(self.staging.storage.buffer, checkpoint.read_raw(name, first, first + rows))
+            program = Program(self.device, "pack")
+            program.dispatch(nf4_absmax, self.staging, self.absmax, size=rows * size_in, b_type=kind)
+            program.dispatch(nf4_encode, self.staging, self.absmax, weight.codes, rows=rows, first=first,
+                             out=weight.out_features, size_in=size_in, b_type=kind)
+            program.build(self.arena)
+            program.run()
+            constants.append(self.device.read(self.absmax.storage.buffer, 4 * blocks).view(np.float32).copy())
+        codes, nested, offset = double_quantize(np.concatenate(constants))
+        self.device.write(weight.absmax_codes.storage.buffer, codes)
+        self.device.write(weight.nested.storage.buffer, np.append(nested, offset).astype(np.float32))
+
+    def free(self) -> None:
+        for tensor in (self.staging, self.absmax):
+            self.device.free(tensor.storage.buffer)

@@ -1,0 +1,158 @@
+"""Rotary position embedding: what config.json says about it, and the inverse frequencies that follow.
+
+The formulas are those of transformers' `modeling_rope_utils.py`, computed in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from wgpu_lora.errors import UserError
+
+if TYPE_CHECKING:
+    from wgpu_lora.models.config import ModelConfig
+
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+DEFAULT_THETA = 10000.0
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How the frequencies of a model are stretched beyond the context it was pretrained with.
+
+    `rope_type` is 'linear', 'llama3' or 'yarn'; the other fields are config.json's own, and those that a type
+    does not use keep their defaults. `attention_factor` multiplies cos and sin alike (yarn; 1 elsewhere).
+    """
+
+    rope_type: str
+    factor: float
+    original_max_position_embeddings: int
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+def parse_rope(d: Mapping[str, Any], max_position_embeddings: int, where: str) -> tuple[float, RopeScaling | None]:
+    """Reads theta and scaling from a config.json, written by transformers 5 or earlier.
+
+    Returns (rope_theta, scaling), where scaling is None for plain rotary embedding.
+    Raises UserError for a rope type that is not supported or a field that makes no sense.
+    """
+    # transformers 5 has everything in rope_parameters; earlier ones keep theta outside, the rest in rope_scaling
+    rope = d.get("rope_parameters") or d.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise UserError(
+            f"rope parameters in {where} are {rope!r}, expected an object such as {{'rope_type': 'default'}}."
+        )
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise UserError(f"rope_parameters in {where} differ by layer type, which is not supported: use another model.")
+    theta = _positive(rope.get("rope_theta", d.get("rope_theta", DEFAULT_THETA)), "rope_theta", where)
+    partial = rope.get("partial_rotary_factor", d.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise UserError(f"partial_rotary_factor = {partial!r} in {where} is not supported: only 1.0 is.")
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if rope_type not in SUPPORTED_ROPE_TYPES:
+        supported = ", ".join(SUPPORTED_ROPE_TYPES)
+        raise UserError(f"rope type {rope_type!r} in {where} is not supported: use a model with one of {supported}.")
+    if rope_type == "default":
+        return theta, None
+    original = d.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    original = _positive(original or max_position_embeddings, "original_max_position_embeddings", where)
+    factor = rope.get("factor")
+    if factor is None and rope_type == "yarn":
+        factor = max_position_embeddings / original
+    factor = _positive(factor, "rope factor", where)
+
+    def field(name: str, default: float) -> float:
+        return _positive(default if rope.get(name) is None else rope[name], name, where)
+
+    low, high = field("low_freq_factor", 1.0), field("high_freq_factor", 4.0)
+    if high <= low:
+        raise UserError(f"high_freq_factor {high} in {where} must be greater than low_freq_factor {low}: correct it.")
+    return theta, RopeScaling(
+        rope_type=rope_type,
+        factor=factor,
+        original_max_position_embeddings=int(original),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        beta_fast=field("beta_fast", 32.0),
+        beta_slow=field("beta_slow", 1.0),
+        truncate=bool(rope.get("truncate", True)),
+        attention_factor=_yarn_attention_factor(rope, factor, where) if rope_type == "yarn" else 1.0,
+    )
+
+
+def inv_freq(config: ModelConfig) -> np.ndarray:
+    """Radians per position for each rotated pair: float64 [head_dim / 2].
+
+    Pair i is (x[i], x[i + head_dim/2]), as in transformers' `rotate_half`. Torch holds these in float32, so round them
+    to float32 before multiplying by a position where the same angles are wanted far into a long sequence.
+    """
+    dim, scaling = config.head_dim, config.rope_scaling
+    plain = config.rope_theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
+    if scaling is None:
+        return plain
+    if scaling.rope_type == "linear":
+        return plain / scaling.factor
+    if scaling.rope_type == "llama3":
+        return _llama3(plain, scaling)
+    return _yarn(plain, scaling, config.rope_theta)
+
+
+def attention_factor(config: ModelConfig) -> float:
+    """What cos and sin are multiplied by: 1 except under yarn."""
+    return config.rope_scaling.attention_factor if config.rope_scaling else 1.0
+
+
+def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    """Divides long waves by `factor`, leaves short ones alone, and blends linearly in turns per context between."""
+    turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = np.clip(keep, 0.0, 1.0)
+    return (1 - keep) * plain / scaling.factor + keep * plain
+
+
+def _yarn(plain: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray:
+    """Blends between interpolated and plain frequencies along a ramp over the pair's index."""
+    dim = 2 * len(plain)
+
+    def pair_turning(rotations: float) -> float:
+        """The (fractional) pair index that turns `rotations` times within the original context."""
+        context = scaling.original_max_position_embeddings
+        return dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_turning(scaling.beta_fast), pair_turning(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    interpolated = np.clip((np.arange(dim // 2, dtype=np.float64) - low) / (high - low), 0.0, 1.0)
+    return plain / scaling.factor * interpolated + plain * (1 - interpolated)
+
+
+def _yarn_attention_factor(rope: Mapping[str, Any], factor: float, where: str) -> float:
+    if rope.get("attention_factor") is not None:
+        return _positive(rope["attention_factor"], "attention_factor", where)
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        numerator = _positive(rope["mscale"], "mscale", where)
+        return mscale(numerator) / mscale(_positive(rope["mscale_all_dim"], "mscale_all_dim", where))
+    return mscale(1.0)
+
+
+def _positive(value: Any, name: str, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise UserError(f"{name} in {where} is {value!r}, expected a positive number: correct the file.")
+    return float(value)

@@ -1,0 +1,107 @@
+"""Causal grouped-query attention over row ranges: packed segments, sliding windows and KV caches are one kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, Out, Tiles, cdiv, kernel
+from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.ops.rows import by_subgroup, row_grid
+
+Shape = dict[str, Any]
+
+
+def _lanes(subgroup_size: int) -> list[Tiles]:
+    plain: Tiles = {"sg": 0, "lanes": 32}
+    return [{"sg": subgroup_size, "lanes": subgroup_size}, plain] if subgroup_size >= 4 else [plain]
+
+
+def _lanes_and_steps(subgroup_size: int) -> list[Tiles]:
+    return [{**tiles, "keys_per_step": n} for n in (4, 1) for tiles in _lanes(subgroup_size)]
+
+
+def _over_queries(c: Any) -> tuple[int, int, int]:
+    return cdiv(c.rows * c.group, c.lanes), c.kv_heads, 1
+
+
+def _weights(q: Any, k: Any, ranges: Any, rows: int, keys: int, kv_heads: int, group: int, dim: int, scale: float) -> Any:
+    """(q [h, g, t, d], k [h, s, d], scores, seen [t, s]) in float64."""
+    q = q.reshape(rows, kv_heads, group, dim).transpose(1, 2, 0, 3)
+    k = k.reshape(keys, kv_heads, dim).transpose(1, 0, 2)
+    scores = scale * np.einsum("hgtd,hsd->hgts", q, k)
+    bounds = ranges.reshape(rows, 4).astype(int)
+    column = np.arange(keys)
+    seen = (column >= bounds[:, :1]) & (column < bounds[:, 1:2])
+    return q, k, np.where(seen, scores, -np.inf), seen
+
+
+def _rows_first(x: np.ndarray) -> np.ndarray:
+    return x.transpose(2, 0, 1, 3)
+
+
+@kernel("attention_forward.wgsl.j2", grid=_over_queries, variants=_lanes_and_steps)
+def attention_forward(q: In, k: In, v: In, ranges: Fixed, y: Out, lse: Out, *, rows: U32, keys: U32, kv_heads: U32,
+                      group: U32, dim: U32, scale: F32) -> Any:
+    """y[t] = sum_j softmax_j(scale q[t] k[j]) v[j] over the keys ranges[t].xy, and the softmax's log-sum-exp."""
+    _, _, scores, _ = _weights(q, k, ranges, rows, keys, kv_heads, group, dim, scale)
+    top = scores.max(axis=-1, keepdims=True)
+    lse = top + np.log(np.exp(scores - top).sum(axis=-1, keepdims=True))
+    y = np.einsum("hgts,hsd->hgtd", np.exp(scores - lse), v.reshape(keys, kv_heads, dim).transpose(1, 0, 2))
+    return _rows_first(y), _rows_first(lse)
+
+
+@kernel("attention_stats.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
+def attention_stats(y: In, dy: In, lse: In, stats: Out, *, rows: U32, dim: U32) -> Any:
+    """stats[i] = (lse[i], dy[i] · y[i])."""
+    return np.stack([lse.reshape(-1), (y * dy).reshape(rows, dim).sum(axis=1)], axis=1)
+
+
+def _score_gradients(q: Any, k: Any, v: Any, dy: Any, stats: Any, ranges: Any, rows: int, keys: int, kv_heads: int,
+                     group: int, dim: int, scale: float) -> Any:
+    qs, ks, scores, _ = _weights(q, k, ranges, rows, keys, kv_heads, group, dim, scale)
+    stats = stats.reshape(rows, kv_heads, group, 2).transpose(1, 2, 0, 3)
+    p = np.exp(scores - stats[..., :1])
+    dys = dy.reshape(rows, kv_heads, group, dim).transpose(1, 2, 0, 3)
+    dp = np.einsum("hgtd,hsd->hgts", dys, v.reshape(keys, kv_heads, dim).transpose(1, 0, 2))
+    return qs, ks, dys, p, scale * p * (dp - stats[..., 1:])
+
+
+@kernel("attention_backward_q.wgsl.j2", grid=_over_queries, variants=_lanes)
+def attention_backward_q(q: In, k: In, v: In, dy: In, stats: In, ranges: Fixed, dq: Out, *, rows: U32, keys: U32,
+                         kv_heads: U32, group: U32, dim: U32, scale: F32) -> Any:
+    """dq = ds k, with ds = scale p (dy · v - delta) and p = exp(s - lse)."""
+    _, ks, _, _, ds = _score_gradients(q, k, v, dy, stats, ranges, rows, keys, kv_heads, group, dim, scale)
+    return _rows_first(np.einsum("hgts,hsd->hgtd", ds, ks))
+
+
+@kernel("attention_backward_kv.wgsl.j2", grid=lambda c: (cdiv(c.rows, c.lanes), c.kv_heads, 1), variants=_lanes)
+def attention_backward_kv(q: In, k: In, v: In, dy: In, stats: In, ranges: Fixed, dk: Out, dv: Out, *, rows: U32,
+                          kv_heads: U32, group: U32, dim: U32, scale: F32) -> Any:
+    """dk = ds^T q and dv = p^T dy, summed over the query heads that share a key head."""
+    qs, _, dys, p, ds = _score_gradients(q, k, v, dy, stats, ranges, rows, rows, kv_heads, group, dim, scale)
+    dk, dv = np.einsum("hgts,hgtd->shd", ds, qs), np.einsum("hgts,hgtd->shd", p, dys)
+    return dk, dv
+
+
+def attention(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, kv_heads: int, scale: float) -> Tensor:
+    """Attention of q [T, heads, dim] over k and v [S, kv_heads, dim]; S = T where it is trained.
+
+    ranges [T, 4] u32: first key, one past the last key, one past the last query that sees key t, unused.
+    """
+    rows, dim = q.shape[0], q.shape[2]
+    shape: Shape = {"rows": rows, "kv_heads": kv_heads, "group": q.shape[1] // kv_heads, "dim": dim, "scale": scale}
+    y, lse = rec.temp(q.shape, name="attended"), rec.temp(q.shape[:2], name="lse")
+    rec.dispatch(attention_forward, q, k, v, ranges, y, lse, keys=k.shape[0], **shape)
+
+    def backward() -> None:
+        dy, stats = rec.gradient(y), rec.temp((*q.shape[:2], 2), name="stats")
+        rec.dispatch(attention_stats, y, dy, lse, stats, rows=rows * q.shape[1], dim=dim)
+        dq, dk, dv = rec.new_gradient(q), rec.new_gradient(k), rec.new_gradient(v)
+        rec.dispatch(attention_backward_q, q, k, v, dy, stats, ranges, dq, keys=k.shape[0], **shape)
+        rec.dispatch(attention_backward_kv, q, k, v, dy, stats, ranges, dk, dv, **shape)
+
+    rec.node(backward, inputs=[q, k, v], outputs=[y])
+    return y

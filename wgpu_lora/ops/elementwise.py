@@ -1,0 +1,85 @@
+"""SwiGLU, addition, dropout and fill."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, In, InOut, Out, kernel, one_per
+from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.ops.recorder import Recorder
+
+
+@kernel("swiglu_forward.wgsl", grid=lambda c: one_per(c.size), lib=("linear",))
+def swiglu_forward(gate: In, up: In, y: Out, *, size: U32) -> Any:
+    """y = silu(gate) * up (Shazeer 2020)."""
+    return gate / (1 + np.exp(-gate)) * up
+
+
+@kernel("swiglu_backward.wgsl", grid=lambda c: one_per(c.size), lib=("linear",))
+def swiglu_backward(gate: In, up: In, dy: In, dgate: Out, dup: Out, *, size: U32) -> Any:
+    """dgate = dy up s (1 + gate (1 - s)), dup = dy gate s, with s = sigmoid(gate)."""
+    s = 1 / (1 + np.exp(-gate))
+    return dy * up * s * (1 + gate * (1 - s)), dy * gate * s
+
+
+@kernel("add.wgsl", grid=lambda c: one_per(c.size), lib=("linear",))
+def add_forward(a: In, b: In, y: Out, *, size: U32) -> Any:
+    """y = a + b."""
+    return a + b
+
+
+@kernel("fill.wgsl", grid=lambda c: one_per(c.size), lib=("linear",))
+def fill(y: Out, *, size: U32, value: F32 = 0.0) -> Any:
+    """y = value."""
+    return np.full(size, value)
+
+
+def pcg(v: np.ndarray) -> np.ndarray:
+    """The PCG output permutation as a hash of uint32 (O'Neill 2014)."""
+    v = v.astype(np.uint64)
+    state = (v * 747796405 + 2891336453) & 0xFFFFFFFF
+    word = (((state >> ((state >> 28) + 4)) ^ state) * 277803737) & 0xFFFFFFFF
+    return (word >> 22) ^ word
+
+
+@kernel("dropout.wgsl", grid=lambda c: one_per(c.rows * c.cols), lib=("linear",))
+def dropout_apply(
+    x: In, draws: Fixed, y: InOut, *, rows: U32, cols: U32, module: U32, accumulate: Flag = False
+) -> Any:
+    """y (+)= x keep / (1 - p); draws[t] = (key, key, p 2^32, bits of 1 / (1 - p)) and keep is hashed from the keys."""
+    draws = draws.reshape(rows, 4).astype(np.uint32)
+    inner = pcg(module ^ pcg(np.arange(cols)))
+    random = pcg(draws[:, :1].astype(np.uint64) ^ pcg(draws[:, 1:2].astype(np.uint64) ^ inner))
+    keep = np.ascontiguousarray(draws[:, 3:4]).view(np.float32).astype(np.float64) * (random >= draws[:, 2:3])
+    dropped = x.reshape(rows, cols) * keep
+    return y.reshape(rows, cols) + dropped if accumulate else dropped
+
+
+def swiglu(rec: Recorder, gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, any equal shapes."""
+    y = rec.temp(gate.shape, name="swiglu")
+    rec.dispatch(swiglu_forward, gate, up, y, size=y.size)
+
+    def backward() -> None:
+        dgate, dup = rec.new_gradient(gate), rec.new_gradient(up)
+        rec.dispatch(swiglu_backward, gate, up, rec.gradient(y), dgate, dup, size=y.size)
+
+    rec.node(backward, inputs=[gate, up], outputs=[y])
+    return y
+
+
+def residual(rec: Recorder, x: Tensor, branch: Tensor) -> Tensor:
+    """x + branch, where branch has no other use: then both share y's gradient, and x's may be added to in place.
+
+    That is safe because a branch's own backward pass reads the shared gradient before anything adds to it.
+    """
+    y = rec.temp(x.shape, name="residual")
+    rec.dispatch(add_forward, x, branch, y, size=y.size)
+
+    def backward() -> None:
+        rec.share_gradient(y, [x, branch])
+
+    rec.node(backward, inputs=[x, branch], outputs=[y])
+    return y

@@ -1,0 +1,107 @@
+"""y = x W^T + scale (dropout(x) A^T) B^T: a frozen linear layer with LoRA adapters beside it (Hu et al. 2021)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.ops.elementwise import dropout_apply, fill
+from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn
+from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.ops.weights import Weight
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A frozen matrix and its bias [out], if any."""
+
+    weight: Weight
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LoraSlots:
+    """One module's adapters, stacked by slot, and how this batch's rows belong to slots.
+
+    a, grad_a f32 [slots, stride >= rank * in] hold A [rank, in], b and grad_b B [out, rank] likewise (each slot's
+    matrix is padded, so that the optimizer's blocks never straddle slots); scale f32 [slots];
+    ranges u32 [slots, 2], the rows [start, stop) of each slot; draws u32 [T, 4] (see dropout_apply), None without
+    dropout. Smaller ranks are padded with zeros, which stay zero. `module` keys the dropout draws.
+    """
+
+    a: Tensor
+    b: Tensor
+    grad_a: Tensor
+    grad_b: Tensor
+    scale: Tensor
+    ranges: Tensor
+    draws: Tensor | None
+    module: int
+    rank: int
+
+    def of_a(self) -> dict[str, int]:
+        """Constants of a kernel that reads or writes A."""
+        return {"slots": self.a.shape[0], "stride": self.a.shape[1]}
+
+    def of_b(self) -> dict[str, int]:
+        return {"slots": self.b.shape[0], "stride": self.b.shape[1]}
+
+
+def linear(rec: Recorder, x: Tensor, layer: Linear, lora: LoraSlots | None) -> Tensor:
+    """x [T, in] -> y [T, out]. Backward writes the adapters' gradients (adding) and x's, if it is wanted."""
+    weight = layer.weight
+    rows, out, size_in = x.size // weight.in_features, weight.out_features, weight.in_features
+    y = rec.temp((rows, out), name="linear")
+    weight.forward(rec, x, y, layer.bias)
+    h = _lora_forward(rec, x, y, lora) if lora else None
+
+    def backward() -> None:
+        dy = rec.gradient(y)
+        dh = None
+        if lora and h:
+            dh = rec.temp((rows, lora.rank), name="dh")
+            rec.dispatch(lora_nn, dy, lora.b, dh, lora.ranges, lora.scale, m=rows, n=lora.rank, k=out, **lora.of_b())
+            rec.dispatch(lora_tn, dy, h, lora.grad_b, lora.ranges, m=out, n=lora.rank, k=rows, **lora.of_b())
+            dropped = _dropped(rec, x, lora)
+            rec.dispatch(lora_tn, dh, dropped, lora.grad_a, lora.ranges, m=lora.rank, n=size_in, k=rows, **lora.of_a())
+        if not rec.tracks(x):
+            return
+        dx, accumulate = rec.gradient_target(x)
+        weight.backward(rec, dy, dx, accumulate)
+        if lora and dh:
+            _lora_input_gradient(rec, dh, dx, lora, rows, size_in)
+
+    rec.node(backward, inputs=[x], outputs=[y], trains=lora is not None)
+    return y
+
+
+def _dropped(rec: Recorder, x: Tensor, lora: LoraSlots) -> Tensor:
+    if lora.draws is None:
+        return x
+    dropped = rec.temp(x.shape, name="dropped")
+    rows = lora.draws.shape[0]
+    rec.dispatch(dropout_apply, x, lora.draws, dropped, rows=rows, cols=x.size // rows, module=lora.module)
+    return dropped
+
+
+def _lora_forward(rec: Recorder, x: Tensor, y: Tensor, lora: LoraSlots) -> Tensor:
+    """Adds to y and returns h = scale A dropout(x) [T, rank]; scaled once here, it serves y and B's gradient."""
+    rows, out = y.shape
+    size_in = x.size // rows
+    h, dropped = rec.temp((rows, lora.rank), name="h"), _dropped(rec, x, lora)
+    rec.dispatch(lora_nt, dropped, lora.a, h, lora.ranges, lora.scale, m=rows, n=lora.rank, k=size_in, **lora.of_a())
+    rec.dispatch(lora_nt, h, lora.b, y, lora.ranges, m=rows, n=out, k=lora.rank, accumulate=True, **lora.of_b())
+    return h
+
+
+def _lora_input_gradient(rec: Recorder, dh: Tensor, dx: Tensor, lora: LoraSlots, rows: int, size_in: int) -> None:
+    shape = {"m": rows, "n": size_in, "k": lora.rank, **lora.of_a()}
+    if lora.draws is None:
+        rec.dispatch(lora_nn, dh, lora.a, dx, lora.ranges, accumulate=True, **shape)
+        return
+    ddropped = rec.temp((rows, size_in), name="ddropped")
+    rec.dispatch(fill, ddropped, size=ddropped.size)  # rows of no slot are added too
+    rec.dispatch(lora_nn, dh, lora.a, ddropped, lora.ranges, **shape)
+    rec.dispatch(
+        dropout_apply, ddropped, lora.draws, dx, rows=rows, cols=size_in, module=lora.module, accumulate=True
+    )

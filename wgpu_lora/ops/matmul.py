@@ -1,0 +1,118 @@
+"""Kernels of every matrix product: dense and NF4, forward and input gradient, and the thin products of LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from wgpu_lora.gpu.kernel import Fixed, Flag, Grid, In, InOut, Tiles, U32, Word, cdiv, kernel
+from wgpu_lora.quant.nf4 import NF4_CODE
+
+FILE = "matmul.wgsl.j2"
+
+
+def tile_grid(c: Any) -> Grid:
+    return (cdiv(c.m, c.rows), cdiv(c.n, c.lanes * c.cols), c.slots if c.form == "tn" else 1)
+
+
+def tiles(*shapes: tuple[int, int]) -> Callable[[int], list[Tiles]]:
+    """Tilings (rows, columns a lane), the default first; without subgroups a workgroup has 32 independent lanes."""
+
+    def variants(subgroup_size: int) -> list[Tiles]:
+        sg = subgroup_size if subgroup_size in (4, 8, 16, 32, 64) else 0
+        found = [{"rows": r, "cols": c, "sg": sg, "lanes": sg or 32} for r, c in shapes]
+        return found if not sg else [*found, {"rows": 8, "cols": 1, "sg": 0, "lanes": 32}]
+
+    return variants
+
+
+WIDE = tiles((16, 2), (8, 4), (8, 2), (16, 1))
+THIN = tiles((8, 2), (16, 1), (4, 2))
+
+
+def _nf4_weight(codes: np.ndarray, scales: np.ndarray, out: int, size_in: int) -> np.ndarray:
+    """W[out, in] in float64 from device words [ceil(in / 8), out] and one scale for each 64 flattened values."""
+    nibbles = (codes.reshape(-1, out).astype(np.uint64)[:, :, None] >> (4 * np.arange(8, dtype=np.uint64))) & 15
+    values = NF4_CODE.astype(np.float64)[nibbles].transpose(1, 0, 2).reshape(out, -1)[:, :size_in]
+    block = np.arange(out * size_in).reshape(out, size_in) // 64
+    return values * scales.astype(np.float64).reshape(-1)[block]
+
+
+def _finish(y: np.ndarray, product: np.ndarray, accumulate: bool, bias: Any = None, row_scale: Any = None) -> np.ndarray:
+    product = product + (0 if bias is None else bias)
+    if row_scale is not None:
+        return y * row_scale.reshape(-1, 1) + product
+    return y + product if accumulate else product
+
+
+@kernel(FILE, grid=tile_grid, variants=WIDE)
+def matmul_nt(a: In, b: Fixed, y: InOut, bias: Fixed = None, count: Fixed = None, *, m: U32, n: U32, k: U32, accumulate: Flag = False,
+              b_type: Word = "f32", form: Word = "nt", slots: U32 = 1) -> Any:
+    """y[m, n] (+)= sum_k a[m, k] b[n, k] (+ bias[n]); tiles wholly past row count[0] are left alone."""
+    return _finish(y.reshape(m, n), a.reshape(m, k) @ b.reshape(n, k).T, accumulate, bias)
+
+
+@kernel(FILE, grid=tile_grid, variants=WIDE)
+def matmul_nn(a: In, b: Fixed, y: InOut, row_scale: In = None, count: Fixed = None, *, m: U32, n: U32, k: U32, accumulate: Flag = False,
+              b_type: Word = "f32", form: Word = "nn", slots: U32 = 1) -> Any:
+    """y[m, n] (+)= sum_k a[m, k] b[k, n]; with row_scale, y[m] is scaled by row_scale[m] first."""
+    return _finish(y.reshape(m, n), a.reshape(m, k) @ b.reshape(k, n), accumulate, None, row_scale)
+
+
+@kernel(FILE, grid=tile_grid, variants=WIDE, lib=("nf4",))
+def nf4_matmul(a: In, codes: Fixed, scales: In, y: InOut, bias: Fixed = None, *, m: U32, n: U32, k: U32,
+               accumulate: Flag = False, b_type: Word = "nf4", form: Word = "nt", slots: U32 = 1) -> Any:
+    """y[m, n] (+)= sum_k a[m, k] W[n, k] (+ bias[n]) for an NF4 W[n, k]."""
+    weight = _nf4_weight(codes, scales, n, k)
+    return _finish(y.reshape(m, n), a.reshape(m, k) @ weight.T, accumulate, bias)
+
+
+@kernel(FILE, grid=tile_grid, variants=WIDE, lib=("nf4",))
+def nf4_matmul_backward(a: In, codes: Fixed, scales: In, y: InOut, *, m: U32, n: U32, k: U32,
+                        accumulate: Flag = False, b_type: Word = "nf4", form: Word = "nn", slots: U32 = 1) -> Any:
+    """dx[m, n] (+)= sum_k dy[m, k] W[k, n] for an NF4 W[k, n]: the same codes that the forward pass reads."""
+    weight = _nf4_weight(codes, scales, k, n)
+    return _finish(y.reshape(m, n), a.reshape(m, k) @ weight, accumulate)
+
+
+def _by_slot(y: np.ndarray, ranges: np.ndarray, product: Any, accumulate: bool) -> np.ndarray:
+    """Rows of no slot keep what they had."""
+    result = y.copy()
+    for slot, (start, stop) in enumerate(ranges.reshape(-1, 2).astype(int)):
+        rows = slice(start, stop)
+        result[rows] = (result[rows] if accumulate else 0) + product(slot, rows)
+    return result
+
+
+@kernel(FILE, grid=tile_grid, variants=THIN)
+def lora_nt(a: In, b: Fixed, y: InOut, ranges: Fixed, scale: Fixed = None, *, m: U32, n: U32, k: U32, slots: U32,
+            stride: U32, accumulate: Flag = False, b_type: Word = "f32", form: Word = "nt") -> Any:
+    """y[t] (+)= scale[s] b[s] a[t] for the slot s of row t, with b[s] = [n, k] at s * stride; rows of no slot are left alone."""
+    weights = b.reshape(slots, stride)[:, : n * k].reshape(slots, n, k)
+    factor = np.ones(slots) if scale is None else scale.reshape(-1)
+    left = a.reshape(m, k)
+    return _by_slot(y.reshape(m, n), ranges, lambda s, rows: factor[s] * (left[rows] @ weights[s].T), accumulate)
+
+
+@kernel(FILE, grid=tile_grid, variants=THIN)
+def lora_nn(a: In, b: Fixed, y: InOut, ranges: Fixed, scale: Fixed = None, *, m: U32, n: U32, k: U32, slots: U32,
+            stride: U32, accumulate: Flag = False, b_type: Word = "f32", form: Word = "nn") -> Any:
+    """y[t] (+)= scale[s] b[s]^T a[t] for the slot s of row t, with b[s] = [k, n] at s * stride; rows of no slot are left alone."""
+    weights = b.reshape(slots, stride)[:, : n * k].reshape(slots, k, n)
+    factor = np.ones(slots) if scale is None else scale.reshape(-1)
+    left = a.reshape(m, k)
+    return _by_slot(y.reshape(m, n), ranges, lambda s, rows: factor[s] * (left[rows] @ weights[s]), accumulate)
+
+
+@kernel(FILE, grid=tile_grid, variants=tiles((8, 2), (16, 1), (16, 2)))
+def lora_tn(a: In, b: In, y: InOut, ranges: Fixed, *, m: U32, n: U32, k: U32, slots: U32, stride: U32,
+            accumulate: Flag = True, b_type: Word = "f32", form: Word = "tn") -> Any:
+    """y[s] (+)= [m, n] at s * stride, the sum over the rows t of slot s of a[t, m] b[t, n]: a LoRA factor's gradient, no atomics."""
+    result = y.reshape(slots, stride).copy()
+    left, right = a.reshape(-1, m), b.reshape(-1, n)
+    for slot, (start, stop) in enumerate(ranges.reshape(-1, 2).astype(int)):
+        product = (left[start:stop].T @ right[start:stop]).reshape(-1)
+        result[slot, : m * n] = product + (result[slot, : m * n] if accumulate else 0)
+    return result

@@ -1,0 +1,102 @@
+"""Records a forward pass into a program, and its backward pass by walking the ops in reverse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from wgpu_lora.gpu.kernel import Kernel
+from wgpu_lora.gpu.program import Program
+from wgpu_lora.gpu.tensor import Storage, Tensor
+
+
+class Recorder:
+    """The tape. An op dispatches its forward kernels, then calls `node` with how its backward pass is recorded.
+
+    Gradients are tracked by storage, so a reshaped tensor shares its gradient.
+
+    Args:
+        program: where dispatches go.
+        training: False records no backward pass.
+        recompute: record `checkpoint`ed blocks again inside the backward pass instead of keeping their activations.
+    """
+
+    def __init__(self, program: Program, training: bool = False, recompute: bool = False):
+        self.program = program
+        self.training = training
+        self.recompute = recompute
+        self._nodes: list[Callable[[], None]] = []
+        self._gradients: dict[Storage, Tensor] = {}
+        self._tracked: set[Storage] = set()
+
+    def temp(self, shape: tuple[int, ...], dtype: str = "f32", name: str = "temp") -> Tensor:
+        return self.program.temp(shape, dtype, name)
+
+    def dispatch(self, kernel: Kernel, *args: Tensor | None, **constants: Any) -> None:
+        self.program.dispatch(kernel, *args, **constants)
+
+    # -- the tape --------------------------------------------------------------------------------------------------
+
+    def node(self, backward: Callable[[], None], inputs: list[Tensor], outputs: list[Tensor], trains: bool = False) -> None:
+        """Puts an op on the tape if a gradient has to pass it: it trains something or an input is tracked."""
+        if self.training and (trains or any(self.tracks(t) for t in inputs)):
+            self._tracked.update(t.storage for t in outputs)
+            self._nodes.append(backward)
+
+    def tracks(self, tensor: Tensor) -> bool:
+        """Whether a gradient of this tensor is wanted."""
+        return tensor.storage in self._tracked
+
+    def gradient(self, tensor: Tensor) -> Tensor:
+        return self._gradients[tensor.storage].reshape(*tensor.shape)
+
+    def new_gradient(self, tensor: Tensor) -> Tensor:
+        """A gradient that this op alone writes."""
+        assert tensor.storage not in self._gradients, f"{tensor.name} has a gradient already"
+        gradient = self.temp(tensor.shape, name=f"d{tensor.name}")
+        self._gradients[tensor.storage] = gradient
+        return gradient
+
+    def gradient_target(self, tensor: Tensor) -> tuple[Tensor, bool]:
+        """Where to write a tensor's gradient, and whether to add to what is there."""
+        if not self.tracks(tensor):
+            return self.temp(tensor.shape, name=f"unused d{tensor.name}"), False
+        if tensor.storage in self._gradients:
+            return self.gradient(tensor), True
+        return self.new_gradient(tensor), False
+
+    def share_gradient(self, source: Tensor, targets: list[Tensor]) -> None:
+        for target in targets:
+            assert target.storage not in self._gradients, f"{target.name} has a gradient already"
+            self._gradients[target.storage] = self.gradient(source).reshape(*target.shape)
+
+    def backward(self) -> None:
+        """Records the backward pass of everything on the tape; the last op seeds it."""
+        while self._nodes:
+            self._nodes.pop()()
+
+    def checkpoint(self, block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """block(x); with `recompute`, its activations are recorded again in the backward pass (Chen et al. 2016)."""
+        if not (self.training and self.recompute):
+            return block(x)
+        with self._fresh_tape():
+            y = block(x)
+
+        def backward() -> None:
+            with self._fresh_tape():
+                again = block(x)
+                self.share_gradient(y, [again])
+                self.backward()
+
+        if self.tracks(y):
+            self._nodes.append(backward)
+        return y
+
+    @contextmanager
+    def _fresh_tape(self) -> Iterator[None]:
+        nodes, self._nodes = self._nodes, []
+        try:
+            yield
+        finally:
+            self._nodes = nodes

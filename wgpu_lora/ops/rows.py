@@ -1,0 +1,18 @@
+"""What the kernels that work row by row share: a subgroup, or one thread, for each row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from wgpu_lora.gpu.kernel import Grid, Tiles, one_per
+
+
+def by_subgroup(subgroup_size: int) -> list[Tiles]:
+    """One subgroup a row where the device has subgroups, and one thread a row everywhere."""
+    plain: Tiles = {"sg": 0}
+    return [{"sg": subgroup_size}, plain] if subgroup_size >= 4 else [plain]
+
+
+def row_grid(rows: Callable[[Any], int]) -> Callable[[Any], Grid]:
+    return lambda c: one_per(rows(c), 1 if c.sg else 64)

@@ -1,0 +1,144 @@
+"""Frozen weight matrices on the device, dense or NF4: each knows how to record its own products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from wgpu_lora.gpu.kernel import U32, Fixed, Out, kernel, one_per
+from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Storage, Tensor, persistent
+from wgpu_lora.ops.matmul import matmul_nn, matmul_nt, nf4_matmul, nf4_matmul_backward
+from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.quant.nf4 import BLOCK, NESTED_BLOCK
+
+
+class Weight(Protocol):
+    """W [out_features, in_features], frozen."""
+
+    out_features: int
+    in_features: int
+
+    def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None) -> None:
+        """y = x W^T (+ bias)."""
+
+    def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:
+        """dx (+)= dy W."""
+
+    def storages(self) -> list[Storage]: ...
+
+
+@dataclass(frozen=True)
+class DenseWeight:
+    """Rows in parts, each small enough to bind. dtype: f32, bf16 or f16, as stored."""
+
+    parts: tuple[Tensor, ...]
+    dtype: str
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.shape[0] for part in self.parts)
+
+    @property
+    def in_features(self) -> int:
+        return self.parts[0].shape[1]
+
+    @classmethod
+    def declare(cls, shape: tuple[int, int], dtype: str, name: str, max_binding: int) -> DenseWeight:
+        rows, cols = shape
+        limit = max(1, max_binding // (cols * ITEM_BYTES[dtype]))
+        if rows > limit:
+            limit = limit // ALIGNMENT * ALIGNMENT or limit
+        return cls(
+            tuple(
+                persistent((min(limit, rows - start), cols), dtype, "base", f"{name}[{start}:]")
+                for start in range(0, rows, limit)
+            ),
+            dtype,
+        )
+
+    def chunks(self, max_rows: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """(first row, rows) pieces, none longer than max_rows (a multiple of 128, so that offsets can be bound)."""
+        first = 0
+        for part in self.parts:
+            step = max_rows or part.shape[0]
+            for start in range(0, part.shape[0], step):
+                stop = min(start + step, part.shape[0])
+                yield first + start, part.rows(start, stop)
+            first += part.shape[0]
+
+    def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None) -> None:
+        part = self._whole()
+        shape = {"m": x.size // self.in_features, "n": self.out_features, "k": self.in_features}
+        rec.dispatch(matmul_nt, x, part, y, bias, b_type=self.dtype, **shape)
+
+    def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:
+        shape = {"m": dy.size // self.out_features, "n": self.in_features, "k": self.out_features}
+        rec.dispatch(matmul_nn, dy, self._whole(), dx, b_type=self.dtype, accumulate=accumulate, **shape)
+
+    def _whole(self) -> Tensor:
+        # Only embeddings and LM heads outgrow a binding, and those are read through chunks().
+        assert len(self.parts) == 1, f"{self.parts[0].name} is too large to be one operand"
+        return self.parts[0]
+
+    def storages(self) -> list[Storage]:
+        return [part.storage for part in self.parts]
+
+
+@kernel("nf4_scales.wgsl", grid=lambda c: one_per(c.blocks), lib=("linear",))
+def nf4_scales(absmax_codes: Fixed, nested: Fixed, dynamic: Fixed, scales: Out, *, blocks: U32) -> Any:
+    """scales[b] = dynamic[absmax_codes[b]] * nested[b / 256] + offset, with the offset as nested's last entry."""
+    codes = absmax_codes.reshape(-1)[:blocks].astype(int)
+    return dynamic[codes] * np.repeat(nested[:-1], NESTED_BLOCK)[:blocks] + nested[-1]
+
+
+@dataclass(frozen=True)
+class NF4Weight:
+    """4-bit codes with double-quantised constants; forward and backward read the same codes.
+
+    codes u32 [ceil(in / 8), out]: word (k8, n) packs W[n, 8 k8 .. 8 k8 + 7], lowest nibble first.
+    absmax_codes u8 [blocks]; nested f32 [ceil(blocks / 256) + 1], the last entry the offset; dynamic f32 [256].
+    """
+
+    out_features: int
+    in_features: int
+    codes: Tensor
+    absmax_codes: Tensor
+    nested: Tensor
+    dynamic: Tensor
+
+    @classmethod
+    def declare(cls, shape: tuple[int, int], name: str, dynamic: Tensor) -> NF4Weight:
+        out, size_in = shape
+        blocks = -(-out * size_in // BLOCK)
+        return cls(
+            out,
+            size_in,
+            persistent((-(-size_in // 8), out), "u32", "base", f"{name}.codes"),
+            persistent((blocks,), "u8", "base", f"{name}.absmax_codes"),
+            persistent((-(-blocks // NESTED_BLOCK) + 1,), "f32", "base", f"{name}.nested"),
+            dynamic,
+        )
+
+    @property
+    def blocks(self) -> int:
+        return self.absmax_codes.size
+
+    def _scales(self, rec: Recorder) -> Tensor:
+        # Decoded into scratch before each product: the matmul then reads one f32 a block, and nothing stays.
+        scales = rec.temp((self.blocks,), name="scales")
+        rec.dispatch(nf4_scales, self.absmax_codes, self.nested, self.dynamic, scales, blocks=self.blocks)
+        return scales
+
+    def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None) -> None:
+        shape = {"m": x.size // self.in_features, "n": self.out_features, "k": self.in_features}
+        rec.dispatch(nf4_matmul, x, self.codes, self._scales(rec), y, bias, **shape)
+
+    def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:
+        shape = {"m": dy.size // self.out_features, "n": self.in_features, "k": self.out_features}
+        rec.dispatch(nf4_matmul_backward, dy, self.codes, self._scales(rec), dx, accumulate=accumulate, **shape)
+
+    def storages(self) -> list[Storage]:
+        return [t.storage for t in (self.codes, self.absmax_codes, self.nested, self.dynamic)]

@@ -1,0 +1,146 @@
+"""NF4 with double quantisation as bitsandbytes stores it: the NumPy reference.
+
+A block of 64 weights shares one `absmax`; each weight is a 4-bit index into NF4_CODE, scaled by it. The absmax values
+are quantised in turn: their mean is taken off, and blocks of 256 share one `nested_absmax` with 8-bit indices into
+DYNAMIC_CODE.
+
+How bitsandbytes picks a code (0.50.2; `backends/default/ops.py: quantize_4bit`, which is what runs on the CPU, and
+`csrc/kernels.cu: dQuantizeNF4` for CUDA):
+
+- scaled = clip(w * (1 / absmax), -1, 1) in float32, the reciprocal being rounded before the product; only the
+  default implementation's last, incomplete block divides instead (w / absmax), and there absmax is at least 1e-38;
+- code = how many of the 15 float32 midpoints between neighbouring code values are < scaled. The comparison is
+  strict, so a value on a midpoint takes the lower code. CUDA's literal thresholds are these same midpoints;
+- in a block of zeros every code is 7 (the value 0).
+
+For the absmax values (`functional.py: quantize_blockwise`): offset = mean(absmax), then the nearest of the 256 code
+values to (absmax - offset) * (1 / nested_absmax). CUDA searches exactly (`dQuantize`, midpoints again), as we do.
+The CPU build (`csrc/cpu_ops.cpp: norm_to_lut_index`) rounds the value to one of 65,536 steps over [-1, 1] and looks
+the code up: beside a midpoint it may be one code off, and near zero, where codes are finer than steps, up to four.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+BLOCK = 64
+NESTED_BLOCK = 256
+
+# Quantiles of N(0, 1), normalised: the QLoRA paper's appendix E, and `get_4bit_type` of bitsandbytes.
+NF4_CODE = np.array(
+    [
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ],
+    dtype=np.float32,
+)
+
+
+def _dynamic_code() -> np.ndarray:
+    """The signed dynamic tree of Dettmers (arXiv 1511.04561), 7 exponent bits: float32 [256], ascending.
+
+    Decade e (from 10^-6 to 1) holds the 2^e midpoints of 2^e equal parts of [0.1, 1], of either sign; 0 and 1 are
+    added. 2 * (1 + 2 + ... + 64) + 2 = 256.
+    """
+    values = [0.0, 1.0]
+    for e in range(7):
+        # torch.linspace bit for bit: a float32 step, counted from the nearer end, each edge rounded once
+        step, i = np.float64(np.float32(np.float32(1.0) - np.float32(0.1)) / np.float32(2**e)), np.arange(2**e + 1)
+        rising, falling = np.float64(np.float32(0.1)) + step * i, 1.0 - step * i[::-1]
+        edges = np.where(i < (2**e + 1) // 2, rising, falling).astype(np.float32)
+        means = (edges[:-1] + edges[1:]) / np.float32(2)
+        scaled = np.float32(10.0 ** (e - 6)) * means
+        values += [*scaled.tolist(), *(-scaled).tolist()]
+    return np.array(sorted(values), dtype=np.float32)
+
+
+DYNAMIC_CODE = _dynamic_code()
+
+
+def _midpoints(code: np.ndarray) -> np.ndarray:
+    return (code[:-1] + code[1:]) / np.float32(2)
+
+
+NF4_MIDPOINTS = _midpoints(NF4_CODE)
+DYNAMIC_MIDPOINTS = _midpoints(DYNAMIC_CODE)
+
+
+def quantize_nf4(w: np.ndarray, blocksize: int = BLOCK) -> tuple[np.ndarray, np.ndarray]:
+    """Quantises weights, flattened, in blocks of `blocksize`; the last block may be shorter.
+
+    Returns (codes, absmax): uint8 [n], one code 0..15 per weight, and float32 [ceil(n / blocksize)].
+    """
+    return _quantize(w, NF4_MIDPOINTS, blocksize)
+
+
+def dequantize_nf4(codes: np.ndarray, absmax: np.ndarray, blocksize: int = BLOCK) -> np.ndarray:
+    """float32 [n] from codes uint8 [n] and absmax float32 [ceil(n / blocksize)]."""
+    return NF4_CODE[codes] * _spread(absmax, blocksize, codes.size)
+
+
+def double_quantize(absmax: np.ndarray, blocksize: int = NESTED_BLOCK) -> tuple[np.ndarray, np.ndarray, np.float32]:
+    """Quantises the absmax of a tensor's blocks to 8 bits, in blocks of `blocksize`.
+
+    Returns (codes, nested_absmax, offset): uint8 [n], float32 [ceil(n / blocksize)], and the mean of `absmax`
+    (summed in float64; bitsandbytes sums in float32, so its offset may differ in the last bit).
+    """
+    offset = np.float32(absmax.mean(dtype=np.float64))
+    codes, nested_absmax = _quantize(absmax - offset, DYNAMIC_MIDPOINTS, blocksize)
+    return codes, nested_absmax, offset
+
+
+def double_dequantize(
+    codes: np.ndarray, nested_absmax: np.ndarray, offset: np.float32 | float, blocksize: int = NESTED_BLOCK
+) -> np.ndarray:
+    """The absmax values, float32 [n], from what `double_quantize` returned."""
+    return DYNAMIC_CODE[codes] * _spread(nested_absmax, blocksize, codes.size) + np.float32(offset)
+
+
+def round_trip(w: np.ndarray, blocksize: int = BLOCK) -> np.ndarray:
+    """What double-quantised NF4 makes of `w`: float32, in the same shape."""
+    codes, absmax = quantize_nf4(w, blocksize)
+    return dequantize_nf4(codes, double_dequantize(*double_quantize(absmax)), blocksize).reshape(w.shape)
+
+
+def pack_bnb(codes: np.ndarray) -> np.ndarray:
+    """Two codes to a byte, the first in the high nibble; an odd count is padded with code 7 (the value 0).
+
+    uint8 [n] -> uint8 [ceil(n / 2)].
+    """
+    if codes.size % 2:
+        codes = np.append(codes, np.uint8(7))
+    return (codes[::2] << 4 | codes[1::2]).astype(np.uint8)
+
+
+def unpack_bnb(packed: np.ndarray, count: int) -> np.ndarray:
+    """The first `count` codes of `pack_bnb`'s bytes: uint8 [count]."""
+    return np.stack([packed.reshape(-1) >> 4, packed.reshape(-1) & 15], axis=1).reshape(-1)[:count]
+
+
+def _quantize(x: np.ndarray, midpoints: np.ndarray, blocksize: int) -> tuple[np.ndarray, np.ndarray]:
+    flat = np.asarray(x, dtype=np.float32).reshape(-1)
+    if not flat.size:
+        return np.zeros(0, np.uint8), np.zeros(0, np.float32)
+    absmax = np.maximum.reduceat(np.abs(flat), np.arange(0, flat.size, blocksize))
+    # the floor keeps a block of zeros finite: 0 * 1e38 is 0
+    reciprocal = np.float32(1) / np.maximum(absmax, np.float32(1e-38))
+    scaled = np.clip(flat * _spread(reciprocal, blocksize, flat.size), np.float32(-1), np.float32(1))
+    return np.searchsorted(midpoints, scaled, side="left").astype(np.uint8), absmax
+
+
+def _spread(per_block: np.ndarray, blocksize: int, count: int) -> np.ndarray:
+    return np.repeat(per_block, blocksize)[:count]
