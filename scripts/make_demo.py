@@ -88,7 +88,7 @@ def main() -> None:
     """Make what the arguments ask for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "wgpu_lora" / "demo")
-    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--data-only", action="store_true", help="write the rows and stop")
     parser.add_argument("--leaks-only", action="store_true", help="check for leaks and stop")
     parser.add_argument("--cards-only", action="store_true", help="write the README files and stop")

@@ -5,7 +5,7 @@
 const SIZE: u32 = 1024u;
 
 struct Hyper { learning_rate: f32, beta1: f32, beta2: f32, eps: f32, weight_decay: f32, correction1: f32,
-               correction2: f32, max_grad_norm: f32, active: f32, unused0: f32, unused1: f32, unused2: f32 }
+               correction2: f32, max_grad_norm: f32, enabled: f32, unused0: f32, unused1: f32, unused2: f32 }
 
 @group(0) @binding(0) var<storage, read_write> params: array<f32>;
 @group(0) @binding(1) var<storage, read_write> grads: array<f32>;

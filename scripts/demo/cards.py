@@ -17,7 +17,7 @@ megabytes of Python and a few dozen kinds of request.
 - Script: `scripts/make_demo.py`, seed {seed}, {steps} steps, {tokens:,} tokens, {minutes:.0f} minutes on {threads} CPU
   thread(s) in float32 (AdamW, learning rate {rate:g}, cosine), then rounded to bfloat16.
 - Corpus: the standard library source of Python {python} without its tests ({files} files, {characters:,} characters,
-  PSF licence), and generated instruction pairs (`scripts/demo/tasks.py`), half of the windows each.
+  PSF licence), and generated instruction pairs (`scripts/demo/tasks.py`), a third and two thirds of the tokens.
 - The instruction pairs hold single operations over a list (a filter, a map or a reduce), a filter followed by a map,
   and some unrelated little functions. They never ask for filter, map and reduce in one function.
 - Final losses (mean of the last 50 steps, nats per token): library {library_loss:.3f}, instructions

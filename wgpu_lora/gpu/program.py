@@ -60,6 +60,17 @@ class Program:
         tensors = tuple(t for t in args if t is not None)
         self.dispatches.append(Dispatch(kernel, tensors, present, constants, tiles, groups))
 
+    def prune(self) -> None:
+        """Drops dispatches whose outputs nothing reads: a recomputed block's last product, an unwanted gradient."""
+        wanted: set[Storage] = set()
+        kept = []
+        for step in reversed(self.dispatches):
+            written = [t for t, n in zip(step.tensors, step.present, strict=True) if n in step.kernel.outputs]
+            if any(not t.storage.temporary or t.storage in wanted for t in written):
+                wanted.update(t.storage for t in step.tensors)
+                kept.append(step)
+        self.dispatches = kept[::-1]
+
     # -- plan ------------------------------------------------------------------------------------------------------
 
     def lifetimes(self) -> dict[Storage, tuple[int, int]]:

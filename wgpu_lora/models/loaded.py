@@ -1,0 +1,58 @@
+"""A model ready to use: its files resolved, its weights on a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from wgpu_lora.data import Tokenizer
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.checkpoint import Checkpoint
+from wgpu_lora.formats.hub import resolve_model
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.decoder import BASE_DTYPES, Decoder
+from wgpu_lora.models.load import Progress, load_weights, table_dtype
+
+
+@dataclass
+class LoadedModel:
+    """What training and inference work on. `decoder`'s weights are on `device` once `load_weights` has run."""
+
+    name: str
+    directory: Path
+    config: ModelConfig
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer | None
+    device: Device
+    decoder: Decoder
+    weights_loaded: bool = False
+
+    def load_weights(self, progress: Progress = lambda name: None) -> None:
+        """Streams the weights onto the device, once."""
+        if not self.weights_loaded:
+            load_weights(self.device, self.checkpoint, self.decoder, progress)
+            self.weights_loaded = True
+
+
+def open_model(model: str, device: Device | str | int | None = None, base_dtype: str = "nf4") -> LoadedModel:
+    """Reads a model's files and declares its tensors; nothing is allocated on the device yet.
+
+    Args:
+        model: a directory, a hub id, or `demo`.
+        device: an opened device, or what `--device` takes.
+        base_dtype: nf4, bf16, f16 or f32.
+
+    Raises:
+        UserError: the model cannot be had or read, or is of a kind that is not supported.
+    """
+    if base_dtype not in BASE_DTYPES:
+        raise UserError(f"--base-dtype {base_dtype} is not known: choose one of {', '.join(BASE_DTYPES)}.")
+    directory = resolve_model(model)
+    config = ModelConfig.load(directory)
+    checkpoint = Checkpoint(directory)
+    checkpoint.check_against(config)
+    tokenizer = Tokenizer.load(directory)
+    opened = device if isinstance(device, Device) else Device(device)
+    decoder = Decoder.declare(config, base_dtype, table_dtype(checkpoint), opened.max_binding)
+    return LoadedModel(model, directory, config, checkpoint, tokenizer, opened, decoder)

@@ -1,0 +1,97 @@
+"""AdamW over an adapter set: its moments on the device, and the program that applies a step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.program import Program
+from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
+from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.ops.optimizer import BLOCK, HYPER_FIELDS, adamw, gradient_norm, square_sums
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a step came to for one slot: the gradient's norm before clipping, and the loss summed over trained tokens."""
+
+    grad_norm: float
+    applied: bool
+    loss_sum: float
+
+
+@dataclass(frozen=True)
+class AdamWSettings:
+    """Names and defaults of transformers' TrainingArguments."""
+
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+
+
+class Optimizer:
+    """Moments, hyper-parameters and the update program. Declaring it allocates nothing."""
+
+    def __init__(self, device: Device, adapters: AdapterSet):
+        self.adapters = adapters
+        self.slots = len(adapters.specs)
+
+        def pages(kind: str) -> tuple[Tensor, ...]:
+            return tuple(persistent(p.shape, "f32", "optimizer", f"{kind} {i}") for i, p in enumerate(adapters.params))
+
+        self.first_moment, self.second_moment = pages("first moment"), pages("second moment")
+        blocks = sum(table.size for table in adapters.block_slots)
+        self.block_slots = persistent((blocks,), "u32", "optimizer", "block slots")
+        self.hyper = persistent((self.slots * HYPER_FIELDS,), "f32", "optimizer", "hyper")
+        self.report = persistent((self.slots, 4), "f32", "optimizer", "report")
+        self.total = persistent((self.slots,), "f32", "optimizer", "loss total")
+        self.program = Program(device, "update")
+        self._record(blocks)
+
+    def _record(self, blocks: int) -> None:
+        program = self.program
+        sums = program.temp((blocks,), name="square sums")
+        spans, first = [], 0
+        for table, grads in zip(self.adapters.block_slots, self.adapters.grads, strict=True):
+            spans.append((first, first + table.size))
+            program.dispatch(square_sums, grads, sums.rows(*spans[-1]), blocks=table.size)
+            first += table.size
+        program.dispatch(
+            gradient_norm, sums, self.block_slots, self.hyper, self.total, self.report, slots=self.slots, blocks=blocks
+        )
+        for i, span in enumerate(spans):
+            program.dispatch(
+                adamw, self.adapters.params[i], self.adapters.grads[i], self.first_moment[i], self.second_moment[i],
+                self.block_slots.rows(*span), self.hyper, self.report, size=(span[1] - span[0]) * BLOCK,
+            )
+
+    def storages(self) -> set[Storage]:
+        return self.program.persistent_storages()
+
+    def initialise(self, device: Device) -> None:
+        device.write(self.block_slots.storage.buffer, np.concatenate(self.adapters.block_slots))
+
+    def begin(self, device: Device) -> None:
+        """Zeroes the loss totals of the step; gradients were zeroed by the last update."""
+        device.write(self.total.storage.buffer, np.zeros(self.slots, np.float32))
+
+    def apply(self, device: Device, steps: list[int | None], learning_rates: list[float], settings: AdamWSettings) -> list[StepReport]:
+        """Updates every slot whose `steps` entry, its 1-based count of updates, is not None."""
+        hyper = np.zeros((self.slots, HYPER_FIELDS), np.float32)
+        for slot, (step, rate) in enumerate(zip(steps, learning_rates, strict=True)):
+            if step is None:
+                continue
+            s = settings
+            corrections = (1 - s.adam_beta1**step, 1 - s.adam_beta2**step)
+            hyper[slot, :9] = (
+                rate, s.adam_beta1, s.adam_beta2, s.adam_epsilon, s.weight_decay, *corrections, s.max_grad_norm, 1.0
+            )
+        device.write(self.hyper.storage.buffer, hyper)
+        self.program.run()
+        report = device.read(self.report.storage.buffer).view(np.float32).reshape(-1, 4)
+        return [StepReport(float(r[0]), bool(r[2]) and math.isfinite(r[0]), float(r[3])) for r in report]
