@@ -34,6 +34,7 @@ class Case:
     constants: dict[str, Any]
     spared: Callable[[Tiles], int] | None = None
     vague: dict[str, np.ndarray] = field(default_factory=dict)
+    slow: bool = False  # to compile: one tiling is enough
 
     @property
     def label(self) -> str:
@@ -47,8 +48,8 @@ class Case:
 CASES: dict[str, list[Case]] = defaultdict(list)
 
 
-def add(kernel: Kernel, make: Callable[[np.random.Generator], Arrays], spared: Any = None, vague: Any = None, **constants: Any) -> None:
-    CASES[kernel.name].append(Case(kernel, make, constants, spared, vague or {}))
+def add(kernel: Kernel, make: Callable[[np.random.Generator], Arrays], spared: Any = None, vague: Any = None, slow: bool = False, **constants: Any) -> None:
+    CASES[kernel.name].append(Case(kernel, make, constants, spared, vague or {}, slow))
 
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -128,28 +129,28 @@ def unslotted(array: np.ndarray) -> np.ndarray:
     return array
 
 
-def lora(kernel: Kernel, n: int, k: int, scale: bool = False, **flags: Any) -> None:
+def lora(kernel: Kernel, n: int, k: int, padding: int = 0, scale: bool = False, **flags: Any) -> None:
     def make(rng: np.random.Generator) -> Arrays:
-        b = normal(rng, 3, *((n, k) if kernel is matmul.lora_nt else (k, n)))
+        b = normal(rng, 3, n * k + padding)
         arrays = {"a": unslotted(normal(rng, SLOT_ROWS, k)), "b": b, "y": normal(rng, SLOT_ROWS, n), "ranges": SLOTS}
         return {**arrays, "scale": normal(rng, 3)} if scale else arrays
 
-    add(kernel, make, m=SLOT_ROWS, n=n, k=k, slots=3, **flags)
+    add(kernel, make, m=SLOT_ROWS, n=n, k=k, slots=3, stride=n * k + padding, **flags)
 
 
-def lora_gradient(m: int, n: int, **flags: Any) -> None:
+def lora_gradient(m: int, n: int, padding: int = 0, **flags: Any) -> None:
     def make(rng: np.random.Generator) -> Arrays:
         a, b = unslotted(normal(rng, SLOT_ROWS, m)), unslotted(normal(rng, SLOT_ROWS, n))
-        return {"a": a, "b": b, "y": normal(rng, 3, m, n), "ranges": SLOTS}
+        return {"a": a, "b": b, "y": normal(rng, 3, m * n + padding), "ranges": SLOTS}
 
-    add(matmul.lora_tn, make, m=m, n=n, k=SLOT_ROWS, slots=3, **flags)
+    add(matmul.lora_tn, make, m=m, n=n, k=SLOT_ROWS, slots=3, stride=m * n + padding, **flags)
 
 
-lora(matmul.lora_nt, 7, 52, scale=True)
+lora(matmul.lora_nt, 7, 52, padding=36, scale=True)
 lora(matmul.lora_nt, 67, 5, accumulate=True)
-lora(matmul.lora_nn, 7, 51, scale=True, accumulate=True)
+lora(matmul.lora_nn, 7, 51, padding=11, scale=True, accumulate=True)
 lora(matmul.lora_nn, 67, 8)
-lora_gradient(20, 67)
+lora_gradient(20, 67, padding=36)
 lora_gradient(7, 9, accumulate=False)
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -191,16 +192,17 @@ def attend(ranges: np.ndarray, keys: int, kv_heads: int, group: int, dim: int, b
         return {**arrays, "stats": stats, **{n: poison(*(q_shape if n == "dq" else k_shape)) for n in names}}
 
     blind = np.repeat((ranges[:, 0] == ranges[:, 1])[:, None], kv_heads * group, axis=1)
-    add(attention.attention_forward, forward, vague={"lse": blind}, keys=keys, **shape)
-    add(attention.attention_backward_q, lambda rng: gradients(rng, "dq"), keys=keys, **shape)
+    slow = dim >= 64
+    add(attention.attention_forward, forward, vague={"lse": blind}, slow=slow, keys=keys, **shape)
+    add(attention.attention_backward_q, lambda rng: gradients(rng, "dq"), slow=slow, keys=keys, **shape)
     if backward:
-        add(attention.attention_backward_kv, lambda rng: gradients(rng, "dk", "dv"), **shape)
+        add(attention.attention_backward_kv, lambda rng: gradients(rng, "dk", "dv"), slow=slow, **shape)
 
 
 attend(packed(5, 1, 20, 11), 37, kv_heads=2, group=3, dim=10)
 attend(packed(19, window=4), 19, kv_heads=1, group=4, dim=64)
 attend(packed(7, 16, window=3), 23, kv_heads=3, group=1, dim=20)
-attend(packed(1), 1, kv_heads=1, group=2, dim=4)
+attend(packed(2, 1, window=2), 3, kv_heads=1, group=2, dim=4)
 attend(cached(5, 37, window=30), 37, kv_heads=2, group=2, dim=6, backward=False)
 add(
     attention.attention_stats,

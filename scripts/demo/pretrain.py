@@ -108,7 +108,7 @@ def start_by_copying(model: Qwen3ForCausalLM) -> None:
     plain start had not learned after a million tokens, takes some hundred steps.
     """
     config = model.config
-    width, shared = config.head_dim, config.num_attention_heads // config.(config.num_key_value_heads or 1)
+    width, shared = config.head_dim, config.num_attention_heads // (config.num_key_value_heads or 1)
     for layer in model.model.layers:
         value, out = layer.self_attn.v_proj.weight, layer.self_attn.o_proj.weight
         value.normal_(0, config.hidden_size**-0.5)

@@ -1,0 +1,18 @@
+"""Using a model: generation with a KV cache, and held-out loss."""
+
+from wgpu_lora.infer.adapters import load_adapters
+from wgpu_lora.infer.evaluate import Evaluation, Evaluator, evaluate
+from wgpu_lora.infer.generate import Generation, Generator
+from wgpu_lora.infer.prompt import chat_prompt
+from wgpu_lora.infer.sampling import Sampler
+
+__all__ = [
+    "Evaluation",
+    "Evaluator",
+    "Generation",
+    "Generator",
+    "Sampler",
+    "chat_prompt",
+    "evaluate",
+    "load_adapters",
+]

@@ -12,6 +12,7 @@ from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.rows import by_subgroup, row_grid
 
 Shape = dict[str, Any]
+LOWEST = -3.0e38
 
 
 def _lanes(subgroup_size: int) -> list[Tiles]:
@@ -45,10 +46,12 @@ def _rows_first(x: np.ndarray) -> np.ndarray:
 @kernel("attention_forward.wgsl.j2", grid=_over_queries, variants=_lanes_and_steps)
 def attention_forward(q: In, k: In, v: In, ranges: Fixed, y: Out, lse: Out, *, rows: U32, keys: U32, kv_heads: U32,
                       group: U32, dim: U32, scale: F32) -> Any:
-    """y[t] = sum_j softmax_j(scale q[t] k[j]) v[j] over the keys ranges[t].xy, and the softmax's log-sum-exp."""
+    """y[t] = sum_j softmax_j(scale q[t] k[j]) v[j] over the keys ranges[t].xy, and the softmax's log-sum-exp.
+
+    A row that sees no key gives zeros."""
     _, _, scores, _ = _weights(q, k, ranges, rows, keys, kv_heads, group, dim, scale)
-    top = scores.max(axis=-1, keepdims=True)
-    lse = top + np.log(np.exp(scores - top).sum(axis=-1, keepdims=True))
+    top = np.maximum(scores.max(axis=-1, keepdims=True), LOWEST)
+    lse = top + np.log(np.maximum(np.exp(scores - top).sum(axis=-1, keepdims=True), 1e-38))
     y = np.einsum("hgts,hsd->hgtd", np.exp(scores - lse), v.reshape(keys, kv_heads, dim).transpose(1, 0, 2))
     return _rows_first(y), _rows_first(lse)
 

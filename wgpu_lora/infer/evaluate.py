@@ -1,0 +1,130 @@
+"""Held-out loss: the mean over the trained tokens of some rows, however they are packed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from wgpu_lora.data import Prepared, Row, pack
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.program import Arena, Program, allocate
+from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
+from wgpu_lora.models.inputs import Segment, StepInputs, rope_table
+from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.ops.loss import cross_entropy
+from wgpu_lora.ops.recorder import Recorder
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """loss: mean over `tokens` trained tokens of `rows` rows, in nats; perplexity = exp(loss)."""
+
+    loss: float
+    perplexity: float
+    tokens: int
+    rows: int
+    seconds: float
+
+
+class Evaluator:
+    """A forward-only program of fixed size, recorded on construction.
+
+    The caller plans `program` and allocates `storages()` (with others, where an arena is shared), then calls `build`.
+
+    Args:
+        adapters: None evaluates the base alone and records no LoRA.
+        tokens: rows of the program; no data row may be longer.
+        table: a rope table that another program of this model has uploaded already, of at least as many positions
+            as the longest row has tokens; the evaluator has its own otherwise.
+    """
+
+    def __init__(self, model: LoadedModel, adapters: AdapterSet | None, tokens: int, table: Tensor | None = None):
+        self.model, self.adapters, self.device, config = model, adapters, model.device, model.config
+        slots = len(adapters.specs) if adapters else 1
+        total = persistent((slots,), "f32", "workspace", "evaluation loss")
+        self._own_table = table is None
+        self._table = table or persistent((tokens, config.head_dim // 2, 2), "f32", "workspace", "evaluation rope")
+        self.inputs = StepInputs.declare(config, tokens, slots, self._table, total)
+        self.program = Program(model.device, "evaluation")
+        recorder = Recorder(self.program)
+        hidden = model.decoder.hidden(recorder, self.inputs, adapters.bind(self.inputs) if adapters else {})
+        cross_entropy(recorder, hidden, model.decoder.head, self.inputs.loss)
+
+    def storages(self) -> set[Storage]:
+        """Everything persistent that the program needs, the model's weights and the adapters among it."""
+        return self.program.persistent_storages() | self.inputs.storages()
+
+    def build(self, arena: Arena) -> None:
+        """Compiles the program on an arena that its plan fits in; its storages must be allocated."""
+        self.program.build(arena)
+        if self._own_table:
+            self.device.write(self._table.storage.buffer, rope_table(self.model.config, self._table.shape[0]))
+
+    def loss(self, rows: Sequence[Row], slot: int | None = None) -> tuple[float, int]:
+        """(mean loss, trained tokens) of rows under one adapter, or under the base alone.
+
+        Raises:
+            UserError: no row has a token to predict.
+        """
+        assert slot is None or self.adapters, "there is no adapter to evaluate"
+        total, tokens = 0.0, 0
+        for together in pack([len(row.input_ids) for row in rows], range(len(rows)), self.inputs.tokens):
+            segments = [Segment(rows[i].input_ids, rows[i].labels, slot) for i in together]
+            trained = self.inputs.upload(self.device, segments)
+            self._count_as_one(trained)
+            self.program.run()
+            # Summed here in float64: a float32 total over many batches would lose the small ones.
+            total += float(self.device.read(self.inputs.loss.total.storage.buffer, 4).view(np.float32)[0])
+            tokens += trained
+        if not tokens:
+            raise UserError("The rows to evaluate have no token to predict: check their labels, or use other data.")
+        return total / tokens, tokens
+
+    def _count_as_one(self, trained: int) -> None:
+        # Sums are kept by slot, but rows of the base alone have none: all are summed in place 0, whoever's they are.
+        ranges = np.zeros(self.inputs.loss.ranges.shape, np.uint32)
+        ranges[0] = 0, trained
+        self.device.write(self.inputs.loss.ranges.storage.buffer, ranges)
+        total = self.inputs.loss.total
+        self.device.write(total.storage.buffer, np.zeros(total.shape, np.float32))
+
+
+def evaluate(
+    model: LoadedModel,
+    prepared: Prepared,
+    adapters: AdapterSet | None = None,
+    slot: int | None = None,
+    batch_tokens: int = 1024,
+) -> Evaluation:
+    """The loss of a prepared data file; loads the model's weights if they are not yet.
+
+    Args:
+        slot: which of `adapters` applies; None is the base alone.
+        batch_tokens: tokens that are computed at a time; more where one row alone is longer.
+
+    Raises:
+        UserError: nothing to predict, or the device has no room.
+    """
+    model.load_weights()
+    begin = time.perf_counter()
+    tokens = max([*prepared.lengths, min(batch_tokens, prepared.total_tokens)])
+    evaluator = Evaluator(model, adapters if slot is not None else None, tokens)
+    plan = evaluator.program.plan()
+    mine = {storage for storage in evaluator.storages() if storage.buffer is None}
+    arena = Arena(model.device)
+    try:
+        allocate(model.device, mine)
+        arena = Arena(model.device, plan.sizes)
+        evaluator.build(arena)
+        loss, trained = evaluator.loss(prepared.rows, slot)
+    finally:
+        arena.free()
+        for storage in mine:
+            if storage.buffer is not None:
+                model.device.free(storage.buffer)
+                storage.buffer = None
+    return Evaluation(loss, float(np.exp(loss)), trained, len(prepared.rows), time.perf_counter() - begin)

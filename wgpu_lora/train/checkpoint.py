@@ -1,0 +1,116 @@
+"""A checkpoint directory: the adapter as PEFT has it, both moments, and where the run stood."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.atomic import replace_directory
+from wgpu_lora.formats.peft import AdapterConfig, module_path, read_adapter, tensor_name, write_adapter
+from wgpu_lora.models.lora import AdapterSet, Matrices
+from wgpu_lora.train.session import Session
+
+STATE, OPTIMIZER = "state.json", "optimizer.safetensors"
+NAME = re.compile(r"step-(\d+)")
+
+
+@dataclass
+class RunState:
+    """What a slot's run has come to: all of it that is not on the device."""
+
+    step: int = 0
+    epoch: int = 0
+    index: int = 0  # the next step within the epoch
+    total_steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    calibrated: bool = False
+    best_eval_loss: float | None = None
+    last_loss: float | None = None
+    last_eval_loss: float | None = None
+    pending: list[float] = field(default_factory=list)  # losses of the steps since the last log line
+    pending_tokens: int = 0
+    pending_seconds: float = 0.0
+
+
+def adapter_tensors(matrices: Matrices, config: AdapterConfig) -> dict[str, np.ndarray]:
+    """PEFT's names and shapes: each module at its own rank."""
+    tensors = {}
+    for (layer, module), (a, b) in matrices.items():
+        rank = config.rank(module_path(layer, module))
+        tensors[tensor_name(layer, module, "A")] = np.ascontiguousarray(a[:rank])
+        tensors[tensor_name(layer, module, "B")] = np.ascontiguousarray(b[:, :rank])
+    return tensors
+
+
+def save_checkpoint(root: Path, session: Session, slot: int, config: AdapterConfig, state: RunState,
+                    facts: dict[str, Any], keep: int) -> Path:
+    """Writes `root/step-N` beside its final place, syncs and renames it, then removes all but the newest `keep`.
+
+    Raises OSError when the disk refuses; earlier checkpoints are then as they were.
+    """
+    final = root / f"step-{state.step}"
+    root.mkdir(parents=True, exist_ok=True)
+    temporary = root / f".step-{state.step}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        device, adapters, optimizer = session.device, session.adapters, session.optimizer
+        write_adapter(temporary, adapter_tensors(adapters.read(device, slot), config), config)
+        moments = {}
+        for kind, pages in (("first_moment", optimizer.first_moment), ("second_moment", optimizer.second_moment)):
+            for (layer, module), pair in adapters.read(device, slot, pages).items():
+                moments |= {f"{layer}.{module}.{which}.{kind}": m for which, m in zip("AB", pair, strict=True)}
+        save_file(moments, temporary / OPTIMIZER)
+        (temporary / STATE).write_text(json.dumps({"state": asdict(state), **facts}, indent=1))
+        replace_directory(temporary, final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    for _, old in found(root)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def found(root: Path) -> list[tuple[int, Path]]:
+    """Complete checkpoints by step, ascending. What a crash left half-written has another name, or no state."""
+    if not root.is_dir():
+        return []
+    named = [(int(m[1]), p) for p in root.iterdir() if (m := NAME.fullmatch(p.name)) and (p / STATE).is_file()]
+    return sorted(named)
+
+
+def read_state(directory: Path) -> tuple[RunState, dict[str, Any]]:
+    """The state of a checkpoint, and the facts of the run that wrote it."""
+    try:
+        facts = json.loads((directory / STATE).read_text())
+        return RunState(**facts.pop("state")), facts
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"The checkpoint {directory} cannot be read ({error}): remove it to resume from an earlier one.") from error
+
+
+def restore(directory: Path, session: Session, slot: int) -> None:
+    """Puts a checkpoint's adapter and moments on the device."""
+    adapters: AdapterSet = session.adapters
+    try:
+        _, matrices = read_adapter(directory)
+        stored = load_file(directory / OPTIMIZER)
+        adapters.write(session.device, slot, matrices)
+        for kind, pages in (
+            ("first_moment", session.optimizer.first_moment), ("second_moment", session.optimizer.second_moment)
+        ):
+            moments = {
+                (layer, module): (stored[f"{layer}.{module}.A.{kind}"], stored[f"{layer}.{module}.B.{kind}"])
+                for layer, module in adapters.modules(slot)
+            }
+            adapters.write(session.device, slot, moments, pages)
+    except (OSError, KeyError, SafetensorError) as error:
+        raise UserError(f"The checkpoint {directory} is incomplete ({error}): remove it to resume from an earlier one.") from error

@@ -1,0 +1,127 @@
+"""Everything a training run records and allocates: known to the byte before anything exists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from wgpu_lora.gpu.plan import total_by_group
+from wgpu_lora.gpu.program import Arena, Program, allocate
+from wgpu_lora.gpu.tensor import Storage, persistent
+from wgpu_lora.infer.evaluate import Evaluator
+from wgpu_lora.models.inputs import StepInputs, rope_table
+from wgpu_lora.models.load import Progress, staging_bytes
+from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.ops.loss import cross_entropy
+from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.train.optimizer import Optimizer
+
+GROUPS = ("base", "adapters", "optimizer", "activations", "workspace")
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by group while training, and while loading; the peak is the larger."""
+
+    groups: dict[str, int]
+    loading: int
+
+    @property
+    def training(self) -> int:
+        return sum(self.groups.values())
+
+    @property
+    def peak(self) -> int:
+        return max(self.training, self.loading)
+
+
+class Session:
+    """The programs of a run: forward and backward for each bucket of tokens, the update, held-out loss.
+
+    Args:
+        buckets: tokens of the batches to record, ascending.
+        eval_tokens: tokens of a held-out batch, 0 for none.
+        positions: longest row.
+    """
+
+    def __init__(self, model: LoadedModel, adapters: AdapterSet, buckets: list[int], *, positions: int,
+                 dropout: bool = False, recompute: bool = False, eval_tokens: int = 0):
+        self.model = model
+        self.adapters = adapters
+        self.device = device = model.device
+        self.optimizer = Optimizer(device, adapters)
+        config = model.config
+        self.table = persistent((positions, config.head_dim // 2, 2), "f32", "workspace", "rope table")
+        self._positions = positions
+        self.steps: dict[int, tuple[StepInputs, Program]] = {}
+        for tokens in buckets:
+            slots = len(adapters.specs)
+            inputs = StepInputs.declare(config, tokens, slots, self.table, self.optimizer.total, dropout)
+            self.steps[tokens] = (inputs, self._record(inputs, recompute))
+        self.evaluator = Evaluator(model, adapters, eval_tokens, self.table) if eval_tokens else None
+        self._built: set[int] = set()
+        self.arena: Arena | None = None
+
+    def _record(self, inputs: StepInputs, recompute: bool) -> Program:
+        program = Program(self.device, f"train {inputs.tokens}")
+        recorder = Recorder(program, training=True, recompute=recompute)
+        hidden = self.model.decoder.hidden(recorder, inputs, self.adapters.bind(inputs))
+        cross_entropy(recorder, hidden, self.model.decoder.head, inputs.loss)
+        recorder.backward()
+        program.prune()
+        return program
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def _programs(self) -> list[Program]:
+        own = [program for _, program in self.steps.values()]
+        return [*own, self.optimizer.program, *([self.evaluator.program] if self.evaluator else [])]
+
+    def storages(self) -> set[Storage]:
+        found = self.model.decoder.storages() | self.adapters.storages() | self.optimizer.storages()
+        for inputs, program in self.steps.values():
+            found |= inputs.storages() | program.persistent_storages()
+        return found | (self.evaluator.storages() if self.evaluator else set())
+
+    def _arena_sizes(self) -> list[int]:
+        return Arena.sizes_for([program.plan() for program in self._programs()])
+
+    def memory(self) -> MemoryPlan:
+        """The exact bytes of every buffer that `allocate` creates. Raises UserError where a tensor cannot be bound."""
+        groups = dict.fromkeys(GROUPS, 0) | total_by_group(self.storages())
+        groups["activations"] += sum(self._arena_sizes())
+        model = self.model.decoder
+        return MemoryPlan(groups, total_by_group(model.storages())["base"] + staging_bytes(model))
+
+    # -- run -------------------------------------------------------------------------------------------------------
+
+    def allocate(self, progress: Progress = lambda name: None) -> None:
+        """Loads the base, then creates every other buffer."""
+        self.model.load_weights(progress)
+        allocate(self.device, self.storages())
+        self.arena = Arena(self.device, self._arena_sizes())
+        self.optimizer.program.build(self.arena)
+        if self.evaluator:
+            self.evaluator.build(self.arena)
+        self.adapters.upload_scales(self.device)
+        self.optimizer.initialise(self.device)
+        self.device.write(self.table.storage.buffer, rope_table(self.model.config, self._positions))
+
+    def step_for(self, tokens: int) -> tuple[StepInputs, Program]:
+        """The smallest bucket that holds `tokens`, its pipelines compiled on first use."""
+        bucket = min(size for size in self.steps if size >= tokens)
+        inputs, program = self.steps[bucket]
+        if bucket not in self._built:
+            assert self.arena is not None, "allocate() first"
+            program.build(self.arena)
+            self._built.add(bucket)
+        return inputs, program
+
+    def close(self) -> None:
+        """Frees everything but the base, which other runs may use."""
+        for storage in self.storages() - self.model.decoder.storages():
+            if storage.buffer is not None:
+                self.device.free(storage.buffer)
+                storage.buffer = None
+        if self.arena:
+            self.arena.free()

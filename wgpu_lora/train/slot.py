@@ -1,0 +1,189 @@
+"""One adapter's run: its data, its options, where it stands, and its directory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wgpu_lora.data import Prepared
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.peft import AdapterConfig, read_adapter, write_adapter
+from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.lora import Matrices, Module, SlotSpec
+from wgpu_lora.train import checkpoint, output
+from wgpu_lora.train.arguments import FREE_ON_RESUME, TrainingArguments
+from wgpu_lora.train.checkpoint import RunState, adapter_tensors
+from wgpu_lora.train.output import Log
+from wgpu_lora.train.schedule import learning_rate, warmup_steps
+from wgpu_lora.train.session import Session
+from wgpu_lora.train.stream import DataStream
+
+BEST = "best"
+
+
+@dataclass
+class AdapterRun:
+    """Slot `slot` of a pipeline. A single fine-tune is a pipeline of one."""
+
+    slot: int
+    args: TrainingArguments
+    adapter: AdapterConfig
+    spec: SlotSpec
+    initial: Matrices
+    stream: DataStream
+    heldout: Prepared | None
+    base_digest: str
+    state: RunState = field(default_factory=RunState)
+    resumed_from: Path | None = None
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.args.output)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / "checkpoints"
+
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run must share with the one it continues."""
+        options = {k: v for k, v in self.args.as_dict().items() if k not in FREE_ON_RESUME and k != "init_adapter"}
+        return {"options": options, "data": self.stream.prepared.digest, "base": self.base_digest}
+
+    # -- beginning -------------------------------------------------------------------------------------------------
+
+    def prepare_directory(self) -> None:
+        """Makes or checks the output directory; with --resume finds where to go on.
+
+        Raises:
+            UserError: the directory holds another run, or cannot be written, or there is nothing to resume.
+        """
+        directory = self.directory
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"The output directory {directory} cannot be made: {error.strerror}.") from error
+        if not os.access(directory, os.W_OK):
+            raise UserError(f"The output directory {directory} cannot be written: choose another --output.")
+        if self.args.resume:
+            self._find_checkpoint()
+        elif any((directory / name).exists() for name in (output.RUN, output.LOG, "checkpoints", "adapter_config.json")):
+            raise UserError(
+                f"The output directory {directory} already holds a run: choose another --output, or continue it with --resume."
+            )
+
+    def _find_checkpoint(self) -> None:
+        found = checkpoint.found(self.checkpoints)
+        if not found:
+            raise UserError(f"There is no checkpoint in {self.checkpoints} to resume from: start without --resume.")
+        self.resumed_from = found[-1][1]
+        self.state, facts = checkpoint.read_state(self.resumed_from)
+        before, now = facts.get("identity", {}), self.identity()
+        for name, value in now["options"].items():
+            if name in before.get("options", {}) and before["options"][name] != value:
+                raise UserError(
+                    f"--resume needs the options of the run it continues: {name} was {before['options'][name]!r}, not {value!r}."
+                )
+        for name in ("data", "base"):
+            if before.get(name) != now[name]:
+                raise UserError(f"--resume needs the {name} that the run in {self.directory} began with, but it has changed.")
+
+    def place(self, session: Session) -> None:
+        """Puts the initial, or the resumed, adapter on the device."""
+        if self.resumed_from:
+            checkpoint.restore(self.resumed_from, session, self.slot)
+        else:
+            session.adapters.write(session.device, self.slot, self.initial)
+            self.state.total_steps = self.stream.total_steps()
+        self.log = Log(self.directory / output.LOG, self.state.step)
+
+    # -- during ----------------------------------------------------------------------------------------------------
+
+    def rate(self) -> float:
+        """The learning rate of the step that is about to be taken."""
+        total = self.state.total_steps
+        warmup = warmup_steps(total, self.args.warmup_ratio)
+        return learning_rate(self.args.lr_scheduler_type, self.args.learning_rate, self.state.step, total, warmup)
+
+    def save(self, session: Session) -> Path:
+        facts = {"identity": self.identity()}
+        keep = self.args.save_total_limit
+        return checkpoint.save_checkpoint(self.checkpoints, session, self.slot, self.adapter, self.state, facts, keep)
+
+    def write_adapter(self, session: Session, directory: Path) -> None:
+        matrices = session.adapters.read(session.device, self.slot)
+        write_adapter(directory, adapter_tensors(matrices, self.adapter), self.adapter)
+
+    def measure_heldout(self, session: Session) -> float | None:
+        """The held-out loss; a new best one keeps the adapter in best/."""
+        if not self.heldout or not session.evaluator:
+            return None
+        loss, _ = session.evaluator.loss(self.heldout.rows, self.slot)
+        self.state.last_eval_loss = loss
+        if self.state.best_eval_loss is None or loss < self.state.best_eval_loss:
+            self.state.best_eval_loss = loss
+            self.write_adapter(session, self.directory / BEST)
+        return loss
+
+    # -- end -------------------------------------------------------------------------------------------------------
+
+    def finish(self, session: Session, stop_reason: str) -> dict[str, Any]:
+        """Writes the final adapter, run.json and the card; returns what run.json holds."""
+        self.write_adapter(session, self.directory)
+        prepared, plan = self.stream.prepared, session.memory()
+        facts = {
+            "stop_reason": stop_reason,
+            "options": self.args.as_dict(),
+            "state": asdict(self.state),
+            "data": {"path": str(prepared.path), "digest": prepared.digest, "summary": prepared.summary()},
+            "eval_data": self.heldout and {"path": str(self.heldout.path), "digest": self.heldout.digest},
+            "base_digest": self.base_digest,
+            "adapter_sha256": output.file_digest(self.directory / "adapter_model.safetensors"),
+            "trainable_parameters": session.adapters.trainable(self.slot, session.model.config),
+            "memory": {"groups": plan.groups, "peak": plan.peak, "peak_allocated": session.device.peak_allocated},
+            "environment": output.environment(session.device),
+        }
+        output.write_run(self.directory, facts)
+        output.write_card(self.directory, facts)
+        return facts
+
+
+def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[AdapterConfig, Matrices]:
+    """The adapter's configuration and initial matrices: --init-adapter's, else A random and B zero, as in PEFT."""
+    shapes = config.linear_shapes()
+    if args.init_adapter:
+        loaded, matrices = read_adapter(args.init_adapter)
+        for (layer, module), (a, b) in matrices.items():
+            fits = layer < config.num_hidden_layers and (b.shape[0], a.shape[1]) == shapes[module]
+            if not fits:
+                raise UserError(f"The adapter {args.init_adapter} does not fit this model: layer {layer} {module} differs in shape.")
+        return loaded, matrices
+    modules = [(i, m) for i in range(config.num_hidden_layers) for m in args.modules()]
+    adapter = AdapterConfig(
+        r=args.lora_r, lora_alpha=args.lora_alpha, lora_dropout=args.lora_dropout, use_rslora=args.use_rslora,
+        target_modules=args.modules(), base_model_name_or_path=args.model or "demo",
+    )
+    return adapter, {key: initial_matrices(args.seed, number, shapes[key[1]], args.lora_r) for number, key in enumerate(modules)}
+
+
+def initial_matrices(seed: int, number: int, shape: tuple[int, int], rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """A [rank, in] uniform within 1 / sqrt(in), PEFT's Kaiming choice; B [out, rank] zero. Keyed by seed and module."""
+    out, size_in = shape
+    rng = np.random.Generator(np.random.Philox(key=[seed, number]))
+    a = rng.uniform(-1, 1, (rank, size_in)) / np.sqrt(size_in)
+    return a.astype(np.float32), np.zeros((out, rank), np.float32)
+
+
+def spec_of(adapter: AdapterConfig, matrices: Matrices) -> SlotSpec:
+    modules: list[Module] = list(matrices)
+    return SlotSpec.of(adapter, modules)
+
+
+def discard(directory: Path) -> None:
+    """Removes an output directory that a run made and left nothing in."""
+    if directory.is_dir() and not any(directory.iterdir()):
+        shutil.rmtree(directory)

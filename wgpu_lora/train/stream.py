@@ -1,0 +1,98 @@
+"""Which rows go into which optimizer step: a pure function of lengths and options, so that resuming is exact."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from wgpu_lora.data import Prepared, batches, epoch_order
+from wgpu_lora.models.inputs import Segment
+from wgpu_lora.train.arguments import TrainingArguments
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step: its micro-batches as positions in Prepared.rows."""
+
+    epoch: int
+    index: int  # within the epoch
+    last_of_epoch: bool
+    micro_batches: list[list[int]]
+
+
+@dataclass
+class DataStream:
+    """The steps of every epoch of one adapter's data."""
+
+    prepared: Prepared
+    args: TrainingArguments
+    _epochs: dict[int, list[list[list[int]]]] = field(default_factory=dict)
+
+    def epoch(self, number: int) -> list[list[list[int]]]:
+        """The optimizer steps of an epoch; the last may have fewer micro-batches."""
+        if number not in self._epochs:
+            args = self.args
+            order = epoch_order(len(self.prepared.rows), args.seed, number, args.shuffle)
+            made = batches(
+                self.prepared.lengths, order.tolist(), batch_size=args.per_device_train_batch_size,
+                max_length=args.max_length, packing=args.packing,
+            )
+            group = args.gradient_accumulation_steps
+            self._epochs = {number: [made[i : i + group] for i in range(0, len(made), group)]}
+        return self._epochs[number]
+
+    def total_steps(self) -> int:
+        """Steps of the run by --max-steps, else by --num-train-epochs."""
+        if self.args.max_steps > 0:
+            return self.args.max_steps
+        whole = math.floor(self.args.num_train_epochs)
+        part = self.args.num_train_epochs - whole
+        total = sum(len(self.epoch(e)) for e in range(whole))
+        return max(1, total + (math.ceil(part * len(self.epoch(whole))) if part else 0))
+
+    def steps(self, epoch: int = 0, index: int = 0) -> Iterator[Step]:
+        """Steps from a position on, without end: the caller knows when to stop."""
+        while True:
+            made = self.epoch(epoch)
+            for i in range(index, len(made)):
+                yield Step(epoch, i, i == len(made) - 1, made[i])
+            epoch, index = epoch + 1, 0
+
+    def trained_tokens(self, step: Step) -> int:
+        return sum(self.prepared.rows[row].trained_tokens for batch in step.micro_batches for row in batch)
+
+    def segments(self, step: Step, batch: list[int], weight: float, slot: int = 0) -> list[Segment]:
+        rows = [self.prepared.rows[i] for i in batch]
+        draws = [self._draws(step.epoch, row.index, len(row.input_ids)) for row in rows]
+        return [Segment(r.input_ids, r.labels, slot, weight, d) for r, d in zip(rows, draws, strict=True)]
+
+    def _draws(self, epoch: int, row: int, length: int) -> np.ndarray | None:
+        """What dropout is drawn from: keyed by seed, epoch, row and token, so by nothing that packing changes."""
+        p = self.args.lora_dropout
+        if not p:
+            return None
+        keys = np.random.SeedSequence([self.args.seed, epoch, row]).generate_state(2)
+        draws = np.empty((length, 4), np.uint32)
+        draws[:, 0] = keys[0]
+        draws[:, 1] = keys[1] + np.arange(length, dtype=np.uint32)
+        draws[:, 2] = int(p * 2**32)
+        draws[:, 3] = np.float32(1 / (1 - p)).view(np.uint32)
+        return draws
+
+    # -- shapes ----------------------------------------------------------------------------------------------------
+
+    def buckets(self) -> list[int]:
+        """Tokens of the batches to record programs for, ascending; every batch fits the last."""
+        args, lengths = self.args, sorted(self.prepared.lengths)
+        if args.packing:
+            return [_rounded(min(args.per_device_train_batch_size * args.max_length, sum(lengths)))]
+        most = sum(lengths[-args.per_device_train_batch_size :])
+        return sorted({_rounded(most * share // 4) for share in (1, 2, 3, 4)})
+
+
+def _rounded(tokens: int) -> int:
+    """Up to whole tiles of the matrix products."""
+    return max(16, -(-tokens // 16) * 16)
