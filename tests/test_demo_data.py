@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
-from wgpu_lora.demo import HELDOUT_FILE, TRAIN_FILE
+from wgpu_lora.demo import HELDOUT_FILE, MODEL_DIR, TRAIN_FILE
 from wgpu_lora.demo.check import run_check
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
@@ -97,3 +98,21 @@ def test_leak_check_sees_through_names_and_numbers():
     renamed = "class A:\n    def other(self_list: list) -> list:\n        return [q + 7 for q in self_list]"
     assert leaks.find_leaks([row], [renamed])
     assert not leaks.find_leaks([row], ["def f(xs):\n    return [x * 1 for x in xs]", "not python at all"])
+
+
+def test_model_folder_is_whole_and_small():
+    names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    names |= {"chat_template.jinja", "training.json", "README.md"}
+    files = {path.name: path for path in MODEL_DIR.iterdir()}
+    assert names <= set(files)
+    assert sum(path.stat().st_size for path in files.values()) < 10_000_000
+    config = json.loads(files["config.json"].read_text(encoding="utf-8"))
+    tokenizer = Tokenizer.from_file(str(files["tokenizer.json"]))
+    assert tokenizer.get_vocab_size() == config["vocab_size"]
+    assert tokenizer.token_to_id("<|im_end|>") == config["eos_token_id"]
+
+
+def test_rows_are_short():
+    tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+    for row in TRAIN + HELDOUT:
+        assert sum(len(tokenizer.encode(turn["content"]).ids) for turn in row["messages"]) < 130

@@ -23,6 +23,12 @@ def prepared(rows):
     return Prepared(Path("rows.jsonl"), rows, "", 64, len(rows), len(rows), 0, 0, 0, 0, trained, total)
 
 
+def two_adapters(model, architecture, directory):
+    """Slot 0 has an adapter of a smaller rank, slot 1 the golden one."""
+    smaller = save_golden_adapter(architecture, directory / "smaller", 0.5, rank=3)
+    return load_adapters(model.device, model.config, [smaller, save_golden_adapter(architecture, directory / "whole")])
+
+
 def summed_loss(logits, row):
     """In float64, from logits."""
     logits = logits[:-1].astype(np.float64)
@@ -42,22 +48,18 @@ def summed_loss(logits, row):
 )
 def test_loss_with_the_adapter_equals_the_golden_one(device, tmp_path, architecture, base):
     model, rows = load(architecture, device, base), rows_of(architecture)
-    adapters = load_adapters(device, model.config, [save_golden_adapter(architecture, tmp_path / "adapter")])
+    adapters = two_adapters(model, architecture, tmp_path)
     evaluator = Evaluator(model, adapters, ROWS)
     with allocated(device, evaluator.program, evaluator.storages()) as arena:
         evaluator.build(arena)
-        loss, tokens = evaluator.loss(rows, slot=0)
+        loss, tokens = evaluator.loss(rows, slot=1)
     assert tokens == sum(row.trained_tokens for row in rows)
     assert loss == pytest.approx(golden(architecture)[f"loss.{base}"].item(), rel=1e-5)
 
 
 def test_slots_and_the_base_alone_are_told_apart(device, tmp_path):
     model, rows = load("qwen2", device), rows_of("qwen2")
-    directories = [
-        save_golden_adapter("qwen2", tmp_path / "half", 0.5, rank=3),
-        save_golden_adapter("qwen2", tmp_path / "whole"),
-    ]
-    adapters = load_adapters(device, model.config, directories)
+    adapters = two_adapters(model, "qwen2", tmp_path)
     base = full_logits(model, [Segment(row.input_ids) for row in rows])
     tokens = sum(row.trained_tokens for row in rows)
     expected = sum(summed_loss(logits, row) for logits, row in zip(base, rows, strict=True)) / tokens

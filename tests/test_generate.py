@@ -122,7 +122,7 @@ def test_a_stop_token_ends_its_own_sequence_and_is_left_out(mistral, prompts):
 
 def test_a_full_cache_ends_a_sequence_and_not_its_neighbour(mistral, prompts):
     long = (prompts[0] * 4)[: CAPACITY - 2]
-    results = mistral[0].generate([long, prompts[1], long + [3, 4]], max_new_tokens=6)
+    results = mistral[0].generate([long, prompts[1], [*long, 3, 4]], max_new_tokens=6)
     assert [result.stop_reason for result in results] == ["capacity", "length", "capacity"]
     # the last token needs no row of its own
     assert [len(result.token_ids) for result in results] == [3, 6, 1]

@@ -1,0 +1,31 @@
+"""Fine-tune language models on any GPU: QLoRA whose compute is WGSL over Vulkan, Metal and DX12.
+
+import wgpu_lora
+model = wgpu_lora.load("demo")
+wgpu_lora.finetune(model, data="train.jsonl", output="out", learning_rate=1e-3)
+print(wgpu_lora.generate(model, "Write ...", adapter="out"))
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from wgpu_lora.errors import UserError
+
+if TYPE_CHECKING:
+    from wgpu_lora.api import Answer, answer, evaluate, finetune, generate, load
+
+__all__ = ["Answer", "UserError", "__version__", "answer", "evaluate", "finetune", "generate", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    # Lazily, so that importing the package needs no GPU library.
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("wgpu-lora")
+    if name in __all__:
+        from wgpu_lora import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'wgpu_lora' has no attribute '{name}'")

@@ -1,0 +1,94 @@
+"""The command line: Typer commands without logic of their own, and every mistake as one line on stderr."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from wgpu_lora.cli.demo import demo
+from wgpu_lora.cli.evaluate import evaluate
+from wgpu_lora.cli.finetune import finetune
+from wgpu_lora.cli.generate import generate
+from wgpu_lora.cli.info import info
+from wgpu_lora.cli.options import GroupedHelp, training_options
+from wgpu_lora.cli.plan import plan
+from wgpu_lora.errors import UserError
+
+INTERRUPTED = 130
+# What the system refuses for reasons that a person can mend. Any other OSError is a fault of ours and shown as such.
+MENDABLE = {
+    errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS,
+    errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG,
+}  # fmt: skip
+
+app = typer.Typer(
+    name="wgpu-lora",
+    help="Fine-tune language models on any GPU: QLoRA over Vulkan, Metal and DX12.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        from importlib.metadata import version
+
+        typer.echo(f"wgpu-lora {version('wgpu-lora')}")
+        raise typer.Exit()
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    ctx: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+
+
+app.command()(info)
+app.command(cls=GroupedHelp)(training_options(finetune))
+app.command(cls=GroupedHelp)(training_options(plan))
+app.command()(generate)
+app.command()(evaluate)
+app.command()(demo)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code: 0, 1 (the run failed), 2 (a mistake) or 130 (interrupted)."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = app(list(arguments), prog_name="wgpu-lora", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except UserError as error:
+        return _refuse(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone. Python would complain once more when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if error.errno not in MENDABLE:
+            raise
+        return _refuse(f"{error.strerror}: {error.filename or 'while writing'}.")
+    except Exception as error:
+        usage = getattr(error, "format_message", None)  # what Typer raises for a command line that it cannot read
+        if usage is None:
+            raise
+        return _refuse(usage())
+
+
+def _refuse(message: str) -> int:
+    typer.echo(f"wgpu-lora: {' '.join(message.split())}", err=True)
+    return 2

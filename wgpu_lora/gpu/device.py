@@ -85,7 +85,8 @@ class Device:
     def create_buffer(self, nbytes: int, label: str = "") -> Any:
         """A zeroed storage buffer of `nbytes` (rounded up to 4). Raises UserError where the device has no room."""
         size = max(4, (nbytes + 3) & ~3)
-        usage = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
+        uses = wgpu.BufferUsage
+        usage = uses.STORAGE | uses.UNIFORM | uses.COPY_SRC | uses.COPY_DST
         try:
             buffer = self.raw.create_buffer(label=label, size=size, usage=usage)
         except (MemoryError, wgpu.GPUValidationError, wgpu.GPUError) as error:

@@ -8,7 +8,8 @@
 Positional parameters are storage bindings in order. `In`, `Out` and `InOut` live in arenas and are declared
 `read_write` in WGSL, because tensors that share an arena's buffer may not mix access modes in one dispatch; `Fixed`
 (weights, tables, a step's inputs) is `read`. A `Fixed` or `In` parameter with default None may be left out, and its
-binding with it. Keyword parameters become constants of the shader. The reference returns its `Out` and `InOut`
+binding with it. Keyword parameters become constants of the shader; a `Dim` instead goes into a
+uniform buffer `dims`, whose binding follows the storage bindings. The reference returns its `Out` and `InOut`
 arrays in order, computed in float64 from the formula.
 """
 
@@ -38,6 +39,7 @@ U32 = Annotated[int, "u32"]
 F32 = Annotated[float, "f32"]
 Flag = Annotated[bool, "bool"]
 Word = Annotated[str, "word"]  # seen by a template only, such as an element type
+Dim = Annotated[int, "dim"]  # a u32 of the uniform `dims`, so that shapes share one pipeline
 
 ACCESS = {"in": "read_write", "out": "read_write", "inout": "read_write", "fixed": "read"}
 BINDING = re.compile(r"@group\(0\)\s*@binding\((\d+)\)\s*var<storage,\s*(read|read_write)>\s*(\w+)\s*:\s*([^;]+);")
@@ -71,9 +73,10 @@ class Kernel:
     reference: Callable[..., Any]
     lib: tuple[str, ...] = ()
     variants: Callable[[int], Sequence[Tiles]] = lambda subgroup_size: ({},)
+    specialise: Callable[[Any], dict[str, Any]] | None = None
     bindings: dict[str, str] = field(default_factory=dict)  # parameter -> in | out | inout | fixed
     optional: frozenset[str] = frozenset()
-    constants: dict[str, str] = field(default_factory=dict)  # parameter -> u32 | f32 | bool | word
+    constants: dict[str, str] = field(default_factory=dict)  # parameter -> u32 | f32 | bool | word | dim
     defaults: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,12 +86,23 @@ class Kernel:
     def outputs(self) -> tuple[str, ...]:
         return tuple(n for n, kind in self.bindings.items() if kind in ("out", "inout"))
 
+    @cached_property
+    def dims(self) -> tuple[str, ...]:
+        """Parameters that go into the uniform, in its order."""
+        return tuple(n for n, kind in self.constants.items() if kind == "dim")
+
+    def compiled_in(self, constants: dict[str, Any]) -> dict[str, Any]:
+        """What of the constants a pipeline depends on: all but the dims, and what `specialise` derives from those."""
+        kept = {n: v for n, v in constants.items() if n not in self.dims}
+        return kept | (self.specialise(SimpleNamespace(**constants)) if self.specialise else {})
+
     def source(self, present: Sequence[str], constants: dict[str, Any], tiles: Tiles) -> str:
         """The assembled WGSL: library files, then the kernel with its constants in place."""
         text = shader_text(self.file)
-        values = {**constants, **tiles}
+        values = {**self.compiled_in(constants), **tiles}
         if self.file.endswith(".j2"):
-            text = _environment().from_string(text).render(bind={n: i for i, n in enumerate(present)}, **values)
+            bind = {n: i for i, n in enumerate([*present, "dims"])}
+            text = _environment().from_string(text).render(bind=bind, **values)
         text = "\n".join([*(shader_text(f"lib/{name}.wgsl") for name in self.lib), text])
 
         def value(match: re.Match[str]) -> str:
@@ -108,7 +122,8 @@ class Kernel:
             raise TypeError(f"{self.file} declares {sorted(declared)}, but the signature of {self.name} says {expected}")
 
     def pipeline(self, device: Device, present: tuple[str, ...], constants: dict[str, Any], tiles: Tiles) -> Any:
-        key = (self.name, present, tuple(sorted(constants.items())), tuple(sorted(tiles.items())))
+        compiled = self.compiled_in(constants)
+        key = (self.name, present, tuple(sorted(compiled.items())), tuple(sorted(tiles.items())))
         return device.pipeline(key, lambda: self.source(present, constants, tiles))
 
     def groups(self, constants: dict[str, Any], tiles: Tiles) -> Grid:
@@ -137,6 +152,7 @@ def kernel(
     grid: Callable[[Any], Grid],
     lib: tuple[str, ...] = (),
     variants: Callable[[int], Sequence[Tiles]] = lambda subgroup_size: ({},),
+    specialise: Callable[[Any], dict[str, Any]] | None = None,
 ) -> Callable[[Callable[..., Any]], Kernel]:
     """Declares a kernel (see the module's docstring).
 
@@ -145,6 +161,7 @@ def kernel(
         grid: constants and tiles -> workgroups.
         lib: files of `shaders/lib/` that are put in front.
         variants: subgroup size (0: none) -> the tilings that a device of it can run, the default first.
+        specialise: constants -> what a template derives from the dims, such as whether rows are whole vec4s.
     """
 
     def declare(function: Callable[..., Any]) -> Kernel:
@@ -161,7 +178,7 @@ def kernel(
                 if parameter.default is None:
                     optional.add(name)
         declared = Kernel(
-            function.__name__, file, grid, function, lib, variants, bindings, frozenset(optional), constants, defaults
+            function.__name__, file, grid, function, lib, variants, specialise, bindings, frozenset(optional), constants, defaults
         )
         assert declared.name not in REGISTRY, f"two kernels are named {declared.name}"
         REGISTRY[declared.name] = declared

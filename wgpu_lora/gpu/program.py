@@ -7,10 +7,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import Grid, Kernel, Tiles
 from wgpu_lora.gpu.plan import ArenaPlan, plan_arenas
-from wgpu_lora.gpu.tensor import ITEM_BYTES, Storage, Tensor
+from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Storage, Tensor
 
 SUBMIT_SECONDS = 0.4  # work in one submit, for watchdogs and for Ctrl-C
 FIRST_SUBMIT = 24  # dispatches a submit before anything has been timed
@@ -25,6 +27,10 @@ class Dispatch:
     tiles: Tiles
     groups: Grid
 
+    @property
+    def dims(self) -> tuple[int, ...]:
+        return tuple(self.constants[name] for name in self.kernel.dims)
+
 
 class Program:
     """Dispatches in order. Record with `temp` and `dispatch`, then `build` once and `run` often."""
@@ -35,6 +41,7 @@ class Program:
         self.dispatches: list[Dispatch] = []
         self._replay: list[tuple[Any, Any, Grid]] = []
         self._splits: list[int] | None = None
+        self._uniform: Storage | None = None
 
     # -- record ----------------------------------------------------------------------------------------------------
 
@@ -86,7 +93,23 @@ class Program:
         return plan_arenas(self.lifetimes(), self.device.max_buffer, self.device.max_binding)
 
     def persistent_storages(self) -> set[Storage]:
-        return {t.storage for step in self.dispatches for t in step.tensors if not t.storage.temporary}
+        """Every storage with a buffer of its own, the dispatches' uniform dims among them."""
+        found = {t.storage for step in self.dispatches for t in step.tensors if not t.storage.temporary}
+        return found | ({self._dims_storage()} if self._dims() else set())
+
+    def _dims(self) -> dict[tuple[int, ...], int]:
+        """Distinct dims of the dispatches -> their place in the uniform buffer."""
+        places: dict[tuple[int, ...], int] = {}
+        for step in self.dispatches:
+            if step.kernel.dims:
+                places.setdefault(step.dims, len(places))
+        return places
+
+    def _dims_storage(self) -> Storage:
+        nbytes = ALIGNMENT * len(self._dims())
+        if self._uniform is None or self._uniform.nbytes != nbytes:
+            self._uniform = Storage(nbytes, "workspace", f"dims of {self.name}")
+        return self._uniform
 
     # -- build and replay ------------------------------------------------------------------------------------------
 
@@ -96,15 +119,29 @@ class Program:
         buffers = arena.buffers_for(plan)
         for storage, (number, offset) in plan.places.items():
             storage.buffer, storage.offset = buffers[number], offset
+        dims = self._dims()
+        if dims:
+            table = np.zeros((len(dims), ALIGNMENT // 4), np.uint32)
+            for values, place in dims.items():
+                table[place, : len(values)] = values
+            self.device.write(self._dims_storage().buffer, table)
         groups: dict[tuple[Any, ...], Any] = {}
         self._replay = []
         for step in self.dispatches:
             pipeline = step.kernel.pipeline(self.device, step.present, step.constants, step.tiles)
             parts = [t.binding() for t in step.tensors]
+            if step.kernel.dims:
+                parts.append((self._dims_storage().buffer, ALIGNMENT * dims[step.dims], 4 * 4 * -(-len(step.dims) // 4)))
             key = (id(pipeline), *((id(b), offset, size) for b, offset, size in parts))
             if key not in groups:
                 groups[key] = self.device.bind_group(pipeline, parts)
             self._replay.append((pipeline, groups[key], step.groups))
+
+    def release(self) -> None:
+        """Frees what the program itself allocated, its dims."""
+        if self._uniform and self._uniform.buffer is not None:
+            self.device.free(self._uniform.buffer)
+            self._uniform.buffer = None
 
     def run(self) -> None:
         """Submits the whole list; the first run is timed piece by piece to find where to split later ones."""

@@ -62,5 +62,5 @@ class SingleKernel:
         return float(np.median(times)) / len(self.program.dispatches)
 
     def free(self) -> None:
-        for tensor in self.tensors.values():
-            self.device.free(tensor.storage.buffer)
+        for storage in self.program.persistent_storages():
+            self.device.free(storage.buffer)

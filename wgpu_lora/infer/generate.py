@@ -31,7 +31,8 @@ class Generation:
 
     token_ids: without the prompt and without the stop token.
     stop_reason: "stop" (a stop token), "length" (max_new_tokens) or "capacity" (the cache is full).
-    prefill_speed, decode_speed: tokens a second of all sequences that ran beside it; 0 where there was nothing to time.
+    prefill_speed, decode_speed: tokens a second of all sequences that ran together; 0 where there was nothing to time.
+        The first prompt of a length is slower, since drivers compile on first use; decoding leaves its first step out.
     """
 
     prompt_tokens: int
@@ -72,19 +73,22 @@ class Generator:
         self.model, self.adapters, self.device = model, adapters, model.device
         decoder = model.decoder
         self.state = State.declare(decoder, batch, capacity)
-        _check_cache(self.state, self.device.max_binding)
+        self.state.check(self.device.max_binding)
         model.load_weights()
         useful = [size for size, before in zip(buckets, (0, *buckets), strict=False) if before < batch * capacity]
         self._prefill = [Step(self.device, decoder, adapters, self.state, size) for size in useful]
         self._decode = Step(self.device, decoder, adapters, self.state, batch)
         self._head = self.state.record_head(self.device, decoder)
         steps = [*self._prefill, self._decode]
-        plans = [step.program.plan() for step in steps]
-        self._owned: set[Storage] = self.state.storages().union(*(step.storages() for step in steps))
+        programs = [self._head, *(step.program for step in steps)]
+        used = self.state.storages().union(
+            *(step.storages() for step in steps), *(program.persistent_storages() for program in programs)
+        )
+        self._owned: set[Storage] = {storage for storage in used if storage.buffer is None}
         try:
             self._arena = Arena(self.device)
             allocate(self.device, self._owned)
-            self._arena = Arena(self.device, Arena.sizes_for(plans))
+            self._arena = Arena(self.device, Arena.sizes_for([program.plan() for program in programs]))
         except UserError:
             self.close()
             raise
@@ -171,12 +175,12 @@ class Generator:
             result.prefill_speed = tokens / seconds
         live = list(range(len(run.prompts)))
         decoded, decode_seconds = 0, 0.0
-        self._build(self._decode.program)
         while True:
             logits = self.state.read_logits(self.device)
             live = [i for i in live if self._extend(run, i, logits[i], sampler, max_new_tokens, stop_ids, on_token)]
             if not live:
                 break
+            fresh = self._build(self._decode.program)
             begin = time.perf_counter()
             newest = np.array([run.results[i].token_ids[-1] for i in live])
             positions = np.array([run.length(i) - 1 for i in live])
@@ -186,7 +190,8 @@ class Generator:
             self._decode.program.run()
             self._head.run()
             self.device.wait()
-            decoded, decode_seconds = decoded + len(live), decode_seconds + time.perf_counter() - begin
+            if not fresh:  # a program's first run compiles inside the driver
+                decoded, decode_seconds = decoded + len(live), decode_seconds + time.perf_counter() - begin
         for result in run.results:
             result.decode_speed = decoded / decode_seconds if decoded else 0.0
 
@@ -247,10 +252,13 @@ class Generator:
         fitting = [step for step in self._prefill if step.tokens < 2 * remaining]
         return fitting[-1] if fitting else self._prefill[0]
 
-    def _build(self, program: Program) -> None:
-        if program not in self._built:
-            program.build(self._arena)
-            self._built.add(program)
+    def _build(self, program: Program) -> bool:
+        """Builds a program before its first run; whether this was it."""
+        if program in self._built:
+            return False
+        program.build(self._arena)
+        self._built.add(program)
+        return True
 
     def _check(self, prompts: Sequence[Sequence[int]], slots: Sequence[int | None], max_new_tokens: int) -> None:
         assert len(prompts) == len(slots), f"{len(prompts)} prompts, but {len(slots)} slots"
@@ -288,12 +296,3 @@ class _Run:
 
     def length(self, index: int) -> int:
         return self.prompts[index].size + len(self.results[index].token_ids)
-
-
-def _check_cache(state: State, max_binding: int) -> None:
-    nbytes = state.cache.keys[0].nbytes
-    if nbytes > max_binding:
-        raise UserError(
-            f"The keys of {state.batch} sequences of {state.capacity:,} tokens take {nbytes:,} bytes a layer, but one "
-            f"binding of this device holds at most {max_binding:,}: use a smaller capacity or batch."
-        )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, persistent
@@ -53,6 +54,15 @@ class State:
             make("last hidden", batch, config.hidden_size),
             tuple(make(f"logits {first}", batch, part.shape[0]) for first, part in decoder.head.chunks()),
         )
+
+    def check(self, max_binding: int) -> None:
+        """Raises UserError where a layer's keys cannot be bound whole."""
+        nbytes = self.cache.keys[0].nbytes
+        if nbytes > max_binding:
+            raise UserError(
+                f"The keys of {self.batch} sequences of {self.capacity:,} tokens take {nbytes:,} bytes a layer, but a "
+                f"binding of this device holds at most {max_binding:,}: use a smaller capacity or batch."
+            )
 
     def storages(self) -> set[Storage]:
         tensors = (*self.cache.keys, *self.cache.values, self.rope_table, self.last, *self.logits)

@@ -10,7 +10,7 @@ import numpy as np
 from wgpu_lora.formats.checkpoint import Checkpoint
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Arena, Program, allocate
-from wgpu_lora.gpu.tensor import ITEM_BYTES, Tensor, align, persistent
+from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Tensor, align, persistent
 from wgpu_lora.models.config import LINEAR_PATHS
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.ops.weights import DenseWeight, NF4Weight
@@ -67,7 +67,7 @@ def load_weights(device: Device, checkpoint: Checkpoint, model: Decoder, progres
 
 def staging_bytes(model: Decoder) -> int:
     """Bytes that loading holds on the device beside the model itself."""
-    return sum(t.storage.nbytes for t in _staging(model)) if model.base_dtype == "nf4" else 0
+    return sum(t.storage.nbytes for t in _staging(model)) + ALIGNMENT if model.base_dtype == "nf4" else 0
 
 
 def _upload_dense(device: Device, checkpoint: Checkpoint, name: str, weight: DenseWeight) -> None:
@@ -127,9 +127,11 @@ class _Packer:
             program.dispatch(nf4_absmax, self.staging, self.absmax, size=rows * size_in, b_type=kind)
             program.dispatch(nf4_encode, self.staging, self.absmax, weight.codes, rows=rows, first=first,
                              out=weight.out_features, size_in=size_in, b_type=kind)
+            allocate(self.device, program.persistent_storages())
             program.build(self.arena)
             program.run()
             constants.append(self.device.read(self.absmax.storage.buffer, 4 * blocks).view(np.float32).copy())
+            program.release()
         codes, nested, offset = double_quantize(np.concatenate(constants))
         self.device.write(weight.absmax_codes.storage.buffer, codes)
         self.device.write(weight.nested.storage.buffer, np.append(nested, offset).astype(np.float32))

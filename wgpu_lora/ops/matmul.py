@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import Fixed, Flag, Grid, In, InOut, Tiles, U32, Word, cdiv, kernel
+from wgpu_lora.gpu.kernel import Dim, Fixed, Flag, Grid, In, InOut, Tiles, U32, Word, cdiv, kernel
 from wgpu_lora.quant.nf4 import NF4_CODE
 
 FILE = "matmul.wgsl.j2"
@@ -15,6 +15,18 @@ FILE = "matmul.wgsl.j2"
 
 def tile_grid(c: Any) -> Grid:
     return (cdiv(c.m, c.rows), cdiv(c.n, c.lanes * c.cols), c.slots if c.form == "tn" else 1)
+
+
+def divisibility(c: Any) -> dict[str, bool]:
+    """What the template must know of a shape: which operands are whole vec4s, pairs or words. The rest is uniform."""
+    rows_of_a = c.m if c.form == "tn" else c.k
+    quads = rows_of_a % 4 == 0 and getattr(c, "stride", 4) % 4 == 0
+    words = c.k if c.form == "nt" else c.n
+    return {
+        "quads": quads,
+        "even": c.form == "nn" and c.b_type in ("bf16", "f16") and c.n % 2 == 0,
+        "octets": c.b_type == "nf4" and words % 8 == 0,
+    }
 
 
 def tiles(*shapes: tuple[int, int]) -> Callable[[int], list[Tiles]]:
@@ -47,30 +59,30 @@ def _finish(y: np.ndarray, product: np.ndarray, accumulate: bool, bias: Any = No
     return y + product if accumulate else product
 
 
-@kernel(FILE, grid=tile_grid, variants=WIDE)
-def matmul_nt(a: In, b: Fixed, y: InOut, bias: Fixed = None, count: Fixed = None, *, m: U32, n: U32, k: U32, accumulate: Flag = False,
+@kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility)
+def matmul_nt(a: In, b: Fixed, y: InOut, bias: Fixed = None, count: Fixed = None, *, m: Dim, n: Dim, k: Dim, accumulate: Flag = False,
               b_type: Word = "f32", form: Word = "nt", slots: U32 = 1) -> Any:
     """y[m, n] (+)= sum_k a[m, k] b[n, k] (+ bias[n]); tiles wholly past row count[0] are left alone."""
     return _finish(y.reshape(m, n), a.reshape(m, k) @ b.reshape(n, k).T, accumulate, bias)
 
 
-@kernel(FILE, grid=tile_grid, variants=WIDE)
-def matmul_nn(a: In, b: Fixed, y: InOut, row_scale: In = None, count: Fixed = None, *, m: U32, n: U32, k: U32, accumulate: Flag = False,
+@kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility)
+def matmul_nn(a: In, b: Fixed, y: InOut, row_scale: In = None, count: Fixed = None, *, m: Dim, n: Dim, k: Dim, accumulate: Flag = False,
               b_type: Word = "f32", form: Word = "nn", slots: U32 = 1) -> Any:
     """y[m, n] (+)= sum_k a[m, k] b[k, n]; with row_scale, y[m] is scaled by row_scale[m] first."""
     return _finish(y.reshape(m, n), a.reshape(m, k) @ b.reshape(k, n), accumulate, None, row_scale)
 
 
-@kernel(FILE, grid=tile_grid, variants=WIDE, lib=("nf4",))
-def nf4_matmul(a: In, codes: Fixed, scales: In, y: InOut, bias: Fixed = None, *, m: U32, n: U32, k: U32,
+@kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, lib=("nf4",))
+def nf4_matmul(a: In, codes: Fixed, scales: In, y: InOut, bias: Fixed = None, *, m: Dim, n: Dim, k: Dim,
                accumulate: Flag = False, b_type: Word = "nf4", form: Word = "nt", slots: U32 = 1) -> Any:
     """y[m, n] (+)= sum_k a[m, k] W[n, k] (+ bias[n]) for an NF4 W[n, k]."""
     weight = _nf4_weight(codes, scales, n, k)
     return _finish(y.reshape(m, n), a.reshape(m, k) @ weight.T, accumulate, bias)
 
 
-@kernel(FILE, grid=tile_grid, variants=WIDE, lib=("nf4",))
-def nf4_matmul_backward(a: In, codes: Fixed, scales: In, y: InOut, *, m: U32, n: U32, k: U32,
+@kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, lib=("nf4",))
+def nf4_matmul_backward(a: In, codes: Fixed, scales: In, y: InOut, *, m: Dim, n: Dim, k: Dim,
                         accumulate: Flag = False, b_type: Word = "nf4", form: Word = "nn", slots: U32 = 1) -> Any:
     """dx[m, n] (+)= sum_k dy[m, k] W[k, n] for an NF4 W[k, n]: the same codes that the forward pass reads."""
     weight = _nf4_weight(codes, scales, k, n)
@@ -86,9 +98,9 @@ def _by_slot(y: np.ndarray, ranges: np.ndarray, product: Any, accumulate: bool) 
     return result
 
 
-@kernel(FILE, grid=tile_grid, variants=THIN)
-def lora_nt(a: In, b: Fixed, y: InOut, ranges: Fixed, scale: Fixed = None, *, m: U32, n: U32, k: U32, slots: U32,
-            stride: U32, accumulate: Flag = False, b_type: Word = "f32", form: Word = "nt") -> Any:
+@kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility)
+def lora_nt(a: In, b: Fixed, y: InOut, ranges: Fixed, scale: Fixed = None, *, m: Dim, n: Dim, k: Dim, slots: U32,
+            stride: Dim, accumulate: Flag = False, b_type: Word = "f32", form: Word = "nt") -> Any:
     """y[t] (+)= scale[s] b[s] a[t] for the slot s of row t, with b[s] = [n, k] at s * stride; rows of no slot are left alone."""
     weights = b.reshape(slots, stride)[:, : n * k].reshape(slots, n, k)
     factor = np.ones(slots) if scale is None else scale.reshape(-1)
@@ -96,9 +108,9 @@ def lora_nt(a: In, b: Fixed, y: InOut, ranges: Fixed, scale: Fixed = None, *, m:
     return _by_slot(y.reshape(m, n), ranges, lambda s, rows: factor[s] * (left[rows] @ weights[s].T), accumulate)
 
 
-@kernel(FILE, grid=tile_grid, variants=THIN)
-def lora_nn(a: In, b: Fixed, y: InOut, ranges: Fixed, scale: Fixed = None, *, m: U32, n: U32, k: U32, slots: U32,
-            stride: U32, accumulate: Flag = False, b_type: Word = "f32", form: Word = "nn") -> Any:
+@kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility)
+def lora_nn(a: In, b: Fixed, y: InOut, ranges: Fixed, scale: Fixed = None, *, m: Dim, n: Dim, k: Dim, slots: U32,
+            stride: Dim, accumulate: Flag = False, b_type: Word = "f32", form: Word = "nn") -> Any:
     """y[t] (+)= scale[s] b[s]^T a[t] for the slot s of row t, with b[s] = [k, n] at s * stride; rows of no slot are left alone."""
     weights = b.reshape(slots, stride)[:, : n * k].reshape(slots, k, n)
     factor = np.ones(slots) if scale is None else scale.reshape(-1)
@@ -106,8 +118,8 @@ def lora_nn(a: In, b: Fixed, y: InOut, ranges: Fixed, scale: Fixed = None, *, m:
     return _by_slot(y.reshape(m, n), ranges, lambda s, rows: factor[s] * (left[rows] @ weights[s]), accumulate)
 
 
-@kernel(FILE, grid=tile_grid, variants=tiles((8, 2), (16, 1), (16, 2)))
-def lora_tn(a: In, b: In, y: InOut, ranges: Fixed, *, m: U32, n: U32, k: U32, slots: U32, stride: U32,
+@kernel(FILE, grid=tile_grid, variants=tiles((8, 2), (16, 1), (16, 2)), specialise=divisibility)
+def lora_tn(a: In, b: In, y: InOut, ranges: Fixed, *, m: Dim, n: Dim, k: Dim, slots: U32, stride: Dim,
             accumulate: Flag = True, b_type: Word = "f32", form: Word = "tn") -> Any:
     """y[s] (+)= [m, n] at s * stride, the sum over the rows t of slot s of a[t, m] b[t, n]: a LoRA factor's gradient, no atomics."""
     result = y.reshape(slots, stride).copy()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -11,75 +12,119 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.assets import asset_dir
 from wgpu_lora.models.config import LINEAR_PATHS
-from wgpu_lora.models.decoder import BASE_DTYPES
 
 SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup")
 OVERFLOW = ("truncate", "drop")
 # What may differ between a run and its resumption: it changes what is written, not what is trained.
-FREE_ON_RESUME = {"output", "resume", "device", "logging_steps", "save_steps", "save_total_limit", "eval_data", "eval_steps"}
+FREE_ON_RESUME = {
+    "output",
+    "resume",
+    "device",
+    "memory_budget",
+    "logging_steps",
+    "save_steps",
+    "save_total_limit",
+    "eval_data",
+    "eval_steps",
+}
+# Headings under which the command line's help lists the options.
+FILES, ADAPTER, OPTIMISATION = "Model, data and device", "Adapter", "Optimisation"
+BATCHES, MEMORY, SAVING = "Length of the run and batches", "Memory", "Logging and saving"
+PANELS = (FILES, ADAPTER, OPTIMISATION, BATCHES, MEMORY, SAVING)
+SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
 
-def option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
+def option(default: Any, panel: str, text: str) -> Any:
+    return field(default=default, metadata={"help": text, "panel": panel})
 
 
 @dataclass(frozen=True)
 class TrainingArguments:
     """Names and meanings are those of TRL, PEFT and transformers wherever they have them."""
 
-    data: str | None = option(None, "JSONL file, or a folder with train.jsonl and perhaps valid.jsonl.")
-    output: str = option("output", "Directory for the adapter, log, card and checkpoints.")
-    model: str | None = option(None, "Model directory, hub id, or 'demo'.")
-    eval_data: str | None = option(None, "Held-out JSONL file: its loss is logged, and best/ keeps the best adapter.")
-    device: str | None = option(None, "Adapter index or a part of its name, as 'wgpu-lora info' lists them.")
-    base_dtype: str = option("nf4", "How the frozen weights are kept: nf4, bf16, f16 or f32.")
-    init_adapter: str | None = option(None, "PEFT adapter directory to start from.")
-    resume: bool = option(False, "Continue the run in --output from its last checkpoint.")
-    lora_r: int = option(16, "Rank of the adapters.")
-    lora_alpha: float = option(32, "Scale: alpha / r multiplies the adapter's output.")
-    lora_dropout: float = option(0.0, "Dropout on the adapter's input.")
-    use_rslora: bool = option(False, "Scale by alpha / sqrt(r) instead.")
-    target_modules: str = option("all-linear", "'all-linear', or names such as q_proj,v_proj.")
-    learning_rate: float = option(2e-4, "Peak learning rate.")
-    lr_scheduler_type: str = option("cosine", "cosine, linear, constant or constant_with_warmup.")
-    warmup_ratio: float = option(0.03, "Share of the steps over which the learning rate rises.")
-    weight_decay: float = option(0.0, "Decoupled weight decay of AdamW.")
-    max_grad_norm: float = option(1.0, "Clip the gradient's global norm to this; 0 does not clip.")
-    per_device_train_batch_size: int = option(2, "Rows a batch; with packing, the batch holds this many times max-length tokens.")
-    gradient_accumulation_steps: int = option(4, "Batches an optimizer step.")
-    num_train_epochs: float = option(3.0, "Passes over the data.")
-    max_steps: int = option(-1, "Optimizer steps, instead of epochs, if positive.")
-    target_seconds: float | None = option(None, "Wall-clock seconds to train for, instead of epochs.")
-    max_length: int = option(1024, "Tokens of a row at most.")
-    on_overflow: str = option("truncate", "What happens to longer rows: truncate or drop.")
-    packing: bool = option(True, "Pack several rows into one batch; no row sees another.")
-    completion_only_loss: bool = option(True, "Train on answers only.")
-    enable_thinking: bool | None = option(None, "Passed to the chat template.")
-    shuffle: bool = option(True, "Draw a new order every epoch.")
-    gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass: less memory, a third more work.")
-    seed: int = option(42, "Of the initial adapter, the order and dropout.")
-    logging_steps: int = option(10, "Steps between log lines.")
-    save_steps: int = option(200, "Steps between checkpoints; 0 saves only at the end.")
-    save_total_limit: int = option(3, "Checkpoints kept.")
-    eval_steps: int = option(0, "Steps between held-out losses; 0 means after every epoch.")
+    data: str | None = option(None, FILES, "JSONL file, or a folder with train.jsonl and perhaps valid.jsonl.")
+    output: str = option("output", FILES, "Directory for the adapter, log, card and checkpoints.")
+    model: str | None = option(None, FILES, "Model directory, hub id, or 'demo'.")
+    eval_data: str | None = option(
+        None, FILES, "Held-out JSONL file: its loss is logged, and best/ keeps the best adapter."
+    )
+    device: str | None = option(None, FILES, "Adapter index or a part of its name, as 'wgpu-lora info' lists them.")
+    base_dtype: str = option("nf4", MEMORY, "How the frozen weights are kept: nf4, bf16, f16 or f32.")
+    init_adapter: str | None = option(None, FILES, "PEFT adapter directory to start from.")
+    resume: bool = option(False, SAVING, "Continue the run in --output from its last checkpoint.")
+    lora_r: int = option(16, ADAPTER, "Rank of the adapters.")
+    lora_alpha: float = option(32, ADAPTER, "Scale: alpha / r multiplies the adapter's output.")
+    lora_dropout: float = option(0.0, ADAPTER, "Dropout on the adapter's input.")
+    use_rslora: bool = option(False, ADAPTER, "Scale by alpha / sqrt(r) instead.")
+    target_modules: str = option("all-linear", ADAPTER, "'all-linear', or names such as q_proj,v_proj.")
+    learning_rate: float = option(2e-4, OPTIMISATION, "Peak learning rate.")
+    lr_scheduler_type: str = option("cosine", OPTIMISATION, "cosine, linear, constant or constant_with_warmup.")
+    warmup_ratio: float = option(0.03, OPTIMISATION, "Share of the steps over which the learning rate rises.")
+    weight_decay: float = option(0.0, OPTIMISATION, "Decoupled weight decay of AdamW.")
+    max_grad_norm: float = option(1.0, OPTIMISATION, "Clip the gradient's global norm to this; 0 does not clip.")
+    per_device_train_batch_size: int = option(
+        2, BATCHES, "Rows a batch; with packing, the batch holds this many times max-length tokens."
+    )
+    gradient_accumulation_steps: int = option(4, BATCHES, "Batches an optimizer step.")
+    num_train_epochs: float = option(3.0, BATCHES, "Passes over the data.")
+    max_steps: int = option(-1, BATCHES, "Optimizer steps, instead of epochs, if positive.")
+    target_seconds: float | None = option(None, BATCHES, "Wall-clock seconds to train for, instead of epochs.")
+    max_length: int = option(1024, BATCHES, "Tokens of a row at most.")
+    on_overflow: str = option("truncate", BATCHES, "What happens to longer rows: truncate or drop.")
+    packing: bool = option(True, BATCHES, "Pack several rows into one batch; no row sees another.")
+    completion_only_loss: bool = option(True, BATCHES, "Train on answers only.")
+    enable_thinking: bool | None = option(None, BATCHES, "Passed to the chat template.")
+    shuffle: bool = option(True, BATCHES, "Draw a new order every epoch.")
+    gradient_checkpointing: bool = option(
+        False, MEMORY, "Recompute activations in the backward pass: less memory, a third more work."
+    )
+    memory_budget: str | None = option(
+        None, MEMORY, "Refuse a run that needs more device memory than this, such as 4GiB."
+    )
+    seed: int = option(42, OPTIMISATION, "Of the initial adapter, the order and dropout.")
+    logging_steps: int = option(10, SAVING, "Steps between log lines.")
+    save_steps: int = option(200, SAVING, "Steps between checkpoints; 0 saves only at the end.")
+    save_total_limit: int = option(3, SAVING, "Checkpoints kept.")
+    eval_steps: int = option(0, SAVING, "Steps between held-out losses; 0 means after every epoch.")
 
     def __post_init__(self) -> None:
-        positive = ("lora_r", "per_device_train_batch_size", "gradient_accumulation_steps", "logging_steps",
-                    "save_total_limit", "lora_alpha", "num_train_epochs")
+        positive = (
+            "lora_r",
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "logging_steps",
+            "save_total_limit",
+            "lora_alpha",
+            "num_train_epochs",
+        )
         for name in positive:
-            self._require(getattr(self, name) > 0, name, "must be greater than 0")
-        for name in ("warmup_ratio", "weight_decay", "max_grad_norm", "learning_rate", "save_steps", "eval_steps", "seed"):
+            self._require(0 < getattr(self, name) < math.inf, name, "must be greater than 0")
+        for name in (
+            "warmup_ratio",
+            "weight_decay",
+            "max_grad_norm",
+            "learning_rate",
+            "save_steps",
+            "eval_steps",
+            "seed",
+        ):
             value = getattr(self, name)
             self._require(math.isfinite(value) and value >= 0, name, "must be 0 or more")
         self._require(self.max_length >= 2, "max_length", "must be at least 2")
         self._require(0 <= self.lora_dropout < 1, "lora_dropout", "must be at least 0 and less than 1")
         self._require(self.warmup_ratio <= 1, "warmup_ratio", "must be at most 1")
-        self._require(self.target_seconds is None or self.target_seconds > 0, "target_seconds", "must be greater than 0")
+        self._require(
+            self.target_seconds is None or self.target_seconds > 0, "target_seconds", "must be greater than 0"
+        )
+        from wgpu_lora.models.decoder import BASE_DTYPES  # here, because it brings the GPU's library: --help needs none
+
         choices = {"lr_scheduler_type": SCHEDULERS, "base_dtype": BASE_DTYPES, "on_overflow": OVERFLOW}
         for name, allowed in choices.items():
             self._require(getattr(self, name) in allowed, name, f"must be one of {', '.join(allowed)}")
         self.modules()
+        self.budget()
 
     def _require(self, fine: bool, name: str, rule: str) -> None:
         if not fine:
@@ -98,6 +143,16 @@ class TrainingArguments:
         if not names:
             raise UserError("--target-modules is empty: name at least one module, or use 'all-linear'.")
         return tuple(n for n in LINEAR_PATHS if n in names)
+
+    def budget(self) -> int | None:
+        """memory_budget in bytes."""
+        if self.memory_budget is None:
+            return None
+        found = SIZE.fullmatch(self.memory_budget)
+        self._require(found is not None, "memory_budget", "must be a size such as 4GiB or 800MB")
+        assert found
+        power = " kmgt".index(found[2].lower() or " ")
+        return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
     def template_kwargs(self) -> dict[str, Any]:
         return {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
@@ -128,12 +183,34 @@ def from_values(values: Mapping[str, Any], where: str, base: TrainingArguments |
     return replace(base or TrainingArguments(), **given)
 
 
+def gather(given: Mapping[str, Any], recipe: str | None, where: str) -> tuple[TrainingArguments, Path | None]:
+    """The options that were given, over a recipe's; also the recipe's path.
+
+    Where neither a recipe nor data nor another model is named, it is the demo's recipe.
+    """
+    if recipe is None and not given.get("data") and given.get("model") in (None, "demo"):
+        recipe = "demo"
+    if recipe is None:
+        return from_values(given, where), None
+    path = find_recipe(recipe)
+    return from_values(given, where, from_values(read_recipe(path), f"The recipe {path}")), path
+
+
+def find_recipe(name: str) -> Path:
+    """A recipe file by its path, or one of the bundled ones by its name."""
+    bundled = asset_dir("recipes") / f"{name}.toml"
+    return bundled if not Path(name).exists() and bundled.is_file() else Path(name)
+
+
 def read_recipe(path: Path) -> dict[str, Any]:
     """A flat TOML file of option names and values."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"The recipe {path} does not exist.") from None
+        names = ", ".join(sorted(p.stem for p in asset_dir("recipes").glob("*.toml")))
+        raise UserError(f"The recipe {path} does not exist: give a TOML file, or a bundled one ({names}).") from None
+    except OSError as error:
+        raise UserError(f"The recipe {path} cannot be read ({error.strerror}).") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"The recipe {path} is not valid TOML: {error}.") from error
     nested = [key for key, value in values.items() if isinstance(value, dict)]
@@ -143,13 +220,15 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def _typed(name: str, value: Any, kind: str, where: str) -> Any:
-    allowed = {"str": str, "int": int, "float": (int, float), "bool": bool}
+    allowed: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "bool": bool}
     parts = [p.strip() for p in kind.split("|")]
     if name == "target_modules" and isinstance(value, list):
         value = ",".join(map(str, value))
     if value is None and "None" in parts:
         return None
-    fits = any(isinstance(value, allowed[p]) and (p == "bool" or not isinstance(value, bool)) for p in parts if p != "None")
+    fits = any(
+        isinstance(value, allowed[p]) and (p == "bool" or not isinstance(value, bool)) for p in parts if p != "None"
+    )
     if not fits:
         raise UserError(f"{where}: '{name}' must be {' or '.join(p for p in parts if p != 'None')}, not {value!r}.")
     return value

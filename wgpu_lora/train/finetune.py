@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,10 +12,12 @@ from filelock import FileLock, Timeout
 
 from wgpu_lora.data import Prepared, prepare, resolve_data
 from wgpu_lora.errors import UserError
-from wgpu_lora.models.load import Progress
+from wgpu_lora.models.decoder import Decoder
+from wgpu_lora.models.load import Progress, table_dtype
 from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.memory import Replan, available_bytes, check_memory
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun, adapter_of, spec_of
 from wgpu_lora.train.stream import DataStream
@@ -29,18 +32,31 @@ class Job:
 
     session: Session
     run: AdapterRun
+    replan: Replan
+
+    def check_memory(self) -> None:
+        """Raises UserError, with the options that would make it fit, where the device has too little memory."""
+        args = self.run.args
+        available = available_bytes(self.session.device, args.budget())
+        check_memory(self.session.memory().peak, available, args, self.replan)
 
     def train(self, callback: Callback = lambda result: None, progress: Progress = lambda name: None) -> dict[str, Any]:
         """Loads the weights, trains and writes the adapter; returns run.json's contents."""
-        run = self.run
-        run.directory.mkdir(parents=True, exist_ok=True)
+        run, device = self.run, self.session.device
+        self.check_memory()
         lock = FileLock(run.directory / LOCK)
         try:
+            run.directory.mkdir(parents=True, exist_ok=True)
             lock.acquire(timeout=0)
         except Timeout:
-            raise UserError(f"Another process is writing to {run.directory}: wait for it, or choose another --output.") from None
+            raise UserError(
+                f"Another process is writing to {run.directory}: wait for it, or choose another --output."
+            ) from None
+        except OSError as error:
+            raise UserError(f"The output directory {run.directory} cannot be made: {error.strerror}.") from error
         try:
             run.prepare_directory()
+            device.peak_allocated = device.allocated  # of this run, not of what this process did before
             self.session.allocate(progress)
             run.place(self.session)
             return Trainer(self.session, run, callback).train()
@@ -48,7 +64,8 @@ class Job:
             self.session.close()
             lock.release()
             with suppress(OSError):
-                (run.directory / LOCK).unlink()
+                (run.directory / LOCK).unlink(missing_ok=True)
+                run.directory.rmdir()  # only where the run ended before it left anything
 
 
 def with_demo_data(args: TrainingArguments) -> TrainingArguments:
@@ -81,8 +98,34 @@ def prepare_job(args: TrainingArguments, model: LoadedModel | None = None) -> Jo
     heldout = _prepare(args, model, heldout_file) if heldout_file else None
     adapter, initial = adapter_of(args, model.config)
     spec = spec_of(adapter, initial)
+
+    def replan(changes: Mapping[str, Any]) -> int:
+        other = replace(args, **changes)
+        return (
+            _session(other, _declared_as(model, other.base_dtype), DataStream(stream.prepared, other), heldout, spec)
+            .memory()
+            .peak
+        )
+
+    session = _session(args, model, stream, heldout, spec)
+    run = AdapterRun(0, args, adapter, spec, initial, stream, heldout, model.checkpoint.digest())
+    return Job(session, run, replan)
+
+
+def _declared_as(model: LoadedModel, base_dtype: str) -> LoadedModel:
+    """The same model for planning with another type of base weights."""
+    decoder = model.decoder
+    if decoder.base_dtype == base_dtype:
+        return model
+    other = Decoder.declare(model.config, base_dtype, table_dtype(model.checkpoint), model.device.max_binding)
+    return replace(model, decoder=other, weights_loaded=False)
+
+
+def _session(
+    args: TrainingArguments, model: LoadedModel, stream: DataStream, heldout: Prepared | None, spec: SlotSpec
+) -> Session:
     buckets = stream.buckets()
-    session = Session(
+    return Session(
         model,
         AdapterSet.declare(model.config, [spec], model.device.max_binding),
         buckets,
@@ -91,19 +134,23 @@ def prepare_job(args: TrainingArguments, model: LoadedModel | None = None) -> Jo
         recompute=args.gradient_checkpointing,
         eval_tokens=max(buckets[-1], *heldout.lengths) if heldout else 0,
     )
-    run = AdapterRun(0, args, adapter, spec, initial, stream, heldout, model.checkpoint.digest())
-    return Job(session, run)
 
 
 def _check_length(args: TrainingArguments, model: LoadedModel) -> None:
     limit = model.config.max_position_embeddings
     if args.max_length > limit:
-        raise UserError(f"--max-length {args.max_length} is more than this model's {limit} positions: lower it to {limit}.")
+        raise UserError(
+            f"--max-length {args.max_length} is more than this model's {limit} positions: lower it to {limit}."
+        )
 
 
 def _prepare(args: TrainingArguments, model: LoadedModel, path: Path) -> Prepared:
     return prepare(
-        path, model.tokenizer, max_length=args.max_length, completion_only_loss=args.completion_only_loss,
-        on_overflow="drop" if args.on_overflow == "drop" else "truncate", chat_template_kwargs=args.template_kwargs(),
+        path,
+        model.tokenizer,
+        max_length=args.max_length,
+        completion_only_loss=args.completion_only_loss,
+        on_overflow="drop" if args.on_overflow == "drop" else "truncate",
+        chat_template_kwargs=args.template_kwargs(),
         vocab_size=model.config.vocab_size,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,9 +96,12 @@ class AdapterRun:
         if self.resumed_from:
             checkpoint.restore(self.resumed_from, session, self.slot)
         else:
-            session.adapters.write(session.device, self.slot, self.initial)
+            self.place_initial(session)
             self.state.total_steps = self.stream.total_steps()
         self.log = Log(self.directory / output.LOG, self.state.step)
+
+    def place_initial(self, session: Session) -> None:
+        session.adapters.write(session.device, self.slot, self.initial)
 
     # -- during ----------------------------------------------------------------------------------------------------
 
@@ -181,9 +183,3 @@ def initial_matrices(seed: int, number: int, shape: tuple[int, int], rank: int) 
 def spec_of(adapter: AdapterConfig, matrices: Matrices) -> SlotSpec:
     modules: list[Module] = list(matrices)
     return SlotSpec.of(adapter, modules)
-
-
-def discard(directory: Path) -> None:
-    """Removes an output directory that a run made and left nothing in."""
-    if directory.is_dir() and not any(directory.iterdir()):
-        shutil.rmtree(directory)

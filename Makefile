@@ -1,0 +1,56 @@
+# What one does with a checkout; `make` alone lists it. Nothing here asks a question or needs a GPU.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast test-reference test-drivers lint
+
+PYTHON ?= python3
+JOBS ?= 2
+BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest -q
+
+help:  ## list these targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
+
+setup: .venv/ready  ## virtual environment in .venv, and a Vulkan driver if there is none
+	@scripts/install_vulkan.sh
+
+.venv/ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1): install one and say 'make PYTHON=python3.11 $(MAKECMDGOALS)'." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test]'
+	@touch $@
+
+demo: setup  ## fine-tune the demo model and see what it answered before and after
+	$(BIN)/wgpu-lora demo
+
+test: setup  ## every test but those of test-reference
+	$(PYTEST) -n $(JOBS) -m 'not reference'
+
+test-fast: setup  ## the same without the slow ones
+	$(PYTEST) -n $(JOBS) -m 'not reference and not slow'
+
+.venv/reference: .venv/ready
+	$(BIN)/python -m pip install -q --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[reference]'
+	@touch $@
+
+test-reference: setup .venv/reference  ## re-derive golden fixtures with torch, transformers, PEFT and bitsandbytes
+	$(PYTEST) -m reference
+
+# Two compilers, three subgroup sizes, no subgroups, and no more than WebGPU's default limits.
+test-drivers: setup  ## the core subset on other drivers, subgroup sizes and limits
+	scripts/install_vulkan.sh --swiftshader .drivers
+	@run() { echo "=== $$*"; env "$$@" $(PYTEST) -n $(JOBS) -m drivers || exit 1; }; \
+	lavapipe=$$(compgen -G '/usr/share/vulkan/icd.d/lvp_icd*.json' | head -1 || true); \
+	if [ -n "$$lavapipe" ]; then \
+	  for width in 128 256 512; do run VK_DRIVER_FILES=$$lavapipe LP_NATIVE_VECTOR_WIDTH=$$width; done; \
+	  run VK_DRIVER_FILES=$$lavapipe WGPU_LORA_NO_SUBGROUPS=1; \
+	  run VK_DRIVER_FILES=$$lavapipe WGPU_LORA_DEFAULT_LIMITS=1; \
+	else echo "Mesa's lavapipe is not here: only SwiftShader is tested."; fi; \
+	run VK_DRIVER_FILES=$(CURDIR)/.drivers/swiftshader.json
+
+lint: setup  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy

@@ -1,0 +1,126 @@
+"""Options: one dataclass for the command line, recipes and Python."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.assets import asset_dir
+from wgpu_lora.train.arguments import PANELS, TrainingArguments, find_recipe, from_values, gather, read_recipe
+from wgpu_lora.train.memory import check_memory, readable
+
+
+def test_every_option_has_help_and_a_heading():
+    for item in fields(TrainingArguments):
+        assert item.metadata["help"].endswith(".")
+        assert item.metadata["panel"] in PANELS
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lerning_rate": 1e-3}, "unknown option 'lerning_rate': did you mean 'learning_rate'?"),
+        ({"zzz": 1}, "unknown option 'zzz'; 'wgpu-lora finetune --help' lists the options."),
+        ({"max_steps": "3"}, "'max_steps' must be int, not '3'"),
+        ({"max_steps": True}, "'max_steps' must be int, not True"),
+        ({"packing": 1}, "'packing' must be bool"),
+        ({"learning_rate": float("nan")}, "--learning-rate must be 0 or more, not nan"),
+        ({"learning_rate": -1}, "--learning-rate must be 0 or more"),
+        ({"num_train_epochs": float("inf")}, "--num-train-epochs must be greater than 0"),
+        ({"target_seconds": 0}, "--target-seconds must be greater than 0"),
+        ({"lora_dropout": 1.0}, "--lora-dropout must be at least 0 and less than 1"),
+        ({"max_length": 1}, "--max-length must be at least 2"),
+        ({"base_dtype": "int8"}, "--base-dtype must be one of nf4, bf16, f16, f32"),
+        ({"target_modules": "q_proj,zork"}, "no 'zork'"),
+        ({"target_modules": ""}, "--target-modules is empty"),
+        ({"memory_budget": "lots"}, "--memory-budget must be a size such as 4GiB or 800MB, not lots"),
+    ],
+)
+def test_bad_values_are_refused_by_name(values, message):
+    with pytest.raises(UserError, match=r"^(Here|--)") as caught:
+        from_values(values, "Here")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("4GiB", 4 << 30), ("1.5 gib", 3 << 29), ("800MB", 800_000_000), ("12345", 12345), ("2k", 2000), (None, None)],
+)
+def test_memory_budgets(text, expected):
+    assert TrainingArguments(memory_budget=text).budget() == expected
+
+
+def test_what_is_given_wins_over_the_recipe(tmp_path: Path):
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('learning-rate = 1\nlora_r = 4\ntarget_modules = ["q_proj", "v_proj"]\ndata = "x.jsonl"\n')
+    args, path = gather({"lora_r": 8}, str(recipe), "Here")
+    assert (args.learning_rate, args.lora_r, args.target_modules, args.data) == (1, 8, "q_proj,v_proj", "x.jsonl")
+    assert path == recipe
+
+
+def test_without_data_and_model_the_demo_recipe_is_used():
+    args, path = gather({}, None, "Here")
+    assert path == find_recipe("demo")
+    assert args.model == "demo"
+    assert gather({"data": "x.jsonl"}, None, "Here") == (TrainingArguments(data="x.jsonl"), None)
+
+
+@pytest.mark.parametrize("path", sorted(asset_dir("recipes").glob("*.toml")), ids=lambda p: p.stem)
+def test_bundled_recipes_are_valid(path: Path):
+    from_values(read_recipe(path), str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a = ", "not valid TOML"), ("[train]\nlora_r = 4", "has a table [train]"), (None, "does not exist")],
+)
+def test_bad_recipes(tmp_path: Path, text: str | None, message: str):
+    path = tmp_path / "r.toml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        read_recipe(path)
+    assert message in str(caught.value)
+
+
+# -- the memory guard's advice, on a made-up plan: 100 bytes a row, 50 with checkpointing, and a base of 100 or 25 ----
+
+
+def _peak(args: TrainingArguments, changes: dict) -> int:
+    get = {**args.as_dict(), **changes}.get
+    row = 50 if get("gradient_checkpointing") else 100
+    return (25 if get("base_dtype") == "nf4" else 100) + row * get("per_device_train_batch_size")
+
+
+@pytest.mark.parametrize(
+    ("options", "available", "advice"),
+    [
+        ({}, 825, None),
+        ({}, 824, "with --gradient-checkpointing, or with --per-device-train-batch-size 7."),
+        ({}, 300, "with --per-device-train-batch-size 2."),
+        ({}, 120, "with --gradient-checkpointing --per-device-train-batch-size 1."),
+        ({"base_dtype": "bf16"}, 825, "with --base-dtype nf4, or with --gradient-checkpointing, or with"),
+        (
+            {"base_dtype": "bf16"},
+            130,
+            "with --base-dtype nf4 --gradient-checkpointing --per-device-train-batch-size 2.",
+        ),
+        ({"gradient_checkpointing": True}, 74, "lower --max-length or --lora-r, or choose a smaller model."),
+    ],
+)
+def test_advice_names_options_that_fit(options: dict, available: int, advice: str | None):
+    args = TrainingArguments(per_device_train_batch_size=8, **options)
+    peak = _peak(args, {})
+    if advice is None:
+        check_memory(peak, available, args, lambda changes: _peak(args, changes))
+        return
+    with pytest.raises(UserError) as caught:
+        check_memory(peak, available, args, lambda changes: _peak(args, changes))
+    assert f"({peak:,} bytes)" in str(caught.value)
+    assert f"({available:,} bytes)" in str(caught.value)
+    assert advice in str(caught.value)
+
+
+def test_readable_sizes():
+    assert [readable(n) for n in (0, 1023, 1536, 3 << 29)] == ["0 bytes", "1023 bytes", "1.5 KiB", "1.5 GiB"]

@@ -1,0 +1,262 @@
+"""The command line, run in this process: exit codes, one line for every mistake, and a small run from end to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from cli_helpers import MODELS, QWEN2, SMALL, flags, share_device, write_rows
+
+from wgpu_lora.cli import main
+from wgpu_lora.gpu.device import Device
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    share_device(device, monkeypatch)
+
+    def call(*arguments: Any) -> Result:
+        code = main([str(a) for a in arguments])
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "rows.jsonl")
+
+
+def refused(result: Result) -> str:
+    """The one line of a refusal."""
+    assert result.code == 2, result
+    assert "Traceback" not in result.err
+    (line,) = result.err.splitlines()
+    assert line.startswith("wgpu-lora: ")
+    return line
+
+
+# -- the shell of it -------------------------------------------------------------------------------------------------
+
+
+def test_help_and_version(run: Run):
+    assert "finetune" in run().out
+    help_text = run("finetune", "--help").out
+    assert help_text.index("Adapter:") < help_text.index("Optimisation:")
+    for name in ("--learning-rate", "--packing / --no-packing", "--memory-budget", "--recipe"):
+        assert name in help_text
+    assert run("--version").out.startswith("wgpu-lora ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--zork"], "No such option: --zork"),
+        (["zork"], "No such command 'zork'"),
+        (["finetune", "--lerning-rate", "1"], "--learning-rate"),
+        (["finetune", "--learning-rate", "x"], "--learning-rate"),
+        (["finetune", "--learning-rate", "-1"], "--learning-rate must be 0 or more"),
+        (["finetune", "--model", QWEN2], "--data is missing"),
+        (["finetune", "--recipe", "zork"], "The recipe zork does not exist"),
+        (["evaluate"], "--data"),
+        (["generate", "--prompt", ""], "The prompt is empty"),
+        (["generate", "--prompt", "a", "--adapter", "nowhere"], "nowhere is not a directory"),
+        (["generate", "--prompt", "a", "--model", "./nowhere"], "./nowhere does not exist"),
+        (["generate", "--prompt", "a", "--model", QWEN2], "has no tokenizer.json"),
+        (["generate", "--prompt", "a", "--device", "zork"], "No device is named 'zork'"),
+        (["generate", "--prompt", "a", "--base-dtype", "int8"], "--base-dtype int8"),
+        (["info", "--device", "99"], "There is no device 99"),
+    ],
+)
+def test_mistakes_on_the_command_line(run: Run, arguments: list[str], message: str):
+    assert message in refused(run(*arguments))
+
+
+def test_no_adapter(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("wgpu_lora.gpu.adapters._enumerate", list)
+    assert "No GPU adapter was found" in refused(run("info"))
+
+
+def test_info(run: Run):
+    assert "*" in run("info").out
+    found = json.loads(run("info", "--json").out)
+    assert found["adapters"][found["used"]]["index"] == found["used"]
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"input_ids": [1, 2, 3]}, '{"input_ids": [1, 2'], "line 2: not JSON"),
+        ([{"zork": 1}], "line 1"),
+        ([{"text": "words"}], "tokenizer"),
+        ([{"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}], "leaves nothing to train on"),
+        ([{"input_ids": [1, 10**6]}], "outside of the vocabulary"),
+        ([], "is empty"),
+    ],
+    ids=["broken line", "no format", "text", "untrained", "vocabulary", "empty"],
+)
+def test_bad_data(run: Run, tmp_path: Path, rows: list[Any], message: str):
+    path = write_rows(tmp_path / "bad.jsonl", rows)
+    out = tmp_path / "out"
+    line = refused(run("finetune", *flags(model=QWEN2, data=path, output=out, **SMALL)))
+    assert message in line
+    assert str(path) in line
+    assert not out.exists()
+
+
+def _truncate(directory: Path) -> None:
+    path = directory / "model-00002-of-00003.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _remove_shard(directory: Path) -> None:
+    (directory / "model-00003-of-00003.safetensors").unlink()
+
+
+def _configure(**changes: Any) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_truncate, "model-00002-of-00003.safetensors"),
+        (_remove_shard, "model-00003-of-00003.safetensors"),
+        (_configure(model_type="zork", architectures=["ZorkForCausalLM"]), "ork"),
+        (_configure(quantization_config={"quant_method": "gptq"}), "gptq"),
+    ],
+    ids=["truncated", "missing", "architecture", "quantisation"],
+)
+def test_bad_models(run: Run, tmp_path: Path, data: Path, damage: Callable[[Path], None], message: str):
+    model = tmp_path / "model"
+    shutil.copytree(MODELS / "llama", model)
+    damage(model)
+    assert message in refused(run("finetune", *flags(model=model, data=data, output=tmp_path / "out", **SMALL)))
+
+
+def test_bad_recipe_key(run: Run, tmp_path: Path):
+    recipe = tmp_path / "r.toml"
+    recipe.write_text("lerning_rate = 1e-3\n")
+    line = refused(run("finetune", "--recipe", recipe))
+    assert "'lerning_rate'" in line
+    assert "did you mean 'learning_rate'?" in line
+
+
+def test_output_that_cannot_be_made(run: Run, tmp_path: Path, data: Path):
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "out"
+    assert str(out) in refused(run("finetune", *flags(model=QWEN2, data=data, output=out, **SMALL)))
+
+
+def test_full_disk(run: Run, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device", "somewhere/file")
+
+    monkeypatch.setattr("wgpu_lora.train.finetune.prepare", refuse)
+    assert refused(run("finetune", *flags(model=QWEN2, data=data, max_length=16))) == (
+        "wgpu-lora: No space left on device: somewhere/file."
+    )
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_too_little_memory_is_said_before_anything_is_allocated(run: Run, tmp_path: Path, data: Path, device: Device):
+    before, out = device.allocated, tmp_path / "out"
+    options = {**SMALL, "model": QWEN2, "data": data, "output": out, "memory_budget": "100KiB"}
+    line = refused(run("finetune", *flags(**options)))
+    assert "102,400 bytes" in line
+    assert "--max-length" in line
+    assert device.allocated == before
+    assert not out.exists()
+
+
+def test_plan_allocates_nothing(run: Run, data: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: Any) -> None:
+        raise AssertionError("plan created a buffer")
+
+    monkeypatch.setattr(Device, "create_buffer", refuse)
+    options = flags(**SMALL, model=QWEN2, data=data)
+    found = json.loads(run("plan", "--json", *options).out)
+    assert found["peak"] == max(sum(found["groups"].values()), found["loading"])
+    assert [bucket["tokens"] for bucket in found["buckets"]] == [32]
+    assert found["fits"]
+    text = run("plan", *options).out
+    assert f"{found['peak']:,}" in text
+    tight = run("plan", *options, "--memory-budget", found["peak"] - 1)
+    assert tight.code == 0
+    assert "it does not fit" in tight.out
+
+
+# -- from end to end -------------------------------------------------------------------------------------------------
+
+
+def test_a_small_run(run: Run, tmp_path: Path, data: Path, device: Device):
+    out = tmp_path / "out"
+    options = {**SMALL, "model": QWEN2, "data": data, "output": out, "eval_data": data, "learning_rate": 1e-2}
+    planned = json.loads(run("plan", "--json", *flags(**options)).out)
+
+    others = device.allocated  # by tests before this one
+    done = run("finetune", *flags(**options))
+    assert done.code == 0, done
+    assert "the step limit is reached" in done.out
+    facts = json.loads((out / "run.json").read_text())
+    assert facts["memory"]["peak"] == facts["memory"]["peak_allocated"] - others == planned["peak"]
+
+    base = json.loads(run("evaluate", "--json", "--model", QWEN2, "--data", data, "--max-length", 16).out)
+    tuned = json.loads(run("evaluate", "--json", "--data", data, "--adapter", out, "--max-length", 16).out)
+    assert tuned["loss"] == pytest.approx(facts["state"]["last_eval_loss"], rel=1e-5)
+    assert tuned["loss"] < base["loss"]
+    assert tuned["rows"] == 8
+
+    assert "already holds a run" in refused(run("finetune", *flags(**options)))
+    changed = refused(run("finetune", *flags(**{**options, "learning_rate": 1e-3}), "--resume"))
+    assert "learning_rate was 0.01, not 0.001" in changed
+    assert run("finetune", *flags(**options), "--resume").code == 0
+
+
+def test_interrupt_saves_and_resume_goes_on(run: Run, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch):
+    out = tmp_path / "out"
+    options = flags(**{**SMALL, "max_steps": 3}, model=QWEN2, data=data, output=out)
+    assert "There is no checkpoint" in refused(run("finetune", *options, "--resume"))
+    with monkeypatch.context() as patch:
+        command = import_module("wgpu_lora.cli.finetune")
+        patch.setattr(command.Watcher, "step", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        stopped = run("finetune", *options)
+    assert stopped.code == 130
+    assert "continue with --resume" in stopped.out
+    assert (out / "checkpoints" / "step-1").is_dir()
+    assert run("finetune", *options, "--resume").code == 0
+    assert json.loads((out / "run.json").read_text())["state"]["step"] == 3
+
+
+def test_a_run_that_is_not_finite_fails(run: Run, tmp_path: Path, data: Path):
+    out = tmp_path / "out"
+    options = {**SMALL, "max_steps": 4, "lr_scheduler_type": "constant", "learning_rate": 1e38}
+    result = run("finetune", *flags(**options, model=QWEN2, data=data, output=out))
+    assert result.code == 1, result
+    assert "not finite" in result.err
+    assert len(result.err.splitlines()) == 1

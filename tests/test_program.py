@@ -1,0 +1,249 @@
+"""Recording, planning and replaying."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.plan import plan_arenas, total_by_group
+from wgpu_lora.gpu.program import Arena, Program, allocate
+from wgpu_lora.gpu.tensor import ALIGNMENT, Storage, Tensor, align, persistent
+from wgpu_lora.ops.elementwise import add_forward, fill, residual, swiglu
+from wgpu_lora.ops.norm import rmsnorm, rmsnorm_backward, rmsnorm_forward
+from wgpu_lora.ops.recorder import Recorder
+
+MAX_ARENA = 8 * ALIGNMENT
+Spans = list[tuple[int, int, int]]  # bytes, first dispatch, dispatches after it
+SPANS = st.lists(st.tuples(st.integers(1, MAX_ARENA), st.integers(0, 20), st.integers(0, 8)), max_size=24)
+
+
+def lifetimes(spans: Spans) -> dict[Storage, tuple[int, int]]:
+    return {
+        Storage(n, "activations", str(i), temporary=True): (first, first + more)
+        for i, (n, first, more) in enumerate(spans)
+    }
+
+
+@given(SPANS)
+def test_what_lives_together_never_overlaps(spans: Spans) -> None:
+    lives = lifetimes(spans)
+    plan = plan_arenas(lives, MAX_ARENA, MAX_ARENA)
+    places = [(s, *plan.places[s], *lives[s]) for s in lives]
+    for i, (one, arena, offset, first, last) in enumerate(places):
+        assert offset % ALIGNMENT == 0
+        assert offset + one.nbytes <= plan.sizes[arena] <= MAX_ARENA
+        for other, other_arena, other_offset, other_first, other_last in places[:i]:
+            if arena == other_arena and first <= other_last and other_first <= last:
+                assert offset + one.nbytes <= other_offset or other_offset + other.nbytes <= offset
+    assert all(size % ALIGNMENT == 0 for size in plan.sizes)
+
+
+@given(SPANS)
+def test_a_plan_is_no_smaller_than_its_fullest_moment(spans: Spans) -> None:
+    lives = lifetimes(spans)
+    moments = [sum(align(s.nbytes) for s, (a, b) in lives.items() if a <= t <= b) for t in range(30)]
+    plan = plan_arenas(lives, 1 << 40, 1 << 40)
+    assert max(moments) <= plan.nbytes <= sum(align(s.nbytes) for s in lives)
+    assert len(plan.sizes) <= 1
+
+
+def test_what_never_lives_together_shares_its_place() -> None:
+    assert plan_arenas(lifetimes([(1000, 0, 1), (1000, 2, 1), (1000, 4, 0)]), 1 << 20, 1 << 20).sizes == [1024]
+
+
+def test_a_full_arena_is_followed_by_another() -> None:
+    plan = plan_arenas(lifetimes([(MAX_ARENA, 0, 1)] * 3), MAX_ARENA, MAX_ARENA)
+    assert plan.sizes == [MAX_ARENA] * 3
+
+
+@pytest.mark.parametrize("limits", [(MAX_ARENA, 1 << 30), (1 << 30, MAX_ARENA)])
+def test_a_tensor_that_cannot_be_bound_is_named(limits: tuple[int, int]) -> None:
+    with pytest.raises(UserError, match=r"'0' needs 2,049 bytes.*--per-device-train-batch-size"):
+        plan_arenas(lifetimes([(MAX_ARENA + 1, 0, 1)]), *limits)
+
+
+def test_total_by_group() -> None:
+    assert total_by_group([Storage(3, "base", ""), Storage(4, "base", ""), Storage(5, "adapters", "")]) == {
+        "base": 7,
+        "adapters": 5,
+    }
+
+
+# -- recording ---------------------------------------------------------------------------------------------------------
+
+
+def test_dispatch_names_what_is_missing(device: Device) -> None:
+    program = Program(device)
+    x = program.temp((8,))
+    with pytest.raises(TypeError, match=r"add_forward: missing \['y'\]"):
+        program.dispatch(add_forward, x, x, size=8)
+    with pytest.raises(TypeError, match=r"constants \['size', 'wrong'\]"):
+        program.dispatch(add_forward, x, x, x, size=8, wrong=1)
+    with pytest.raises(TypeError, match=r"constants \[\]"):
+        program.dispatch(add_forward, x, x, x)
+    assert not program.dispatches
+
+
+def test_a_grid_must_be_one_that_webgpu_allows(device: Device) -> None:
+    program = Program(device)
+    with pytest.raises(ValueError, match="larger than WebGPU allows"):
+        program.dispatch(fill, program.temp((1,)), size=2**38)
+
+
+def test_views() -> None:
+    whole = persistent((256, 6), "bf16", "base", "whole")
+    part = whole.rows(128, 256)
+    assert (part.shape, part.byte_offset, part.nbytes) == ((128, 6), 1536, 1536)
+    assert part.rows(64, 65).byte_offset == 2304
+    assert whole.reshape(6, 256).shape == (6, 256)
+    with pytest.raises(AssertionError, match="bindable"):
+        whole.rows(1, 2)
+    with pytest.raises(AssertionError, match="cannot become"):
+        whole.reshape(5)
+    with pytest.raises(AssertionError, match="has not been allocated"):
+        whole.binding()
+
+
+# -- replaying ---------------------------------------------------------------------------------------------------------
+
+
+def values(device: Device, tensor: Tensor) -> np.ndarray:
+    buffer, offset, size = tensor.binding()
+    return device.read(buffer, size, offset).view(np.float32).reshape(tensor.shape).copy()
+
+
+def upload(device: Device, *arrays: np.ndarray) -> list[Tensor]:
+    tensors = [persistent(a.shape, "f32", "base", "input") for a in arrays]
+    allocate(device, {t.storage for t in tensors})
+    for tensor, array in zip(tensors, arrays, strict=True):
+        device.write(tensor.storage.buffer, array.astype(np.float32))
+    return tensors
+
+
+@pytest.mark.drivers
+def test_a_replay_repeats_itself_and_every_byte_is_counted(device: Device, rng: np.random.Generator) -> None:
+    before = device.allocated
+    x, weight = upload(device, rng.normal(size=(7, 20)), rng.normal(size=20))
+    y = persistent((7, 20), "f32", "workspace", "y")
+    program = Program(device)
+    for _ in range(30):  # more than are submitted at once before anything is timed
+        middle = program.temp((7, 20))
+        rstd = program.temp((7,))
+        program.dispatch(rmsnorm_forward, x, weight, middle, rstd, rows=7, cols=20, eps=1e-6)
+        program.dispatch(add_forward, x, middle, y, size=140)
+    allocate(device, program.persistent_storages())
+    plan = program.plan()
+    arena = Arena(device, Arena.sizes_for([plan]))
+    program.build(arena)
+    persistents = program.persistent_storages()
+    assert device.allocated - before == plan.nbytes + sum(s.nbytes for s in persistents)
+    assert plan.nbytes == align(560) + align(28)
+    program.run()
+    first = values(device, y)
+    for _ in range(2):
+        device.write(y.storage.buffer, np.full(140, np.nan, np.float32))
+        program.run()
+        assert values(device, y).tobytes() == first.tobytes()
+    arena.free()
+    for storage in persistents:
+        device.free(storage.buffer)
+    assert device.allocated == before <= device.peak_allocated
+
+
+def test_an_arena_serves_the_largest_program(device: Device) -> None:
+    plans = [plan_arenas(lifetimes(s), MAX_ARENA, MAX_ARENA) for s in ([(MAX_ARENA, 0, 1)] * 2, [(256, 0, 1)] * 3, [])]
+    assert Arena.sizes_for(plans) == [MAX_ARENA, MAX_ARENA]
+    arena = Arena(device, [256])
+    with pytest.raises(AssertionError, match="smaller programs"):
+        arena.buffers_for(plans[0])
+    arena.free()
+
+
+# -- the tape ----------------------------------------------------------------------------------------------------------
+
+
+def gradients(device: Device, x: np.ndarray, forward: Callable[[Recorder, Tensor], Tensor], recompute: bool) -> Any:
+    """(gradient of forward(x)'s sum by x, bytes of the plan)."""
+    (given,) = upload(device, x)
+    program = Program(device)
+    rec = Recorder(program, training=True, recompute=recompute)
+    rec.node(lambda: None, inputs=[], outputs=[given], trains=True)
+    y = forward(rec, given)
+
+    def seed() -> None:
+        dy = rec.new_gradient(y)
+        rec.dispatch(fill, dy, size=dy.size, value=1.0)
+
+    rec.node(seed, inputs=[y], outputs=[])
+    rec.backward()
+    plan = program.plan()
+    arena = Arena(device, Arena.sizes_for([plan]))
+    program.build(arena)
+    program.run()
+    result = values(device, rec.gradient(given))
+    arena.free()
+    device.free(given.storage.buffer)
+    return result, plan.nbytes
+
+
+def test_a_tensor_used_twice_gets_both_gradients(device: Device, rng: np.random.Generator) -> None:
+    x, w1, w2 = rng.normal(size=(5, 12)), rng.normal(size=12), rng.normal(size=12)
+    weights = upload(device, w1, w2)
+
+    def forward(rec: Recorder, x: Tensor) -> Tensor:
+        return residual(rec, rmsnorm(rec, x, weights[0], 1e-6), rmsnorm(rec, x, weights[1], 1e-6))
+
+    got, _ = gradients(device, x, forward, recompute=False)
+    shape = {"rows": 5, "cols": 12}
+    _, rstd = rmsnorm_forward(x, w1, None, None, eps=1e-6, **shape)
+    want = sum(rmsnorm_backward(x, w, rstd, np.ones((5, 12)), None, **shape) for w in (w1, w2))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_recomputed_gradients_are_the_same_and_need_less(device: Device, rng: np.random.Generator) -> None:
+    x = rng.normal(size=(5, 64))
+    weights = upload(device, *(rng.normal(size=(8, 64)).astype(np.float32)))
+
+    def forward(rec: Recorder, x: Tensor) -> Tensor:
+        for layer in range(4):
+
+            def block(x: Tensor, layer: int = layer) -> Tensor:
+                gate, up = (rmsnorm(rec, x, weights[2 * layer + i], 1e-6) for i in (0, 1))
+                return residual(rec, x, swiglu(rec, gate, up))
+
+            x = rec.checkpoint(block, x)
+        return x
+
+    plain, plain_bytes = gradients(device, x, forward, recompute=False)
+    again, again_bytes = gradients(device, x, forward, recompute=True)
+    assert np.isfinite(plain).all()
+    assert again.tobytes() == plain.tobytes()
+    assert again_bytes < plain_bytes
+
+
+def test_nothing_is_recorded_backwards_without_need(device: Device) -> None:
+    program = Program(device)
+    rec = Recorder(program, training=True)
+    x = program.temp((2, 4))
+    y = rmsnorm(rec, x, persistent((4,), "f32", "base", "weight"), 1e-6)
+    assert not rec.tracks(y)
+    rec.backward()
+    assert [step.kernel for step in program.dispatches] == [rmsnorm_forward]
+
+
+def test_unread_work_is_pruned(device: Device) -> None:
+    program = Program(device)
+    x, y = program.temp((4,)), persistent((4,), "f32", "workspace", "y")
+    program.dispatch(fill, x, size=4)
+    program.dispatch(fill, program.temp((4,)), size=4)
+    program.dispatch(add_forward, x, x, program.temp((4,)), size=4)
+    program.dispatch(add_forward, x, x, y, size=4)
+    program.prune()
+    assert [step.kernel for step in program.dispatches] == [fill, add_forward]

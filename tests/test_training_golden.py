@@ -1,0 +1,95 @@
+"""Gradients and 30-step loss curves of the product's own trainer against those of PEFT (tests/fixtures/README.md)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from training_helpers import ARCHITECTURES, golden, golden_arguments
+
+from wgpu_lora.formats.peft import read_adapter
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.models.inputs import Segment
+from wgpu_lora.models.loaded import open_model
+from wgpu_lora.train.finetune import Job, prepare_job
+from wgpu_lora.train.output import LOG, read_log
+
+CASES = [(architecture, base) for architecture in ARCHITECTURES for base in ("f32", "nf4")]
+
+
+def make_job(device: Device, tmp_path: Path, architecture: str, base: str, **changes: object) -> Job:
+    args = golden_arguments(tmp_path, architecture, base_dtype=base, **changes)
+    return prepare_job(args, open_model(args.model, device, base))
+
+
+def relative(got: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.abs(got - expected).max() / np.abs(expected).max())
+
+
+@pytest.mark.parametrize(("architecture", "base", "recompute"), [(*case, case[1] == "nf4") for case in CASES])
+def test_gradients_match(device: Device, tmp_path: Path, architecture: str, base: str, recompute: bool) -> None:
+    """Every adapter's gradient through the whole decoder; half of the cases recompute activations."""
+    job = make_job(device, tmp_path, architecture, base, gradient_checkpointing=recompute)
+    values, session = golden(architecture), job.session
+    session.allocate()
+    job.run.place_initial(session)
+    rows = [(values["input_ids"][i, :n], values["labels"][i, :n]) for i, n in enumerate(values["lengths"])]
+    tokens = sum(int((labels[1:] != -100).sum()) for _, labels in rows)
+    inputs, program = session.step_for(sum(len(ids) for ids, _ in rows))
+    session.optimizer.begin(device)
+    inputs.upload(device, [Segment(ids, labels, 0, 1 / tokens) for ids, labels in rows])
+    program.run()
+    total = device.read(inputs.loss.total.storage.buffer).view(np.float32)[0]
+    assert total / tokens == pytest.approx(values[f"loss.{base}"][0], rel=1e-5)
+    gradients = session.adapters.read(device, 0, session.adapters.grads)
+    for (layer, module), pair in gradients.items():
+        for which, gradient in zip("AB", pair, strict=True):
+            expected = values[f"grad.{base}.{layer}.{module}.{which}"]
+            assert relative(gradient, expected) < 2e-5, f"{layer}.{module}.{which}"
+    session.close()
+
+
+@pytest.mark.parametrize(("architecture", "base"), [
+    pytest.param(*case, marks=pytest.mark.drivers) if case == ("qwen3", "nf4") else case for case in CASES
+])
+def test_curve_matches_peft(device: Device, tmp_path: Path, architecture: str, base: str) -> None:
+    """30 steps: losses, clipped norms and learning rates as PEFT's, final weights within 1e-3 of the change."""
+    job = make_job(device, tmp_path, architecture, base)
+    facts = job.train()
+    values = golden(architecture)
+    assert facts["stop_reason"] == "max steps"
+    log = read_log(tmp_path / "run" / LOG)
+    assert [line["step"] for line in log] == list(range(1, 31))
+    assert [line["learning_rate"] for line in log] == pytest.approx(values["learning_rates"].tolist(), rel=1e-6, abs=1e-9)
+    assert [line["loss"] for line in log] == pytest.approx(values[f"losses.{base}"].tolist(), rel=1e-3)
+    assert [line["grad_norm"] for line in log] == pytest.approx(values[f"grad_norms.{base}"].tolist(), rel=1e-3)
+    _, matrices = read_adapter(tmp_path / "run")
+    for (layer, module), pair in matrices.items():
+        for which, matrix in zip("AB", pair, strict=True):
+            first = values[f"adapter.{layer}.{module}.{which}"]
+            final = values[f"final.{base}.{layer}.{module}.{which}"]
+            error = np.linalg.norm(matrix - final) / np.linalg.norm(final - first)
+            assert error < 1e-3, f"{layer}.{module}.{which}: {error}"
+
+
+def test_packing_and_accumulation_do_not_change_the_result(device: Device, tmp_path: Path) -> None:
+    """The same four rows a step, as two batches of two, four of one, or packed into one."""
+    ways = [
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
+        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "packing": True, "max_length": 16},
+    ]
+    results = []
+    for number, way in enumerate(ways):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        steps = 2 if "packing" not in way else 1
+        job = make_job(device, folder, "qwen2", "nf4", max_steps=steps, warmup_ratio=0.0, **way)
+        job.train()
+        results.append(read_adapter(folder / "run")[1])
+    for other in results[1:3]:
+        for key, pair in results[0].items():
+            for ours, theirs in zip(pair, other[key], strict=True):
+                assert np.abs(ours - theirs).max() < 1e-5

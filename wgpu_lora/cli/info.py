@@ -1,0 +1,54 @@
+"""wgpu-lora info: the adapters there are, and which one would be used."""
+
+from __future__ import annotations
+
+from wgpu_lora.cli.console import console, line, print_json
+from wgpu_lora.cli.options import Device, Json
+
+
+def info(device: Device = None, as_json: Json = False) -> int:
+    """List the GPU adapters.
+
+    With their drivers, features and limits; * marks the one that would be used.
+    """
+    from wgpu_lora.gpu.adapters import list_adapters
+    from wgpu_lora.gpu.device import Device as OpenedDevice
+
+    opened = OpenedDevice(device)
+    adapters, used = list_adapters(), opened.info.index
+    if as_json:
+        print_json(
+            {
+                "adapters": [a.as_dict() for a in adapters],
+                "used": used,
+                "subgroup_size": opened.subgroup_size,
+                "max_binding": opened.max_binding,
+                "max_buffer": opened.max_buffer,
+            }
+        )
+        return 0
+    from rich.table import Table
+
+    from wgpu_lora.train.memory import readable
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0))
+    for name in ("", "#", "device and driver", "kind", "features", "limits"):
+        table.add_column(name)
+    for a in adapters:
+        limits = a.limits
+        table.add_row(
+            "*" if a.index == used else "",
+            str(a.index),
+            f"{a.name}\n{a.driver}",
+            f"{a.kind}\n{a.backend}",
+            "\n".join(a.features) or "none",
+            f"buffer {readable(limits['max-buffer-size'])}\n"
+            f"binding {readable(limits['max-storage-buffer-binding-size'])}\n"
+            f"{limits['max-storage-buffers-per-shader-stage']} bindings a shader\n"
+            f"workgroup {limits['max-compute-invocations-per-workgroup']} threads, "
+            f"{readable(limits['max-compute-workgroup-storage-size'])}",
+        )
+    console().print(table)
+    size = f"subgroups of {opened.subgroup_size} (measured)" if opened.subgroup_size else "no subgroups used"
+    line("used", f"{used}: {opened.info.name}, {size}; choose another with --device")
+    return 0

@@ -1,0 +1,88 @@
+"""Command-line options out of a dataclass's fields, so that commands that share them never repeat them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from wgpu_lora.train.arguments import PANELS, TrainingArguments, flag, gather
+
+KINDS = {"str": str, "int": int, "float": float, "bool": bool}
+RECIPE = "Flat TOML file of these options, or the name of a bundled recipe; options given here win over it."
+# Options that several commands have.
+Model = Annotated[str | None, typer.Option(help="Model directory, hub id, or 'demo' (the default).")]
+Adapter = Annotated[str | None, typer.Option(help="PEFT adapter directory; without it, the base model answers.")]
+Device = Annotated[
+    str | None, typer.Option(help="Adapter index or a part of its name, as 'wgpu-lora info' lists them.")
+]
+BaseDtype = Annotated[str, typer.Option(help="How the frozen weights are kept: nf4, bf16, f16 or f32.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+
+
+class GroupedHelp(TyperCommand):
+    """A command whose help lists its options under headings, one column, nothing cut off on a narrow terminal."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record:
+                panels.setdefault(getattr(parameter, "rich_help_panel", None) or "Other", []).append(record)
+        for title, records in panels.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+def training_options(run: Callable[..., int]) -> Callable[..., int]:
+    """A command of `run(args: TrainingArguments, note: str | None, ...)` with an option for every training argument.
+
+    `note` says which recipe the options come from, where there is one. Further parameters become further options.
+    """
+    names = [f.name for f in fields(TrainingArguments)]
+
+    def command(ctx: typer.Context, recipe: str | None, **values: Any) -> int:
+        given = {name: values.pop(name) for name in names if _from_command_line(ctx, name)}
+        args, path = gather(given, recipe, "The command line")
+        note = None
+        if path is not None:
+            note = f"{path}" if recipe else f"{path} (the demo, since neither --data nor --recipe is given)"
+        return run(args, note, **{name: value for name, value in values.items() if name not in names})
+
+    own = list(inspect.signature(run, eval_str=True).parameters.values())[2:]
+    parameters = [
+        _parameter("ctx", typer.Context, inspect.Parameter.empty),
+        _parameter("recipe", Annotated[str | None, typer.Option(help=RECIPE, rich_help_panel=PANELS[0])], None),
+        *map(_option, sorted(fields(TrainingArguments), key=lambda f: PANELS.index(f.metadata["panel"]))),
+        *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own),
+    ]
+    command.__name__, command.__doc__ = run.__name__, run.__doc__
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command
+
+
+def _option(item: Any) -> inspect.Parameter:
+    kinds = [part.strip() for part in str(item.type).split("|")]
+    kind: Any = KINDS[kinds[0]]
+    name = flag(item.name)
+    # A switch that is off has its opposite too: a recipe may have turned it on.
+    declared = f"{name}/--no-{name[2:]}" if kind is bool else name
+    said = item.default is not None and item.default is not False
+    settings = typer.Option(
+        declared, help=item.metadata["help"], rich_help_panel=item.metadata["panel"], show_default=said
+    )
+    return _parameter(item.name, Annotated[kind | None if "None" in kinds else kind, settings], item.default)
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _from_command_line(ctx: typer.Context, name: str) -> bool:
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"

@@ -1,0 +1,64 @@
+"""wgpu-lora plan: what a run would allocate, to the byte, without allocating it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from wgpu_lora.cli.console import console, line, print_json
+from wgpu_lora.train.arguments import TrainingArguments
+
+
+def plan(
+    args: TrainingArguments,
+    note: str | None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> int:
+    """Show the memory that a run would take.
+
+    The options are those of 'finetune'. Nothing is allocated.
+    """
+    from wgpu_lora.train.finetune import prepare_job
+    from wgpu_lora.train.memory import available_bytes, readable
+
+    job = prepare_job(args)
+    session, memory = job.session, job.session.memory()
+    available = available_bytes(session.device, args.budget())
+    fits = available is None or memory.peak <= available
+    buckets = sorted(session.steps)
+    steps = job.run.stream.total_steps()
+    if as_json:
+        print_json(
+            {
+                "groups": memory.groups,
+                "training": memory.training,
+                "loading": memory.loading,
+                "peak": memory.peak,
+                "available": available,
+                "fits": fits,
+                "buckets": [
+                    {"tokens": tokens, "activations": session.steps[tokens][1].plan().nbytes} for tokens in buckets
+                ],
+                "steps": steps,
+            }
+        )
+        return 0
+    from rich.table import Table
+
+    if note:
+        line("recipe", note)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("group")
+    table.add_column("bytes", justify="right")
+    table.add_column("", justify="right")
+    rows = [*memory.groups.items(), ("training", memory.training), ("loading", memory.loading), ("peak", memory.peak)]
+    for name, nbytes in rows:
+        table.add_row(name, f"{nbytes:,}", readable(nbytes))
+    console().print(table)
+    for tokens in buckets:
+        line("batch", f"of up to {tokens:,} tokens: {readable(session.steps[tokens][1].plan().nbytes)} of activations")
+    known = "unknown" if available is None else f"{readable(available)} ({available:,} bytes)"
+    line("available", f"{known}: {'it fits' if fits else 'it does not fit'}" if available is not None else known)
+    line("steps", f"{steps:,}")
+    return 0

@@ -1,0 +1,122 @@
+"""The demo's proof: the same held-out requests, answered before and after fine-tuning, decided by unit checks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.api import answer, evaluate, load
+from wgpu_lora.data import read_jsonl
+from wgpu_lora.demo import HELDOUT_FILE
+from wgpu_lora.demo.check import run_check
+from wgpu_lora.formats.atomic import write_bytes_atomic
+from wgpu_lora.infer import Evaluation
+from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.train.arguments import find_recipe, gather
+from wgpu_lora.train.finetune import Job, prepare_job
+
+BATCH = 20  # requests that are answered at a time
+NEW_TOKENS = 128  # about twice the longest answer
+RESULT = "demo.json"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """An answer and its unit check's verdict."""
+
+    text: str
+    passed: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What became of all held-out requests."""
+
+    answers: list[Checked]
+    evaluation: Evaluation
+
+    @property
+    def passed(self) -> int:
+        return sum(checked.passed for checked in self.answers)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "passed": self.passed,
+            "pass_rate": self.passed / len(self.answers),
+            "loss": self.evaluation.loss,
+            "answers": [asdict(checked) for checked in self.answers],
+        }
+
+
+@dataclass
+class Comparison:
+    """A prepared run of the demo, and what was measured on either side of it."""
+
+    job: Job
+    model: LoadedModel
+    recipe: Path
+    rows: list[dict[str, Any]]
+    before: Measured | None = None
+    after: Measured | None = None
+
+    @classmethod
+    def prepare(cls, output: str, device: str | None, changes: dict[str, Any]) -> Comparison:
+        """Reads everything and plans the run; `changes` are options over the recipe's."""
+        given = {**changes, "output": str(fresh_directory(Path(output))), "device": device}
+        args, recipe = gather(given, "demo", "The demo")
+        model = load("demo", device=device, base_dtype=args.base_dtype)
+        rows = [row for _, row in read_jsonl(HELDOUT_FILE)]
+        return cls(prepare_job(args, model), model, recipe or find_recipe("demo"), rows)
+
+    def requests(self) -> list[str]:
+        return [row["messages"][0]["content"] for row in self.rows]
+
+    def measure(self, adapter: Path | None, on_token: Callable[[], None] = lambda: None) -> Measured:
+        """Answers every held-out request greedily, and checks every answer."""
+        found = answer(
+            self.model,
+            self.requests(),
+            adapter=adapter,
+            max_new_tokens=NEW_TOKENS,
+            batch=BATCH,
+            on_done=lambda count: on_token(),
+        )
+        verdicts = [run_check(a.text, row["check"]) for a, row in zip(found, self.rows, strict=True)]
+        checked = [Checked(a.text, v.passed, v.reason) for a, v in zip(found, verdicts, strict=True)]
+        return Measured(checked, evaluate(self.model, HELDOUT_FILE, adapter=adapter))
+
+    def pairs(self) -> list[tuple[str, Checked, Checked]]:
+        """(request, before, after), those that the training turned from failure to success first."""
+        assert self.before
+        assert self.after
+        found = list(zip(self.requests(), self.before.answers, self.after.answers, strict=True))
+        return sorted(found, key=lambda pair: pair[1].passed or not pair[2].passed)
+
+    def write(self, facts: dict[str, Any]) -> Path:
+        """Puts everything into the run's demo.json."""
+        assert self.before
+        assert self.after
+        path = self.job.run.directory / RESULT
+        result = {
+            "requests": self.requests(),
+            "before": self.before.as_dict(),
+            "after": self.after.as_dict(),
+            "steps": facts["state"]["step"],
+            "seconds": facts["state"]["seconds"],
+            "recipe": str(self.recipe),
+        }
+        write_bytes_atomic(path, (json.dumps(result, indent=1) + "\n").encode())
+        return path
+
+
+def fresh_directory(wanted: Path) -> Path:
+    """`wanted`, or with a number where that holds something."""
+    number, path = 1, wanted
+    while path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        number += 1
+        path = wanted.with_name(f"{wanted.name}-{number}")
+    return path
