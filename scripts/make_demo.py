@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 from demo import cards, corpus, leaks, tasks  # noqa: E402
 
 SEED = 20
-TRAIN_ROWS = 360
+TRAIN_ROWS = 400
 HELDOUT_ROWS = 60
 # More rows than a run reads: the leak check looks at all of them.
 PRETRAINING_ROWS = 60_000

@@ -50,9 +50,10 @@ def test_gradients_match(device: Device, tmp_path: Path, architecture: str, base
     session.close()
 
 
-@pytest.mark.parametrize(("architecture", "base"), [
-    pytest.param(*case, marks=pytest.mark.drivers) if case == ("qwen3", "nf4") else case for case in CASES
-])
+@pytest.mark.parametrize(
+    ("architecture", "base"),
+    [pytest.param(*case, marks=pytest.mark.drivers) if case == ("qwen3", "nf4") else case for case in CASES],
+)
 def test_curve_matches_peft(device: Device, tmp_path: Path, architecture: str, base: str) -> None:
     """30 steps: losses, clipped norms and learning rates as PEFT's, final weights within 1e-3 of the change."""
     job = make_job(device, tmp_path, architecture, base)
@@ -61,7 +62,9 @@ def test_curve_matches_peft(device: Device, tmp_path: Path, architecture: str, b
     assert facts["stop_reason"] == "max steps"
     log = read_log(tmp_path / "run" / LOG)
     assert [line["step"] for line in log] == list(range(1, 31))
-    assert [line["learning_rate"] for line in log] == pytest.approx(values["learning_rates"].tolist(), rel=1e-6, abs=1e-9)
+    assert [line["learning_rate"] for line in log] == pytest.approx(
+        values["learning_rates"].tolist(), rel=1e-6, abs=1e-9
+    )
     assert [line["loss"] for line in log] == pytest.approx(values[f"losses.{base}"].tolist(), rel=1e-3)
     assert [line["grad_norm"] for line in log] == pytest.approx(values[f"grad_norms.{base}"].tolist(), rel=1e-3)
     _, matrices = read_adapter(tmp_path / "run")

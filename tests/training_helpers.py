@@ -59,7 +59,9 @@ def golden_arguments(tmp_path: Path, architecture: str, **changes: Any) -> Train
     values = golden(architecture)
     options: dict[str, Any] = {
         "model": str(model_dir(architecture)),
-        "data": str(write_rows(tmp_path / "rows.jsonl", values["data_ids"], values["data_labels"], values["data_lengths"])),
+        "data": str(
+            write_rows(tmp_path / "rows.jsonl", values["data_ids"], values["data_labels"], values["data_lengths"])
+        ),
         "output": str(tmp_path / "run"),
         "init_adapter": str(write_golden_adapter(tmp_path / "initial", values)),
         "learning_rate": 2e-3,

@@ -71,7 +71,11 @@ def list_adapters() -> list[AdapterInfo]:
 def _sorted_adapters() -> list[Any]:
     def rank(adapter: Any) -> tuple[int, str, str]:
         info = adapter.info
-        return (PREFERENCE[KINDS.get(info["adapter_type"], "unknown")], info["vendor"] == "SwiftShader driver", info["device"])
+        return (
+            PREFERENCE[KINDS.get(info["adapter_type"], "unknown")],
+            info["vendor"] == "SwiftShader driver",
+            info["device"],
+        )
 
     return sorted(_enumerate(), key=rank)
 

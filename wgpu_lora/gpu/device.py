@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from wgpu_lora.gpu.adapters import AdapterInfo, choose
 
 WRITE_CHUNK = 16 << 20  # a queued write is staged by the driver; larger ones would double a tensor's memory
 INTEL = 0x8086
+WEBGPU_LIMITS = {"max-buffer-size": 256 << 20, "max-storage-buffer-binding-size": 128 << 20}
 
 PROBE = """
 @group(0) @binding(0) var<storage, read_write> out: array<u32>;
@@ -62,14 +64,14 @@ class Device:
         self.options = options or DeviceOptions.from_environment()
         self.info: AdapterInfo
         self.info, adapter = choose(selector)
-        features = [f for f in ("timestamp-query", "timestamp-query-inside-passes") if f in self.info.features]
+        features: list[Any] = [
+            f for f in ("timestamp-query", "timestamp-query-inside-passes") if f in self.info.features
+        ]
         if self.options.subgroups and "subgroup" in self.info.features and self.info.vendor_id != INTEL:
             # Intel's compiler picks a size per shader (8, 16 or 32), so a kernel cannot be specialised for one.
             features.append("subgroup")
-        limits = {} if self.options.default_limits else {
-            name: adapter.limits[name]
-            for name in ("max-buffer-size", "max-storage-buffer-binding-size")
-        }
+        names = ("max-buffer-size", "max-storage-buffer-binding-size")
+        limits = WEBGPU_LIMITS if self.options.default_limits else {name: adapter.limits[name] for name in names}
         self.raw = adapter.request_device_sync(required_features=features, required_limits=limits)
         self.features = frozenset(features)
         self.max_binding = int(self.raw.limits["max-storage-buffer-binding-size"]) & ~255
@@ -159,7 +161,7 @@ class Device:
         try:
             for size in (64, 32, 16, 8, 4):
                 code = PROBE.replace("WG", str(size))
-                pipeline = self.pipeline(("subgroup_probe", size), lambda code=code: code)
+                pipeline = self.pipeline(("subgroup_probe", size), partial(str, code))
                 group = self.bind_group(pipeline, [(buffer, 0, buffer.size)])
                 encoder = self.raw.create_command_encoder()
                 one = encoder.begin_compute_pass()

@@ -20,7 +20,7 @@ import re
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -98,11 +98,12 @@ class Kernel:
 
     def source(self, present: Sequence[str], constants: dict[str, Any], tiles: Tiles) -> str:
         """The assembled WGSL: library files, then the kernel with its constants in place."""
-        text = shader_text(self.file)
         values = {**self.compiled_in(constants), **tiles}
         if self.file.endswith(".j2"):
             bind = {n: i for i, n in enumerate([*present, "dims"])}
-            text = _environment().from_string(text).render(bind=bind, **values)
+            text = _environment().get_template(self.file).render(bind=bind, **values)
+        else:
+            text = shader_text(self.file)
         text = "\n".join([*(shader_text(f"lib/{name}.wgsl") for name in self.lib), text])
 
         def value(match: re.Match[str]) -> str:
@@ -119,7 +120,9 @@ class Kernel:
         declared = [(int(i), access, name) for i, access, name, _ in BINDING.findall(text)]
         expected = [(i, ACCESS[self.bindings[n]], n) for i, n in enumerate(present)]
         if sorted(declared) != expected:
-            raise TypeError(f"{self.file} declares {sorted(declared)}, but the signature of {self.name} says {expected}")
+            raise TypeError(
+                f"{self.file} declares {sorted(declared)}, but the signature of {self.name} says {expected}"
+            )
 
     def pipeline(self, device: Device, present: tuple[str, ...], constants: dict[str, Any], tiles: Tiles) -> Any:
         compiled = self.compiled_in(constants)
@@ -133,9 +136,16 @@ class Kernel:
 def literal(kind: str, value: Any) -> str:
     if kind == "bool":
         return "true" if value else "false"
-    return f"{int(value)}u" if kind == "u32" else f"{float(value)!r}f" if "e" not in repr(float(value)) else f"{float(value):.17g}f"
+    return (
+        f"{int(value)}u"
+        if kind == "u32"
+        else f"{float(value)!r}f"
+        if "e" not in repr(float(value))
+        else f"{float(value):.17g}f"
+    )
 
 
+@cache
 def _environment() -> jinja2.Environment:
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(asset_dir("shaders")),
@@ -178,7 +188,17 @@ def kernel(
                 if parameter.default is None:
                     optional.add(name)
         declared = Kernel(
-            function.__name__, file, grid, function, lib, variants, specialise, bindings, frozenset(optional), constants, defaults
+            function.__name__,
+            file,
+            grid,
+            function,
+            lib,
+            variants,
+            specialise,
+            bindings,
+            frozenset(optional),
+            constants,
+            defaults,
         )
         assert declared.name not in REGISTRY, f"two kernels are named {declared.name}"
         REGISTRY[declared.name] = declared

@@ -18,8 +18,15 @@ DTYPE = {"float32": "f32", "uint32": "u32", "int32": "i32", "uint16": "bf16", "f
 class SingleKernel:
     """A program of one dispatch, its arrays on the device."""
 
-    def __init__(self, device: Device, kernel: Kernel, arrays: dict[str, np.ndarray], constants: dict[str, Any],
-                 tiles: Tiles | None = None, repeat: int = 1):
+    def __init__(
+        self,
+        device: Device,
+        kernel: Kernel,
+        arrays: dict[str, np.ndarray],
+        constants: dict[str, Any],
+        tiles: Tiles | None = None,
+        repeat: int = 1,
+    ):
         self.device = device
         self.kernel = kernel
         self.arrays = arrays

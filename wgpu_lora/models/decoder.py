@@ -110,7 +110,9 @@ class Decoder:
             x = rec.checkpoint(self._block(rec, i, inputs, adapters, cache), x)
         return rmsnorm(rec, x, self.final_norm, self.config.rms_norm_eps)
 
-    def _block(self, rec: Recorder, index: int, inputs: StepInputs, adapters: Adapters, cache: KVCache | None) -> Callable[[Tensor], Tensor]:
+    def _block(
+        self, rec: Recorder, index: int, inputs: StepInputs, adapters: Adapters, cache: KVCache | None
+    ) -> Callable[[Tensor], Tensor]:
         layer, config = self.layers[index], self.config
 
         def project(x: Tensor, module: str) -> Tensor:

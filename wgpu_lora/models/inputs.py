@@ -57,7 +57,9 @@ class StepInputs:
     rope_table: Tensor
 
     @classmethod
-    def declare(cls, config: ModelConfig, tokens: int, slots: int, table: Tensor, total: Tensor, dropout: bool = False) -> StepInputs:
+    def declare(
+        cls, config: ModelConfig, tokens: int, slots: int, table: Tensor, total: Tensor, dropout: bool = False
+    ) -> StepInputs:
         def make(name: str, *shape: int, dtype: str = "u32") -> Tensor:
             return persistent(shape, dtype, "workspace", f"{name} [{tokens}]")
 
@@ -87,7 +89,14 @@ class StepInputs:
         """Everything that `upload` fills, the rope table, and the loss total."""
         loss = self.loss
         tensors = [self.ids, self.positions, *self.ranges.values(), self.slot_ranges, self.rope_table, loss.rows]
-        tensors += [loss.targets, loss.weight, loss.count, loss.ranges, loss.total, *([self.draws] if self.draws else [])]
+        tensors += [
+            loss.targets,
+            loss.weight,
+            loss.count,
+            loss.ranges,
+            loss.total,
+            *([self.draws] if self.draws else []),
+        ]
         return {t.storage for t in tensors}
 
     def upload(self, device: Device, segments: Sequence[Segment]) -> int:
@@ -119,7 +128,10 @@ class StepInputs:
                 targets.append(segment.labels[1:][picked])
                 weights.append(np.full(picked.size, segment.weight))
             if segment.slot is not None:
-                slot_ranges[segment.slot] = (at if slot_ranges[segment.slot, 1] == 0 else slot_ranges[segment.slot, 0], stop)
+                slot_ranges[segment.slot] = (
+                    at if slot_ranges[segment.slot, 1] == 0 else slot_ranges[segment.slot, 0],
+                    stop,
+                )
                 first = trained if loss_ranges[segment.slot, 1] == 0 else loss_ranges[segment.slot, 0]
                 loss_ranges[segment.slot] = (first, trained + picked.size)
             at, trained = stop, trained + picked.size

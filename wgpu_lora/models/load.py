@@ -27,7 +27,9 @@ def table_dtype(checkpoint: Checkpoint) -> str:
     return DTYPES[checkpoint.dtype("model.embed_tokens.weight")]
 
 
-def load_weights(device: Device, checkpoint: Checkpoint, model: Decoder, progress: Progress = lambda name: None) -> None:
+def load_weights(
+    device: Device, checkpoint: Checkpoint, model: Decoder, progress: Progress = lambda name: None
+) -> None:
     """Allocates the model's tensors and fills them.
 
     Args:
@@ -79,7 +81,9 @@ def _upload_dense(device: Device, checkpoint: Checkpoint, name: str, weight: Den
         for start in range(0, part.shape[0], step):
             stop = min(start + step, part.shape[0])
             device.write(
-                part.storage.buffer, _rows_as(checkpoint, name, weight.dtype, first + start, first + stop), start * row_bytes
+                part.storage.buffer,
+                _rows_as(checkpoint, name, weight.dtype, first + start, first + stop),
+                start * row_bytes,
             )
         first += part.shape[0]
 
@@ -125,8 +129,17 @@ class _Packer:
             self.device.write(self.staging.storage.buffer, checkpoint.read_raw(name, first, first + rows))
             program = Program(self.device, "pack")
             program.dispatch(nf4_absmax, self.staging, self.absmax, size=rows * size_in, b_type=kind)
-            program.dispatch(nf4_encode, self.staging, self.absmax, weight.codes, rows=rows, first=first,
-                             out=weight.out_features, size_in=size_in, b_type=kind)
+            program.dispatch(
+                nf4_encode,
+                self.staging,
+                self.absmax,
+                weight.codes,
+                rows=rows,
+                first=first,
+                out=weight.out_features,
+                size_in=size_in,
+                b_type=kind,
+            )
             allocate(self.device, program.persistent_storages())
             program.build(self.arena)
             program.run()

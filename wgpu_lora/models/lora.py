@@ -134,7 +134,9 @@ class AdapterSet:
                 buffer = (pages or self.params)[factor.page].storage.buffer
                 device.write(buffer, padded, 4 * (factor.offset + slot * factor.stride))
 
-    def read(self, device: Device, slot: int, pages: Sequence[Tensor] | None = None) -> dict[Module, tuple[np.ndarray, np.ndarray]]:
+    def read(
+        self, device: Device, slot: int, pages: Sequence[Tensor] | None = None
+    ) -> dict[Module, tuple[np.ndarray, np.ndarray]]:
         """One slot's (A [rank, in], B [out, rank]) by module, from `pages`, at the slot's own rank."""
         host = [device.read(page.storage.buffer).view(np.float32) for page in pages or self.params]
         rank = self.specs[slot].rank

@@ -21,14 +21,17 @@ def _lanes(subgroup_size: int) -> list[Tiles]:
 
 
 def _lanes_and_steps(subgroup_size: int) -> list[Tiles]:
-    return [{**tiles, "keys_per_step": n} for n in (4, 1) for tiles in _lanes(subgroup_size)]
+    # Without subgroups four keys a step would compile for half a minute on lavapipe, and gain nothing.
+    return [{**tiles, "keys_per_step": n} for tiles in _lanes(subgroup_size) for n in ((4, 1) if tiles["sg"] else (1,))]
 
 
 def _over_queries(c: Any) -> tuple[int, int, int]:
     return cdiv(c.rows * c.group, c.lanes), c.kv_heads, 1
 
 
-def _weights(q: Any, k: Any, ranges: Any, rows: int, keys: int, kv_heads: int, group: int, dim: int, scale: float) -> Any:
+def _weights(
+    q: Any, k: Any, ranges: Any, rows: int, keys: int, kv_heads: int, group: int, dim: int, scale: float
+) -> Any:
     """(q [h, g, t, d], k [h, s, d], scores, seen [t, s]) in float64."""
     q = q.reshape(rows, kv_heads, group, dim).transpose(1, 2, 0, 3)
     k = k.reshape(keys, kv_heads, dim).transpose(1, 0, 2)
@@ -44,8 +47,21 @@ def _rows_first(x: np.ndarray) -> np.ndarray:
 
 
 @kernel("attention_forward.wgsl.j2", grid=_over_queries, variants=_lanes_and_steps)
-def attention_forward(q: In, k: In, v: In, ranges: Fixed, y: Out, lse: Out, *, rows: U32, keys: U32, kv_heads: U32,
-                      group: U32, dim: U32, scale: F32) -> Any:
+def attention_forward(
+    q: In,
+    k: In,
+    v: In,
+    ranges: Fixed,
+    y: Out,
+    lse: Out,
+    *,
+    rows: U32,
+    keys: U32,
+    kv_heads: U32,
+    group: U32,
+    dim: U32,
+    scale: F32,
+) -> Any:
     """y[t] = sum_j softmax_j(scale q[t] k[j]) v[j] over the keys ranges[t].xy, and the softmax's log-sum-exp.
 
     A row that sees no key gives zeros."""
@@ -62,8 +78,20 @@ def attention_stats(y: In, dy: In, lse: In, stats: Out, *, rows: U32, dim: U32) 
     return np.stack([lse.reshape(-1), (y * dy).reshape(rows, dim).sum(axis=1)], axis=1)
 
 
-def _score_gradients(q: Any, k: Any, v: Any, dy: Any, stats: Any, ranges: Any, rows: int, keys: int, kv_heads: int,
-                     group: int, dim: int, scale: float) -> Any:
+def _score_gradients(
+    q: Any,
+    k: Any,
+    v: Any,
+    dy: Any,
+    stats: Any,
+    ranges: Any,
+    rows: int,
+    keys: int,
+    kv_heads: int,
+    group: int,
+    dim: int,
+    scale: float,
+) -> Any:
     qs, ks, scores, _ = _weights(q, k, ranges, rows, keys, kv_heads, group, dim, scale)
     stats = stats.reshape(rows, kv_heads, group, 2).transpose(1, 2, 0, 3)
     p = np.exp(scores - stats[..., :1])
@@ -73,16 +101,44 @@ def _score_gradients(q: Any, k: Any, v: Any, dy: Any, stats: Any, ranges: Any, r
 
 
 @kernel("attention_backward_q.wgsl.j2", grid=_over_queries, variants=_lanes)
-def attention_backward_q(q: In, k: In, v: In, dy: In, stats: In, ranges: Fixed, dq: Out, *, rows: U32, keys: U32,
-                         kv_heads: U32, group: U32, dim: U32, scale: F32) -> Any:
+def attention_backward_q(
+    q: In,
+    k: In,
+    v: In,
+    dy: In,
+    stats: In,
+    ranges: Fixed,
+    dq: Out,
+    *,
+    rows: U32,
+    keys: U32,
+    kv_heads: U32,
+    group: U32,
+    dim: U32,
+    scale: F32,
+) -> Any:
     """dq = ds k, with ds = scale p (dy · v - delta) and p = exp(s - lse)."""
     _, ks, _, _, ds = _score_gradients(q, k, v, dy, stats, ranges, rows, keys, kv_heads, group, dim, scale)
     return _rows_first(np.einsum("hgts,hsd->hgtd", ds, ks))
 
 
 @kernel("attention_backward_kv.wgsl.j2", grid=lambda c: (cdiv(c.rows, c.lanes), c.kv_heads, 1), variants=_lanes)
-def attention_backward_kv(q: In, k: In, v: In, dy: In, stats: In, ranges: Fixed, dk: Out, dv: Out, *, rows: U32,
-                          kv_heads: U32, group: U32, dim: U32, scale: F32) -> Any:
+def attention_backward_kv(
+    q: In,
+    k: In,
+    v: In,
+    dy: In,
+    stats: In,
+    ranges: Fixed,
+    dk: Out,
+    dv: Out,
+    *,
+    rows: U32,
+    kv_heads: U32,
+    group: U32,
+    dim: U32,
+    scale: F32,
+) -> Any:
     """dk = ds^T q and dv = p^T dy, summed over the query heads that share a key head."""
     qs, _, dys, p, ds = _score_gradients(q, k, v, dy, stats, ranges, rows, rows, kv_heads, group, dim, scale)
     dk, dv = np.einsum("hgts,hgtd->shd", ds, qs), np.einsum("hgts,hgtd->shd", p, dys)

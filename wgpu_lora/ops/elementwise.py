@@ -45,9 +45,7 @@ def pcg(v: np.ndarray) -> np.ndarray:
 
 
 @kernel("dropout.wgsl", grid=lambda c: one_per(c.rows * c.cols), lib=("linear",))
-def dropout_apply(
-    x: In, draws: Fixed, y: InOut, *, rows: U32, cols: U32, module: U32, accumulate: Flag = False
-) -> Any:
+def dropout_apply(x: In, draws: Fixed, y: InOut, *, rows: U32, cols: U32, module: U32, accumulate: Flag = False) -> Any:
     """y (+)= x keep / (1 - p); draws[t] = (key, key, p 2^32, bits of 1 / (1 - p)) and keep is hashed from the keys."""
     draws = draws.reshape(rows, 4).astype(np.uint32)
     inner = pcg(module ^ pcg(np.arange(cols)))

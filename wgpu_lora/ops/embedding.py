@@ -13,8 +13,9 @@ from wgpu_lora.ops.weights import DenseWeight
 
 
 @kernel("embedding.wgsl.j2", grid=lambda c: one_per(c.rows * c.cols), lib=("linear", "half"))
-def embedding_rows(ids: Fixed, table: Fixed, y: InOut, *, rows: U32, cols: U32, first: U32, count: U32,
-                   b_type: Word = "f32") -> Any:
+def embedding_rows(
+    ids: Fixed, table: Fixed, y: InOut, *, rows: U32, cols: U32, first: U32, count: U32, b_type: Word = "f32"
+) -> Any:
     """y[t] = table[ids[t] - first] for the ids in [first, first + count); other rows are left alone."""
     local = ids.astype(np.int64) - first
     here = (local >= 0) & (local < count)
@@ -46,5 +47,7 @@ def embed(rec: Recorder, ids: Tensor, table: DenseWeight, name: str = "embedded"
     rows, cols = ids.size, table.in_features
     y = rec.temp((rows, cols), name=name)
     for first, chunk in table.chunks():
-        rec.dispatch(embedding_rows, ids, chunk, y, rows=rows, cols=cols, first=first, count=chunk.shape[0], b_type=table.dtype)
+        rec.dispatch(
+            embedding_rows, ids, chunk, y, rows=rows, cols=cols, first=first, count=chunk.shape[0], b_type=table.dtype
+        )
     return y

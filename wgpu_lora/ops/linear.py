@@ -102,6 +102,4 @@ def _lora_input_gradient(rec: Recorder, dh: Tensor, dx: Tensor, lora: LoraSlots,
     ddropped = rec.temp((rows, size_in), name="ddropped")
     rec.dispatch(fill, ddropped, size=ddropped.size)  # rows of no slot are added too
     rec.dispatch(lora_nn, dh, lora.a, ddropped, lora.ranges, **shape)
-    rec.dispatch(
-        dropout_apply, ddropped, lora.draws, dx, rows=rows, cols=size_in, module=lora.module, accumulate=True
-    )
+    rec.dispatch(dropout_apply, ddropped, lora.draws, dx, rows=rows, cols=size_in, module=lora.module, accumulate=True)

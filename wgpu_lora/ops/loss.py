@@ -26,8 +26,9 @@ LOWEST = -3.0e38
 
 
 @kernel("softmax_chunk.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
-def softmax_chunk(logits: InOut, targets: Fixed, count: Fixed, state: InOut, rescale: InOut, *, rows: U32, cols: U32,
-                  first: U32) -> Any:
+def softmax_chunk(
+    logits: InOut, targets: Fixed, count: Fixed, state: InOut, rescale: InOut, *, rows: U32, cols: U32, first: U32
+) -> Any:
     """logits -> exp(logits - m'); state = (m', sum', target's logit, 0); rescale = exp(m - m'). Rows < count[0]."""
     logits, state, rescale = logits.copy(), state.reshape(rows, 4).copy(), rescale.copy()
     for r in range(int(count.reshape(-1)[0])):
@@ -42,7 +43,9 @@ def softmax_chunk(logits: InOut, targets: Fixed, count: Fixed, state: InOut, res
 
 
 @kernel("loss_finish.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
-def loss_finish(state: In, weight: Fixed, loss: Out, head_rows: In = None, dh: InOut = None, *, rows: U32, cols: U32) -> Any:
+def loss_finish(
+    state: In, weight: Fixed, loss: Out, head_rows: In = None, dh: InOut = None, *, rows: U32, cols: U32
+) -> Any:
     """loss = m + log(sum) - target's logit; dh = weight (dh / sum - head_rows); rows of weight 0 give zeros."""
     top, total, picked, _ = state.reshape(rows, 4).T
     used = weight.reshape(-1) != 0

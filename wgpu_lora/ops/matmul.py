@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import Dim, Fixed, Flag, Grid, In, InOut, Tiles, U32, Word, cdiv, kernel
+from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, Grid, In, InOut, Tiles, Word, cdiv, kernel
 from wgpu_lora.quant.nf4 import NF4_CODE
 
 FILE = "matmul.wgsl.j2"
@@ -32,10 +32,12 @@ def divisibility(c: Any) -> dict[str, bool]:
 def tiles(*shapes: tuple[int, int]) -> Callable[[int], list[Tiles]]:
     """Tilings (rows, columns a lane), the default first; without subgroups a workgroup has 32 independent lanes."""
 
+    plain: Tiles = {"rows": 8, "cols": 1, "sg": 0, "lanes": 32}
+
     def variants(subgroup_size: int) -> list[Tiles]:
-        sg = subgroup_size if subgroup_size in (4, 8, 16, 32, 64) else 0
-        found = [{"rows": r, "cols": c, "sg": sg, "lanes": sg or 32} for r, c in shapes]
-        return found if not sg else [*found, {"rows": 8, "cols": 1, "sg": 0, "lanes": 32}]
+        if subgroup_size not in (4, 8, 16, 32, 64):
+            return [plain, {**plain, "rows": 4, "cols": 2}]
+        return [*({"rows": r, "cols": c, "sg": subgroup_size, "lanes": subgroup_size} for r, c in shapes), plain]
 
     return variants
 
@@ -52,7 +54,9 @@ def _nf4_weight(codes: np.ndarray, scales: np.ndarray, out: int, size_in: int) -
     return values * scales.astype(np.float64).reshape(-1)[block]
 
 
-def _finish(y: np.ndarray, product: np.ndarray, accumulate: bool, bias: Any = None, row_scale: Any = None) -> np.ndarray:
+def _finish(
+    y: np.ndarray, product: np.ndarray, accumulate: bool, bias: Any = None, row_scale: Any = None
+) -> np.ndarray:
     product = product + (0 if bias is None else bias)
     if row_scale is not None:
         return y * row_scale.reshape(-1, 1) + product
@@ -60,30 +64,81 @@ def _finish(y: np.ndarray, product: np.ndarray, accumulate: bool, bias: Any = No
 
 
 @kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility)
-def matmul_nt(a: In, b: Fixed, y: InOut, bias: Fixed = None, count: Fixed = None, *, m: Dim, n: Dim, k: Dim, accumulate: Flag = False,
-              b_type: Word = "f32", form: Word = "nt", slots: U32 = 1) -> Any:
+def matmul_nt(
+    a: In,
+    b: Fixed,
+    y: InOut,
+    bias: Fixed = None,
+    count: Fixed = None,
+    *,
+    m: Dim,
+    n: Dim,
+    k: Dim,
+    accumulate: Flag = False,
+    b_type: Word = "f32",
+    form: Word = "nt",
+    slots: U32 = 1,
+) -> Any:
     """y[m, n] (+)= sum_k a[m, k] b[n, k] (+ bias[n]); tiles wholly past row count[0] are left alone."""
     return _finish(y.reshape(m, n), a.reshape(m, k) @ b.reshape(n, k).T, accumulate, bias)
 
 
 @kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility)
-def matmul_nn(a: In, b: Fixed, y: InOut, row_scale: In = None, count: Fixed = None, *, m: Dim, n: Dim, k: Dim, accumulate: Flag = False,
-              b_type: Word = "f32", form: Word = "nn", slots: U32 = 1) -> Any:
+def matmul_nn(
+    a: In,
+    b: Fixed,
+    y: InOut,
+    row_scale: In = None,
+    count: Fixed = None,
+    *,
+    m: Dim,
+    n: Dim,
+    k: Dim,
+    accumulate: Flag = False,
+    b_type: Word = "f32",
+    form: Word = "nn",
+    slots: U32 = 1,
+) -> Any:
     """y[m, n] (+)= sum_k a[m, k] b[k, n]; with row_scale, y[m] is scaled by row_scale[m] first."""
     return _finish(y.reshape(m, n), a.reshape(m, k) @ b.reshape(k, n), accumulate, None, row_scale)
 
 
 @kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, lib=("nf4",))
-def nf4_matmul(a: In, codes: Fixed, scales: In, y: InOut, bias: Fixed = None, *, m: Dim, n: Dim, k: Dim,
-               accumulate: Flag = False, b_type: Word = "nf4", form: Word = "nt", slots: U32 = 1) -> Any:
+def nf4_matmul(
+    a: In,
+    codes: Fixed,
+    scales: In,
+    y: InOut,
+    bias: Fixed = None,
+    *,
+    m: Dim,
+    n: Dim,
+    k: Dim,
+    accumulate: Flag = False,
+    b_type: Word = "nf4",
+    form: Word = "nt",
+    slots: U32 = 1,
+) -> Any:
     """y[m, n] (+)= sum_k a[m, k] W[n, k] (+ bias[n]) for an NF4 W[n, k]."""
     weight = _nf4_weight(codes, scales, n, k)
     return _finish(y.reshape(m, n), a.reshape(m, k) @ weight.T, accumulate, bias)
 
 
 @kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, lib=("nf4",))
-def nf4_matmul_backward(a: In, codes: Fixed, scales: In, y: InOut, *, m: Dim, n: Dim, k: Dim,
-                        accumulate: Flag = False, b_type: Word = "nf4", form: Word = "nn", slots: U32 = 1) -> Any:
+def nf4_matmul_backward(
+    a: In,
+    codes: Fixed,
+    scales: In,
+    y: InOut,
+    *,
+    m: Dim,
+    n: Dim,
+    k: Dim,
+    accumulate: Flag = False,
+    b_type: Word = "nf4",
+    form: Word = "nn",
+    slots: U32 = 1,
+) -> Any:
     """dx[m, n] (+)= sum_k dy[m, k] W[k, n] for an NF4 W[k, n]: the same codes that the forward pass reads."""
     weight = _nf4_weight(codes, scales, k, n)
     return _finish(y.reshape(m, n), a.reshape(m, k) @ weight, accumulate)
@@ -99,9 +154,23 @@ def _by_slot(y: np.ndarray, ranges: np.ndarray, product: Any, accumulate: bool) 
 
 
 @kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility)
-def lora_nt(a: In, b: Fixed, y: InOut, ranges: Fixed, scale: Fixed = None, *, m: Dim, n: Dim, k: Dim, slots: U32,
-            stride: Dim, accumulate: Flag = False, b_type: Word = "f32", form: Word = "nt") -> Any:
-    """y[t] (+)= scale[s] b[s] a[t] for the slot s of row t, with b[s] = [n, k] at s * stride; rows of no slot are left alone."""
+def lora_nt(
+    a: In,
+    b: Fixed,
+    y: InOut,
+    ranges: Fixed,
+    scale: Fixed = None,
+    *,
+    m: Dim,
+    n: Dim,
+    k: Dim,
+    slots: U32,
+    stride: Dim,
+    accumulate: Flag = False,
+    b_type: Word = "f32",
+    form: Word = "nt",
+) -> Any:
+    """y[t] (+)= scale[s] b[s] a[t], s the slot of row t, b[s] [n, k] at s * stride; rows of no slot are left alone."""
     weights = b.reshape(slots, stride)[:, : n * k].reshape(slots, n, k)
     factor = np.ones(slots) if scale is None else scale.reshape(-1)
     left = a.reshape(m, k)
@@ -109,9 +178,23 @@ def lora_nt(a: In, b: Fixed, y: InOut, ranges: Fixed, scale: Fixed = None, *, m:
 
 
 @kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility)
-def lora_nn(a: In, b: Fixed, y: InOut, ranges: Fixed, scale: Fixed = None, *, m: Dim, n: Dim, k: Dim, slots: U32,
-            stride: Dim, accumulate: Flag = False, b_type: Word = "f32", form: Word = "nn") -> Any:
-    """y[t] (+)= scale[s] b[s]^T a[t] for the slot s of row t, with b[s] = [k, n] at s * stride; rows of no slot are left alone."""
+def lora_nn(
+    a: In,
+    b: Fixed,
+    y: InOut,
+    ranges: Fixed,
+    scale: Fixed = None,
+    *,
+    m: Dim,
+    n: Dim,
+    k: Dim,
+    slots: U32,
+    stride: Dim,
+    accumulate: Flag = False,
+    b_type: Word = "f32",
+    form: Word = "nn",
+) -> Any:
+    """y[t] (+)= scale[s] b[s]^T a[t], s the slot of row t, b[s] [k, n] at s * stride; rows of no slot are left alone."""
     weights = b.reshape(slots, stride)[:, : n * k].reshape(slots, k, n)
     factor = np.ones(slots) if scale is None else scale.reshape(-1)
     left = a.reshape(m, k)
@@ -119,9 +202,22 @@ def lora_nn(a: In, b: Fixed, y: InOut, ranges: Fixed, scale: Fixed = None, *, m:
 
 
 @kernel(FILE, grid=tile_grid, variants=tiles((8, 2), (16, 1), (16, 2)), specialise=divisibility)
-def lora_tn(a: In, b: In, y: InOut, ranges: Fixed, *, m: Dim, n: Dim, k: Dim, slots: U32, stride: Dim,
-            accumulate: Flag = True, b_type: Word = "f32", form: Word = "tn") -> Any:
-    """y[s] (+)= [m, n] at s * stride, the sum over the rows t of slot s of a[t, m] b[t, n]: a LoRA factor's gradient, no atomics."""
+def lora_tn(
+    a: In,
+    b: In,
+    y: InOut,
+    ranges: Fixed,
+    *,
+    m: Dim,
+    n: Dim,
+    k: Dim,
+    slots: U32,
+    stride: Dim,
+    accumulate: Flag = True,
+    b_type: Word = "f32",
+    form: Word = "tn",
+) -> Any:
+    """y[s] [m, n] at s * stride (+)= sum over slot s's rows t of a[t, m] b[t, n]: a factor's gradient, no atomics."""
     result = y.reshape(slots, stride).copy()
     left, right = a.reshape(-1, m), b.reshape(-1, n)
     for slot, (start, stop) in enumerate(ranges.reshape(-1, 2).astype(int)):

@@ -21,9 +21,7 @@ def square_sums(x: In, sums: Out, *, blocks: U32) -> Any:
 
 
 @kernel("gradient_norm.wgsl.j2", grid=row_grid(lambda c: c.slots), variants=by_subgroup)
-def gradient_norm(
-    sums: In, block_slots: Fixed, hyper: Fixed, loss: In, report: Out, *, slots: U32, blocks: U32
-) -> Any:
+def gradient_norm(sums: In, block_slots: Fixed, hyper: Fixed, loss: In, report: Out, *, slots: U32, blocks: U32) -> Any:
     """report[s] = (norm, clipping factor, 1 where an update may be applied, loss)."""
     report = np.zeros((slots, 4))
     for slot in range(slots):
@@ -36,8 +34,17 @@ def gradient_norm(
 
 
 @kernel("adamw.wgsl", grid=lambda c: one_per(c.size), lib=("linear",))
-def adamw(params: InOut, grads: InOut, first_moment: InOut, second_moment: InOut, block_slots: Fixed, hyper: Fixed,
-          report: In, *, size: U32) -> Any:
+def adamw(
+    params: InOut,
+    grads: InOut,
+    first_moment: InOut,
+    second_moment: InOut,
+    block_slots: Fixed,
+    hyper: Fixed,
+    report: In,
+    *,
+    size: U32,
+) -> Any:
     """AdamW (Loshchilov and Hutter 2019) on the clipped gradient; gradients are zeroed, gated slots left alone."""
     slot = np.repeat(block_slots.astype(np.int64), BLOCK)[:size]
     used = slot != NO_SLOT

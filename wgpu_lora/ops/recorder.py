@@ -38,7 +38,9 @@ class Recorder:
 
     # -- the tape --------------------------------------------------------------------------------------------------
 
-    def node(self, backward: Callable[[], None], inputs: list[Tensor], outputs: list[Tensor], trains: bool = False) -> None:
+    def node(
+        self, backward: Callable[[], None], inputs: list[Tensor], outputs: list[Tensor], trains: bool = False
+    ) -> None:
         """Puts an op on the tape if a gradient has to pass it: it trains something or an input is tracked."""
         if self.training and (trains or any(self.tracks(t) for t in inputs)):
             self._tracked.update(t.storage for t in outputs)

@@ -12,8 +12,18 @@ from wgpu_lora.ops.recorder import Recorder
 
 
 @kernel("rope.wgsl", grid=lambda c: one_per(c.rows * c.heads * (c.dim // 2)), lib=("linear",))
-def rope_rotate(x: In, positions: Fixed, table: Fixed, y: InOut, *, rows: U32, heads: U32, dim: U32,
-                sign: F32 = 1.0, accumulate: Flag = False) -> Any:
+def rope_rotate(
+    x: In,
+    positions: Fixed,
+    table: Fixed,
+    y: InOut,
+    *,
+    rows: U32,
+    heads: U32,
+    dim: U32,
+    sign: F32 = 1.0,
+    accumulate: Flag = False,
+) -> Any:
     """y (+)= x rotated pair by pair, (i, i + dim/2), by sign * the angle at the row's position."""
     angle = table.reshape(-1, dim // 2, 2)[positions.astype(int)]
     cos, sin = angle[:, None, :, 0], sign * angle[:, None, :, 1]

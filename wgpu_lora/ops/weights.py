@@ -18,8 +18,11 @@ from wgpu_lora.quant.nf4 import BLOCK, NESTED_BLOCK
 class Weight(Protocol):
     """W [out_features, in_features], frozen."""
 
-    out_features: int
-    in_features: int
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def in_features(self) -> int: ...
 
     def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None) -> None:
         """y = x W^T (+ bias)."""

@@ -18,7 +18,9 @@ def nf4_absmax(w: Fixed, absmax: Out, *, size: U32, b_type: Word = "f32") -> Any
 
 
 @kernel("nf4_encode.wgsl.j2", grid=lambda c: one_per(c.rows * -(-c.size_in // 8)), lib=("linear", "half"))
-def nf4_encode(w: Fixed, absmax: In, codes: InOut, *, rows: Dim, first: Dim, out: Dim, size_in: Dim, b_type: Word = "f32") -> Any:
+def nf4_encode(
+    w: Fixed, absmax: In, codes: InOut, *, rows: Dim, first: Dim, out: Dim, size_in: Dim, b_type: Word = "f32"
+) -> Any:
     """codes[k8, first + n] packs the nearest NF4 codes of w[n, 8 k8 ..], for the `rows` rows that w holds."""
     scale = 1 / np.maximum(np.repeat(absmax, BLOCK)[: rows * size_in], 1e-38)
     nearest = np.searchsorted(NF4_MIDPOINTS.astype(np.float64), w.reshape(-1)[: rows * size_in] * scale)

@@ -52,8 +52,9 @@ def adapter_tensors(matrices: Matrices, config: AdapterConfig) -> dict[str, np.n
     return tensors
 
 
-def save_checkpoint(root: Path, session: Session, slot: int, config: AdapterConfig, state: RunState,
-                    facts: dict[str, Any], keep: int) -> Path:
+def save_checkpoint(
+    root: Path, session: Session, slot: int, config: AdapterConfig, state: RunState, facts: dict[str, Any], keep: int
+) -> Path:
     """Writes `root/step-N` beside its final place, syncs and renames it, then removes all but the newest `keep`.
 
     Raises OSError when the disk refuses; earlier checkpoints are then as they were.
@@ -65,7 +66,7 @@ def save_checkpoint(root: Path, session: Session, slot: int, config: AdapterConf
     try:
         device, adapters, optimizer = session.device, session.adapters, session.optimizer
         write_adapter(temporary, adapter_tensors(adapters.read(device, slot), config), config)
-        moments = {}
+        moments: dict[str, np.ndarray] = {}
         for kind, pages in (("first_moment", optimizer.first_moment), ("second_moment", optimizer.second_moment)):
             for (layer, module), pair in adapters.read(device, slot, pages).items():
                 moments |= {f"{layer}.{module}.{which}.{kind}": m for which, m in zip("AB", pair, strict=True)}
@@ -76,8 +77,16 @@ def save_checkpoint(root: Path, session: Session, slot: int, config: AdapterConf
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     for _, old in found(root)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
     return final
+
+
+def _remove(directory: Path) -> None:
+    """Renames before it deletes: a crash half way must not leave something that looks like a checkpoint."""
+    hidden = directory.with_name(f".{directory.name}.old")
+    shutil.rmtree(hidden, ignore_errors=True)
+    directory.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def found(root: Path) -> list[tuple[int, Path]]:
@@ -94,7 +103,9 @@ def read_state(directory: Path) -> tuple[RunState, dict[str, Any]]:
         facts = json.loads((directory / STATE).read_text())
         return RunState(**facts.pop("state")), facts
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"The checkpoint {directory} cannot be read ({error}): remove it to resume from an earlier one.") from error
+        raise UserError(
+            f"The checkpoint {directory} cannot be read ({error}): remove it to resume from an earlier one."
+        ) from error
 
 
 def restore(directory: Path, session: Session, slot: int) -> None:
@@ -105,7 +116,8 @@ def restore(directory: Path, session: Session, slot: int) -> None:
         stored = load_file(directory / OPTIMIZER)
         adapters.write(session.device, slot, matrices)
         for kind, pages in (
-            ("first_moment", session.optimizer.first_moment), ("second_moment", session.optimizer.second_moment)
+            ("first_moment", session.optimizer.first_moment),
+            ("second_moment", session.optimizer.second_moment),
         ):
             moments = {
                 (layer, module): (stored[f"{layer}.{module}.A.{kind}"], stored[f"{layer}.{module}.B.{kind}"])
@@ -113,4 +125,6 @@ def restore(directory: Path, session: Session, slot: int) -> None:
             }
             adapters.write(session.device, slot, moments, pages)
     except (OSError, KeyError, SafetensorError) as error:
-        raise UserError(f"The checkpoint {directory} is incomplete ({error}): remove it to resume from an earlier one.") from error
+        raise UserError(
+            f"The checkpoint {directory} is incomplete ({error}): remove it to resume from an earlier one."
+        ) from error

@@ -16,7 +16,7 @@ from wgpu_lora.ops.optimizer import BLOCK, HYPER_FIELDS, adamw, gradient_norm, s
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step came to for one slot: the gradient's norm before clipping, and the loss summed over trained tokens."""
+    """What a step came to for one slot: the gradient's norm before clipping, the loss summed over trained tokens."""
 
     grad_norm: float
     applied: bool
@@ -66,8 +66,15 @@ class Optimizer:
         )
         for i, span in enumerate(spans):
             program.dispatch(
-                adamw, self.adapters.params[i], self.adapters.grads[i], self.first_moment[i], self.second_moment[i],
-                self.block_slots.rows(*span), self.hyper, self.report, size=(span[1] - span[0]) * BLOCK,
+                adamw,
+                self.adapters.params[i],
+                self.adapters.grads[i],
+                self.first_moment[i],
+                self.second_moment[i],
+                self.block_slots.rows(*span),
+                self.hyper,
+                self.report,
+                size=(span[1] - span[0]) * BLOCK,
             )
 
     def storages(self) -> set[Storage]:
@@ -80,7 +87,9 @@ class Optimizer:
         """Zeroes the loss totals of the step; gradients were zeroed by the last update."""
         device.write(self.total.storage.buffer, np.zeros(self.slots, np.float32))
 
-    def apply(self, device: Device, steps: list[int | None], learning_rates: list[float], settings: AdamWSettings) -> list[StepReport]:
+    def apply(
+        self, device: Device, steps: list[int | None], learning_rates: list[float], settings: AdamWSettings
+    ) -> list[StepReport]:
         """Updates every slot whose `steps` entry, its 1-based count of updates, is not None."""
         hyper = np.zeros((self.slots, HYPER_FIELDS), np.float32)
         for slot, (step, rate) in enumerate(zip(steps, learning_rates, strict=True)):
@@ -89,7 +98,14 @@ class Optimizer:
             s = settings
             corrections = (1 - s.adam_beta1**step, 1 - s.adam_beta2**step)
             hyper[slot, :9] = (
-                rate, s.adam_beta1, s.adam_beta2, s.adam_epsilon, s.weight_decay, *corrections, s.max_grad_norm, 1.0
+                rate,
+                s.adam_beta1,
+                s.adam_beta2,
+                s.adam_epsilon,
+                s.weight_decay,
+                *corrections,
+                s.max_grad_norm,
+                1.0,
             )
         device.write(self.hyper.storage.buffer, hyper)
         self.program.run()

@@ -51,8 +51,12 @@ def environment(device: Device) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         "platform": platform.platform(),
         "device": {
-            "name": info.name, "driver": info.driver, "backend": info.backend, "kind": info.kind,
-            "subgroup_size": device.subgroup_size, "checked_shaders": device.options.checked,
+            "name": info.name,
+            "driver": info.driver,
+            "backend": info.backend,
+            "kind": info.kind,
+            "subgroup_size": device.subgroup_size,
+            "checked_shaders": device.options.checked,
         },
         "command": sys.argv,
     }

@@ -44,8 +44,17 @@ class Session:
         positions: longest row.
     """
 
-    def __init__(self, model: LoadedModel, adapters: AdapterSet, buckets: list[int], *, positions: int,
-                 dropout: bool = False, recompute: bool = False, eval_tokens: int = 0):
+    def __init__(
+        self,
+        model: LoadedModel,
+        adapters: AdapterSet,
+        buckets: list[int],
+        *,
+        positions: int,
+        dropout: bool = False,
+        recompute: bool = False,
+        eval_tokens: int = 0,
+    ):
         self.model = model
         self.adapters = adapters
         self.device = device = model.device

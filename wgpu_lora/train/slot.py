@@ -70,9 +70,12 @@ class AdapterRun:
             raise UserError(f"The output directory {directory} cannot be written: choose another --output.")
         if self.args.resume:
             self._find_checkpoint()
-        elif any((directory / name).exists() for name in (output.RUN, output.LOG, "checkpoints", "adapter_config.json")):
+        elif any(
+            (directory / name).exists() for name in (output.RUN, output.LOG, "checkpoints", "adapter_config.json")
+        ):
             raise UserError(
-                f"The output directory {directory} already holds a run: choose another --output, or continue it with --resume."
+                f"The output directory {directory} already holds a run: choose another --output, or continue it with "
+                "--resume."
             )
 
     def _find_checkpoint(self) -> None:
@@ -85,11 +88,14 @@ class AdapterRun:
         for name, value in now["options"].items():
             if name in before.get("options", {}) and before["options"][name] != value:
                 raise UserError(
-                    f"--resume needs the options of the run it continues: {name} was {before['options'][name]!r}, not {value!r}."
+                    f"--resume needs the options of the run it continues: {name} was {before['options'][name]!r}, "
+                    f"not {value!r}."
                 )
         for name in ("data", "base"):
             if before.get(name) != now[name]:
-                raise UserError(f"--resume needs the {name} that the run in {self.directory} began with, but it has changed.")
+                raise UserError(
+                    f"--resume needs the {name} that the run in {self.directory} began with, but it has changed."
+                )
 
     def place(self, session: Session) -> None:
         """Puts the initial, or the resumed, adapter on the device."""
@@ -162,14 +168,22 @@ def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[AdapterCon
         for (layer, module), (a, b) in matrices.items():
             fits = layer < config.num_hidden_layers and (b.shape[0], a.shape[1]) == shapes[module]
             if not fits:
-                raise UserError(f"The adapter {args.init_adapter} does not fit this model: layer {layer} {module} differs in shape.")
+                raise UserError(
+                    f"The adapter {args.init_adapter} does not fit this model: layer {layer} {module} differs in shape."
+                )
         return loaded, matrices
     modules = [(i, m) for i in range(config.num_hidden_layers) for m in args.modules()]
     adapter = AdapterConfig(
-        r=args.lora_r, lora_alpha=args.lora_alpha, lora_dropout=args.lora_dropout, use_rslora=args.use_rslora,
-        target_modules=args.modules(), base_model_name_or_path=args.model or "demo",
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        use_rslora=args.use_rslora,
+        target_modules=args.modules(),
+        base_model_name_or_path=args.model or "demo",
     )
-    return adapter, {key: initial_matrices(args.seed, number, shapes[key[1]], args.lora_r) for number, key in enumerate(modules)}
+    return adapter, {
+        key: initial_matrices(args.seed, number, shapes[key[1]], args.lora_r) for number, key in enumerate(modules)
+    }
 
 
 def initial_matrices(seed: int, number: int, shape: tuple[int, int], rank: int) -> tuple[np.ndarray, np.ndarray]:

@@ -37,8 +37,11 @@ class DataStream:
             args = self.args
             order = epoch_order(len(self.prepared.rows), args.seed, number, args.shuffle)
             made = batches(
-                self.prepared.lengths, order.tolist(), batch_size=args.per_device_train_batch_size,
-                max_length=args.max_length, packing=args.packing,
+                self.prepared.lengths,
+                order.tolist(),
+                batch_size=args.per_device_train_batch_size,
+                max_length=args.max_length,
+                packing=args.packing,
             )
             group = args.gradient_accumulation_steps
             self._epochs = {number: [made[i : i + group] for i in range(0, len(made), group)]}

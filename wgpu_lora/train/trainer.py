@@ -22,7 +22,8 @@ STOP_TEXT = {
     "max steps": "the step limit is reached",
     "target seconds": "the time is up",
     "interrupt": "interrupted; continue with --resume",
-    "non-finite": "the loss or the gradient is not finite; no update was applied and the adapter is that of the step before",
+    "non-finite": "the loss or the gradient is not finite; no update was applied, and the adapter is that of the step "
+    "before",
 }
 
 
@@ -143,7 +144,13 @@ class Trainer:
         steps = len(run.stream.epoch(step.epoch))
         epoch = round(step.epoch + (step.index + 1) / steps, 4)
         result = StepResult(
-            state.step, state.total_steps, epoch, line["loss"], line["learning_rate"], line["grad_norm"], state.tokens,
+            state.step,
+            state.total_steps,
+            epoch,
+            line["loss"],
+            line["learning_rate"],
+            line["grad_norm"],
+            state.tokens,
             line.get("eval_loss"),
         )
         self.callback(result)
