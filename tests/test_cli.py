@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from cli_helpers import MODELS, QWEN2, SMALL, flags, share_device, write_rows
+from safetensors import SafetensorError
 
 from wgpu_lora.cli import main
 from wgpu_lora.gpu.device import Device
@@ -171,14 +172,29 @@ def test_output_that_cannot_be_made(run: Run, tmp_path: Path, data: Path):
     assert str(out) in refused(run("finetune", *flags(model=QWEN2, data=data, output=out, **SMALL)))
 
 
-def test_full_disk(run: Run, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left on device (os error 28)")],
+    ids=["ours", "safetensors"],
+)
+def test_full_disk(run: Run, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, error: Exception):
+    def refuse(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("wgpu_lora.train.checkpoint.save_file", refuse)
+    out = tmp_path / "out"
+    line = refused(run("finetune", *flags(**SMALL, model=QWEN2, data=data, output=out)))
+    assert f"Writing to {out} failed" in line
+    assert "No space left on device" in line
+
+
+def test_what_the_system_refuses_elsewhere(run: Run, data: Path, monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device", "somewhere/file")
+        raise PermissionError(13, "Permission denied", "somewhere/file")
 
     monkeypatch.setattr("wgpu_lora.train.finetune.prepare", refuse)
-    assert refused(run("finetune", *flags(model=QWEN2, data=data, max_length=16))) == (
-        "wgpu-lora: No space left on device: somewhere/file."
-    )
+    line = refused(run("finetune", *flags(model=QWEN2, data=data, max_length=16)))
+    assert line == "wgpu-lora: Permission denied: somewhere/file."
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------

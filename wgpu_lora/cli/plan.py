@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from wgpu_lora.cli.console import console, line, print_json
+from wgpu_lora.cli.options import Json
 from wgpu_lora.train.arguments import TrainingArguments
 
 
-def plan(
-    args: TrainingArguments,
-    note: str | None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
-) -> int:
+def plan(args: TrainingArguments, note: str | None, as_json: Json = False) -> int:
     """Show the memory that a run would take.
 
     The options are those of 'finetune'. Nothing is allocated.

@@ -170,7 +170,7 @@ def lora_nt(
     b_type: Word = "f32",
     form: Word = "nt",
 ) -> Any:
-    """y[t] (+)= scale[s] b[s] a[t], s the slot of row t, b[s] [n, k] at s * stride; rows of no slot are left alone."""
+    """y[t] (+)= scale[s] b[s] a[t], s the slot of row t, b[s] [n, k] at s * stride; other rows are left alone."""
     weights = b.reshape(slots, stride)[:, : n * k].reshape(slots, n, k)
     factor = np.ones(slots) if scale is None else scale.reshape(-1)
     left = a.reshape(m, k)
@@ -194,7 +194,7 @@ def lora_nn(
     b_type: Word = "f32",
     form: Word = "nn",
 ) -> Any:
-    """y[t] (+)= scale[s] b[s]^T a[t], s the slot of row t, b[s] [k, n] at s * stride; rows of no slot are left alone."""
+    """y[t] (+)= scale[s] b[s]^T a[t], s the slot of row t, b[s] [k, n] at s * stride; other rows are left alone."""
     weights = b.reshape(slots, stride)[:, : n * k].reshape(slots, k, n)
     factor = np.ones(slots) if scale is None else scale.reshape(-1)
     left = a.reshape(m, k)

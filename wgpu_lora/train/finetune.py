@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 
 from wgpu_lora.data import Prepared, prepare, resolve_data
 from wgpu_lora.errors import UserError
@@ -58,14 +59,26 @@ class Job:
             run.prepare_directory()
             device.peak_allocated = device.allocated  # of this run, not of what this process did before
             self.session.allocate(progress)
-            run.place(self.session)
-            return Trainer(self.session, run, callback).train()
+            return self._train(callback)
         finally:
             self.session.close()
             lock.release()
             with suppress(OSError):
                 (run.directory / LOCK).unlink(missing_ok=True)
                 run.directory.rmdir()  # only where the run ended before it left anything
+
+    def _train(self, callback: Callback) -> dict[str, Any]:
+        run = self.run
+        try:
+            run.place(self.session)
+            return Trainer(self.session, run, callback).train()
+        except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
+            reason = getattr(error, "strerror", None) or error
+            where = getattr(error, "filename", None) or run.directory
+            raise UserError(
+                f"Writing to {where} failed ({reason}): earlier checkpoints are whole; "
+                "make room and continue with --resume."
+            ) from error
 
 
 def with_demo_data(args: TrainingArguments) -> TrainingArguments:
