@@ -15,7 +15,8 @@ def product(
     kernel: Kernel, m: int, n: int, k: int, *, bias: bool = False, row_scale: bool = False, count: int = 0, **flags: Any
 ) -> None:
     def make(rng: np.random.Generator) -> Arrays:
-        arrays = {"a": normal(rng, m, k), "y": normal(rng, m, n)}
+        wide_k, wide_n = k + flags.get("a_skip", 0), n + flags.get("y_skip", 0)
+        arrays = {"a": normal(rng, m, wide_k), "y": normal(rng, m, wide_n)}
         if "codes" in kernel.bindings:  # what lies in the nibbles past the last column must not matter
             out, size_in = (n, k) if kernel is matmul.nf4_matmul else (k, n)
             arrays["codes"] = rng.integers(0, 2**32, (cdiv(size_in, 8), out), np.uint32)
@@ -23,7 +24,7 @@ def product(
         else:
             arrays["b"] = stored(rng, flags.get("b_type", "f32"), *((n, k) if kernel is matmul.matmul_nt else (k, n)))
         if bias:
-            arrays["bias"] = normal(rng, n)
+            arrays["bias"] = normal(rng, wide_n)
         if row_scale:
             arrays["row_scale"] = normal(rng, m)
         if count:
@@ -38,6 +39,8 @@ product(matmul.matmul_nt, 37, 131, 52, bias=True)
 product(matmul.matmul_nt, 1, 5, 7, accumulate=True)
 product(matmul.matmul_nt, 41, 67, 36, count=9, b_type="bf16")
 product(matmul.matmul_nt, 17, 35, 9, bias=True, accumulate=True, b_type="f16")
+product(matmul.matmul_nt, 9, 35, 12, bias=True, y_skip=10, y_first=3, b_type="bf16")
+product(matmul.matmul_nn, 9, 36, 8, accumulate=True, a_skip=12, a_first=4)
 product(matmul.matmul_nn, 41, 131, 52, row_scale=True, count=9)
 product(matmul.matmul_nn, 19, 70, 13, accumulate=True, b_type="bf16")
 product(matmul.matmul_nn, 3, 2, 5, row_scale=True, b_type="f16")

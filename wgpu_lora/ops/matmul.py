@@ -20,7 +20,8 @@ def tile_grid(c: Any) -> Grid:
 def divisibility(c: Any) -> dict[str, bool]:
     """What the template must know of a shape: which operands are whole vec4s, pairs or words. The rest is uniform."""
     rows_of_a = c.m if c.form == "tn" else c.k
-    quads = rows_of_a % 4 == 0 and getattr(c, "stride", 4) % 4 == 0
+    offsets = [getattr(c, name, 0) for name in ("stride", "a_skip", "a_first")]
+    quads = rows_of_a % 4 == 0 and all(offset % 4 == 0 for offset in offsets)
     words = c.k if c.form == "nt" else c.n
     return {
         "quads": quads,
@@ -74,13 +75,23 @@ def matmul_nt(
     m: Dim,
     n: Dim,
     k: Dim,
+    a_skip: Dim = 0,
+    a_first: Dim = 0,
+    y_skip: Dim = 0,
+    y_first: Dim = 0,
     accumulate: Flag = False,
     b_type: Word = "f32",
     form: Word = "nt",
     slots: U32 = 1,
 ) -> Any:
     """y[m, n] (+)= sum_k a[m, k] b[n, k] (+ bias[n]); tiles wholly past row count[0] are left alone."""
-    return _finish(y.reshape(m, n), a.reshape(m, k) @ b.reshape(n, k).T, accumulate, bias)
+    left = a.reshape(m, k + a_skip)[:, a_first : a_first + k]
+    part = slice(y_first, y_first + n)
+    result = y.reshape(m, n + y_skip).copy()
+    result[:, part] = _finish(
+        result[:, part], left @ b.reshape(n, k).T, accumulate, None if bias is None else bias[part]
+    )
+    return result
 
 
 @kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility)
@@ -94,13 +105,21 @@ def matmul_nn(
     m: Dim,
     n: Dim,
     k: Dim,
+    a_skip: Dim = 0,
+    a_first: Dim = 0,
+    y_skip: Dim = 0,
+    y_first: Dim = 0,
     accumulate: Flag = False,
     b_type: Word = "f32",
     form: Word = "nn",
     slots: U32 = 1,
 ) -> Any:
     """y[m, n] (+)= sum_k a[m, k] b[k, n]; with row_scale, y[m] is scaled by row_scale[m] first."""
-    return _finish(y.reshape(m, n), a.reshape(m, k) @ b.reshape(k, n), accumulate, None, row_scale)
+    left = a.reshape(m, k + a_skip)[:, a_first : a_first + k]
+    part = slice(y_first, y_first + n)
+    result = y.reshape(m, n + y_skip).copy()
+    result[:, part] = _finish(result[:, part], left @ b.reshape(k, n), accumulate, None, row_scale)
+    return result
 
 
 @kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, lib=("nf4",))

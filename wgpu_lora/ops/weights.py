@@ -73,18 +73,18 @@ class DenseWeight:
             first += part.shape[0]
 
     def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None) -> None:
-        part = self._whole()
-        shape = {"m": x.size // self.in_features, "n": self.out_features, "k": self.in_features}
-        rec.dispatch(matmul_nt, x, part, y, bias, b_type=self.dtype, **shape)
+        shape = {"m": x.size // self.in_features, "k": self.in_features, "b_type": self.dtype}
+        for first, part in self.chunks():
+            rows = part.shape[0]
+            columns = {"y_skip": self.out_features - rows, "y_first": first}
+            rec.dispatch(matmul_nt, x, part, y, bias, n=rows, **columns, **shape)
 
     def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:
-        shape = {"m": dy.size // self.out_features, "n": self.in_features, "k": self.out_features}
-        rec.dispatch(matmul_nn, dy, self._whole(), dx, b_type=self.dtype, accumulate=accumulate, **shape)
-
-    def _whole(self) -> Tensor:
-        # Only embeddings and LM heads outgrow a binding, and those are read through chunks().
-        assert len(self.parts) == 1, f"{self.parts[0].name} is too large to be one operand"
-        return self.parts[0]
+        shape = {"m": dy.size // self.out_features, "n": self.in_features, "b_type": self.dtype}
+        for first, part in self.chunks():
+            rows = part.shape[0]
+            columns = {"a_skip": self.out_features - rows, "a_first": first}
+            rec.dispatch(matmul_nn, dy, part, dx, k=rows, accumulate=accumulate or first > 0, **columns, **shape)
 
     def storages(self) -> list[Storage]:
         return [part.storage for part in self.parts]
