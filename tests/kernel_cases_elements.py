@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from kernel_cases import NONE, Arrays, add, normal, poison, stored, widened
 
+from wgpu_lora.bench import ceiling
 from wgpu_lora.gpu.kernel import cdiv
 from wgpu_lora.ops import elementwise, embedding, rope, weights
 from wgpu_lora.quant import kernels as quant
@@ -23,6 +24,13 @@ for one, inputs, outputs in (
     (elementwise.add_forward, "a b", "y"),
 ):
     add(one, lambda rng, i=inputs, o=outputs: several(rng, 4 * 64 + 37, i, o), size=4 * 64 + 37)
+add(
+    ceiling.fma_chains,
+    lambda rng: {"x": rng.uniform(0.3, 0.7, 67).astype(np.float32), "y": poison(67)},
+    size=67,
+    iterations=16,
+    chains=8,
+)
 add(elementwise.fill, lambda rng: {"y": poison(67)}, size=67, value=-1.5e-6)
 add(elementwise.fill, lambda rng: {"y": poison(32768 * 64 + 67)}, size=32768 * 64 + 67, value=3.0)
 

@@ -76,12 +76,12 @@ class Trainer:
             line = self._take(step)
             if line is None:
                 return "non-finite"
+            trained = time.perf_counter() - begin
             if self._heldout_due(step):
                 line["eval_loss"] = run.measure_heldout(self.session)
-            elapsed = time.perf_counter() - begin
-            state.seconds += elapsed
-            state.pending_seconds += elapsed
-            self._calibrate(elapsed)
+            state.seconds += time.perf_counter() - begin
+            state.pending_seconds += trained  # tokens/s are of training alone
+            self._calibrate(trained)
             self._log(step, line)
             save_steps = run.args.save_steps
             if save_steps and state.step % save_steps == 0 and state.step < state.total_steps:
