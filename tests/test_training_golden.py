@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from training_helpers import ARCHITECTURES, golden, golden_arguments
+from model_helpers import ARCHITECTURES, golden
+from training_helpers import golden_arguments
 
 from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.gpu.device import Device
@@ -77,22 +78,23 @@ def test_curve_matches_peft(device: Device, tmp_path: Path, architecture: str, b
 
 
 def test_packing_and_accumulation_do_not_change_the_result(device: Device, tmp_path: Path) -> None:
-    """The same four rows a step, as two batches of two, four of one, or packed into one."""
+    """All eight rows a step: four batches of two, eight of one, or packed into one. Dropout on: its draws stay too."""
     ways = [
-        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
-        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
-        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
-        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "packing": True, "max_length": 16},
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
+        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "packing": True},
     ]
     results = []
     for number, way in enumerate(ways):
         folder = tmp_path / str(number)
         folder.mkdir()
-        steps = 2 if "packing" not in way else 1
-        job = make_job(device, folder, "qwen2", "nf4", max_steps=steps, warmup_ratio=0.0, **way)
+        job = make_job(device, folder, "qwen2", "nf4", max_steps=2, warmup_ratio=0.0, lora_dropout=0.1, **way)
+        assert [len(step) for step in job.run.stream.epoch(0)] == [way["gradient_accumulation_steps"]]
+        if way.get("packing"):
+            assert len(job.run.stream.epoch(0)[0][0]) == 8
         job.train()
         results.append(read_adapter(folder / "run")[1])
-    for other in results[1:3]:
+    for other in results[1:]:
         for key, pair in results[0].items():
             for ours, theirs in zip(pair, other[key], strict=True):
                 assert np.abs(ours - theirs).max() < 1e-5

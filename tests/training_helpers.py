@@ -7,36 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file
+from model_helpers import FIXTURES, golden, save_golden_adapter
 
-from wgpu_lora.formats.peft import AdapterConfig, tensor_name, write_adapter
 from wgpu_lora.train.arguments import TrainingArguments
-
-FIXTURES = Path(__file__).parent / "fixtures"
-ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral")
 
 
 def model_dir(architecture: str) -> Path:
     return FIXTURES / "models" / architecture
-
-
-def golden(architecture: str) -> dict[str, np.ndarray]:
-    return load_file(FIXTURES / "golden" / f"{architecture}.safetensors")
-
-
-def modules(values: dict[str, np.ndarray]) -> list[tuple[int, str]]:
-    keys = [name.split(".") for name in values if name.startswith("adapter.") and name.endswith(".A")]
-    return [(int(layer), module) for _, layer, module, _ in keys]
-
-
-def write_golden_adapter(directory: Path, values: dict[str, np.ndarray]) -> Path:
-    tensors = {
-        tensor_name(layer, module, which): values[f"adapter.{layer}.{module}.{which}"]
-        for layer, module in modules(values)
-        for which in "AB"
-    }
-    write_adapter(directory, tensors, AdapterConfig(r=4, lora_alpha=8))
-    return directory
 
 
 def write_rows(path: Path, ids: np.ndarray, labels: np.ndarray, lengths: np.ndarray) -> Path:
@@ -63,7 +40,7 @@ def golden_arguments(tmp_path: Path, architecture: str, **changes: Any) -> Train
             write_rows(tmp_path / "rows.jsonl", values["data_ids"], values["data_labels"], values["data_lengths"])
         ),
         "output": str(tmp_path / "run"),
-        "init_adapter": str(write_golden_adapter(tmp_path / "initial", values)),
+        "init_adapter": str(save_golden_adapter(architecture, tmp_path / "initial")),
         "learning_rate": 2e-3,
         "warmup_ratio": 0.1,
         "weight_decay": 0.01,
