@@ -1,11 +1,12 @@
 // AdamW (Loshchilov and Hutter 2019) with the clipped gradient g = grad * factor, for the slots that may be updated:
 //   m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
 //   p = p (1 - lr wd) - lr (m / c1) / (sqrt(v / c2) + eps), with c = 1 - b^step
+// rest is 1 - b, taken in float64: 1 - 0.999 in float32 is off in the fifth digit.
 // The gradient is zeroed for the next step either way.
 const SIZE: u32 = 1024u;
 
 struct Hyper { learning_rate: f32, beta1: f32, beta2: f32, eps: f32, weight_decay: f32, correction1: f32,
-               correction2: f32, max_grad_norm: f32, enabled: f32, unused0: f32, unused1: f32, unused2: f32 }
+               correction2: f32, max_grad_norm: f32, enabled: f32, rest1: f32, rest2: f32, unused: f32 }
 
 @group(0) @binding(0) var<storage, read_write> params: array<f32>;
 @group(0) @binding(1) var<storage, read_write> grads: array<f32>;
@@ -25,8 +26,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     let g = grads[i] * report[slot].y;
     grads[i] = 0.0;
     if (report[slot].z == 0.0) { return; }
-    let m = fma(h.beta1, first_moment[i], (1.0 - h.beta1) * g);
-    let v = fma(h.beta2, second_moment[i], (1.0 - h.beta2) * g * g);
+    let m = fma(h.beta1, first_moment[i], h.rest1 * g);
+    let v = fma(h.beta2, second_moment[i], h.rest2 * g * g);
     first_moment[i] = m;
     second_moment[i] = v;
     let decayed = params[i] * (1.0 - h.learning_rate * h.weight_decay);

@@ -93,7 +93,7 @@ def test_dispatch_names_what_is_missing(device: Device) -> None:
 
 def test_a_grid_must_be_one_that_webgpu_allows(device: Device) -> None:
     program = Program(device)
-    with pytest.raises(ValueError, match="larger than WebGPU allows"):
+    with pytest.raises(UserError, match="more than WebGPU"):
         program.dispatch(fill, program.temp((1,)), size=2**38)
 
 

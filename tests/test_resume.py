@@ -191,3 +191,40 @@ def test_target_seconds_fixes_a_budget(device: Device, tmp_path: Path) -> None:
     assert facts["state"]["calibrated"]
     assert facts["state"]["step"] <= facts["state"]["total_steps"]
     assert json.loads((tmp_path / "run" / RUN).read_text())["state"]["seconds"] > 0
+
+
+def test_a_run_that_died_before_its_first_checkpoint_can_begin_again(device: Device, tmp_path: Path) -> None:
+    process = child(options(tmp_path, save_steps=0), deadly=1)
+    process.communicate(timeout=300)
+    assert (tmp_path / "run" / ".lock").exists()
+    facts = train(device, options(tmp_path, max_steps=2))
+    assert facts["state"]["step"] == 2
+    assert [line["step"] for line in read_log(tmp_path / "run" / LOG)] == [1, 2]
+
+
+def test_an_initial_adapter_sets_the_options_and_survives_resuming(device: Device, tmp_path: Path) -> None:
+    """Rank, alpha and targets are the adapter's own, in the record as on the device, when resumed as well."""
+    train(device, options(tmp_path, "first", lora_r=2, lora_alpha=64, target_modules="q_proj,v_proj", max_steps=2))
+    changes = {"init_adapter": str(tmp_path / "first"), "lora_r": 16, "target_modules": "all-linear"}
+    whole = train(device, options(tmp_path, "whole", **changes))
+    kept = {name: whole["options"][name] for name in ("lora_r", "lora_alpha", "target_modules")}
+    assert kept == {"lora_r": 2, "lora_alpha": 64, "target_modules": "q_proj,v_proj"}
+
+    def stop(result: StepResult) -> None:
+        if result.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    train(device, options(tmp_path, "parts", **changes), stop)
+    train(device, options(tmp_path, "parts", lora_r=16, resume=True))
+    assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
+    with pytest.raises(UserError, match="--lora-r 4 contradicts the adapter"):
+        train(device, options(tmp_path, "other", init_adapter=str(tmp_path / "first"), lora_r=4))
+
+
+def test_target_seconds_and_max_steps_together(device: Device, tmp_path: Path) -> None:
+    """Few steps an epoch do not end a timed run early; --max-steps does."""
+    facts = train(device, options(tmp_path, "a", max_steps=9, target_seconds=300.0, num_train_epochs=1.0))
+    assert (facts["stop_reason"], facts["state"]["step"]) == ("max steps", 9)
+    facts = train(device, options(tmp_path, "b", max_steps=-1, target_seconds=3.0, num_train_epochs=1.0))
+    assert facts["stop_reason"] == "target seconds"
+    assert facts["state"]["step"] > 3

@@ -13,11 +13,12 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft import CONFIG, read_adapter
 from wgpu_lora.infer import Evaluation, Generator, chat_prompt, load_adapters
 from wgpu_lora.infer import evaluate as evaluate_rows
+from wgpu_lora.infer.prompt import check_text
 from wgpu_lora.models.config import read_json
 from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.lora import AdapterSet
-from wgpu_lora.train.arguments import gather
+from wgpu_lora.train.arguments import OVERFLOW, gather
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.trainer import Callback
 
@@ -36,6 +37,7 @@ def load(model: str | Path = "demo", *, device: str | int | None = None, base_dt
 
 def finetune(
     model: LoadedModel | str | Path | None = None,
+    /,
     *,
     callback: Callback = lambda result: None,
     progress: Progress = lambda name: None,
@@ -44,6 +46,7 @@ def finetune(
     """Trains an adapter and writes it to `output`; returns what run.json holds.
 
     Args:
+        model: a loaded one, or what `load` takes; may be given by name too.
         callback: called after every step with a StepResult.
         progress: called with the name of each tensor that is loaded.
         options: those of `wgpu-lora finetune`, with underscores; `recipe` names a TOML file of them.
@@ -51,7 +54,11 @@ def finetune(
     Raises:
         UserError: an option is unknown or out of range, or something about the model, the data or the device is wrong.
     """
-    given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+    named = options.pop("model", None)
+    if model is not None and named is not None:
+        raise UserError("finetune() was given two models: name one of them.")
+    model = named if model is None else model
+    given = {name: _plain(name, value) for name, value in options.items()}
     recipe = given.pop("recipe", None)
     if isinstance(model, LoadedModel):
         for name, fixed in (("model", model.name), ("base_dtype", model.decoder.base_dtype)):
@@ -61,6 +68,15 @@ def finetune(
     if model is not None:
         given["model"] = str(model)
     return prepare_job(gather(given, recipe, "finetune()")[0]).train(callback, progress)
+
+
+def _plain(name: str, value: Any) -> Any:
+    """An option as the command line has it."""
+    if isinstance(value, Path) or (name == "device" and isinstance(value, int) and not isinstance(value, bool)):
+        return str(value)
+    if isinstance(value, str) and not value.strip():
+        raise UserError(f"finetune(): '{name}' is empty: give it a value, or leave it out.")
+    return value
 
 
 @dataclass(frozen=True)
@@ -109,6 +125,12 @@ def answer(
     Raises:
         UserError: there is no tokenizer, a prompt is too long, the adapter does not fit, or a value is out of range.
     """
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        raise UserError(f"The prompts must be a list of texts, not {prompts!r:.100}.")
+    for prompt in prompts:
+        check_text("prompt", prompt)
+    if not prompts:
+        return []
     opened = model if isinstance(model, LoadedModel) else load(model)
     tokenizer = _tokenizer(opened)
     ids = [chat_prompt(tokenizer, prompt, system) for prompt in prompts]
@@ -153,21 +175,37 @@ def evaluate(
     *,
     adapter: str | Path | None = None,
     max_length: int = 1024,
+    on_overflow: str = "truncate",
     completion_only_loss: bool = True,
+    enable_thinking: bool | None = None,
     progress: Progress = lambda name: None,
 ) -> Evaluation:
     """Loss and perplexity of a JSONL file (of a folder's valid.jsonl, where it has one), with an adapter or without.
 
+    Args:
+        max_length: tokens of a row at most; longer ones are cut or, where `on_overflow` is drop, left out.
+        enable_thinking: passed to the chat template where it is not None.
+
     Raises:
-        UserError: the data cannot be read or have nothing to predict, or the adapter does not fit.
+        UserError: a value is out of range, the data cannot be read or have nothing to predict, or the adapter does not
+            fit.
     """
+    if on_overflow not in OVERFLOW:
+        raise UserError(f"--on-overflow must be one of {', '.join(OVERFLOW)}, not {on_overflow}.")
+    if max_length < 2:
+        raise UserError(f"--max-length must be at least 2, not {max_length}.")
     opened = model if isinstance(model, LoadedModel) else load(model)
+    limit = opened.config.max_position_embeddings
+    if max_length > limit:
+        raise UserError(f"--max-length {max_length} is more than this model's {limit} positions: lower it to {limit}.")
     train, valid = resolve_data(Path(data))
     prepared = prepare(
         valid or train,
         opened.tokenizer,
         max_length=max_length,
         completion_only_loss=completion_only_loss,
+        on_overflow="drop" if on_overflow == "drop" else "truncate",
+        chat_template_kwargs={} if enable_thinking is None else {"enable_thinking": enable_thinking},
         vocab_size=opened.config.vocab_size,
     )
     with _adapter(opened, adapter) as adapters:

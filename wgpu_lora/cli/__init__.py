@@ -15,7 +15,7 @@ from wgpu_lora.cli.evaluate import evaluate
 from wgpu_lora.cli.finetune import finetune
 from wgpu_lora.cli.generate import generate
 from wgpu_lora.cli.info import info
-from wgpu_lora.cli.options import GroupedHelp, training_options
+from wgpu_lora.cli.options import Command, GroupedHelp, training_options
 from wgpu_lora.cli.plan import plan
 from wgpu_lora.errors import UserError
 
@@ -55,12 +55,12 @@ def _root(
         typer.echo(ctx.get_help())
 
 
-app.command()(info)
+app.command(cls=Command)(info)
 app.command(cls=GroupedHelp)(training_options(finetune))
 app.command(cls=GroupedHelp)(training_options(plan))
-app.command()(generate)
-app.command()(evaluate)
-app.command()(demo)
+app.command(cls=Command)(generate)
+app.command(cls=Command)(evaluate)
+app.command(cls=Command)(demo)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

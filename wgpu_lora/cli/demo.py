@@ -9,6 +9,7 @@ import typer
 from wgpu_lora.cli.console import Bar, console, line
 from wgpu_lora.cli.finetune import Watcher, describe, report
 from wgpu_lora.cli.options import Device
+from wgpu_lora.errors import UserError
 
 
 def demo(
@@ -21,6 +22,10 @@ def demo(
 
     It answers held-out requests before and after; unit checks decide which answers are right.
     """
+    if max_steps is not None and max_steps < 1:
+        raise UserError(f"--max-steps must be greater than 0, not {max_steps}.")
+    if show < 0:
+        raise UserError(f"--show must be 0 or more, not {show}.")
     from wgpu_lora.demo.compare import Comparison
 
     changes = {} if max_steps is None else {"max_steps": max_steps}

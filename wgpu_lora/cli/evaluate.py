@@ -15,8 +15,10 @@ def evaluate(
     data: Annotated[str, typer.Option(help="JSONL file, or a folder with valid.jsonl or train.jsonl.")],
     model: Model = None,
     adapter: Adapter = None,
-    max_length: Annotated[int, typer.Option(help="Tokens of a row at most; longer ones are cut.")] = 1024,
+    max_length: Annotated[int, typer.Option(help="Tokens of a row at most.")] = 1024,
+    on_overflow: Annotated[str, typer.Option(help="What happens to longer rows: truncate or drop.")] = "truncate",
     completion_only_loss: Annotated[bool, typer.Option(help="Count answers only.")] = True,
+    enable_thinking: Annotated[bool | None, typer.Option(help="Passed to the chat template.")] = None,
     device: Device = None,
     base_dtype: BaseDtype = "nf4",
     as_json: Json = False,
@@ -33,7 +35,9 @@ def evaluate(
             data,
             adapter=adapter,
             max_length=max_length,
+            on_overflow=on_overflow,
             completion_only_loss=completion_only_loss,
+            enable_thinking=enable_thinking,
             progress=lambda name: bar.advance(),
         )
     if as_json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.cli.console import Bar, line
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from wgpu_lora.train.finetune import Job
     from wgpu_lora.train.trainer import StepResult
 
+SMOOTHED = 10  # steps whose speed is shown
 EXIT_CODES = {"non-finite": 1, "interrupt": 130}
 
 
@@ -62,8 +63,8 @@ class Watcher:
         self._loading = Bar("loading", len(job.session.model.checkpoint.names()))
         self._training = Bar("training", None)
         self._quiet = not sys.stderr.isatty()
-        self._begin = time.perf_counter()
-        self._tokens = 0
+        self._tokens: int | None = None  # up to the step before
+        self._recent: deque[tuple[int, float]] = deque(maxlen=SMOOTHED)  # tokens and seconds of the last steps
 
     def __enter__(self) -> Watcher:
         return self
@@ -77,16 +78,20 @@ class Watcher:
 
     def step(self, result: StepResult) -> None:
         self._loading.close()
-        now = time.perf_counter()
-        speed = max(0, result.tokens - self._tokens) / (now - self._begin) if self._tokens else 0.0
-        text = f"loss {result.loss:.4f}  lr {result.learning_rate:.2e}  {speed:,.0f} tokens/s"
+        text = f"loss {result.loss:.4f}  lr {result.learning_rate:.2e}"
+        if self._tokens is not None:  # the first step compiles, so its time says nothing
+            self._recent.append((result.tokens - self._tokens, result.seconds))
+            text += f"  {self._speed():,.0f} tokens/s"
+        self._tokens = result.tokens
         if result.eval_loss is not None:
             text += f"  held-out {result.eval_loss:.4f}"
         self._training.advance(text, result.step, result.total_steps or None)
         due = result.step % self._every == 0 or result.step == result.total_steps or result.eval_loss is not None
         if due and self._quiet:
             line("step", f"{result.step}/{result.total_steps}  epoch {result.epoch:.2f}  {text}")
-        self._begin, self._tokens = now, result.tokens
+
+    def _speed(self) -> float:
+        return sum(tokens for tokens, _ in self._recent) / max(sum(seconds for _, seconds in self._recent), 1e-9)
 
 
 def report(facts: dict[str, Any], output: str) -> int:

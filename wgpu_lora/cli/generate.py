@@ -28,13 +28,13 @@ def generate(
 ) -> int:
     """Answer a prompt, with or without an adapter."""
     if prompt is None:
-        if sys.stdin.isatty():
-            raise UserError("--prompt is missing: say what to ask, or pipe it in.")
-        prompt = sys.stdin.read().strip()
+        prompt = _piped()
     if not prompt:
         raise UserError("The prompt is empty: say what to ask.")
     from wgpu_lora.api import answer, base_of, load
+    from wgpu_lora.infer.prompt import check_text
 
+    check_text("prompt", prompt)  # before anything is opened
     base = base_of(adapter) if adapter else None
     opened = load(model or base or "demo", device=device, base_dtype=base_dtype)
     with Bar("loading", len(opened.checkpoint.names())) as bar:
@@ -61,3 +61,12 @@ def generate(
     else:
         print(flush=True)
     return 0
+
+
+def _piped() -> str:
+    if sys.stdin is None or sys.stdin.isatty():
+        raise UserError("--prompt is missing: say what to ask, or pipe it in.")
+    try:
+        return sys.stdin.read().strip()
+    except UnicodeDecodeError:
+        raise UserError("The prompt is not valid UTF-8: write its characters out, or save it as UTF-8.") from None

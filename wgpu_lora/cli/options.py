@@ -10,10 +10,12 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from wgpu_lora.errors import UserError
 from wgpu_lora.train.arguments import PANELS, TrainingArguments, flag, gather
 
 KINDS = {"str": str, "int": int, "float": float, "bool": bool}
 RECIPE = "Flat TOML file of these options, or the name of a bundled recipe; options given here win over it."
+MAY_BE_EMPTY = {"prompt", "system"}  # an empty prompt has a message of its own, an empty system message is one
 # Options that several commands have.
 Model = Annotated[str | None, typer.Option(help="Model directory, hub id, or 'demo' (the default).")]
 Adapter = Annotated[str | None, typer.Option(help="PEFT adapter directory; without it, the base model answers.")]
@@ -24,7 +26,17 @@ BaseDtype = Annotated[str, typer.Option(help="How the frozen weights are kept: n
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
 
-class GroupedHelp(TyperCommand):
+class Command(TyperCommand):
+    """A command that takes an empty value for a mistake, such as a shell's unset variable leaves."""
+
+    def invoke(self, ctx: Any) -> Any:
+        for name, value in ctx.params.items():
+            if isinstance(value, str) and not value.strip() and name not in MAY_BE_EMPTY:
+                raise UserError(f"{flag(name)} is empty: give it a value, or leave it out.")
+        return super().invoke(ctx)
+
+
+class GroupedHelp(Command):
     """A command whose help lists its options under headings, one column, nothing cut off on a narrow terminal."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

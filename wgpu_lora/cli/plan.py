@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from wgpu_lora.cli.console import console, line, print_json
 from wgpu_lora.cli.options import Json
 from wgpu_lora.train.arguments import TrainingArguments
@@ -13,12 +15,13 @@ def plan(args: TrainingArguments, note: str | None, as_json: Json = False) -> in
     The options are those of 'finetune'. Nothing is allocated.
     """
     from wgpu_lora.train.finetune import prepare_job
-    from wgpu_lora.train.memory import available_bytes, readable
+    from wgpu_lora.train.memory import NO_WAY, available_bytes, readable, ways_to_fit
 
     job = prepare_job(args)
     session, memory = job.session, job.session.memory()
     available = available_bytes(session.device, args.budget())
     fits = available is None or memory.peak <= available
+    ways = [] if available is None or fits else ways_to_fit(available, args, job.replan)
     buckets = sorted(session.steps)
     steps = job.run.stream.total_steps()
     if as_json:
@@ -30,6 +33,7 @@ def plan(args: TrainingArguments, note: str | None, as_json: Json = False) -> in
                 "peak": memory.peak,
                 "available": available,
                 "fits": fits,
+                "ways": [asdict(way) for way in ways],
                 "buckets": [
                     {"tokens": tokens, "activations": session.steps[tokens][1].plan().nbytes} for tokens in buckets
                 ],
@@ -52,6 +56,9 @@ def plan(args: TrainingArguments, note: str | None, as_json: Json = False) -> in
     for tokens in buckets:
         line("batch", f"of up to {tokens:,} tokens: {readable(session.steps[tokens][1].plan().nbytes)} of activations")
     known = "unknown" if available is None else f"{readable(available)} ({available:,} bytes)"
-    line("available", f"{known}: {'it fits' if fits else 'it does not fit'}" if available is not None else known)
+    verdict = "" if available is None else ": it fits" if fits else ": it does not fit"
+    line("available", f"{known}{verdict}{'' if fits or ways else f'; {NO_WAY}'}")
+    for way in ways:
+        line("would fit", f"with {way.options}: {readable(way.peak)} ({way.peak:,} bytes)")
     line("steps", f"{steps:,}")
     return 0

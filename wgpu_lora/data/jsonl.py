@@ -23,7 +23,8 @@ def resolve_data(path: Path) -> tuple[Path, Path | None]:
             raise UserError(f"The folder {path} has no train.jsonl; name the file itself or rename it to that.")
         return train, valid if valid.is_file() else None
     if not path.is_file():
-        raise UserError(f"There is no data at {path}; give a .jsonl file or a folder with a train.jsonl.")
+        wrong = f"{path} is not a regular file" if path.exists() else f"There is no data at {path}"
+        raise UserError(f"{wrong}; give a .jsonl file or a folder with a train.jsonl.")
     return path, None
 
 

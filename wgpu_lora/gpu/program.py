@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import Grid, Kernel, Tiles
 from wgpu_lora.gpu.plan import ArenaPlan, plan_arenas
@@ -66,7 +67,10 @@ class Program:
             tiles = dict(kernel.variants(self.device.subgroup_size)[0])
         groups = kernel.groups(constants, tiles)
         if max(groups) > 65535:
-            raise ValueError(f"{kernel.name}: a grid of {groups} is larger than WebGPU allows")
+            raise UserError(
+                f"{kernel.name} would need a grid of {groups}, more than WebGPU's 65535: lower "
+                "--per-device-train-batch-size or --max-length."
+            )
         tensors = tuple(t for t in args if t is not None)
         self.dispatches.append(Dispatch(kernel, tensors, present, constants, tiles, groups))
 

@@ -50,10 +50,11 @@ def adamw(
     used = slot != NO_SLOT
     slot = np.where(used, slot, 0)
     lr, beta1, beta2, eps, decay, c1, c2 = hyper.reshape(-1, HYPER_FIELDS)[slot, :7].T
+    rest1, rest2 = hyper.reshape(-1, HYPER_FIELDS)[slot, 9:11].T
     _, factor, fine, _ = report.reshape(-1, 4)[slot].T
     go = used & (fine != 0)
     g = grads * factor
-    m = np.where(go, beta1 * first_moment + (1 - beta1) * g, first_moment)
-    v = np.where(go, beta2 * second_moment + (1 - beta2) * g**2, second_moment)
+    m = np.where(go, beta1 * first_moment + rest1 * g, first_moment)
+    v = np.where(go, beta2 * second_moment + rest2 * g**2, second_moment)
     step = params * (1 - lr * decay) - lr * (m / c1) / (np.sqrt(v / c2) + eps)
     return np.where(go, step, params), np.where(used, 0, grads), m, v

@@ -20,6 +20,8 @@ OVERFLOW = ("truncate", "drop")
 # What may differ between a run and its resumption: it changes what is written, not what is trained.
 FREE_ON_RESUME = {
     "output",
+    "data",  # what they hold is compared by digest
+    "model",
     "resume",
     "device",
     "memory_budget",
@@ -45,7 +47,11 @@ class TrainingArguments:
     """Names and meanings are those of TRL, PEFT and transformers wherever they have them."""
 
     data: str | None = option(None, FILES, "JSONL file, or a folder with train.jsonl and perhaps valid.jsonl.")
-    output: str = option("output", FILES, "Directory for the adapter, log, card and checkpoints.")
+    output: str = option(
+        "output",
+        FILES,
+        "Directory for the adapter, log, card and checkpoints.",
+    )
     model: str | None = option(None, FILES, "Model directory, hub id, or 'demo'.")
     eval_data: str | None = option(
         None, FILES, "Held-out JSONL file: its loss is logged, and best/ keeps the best adapter."
@@ -123,6 +129,9 @@ class TrainingArguments:
         choices = {"lr_scheduler_type": SCHEDULERS, "base_dtype": BASE_DTYPES, "on_overflow": OVERFLOW}
         for name, allowed in choices.items():
             self._require(getattr(self, name) in allowed, name, f"must be one of {', '.join(allowed)}")
+        self._require(self.max_steps == -1 or self.max_steps > 0, "max_steps", "must be greater than 0")
+        self._require(self.seed < 2**32, "seed", "must be less than 2^32")
+        self._require(self.num_train_epochs <= 1000, "num_train_epochs", "must be at most 1000 (use --max-steps)")
         self.modules()
         self.budget()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.atomic import replace_directory
@@ -70,7 +70,7 @@ def save_checkpoint(
         for kind, pages in (("first_moment", optimizer.first_moment), ("second_moment", optimizer.second_moment)):
             for (layer, module), pair in adapters.read(device, slot, pages).items():
                 moments |= {f"{layer}.{module}.{which}.{kind}": m for which, m in zip("AB", pair, strict=True)}
-        save_file(moments, temporary / OPTIMIZER)
+        (temporary / OPTIMIZER).write_bytes(save(moments))
         (temporary / STATE).write_text(json.dumps({"state": asdict(state), **facts}, indent=1))
         replace_directory(temporary, final)
     except BaseException:

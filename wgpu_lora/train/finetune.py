@@ -46,6 +46,7 @@ class Job:
         run, device = self.run, self.session.device
         self.check_memory()
         lock = FileLock(run.directory / LOCK)
+        made = not run.directory.exists()
         try:
             run.directory.mkdir(parents=True, exist_ok=True)
             lock.acquire(timeout=0)
@@ -63,9 +64,10 @@ class Job:
         finally:
             self.session.close()
             lock.release()
-            with suppress(OSError):
-                (run.directory / LOCK).unlink(missing_ok=True)
-                run.directory.rmdir()  # only where the run ended before it left anything
+            if made and {p.name for p in run.directory.iterdir()} <= {LOCK}:
+                with suppress(OSError):  # the run ended before it left anything
+                    (run.directory / LOCK).unlink(missing_ok=True)
+                    run.directory.rmdir()
 
     def _train(self, callback: Callback) -> dict[str, Any]:
         run = self.run
@@ -107,9 +109,9 @@ def prepare_job(args: TrainingArguments, model: LoadedModel | None = None) -> Jo
     heldout_file = Path(args.eval_data) if args.eval_data else valid_file
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
     _check_length(args, model)
+    args, adapter, initial = adapter_of(args, model.config)
     stream = DataStream(_prepare(args, model, train_file), args)
     heldout = _prepare(args, model, heldout_file) if heldout_file else None
-    adapter, initial = adapter_of(args, model.config)
     spec = spec_of(adapter, initial)
 
     def replan(changes: Mapping[str, Any]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import psutil  # type: ignore[import-untyped]
@@ -14,7 +15,17 @@ if TYPE_CHECKING:
     from wgpu_lora.train.arguments import TrainingArguments
 
 SHARE = 0.9  # of the system's free memory; the rest is for the driver, the host and everyone else
+NO_WAY = "lower --max-length or --lora-r, or choose a smaller model"
 Replan = Callable[[Mapping[str, Any]], int]  # changed options -> the peak they would give, in bytes
+Fitting = Callable[[Mapping[str, Any]], int | None]  # the same, but None where that does not fit
+
+
+@dataclass(frozen=True)
+class Way:
+    """Options that make a run fit, and its peak with them, in bytes."""
+
+    options: str
+    peak: int
 
 
 def available_bytes(device: Device, budget: int | None = None) -> int | None:
@@ -34,46 +45,56 @@ def check_memory(peak: int, available: int | None, args: TrainingArguments, repl
         return
     need = f"This run needs {readable(peak)} ({peak:,} bytes) of device memory, but {readable(available)} "
     need += f"({available:,} bytes) are available"
-    found = ways_to_fit(available, args, replan)
-    if found:
-        raise UserError(f"{need}: it would fit with {', or with '.join(found)}.")
-    raise UserError(f"{need}: lower --max-length or --lora-r, or choose a smaller model.")
+    found = [way.options for way in ways_to_fit(available, args, replan)]
+    advice = f"it would fit with {', or with '.join(found)}" if found else NO_WAY
+    raise UserError(f"{need}: {advice}.")
 
 
-def ways_to_fit(available: int, args: TrainingArguments, replan: Replan) -> list[str]:
+def ways_to_fit(available: int, args: TrainingArguments, replan: Replan) -> list[Way]:
     """Options that make the run fit, each enough by itself; where none is, all of them together."""
+
+    def fitting(changes: Mapping[str, Any]) -> int | None:
+        try:
+            peak = replan(changes)
+        except UserError:  # something in it is larger than the device can bind or dispatch
+            return None
+        return peak if peak <= available else None
+
     single: list[tuple[str, dict[str, Any]]] = []
     if args.base_dtype != "nf4":
         single.append(("--base-dtype nf4", {"base_dtype": "nf4"}))
     if not args.gradient_checkpointing:
         single.append(("--gradient-checkpointing", {"gradient_checkpointing": True}))
-    found = [text for text, changes in single if replan(changes) <= available]
-    rows = _largest_batch(available, args, replan, {})
-    if rows:
-        found.append(f"--per-device-train-batch-size {rows}")
+    tried = [_way(text, fitting(changes)) for text, changes in single]
+    found = [way for way in [*tried, _largest_batch(args, fitting, "", {})] if way]
     if found or not single:
         return found
-    everything = {name: value for _, changes in single for name, value in changes.items()}
     text = " ".join(text for text, _ in single)
-    if replan(everything) <= available:
-        return [text]
-    rows = _largest_batch(available, args, replan, everything)
-    return [f"{text} --per-device-train-batch-size {rows}"] if rows else []
+    everything = {name: value for _, changes in single for name, value in changes.items()}
+    together = _way(text, fitting(everything)) if len(single) > 1 else None
+    together = together or _largest_batch(args, fitting, f"{text} ", everything)
+    return [together] if together else []
 
 
-def _largest_batch(available: int, args: TrainingArguments, replan: Replan, changes: Mapping[str, Any]) -> int:
-    """The most rows a batch that fit, fewer than now; 0 where not even one does."""
-    fits, too_many = 0, args.per_device_train_batch_size
-    if too_many == 1 or replan({**changes, "per_device_train_batch_size": 1}) > available:
-        return 0
-    fits = 1
+def _way(options: str, peak: int | None) -> Way | None:
+    return None if peak is None else Way(options, peak)
+
+
+def _largest_batch(args: TrainingArguments, fitting: Fitting, before: str, changes: Mapping[str, Any]) -> Way | None:
+    """The most rows a batch that fit, fewer than now, after other options; None where not even one does."""
+    found, fits, too_many = None, 0, args.per_device_train_batch_size
+    middle = 1
     while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        if replan({**changes, "per_device_train_batch_size": middle}) <= available:
-            fits = middle
-        else:
+        peak = fitting({**changes, "per_device_train_batch_size": middle})
+        if peak is None:
+            if not found:
+                return None
             too_many = middle
-    return fits
+        else:
+            found = Way(f"{before}--per-device-train-batch-size {middle}", peak)
+            fits = middle
+        middle = (fits + too_many) // 2
+    return found
 
 
 def readable(nbytes: int) -> str:

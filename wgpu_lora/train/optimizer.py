@@ -97,7 +97,7 @@ class Optimizer:
                 continue
             s = settings
             corrections = (1 - s.adam_beta1**step, 1 - s.adam_beta2**step)
-            hyper[slot, :9] = (
+            hyper[slot, :11] = (
                 rate,
                 s.adam_beta1,
                 s.adam_beta2,
@@ -106,6 +106,8 @@ class Optimizer:
                 *corrections,
                 s.max_grad_norm,
                 1.0,
+                1 - s.adam_beta1,
+                1 - s.adam_beta2,
             )
         device.write(self.hyper.storage.buffer, hyper)
         self.program.run()

@@ -14,7 +14,7 @@ from wgpu_lora.formats.atomic import write_bytes_atomic
 from wgpu_lora.gpu.device import Device
 
 LOG, RUN, CARD = "log.jsonl", "run.json", "README.md"
-PACKAGES = ("wgpu-lora", "wgpu", "numpy", "safetensors", "tokenizers")
+PACKAGES = ("wgpu-lora", "wgpu", "numpy", "safetensors", "tokenizers", "jinja2")
 
 
 class Log:
@@ -65,6 +65,12 @@ def environment(device: Device) -> dict[str, Any]:
 def file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def adapter_digest(directory: str) -> str | None:
+    """The digest of an adapter's weights, None where they are gone by now."""
+    path = Path(directory) / "adapter_model.safetensors"
+    return file_digest(path) if path.is_file() else None
 
 
 def write_run(directory: Path, facts: dict[str, Any]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,18 @@ import numpy as np
 from wgpu_lora.data import Prepared
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft import AdapterConfig, read_adapter, write_adapter
-from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.config import LINEAR_PATHS, ModelConfig
 from wgpu_lora.models.lora import Matrices, Module, SlotSpec
 from wgpu_lora.train import checkpoint, output
-from wgpu_lora.train.arguments import FREE_ON_RESUME, TrainingArguments
+from wgpu_lora.train.arguments import FREE_ON_RESUME, TrainingArguments, flag
 from wgpu_lora.train.checkpoint import RunState, adapter_tensors
 from wgpu_lora.train.output import Log
 from wgpu_lora.train.schedule import learning_rate, warmup_steps
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.stream import DataStream
 
-BEST = "best"
+UNTIMED_STEPS = 100
+BEST, CHECKPOINTS = "best", "checkpoints"
 
 
 @dataclass
@@ -46,12 +48,12 @@ class AdapterRun:
 
     @property
     def checkpoints(self) -> Path:
-        return self.directory / "checkpoints"
+        return self.directory / CHECKPOINTS
 
     def identity(self) -> dict[str, Any]:
         """What a resumed run must share with the one it continues."""
         options = {k: v for k, v in self.args.as_dict().items() if k not in FREE_ON_RESUME and k != "init_adapter"}
-        return {"options": options, "data": self.stream.prepared.digest, "base": self.base_digest}
+        return {"options": options, "data": self.stream.rows_digest(), "base": self.base_digest}
 
     # -- beginning -------------------------------------------------------------------------------------------------
 
@@ -70,8 +72,8 @@ class AdapterRun:
             raise UserError(f"The output directory {directory} cannot be written: choose another --output.")
         if self.args.resume:
             self._find_checkpoint()
-        elif any(
-            (directory / name).exists() for name in (output.RUN, output.LOG, "checkpoints", "adapter_config.json")
+        elif checkpoint.found(self.checkpoints) or any(
+            (directory / name).exists() for name in (output.RUN, "adapter_config.json")
         ):
             raise UserError(
                 f"The output directory {directory} already holds a run: choose another --output, or continue it with "
@@ -104,6 +106,8 @@ class AdapterRun:
         else:
             self.place_initial(session)
             self.state.total_steps = self.stream.total_steps()
+            if self.args.target_seconds:  # a guess, until the steps have been timed
+                self.state.total_steps = max(self.state.total_steps, UNTIMED_STEPS)
         self.log = Log(self.directory / output.LOG, self.state.step)
 
     def place_initial(self, session: Session) -> None:
@@ -118,6 +122,9 @@ class AdapterRun:
         return learning_rate(self.args.lr_scheduler_type, self.args.learning_rate, self.state.step, total, warmup)
 
     def save(self, session: Session) -> Path:
+        done = self.checkpoints / f"step-{self.state.step}"
+        if (done / checkpoint.STATE).is_file():
+            return done  # saved, or resumed from, at this very step
         facts = {"identity": self.identity()}
         keep = self.args.save_total_limit
         return checkpoint.save_checkpoint(self.checkpoints, session, self.slot, self.adapter, self.state, facts, keep)
@@ -127,10 +134,12 @@ class AdapterRun:
         write_adapter(directory, adapter_tensors(matrices, self.adapter), self.adapter)
 
     def measure_heldout(self, session: Session) -> float | None:
-        """The held-out loss; a new best one keeps the adapter in best/."""
+        """The held-out loss, or None without one that is finite; a new best one keeps the adapter in best/."""
         if not self.heldout or not session.evaluator:
             return None
         loss, _ = session.evaluator.loss(self.heldout.rows, self.slot)
+        if not math.isfinite(loss):
+            return None
         self.state.last_eval_loss = loss
         if self.state.best_eval_loss is None or loss < self.state.best_eval_loss:
             self.state.best_eval_loss = loss
@@ -150,6 +159,7 @@ class AdapterRun:
             "data": {"path": str(prepared.path), "digest": prepared.digest, "summary": prepared.summary()},
             "eval_data": self.heldout and {"path": str(self.heldout.path), "digest": self.heldout.digest},
             "base_digest": self.base_digest,
+            "init_adapter_sha256": self.args.init_adapter and output.adapter_digest(self.args.init_adapter),
             "adapter_sha256": output.file_digest(self.directory / "adapter_model.safetensors"),
             "trainable_parameters": session.adapters.trainable(self.slot, session.model.config),
             "memory": {"groups": plan.groups, "peak": plan.peak, "peak_allocated": session.device.peak_allocated},
@@ -160,18 +170,28 @@ class AdapterRun:
         return facts
 
 
-def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[AdapterConfig, Matrices]:
-    """The adapter's configuration and initial matrices: --init-adapter's, else A random and B zero, as in PEFT."""
+def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingArguments, AdapterConfig, Matrices]:
+    """The adapter's configuration and initial matrices, and the options as they then are.
+
+    They are those of the checkpoint that is resumed, else of --init-adapter; else A is random and B zero, as in PEFT.
+
+    Raises:
+        UserError: the adapter does not fit the model, or an option contradicts it.
+    """
     shapes = config.linear_shapes()
-    if args.init_adapter:
-        loaded, matrices = read_adapter(args.init_adapter)
+    before = checkpoint.found(Path(args.output) / CHECKPOINTS) if args.resume else []
+    source = before[-1][1] if before else args.init_adapter
+    if source:
+        loaded, matrices = read_adapter(source)
         for (layer, module), (a, b) in matrices.items():
             fits = layer < config.num_hidden_layers and (b.shape[0], a.shape[1]) == shapes[module]
             if not fits:
                 raise UserError(
-                    f"The adapter {args.init_adapter} does not fit this model: layer {layer} {module} differs in shape."
+                    f"The adapter {source} does not fit this model: layer {layer} {module} differs in shape."
                 )
-        return loaded, matrices
+        args = _as_loaded(args, loaded, matrices, str(source))
+        base = args.model or "demo"
+        return args, replace(loaded, lora_dropout=args.lora_dropout, base_model_name_or_path=base), matrices
     modules = [(i, m) for i in range(config.num_hidden_layers) for m in args.modules()]
     adapter = AdapterConfig(
         r=args.lora_r,
@@ -181,9 +201,30 @@ def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[AdapterCon
         target_modules=args.modules(),
         base_model_name_or_path=args.model or "demo",
     )
-    return adapter, {
+    matrices = {
         key: initial_matrices(args.seed, number, shapes[key[1]], args.lora_r) for number, key in enumerate(modules)
     }
+    return args, adapter, matrices
+
+
+def _as_loaded(args: TrainingArguments, loaded: AdapterConfig, matrices: Matrices, source: str) -> TrainingArguments:
+    """The options with the adapter's own rank, alpha and targets, where they were left at their defaults."""
+    present = {module for _, module in matrices}
+    names = tuple(name for name in LINEAR_PATHS if name in present)
+    targets = "all-linear" if len(names) == len(LINEAR_PATHS) else ",".join(names)
+    has: dict[str, Any] = {
+        "lora_r": loaded.r,
+        "lora_alpha": loaded.lora_alpha,
+        "use_rslora": loaded.use_rslora,
+        "target_modules": targets,
+    }
+    default = TrainingArguments()
+    for name, value in has.items():
+        given = getattr(args, name)
+        same = set(args.modules()) == present if name == "target_modules" else given == value
+        if not same and given != getattr(default, name):
+            raise UserError(f"{flag(name)} {given} contradicts the adapter {source}, which has {value}: leave it out.")
+    return replace(args, **has)
 
 
 def initial_matrices(seed: int, number: int, shape: tuple[int, int], rank: int) -> tuple[np.ndarray, np.ndarray]:

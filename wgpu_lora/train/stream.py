@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -84,6 +85,14 @@ class DataStream:
         draws[:, 2] = int(p * 2**32)
         draws[:, 3] = np.float32(1 / (1 - p)).view(np.uint32)
         return draws
+
+    def rows_digest(self) -> str:
+        """SHA-256 of the rows as they are trained on: of the data, the tokenizer and the chat template at once."""
+        digest = hashlib.sha256()
+        for row in self.prepared.rows:
+            digest.update(np.array([row.index, len(row.input_ids)], np.int64).tobytes())
+            digest.update(row.input_ids.tobytes() + row.labels.tobytes())
+        return digest.hexdigest()
 
     # -- shapes ----------------------------------------------------------------------------------------------------
 

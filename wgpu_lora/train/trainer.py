@@ -20,7 +20,7 @@ CALIBRATION_STEPS = 3  # timed after one that pays for compilation
 STOP_TEXT = {
     "epochs": "all epochs are done",
     "max steps": "the step limit is reached",
-    "target seconds": "the time is up",
+    "target seconds": "the time budget is used",
     "interrupt": "interrupted; continue with --resume",
     "non-finite": "the loss or the gradient is not finite; no update was applied, and the adapter is that of the step "
     "before",
@@ -38,6 +38,7 @@ class StepResult:
     learning_rate: float
     grad_norm: float
     tokens: int
+    seconds: float  # of the step alone, held-out loss excluded
     eval_loss: float | None
 
 
@@ -53,6 +54,8 @@ class Trainer:
     callback: Callback = lambda result: None
     _stop: threading.Event = field(default_factory=threading.Event)
     _durations: list[float] = field(default_factory=list)
+    _last_epoch: float = 0.0
+    _last_line: dict[str, Any] = field(default_factory=dict)
 
     def train(self) -> dict[str, Any]:
         """Runs to the end and writes everything; returns run.json's contents.
@@ -60,11 +63,13 @@ class Trainer:
         Raises:
             UserError: the checkpoint to resume is damaged. OSError: the disk refused; earlier checkpoints are whole.
         """
-        with self._signals():
+        with self._signals():  # to the end: a second Ctrl-C must not cost the saving
             reason = self._loop()
-        if reason != "non-finite" or self.run.state.step:
-            self.run.save(self.session)
-        return self.run.finish(self.session, reason)
+            if reason == "target seconds":
+                self._close()
+            if self.run.state.step:
+                self.run.save(self.session)
+            return self.run.finish(self.session, reason)
 
     def _loop(self) -> str:
         run, state = self.run, self.run.state
@@ -78,11 +83,11 @@ class Trainer:
                 return "non-finite"
             trained = time.perf_counter() - begin
             if self._heldout_due(step):
-                line["eval_loss"] = run.measure_heldout(self.session)
+                line |= self._heldout()
             state.seconds += time.perf_counter() - begin
             state.pending_seconds += trained  # tokens/s are of training alone
             self._calibrate(trained)
-            self._log(step, line)
+            self._log(step, line, trained)
             save_steps = run.args.save_steps
             if save_steps and state.step % save_steps == 0 and state.step < state.total_steps:
                 run.save(self.session)
@@ -92,11 +97,13 @@ class Trainer:
         args, state = self.run.args, self.run.state
         if self._stop.is_set():
             return "interrupt"
-        if args.target_seconds and state.seconds >= args.target_seconds:
-            return "target seconds"
-        if state.step >= state.total_steps:
-            return "target seconds" if args.target_seconds else "max steps" if args.max_steps > 0 else "epochs"
-        return None
+        if 0 < args.max_steps <= state.step:
+            return "max steps"
+        if args.target_seconds:
+            # Until the budget is fixed, the number of steps says nothing.
+            used = state.calibrated and state.step >= state.total_steps
+            return "target seconds" if used or state.seconds >= args.target_seconds else None
+        return "epochs" if state.step >= state.total_steps else None
 
     def _take(self, step: Step) -> dict[str, Any] | None:
         """One optimizer step; None where it was not finite, and then nothing was updated."""
@@ -136,10 +143,21 @@ class Trainer:
         self._durations.append(elapsed)
         if len(self._durations) > CALIBRATION_STEPS:
             typical = statistics.median(self._durations[1:])
-            state.total_steps = state.step + max(0, int((target - state.seconds) / typical))
+            total = state.step + max(0, int((target - state.seconds) / typical))
+            state.total_steps = min(total, self.run.args.max_steps) if self.run.args.max_steps > 0 else total
             state.calibrated = True
 
-    def _log(self, step: Step, line: dict[str, Any]) -> None:
+    def _heldout(self) -> dict[str, Any]:
+        loss = self.run.measure_heldout(self.session)
+        return {} if loss is None else {"eval_loss": loss}
+
+    def _close(self) -> None:
+        """The last log line and held-out loss of a run whose last step was not known to be the last."""
+        state = self.run.state
+        if state.pending:
+            self._write(self._last_epoch, self._last_line | self._heldout())
+
+    def _log(self, step: Step, line: dict[str, Any], seconds: float) -> None:
         run, state = self.run, self.run.state
         steps = len(run.stream.epoch(step.epoch))
         epoch = round(step.epoch + (step.index + 1) / steps, 4)
@@ -151,12 +169,17 @@ class Trainer:
             line["learning_rate"],
             line["grad_norm"],
             state.tokens,
+            seconds,
             line.get("eval_loss"),
         )
         self.callback(result)
+        self._last_epoch, self._last_line = epoch, line
         last = state.step >= state.total_steps
-        if state.step % run.args.logging_steps and not last and "eval_loss" not in line:
-            return
+        if state.step % run.args.logging_steps == 0 or last or "eval_loss" in line:
+            self._write(epoch, line)
+
+    def _write(self, epoch: float, line: dict[str, Any]) -> None:
+        state = self.run.state
         entry = {
             "step": state.step,
             "epoch": epoch,
@@ -166,7 +189,7 @@ class Trainer:
             "tokens_per_second": round(state.pending_tokens / max(state.pending_seconds, 1e-9), 2),
             "seconds": round(state.seconds, 4),
         }
-        run.log.write(entry)
+        self.run.log.write(entry)
         state.pending, state.pending_tokens, state.pending_seconds = [], 0, 0.0
 
     def stop(self) -> None:
