@@ -47,7 +47,7 @@ def matmul_gflops(device: Device, kernel: Kernel, tiles: dict[str, int] | None =
     else:
         arrays["b"] = rng.standard_normal((n, k), np.float32)
     single = SingleKernel(device, kernel, arrays, {"m": m, "n": n, "k": k}, tiles, repeat=4)
-    seconds = single.seconds(7)
+    seconds = single.seconds(5)
     single.free()
     return 2 * m * n * k / seconds / 1e9
 
@@ -62,20 +62,20 @@ def step_shares(device: str | None) -> dict[str, float]:
     run.state.total_steps = 100
     whole, host = [], []
     steps = run.stream.steps()
+    waited = _count_waiting(session.device)
     for count in range(6):
         step = next(steps)
         batch = step.micro_batches[0]
-        begin = time.perf_counter()
+        begin, waited[0] = time.perf_counter(), 0.0
         segments = run.stream.segments(step, batch, 1e-3)
         inputs, program = session.step_for(sum(len(s.input_ids) for s in segments))
         inputs.upload(session.device, segments)
         program.run()
-        submitted = time.perf_counter()
         session.device.wait()
-        ended = time.perf_counter()
+        elapsed = time.perf_counter() - begin
         if count > 1:
-            whole.append(ended - begin)
-            host.append(submitted - begin)
+            whole.append(elapsed)
+            host.append(elapsed - waited[0])
     tokens = inputs.tokens
     return {
         "step_seconds": statistics.median(whole),
@@ -85,27 +85,43 @@ def step_shares(device: str | None) -> dict[str, float]:
     }
 
 
+def _count_waiting(device: Device) -> list[float]:
+    """From now on, the seconds spent waiting for the device, in a list of one."""
+    waited, wait = [0.0], device.wait
+
+    def counted() -> None:
+        begin = time.perf_counter()
+        wait()
+        waited[0] += time.perf_counter() - begin
+
+    device.wait = counted  # type: ignore[method-assign]
+    return waited
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = Device(options.device)
-    result: dict[str, Any] = {
-        "device": device.info.name,
-        "driver": device.info.driver,
-        "subgroup_size": device.subgroup_size,
-        "numpy_gflops": numpy_gflops(),
-        "fma_ceiling_gflops": fma_gflops(device),
-    }
+    result: dict[str, Any] = {}
+
+    def record(name: str, value: Any) -> None:
+        result[name] = value
+        print(f"{name:40} {value:.4g}" if isinstance(value, float) else f"{name:40} {value}", flush=True)
+
+    record("device", device.info.name)
+    record("driver", device.info.driver)
+    record("subgroup_size", device.subgroup_size)
+    record("numpy_gflops", numpy_gflops())
+    record("fma_ceiling_gflops", fma_gflops(device))
     for kernel in (nf4_matmul, nf4_matmul_backward, matmul_nt, matmul_nn):
         for tiles in kernel.variants(device.subgroup_size):
             name = f"{kernel.name} {tiles['rows']}x{tiles['cols']}{'' if tiles['sg'] else ' no subgroups'}"
-            result[name] = matmul_gflops(device, kernel, dict(tiles))
-    result["numpy_gflops_after"] = numpy_gflops()
-    result |= step_shares(options.device)
-    for name, value in result.items():
-        print(f"{name:40} {value:.4g}" if isinstance(value, float) else f"{name:40} {value}")
+            record(name, matmul_gflops(device, kernel, dict(tiles)))
+    record("fma_ceiling_gflops_after", fma_gflops(device))
+    for name, value in step_shares(options.device).items():
+        record(name, value)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 

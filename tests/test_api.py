@@ -51,6 +51,16 @@ def test_generate_without_a_tokenizer():
         wgpu_lora.generate(wgpu_lora.load(QWEN2), "Hello")
 
 
+def test_prompts_must_be_text():
+    for prompt in (None, 5, ["a"], "a\udcff"):
+        with pytest.raises(wgpu_lora.UserError, match=r"The prompt (must be text|is not valid UTF-8)"):
+            wgpu_lora.generate("demo", prompt)
+    for prompts in ("a", None):
+        with pytest.raises(wgpu_lora.UserError, match="The prompts must be a list of texts"):
+            wgpu_lora.answer("demo", prompts)
+    assert wgpu_lora.answer("demo", []) == []
+
+
 @pytest.mark.slow
 def test_generate_with_the_demo():
     model = wgpu_lora.load("demo")
@@ -68,6 +78,37 @@ def test_options_are_checked(tmp_path: Path):
         wgpu_lora.finetune(model, lerning_rate=1)
     with pytest.raises(wgpu_lora.UserError, match="loaded with base_dtype 'nf4'"):
         wgpu_lora.finetune(model, base_dtype="f32")
+
+
+def test_how_the_model_and_the_device_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen = []
+
+    class Reached(Exception):
+        pass
+
+    def stop(args, model=None):
+        seen.append((args.model, args.device, model))
+        raise Reached
+
+    monkeypatch.setattr("wgpu_lora.api.prepare_job", stop)
+    loaded = wgpu_lora.load(QWEN2)
+    for given, options in (
+        (("demo",), {"model": None, "device": 0}),
+        ((), {"model": QWEN2}),
+        ((), {"model": Path(QWEN2), "device": "0"}),
+        ((), {"model": loaded}),
+    ):
+        with pytest.raises(Reached):
+            wgpu_lora.finetune(*given, data="rows.jsonl", **options)
+    assert seen == [("demo", "0", None), (QWEN2, None, None), (QWEN2, "0", None), (QWEN2, None, loaded)]
+    for given, options, message in (
+        (("demo",), {"model": "demo"}, "two models"),
+        (("demo",), {"device": True}, "'device' must be str"),
+        (("demo",), {"output": ""}, "'output' is empty"),
+        (("",), {}, "'model' is empty"),
+    ):
+        with pytest.raises(wgpu_lora.UserError, match=message):
+            wgpu_lora.finetune(*given, data="rows.jsonl", **options)
 
 
 def test_the_demo_finds_a_fresh_directory(tmp_path: Path):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +20,11 @@ from cli_helpers import MODELS, QWEN2, SMALL, flags, share_device, write_rows
 from safetensors import SafetensorError
 
 from wgpu_lora.cli import main
+from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.memory import check_memory
+from wgpu_lora.train.trainer import StepResult
 
 
 class Result(NamedTuple):
@@ -83,10 +91,39 @@ def test_help_and_version(run: Run):
         (["generate", "--prompt", "a", "--device", "zork"], "No device is named 'zork'"),
         (["generate", "--prompt", "a", "--base-dtype", "int8"], "--base-dtype int8"),
         (["info", "--device", "99"], "There is no device 99"),
+        (["generate", "--prompt", "a\udcff"], "The prompt is not valid UTF-8"),
+        (["generate", "--prompt", "a", "--system", "a\udcff"], "The system prompt is not valid UTF-8"),
+        (["finetune", "--output", ""], "--output is empty"),
+        (["plan", "--data", " "], "--data is empty"),
+        (["generate", "--prompt", "a", "--model", ""], "--model is empty"),
+        (["finetune", "--data", os.devnull], "is not a regular file"),
+        (["evaluate", "--data", "nowhere"], "There is no data at nowhere"),
+        (["evaluate", "--data", "nowhere", "--on-overflow", "zork"], "--on-overflow must be one of truncate, drop"),
+        (["evaluate", "--data", "nowhere", "--max-length", 10**6], "is more than this model's 2048 positions"),
+        (["demo", "--max-steps", "-3"], "--max-steps must be greater than 0"),
+        (["demo", "--show", "-1"], "--show must be 0 or more"),
     ],
 )
 def test_mistakes_on_the_command_line(run: Run, arguments: list[str], message: str):
     assert message in refused(run(*arguments))
+
+
+@pytest.mark.parametrize("piped", [b"a\xff", b" "], ids=["invalid", "blank"])
+def test_mistakes_on_stdin(run: Run, monkeypatch: pytest.MonkeyPatch, piped: bytes):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(piped), encoding="utf-8"))
+    assert "The prompt is" in refused(run("generate"))
+    monkeypatch.setattr("sys.stdin", None)
+    assert "--prompt is missing" in refused(run("generate"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file that is always full")
+@pytest.mark.parametrize("stderr", [subprocess.PIPE, None], ids=["stdout", "both"])
+def test_output_that_cannot_be_written(stderr: int | None):
+    code = "import sys, wgpu_lora.cli; sys.exit(wgpu_lora.cli.main(['--version']))"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=stderr or full, text=True, check=False)
+    assert done.returncode == 2
+    assert stderr is None or done.stderr.splitlines() == ["wgpu-lora: No space left on device: while writing."]
 
 
 def test_no_adapter(run: Run, monkeypatch: pytest.MonkeyPatch):
@@ -181,7 +218,7 @@ def test_full_disk(run: Run, tmp_path: Path, data: Path, monkeypatch: pytest.Mon
     def refuse(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr("wgpu_lora.train.checkpoint.save_file", refuse)
+    monkeypatch.setattr("wgpu_lora.train.checkpoint.save", refuse)
     out = tmp_path / "out"
     line = refused(run("finetune", *flags(**SMALL, model=QWEN2, data=data, output=out)))
     assert f"Writing to {out} failed" in line
@@ -225,6 +262,29 @@ def test_plan_allocates_nothing(run: Run, data: Path, monkeypatch: pytest.Monkey
     tight = run("plan", *options, "--memory-budget", found["peak"] - 1)
     assert tight.code == 0
     assert "it does not fit" in tight.out
+    assert "would fit with --per-device-train-batch-size 1: " in tight.out
+    ways = json.loads(run("plan", "--json", *options, "--memory-budget", found["peak"] - 1).out)["ways"]
+    assert {"--per-device-train-batch-size 1"} <= {way["options"] for way in ways}
+    for way in ways:
+        assert way["peak"] < found["peak"]
+        assert f"{way['options']}: " in tight.out
+        assert f"({way['peak']:,} bytes)" in tight.out
+        given = ["--gradient-checkpointing"] if "checkpointing" in way["options"] else way["options"].split()
+        assert json.loads(run("plan", "--json", *options, *given).out)["peak"] == way["peak"]
+    assert "it does not fit; lower --max-length" in run("plan", *options, "--memory-budget", "1KB").out
+
+
+def test_advice_leaves_out_what_the_device_cannot_bind():
+    def replan(changes: Mapping[str, Any]) -> int:
+        if "gradient_checkpointing" in changes:
+            raise UserError("one tensor is too large")
+        return 100 * changes["per_device_train_batch_size"]
+
+    args = TrainingArguments(per_device_train_batch_size=8)
+    with pytest.raises(UserError, match=r"\(350 bytes\).* it would fit with --per-device-train-batch-size 3\."):
+        check_memory(800, 350, args, replan)
+    with pytest.raises(UserError, match="lower --max-length"):
+        check_memory(800, 50, args, replan)
 
 
 # -- from end to end -------------------------------------------------------------------------------------------------
@@ -267,6 +327,28 @@ def test_interrupt_saves_and_resume_goes_on(run: Run, tmp_path: Path, data: Path
     assert (out / "checkpoints" / "step-1").is_dir()
     assert run("finetune", *options, "--resume").code == 0
     assert json.loads((out / "run.json").read_text())["state"]["step"] == 3
+
+
+def test_evaluate_takes_what_training_takes(run: Run, tmp_path: Path):
+    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [1, 2, 3]}, {"input_ids": list(range(1, 21))}])
+    options = flags(model=QWEN2, data=data, max_length=16, enable_thinking=False)
+    assert json.loads(run("evaluate", "--json", *options).out)["rows"] == 2
+    assert json.loads(run("evaluate", "--json", *options, "--on-overflow", "drop").out)["rows"] == 1
+
+
+def test_speed_is_that_of_training_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    command = import_module("wgpu_lora.cli.finetune")
+    monkeypatch.setattr(command, "is_terminal", lambda stream: False)
+    session = SimpleNamespace(model=SimpleNamespace(checkpoint=SimpleNamespace(names=list)))
+    run = SimpleNamespace(args=TrainingArguments(logging_steps=1))
+    with command.Watcher(SimpleNamespace(session=session, run=run)) as watcher:
+        for step, (tokens, seconds) in enumerate([(100, 60.0), (300, 1.0), (400, 0.5), *[(500, 0.0)] * 9, (650, 1.0)]):
+            watcher.step(StepResult(step + 1, 99, 0.0, 1.0, 1e-3, 1.0, tokens=tokens, seconds=seconds, eval_loss=None))
+    lines = capsys.readouterr().out.splitlines()
+    assert "tokens/s" not in lines[0]  # it compiles
+    assert lines[1].endswith(" 200 tokens/s")
+    assert lines[2].endswith(" 200 tokens/s")
+    assert lines[-1].endswith(" 250 tokens/s")  # of the last ten steps
 
 
 def test_a_run_that_is_not_finite_fails(run: Run, tmp_path: Path, data: Path):

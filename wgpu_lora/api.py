@@ -66,7 +66,7 @@ def finetune(
                 raise UserError(f"The model was loaded with {name} {fixed!r}: load another for {given[name]!r}.")
         return prepare_job(gather(given, recipe, "finetune()")[0], model).train(callback, progress)
     if model is not None:
-        given["model"] = str(model)
+        given["model"] = _plain("model", str(model))
     return prepare_job(gather(given, recipe, "finetune()")[0]).train(callback, progress)
 
 

@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -68,19 +69,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         code = app(list(arguments), prog_name="wgpu-lora", standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except UserError as error:
         return _refuse(str(error))
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has gone. Python would complain once more when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _settle()  # whoever read our output has gone
         return 1
     except OSError as error:
         if error.errno not in MENDABLE:
             raise
+        _settle()
         return _refuse(f"{error.strerror}: {error.filename or 'while writing'}.")
     except Exception as error:
         usage = getattr(error, "format_message", None)  # what Typer raises for a command line that it cannot read
@@ -90,5 +92,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse(message: str) -> int:
-    typer.echo(f"wgpu-lora: {' '.join(message.split())}", err=True)
+    with suppress(OSError):  # where stderr cannot be written to either, the exit code says it
+        typer.echo(f"wgpu-lora: {' '.join(message.split())}", err=True)
     return 2
+
+
+def _settle() -> None:
+    """Lets go of what stdout does not take: Python would try, and complain, once more at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

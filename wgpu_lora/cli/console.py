@@ -9,11 +9,16 @@ from typing import Any
 PLAIN_WIDTH = 120  # of tables where there is no terminal to ask
 
 
+def is_terminal(stream: Any) -> bool:
+    """Whether a person sees it; a stream that was closed before the start is None."""
+    return stream is not None and stream.isatty()
+
+
 def console(stderr: bool = False) -> Any:
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else PLAIN_WIDTH)
+    return Console(stderr=stderr, highlight=False, width=None if is_terminal(stream) else PLAIN_WIDTH)
 
 
 def line(label: str, text: str) -> None:
@@ -27,7 +32,7 @@ def print_json(value: Any) -> None:
 
 def bar(text: str, total: float | None) -> Any:
     """(a started rich Progress, its task) on stderr, or (None, None) where stderr is no terminal."""
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         return None, None
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

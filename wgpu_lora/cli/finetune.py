@@ -6,7 +6,7 @@ import sys
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from wgpu_lora.cli.console import Bar, line
+from wgpu_lora.cli.console import Bar, is_terminal, line
 from wgpu_lora.train.arguments import TrainingArguments
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Watcher:
         self._every = job.run.args.logging_steps
         self._loading = Bar("loading", len(job.session.model.checkpoint.names()))
         self._training = Bar("training", None)
-        self._quiet = not sys.stderr.isatty()
+        self._quiet = not is_terminal(sys.stderr)
         self._tokens: int | None = None  # up to the step before
         self._recent: deque[tuple[int, float]] = deque(maxlen=SMOOTHED)  # tokens and seconds of the last steps
 
