@@ -38,16 +38,20 @@ test-fast: setup  ## the same without the slow ones
 test-reference: setup .venv/reference  ## re-derive golden fixtures with torch, transformers, PEFT and bitsandbytes
 	$(PYTEST) -m reference
 
-# Two compilers, three subgroup sizes, no subgroups, and no more than WebGPU's default limits.
+# Everything that computes on the device, at lavapipe's other subgroup sizes (`make test` runs at the default one); then
+# the core subset without subgroups, at WebGPU's default limits, and with another vendor's compiler.
+GPU_TESTS := $(addprefix tests/test_,kernels.py program.py weights.py logits.py generate.py evaluate.py training_golden.py resume.py)
 test-drivers: setup  ## the core subset on other drivers, subgroup sizes and limits
 	scripts/install_vulkan.sh --swiftshader .drivers
-	@run() { echo "=== $$*"; env "$$@" $(PYTEST) -n $(JOBS) -m drivers || exit 1; }; \
+	@run() { echo "=== $$*"; env "$$@" $(PYTEST) -n $(JOBS) -m "$$only" $$tests || exit 1; }; \
 	lavapipe=$$(compgen -G '/usr/share/vulkan/icd.d/lvp_icd*.json' | head -1 || true); \
 	if [ -n "$$lavapipe" ]; then \
-	  for width in 128 256 512; do run VK_DRIVER_FILES=$$lavapipe LP_NATIVE_VECTOR_WIDTH=$$width; done; \
+	  only='not reference and not slow' tests='$(GPU_TESTS)'; \
+	  for width in 128 512; do run VK_DRIVER_FILES=$$lavapipe LP_NATIVE_VECTOR_WIDTH=$$width; done; \
+	  only=drivers tests=tests; \
 	  run VK_DRIVER_FILES=$$lavapipe WGPU_LORA_NO_SUBGROUPS=1; \
 	  run VK_DRIVER_FILES=$$lavapipe WGPU_LORA_DEFAULT_LIMITS=1; \
-	else echo "Mesa's lavapipe is not here: only SwiftShader is tested."; fi; \
+	else only=drivers tests=tests; echo "Mesa's lavapipe is not here: only SwiftShader is tested."; fi; \
 	run VK_DRIVER_FILES=$(CURDIR)/.drivers/swiftshader.json
 
 lint: setup  ## ruff and mypy

@@ -33,7 +33,7 @@ def divisibility(c: Any) -> dict[str, bool]:
 def tiles(*shapes: tuple[int, int]) -> Callable[[int], list[Tiles]]:
     """Tilings (rows, columns a lane), the default first; without subgroups a workgroup has 32 independent lanes."""
 
-    plain: Tiles = {"rows": 8, "cols": 1, "sg": 0, "lanes": 32}
+    plain: Tiles = {"rows": 8, "cols": 4, "sg": 0, "lanes": 32}
 
     def variants(subgroup_size: int) -> list[Tiles]:
         if subgroup_size not in (4, 8, 16, 32, 64):
