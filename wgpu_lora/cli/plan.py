@@ -17,7 +17,7 @@ def plan(args: TrainingArguments, note: str | None, as_json: Json = False) -> in
     from wgpu_lora.train.finetune import prepare_job
     from wgpu_lora.train.memory import NO_WAY, available_bytes, readable, ways_to_fit
 
-    job = prepare_job(args)
+    job = prepare_job(args, planning=True)
     session, memory = job.session, job.session.memory()
     available = available_bytes(session.device, args.budget())
     fits = available is None or memory.peak <= available

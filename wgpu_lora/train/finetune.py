@@ -20,7 +20,7 @@ from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.memory import Replan, available_bytes, check_memory
 from wgpu_lora.train.session import Session
-from wgpu_lora.train.slot import AdapterRun, adapter_of, spec_of
+from wgpu_lora.train.slot import AdapterRun, adapter_of, refuse_used, spec_of
 from wgpu_lora.train.stream import DataStream
 from wgpu_lora.train.trainer import Callback, Trainer
 
@@ -94,17 +94,20 @@ def with_demo_data(args: TrainingArguments) -> TrainingArguments:
     return replace(args, model=args.model or "demo")
 
 
-def prepare_job(args: TrainingArguments, model: LoadedModel | None = None) -> Job:
+def prepare_job(args: TrainingArguments, model: LoadedModel | None = None, *, planning: bool = False) -> Job:
     """Reads the data and the model's files and records the programs. Allocates nothing on the device.
 
     Args:
         model: an opened model to train on, instead of the one that the options name.
+        planning: the job will not be run, so that --output may be in use.
 
     Raises:
         UserError: anything that a person can mend, from the data, the model, the options or the device.
     """
     args = with_demo_data(args)
     assert args.data is not None
+    if not (planning or args.resume):
+        refuse_used(Path(args.output))  # before the work of reading data, and again under the lock
     train_file, valid_file = resolve_data(Path(args.data))
     heldout_file = Path(args.eval_data) if args.eval_data else valid_file
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)

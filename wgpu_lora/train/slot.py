@@ -72,13 +72,8 @@ class AdapterRun:
             raise UserError(f"The output directory {directory} cannot be written: choose another --output.")
         if self.args.resume:
             self._find_checkpoint()
-        elif checkpoint.found(self.checkpoints) or any(
-            (directory / name).exists() for name in (output.RUN, "adapter_config.json")
-        ):
-            raise UserError(
-                f"The output directory {directory} already holds a run: choose another --output, or continue it with "
-                "--resume."
-            )
+        else:
+            refuse_used(directory)
 
     def _find_checkpoint(self) -> None:
         found = checkpoint.found(self.checkpoints)
@@ -168,6 +163,16 @@ class AdapterRun:
         output.write_run(self.directory, facts)
         output.write_card(self.directory, facts)
         return facts
+
+
+def refuse_used(directory: Path) -> None:
+    """Raises UserError where a run has left something worth keeping; a log alone is not."""
+    used = any((directory / name).exists() for name in (output.RUN, "adapter_config.json"))
+    if used or checkpoint.found(directory / CHECKPOINTS):
+        raise UserError(
+            f"The output directory {directory} already holds a run: choose another --output, or continue it with "
+            "--resume."
+        )
 
 
 def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingArguments, AdapterConfig, Matrices]:

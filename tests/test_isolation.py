@@ -1,0 +1,43 @@
+"""A segment's bad numbers stay in it, though its rows share subgroups with others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.kernel import Kernel
+from wgpu_lora.gpu.single import SingleKernel
+from wgpu_lora.ops.attention import attention_backward_kv, attention_backward_q, attention_forward
+
+ROWS, CUT, DIM = 10, 5, 8  # two segments in what is one subgroup or tile nearly everywhere
+SHAPE = {"rows": ROWS, "kv_heads": 1, "group": 1, "dim": DIM, "scale": 0.3}
+
+
+@pytest.mark.drivers
+@pytest.mark.parametrize(
+    "kernel", [attention_forward, attention_backward_q, attention_backward_kv], ids=lambda k: k.name
+)
+def test_a_nan_stays_in_its_segment(device: Device, kernel: Kernel) -> None:
+    rng = np.random.default_rng(0)
+    start = np.where(np.arange(ROWS) < CUT, 0, CUT)
+    stop = np.where(np.arange(ROWS) < CUT, CUT, ROWS)
+    ranges = np.stack([start, np.arange(ROWS) + 1, stop, start * 0], axis=1).astype(np.uint32)
+    arrays = {
+        name: rng.standard_normal((ROWS, DIM)).astype(np.float32)
+        for name in ("q", "k", "v", "dy", "y", "dq", "dk", "dv")
+    }
+    arrays |= {"lse": np.zeros(ROWS, np.float32), "stats": rng.random((ROWS, 2), np.float32), "ranges": ranges}
+    constants = SHAPE | ({} if kernel is attention_backward_kv else {"keys": ROWS})
+    results = []
+    for poisoned in (False, True):
+        values = {name: arrays[name].copy() for name in kernel.bindings}
+        if poisoned:
+            for name in {"q", "k", "v", "dy"} & set(values):
+                values[name][CUT:] = np.nan
+        single = SingleKernel(device, kernel, values, constants)
+        single.run()
+        results.append([output[:CUT] for output in single.outputs()])
+        single.free()
+    for clean, beside_nan in zip(*results, strict=True):
+        np.testing.assert_array_equal(clean, beside_nan)
