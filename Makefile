@@ -41,7 +41,7 @@ test-reference: setup .venv/reference  ## re-derive golden fixtures with torch, 
 # Everything that computes on the device, at lavapipe's other subgroup sizes (`make test` runs at the default one); then
 # the core subset without subgroups, at WebGPU's default limits, and with another vendor's compiler.
 GPU_TESTS := $(addprefix tests/test_,kernels.py program.py weights.py logits.py generate.py evaluate.py training_golden.py resume.py)
-test-drivers: setup  ## the core subset on other drivers, subgroup sizes and limits
+test-drivers: setup  ## other subgroup sizes, no subgroups, default limits, another driver
 	scripts/install_vulkan.sh --swiftshader .drivers
 	@run() { echo "=== $$*"; env "$$@" $(PYTEST) -n $(JOBS) -m "$$only" $$tests || exit 1; }; \
 	lavapipe=$$(compgen -G '/usr/share/vulkan/icd.d/lvp_icd*.json' | head -1 || true); \

@@ -186,10 +186,17 @@ def test_a_nan_stops_the_run_without_an_update(device: Device, tmp_path: Path) -
 
 
 def test_target_seconds_fixes_a_budget(device: Device, tmp_path: Path) -> None:
-    facts = train(device, options(tmp_path, max_steps=-1, num_train_epochs=1000.0, target_seconds=2.0, save_steps=0))
+    """The run's last step, known as such only afterwards, gets its log line and held-out loss all the same."""
+    rare = {"logging_steps": 10**6, "eval_steps": 10**6, "save_steps": 0}
+    heldout = str(random_rows(tmp_path / "heldout.jsonl", 3, 301, seed=2))
+    limits = {"max_steps": -1, "num_train_epochs": 1000.0, "target_seconds": 2.0}
+    facts = train(device, options(tmp_path, eval_data=heldout, **rare, **limits))
+    state = facts["state"]
     assert facts["stop_reason"] == "target seconds"
-    assert facts["state"]["calibrated"]
-    assert facts["state"]["step"] <= facts["state"]["total_steps"]
+    assert state["calibrated"]
+    assert state["step"] <= state["total_steps"]
+    line = read_log(tmp_path / "run" / LOG)[-1]
+    assert (line["step"], line["eval_loss"]) == (state["step"], state["last_eval_loss"])
     assert json.loads((tmp_path / "run" / RUN).read_text())["state"]["seconds"] > 0
 
 

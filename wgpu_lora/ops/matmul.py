@@ -64,6 +64,12 @@ def _finish(
     return y + product if accumulate else product
 
 
+def _range(x: np.ndarray, rows: int, first: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """(x by rows, its columns [first, first + width)), both views."""
+    whole = x.reshape(rows, -1)
+    return whole, whole[:, first : first + width]
+
+
 @kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility)
 def matmul_nt(
     a: In,
@@ -82,15 +88,10 @@ def matmul_nt(
     accumulate: Flag = False,
     b_type: Word = "f32",
     form: Word = "nt",
-    slots: U32 = 1,
 ) -> Any:
     """y[m, n] (+)= sum_k a[m, k] b[n, k] (+ bias[n]); tiles wholly past row count[0] are left alone."""
-    left = a.reshape(m, k + a_skip)[:, a_first : a_first + k]
-    part = slice(y_first, y_first + n)
-    result = y.reshape(m, n + y_skip).copy()
-    result[:, part] = _finish(
-        result[:, part], left @ b.reshape(n, k).T, accumulate, None if bias is None else bias[part]
-    )
+    left, (result, part) = _range(a, m, a_first, k)[1], _range(y.copy(), m, y_first, n)
+    part[:] = _finish(part, left @ b.reshape(n, k).T, accumulate, None if bias is None else bias[y_first : y_first + n])
     return result
 
 
@@ -112,13 +113,10 @@ def matmul_nn(
     accumulate: Flag = False,
     b_type: Word = "f32",
     form: Word = "nn",
-    slots: U32 = 1,
 ) -> Any:
     """y[m, n] (+)= sum_k a[m, k] b[k, n]; with row_scale, y[m] is scaled by row_scale[m] first."""
-    left = a.reshape(m, k + a_skip)[:, a_first : a_first + k]
-    part = slice(y_first, y_first + n)
-    result = y.reshape(m, n + y_skip).copy()
-    result[:, part] = _finish(result[:, part], left @ b.reshape(k, n), accumulate, None, row_scale)
+    left, (result, part) = _range(a, m, a_first, k)[1], _range(y.copy(), m, y_first, n)
+    part[:] = _finish(part, left @ b.reshape(k, n), accumulate, None, row_scale)
     return result
 
 
@@ -136,7 +134,6 @@ def nf4_matmul(
     accumulate: Flag = False,
     b_type: Word = "nf4",
     form: Word = "nt",
-    slots: U32 = 1,
 ) -> Any:
     """y[m, n] (+)= sum_k a[m, k] W[n, k] (+ bias[n]) for an NF4 W[n, k]."""
     weight = _nf4_weight(codes, scales, n, k)
@@ -156,7 +153,6 @@ def nf4_matmul_backward(
     accumulate: Flag = False,
     b_type: Word = "nf4",
     form: Word = "nn",
-    slots: U32 = 1,
 ) -> Any:
     """dx[m, n] (+)= sum_k dy[m, k] W[k, n] for an NF4 W[k, n]: the same codes that the forward pass reads."""
     weight = _nf4_weight(codes, scales, k, n)

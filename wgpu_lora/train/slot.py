@@ -23,7 +23,7 @@ from wgpu_lora.train.schedule import learning_rate, warmup_steps
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.stream import DataStream
 
-UNTIMED_STEPS = 100
+UNTIMED_STEPS = 100  # what a timed run's schedule assumes until its steps have been timed
 BEST, CHECKPOINTS = "best", "checkpoints"
 
 
@@ -101,7 +101,7 @@ class AdapterRun:
         else:
             self.place_initial(session)
             self.state.total_steps = self.stream.total_steps()
-            if self.args.target_seconds:  # a guess, until the steps have been timed
+            if self.args.target_seconds:
                 self.state.total_steps = max(self.state.total_steps, UNTIMED_STEPS)
         self.log = Log(self.directory / output.LOG, self.state.step)
 

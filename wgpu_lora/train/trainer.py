@@ -153,9 +153,12 @@ class Trainer:
 
     def _close(self) -> None:
         """The last log line and held-out loss of a run whose last step was not known to be the last."""
-        state = self.run.state
-        if state.pending:
-            self._write(self._last_epoch, self._last_line | self._heldout())
+        line = self._last_line
+        if not line or "eval_loss" in line:
+            return
+        line = line | self._heldout()
+        if self.run.state.pending:
+            self._write(self._last_epoch, line)
 
     def _log(self, step: Step, line: dict[str, Any], seconds: float) -> None:
         run, state = self.run, self.run.state
