@@ -73,8 +73,10 @@ def lora_gradient(m: int, n: int, padding: int = 0, **flags: Any) -> None:
 
 lora(matmul.lora_nt, 7, 52, padding=36, scale=True)
 lora(matmul.lora_nt, 67, 5, accumulate=True)
+lora(matmul.lora_nt, 20, 12, first_row=5)  # the slots' ranges begin before and end after these rows
 lora(matmul.lora_nt, 5, 8, padding=3)
 lora(matmul.lora_nn, 7, 51, padding=11, scale=True, accumulate=True)
 lora(matmul.lora_nn, 67, 8)
+lora(matmul.lora_nn, 9, 12, first_row=64)
 lora_gradient(20, 67, padding=36)
 lora_gradient(7, 9, accumulate=False)

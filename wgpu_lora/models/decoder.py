@@ -115,8 +115,11 @@ class Decoder:
     ) -> Callable[[Tensor], Tensor]:
         layer, config = self.layers[index], self.config
 
-        def project(x: Tensor, module: str) -> Tensor:
-            return linear(rec, x, layer.linears[module], adapters.get((index, module)))
+        def project(x: Tensor, module: str, into: Tensor | None = None, first_row: int | None = None) -> Tensor:
+            lora = adapters.get((index, module))
+            if lora and first_row is not None:
+                lora = lora.block(first_row, first_row + x.shape[0])
+            return linear(rec, x, layer.linears[module], lora, into)
 
         def norm(x: Tensor, name: str) -> Tensor:
             return rmsnorm(rec, x, layer.norms[name], config.rms_norm_eps)
@@ -138,7 +141,12 @@ class Decoder:
             return project(y.reshape(y.shape[0], y.shape[1] * y.shape[2]), "o_proj")
 
         def mlp(x: Tensor) -> Tensor:
-            return project(swiglu(rec, project(x, "gate_proj"), project(x, "up_proj")), "down_proj")
+            y = rec.temp(x.shape, name="mlp")
+            for start, stop in rec.row_blocks(x.shape[0], config.intermediate_size):
+                rows = x.rows(start, stop)
+                inner = swiglu(rec, project(rows, "gate_proj", None, start), project(rows, "up_proj", None, start))
+                project(inner, "down_proj", y.rows(start, stop), start)
+            return y
 
         def block(x: Tensor) -> Tensor:
             x = residual(rec, x, attend(norm(x, "input_layernorm")))

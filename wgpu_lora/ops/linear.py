@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.elementwise import dropout_apply, fill
@@ -26,7 +26,8 @@ class LoraSlots:
     a, grad_a f32 [slots, stride >= rank * in] hold A [rank, in], b and grad_b B [out, rank] likewise (each slot's
     matrix is padded, so that the optimizer's blocks never straddle slots); scale f32 [slots];
     ranges u32 [slots, 2], the rows [start, stop) of each slot; draws u32 [T, 4] (see dropout_apply), None without
-    dropout. Smaller ranks are padded with zeros, which stay zero. `module` keys the dropout draws.
+    dropout. Smaller ranks are padded with zeros, which stay zero. `module` keys the dropout draws. `first_row` is the
+    batch's row that is row 0 of x, by which ranges count.
     """
 
     a: Tensor
@@ -38,20 +39,28 @@ class LoraSlots:
     draws: Tensor | None
     module: int
     rank: int
+    first_row: int = 0
+
+    def block(self, start: int, stop: int) -> LoraSlots:
+        """The same for rows [start, stop) of the batch alone."""
+        draws = self.draws.rows(start, stop) if self.draws else None
+        return replace(self, draws=draws, first_row=start)
 
     def of_a(self) -> dict[str, int]:
         """Constants of a kernel that reads or writes A."""
-        return {"slots": self.a.shape[0], "stride": self.a.shape[1]}
+        return {"slots": self.a.shape[0], "stride": self.a.shape[1], "first_row": self.first_row}
 
     def of_b(self) -> dict[str, int]:
-        return {"slots": self.b.shape[0], "stride": self.b.shape[1]}
+        return {"slots": self.b.shape[0], "stride": self.b.shape[1], "first_row": self.first_row}
 
 
-def linear(rec: Recorder, x: Tensor, layer: Linear, lora: LoraSlots | None) -> Tensor:
-    """x [T, in] -> y [T, out]. Backward writes the adapters' gradients (adding) and x's, if it is wanted."""
+def linear(
+    rec: Recorder, x: Tensor, layer: Linear, lora: LoraSlots | None = None, into: Tensor | None = None
+) -> Tensor:
+    """x [T, in] -> y [T, out], in `into` if given. Backward adds to the adapters' gradients, and to x's if wanted."""
     weight = layer.weight
     rows, out, size_in = x.size // weight.in_features, weight.out_features, weight.in_features
-    y = rec.temp((rows, out), name="linear")
+    y = into or rec.temp((rows, out), name="linear")
     weight.forward(rec, x, y, layer.bias)
     h = _lora_forward(rec, x, y, lora) if lora else None
 

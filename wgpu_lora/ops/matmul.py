@@ -159,10 +159,15 @@ def nf4_matmul_backward(
     return _finish(y.reshape(m, n), a.reshape(m, k) @ weight, accumulate)
 
 
-def _by_slot(y: np.ndarray, ranges: np.ndarray, product: Any, accumulate: bool) -> np.ndarray:
+def _slot_rows(ranges: np.ndarray, first_row: int, count: int) -> np.ndarray:
+    """Each slot's rows [start, stop) among the `count` rows of the batch from first_row on."""
+    return np.clip(ranges.reshape(-1, 2).astype(int) - first_row, 0, count)
+
+
+def _by_slot(y: np.ndarray, ranges: np.ndarray, first_row: int, product: Any, accumulate: bool) -> np.ndarray:
     """Rows of no slot keep what they had."""
     result = y.copy()
-    for slot, (start, stop) in enumerate(ranges.reshape(-1, 2).astype(int)):
+    for slot, (start, stop) in enumerate(_slot_rows(ranges, first_row, len(y))):
         rows = slice(start, stop)
         result[rows] = (result[rows] if accumulate else 0) + product(slot, rows)
     return result
@@ -181,15 +186,19 @@ def lora_nt(
     k: Dim,
     slots: U32,
     stride: Dim,
+    first_row: Dim = 0,
     accumulate: Flag = False,
     b_type: Word = "f32",
     form: Word = "nt",
 ) -> Any:
-    """y[t] (+)= scale[s] b[s] a[t], s the slot of row t, b[s] [n, k] at s * stride; other rows are left alone."""
+    """y[t] (+)= scale[s] b[s] a[t], s the slot of row t, b[s] [n, k] at s * stride; other rows are left alone.
+
+    ranges counts rows of the whole batch, of which a and y hold those from first_row on.
+    """
     weights = b.reshape(slots, stride)[:, : n * k].reshape(slots, n, k)
     factor = np.ones(slots) if scale is None else scale.reshape(-1)
     left = a.reshape(m, k)
-    return _by_slot(y.reshape(m, n), ranges, lambda s, rows: factor[s] * (left[rows] @ weights[s].T), accumulate)
+    return _by_slot(y.reshape(m, n), ranges, first_row, lambda s, rows: factor[s] * (left[rows] @ weights[s].T), accumulate)
 
 
 @kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility)
@@ -205,6 +214,7 @@ def lora_nn(
     k: Dim,
     slots: U32,
     stride: Dim,
+    first_row: Dim = 0,
     accumulate: Flag = False,
     b_type: Word = "f32",
     form: Word = "nn",
@@ -213,7 +223,7 @@ def lora_nn(
     weights = b.reshape(slots, stride)[:, : n * k].reshape(slots, k, n)
     factor = np.ones(slots) if scale is None else scale.reshape(-1)
     left = a.reshape(m, k)
-    return _by_slot(y.reshape(m, n), ranges, lambda s, rows: factor[s] * (left[rows] @ weights[s]), accumulate)
+    return _by_slot(y.reshape(m, n), ranges, first_row, lambda s, rows: factor[s] * (left[rows] @ weights[s]), accumulate)
 
 
 @kernel(FILE, grid=tile_grid, variants=tiles((8, 2), (16, 1), (16, 2)), specialise=divisibility)
@@ -228,6 +238,7 @@ def lora_tn(
     k: Dim,
     slots: U32,
     stride: Dim,
+    first_row: Dim = 0,
     accumulate: Flag = True,
     b_type: Word = "f32",
     form: Word = "tn",
@@ -235,7 +246,7 @@ def lora_tn(
     """y[s] [m, n] at s * stride (+)= sum over slot s's rows t of a[t, m] b[t, n]: a factor's gradient, no atomics."""
     result = y.reshape(slots, stride).copy()
     left, right = a.reshape(-1, m), b.reshape(-1, n)
-    for slot, (start, stop) in enumerate(ranges.reshape(-1, 2).astype(int)):
+    for slot, (start, stop) in enumerate(_slot_rows(ranges, first_row, k)):
         product = (left[start:stop].T @ right[start:stop]).reshape(-1)
         result[slot, : m * n] = product + (result[slot, : m * n] if accumulate else 0)
     return result

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.program import Program
-from wgpu_lora.gpu.tensor import Storage, Tensor
+from wgpu_lora.gpu.tensor import ALIGNMENT, Storage, Tensor
+
+ALIGNMENT_ROWS = ALIGNMENT // 4  # of f32 values: a block of so many rows begins at an offset that can be bound
 
 
 class Recorder:
     """The tape. An op dispatches its forward kernels, then calls `node` with how its backward pass is recorded.
 
-    Gradients are tracked by storage, so a reshaped tensor shares its gradient.
+    Gradients are tracked by storage, so a reshaped tensor shares its gradient and some rows have some of it.
 
     Args:
         program: where dispatches go.
@@ -28,6 +31,7 @@ class Recorder:
         self.recompute = recompute
         self._nodes: list[Callable[[], None]] = []
         self._gradients: dict[Storage, Tensor] = {}
+        self._written: dict[Storage, set[int]] = {}  # of gradients made row block by row block: the offsets done
         self._tracked: set[Storage] = set()
 
     def temp(self, shape: tuple[int, ...], dtype: str = "f32", name: str = "temp") -> Tensor:
@@ -35,6 +39,13 @@ class Recorder:
 
     def dispatch(self, kernel: Kernel, *args: Tensor | None, **constants: Any) -> None:
         self.program.dispatch(kernel, *args, **constants)
+
+    def row_blocks(self, rows: int, cols: int) -> Iterator[tuple[int, int]]:
+        """[start, stop) blocks of f32 rows that one binding holds, and whose offsets can be bound whatever the width."""
+        step = self.program.device.max_binding // (4 * cols) // ALIGNMENT_ROWS * ALIGNMENT_ROWS
+        step = rows if step >= rows else max(step, ALIGNMENT_ROWS)
+        for start in range(0, rows, step):
+            yield start, min(start + step, rows)
 
     # -- the tape --------------------------------------------------------------------------------------------------
 
@@ -51,7 +62,8 @@ class Recorder:
         return tensor.storage in self._tracked
 
     def gradient(self, tensor: Tensor) -> Tensor:
-        return self._gradients[tensor.storage].reshape(*tensor.shape)
+        whole = self._gradients[tensor.storage]
+        return replace(tensor, storage=whole.storage, byte_offset=whole.byte_offset + tensor.byte_offset)
 
     def new_gradient(self, tensor: Tensor) -> Tensor:
         """A gradient that this op alone writes."""
@@ -64,14 +76,27 @@ class Recorder:
         """Where to write a tensor's gradient, and whether to add to what is there."""
         if not self.tracks(tensor):
             return self.temp(tensor.shape, name=f"unused d{tensor.name}"), False
+        if tensor.nbytes < tensor.storage.nbytes:
+            return self._block_target(tensor)
         if tensor.storage in self._gradients:
             return self.gradient(tensor), True
         return self.new_gradient(tensor), False
 
+    def _block_target(self, rows: Tensor) -> tuple[Tensor, bool]:
+        """The same for a row block: the first block to come makes the whole gradient, and each is written by itself."""
+        if rows.storage not in self._gradients:
+            self._gradients[rows.storage] = self.temp((rows.storage.nbytes // 4,), name=f"d{rows.name}")
+            self._written[rows.storage] = set()
+        done = self._written.get(rows.storage)
+        accumulate = done is None or rows.byte_offset in done
+        if done is not None:
+            done.add(rows.byte_offset)
+        return self.gradient(rows), accumulate
+
     def share_gradient(self, source: Tensor, targets: list[Tensor]) -> None:
         for target in targets:
             assert target.storage not in self._gradients, f"{target.name} has a gradient already"
-            self._gradients[target.storage] = self.gradient(source).reshape(*target.shape)
+            self._gradients[target.storage] = self.gradient(source)
 
     def backward(self) -> None:
         """Records the backward pass of everything on the tape; the last op seeds it."""
