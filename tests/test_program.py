@@ -193,6 +193,16 @@ def gradients(device: Device, x: np.ndarray, forward: Callable[[Recorder, Tensor
     return result, plan.nbytes
 
 
+def test_row_blocks_are_what_a_binding_holds(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "max_binding", 128 << 20)
+    rec = Recorder(Program(device))
+    assert list(rec.row_blocks(1024, 18944)) == [(0, 1024)]
+    blocks = list(rec.row_blocks(5000, 18944))
+    assert [start for start, _ in blocks] == [0, 1728, 3456]
+    assert blocks[-1][1] == 5000
+    assert 1728 * 4 * 18944 <= 128 << 20
+
+
 def test_a_tensor_used_twice_gets_both_gradients(device: Device, rng: np.random.Generator) -> None:
     x, w1, w2 = rng.normal(size=(5, 12)), rng.normal(size=12), rng.normal(size=12)
     weights = upload(device, w1, w2)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import wgpu
+from wgpu.backends.wgpu_native import lib_version_info
 
 from wgpu_lora.errors import UserError
 
@@ -21,6 +22,11 @@ LIMITS_THAT_MATTER = (
     "max-compute-workgroup-storage-size",
     "min-storage-buffer-offset-alignment",
 )
+
+
+def native_version() -> str:
+    """The version of the wgpu-native library that wgpu loaded."""
+    return ".".join(map(str, lib_version_info))
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,9 @@ def lora_nt(
     weights = b.reshape(slots, stride)[:, : n * k].reshape(slots, n, k)
     factor = np.ones(slots) if scale is None else scale.reshape(-1)
     left = a.reshape(m, k)
-    return _by_slot(y.reshape(m, n), ranges, first_row, lambda s, rows: factor[s] * (left[rows] @ weights[s].T), accumulate)
+    return _by_slot(
+        y.reshape(m, n), ranges, first_row, lambda s, rows: factor[s] * (left[rows] @ weights[s].T), accumulate
+    )
 
 
 @kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility)
@@ -223,7 +225,9 @@ def lora_nn(
     weights = b.reshape(slots, stride)[:, : n * k].reshape(slots, k, n)
     factor = np.ones(slots) if scale is None else scale.reshape(-1)
     left = a.reshape(m, k)
-    return _by_slot(y.reshape(m, n), ranges, first_row, lambda s, rows: factor[s] * (left[rows] @ weights[s]), accumulate)
+    return _by_slot(
+        y.reshape(m, n), ranges, first_row, lambda s, rows: factor[s] * (left[rows] @ weights[s]), accumulate
+    )
 
 
 @kernel(FILE, grid=tile_grid, variants=tiles((8, 2), (16, 1), (16, 2)), specialise=divisibility)

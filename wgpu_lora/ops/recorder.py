@@ -41,7 +41,7 @@ class Recorder:
         self.program.dispatch(kernel, *args, **constants)
 
     def row_blocks(self, rows: int, cols: int) -> Iterator[tuple[int, int]]:
-        """[start, stop) blocks of f32 rows that one binding holds, and whose offsets can be bound whatever the width."""
+        """[start, stop) blocks of f32 rows, each small enough for one binding and at an offset that can be bound."""
         step = self.program.device.max_binding // (4 * cols) // ALIGNMENT_ROWS * ALIGNMENT_ROWS
         step = rows if step >= rows else max(step, ALIGNMENT_ROWS)
         for start in range(0, rows, step):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.formats.atomic import write_bytes_atomic
+from wgpu_lora.gpu.adapters import native_version
 from wgpu_lora.gpu.device import Device
 
 LOG, RUN, CARD = "log.jsonl", "run.json", "README.md"
@@ -47,8 +48,9 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 def environment(device: Device) -> dict[str, Any]:
     """Versions, device and driver: what else a run depends on."""
     info = device.info
+    versions = {name: version(name) for name in PACKAGES}
     return {
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "versions": {"python": platform.python_version(), "wgpu-native": native_version(), **versions},
         "platform": platform.platform(),
         "device": {
             "name": info.name,
