@@ -11,7 +11,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeGuard
+from typing import Protocol, TypeGuard
 
 import numpy as np
 
@@ -38,6 +38,20 @@ class TensorEntry:
     offset: int
     dtype: str
     shape: tuple[int, ...]
+
+
+class WeightSource(Protocol):
+    """What loading a model's weights asks of a checkpoint (see `Checkpoint` for what each one returns)."""
+
+    def names(self) -> list[str]: ...
+
+    def dtype(self, name: str) -> str: ...
+
+    def read_raw(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray: ...
+
+    def read_f32(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray: ...
+
+    def digest(self) -> str: ...
 
 
 class Checkpoint:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 
-from wgpu_lora.formats.checkpoint import Checkpoint
+from wgpu_lora.formats.checkpoint import WeightSource
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Arena, Program, allocate
 from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Tensor, align, persistent
@@ -22,13 +22,13 @@ DTYPES = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
 Progress = Callable[[str], None]
 
 
-def table_dtype(checkpoint: Checkpoint) -> str:
+def table_dtype(checkpoint: WeightSource) -> str:
     """The type that the embedding is stored in, and kept in."""
     return DTYPES[checkpoint.dtype("model.embed_tokens.weight")]
 
 
 def load_weights(
-    device: Device, checkpoint: Checkpoint, model: Decoder, progress: Progress = lambda name: None
+    device: Device, checkpoint: WeightSource, model: Decoder, progress: Progress = lambda name: None
 ) -> None:
     """Allocates the model's tensors and fills them.
 
@@ -72,7 +72,7 @@ def staging_bytes(model: Decoder) -> int:
     return sum(t.storage.nbytes for t in _staging(model)) + ALIGNMENT if model.base_dtype == "nf4" else 0
 
 
-def _upload_dense(device: Device, checkpoint: Checkpoint, name: str, weight: DenseWeight) -> None:
+def _upload_dense(device: Device, checkpoint: WeightSource, name: str, weight: DenseWeight) -> None:
     first = 0
     for part in weight.parts:
         row_bytes = part.shape[1] * ITEM_BYTES[weight.dtype]
@@ -88,7 +88,7 @@ def _upload_dense(device: Device, checkpoint: Checkpoint, name: str, weight: Den
         first += part.shape[0]
 
 
-def _rows_as(checkpoint: Checkpoint, name: str, dtype: str, start: int, stop: int) -> np.ndarray:
+def _rows_as(checkpoint: WeightSource, name: str, dtype: str, start: int, stop: int) -> np.ndarray:
     if DTYPES.get(checkpoint.dtype(name)) == dtype:
         return checkpoint.read_raw(name, start, stop)
     target = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}[dtype]
@@ -120,7 +120,7 @@ class _Packer:
         allocate(device, {self.staging.storage, self.absmax.storage})
         device.write(model.dynamic.storage.buffer, DYNAMIC_CODE)
 
-    def pack(self, checkpoint: Checkpoint, name: str, weight: NF4Weight) -> None:
+    def pack(self, checkpoint: WeightSource, name: str, weight: NF4Weight) -> None:
         kind, size_in = DTYPES[checkpoint.dtype(name)], weight.in_features
         constants = []
         for first in range(0, weight.out_features, _piece_rows(size_in)):

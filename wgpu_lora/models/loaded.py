@@ -7,7 +7,7 @@ from pathlib import Path
 
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.checkpoint import Checkpoint
+from wgpu_lora.formats.checkpoint import Checkpoint, WeightSource
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.config import ModelConfig
@@ -22,7 +22,7 @@ class LoadedModel:
     name: str
     directory: Path
     config: ModelConfig
-    checkpoint: Checkpoint
+    checkpoint: WeightSource
     tokenizer: Tokenizer | None
     device: Device
     decoder: Decoder
