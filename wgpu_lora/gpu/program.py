@@ -159,19 +159,22 @@ class Program:
             splits = self._calibrate()
             self._splits, self._warm = (splits, True) if self._warm else (None, True)
             return
-        start = 0
-        for stop in self._splits:
-            self._submit(start, stop)
+        for start, stop in self.submits():
+            self.submit(start, stop)
             if stop != len(self._replay):
                 self.device.wait()
-            start = stop
+
+    def submits(self) -> list[tuple[int, int]]:
+        """[start, stop) of the dispatches that go into one submit each; one that was not timed yet is one piece."""
+        ends = self._splits or [len(self._replay)]
+        return list(zip([0, *ends[:-1]], ends, strict=True))
 
     def _calibrate(self) -> list[int]:
         splits, spent = [], 0.0
         for start in range(0, len(self._replay), FIRST_SUBMIT):
             stop = min(start + FIRST_SUBMIT, len(self._replay))
             begin = time.perf_counter()
-            self._submit(start, stop)
+            self.submit(start, stop)
             self.device.wait()
             took = time.perf_counter() - begin
             if spent + took > SUBMIT_SECONDS and start:
@@ -180,9 +183,10 @@ class Program:
             spent += took
         return [*splits, len(self._replay)]
 
-    def _submit(self, start: int, stop: int) -> None:
+    def submit(self, start: int, stop: int, timestamps: dict[str, Any] | None = None) -> None:
+        """Dispatches [start, stop) as one compute pass, with the timestamps it is to write, if any."""
         encoder = self.device.raw.create_command_encoder()
-        compute = encoder.begin_compute_pass()
+        compute = encoder.begin_compute_pass(timestamp_writes=timestamps)
         set_pipeline, set_bind_group = compute.set_pipeline, compute.set_bind_group
         dispatch, current = compute.dispatch_workgroups, None
         for pipeline, group, (x, y, z) in self._replay[start:stop]:

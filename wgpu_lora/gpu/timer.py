@@ -1,0 +1,76 @@
+"""Seconds that a program takes on the device: by its own clock where it has timestamp queries, else by the host's."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import wgpu
+from wgpu.backends.wgpu_native import lib
+
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.program import Program
+
+QUERIES = 2048  # timestamps of one query set, which WebGPU limits to 4096
+
+
+class Timer:
+    """Times built programs.
+
+    Attributes:
+        clock: `timestamps`, or `host` where the device has none; then waiting for the device is counted too.
+    """
+
+    def __init__(self, device: Device):
+        self.device = device
+        self.clock = "timestamps" if "timestamp-query" in device.features else "host"
+        if self.clock == "timestamps":
+            self._period = 1e-9 * lib.wgpuQueueGetTimestampPeriod(device.raw.queue._internal)
+            self._set = device.raw.create_query_set(type="timestamp", count=QUERIES)
+            usage = wgpu.BufferUsage.QUERY_RESOLVE | wgpu.BufferUsage.COPY_SRC
+            self._resolved = device.raw.create_buffer(size=8 * QUERIES, usage=usage)
+
+    def run(self, program: Program) -> float:
+        """Runs the program once; the seconds of its compute passes, summed."""
+        return sum(self._timed(program, program.submits()))
+
+    def each(self, program: Program) -> list[float]:
+        """Runs the program once, a pass for every dispatch; the seconds of each."""
+        return self._timed(program, [(i, i + 1) for i in range(len(program.dispatches))])
+
+    def _timed(self, program: Program, spans: list[tuple[int, int]]) -> list[float]:
+        if self.clock == "host":
+            return [self._by_host(program, start, stop) for start, stop in spans]
+        seconds: list[float] = []
+        for first in range(0, len(spans), QUERIES // 2):
+            seconds += self._by_timestamps(program, spans[first : first + QUERIES // 2])
+        return seconds
+
+    def _by_host(self, program: Program, start: int, stop: int) -> float:
+        begin = time.perf_counter()
+        program.submit(start, stop)
+        self.device.wait()
+        return time.perf_counter() - begin
+
+    def _by_timestamps(self, program: Program, spans: list[tuple[int, int]]) -> list[float]:
+        for i, (start, stop) in enumerate(spans):
+            writes: dict[str, Any] = {
+                "query_set": self._set,
+                "beginning_of_pass_write_index": 2 * i,
+                "end_of_pass_write_index": 2 * i + 1,
+            }
+            program.submit(start, stop, writes)
+            if stop - start > 1:
+                self.device.wait()  # a long piece: one at a time, as `Program.run` does
+        encoder = self.device.raw.create_command_encoder()
+        encoder.resolve_query_set(self._set, 0, 2 * len(spans), self._resolved, 0)
+        self.device.raw.queue.submit([encoder.finish()])
+        data = self.device.raw.queue.read_buffer(self._resolved, 0, 16 * len(spans))
+        ticks = np.frombuffer(data, np.uint64).reshape(-1, 2).astype(np.int64)
+        return [float(t) * self._period for t in ticks[:, 1] - ticks[:, 0]]
+
+    def free(self) -> None:
+        if self.clock == "timestamps":
+            self._set.destroy()
+            self._resolved.destroy()
