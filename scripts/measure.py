@@ -116,8 +116,9 @@ def main() -> None:
     record("numpy_gflops", numpy_gflops())
     record("fma_ceiling_gflops", fma_gflops(device))
     for kernel in (nf4_matmul, nf4_matmul_backward, matmul_nt, matmul_nn):
-        for tiles in kernel.variants(device.subgroup_size):
-            name = f"{kernel.name} {tiles['rows']}x{tiles['cols']}{'' if tiles['sg'] else ' no subgroups'}"
+        for tiles in kernel.tilings(device.traits, {"m": TOKENS, "n": WIDTH, "k": WIDTH}):
+            notes = " wide" * tiles["wide"] + " no subgroups" * (not tiles["sg"])
+            name = f"{kernel.name} {tiles['rows']}x{tiles['cols']}/{tiles['span']}{notes}"
             record(name, matmul_gflops(device, kernel, dict(tiles)))
     record("fma_ceiling_gflops_after", fma_gflops(device))
     for name, value in step_shares(options.device).items():

@@ -12,11 +12,20 @@ from wgpu_lora.ops import matmul
 
 
 def product(
-    kernel: Kernel, m: int, n: int, k: int, *, bias: bool = False, row_scale: bool = False, count: int = 0, **flags: Any
+    kernel: Kernel,
+    m: int,
+    n: int,
+    k: int,
+    *,
+    bias: bool = False,
+    row_scale: bool = False,
+    count: int = 0,
+    a_scale: bool = False,
+    **flags: Any,
 ) -> None:
     def make(rng: np.random.Generator) -> Arrays:
         wide_k, wide_n = k + flags.get("a_skip", 0), n + flags.get("y_skip", 0)
-        arrays = {"a": normal(rng, m, wide_k), "y": normal(rng, m, wide_n)}
+        arrays = {"a": stored(rng, flags.get("a_type", "f32"), m, wide_k), "y": normal(rng, m, wide_n)}
         if "codes" in kernel.bindings:  # what lies in the nibbles past the last column must not matter
             out, size_in = (n, k) if kernel is matmul.nf4_matmul else (k, n)
             arrays["codes"] = rng.integers(0, 2**32, (cdiv(size_in, 8), out), np.uint32)
@@ -27,6 +36,8 @@ def product(
             arrays["bias"] = normal(rng, wide_n)
         if row_scale:
             arrays["row_scale"] = normal(rng, m)
+        if a_scale:
+            arrays["a_scale"] = normal(rng, m)
         if count:
             arrays["count"] = u32(count)
         return arrays
@@ -52,6 +63,20 @@ product(matmul.nf4_matmul, 2, 5, 20, bias=True, accumulate=True)
 product(matmul.nf4_matmul_backward, 19, 136, 37, accumulate=True)
 product(matmul.nf4_matmul_backward, 9, 67, 20)
 product(matmul.nf4_matmul_backward, 1, 5, 3, accumulate=True)
+# spans that end past the contraction, pairs of columns, blocks that never straddle rows
+product(matmul.nf4_matmul, 1, 70, 192)
+product(matmul.nf4_matmul, 3, 66, 40, bias=True)
+product(matmul.nf4_matmul_backward, 17, 128, 38)
+product(matmul.nf4_matmul_backward, 2, 64, 6)
+product(matmul.matmul_nt, 1, 70, 20, b_type="bf16")
+product(matmul.matmul_nn, 18, 70, 12)
+# half operands
+product(matmul.matmul_nt, 17, 70, 36, a_type="bf16")
+product(matmul.matmul_nn, 17, 70, 9, a_type="f16", a_scale=True)
+product(matmul.nf4_matmul, 17, 70, 128, a_type="f16", a_scale=True, bias=True)
+product(matmul.nf4_matmul, 3, 19, 13, a_type="bf16")
+product(matmul.nf4_matmul_backward, 17, 72, 36, a_type="bf16", accumulate=True)
+product(matmul.nf4_matmul_backward, 9, 67, 21, a_type="f16", a_scale=True)
 
 
 def lora(kernel: Kernel, n: int, k: int, padding: int = 0, scale: bool = False, **flags: Any) -> None:

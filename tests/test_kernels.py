@@ -14,7 +14,7 @@ from kernel_cases import CASES, Case, widened
 import wgpu_lora.ops
 import wgpu_lora.quant
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.kernel import REGISTRY, Tiles
+from wgpu_lora.gpu.kernel import REGISTRY, Tiles, Traits
 from wgpu_lora.gpu.single import SingleKernel
 
 NMSE = 1e-11  # mean squared error over the mean square of the reference: 3e-6 relative, a few dozen roundings of f32
@@ -23,7 +23,7 @@ WORST = 1e-5  # of (|value| + root mean square), for any one value
 for package in (wgpu_lora.ops, wgpu_lora.quant):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
-for family in ("matmul", "attention", "rows", "elements"):
+for family in ("matmul", "attention", "rows", "elements", "bench"):
     importlib.import_module(f"kernel_cases_{family}")
 
 ALL = [case for cases in CASES.values() for case in cases]
@@ -65,7 +65,7 @@ def compare_codes(case: Case, arrays: dict[str, np.ndarray], got: np.ndarray) ->
 
 def main_tilings(device: Device, case: Case) -> list[Tiles]:
     """The default, and the last, which needs no subgroups."""
-    tilings = list(case.kernel.variants(device.subgroup_size))
+    tilings = case.kernel.tilings(device.traits, case.constants)
     return tilings[:1] if case.slow else tilings[:: max(1, len(tilings) - 1)]
 
 
@@ -102,7 +102,7 @@ def test_kernel(device: Device, case: Case, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.label) for c in ALL if not c.slow])
 def test_kernel_in_other_tilings(device: Device, case: Case, rng: np.random.Generator) -> None:
     main = main_tilings(device, case)
-    others = [tiles for tiles in case.kernel.variants(device.subgroup_size) if tiles not in main]
+    others = [tiles for tiles in case.kernel.tilings(device.traits, case.constants) if tiles not in main]
     if not others:
         pytest.skip("it has been run in all of them")
     check(device, case, rng, others)
@@ -122,7 +122,7 @@ def texts(case: Case, subgroup_size: int) -> dict[str, Any]:
     arrays = case.make(np.random.default_rng(0))
     present = tuple(name for name in case.kernel.bindings if name in arrays)
     constants = {**case.kernel.defaults, **case.constants}
-    tilings = list(case.kernel.variants(subgroup_size))
+    tilings = case.kernel.tilings(Traits(subgroup_size, int64=subgroup_size > 0), case.constants)
     return {case.kernel.source(present, constants, dict(t)): t for t in (tilings if case in CORE else tilings[:1])}
 
 

@@ -13,7 +13,7 @@ from wgpu_lora.errors import UserError
 
 KINDS = {"DiscreteGPU": "discrete", "IntegratedGPU": "integrated", "CPU": "software"}
 PREFERENCE = {"discrete": 0, "integrated": 1, "software": 2, "unknown": 3}
-FEATURES_THAT_MATTER = ("subgroup", "shader-f16", "timestamp-query", "timestamp-query-inside-passes")
+FEATURES_THAT_MATTER = ("subgroup", "shader-f16", "shader-int64", "timestamp-query", "timestamp-query-inside-passes")
 LIMITS_THAT_MATTER = (
     "max-buffer-size",
     "max-storage-buffer-binding-size",

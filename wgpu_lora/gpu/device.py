@@ -14,6 +14,7 @@ from wgpu.backends.wgpu_native import ffi, lib
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.adapters import AdapterInfo, choose
+from wgpu_lora.gpu.kernel import Traits
 
 WRITE_CHUNK = 16 << 20  # a queued write is staged by the driver; larger ones would double a tensor's memory
 INTEL = 0x8086
@@ -70,6 +71,8 @@ class Device:
         if self.options.subgroups and "subgroup" in self.info.features and self.info.vendor_id != INTEL:
             # Intel's compiler picks a size per shader (8, 16 or 32), so a kernel cannot be specialised for one.
             features.append("subgroup")
+            if "shader-int64" in self.info.features:
+                features.append("shader-int64")
         names = ("max-buffer-size", "max-storage-buffer-binding-size")
         limits = WEBGPU_LIMITS if self.options.default_limits else {name: adapter.limits[name] for name in names}
         self.raw = adapter.request_device_sync(required_features=features, required_limits=limits)
@@ -81,6 +84,11 @@ class Device:
         self._pipelines: dict[tuple[Any, ...], Any] = {}
         self._readback: dict[int, Any] = {}
         self.subgroup_size = self._probe_subgroup_size() if "subgroup" in features else 0
+
+    @property
+    def traits(self) -> Traits:
+        """What decides which tilings of a kernel run here."""
+        return Traits(self.subgroup_size, "shader-int64" in self.features, self.info.kind == "software")
 
     # -- buffers ---------------------------------------------------------------------------------------------------
 

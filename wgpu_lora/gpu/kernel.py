@@ -47,7 +47,7 @@ CONSTANT = re.compile(r"^const (\w+): (u32|f32|bool) = ([^;]+);", re.MULTILINE)
 
 REGISTRY: dict[str, Kernel] = {}
 Grid = tuple[int, int, int]
-Tiles = dict[str, int]
+Tiles = dict[str, int]  # such as rows, cols; flags are 0 or 1
 
 
 def cdiv(a: int, b: int) -> int:
@@ -64,6 +64,22 @@ def one_per(items: int, per_group: int = 64) -> Grid:
 
 
 @dataclass(frozen=True)
+class Traits:
+    """What of a device decides which tilings of a kernel it can run, and which comes first.
+
+    subgroup_size: lanes, 0 where subgroups must not be used. int64: shaders may have 64-bit integers.
+    software: a driver that runs on the CPU, whose costs are other than a GPU's.
+    """
+
+    subgroup_size: int
+    int64: bool = False
+    software: bool = False
+
+
+Variants = Callable[[Traits, Any], Sequence[Tiles]]
+
+
+@dataclass(frozen=True)
 class Kernel:
     """A declared kernel. Calling it computes the float64 reference."""
 
@@ -72,7 +88,7 @@ class Kernel:
     grid: Callable[[Any], Grid]
     reference: Callable[..., Any]
     lib: tuple[str, ...] = ()
-    variants: Callable[[int], Sequence[Tiles]] = lambda subgroup_size: ({},)
+    variants: Variants = lambda traits, c: ({},)
     specialise: Callable[[Any], dict[str, Any]] | None = None
     bindings: dict[str, str] = field(default_factory=dict)  # parameter -> in | out | inout | fixed
     optional: frozenset[str] = frozenset()
@@ -129,6 +145,10 @@ class Kernel:
         key = (self.name, present, tuple(sorted(compiled.items())), tuple(sorted(tiles.items())))
         return device.pipeline(key, lambda: self.source(present, constants, tiles))
 
+    def tilings(self, traits: Traits, constants: dict[str, Any]) -> list[Tiles]:
+        """What can run this call on a device, the default first."""
+        return [dict(tiles) for tiles in self.variants(traits, SimpleNamespace(**{**self.defaults, **constants}))]
+
     def groups(self, constants: dict[str, Any], tiles: Tiles) -> Grid:
         return self.grid(SimpleNamespace(**constants, **tiles))
 
@@ -161,7 +181,7 @@ def kernel(
     *,
     grid: Callable[[Any], Grid],
     lib: tuple[str, ...] = (),
-    variants: Callable[[int], Sequence[Tiles]] = lambda subgroup_size: ({},),
+    variants: Variants = lambda traits, c: ({},),
     specialise: Callable[[Any], dict[str, Any]] | None = None,
 ) -> Callable[[Callable[..., Any]], Kernel]:
     """Declares a kernel (see the module's docstring).
@@ -170,7 +190,7 @@ def kernel(
         file: the WGSL file, or `.wgsl.j2` template, in `shaders/`.
         grid: constants and tiles -> workgroups.
         lib: files of `shaders/lib/` that are put in front.
-        variants: subgroup size (0: none) -> the tilings that a device of it can run, the default first.
+        variants: a device's traits and a call's constants -> the tilings that can run it, the default first.
         specialise: constants -> what a template derives from the dims, such as whether rows are whole vec4s.
     """
 

@@ -64,7 +64,7 @@ class Program:
                 f"{kernel.name}: missing {missing}, constants {sorted(constants)} for {sorted(kernel.constants)}"
             )
         if tiles is None:
-            tiles = dict(kernel.variants(self.device.subgroup_size)[0])
+            tiles = kernel.tilings(self.device.traits, constants)[0]
         groups = kernel.groups(constants, tiles)
         if max(groups) > 65535:
             raise UserError(

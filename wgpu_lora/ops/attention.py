@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, Out, Tiles, cdiv, kernel
+from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, Out, Tiles, Traits, cdiv, kernel
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.rows import by_subgroup, row_grid
@@ -15,14 +15,15 @@ Shape = dict[str, Any]
 LOWEST = -3.0e38
 
 
-def _lanes(subgroup_size: int) -> list[Tiles]:
+def _lanes(traits: Traits, c: Any) -> list[Tiles]:
     plain: Tiles = {"sg": 0, "lanes": 32}
-    return [{"sg": subgroup_size, "lanes": subgroup_size}, plain] if subgroup_size >= 4 else [plain]
+    size = traits.subgroup_size
+    return [{"sg": size, "lanes": size}, plain] if size >= 4 else [plain]
 
 
-def _lanes_and_steps(subgroup_size: int) -> list[Tiles]:
+def _lanes_and_steps(traits: Traits, c: Any) -> list[Tiles]:
     # Without subgroups four keys a step would compile for half a minute on lavapipe, and gain nothing.
-    return [{**tiles, "keys_per_step": n} for tiles in _lanes(subgroup_size) for n in ((4, 1) if tiles["sg"] else (1,))]
+    return [{**tiles, "keys_per_step": n} for tiles in _lanes(traits, c) for n in ((4, 1) if tiles["sg"] else (1,))]
 
 
 def _over_queries(c: Any) -> tuple[int, int, int]:

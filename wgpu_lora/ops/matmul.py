@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, Grid, In, InOut, Tiles, Word, cdiv, kernel
+from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, Grid, In, InOut, Tiles, Traits, Variants, Word, cdiv, kernel
 from wgpu_lora.quant.nf4 import NF4_CODE
 
 FILE = "matmul.wgsl.j2"
@@ -18,33 +17,50 @@ def tile_grid(c: Any) -> Grid:
 
 
 def divisibility(c: Any) -> dict[str, bool]:
-    """What the template must know of a shape: which operands are whole vec4s, pairs or words. The rest is uniform."""
+    """What the template must know of a shape, and no more: each fact doubles the pipelines. The rest is uniform."""
+    nf4, transposed = c.b_type == "nf4", c.form == "nt"
     rows_of_a = c.m if c.form == "tn" else c.k
     offsets = [getattr(c, name, 0) for name in ("stride", "a_skip", "a_first")]
-    quads = rows_of_a % 4 == 0 and all(offset % 4 == 0 for offset in offsets)
-    words = c.k if c.form == "nt" else c.n
+    words = c.k if transposed else c.n
     return {
-        "quads": quads,
-        "even": c.form == "nn" and c.b_type in ("bf16", "f16") and c.n % 2 == 0,
-        "octets": c.b_type == "nf4" and words % 8 == 0,
+        "quads": rows_of_a % 4 == 0 and all(offset % 4 == 0 for offset in offsets),
+        "octets": nf4 and words % 8 == 0,
+        "blocks": nf4 and words % 64 == 0,  # of one scale: none straddles rows
+        "even": nf4 == transposed and c.n % 2 == 0 and getattr(c, "stride", 0) % 2 == 0,
+        "even_k": nf4 and not transposed and c.k % 2 == 0,
     }
 
 
-def tiles(*shapes: tuple[int, int]) -> Callable[[int], list[Tiles]]:
-    """Tilings (rows, columns a lane), the default first; without subgroups a workgroup has 32 independent lanes."""
+def tiles(span: int, *shapes: tuple[int, int]) -> Variants:
+    """Tilings, the default first: rows, columns a lane, and steps of the contraction a round (a multiple of `span`).
 
-    plain: Tiles = {"rows": 8, "cols": 4, "sg": 0, "lanes": 32}
+    `wide` reads 64-bit words, which halves the loads of drivers that make a load of every scalar. Without subgroups a
+    workgroup has 32 independent lanes. Products of few rows, as in decoding, have tiles of no more rows; their rounds
+    are longer, so that every lane has some of a to fetch.
+    """
 
-    def variants(subgroup_size: int) -> list[Tiles]:
-        if subgroup_size not in (4, 8, 16, 32, 64):
-            return [plain, {**plain, "rows": 4, "cols": 2}]
-        return [*({"rows": r, "cols": c, "sg": subgroup_size, "lanes": subgroup_size} for r, c in shapes), plain]
+    def variants(traits: Traits, c: Any) -> list[Tiles]:
+        size, chosen, steps = traits.subgroup_size, shapes, span
+        if c.form != "tn" and c.m <= FEW_ROWS:
+            few = 1 << (c.m - 1).bit_length()
+            chosen, steps = ((few, 4), (few, 2)), max(span, 32 // few)
+        if size not in (4, 8, 16, 32, 64):
+            plain: Tiles = {"rows": min(chosen[0][0], 8), "cols": 4, "span": span, "wide": 0, "sg": 0, "lanes": 32}
+            return [plain, {**plain, "cols": 2}]
+        found = [{"rows": r, "cols": w, "span": steps, "wide": 0, "sg": size, "lanes": size} for r, w in chosen]
+        if traits.int64:
+            wide = [{**tiling, "wide": 1} for tiling in found]
+            found = [*wide, *found] if traits.software else [*found, *wide]
+        return [*found, {"rows": min(chosen[0][0], 8), "cols": 4, "span": span, "wide": 0, "sg": 0, "lanes": 32}]
 
     return variants
 
 
-WIDE = tiles((16, 2), (8, 4), (8, 2), (16, 1))
-THIN = tiles((8, 2), (16, 1), (4, 2))
+FEW_ROWS = 8
+WIDE = tiles(4, (16, 4), (16, 2), (8, 4))
+PACKED = tiles(8, (16, 4), (16, 2), (8, 4))
+PACKED_NN = tiles(4, (16, 4), (16, 2), (8, 4))
+THIN = tiles(4, (8, 2), (16, 1))
 
 
 def _nf4_weight(codes: np.ndarray, scales: np.ndarray, out: int, size_in: int) -> np.ndarray:
@@ -64,6 +80,11 @@ def _finish(
     return y + product if accumulate else product
 
 
+def _operand(a: np.ndarray, m: int, k: int, a_scale: Any) -> np.ndarray:
+    """a [m, k], its rows times a_scale where they were stored divided by it."""
+    return a.reshape(m, k) * (1 if a_scale is None else a_scale.reshape(-1, 1))
+
+
 def _range(x: np.ndarray, rows: int, first: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     """(x by rows, its columns [first, first + width)), both views."""
     whole = x.reshape(rows, -1)
@@ -77,6 +98,7 @@ def matmul_nt(
     y: InOut,
     bias: Fixed = None,
     count: Fixed = None,
+    a_scale: In = None,
     *,
     m: Dim,
     n: Dim,
@@ -87,10 +109,12 @@ def matmul_nt(
     y_first: Dim = 0,
     accumulate: Flag = False,
     b_type: Word = "f32",
+    a_type: Word = "f32",
     form: Word = "nt",
 ) -> Any:
-    """y[m, n] (+)= sum_k a[m, k] b[n, k] (+ bias[n]); tiles wholly past row count[0] are left alone."""
+    """y[m, n] (+)= a_scale[m] sum_k a[m, k] b[n, k] (+ bias[n]); tiles wholly past row count[0] are left alone."""
     left, (result, part) = _range(a, m, a_first, k)[1], _range(y.copy(), m, y_first, n)
+    left = _operand(left, m, k, a_scale)
     part[:] = _finish(part, left @ b.reshape(n, k).T, accumulate, None if bias is None else bias[y_first : y_first + n])
     return result
 
@@ -102,6 +126,7 @@ def matmul_nn(
     y: InOut,
     row_scale: In = None,
     count: Fixed = None,
+    a_scale: In = None,
     *,
     m: Dim,
     n: Dim,
@@ -112,51 +137,57 @@ def matmul_nn(
     y_first: Dim = 0,
     accumulate: Flag = False,
     b_type: Word = "f32",
+    a_type: Word = "f32",
     form: Word = "nn",
 ) -> Any:
-    """y[m, n] (+)= sum_k a[m, k] b[k, n]; with row_scale, y[m] is scaled by row_scale[m] first."""
+    """y[m, n] (+)= a_scale[m] sum_k a[m, k] b[k, n]; with row_scale, y[m] is scaled by row_scale[m] first."""
     left, (result, part) = _range(a, m, a_first, k)[1], _range(y.copy(), m, y_first, n)
+    left = _operand(left, m, k, a_scale)
     part[:] = _finish(part, left @ b.reshape(k, n), accumulate, None, row_scale)
     return result
 
 
-@kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, lib=("nf4",))
+@kernel(FILE, grid=tile_grid, variants=PACKED, specialise=divisibility, lib=("nf4",))
 def nf4_matmul(
     a: In,
     codes: Fixed,
     scales: In,
     y: InOut,
     bias: Fixed = None,
+    a_scale: In = None,
     *,
     m: Dim,
     n: Dim,
     k: Dim,
     accumulate: Flag = False,
     b_type: Word = "nf4",
+    a_type: Word = "f32",
     form: Word = "nt",
 ) -> Any:
-    """y[m, n] (+)= sum_k a[m, k] W[n, k] (+ bias[n]) for an NF4 W[n, k]."""
+    """y[m, n] (+)= a_scale[m] sum_k a[m, k] W[n, k] (+ bias[n]) for an NF4 W[n, k]."""
     weight = _nf4_weight(codes, scales, n, k)
-    return _finish(y.reshape(m, n), a.reshape(m, k) @ weight.T, accumulate, bias)
+    return _finish(y.reshape(m, n), _operand(a, m, k, a_scale) @ weight.T, accumulate, bias)
 
 
-@kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, lib=("nf4",))
+@kernel(FILE, grid=tile_grid, variants=PACKED_NN, specialise=divisibility, lib=("nf4",))
 def nf4_matmul_backward(
     a: In,
     codes: Fixed,
     scales: In,
     y: InOut,
+    a_scale: In = None,
     *,
     m: Dim,
     n: Dim,
     k: Dim,
     accumulate: Flag = False,
     b_type: Word = "nf4",
+    a_type: Word = "f32",
     form: Word = "nn",
 ) -> Any:
-    """dx[m, n] (+)= sum_k dy[m, k] W[k, n] for an NF4 W[k, n]: the same codes that the forward pass reads."""
+    """dx[m, n] (+)= a_scale[m] sum_k dy[m, k] W[k, n] for an NF4 W[k, n], by the codes that the forward pass reads."""
     weight = _nf4_weight(codes, scales, k, n)
-    return _finish(y.reshape(m, n), a.reshape(m, k) @ weight, accumulate)
+    return _finish(y.reshape(m, n), _operand(a, m, k, a_scale) @ weight, accumulate)
 
 
 def _slot_rows(ranges: np.ndarray, first_row: int, count: int) -> np.ndarray:
@@ -230,7 +261,7 @@ def lora_nn(
     )
 
 
-@kernel(FILE, grid=tile_grid, variants=tiles((8, 2), (16, 1), (16, 2)), specialise=divisibility)
+@kernel(FILE, grid=tile_grid, variants=tiles(4, (8, 2), (16, 1), (16, 2)), specialise=divisibility)
 def lora_tn(
     a: In,
     b: In,
