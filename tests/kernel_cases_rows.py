@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 from kernel_cases import NONE, SLOT_ROWS, SLOTS, Arrays, add, normal, poison, u32, unslotted
 
-from wgpu_lora.ops import loss, norm, optimizer
+from wgpu_lora.ops import half, loss, norm, optimizer
 
 
 def normalise(rows: int, cols: int, accumulate: bool) -> None:
@@ -109,3 +110,18 @@ def updates(rng: np.random.Generator) -> Arrays:
 
 add(optimizer.gradient_norm, norms, slots=HYPER_SLOTS, blocks=37)
 add(optimizer.adamw, updates, size=6 * optimizer.BLOCK - 37)
+
+
+def rounded(kind: str, rows: int, cols: int) -> None:
+    def make(rng: np.random.Generator) -> Arrays:
+        x = normal(rng, rows, cols) * 10.0 ** rng.uniform(-9, 9, (rows, 1)).astype(np.float32)
+        x[1] = 0
+        y = poison(rows, cols).astype(np.float16 if kind == "f16" else ml_dtypes.bfloat16)
+        arrays = {"x": x.astype(np.float32), "y": y if kind == "f16" else y.view(np.uint16)}
+        return {**arrays, "scale": poison(rows)} if kind == "f16" else arrays
+
+    add(half.to_half, make, rows=rows, cols=cols, kind=kind)
+
+
+rounded("bf16", 37, 74)
+rounded("f16", 37, 74)

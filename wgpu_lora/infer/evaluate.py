@@ -42,7 +42,14 @@ class Evaluator:
             as the longest row has tokens; the evaluator has its own otherwise.
     """
 
-    def __init__(self, model: LoadedModel, adapters: AdapterSet | None, tokens: int, table: Tensor | None = None):
+    def __init__(
+        self,
+        model: LoadedModel,
+        adapters: AdapterSet | None,
+        tokens: int,
+        table: Tensor | None = None,
+        compute_dtype: str = "f32",
+    ):
         self.model, self.adapters, self.device, config = model, adapters, model.device, model.config
         slots = len(adapters.specs) if adapters else 1
         total = persistent((slots,), "f32", "workspace", "evaluation loss")
@@ -50,7 +57,7 @@ class Evaluator:
         self._table = table or persistent((tokens, config.head_dim // 2, 2), "f32", "workspace", "evaluation rope")
         self.inputs = StepInputs.declare(config, tokens, slots, self._table, total)
         self.program = Program(model.device, "evaluation")
-        recorder = Recorder(self.program)
+        recorder = Recorder(self.program, compute_dtype=compute_dtype)
         hidden = model.decoder.hidden(recorder, self.inputs, adapters.bind(self.inputs) if adapters else {})
         cross_entropy(recorder, hidden, model.decoder.head, self.inputs.loss)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 
+from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint import WeightSource
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Arena, Program, allocate
@@ -17,6 +18,7 @@ from wgpu_lora.ops.weights import DenseWeight, NF4Weight
 from wgpu_lora.quant.kernels import nf4_absmax, nf4_encode
 from wgpu_lora.quant.nf4 import BLOCK, DYNAMIC_CODE, double_quantize
 
+F16_MAX = 65504.0
 STAGING = 32 << 20  # bytes of a piece on its way to the device
 DTYPES = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
 Progress = Callable[[str], None]
@@ -92,7 +94,10 @@ def _rows_as(checkpoint: WeightSource, name: str, dtype: str, start: int, stop: 
     if DTYPES.get(checkpoint.dtype(name)) == dtype:
         return checkpoint.read_raw(name, start, stop)
     target = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}[dtype]
-    return checkpoint.read_f32(name, start, stop).astype(target)
+    values = checkpoint.read_f32(name, start, stop)
+    if dtype == "f16" and np.abs(values).max() > F16_MAX:
+        raise UserError(f"{name} has values beyond f16's range of {F16_MAX:,.0f}: use --base-dtype bf16, nf4 or f32.")
+    return values.astype(target)
 
 
 def _staging(model: Decoder) -> tuple[Tensor, Tensor]:

@@ -23,10 +23,13 @@ class Recorder:
         program: where dispatches go.
         training: False records no backward pass.
         recompute: record `checkpoint`ed blocks again inside the backward pass instead of keeping their activations.
+        compute_dtype: what activations are rounded to before a frozen matrix (see ops.half).
     """
 
-    def __init__(self, program: Program, training: bool = False, recompute: bool = False):
+    def __init__(self, program: Program, training: bool = False, recompute: bool = False, compute_dtype: str = "f32"):
         self.program = program
+        self.compute_dtype = compute_dtype
+        self.halves: dict[tuple[Storage, int, int], tuple[Tensor, Tensor | None]] = {}
         self.training = training
         self.recompute = recompute
         self._nodes: list[Callable[[], None]] = []

@@ -10,6 +10,7 @@ import numpy as np
 
 from wgpu_lora.gpu.kernel import U32, Fixed, Out, kernel, one_per
 from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Storage, Tensor, persistent
+from wgpu_lora.ops.half import matmul_operand
 from wgpu_lora.ops.matmul import matmul_nn, matmul_nt, nf4_matmul, nf4_matmul_backward
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.quant.nf4 import BLOCK, NESTED_BLOCK
@@ -73,18 +74,20 @@ class DenseWeight:
             first += part.shape[0]
 
     def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None) -> None:
-        shape = {"m": x.size // self.in_features, "k": self.in_features, "b_type": self.dtype}
+        a, scale, kind = matmul_operand(rec, x, self.in_features, keep=True)
+        shape = {"m": x.size // self.in_features, "k": self.in_features, "a_type": kind, "b_type": self.dtype}
         for first, part in self.chunks():
             rows = part.shape[0]
             columns = {"y_skip": self.out_features - rows, "y_first": first}
-            rec.dispatch(matmul_nt, x, part, y, bias, n=rows, **columns, **shape)
+            rec.dispatch(matmul_nt, a, part, y, bias, None, scale, n=rows, **columns, **shape)
 
     def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:
-        shape = {"m": dy.size // self.out_features, "n": self.in_features, "b_type": self.dtype}
+        a, scale, kind = matmul_operand(rec, dy, self.out_features, keep=False)
+        shape = {"m": dy.size // self.out_features, "n": self.in_features, "a_type": kind, "b_type": self.dtype}
         for first, part in self.chunks():
-            rows = part.shape[0]
+            rows, more = part.shape[0], accumulate or first > 0
             columns = {"a_skip": self.out_features - rows, "a_first": first}
-            rec.dispatch(matmul_nn, dy, part, dx, k=rows, accumulate=accumulate or first > 0, **columns, **shape)
+            rec.dispatch(matmul_nn, a, part, dx, None, None, scale, k=rows, accumulate=more, **columns, **shape)
 
     def storages(self) -> list[Storage]:
         return [part.storage for part in self.parts]
@@ -136,12 +139,15 @@ class NF4Weight:
         return scales
 
     def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None) -> None:
-        shape = {"m": x.size // self.in_features, "n": self.out_features, "k": self.in_features}
-        rec.dispatch(nf4_matmul, x, self.codes, self._scales(rec), y, bias, **shape)
+        a, scale, kind = matmul_operand(rec, x, self.in_features, keep=True)
+        shape = {"m": x.size // self.in_features, "n": self.out_features, "k": self.in_features, "a_type": kind}
+        rec.dispatch(nf4_matmul, a, self.codes, self._scales(rec), y, bias, scale, **shape)
 
     def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:
-        shape = {"m": dy.size // self.out_features, "n": self.in_features, "k": self.out_features}
-        rec.dispatch(nf4_matmul_backward, dy, self.codes, self._scales(rec), dx, accumulate=accumulate, **shape)
+        a, scale, kind = matmul_operand(rec, dy, self.out_features, keep=False)
+        shape = {"m": dy.size // self.out_features, "n": self.in_features, "k": self.out_features, "a_type": kind}
+        codes, constants = self.codes, self._scales(rec)
+        rec.dispatch(nf4_matmul_backward, a, codes, constants, dx, scale, accumulate=accumulate, **shape)
 
     def storages(self) -> list[Storage]:
         return [t.storage for t in (self.codes, self.absmax_codes, self.nested, self.dynamic)]

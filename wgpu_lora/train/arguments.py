@@ -58,6 +58,9 @@ class TrainingArguments:
     )
     device: str | None = option(None, FILES, "Adapter index or a part of its name, as 'wgpu-lora info' lists them.")
     base_dtype: str = option("nf4", MEMORY, "How the frozen weights are kept: nf4, bf16, f16 or f32.")
+    compute_dtype: str = option(
+        "f32", MEMORY, "What activations are rounded to before a frozen matrix: f32, bf16 or f16. Sums stay f32."
+    )
     init_adapter: str | None = option(None, FILES, "PEFT adapter directory to start from.")
     resume: bool = option(False, SAVING, "Continue the run in --output from its last checkpoint.")
     lora_r: int = option(16, ADAPTER, "Rank of the adapters.")
@@ -124,9 +127,16 @@ class TrainingArguments:
         self._require(
             self.target_seconds is None or self.target_seconds > 0, "target_seconds", "must be greater than 0"
         )
-        from wgpu_lora.models.decoder import BASE_DTYPES  # here, because it brings the GPU's library: --help needs none
+        # Here, because they bring the GPU's library: --help needs none.
+        from wgpu_lora.models.decoder import BASE_DTYPES
+        from wgpu_lora.ops.half import COMPUTE_DTYPES
 
-        choices = {"lr_scheduler_type": SCHEDULERS, "base_dtype": BASE_DTYPES, "on_overflow": OVERFLOW}
+        choices = {
+            "lr_scheduler_type": SCHEDULERS,
+            "base_dtype": BASE_DTYPES,
+            "compute_dtype": COMPUTE_DTYPES,
+            "on_overflow": OVERFLOW,
+        }
         for name, allowed in choices.items():
             self._require(getattr(self, name) in allowed, name, f"must be one of {', '.join(allowed)}")
         self._require(self.max_steps == -1 or self.max_steps > 0, "max_steps", "must be greater than 0")

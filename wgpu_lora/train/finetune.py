@@ -150,6 +150,7 @@ def _session(
         positions=max([*stream.prepared.lengths, *(heldout.lengths if heldout else [])]),
         dropout=args.lora_dropout > 0,
         recompute=args.gradient_checkpointing,
+        compute_dtype=args.compute_dtype,
         eval_tokens=max(buckets[-1], *heldout.lengths) if heldout else 0,
     )
 

@@ -42,6 +42,7 @@ class Session:
         buckets: tokens of the batches to record, ascending.
         eval_tokens: tokens of a held-out batch, 0 for none.
         positions: longest row.
+        compute_dtype: what activations are rounded to before a frozen matrix (see ops.half).
     """
 
     def __init__(
@@ -54,8 +55,10 @@ class Session:
         dropout: bool = False,
         recompute: bool = False,
         eval_tokens: int = 0,
+        compute_dtype: str = "f32",
     ):
         self.model = model
+        self.compute_dtype = compute_dtype
         self.adapters = adapters
         self.device = device = model.device
         self.optimizer = Optimizer(device, adapters)
@@ -67,13 +70,13 @@ class Session:
             slots = len(adapters.specs)
             inputs = StepInputs.declare(config, tokens, slots, self.table, self.optimizer.total, dropout)
             self.steps[tokens] = (inputs, self._record(inputs, recompute))
-        self.evaluator = Evaluator(model, adapters, eval_tokens, self.table) if eval_tokens else None
+        self.evaluator = Evaluator(model, adapters, eval_tokens, self.table, compute_dtype) if eval_tokens else None
         self._built: set[int] = set()
         self.arena: Arena | None = None
 
     def _record(self, inputs: StepInputs, recompute: bool) -> Program:
         program = Program(self.device, f"train {inputs.tokens}")
-        recorder = Recorder(program, training=True, recompute=recompute)
+        recorder = Recorder(program, True, recompute, self.compute_dtype)
         hidden = self.model.decoder.hidden(recorder, inputs, self.adapters.bind(inputs))
         cross_entropy(recorder, hidden, self.model.decoder.head, inputs.loss)
         recorder.backward()

@@ -1,0 +1,47 @@
+"""Half-precision operands: activations rounded to 16 bits before a frozen matrix, products still summed in f32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from wgpu_lora.gpu.kernel import U32, In, Out, Word, kernel
+from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.ops.rows import by_subgroup, row_grid
+
+COMPUTE_DTYPES = ("f32", "bf16", "f16")
+
+
+@kernel("to_half.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
+def to_half(x: In, y: Out, scale: Out = None, *, rows: U32, cols: U32, kind: Word) -> Any:
+    """y = x rounded to bf16; to f16, y = x / scale[r] with scale[r] = 2^(floor(log2 max |x[r]|) - 14)."""
+    if kind == "bf16":
+        return x.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
+    top = np.abs(x).max(axis=1)
+    power = np.floor(np.log2(np.where(top > 0, top, 2.0**-112)))
+    factor = 2.0 ** (np.maximum(power, -112) - 14)
+    return (x / factor[:, None]).astype(np.float16).astype(np.float64), factor
+
+
+def matmul_operand(rec: Recorder, x: Tensor, cols: int, *, keep: bool) -> tuple[Tensor, Tensor | None, str]:
+    """x [rows, cols] as the recorder's compute dtype wants it: (a, a_scale, a_type) of the matmul kernels.
+
+    Args:
+        keep: x is not written again, so that its other readers may share the rounded copy.
+    """
+    kind = rec.compute_dtype
+    if kind == "f32" or cols % 2:  # an odd row would share a word with the next
+        return x, None, "f32"
+    key = (x.storage, x.byte_offset, x.size)
+    if keep and key in rec.halves:
+        return (*rec.halves[key], kind)
+    rows = x.size // cols
+    a = rec.temp((rows, cols), kind, name=f"{x.name} in {kind}")
+    scale = rec.temp((rows,), name="scale") if kind == "f16" else None
+    rec.dispatch(to_half, x, a, scale, rows=rows, cols=cols, kind=kind)
+    if keep:
+        rec.halves[key] = (a, scale)
+    return a, scale, kind
