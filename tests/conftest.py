@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from dataclasses import replace
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 
 from wgpu_lora.gpu.device import Device, DeviceOptions
+
+os.environ["WGPU_LORA_NO_TUNE"] = "1"  # a shape for every test: tuning would take most of the time
 
 
 @pytest.fixture(scope="session")

@@ -72,13 +72,6 @@ def stored(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
     return values.astype(np.float16) if dtype == "f16" else values
 
 
-def widened(array: np.ndarray) -> np.ndarray:
-    """What a float64 reference gets."""
-    if array.dtype == np.uint16:
-        array = (array.astype(np.uint32) << 16).view(np.float32)
-    return array.astype(np.float64) if array.dtype.kind == "f" else array
-
-
 def u32(*values: Any) -> np.ndarray:
     return np.array(values, np.uint32)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from kernel_cases import NONE, Arrays, add, normal, poison, u32, widened
+from kernel_cases import NONE, Arrays, add, normal, poison, u32
 
+from wgpu_lora.gpu.single import widened
 from wgpu_lora.ops import attention
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from kernel_cases import NONE, Arrays, add, normal, poison, stored, widened
+from kernel_cases import NONE, Arrays, add, normal, poison, stored
 
 from wgpu_lora.bench import ceiling
 from wgpu_lora.gpu.kernel import cdiv
+from wgpu_lora.gpu.single import widened
 from wgpu_lora.ops import elementwise, embedding, rope, weights
 from wgpu_lora.quant import kernels as quant
 from wgpu_lora.quant.nf4 import DYNAMIC_CODE

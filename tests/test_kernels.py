@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_cases import CASES, Case, widened
+from kernel_cases import CASES, Case
 
 import wgpu_lora.ops
 import wgpu_lora.quant
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import REGISTRY, Tiles, Traits
-from wgpu_lora.gpu.single import SingleKernel
+from wgpu_lora.gpu.single import SingleKernel, widened
 
 NMSE = 1e-11  # mean squared error over the mean square of the reference: 3e-6 relative, a few dozen roundings of f32
 WORST = 1e-5  # of (|value| + root mean square), for any one value

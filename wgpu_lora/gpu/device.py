@@ -14,6 +14,7 @@ from wgpu.backends.wgpu_native import ffi, lib
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.adapters import AdapterInfo, choose
+from wgpu_lora.gpu.choices import Choices
 from wgpu_lora.gpu.kernel import Traits
 
 WRITE_CHUNK = 16 << 20  # a queued write is staged by the driver; larger ones would double a tensor's memory
@@ -58,6 +59,7 @@ class Device:
         info: the adapter's facts.
         subgroup_size: lanes of a subgroup as measured, 0 where subgroups must not be used.
         max_binding, max_buffer: bytes.
+        choices: the tilings that heavy kernels run in, by call (see gpu.tuner); empty means the defaults.
         allocated, peak_allocated: bytes of all buffers created here and not yet freed.
     """
 
@@ -81,6 +83,7 @@ class Device:
         self.max_buffer = int(self.raw.limits["max-buffer-size"]) & ~255
         self.allocated = 0
         self.peak_allocated = 0
+        self.choices: Choices = {}
         self._pipelines: dict[tuple[Any, ...], Any] = {}
         self._readback: dict[int, Any] = {}
         self.subgroup_size = self._probe_subgroup_size() if "subgroup" in features else 0

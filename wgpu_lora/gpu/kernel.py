@@ -90,6 +90,7 @@ class Kernel:
     lib: tuple[str, ...] = ()
     variants: Variants = lambda traits, c: ({},)
     specialise: Callable[[Any], dict[str, Any]] | None = None
+    sample: Callable[..., dict[str, Any]] | None = None
     bindings: dict[str, str] = field(default_factory=dict)  # parameter -> in | out | inout | fixed
     optional: frozenset[str] = frozenset()
     constants: dict[str, str] = field(default_factory=dict)  # parameter -> u32 | f32 | bool | word | dim
@@ -183,6 +184,7 @@ def kernel(
     lib: tuple[str, ...] = (),
     variants: Variants = lambda traits, c: ({},),
     specialise: Callable[[Any], dict[str, Any]] | None = None,
+    sample: Callable[..., dict[str, Any]] | None = None,
 ) -> Callable[[Callable[..., Any]], Kernel]:
     """Declares a kernel (see the module's docstring).
 
@@ -192,6 +194,7 @@ def kernel(
         lib: files of `shaders/lib/` that are put in front.
         variants: a device's traits and a call's constants -> the tilings that can run it, the default first.
         specialise: constants -> what a template derives from the dims, such as whether rows are whole vec4s.
+        sample: constants, present bindings, rng -> inputs to time tilings on; only kernels that have it are tuned.
     """
 
     def declare(function: Callable[..., Any]) -> Kernel:
@@ -215,6 +218,7 @@ def kernel(
             lib,
             variants,
             specialise,
+            sample,
             bindings,
             frozenset(optional),
             constants,

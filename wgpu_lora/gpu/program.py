@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.choices import choice_key
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import Grid, Kernel, Tiles
 from wgpu_lora.gpu.plan import ArenaPlan, plan_arenas
@@ -27,6 +28,7 @@ class Dispatch:
     constants: dict[str, Any]
     tiles: Tiles
     groups: Grid
+    fixed: bool = False  # the tiling was asked for, not chosen
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -63,6 +65,7 @@ class Program:
             raise TypeError(
                 f"{kernel.name}: missing {missing}, constants {sorted(constants)} for {sorted(kernel.constants)}"
             )
+        fixed = tiles is not None
         if tiles is None:
             tiles = kernel.tilings(self.device.traits, constants)[0]
         groups = kernel.groups(constants, tiles)
@@ -72,7 +75,7 @@ class Program:
                 "--per-device-train-batch-size or --max-length."
             )
         tensors = tuple(t for t in args if t is not None)
-        self.dispatches.append(Dispatch(kernel, tensors, present, constants, tiles, groups))
+        self.dispatches.append(Dispatch(kernel, tensors, present, constants, tiles, groups, fixed))
 
     def prune(self) -> None:
         """Drops dispatches whose outputs nothing reads: a recomputed block's last product, an unwanted gradient."""
@@ -120,8 +123,16 @@ class Program:
 
     # -- build and replay ------------------------------------------------------------------------------------------
 
+    def _tiled(self, step: Dispatch) -> Dispatch:
+        """The dispatch in the tiling that the device was tuned to."""
+        if step.fixed or not step.kernel.sample or not self.device.choices:
+            return step
+        tiles = self.device.choices.get(choice_key(step.kernel, step.present, step.constants))
+        return replace(step, tiles=tiles, groups=step.kernel.groups(step.constants, tiles)) if tiles else step
+
     def build(self, arena: Arena) -> None:
         """Binds temporaries to the arena, compiles the pipelines and makes the bind groups."""
+        self.dispatches = [self._tiled(step) for step in self.dispatches]
         plan = self.plan()
         buffers = arena.buffers_for(plan)
         for storage, (number, offset) in plan.places.items():

@@ -15,6 +15,13 @@ from wgpu_lora.gpu.tensor import Tensor, persistent
 DTYPE = {"float32": "f32", "uint32": "u32", "int32": "i32", "uint16": "bf16", "float16": "f16", "uint8": "u8"}
 
 
+def widened(array: np.ndarray) -> np.ndarray:
+    """What a float64 reference gets: floats as float64, uint16 taken as bf16; integers as they are."""
+    if array.dtype == np.uint16:
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float64) if array.dtype.kind == "f" else array
+
+
 class SingleKernel:
     """A program of one dispatch, its arrays on the device."""
 

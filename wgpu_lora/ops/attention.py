@@ -8,6 +8,7 @@ import numpy as np
 
 from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, Out, Tiles, Traits, cdiv, kernel
 from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.ops import samples
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.rows import by_subgroup, row_grid
 
@@ -47,7 +48,7 @@ def _rows_first(x: np.ndarray) -> np.ndarray:
     return x.transpose(2, 0, 1, 3)
 
 
-@kernel("attention_forward.wgsl.j2", grid=_over_queries, variants=_lanes_and_steps)
+@kernel("attention_forward.wgsl.j2", grid=_over_queries, variants=_lanes_and_steps, sample=samples.attention)
 def attention_forward(
     q: In,
     k: In,
@@ -101,7 +102,7 @@ def _score_gradients(
     return qs, ks, dys, p, scale * p * (dp - stats[..., 1:])
 
 
-@kernel("attention_backward_q.wgsl.j2", grid=_over_queries, variants=_lanes)
+@kernel("attention_backward_q.wgsl.j2", grid=_over_queries, variants=_lanes, sample=samples.attention)
 def attention_backward_q(
     q: In,
     k: In,
@@ -123,7 +124,12 @@ def attention_backward_q(
     return _rows_first(np.einsum("hgts,hsd->hgtd", ds, ks))
 
 
-@kernel("attention_backward_kv.wgsl.j2", grid=lambda c: (cdiv(c.rows, c.lanes), c.kv_heads, 1), variants=_lanes)
+@kernel(
+    "attention_backward_kv.wgsl.j2",
+    grid=lambda c: (cdiv(c.rows, c.lanes), c.kv_heads, 1),
+    variants=_lanes,
+    sample=samples.attention,
+)
 def attention_backward_kv(
     q: In,
     k: In,

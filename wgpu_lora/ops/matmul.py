@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, Grid, In, InOut, Tiles, Traits, Variants, Word, cdiv, kernel
+from wgpu_lora.ops import samples
 from wgpu_lora.quant.nf4 import NF4_CODE
 
 FILE = "matmul.wgsl.j2"
@@ -91,7 +92,7 @@ def _range(x: np.ndarray, rows: int, first: int, width: int) -> tuple[np.ndarray
     return whole, whole[:, first : first + width]
 
 
-@kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility)
+@kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, sample=samples.matmul)
 def matmul_nt(
     a: In,
     b: Fixed,
@@ -119,7 +120,7 @@ def matmul_nt(
     return result
 
 
-@kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility)
+@kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, sample=samples.matmul)
 def matmul_nn(
     a: In,
     b: Fixed,
@@ -147,7 +148,7 @@ def matmul_nn(
     return result
 
 
-@kernel(FILE, grid=tile_grid, variants=PACKED, specialise=divisibility, lib=("nf4",))
+@kernel(FILE, grid=tile_grid, variants=PACKED, specialise=divisibility, sample=samples.matmul, lib=("nf4",))
 def nf4_matmul(
     a: In,
     codes: Fixed,
@@ -169,7 +170,7 @@ def nf4_matmul(
     return _finish(y.reshape(m, n), _operand(a, m, k, a_scale) @ weight.T, accumulate, bias)
 
 
-@kernel(FILE, grid=tile_grid, variants=PACKED_NN, specialise=divisibility, lib=("nf4",))
+@kernel(FILE, grid=tile_grid, variants=PACKED_NN, specialise=divisibility, sample=samples.matmul, lib=("nf4",))
 def nf4_matmul_backward(
     a: In,
     codes: Fixed,
@@ -204,7 +205,7 @@ def _by_slot(y: np.ndarray, ranges: np.ndarray, first_row: int, product: Any, ac
     return result
 
 
-@kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility)
+@kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility, sample=samples.lora)
 def lora_nt(
     a: In,
     b: Fixed,
@@ -234,7 +235,7 @@ def lora_nt(
     )
 
 
-@kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility)
+@kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility, sample=samples.lora)
 def lora_nn(
     a: In,
     b: Fixed,
@@ -261,7 +262,7 @@ def lora_nn(
     )
 
 
-@kernel(FILE, grid=tile_grid, variants=tiles(4, (8, 2), (16, 1), (16, 2)), specialise=divisibility)
+@kernel(FILE, grid=tile_grid, variants=tiles(4, (8, 2), (16, 1), (16, 2)), specialise=divisibility, sample=samples.lora)
 def lora_tn(
     a: In,
     b: In,

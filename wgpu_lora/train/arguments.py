@@ -25,6 +25,7 @@ FREE_ON_RESUME = {
     "resume",
     "device",
     "memory_budget",
+    "tune",  # a resumed run keeps its tiles
     "logging_steps",
     "save_steps",
     "save_total_limit",
@@ -60,6 +61,9 @@ class TrainingArguments:
     base_dtype: str = option("nf4", MEMORY, "How the frozen weights are kept: nf4, bf16, f16 or f32.")
     compute_dtype: str = option(
         "f32", MEMORY, "What activations are rounded to before a frozen matrix: f32, bf16 or f16. Sums stay f32."
+    )
+    tune: bool = option(
+        True, FILES, "Time the kernels' tilings on this device before the first run, and remember the fastest."
     )
     init_adapter: str | None = option(None, FILES, "PEFT adapter directory to start from.")
     resume: bool = option(False, SAVING, "Continue the run in --output from its last checkpoint.")

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.atomic import replace_directory
 from wgpu_lora.formats.peft import AdapterConfig, module_path, read_adapter, tensor_name, write_adapter
+from wgpu_lora.gpu.choices import Choices
 from wgpu_lora.models.lora import AdapterSet, Matrices
 from wgpu_lora.train.session import Session
 
@@ -37,6 +38,7 @@ class RunState:
     best_eval_loss: float | None = None
     last_loss: float | None = None
     last_eval_loss: float | None = None
+    tiles: Choices = field(default_factory=dict)  # another tiling rounds differently, so a resumed run keeps its own
     pending: list[float] = field(default_factory=list)  # losses of the steps since the last log line
     pending_tokens: int = 0
     pending_seconds: float = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from safetensors import SafetensorError
 
 from wgpu_lora.data import Prepared, prepare, resolve_data
 from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.tuner import Tuner
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.load import Progress, table_dtype
 from wgpu_lora.models.loaded import LoadedModel, open_model
@@ -59,6 +61,7 @@ class Job:
         try:
             run.prepare_directory()
             device.peak_allocated = device.allocated  # of this run, not of what this process did before
+            self._choose_tiles()
             self.session.allocate(progress)
             return self._train(callback)
         finally:
@@ -68,6 +71,13 @@ class Job:
                 with suppress(OSError):  # the run ended before it left anything
                     (run.directory / LOCK).unlink(missing_ok=True)
                     run.directory.rmdir()
+
+    def _choose_tiles(self) -> None:
+        run, device = self.run, self.session.device
+        if not run.resumed_from:
+            tuning = run.args.tune and not os.environ.get("WGPU_LORA_NO_TUNE")
+            run.state.tiles = Tuner(device).tune(self.session.programs()) if tuning else {}
+        device.choices = run.state.tiles
 
     def _train(self, callback: Callback) -> dict[str, Any]:
         run = self.run

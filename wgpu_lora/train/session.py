@@ -85,7 +85,7 @@ class Session:
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
-    def _programs(self) -> list[Program]:
+    def programs(self) -> list[Program]:
         own = [program for _, program in self.steps.values()]
         return [*own, self.optimizer.program, *([self.evaluator.program] if self.evaluator else [])]
 
@@ -96,7 +96,7 @@ class Session:
         return found | (self.evaluator.storages() if self.evaluator else set())
 
     def _arena_sizes(self) -> list[int]:
-        return Arena.sizes_for([program.plan() for program in self._programs()])
+        return Arena.sizes_for([program.plan() for program in self.programs()])
 
     def memory(self) -> MemoryPlan:
         """The exact bytes of every buffer that `allocate` creates. Raises UserError where a tensor cannot be bound."""

@@ -1,0 +1,207 @@
+"""The tuner: what it measures, what it refuses, and its cache on disk."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from wgpu_lora.gpu import tuner as module
+from wgpu_lora.gpu.choices import ChoiceFile, bucket, choice_key
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.kernel import REGISTRY
+from wgpu_lora.gpu.program import Arena, Program, allocate
+from wgpu_lora.gpu.tensor import Tensor, persistent
+from wgpu_lora.gpu.tuner import Tuner, cut, nmse
+from wgpu_lora.ops.attention import attention_forward
+from wgpu_lora.ops.elementwise import fill
+from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn, matmul_nn, matmul_nt, nf4_matmul, nf4_matmul_backward
+
+SHAPE = {"m": 12, "n": 20, "k": 16}
+
+
+def product(device: Device, **shape: int) -> tuple[Program, Tensor]:
+    """A program of one product, and its result."""
+    size = {**SHAPE, **shape}
+    a = persistent((size["m"], size["k"]), "f32", "workspace", "a")
+    b = persistent((size["n"], size["k"]), "f32", "workspace", "b")
+    y = persistent((size["m"], size["n"]), "f32", "workspace", "y")
+    program = Program(device)
+    program.dispatch(matmul_nt, a, b, y, **size)
+    return program, y
+
+
+def test_it_times_every_tiling_and_remembers_the_fastest(device: Device, tmp_path: Path) -> None:
+    program, _ = product(device)
+    (step,) = program.dispatches
+    key = choice_key(step.kernel, step.present, step.constants)
+    before = device.allocated
+    choices = Tuner(device, directory=tmp_path).tune([program])
+    assert device.allocated == before
+    (file,) = tmp_path.glob("*.json")
+    entry = json.loads(file.read_text())["entries"][key]
+    seconds = [took for took, _ in entry["seconds"]]
+    assert len(seconds) >= 2
+    assert min(seconds) > 0
+    assert choices == {key: entry["tiles"]}
+    fastest = min(entry["seconds"], key=lambda pair: pair[0])
+    assert entry["tiles"] in (fastest[1], entry["seconds"][0][1])
+
+
+def test_the_cache_is_used_again_and_survives_damage(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, _ = product(device)
+    tuner = Tuner(device, directory=tmp_path)
+    first = tuner.tune([program])
+    with monkeypatch.context() as patch:
+        patch.setattr(Tuner, "_measure", lambda *_: pytest.fail("it was measured again"))
+        assert Tuner(device, directory=tmp_path).tune([program]) == first
+    for damage in ("{", "[]", '{"schema": 1, "entries": {"x": 3}}', '{"schema": 99, "entries": {}}'):
+        tuner.file.path.write_text(damage)
+        assert Tuner(device, directory=tmp_path).tune([program]).keys() == first.keys()
+    assert json.loads(tuner.file.path.read_text())["schema"] == 1
+
+
+def test_entries_of_another_shader_are_dropped(device: Device, tmp_path: Path) -> None:
+    file = ChoiceFile(device, tmp_path)
+    file.add({"old": {"kernel": "matmul_nt", "digest": "then", "tiles": {"rows": 1}}}, {"matmul_nt": "then"})
+    assert file.read({"matmul_nt": "then"})
+    assert not file.read({"matmul_nt": "now"})
+    file.add({"new": {"kernel": "matmul_nt", "digest": "now", "tiles": {"rows": 2}}}, {"matmul_nt": "now"})
+    assert json.loads(file.path.read_text())["entries"].keys() == {"new"}
+
+
+def _add(path: Path, number: int, barrier: Any) -> None:
+    file = ChoiceFile.__new__(ChoiceFile)
+    file.path = path
+    barrier.wait()
+    for i in range(10):
+        file.add({f"{number}.{i}": {"kernel": "k", "digest": "d", "tiles": {"rows": i + 1}}}, {"k": "d"})
+
+
+def test_two_processes_may_write_at_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(2)
+    path = tmp_path / "cache.json"
+    both = [context.Process(target=_add, args=(path, number, barrier)) for number in (0, 1)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(60)
+        assert process.exitcode == 0
+    assert len(json.loads(path.read_text())["entries"]) == 20
+
+
+def test_a_wrong_tiling_is_never_chosen(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, _ = product(device)
+    (step,) = program.dispatches
+    tilings = step.kernel.tilings(device.traits, step.constants)
+    wrong = tilings[1]
+    monkeypatch.setattr(module, "nmse", lambda got, want: nmse(got, want) + 1.0)
+    assert Tuner(device, directory=tmp_path).tune([program]) == {}
+    monkeypatch.setattr(module, "nmse", nmse)
+    monkeypatch.setattr(Tuner, "_is_right", lambda _, __, tiles: tiles != wrong)
+    monkeypatch.setattr(Tuner, "_seconds", lambda _, __, tiles: 0.1 if tiles == wrong else 1.0)
+    assert Tuner(device, directory=tmp_path).tune([program]) == {
+        choice_key(step.kernel, step.present, step.constants): tilings[0]
+    }
+
+
+def test_no_time_no_choice(device: Device, tmp_path: Path) -> None:
+    program, _ = product(device)
+    assert Tuner(device, seconds=0, directory=tmp_path).tune([program]) == {}
+
+
+def test_a_program_is_built_in_the_chosen_tiling(device: Device, rng: np.random.Generator) -> None:
+    program, y = product(device)
+    (step,) = program.dispatches
+    other = step.kernel.tilings(device.traits, step.constants)[-1]
+    device.choices = {choice_key(step.kernel, step.present, step.constants): other}
+    try:
+        allocate(device, program.persistent_storages())
+        program.build(Arena(device))
+        a, b, _ = step.tensors
+        values = [rng.standard_normal(t.shape, np.float32) for t in (a, b)]
+        for tensor, value in zip((a, b), values, strict=True):
+            device.write(tensor.storage.buffer, value)
+        program.run()
+        assert program.dispatches[0].tiles == other
+        assert program.dispatches[0].groups == step.kernel.groups(step.constants, other)
+        got = device.read(y.storage.buffer).view(np.float32).reshape(y.shape)
+        np.testing.assert_allclose(got, values[0] @ values[1].T, rtol=1e-4, atol=1e-4)
+    finally:
+        device.choices = {}
+        for storage in program.persistent_storages():
+            device.free(storage.buffer)
+
+
+def test_sizes_share_a_bucket_by_ratio() -> None:
+    assert [bucket(n) for n in (1, 2, 3, 5, 6, 90, 91, 1000)] == [1, 2, 4, 4, 8, 64, 128, 1024]
+    near = choice_key(matmul_nt, ("a", "b", "y"), {**matmul_nt.defaults, "m": 500, "n": 512, "k": 512})
+    assert near == choice_key(matmul_nt, ("a", "b", "y"), {**matmul_nt.defaults, "m": 512, "n": 512, "k": 512})
+    assert near != choice_key(matmul_nt, ("a", "b", "y"), {**matmul_nt.defaults, "m": 512, "n": 512, "k": 510})
+
+
+WHOLE = {"m": 1000, "n": 4864, "k": 896}
+SLOTS = {"slots": 2, "stride": 896 * 16 + 64, "first_row": 5}
+CALLS = [
+    (matmul_nt, {**WHOLE, "b_type": "bf16", "y_skip": 6, "y_first": 5}),
+    (matmul_nn, {**WHOLE, "b_type": "f16", "a_type": "bf16", "a_skip": 8, "a_first": 4}),
+    (nf4_matmul, {**WHOLE, "k": 900}),
+    (nf4_matmul_backward, {**WHOLE, "n": 904, "k": 4863}),
+    (lora_nt, {"m": 1000, "n": 16, "k": 896, **SLOTS}),
+    (lora_nn, {"m": 1000, "n": 896, "k": 16, **SLOTS}),
+    (lora_tn, {"m": 896, "n": 16, "k": 1000, **SLOTS}),
+]
+
+
+@pytest.mark.parametrize(("kernel", "constants"), CALLS, ids=[kernel.name for kernel, _ in CALLS])
+def test_a_check_is_small_and_compiles_the_same_shader(kernel: Any, constants: dict[str, Any]) -> None:
+    full = {**kernel.defaults, **constants}
+    program = Program.__new__(Program)
+    program.dispatches = []
+    call = module.Dispatch(kernel, (), tuple(kernel.bindings), full, {}, (1, 1, 1))
+    small = cut(call)
+    assert kernel.compiled_in(small) == kernel.compiled_in(full)
+    assert max(small[name] for name in "mnk") < 4 * module.CHECKED
+
+
+def test_every_heavy_kernel_is_right_on_its_own_sample(device: Device, tmp_path: Path) -> None:
+    """Each sample makes inputs that the kernel's reference and shader agree on: otherwise nothing would be chosen."""
+    attention = {"rows": 20, "kv_heads": 2, "group": 2, "dim": 8, "scale": 0.35}
+    heavy = {kernel.name: kernel for kernel in REGISTRY.values() if kernel.sample}
+    given = {kernel.name: {**kernel.defaults, **constants} for kernel, constants in CALLS}
+    for name in heavy.keys() - given.keys():
+        keys = {"keys": 20} if "keys" in heavy[name].constants else {}
+        given[name] = {**attention, **keys}
+    assert given.keys() == heavy.keys()
+    assert attention_forward.name in heavy
+    tuner = Tuner(device, directory=tmp_path)
+    for name, kernel in heavy.items():
+        present = tuple(n for n in kernel.bindings if n not in ("row_scale", "a_scale", "count"))
+        call = module.Dispatch(kernel, (), present, given[name], {}, (1, 1, 1))
+        assert tuner._is_right(call, kernel.tilings(device.traits, given[name])[0]), name
+
+
+def test_light_kernels_are_left_alone(device: Device, tmp_path: Path) -> None:
+    program = Program(device)
+    program.dispatch(fill, persistent((64,), "f32", "workspace", "y"), size=64)
+    assert Tuner(device, directory=tmp_path).tune([program]) == {}
+    assert not list(tmp_path.iterdir())
+
+
+def test_devices_and_drivers_have_files_of_their_own(device: Device, tmp_path: Path) -> None:
+    path = ChoiceFile(device, tmp_path).path
+    info = device.info
+    try:
+        device.info = replace(info, driver="another")
+        assert ChoiceFile(device, tmp_path).path != path
+    finally:
+        device.info = info
+    assert ChoiceFile(device, tmp_path).path == path
