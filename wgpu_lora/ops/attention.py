@@ -28,7 +28,7 @@ def _lanes(traits: Traits, c: Any) -> list[Tiles]:
 
 
 def _lanes_and_steps(traits: Traits, c: Any) -> list[Tiles]:
-    # More keys a step means fewer rescalings, but a CPU's registers spill: 32 against 24 ms on lavapipe. Without subgroups
+    # More keys a step means fewer rescalings, but more registers: 32 against 24 ms on lavapipe. Without subgroups
     # four would compile for half a minute there.
     steps = (1, 4) if traits.software else (4, 1)
     return [{**tiles, "keys_per_step": n} for tiles in _lanes(traits, c) for n in (steps if tiles["sg"] else (1,))]

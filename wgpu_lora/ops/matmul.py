@@ -27,7 +27,7 @@ def divisibility(c: Any) -> dict[str, bool]:
         "quads": rows_of_a % 4 == 0 and all(offset % 4 == 0 for offset in offsets),
         "octets": nf4 and words % 8 == 0,
         "blocks": nf4 and words % 64 == 0,  # of one scale: none straddles rows
-        "even": nf4 == transposed and c.n % 2 == 0 and getattr(c, "stride", 0) % 2 == 0,
+        "even": c.n % 2 == 0 and all(getattr(c, name, 0) % 2 == 0 for name in ("stride", "y_skip", "y_first")),
         "even_k": nf4 and not transposed and c.k % 2 == 0,
     }
 
