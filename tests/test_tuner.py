@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from training_helpers import golden_arguments
 
 from wgpu_lora.gpu import tuner as module
 from wgpu_lora.gpu.choices import ChoiceFile, bucket, choice_key
@@ -18,9 +20,11 @@ from wgpu_lora.gpu.kernel import REGISTRY
 from wgpu_lora.gpu.program import Arena, Program, allocate
 from wgpu_lora.gpu.tensor import Tensor, persistent
 from wgpu_lora.gpu.tuner import Tuner, cut, nmse
+from wgpu_lora.models.loaded import open_model
 from wgpu_lora.ops.attention import attention_forward
 from wgpu_lora.ops.elementwise import fill
 from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn, matmul_nn, matmul_nt, nf4_matmul, nf4_matmul_backward
+from wgpu_lora.train.finetune import prepare_job
 
 SHAPE = {"m": 12, "n": 20, "k": 16}
 
@@ -205,3 +209,26 @@ def test_devices_and_drivers_have_files_of_their_own(device: Device, tmp_path: P
     finally:
         device.info = info
     assert ChoiceFile(device, tmp_path).path == path
+
+
+def test_a_resumed_run_keeps_its_tiles(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the cache says by then: another tiling rounds differently."""
+    monkeypatch.delenv("WGPU_LORA_NO_TUNE")
+    monkeypatch.setenv("WGPU_LORA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(Tuner, "_is_right", lambda *_: True)
+    monkeypatch.setattr(Tuner, "_seconds", lambda _, __, tiles: float(tiles["sg"] != 0) + tiles.get("wide", 0))
+    args = golden_arguments(tmp_path, "qwen3", max_steps=2, save_steps=1)
+    model = open_model(args.model, device, "f32")
+    job = prepare_job(args, model)
+    assert job.tuner()
+    first = job.train()["state"]["tiles"]
+    assert first
+    (bucket,) = job.session.built
+    used = [step for step in job.session.steps[bucket][1].dispatches if step.kernel.sample]
+    assert {json.dumps(step.tiles) for step in used} <= {json.dumps(tiles) for tiles in first.values()}
+    shutil.rmtree(tmp_path / "cache")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-2")
+    monkeypatch.setattr(Tuner, "_measure", lambda *_: pytest.fail("it was tuned again"))
+    again = prepare_job(replace(args, resume=True), model)
+    assert again.train()["state"]["tiles"] == first
+    device.choices = {}

@@ -53,6 +53,10 @@ def describe(job: Job) -> None:
     trained = session.adapters.trainable(run.slot, config)
     line("adapter", f"rank {run.spec.rank} on {args.target_modules}: {trained:,} trained parameters")
     line("memory", f"{readable(plan.peak)} at the peak ({plan.peak:,} bytes)")
+    tuner = job.tuner()
+    untimed = tuner.untimed(session.programs()) if tuner else 0
+    if tuner and untimed:
+        line("tuning", f"{untimed} kernel sizes not timed on this device yet: at most {tuner.seconds:.0f} s now")
 
 
 class Watcher:

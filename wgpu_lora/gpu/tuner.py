@@ -62,6 +62,20 @@ class Tuner:
             self.file.add(found, digests)
         return {key: entry["tiles"] for key, entry in {**known, **found}.items() if key in calls}
 
+    def untimed(self, programs: Iterable[Program]) -> int:
+        """How many calls `tune` would have to measure."""
+        calls = self._calls(programs)
+        known = self.file.read({call.kernel.name: shader_digest(call.kernel) for call in calls.values()})
+        return sum(key not in known and len(self._tilings(call)) > 1 for key, call in calls.items())
+
+    def _tilings(self, call: Dispatch) -> list[Tiles]:
+        traits = self.device.traits
+        tilings = call.kernel.tilings(traits, call.constants)
+        if traits.subgroup_size and traits.software:
+            # Without subgroups, lanes load what a neighbour has: on a CPU always slower, and long to compile.
+            tilings = [t for t in tilings if t.get("sg")]
+        return tilings
+
     def _calls(self, programs: Iterable[Program]) -> dict[str, Dispatch]:
         """One dispatch for every key, those of the most work first."""
         calls: dict[str, Dispatch] = {}
@@ -76,11 +90,7 @@ class Tuner:
 
     def _measure(self, call: Dispatch, seconds: float) -> dict[str, Any] | None:
         """The best tiling of a call and what each took; None where there is nothing to choose, or no time."""
-        traits = self.device.traits
-        tilings = call.kernel.tilings(traits, call.constants)
-        if traits.subgroup_size and traits.software:
-            # Without subgroups, lanes load what a neighbour has: on a CPU always slower, and long to compile.
-            tilings = [t for t in tilings if t.get("sg")]
+        tilings = self._tilings(call)
         if len(tilings) < 2:
             return None
         begin = time.perf_counter()

@@ -72,12 +72,16 @@ class Job:
                     (run.directory / LOCK).unlink(missing_ok=True)
                     run.directory.rmdir()
 
+    def tuner(self) -> Tuner | None:
+        """What will choose the kernels' tilings, or None where this run has its own or is to use the defaults."""
+        own = self.run.args.resume or not self.run.args.tune or os.environ.get("WGPU_LORA_NO_TUNE")
+        return None if own else Tuner(self.session.device)
+
     def _choose_tiles(self) -> None:
-        run, device = self.run, self.session.device
-        if not run.resumed_from:
-            tuning = run.args.tune and not os.environ.get("WGPU_LORA_NO_TUNE")
-            run.state.tiles = Tuner(device).tune(self.session.programs()) if tuning else {}
-        device.choices = run.state.tiles
+        tuner = self.tuner()
+        if tuner:
+            self.run.state.tiles = tuner.tune(self.session.programs())
+        self.session.device.choices = self.run.state.tiles
 
     def _train(self, callback: Callback) -> dict[str, Any]:
         run = self.run

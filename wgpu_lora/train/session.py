@@ -71,7 +71,7 @@ class Session:
             inputs = StepInputs.declare(config, tokens, slots, self.table, self.optimizer.total, dropout)
             self.steps[tokens] = (inputs, self._record(inputs, recompute))
         self.evaluator = Evaluator(model, adapters, eval_tokens, self.table, compute_dtype) if eval_tokens else None
-        self._built: set[int] = set()
+        self.built: set[int] = set()
         self.arena: Arena | None = None
 
     def _record(self, inputs: StepInputs, recompute: bool) -> Program:
@@ -123,10 +123,10 @@ class Session:
         """The smallest bucket that holds `tokens`, its pipelines compiled on first use."""
         bucket = min(size for size in self.steps if size >= tokens)
         inputs, program = self.steps[bucket]
-        if bucket not in self._built:
+        if bucket not in self.built:
             assert self.arena is not None, "allocate() first"
             program.build(self.arena)
-            self._built.add(bucket)
+            self.built.add(bucket)
         return inputs, program
 
     def close(self) -> None:

@@ -1,0 +1,173 @@
+"""Everything that is worth knowing of a GPU, in one JSON file: bricks, whole training runs, and PyTorch beside them.
+
+python scripts/bench_gpu.py [--json bench-gpu.json] [--device INDEX|NAME] [--quick]
+
+Each part is a command of its own, and a part that cannot run is in the file too, with the reason. The file is written
+again after each part, so that what was measured stays. --quick cuts everything to a few layers, tokens and steps: it
+shows on a software device that all of it runs, and its figures say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.bench.contract import brick_names
+from wgpu_lora.bench.header import header
+from wgpu_lora.cli.console import line
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.atomic import write_bytes_atomic
+from wgpu_lora.gpu.device import Device
+
+SCHEMA = "wgpu-lora-bench-gpu/1"
+SHAPES = ("qwen2.5-0.5b", "qwen2.5-7b")
+OURS = [sys.executable, "-c", "import sys; from wgpu_lora.cli import main; sys.exit(main())"]
+REFERENCE = [sys.executable, str(Path(__file__).resolve().parent / "bench_reference.py")]
+REFUSED = 2  # exit code of a command that says why
+PACKAGES = ("torch", "transformers", "peft")
+HAS_ACCELERATOR = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command that writes a result file of its own.
+
+    obstacle: why it cannot run, where that is known beforehand. pieces: what runs instead where the whole is refused,
+    so that one brick that does not fit takes no other with it.
+    """
+
+    name: str
+    command: list[str]
+    obstacle: str | None = None
+    pieces: tuple[Part, ...] = ()
+
+
+def parts(device: str | None, quick: bool) -> list[Part]:
+    """Everything, in order; what is left for `--quick` is the same commands on less."""
+    on = ["--device", device] if device else []
+    cut = ["--layers", "1"] if quick else []
+    sizes = ["--tokens", "32" if quick else "512"]
+    steps = ["--max-steps", "4" if quick else "12"]
+    short = [*sizes, "--time-limit", "0.2"] if quick else []
+    bench = ["wgpu-lora", "bench"]
+    made = []
+    for shape in SHAPES:
+        rest = ["--shape", shape, *cut, *short, *on]
+        pieces = tuple(Part(f"{name} at {shape}", [*bench, "--brick", name, *rest]) for name in brick_names())
+        made.append(Part(f"bricks at {shape}", [*bench, "--all", *rest], pieces=pieces))
+    made.append(
+        Part("training on the demo", [*bench, "--training", "--recipe", "demo", *(steps if quick else []), *on])
+    )
+    made += [Part(f"training at {s}", [*bench, "--training", "--shape", s, *cut, *sizes, *steps, *on]) for s in SHAPES]
+    rounds = ["--rounds", "1", "--steps", "2"] if quick else []
+    for kind in ("bf16", "nf4"):
+        obstacle = _obstacle((*PACKAGES, "bitsandbytes") if kind == "nf4" else PACKAGES)
+        for shape in SHAPES:
+            sides = ["--rows", "1", "--rank", "16", "--ours", "nf4", "--torch", kind, "--torch-device", "cuda"]
+            command = ["bench-reference", "--shape", shape, *cut, *sizes, *sides, *rounds, "--no-serving", *on]
+            made.append(Part(f"beside PyTorch + PEFT in {kind} at {shape}", command, obstacle))
+    return made
+
+
+def _obstacle(packages: Sequence[str]) -> str | None:
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"{', '.join(missing)} cannot be imported"
+    return None if _has_accelerator() else "torch finds no accelerator"
+
+
+@cache
+def _has_accelerator() -> bool:
+    return subprocess.run([sys.executable, "-c", HAS_ACCELERATOR], capture_output=True).returncode == 0
+
+
+def run(part: Part, timeout: float) -> Record:
+    """The part's outcome: `ran`, with its records and exit code, or `not run` and why, with what there is of them.
+
+    `wgpu-lora bench` ends with 1 where it ran and a contract is broken; the comparison, where a side did not run.
+    """
+    record: Record = {"part": part.name, "command": part.command}
+    if part.obstacle:
+        return {**record, "status": "not run", "reason": part.obstacle}
+    program = {"wgpu-lora": OURS, "bench-reference": REFERENCE}[part.command[0]]
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place) / "result.json"
+        command = [*program, *part.command[1:], "--json", str(file)]
+        try:
+            done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=timeout)
+            code, said = done.returncode, done.stderr.strip().splitlines()
+        except subprocess.TimeoutExpired:
+            code, said = None, [f"it took more than {timeout:,.0f} s"]
+        found = read_records(file)
+    record |= {"seconds": time.perf_counter() - begin, "exit_code": code, "results": found}
+    if found and (code == 0 or (code == 1 and part.command[0] == "wgpu-lora")):
+        return {**record, "status": "ran"}
+    return {**record, "status": "not run", "reason": said[-1] if said else f"it ended with {code}"}
+
+
+def outcomes(work: Iterable[Part], timeout: float) -> Iterator[Record]:
+    """Runs every part, and the pieces of one that is refused."""
+    for part in work:
+        line("part", f"{part.name}: {' '.join(part.command)}")
+        found = run(part, timeout)
+        yield found
+        if found.get("exit_code") == REFUSED:
+            yield from outcomes(part.pieces, timeout)
+
+
+def read_records(file: Path) -> list[Record]:
+    """One JSON value, or one a line; what a part wrote before it was stopped counts, but for a line cut short."""
+    text = file.read_text() if file.is_file() else ""
+    try:
+        return [json.loads(text)] if text.strip() else []
+    except json.JSONDecodeError:
+        pass
+    found = []
+    for entry in text.splitlines():
+        try:
+            found.append(json.loads(entry))
+        except json.JSONDecodeError:
+            break
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=Path("bench-gpu.json"))
+    parser.add_argument("--device", help="as 'wgpu-lora info' lists them")
+    parser.add_argument("--quick", action="store_true", help="a few layers, tokens and steps: does it all run?")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds of a part")
+    options = parser.parse_args()
+    try:
+        result = header(SCHEMA, Device(options.device), quick=options.quick)
+    except UserError as error:
+        print(f"bench-gpu: {error}", file=sys.stderr)
+        return 2
+    line("device", f"{result['device']['name']}, {result['device']['driver']}")
+    result["parts"] = []
+    for found in outcomes(parts(options.device, options.quick), options.timeout):
+        result["parts"].append(found)
+        write_bytes_atomic(options.json, (json.dumps(result, indent=1) + "\n").encode())
+    print()
+    for found in result["parts"]:
+        why = f": {found['reason']}" if "reason" in found else ""
+        failed = ", exit code 1" if found["status"] == "ran" and found["exit_code"] else ""
+        line(found["status"], f"{found['part']}{failed}{why}")
+    line("written", str(options.json))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

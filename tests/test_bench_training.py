@@ -1,0 +1,216 @@
+"""Whole runs measured again and again, and the search for the largest batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_helpers import QWEN2, SMALL, write_rows
+
+from wgpu_lora.bench import max_batch as search
+from wgpu_lora.bench.max_batch import Batches, below, find_max_batch, planned_batch
+from wgpu_lora.bench.step import TrainingStep, check_fits, chosen_model, largest
+from wgpu_lora.bench.training import WARMUP, Work, records, run_training, spread
+from wgpu_lora.cli import bench_training
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.models import shapes
+
+MINI = ("qwen3", 128, 64, 128, 3, 2, 1, 32, 1e-6, 1e6, True, 64)
+
+
+@pytest.fixture(autouse=True)
+def mini(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(shapes._ROWS, "mini", MINI)
+    return "mini"
+
+
+@pytest.fixture
+def shared(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wgpu_lora.bench.training.Device", lambda selector: device)
+    monkeypatch.setattr("wgpu_lora.gpu.device.Device", lambda selector: device)
+
+
+# -- spread ------------------------------------------------------------------------------------------------------------
+
+
+def test_spread_is_the_samples():
+    found = spread([2.0, 4.0, 6.0, 8.0])
+    assert found["mean"] == found["median"] == 5.0
+    assert (found["min"], found["max"]) == (2.0, 8.0)
+    assert found["variance"] == pytest.approx(20 / 3)
+    assert found["cv"] == pytest.approx((20 / 3) ** 0.5 / 5)
+
+
+def test_spread_of_one_value_is_not_known():
+    assert spread([3.0]) == {"median": 3.0, "mean": 3.0, "min": 3.0, "max": 3.0, "variance": None, "cv": None}
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+
+def test_runs_on_a_shape_are_alike_and_counted(device: Device):
+    work = Work(shape="mini", layers=1, tokens=16, batch=2, rank=4, max_steps=WARMUP + 2)
+    noted: list[dict[str, Any]] = []
+    before = device.allocated  # by other tests
+    found = run_training(work, 2, noted.append, device)
+    assert noted == records(found)
+    assert [record["kind"] for record in noted] == ["header", "run", "run", "summary"]
+    assert found["header"]["work"]["layers"] == 1
+    assert found["header"]["device"]["name"] == device.info.name
+    for run in found["runs"]:
+        assert run["steps"] == 2
+        assert run["stop_reason"] == "max steps"
+        assert run["tokens_per_second"] == pytest.approx(16 * run["samples_per_second"])
+        assert run["trained_tokens_per_second"] == pytest.approx(15 * run["samples_per_second"])
+        assert run["samples_per_second"] == pytest.approx(2 / run["step_seconds"]["mean"])
+        assert run["seconds"] >= 2 * run["step_seconds"]["mean"]
+        assert run["peak_allocated"] - before == run["peak_planned"]
+    assert found["summary"]["spread"]["final_loss"]["variance"] == 0  # the same bits, so nothing else got in
+
+
+def test_a_recipe_is_run_elsewhere(device: Device, tmp_path: Path):
+    rows = [{"input_ids": [1, 2, 3, 4, 5], "labels": [-100, -100, 3, 4, -100]}] * 4
+    values = SMALL | {"model": QWEN2, "data": str(write_rows(tmp_path / "rows.jsonl", rows))}
+    values |= {"output": str(tmp_path / "mine"), "packing": False}
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items()))
+    found = run_training(Work(recipe=str(recipe), max_steps=WARMUP + 1), 1, opened=device)
+    (run,) = found["runs"]
+    assert run["tokens_per_second"] == pytest.approx(5 * run["samples_per_second"])
+    assert run["trained_tokens_per_second"] == pytest.approx(2 * run["samples_per_second"])
+    assert found["summary"]["spread"]["seconds"]["variance"] is None
+    assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        ({"shape": "mini", "recipe": "demo"}, "--recipe and --shape are both given"),
+        ({"layers": 2}, "--layers goes with --shape"),
+        ({"max_steps": WARMUP}, f"give at least {WARMUP + 1}"),
+        ({"shape": "zork"}, "The shape zork is not known: choose one of "),
+        ({"recipe": "zork"}, "The recipe zork does not exist"),
+        ({"shape": "mini", "tokens": 100}, "--tokens 100 is not possible"),
+    ],
+)
+def test_work_that_cannot_be(device: Device, work: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=message):
+        run_training(Work(**work), opened=device)
+
+
+def test_too_few_steps_are_refused_before_training(device: Device, tmp_path: Path):
+    recipe = tmp_path / "recipe.toml"
+    data = write_rows(tmp_path / "rows.jsonl")
+    recipe.write_text(f'model = "{QWEN2}"\ndata = "{data}"\nnum_train_epochs = 1\nmax_length = 16\n')
+    with pytest.raises(UserError, match="This training has 1 steps, of which the first 2 are warm-up"):
+        run_training(Work(recipe=str(recipe)), opened=device)
+
+
+def test_command_writes_lines(shared: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    work = Work(shape="mini", layers=1, tokens=16, batch=2, rank=4, max_steps=WARMUP + 1)
+    assert bench_training.training(work, 1, str(tmp_path / "found.json")) == 0
+    lines = [json.loads(line) for line in (tmp_path / "found.json").read_text().splitlines()]
+    assert lines[0]["schema"] == "wgpu-lora-bench-training/1"
+    assert [line["kind"] for line in lines] == ["header", "run", "summary"]
+    out = capsys.readouterr().out
+    assert "shape mini, 1 layers" in out
+    assert "one run" in out
+    with pytest.raises(UserError, match=r"The directory of --json /nowhere/x\.json does not exist"):
+        bench_training.training(work, 1, "/nowhere/x.json")
+
+
+# -- the search --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 7, 64])
+def test_largest_finds_every_edge(most: int):
+    for edge in range(most + 2):
+        asked: list[int] = []
+
+        def fits(size: int, edge: int = edge, asked: list[int] = asked) -> bool:
+            asked.append(size)
+            if size > edge + 3:
+                raise UserError("too large to record")
+            return size <= edge
+
+        assert largest(fits, most) == min(edge, most)
+        assert len(asked) <= 1 + max(most, 1).bit_length()
+
+
+def test_the_plan_decides_where_memory_is_known():
+    def peak(rows: int) -> int:
+        if rows > 40:
+            raise UserError("one binding of this device holds less")
+        return 1000 + 100 * rows
+
+    assert planned_batch(peak, 3050, 64) == 20
+    assert planned_batch(peak, 3050, 8) == 8
+    assert planned_batch(peak, 1099, 64) == 0
+    assert planned_batch(peak, None, 64) == 40  # only what can be bound
+
+
+def test_table_leads_up_to_the_largest():
+    assert below(20) == [1, 2, 5, 10]
+    assert below(1) == [1]
+
+
+def test_search_agrees_with_the_plan_and_the_device(device: Device):
+    model = chosen_model(None, "mini", 1, device)
+
+    def peak(rows: int) -> int:
+        return TrainingStep(model, rows, 16, 4).session.memory().peak
+
+    before = device.allocated  # by other tests
+    noted: list[dict[str, Any]] = []
+    found = find_max_batch(model, Batches(tokens=16, rank=4, most=3, limit=peak(2), runs=1), noted.append)
+    plain, checkpointing = found["summary"]
+    assert (plain["planned"], plain["confirmed"], plain["bounded_by"]) == (2, 2, "memory")
+    assert checkpointing["confirmed"] >= 2
+    assert [row["batch"] for row in found["rows"] if not row["gradient_checkpointing"]] == [1, 2]
+    for row in found["rows"]:
+        assert row["allocated"] - before == row["planned"]
+    assert noted[0] is found["header"]
+    assert noted[0]["schema"] == "wgpu-lora-bench-max-batch/1"
+
+
+def test_a_device_that_refuses_is_asked_for_less(device: Device, monkeypatch: pytest.MonkeyPatch):
+    def measure(model: Any, batches: Batches, rows: int, checkpointing: bool) -> dict[str, Any]:
+        if rows > 5:
+            raise UserError("The device could not allocate")
+        return {"kind": "batch", "batch": rows, "gradient_checkpointing": checkpointing}
+
+    monkeypatch.setattr(search, "measure", measure)
+    model = chosen_model(None, "mini", 1, device)
+    found = find_max_batch(model, Batches(tokens=16, rank=4, most=8))
+    assert [(s["planned"], s["confirmed"], s["bounded_by"]) for s in found["summary"]] == [(8, 5, "the device")] * 2
+    assert [row["batch"] for row in found["rows"]] == [1, 2, 4, 5] * 2
+
+
+def test_nothing_is_allocated_for_what_does_not_fit(device: Device):
+    before = device.allocated
+    model = chosen_model(None, "mini", None, device)
+
+    def needs(of: Any) -> int:
+        return TrainingStep(of, 1, 16, 4).session.memory().peak
+
+    two = needs(chosen_model(None, "mini", 2, device))
+    with pytest.raises(UserError, match=r"mini with 3 layers needs .* are available: --layers 2 would fit\."):
+        check_fits(model, needs, limit=two)
+    with pytest.raises(UserError, match="not even one layer would fit"):
+        find_max_batch(model, Batches(tokens=16, rank=4, limit=1000))
+    assert device.allocated == before
+
+
+def test_search_as_a_command(shared: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    batches = Batches(tokens=16, rank=4, most=1, runs=1)
+    file = tmp_path / "found.json"
+    assert bench_training.max_batch(None, "mini", 1, "nf4", None, batches, str(file)) == 0
+    kinds = [json.loads(line)["kind"] for line in file.read_text().splitlines()]
+    assert kinds == ["header", "batch", "summary", "batch", "summary"]
+    out = capsys.readouterr().out
+    assert "1 rows with gradient checkpointing, bounded by --max-batch (1 by the plan)" in out
+    with pytest.raises(UserError, match="--max-batch must be at least 1, not 0"):
+        Batches(most=0)

@@ -1,0 +1,160 @@
+"""Where a training step's time goes: every dispatch timed by itself, beside the whole step as it is trained."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.bench.step import WARMUP, TrainingStep
+from wgpu_lora.formats.atomic import write_bytes_atomic
+from wgpu_lora.gpu.program import Dispatch, Program
+from wgpu_lora.gpu.timer import Timer
+
+SCHEMA = "wgpu-lora-profile/1"
+MICROSECONDS = 1e6
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One dispatch. seconds: the mean of the rounds. operations: of a matrix product, counted; else None."""
+
+    program: str
+    kernel: str
+    shape: str
+    groups: tuple[int, int, int]
+    seconds: float
+    operations: int | None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Dispatches of one kernel, or of one kernel at one shape. share: of the whole step's seconds."""
+
+    kernel: str
+    shape: str | None
+    calls: int
+    seconds: float
+    share: float
+    gflops: float | None
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A step's time, seen three ways, each a mean over rounds that take turns: means of parts add up.
+
+    Attributes:
+        step_seconds: the whole step as it is trained: upload, dispatches, reading back.
+        device_seconds: its compute passes as they are trained, by the device's own clock where `clock` says so.
+        pieces: every dispatch in a pass of its own, which may cost a little more than a dispatch among others.
+    """
+
+    clock: str
+    rounds: int
+    step_seconds: float
+    device_seconds: float
+    pieces: list[Piece]
+
+    @property
+    def attributed_seconds(self) -> float:
+        return sum(piece.seconds for piece in self.pieces)
+
+    @property
+    def attributed_share(self) -> float:
+        """Of the step's time, what the kernels account for; over 1 where passes of their own cost more."""
+        return self.attributed_seconds / self.step_seconds
+
+    @property
+    def host_share(self) -> float:
+        """Of the step's time, when the device had nothing to do."""
+        return 1 - self.device_seconds / self.step_seconds
+
+    def groups(self, by_shape: bool = False) -> list[Group]:
+        """The dispatches by kernel, the most expensive first."""
+        found: dict[tuple[str, str | None], list[Piece]] = defaultdict(list)
+        for piece in self.pieces:
+            found[piece.kernel, piece.shape if by_shape else None].append(piece)
+        made = [self._group(*key, pieces) for key, pieces in found.items()]
+        return sorted(made, key=lambda group: -group.seconds)
+
+    def _group(self, kernel: str, shape: str | None, pieces: list[Piece]) -> Group:
+        seconds = sum(piece.seconds for piece in pieces)
+        counted = [piece.operations for piece in pieces if piece.operations is not None]
+        known = len(counted) == len(pieces) and seconds > 0
+        gflops = sum(counted) / seconds / 1e9 if known else None
+        return Group(kernel, shape, len(pieces), seconds, seconds / self.step_seconds, gflops)
+
+    def as_dict(self, by_shape: bool = False) -> dict[str, Any]:
+        return {
+            "clock": self.clock,
+            "rounds": self.rounds,
+            "step_seconds": self.step_seconds,
+            "device_seconds": self.device_seconds,
+            "attributed_seconds": self.attributed_seconds,
+            "attributed_share": self.attributed_share,
+            "host_share": self.host_share,
+            "kernels": [asdict(group) for group in self.groups(by_shape)],
+        }
+
+
+def profile_step(step: TrainingStep, rounds: int = 5) -> Profile:
+    """Profiles a step whose buffers are allocated.
+
+    Each round takes the step as the trainer does, then its programs under the timer, whole and dispatch by dispatch.
+    """
+    session = step.session
+    step.seconds(0, WARMUP)
+    _, program = session.step_for(step.rows * step.tokens)
+    programs = [program, session.optimizer.program]
+    timer = Timer(session.device)
+    try:
+        whole, device, each = [], [], []
+        for _ in range(rounds):
+            whole += step.seconds(1)
+            device.append(sum(timer.run(p) for p in programs))
+            each.append([seconds for p in programs for seconds in timer.each(p)])
+    finally:
+        timer.free()
+    dispatches = [(p, dispatch) for p in programs for dispatch in p.dispatches]
+    pieces = [_piece(p, d, statistics.fmean(s)) for (p, d), s in zip(dispatches, zip(*each, strict=True), strict=True)]
+    return Profile(timer.clock, rounds, statistics.fmean(whole), statistics.fmean(device), pieces)
+
+
+def _piece(program: Program, dispatch: Dispatch, seconds: float) -> Piece:
+    kernel, constants = dispatch.kernel, dispatch.constants
+    operations = 2 * constants["m"] * constants["n"] * constants["k"] if {"m", "n", "k"} <= set(constants) else None
+    return Piece(program.name, kernel.name, shape_of(dispatch), dispatch.groups, seconds, operations)
+
+
+def shape_of(dispatch: Dispatch) -> str:
+    """A dispatch's sizes as one reads them: `m 512, n 1024, k 1024`; what is left at its default is left out."""
+    kernel = dispatch.kernel
+    sizes = {
+        name: value
+        for name, value in dispatch.constants.items()
+        if kernel.constants[name] in ("u32", "dim") and value != kernel.defaults.get(name)
+    }
+    return ", ".join(f"{name} {value}" for name, value in sizes.items())
+
+
+def write_trace(path: Path, profile: Profile, process: str) -> None:
+    """Writes the dispatches end to end as a Chrome trace, which Perfetto and chrome://tracing open.
+
+    Times are in microseconds: of each dispatch as measured in a pass of its own, begun where the one before ended.
+    """
+    threads = list(dict.fromkeys(piece.program for piece in profile.pieces))
+    events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": process}}]
+    for number, name in enumerate(threads, 1):
+        events.append({"name": "thread_name", "ph": "M", "pid": 1, "tid": number, "args": {"name": name}})
+    at = 0.0
+    for piece in profile.pieces:
+        duration = MICROSECONDS * piece.seconds
+        arguments = {"shape": piece.shape, "workgroups": list(piece.groups), "operations": piece.operations}
+        place = {"pid": 1, "tid": threads.index(piece.program) + 1, "ts": at, "dur": duration}
+        events.append({"name": piece.kernel, "cat": "kernel", "ph": "X", **place, "args": arguments})
+        at += duration
+    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"clock": profile.clock}}
+    write_bytes_atomic(path, (json.dumps(trace) + "\n").encode())

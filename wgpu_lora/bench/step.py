@@ -1,0 +1,165 @@
+"""One training step on made-up rows: what a profile, the search for a batch and the comparison with PyTorch measure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.models.config import LINEAR_PATHS
+from wgpu_lora.models.decoder import Decoder
+from wgpu_lora.models.inputs import Segment
+from wgpu_lora.models.load import table_dtype
+from wgpu_lora.models.loaded import LoadedModel, open_model
+from wgpu_lora.models.lora import AdapterSet, SlotSpec
+from wgpu_lora.models.shapes import cut, shape_config
+from wgpu_lora.models.synthetic import synthetic_model
+from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.memory import available_bytes, readable
+from wgpu_lora.train.optimizer import AdamWSettings
+from wgpu_lora.train.session import Session
+from wgpu_lora.train.slot import initial_matrices
+
+WARMUP = 2  # steps that compile, and find where to split submits
+LEARNING_RATE = 1e-4
+SCALING = 2.0  # alpha / rank, the trainer's default
+TILE = 16  # batches are padded to whole tiles of the matrix products, as the trainer pads them
+
+
+class TrainingStep:
+    """Forward, backward and update of `rows` rows of `tokens` tokens, every token trained, on all seven projections.
+
+    Declaring it allocates nothing, so its memory can be asked for first: `session.memory()`.
+
+    Raises:
+        UserError: the rows are longer than the model's positions, or a tensor is larger than the device can bind.
+    """
+
+    def __init__(self, model: LoadedModel, rows: int, tokens: int, rank: int = 16, checkpointing: bool = False):
+        for name, value in (("--rank", rank), ("The batch", rows)):
+            if value < 1:
+                raise UserError(f"{name} must be at least 1, not {value}.")
+        limit = model.config.max_position_embeddings
+        if not 2 <= tokens <= limit:
+            raise UserError(f"--tokens {tokens} is not possible: {model.name} is made for rows of 2 to {limit} tokens.")
+        self.model, self.rows, self.tokens = model, rows, tokens
+        config = model.config
+        self._modules = [(layer, module) for layer in range(config.num_hidden_layers) for module in LINEAR_PATHS]
+        spec = SlotSpec(rank, dict.fromkeys(self._modules, SCALING))
+        adapters = AdapterSet.declare(config, [spec], model.device.max_binding)
+        bucket = -(-rows * tokens // TILE) * TILE
+        self.session = Session(model, adapters, [bucket], positions=tokens, recompute=checkpointing)
+        self.trained = rows * (tokens - 1)
+        ids = made_up_rows(rows, tokens, model.config.vocab_size)
+        self._segments = [Segment(row, row, 0, 1 / self.trained) for row in ids]
+        self._count = 0
+
+    def allocate(self) -> None:
+        """Loads the base and creates every buffer. Raises UserError where the device has no room."""
+        self.session.allocate()
+        adapters, shapes = self.session.adapters, self.model.config.linear_shapes()
+        for number, key in enumerate(self._modules):
+            matrices = initial_matrices(0, number, shapes[key[1]], adapters.rank)
+            adapters.write(self.session.device, 0, {key: matrices})
+
+    def run(self) -> float:
+        """One optimizer step as the trainer takes it; the mean loss of the trained tokens."""
+        session, device = self.session, self.session.device
+        session.optimizer.begin(device)
+        inputs, program = session.step_for(self.rows * self.tokens)
+        inputs.upload(device, self._segments)
+        program.run()
+        self._count += 1
+        (report,) = session.optimizer.apply(device, [self._count], [LEARNING_RATE], AdamWSettings())
+        return report.loss_sum / self.trained
+
+    def seconds(self, runs: int, warmup: int = 0) -> list[float]:
+        """The seconds of each of `runs` whole steps, the host's part included, after `warmup` that are not counted."""
+        times = []
+        for _ in range(warmup + runs):
+            begin = time.perf_counter()
+            self.run()
+            times.append(time.perf_counter() - begin)
+        return times[warmup:]
+
+    def close(self) -> None:
+        """Frees all but the base."""
+        self.session.close()
+
+
+def made_up_rows(rows: int, tokens: int, vocab: int, seed: int = 0) -> np.ndarray:
+    """Token ids int32 [rows, tokens], the same for the same arguments."""
+    return np.random.default_rng([seed, rows, tokens]).integers(0, vocab, (rows, tokens), np.int32)
+
+
+def chosen_model(
+    model: str | None, shape: str | None, layers: int | None, device: Device, base_dtype: str = "nf4"
+) -> LoadedModel:
+    """A real model (the demo where nothing is named) or a synthetic one of a named shape; nothing is allocated.
+
+    Raises:
+        UserError: both are named, the shape or the type of its weights is not known, or it has not so many layers.
+    """
+    if model and shape:
+        raise UserError("--model and --shape are both given: leave one of them out.")
+    TrainingArguments(base_dtype=base_dtype)  # refuses one that is not known
+    if shape:
+        return synthetic_model(shape_config(shape, layers), device, base_dtype, shape)
+    opened = open_model(model or "demo", device, base_dtype)
+    return opened if layers is None else cut_model(opened, layers)
+
+
+def cut_model(model: LoadedModel, layers: int) -> LoadedModel:
+    """The same model with its first `layers` layers alone. UserError where it has not so many."""
+    config = cut(model.config, layers)
+    table = table_dtype(model.checkpoint)
+    decoder = Decoder.declare(config, model.decoder.base_dtype, table, model.device.max_binding)
+    return replace(model, config=config, decoder=decoder, weights_loaded=False)
+
+
+def check_fits(model: LoadedModel, needs: Callable[[LoadedModel], int], limit: int | None = None) -> None:
+    """Raises UserError, with the number of layers that would fit, where the work on a model does not.
+
+    Args:
+        needs: model -> the bytes at the peak of what is to be done with it; it may be asked of cut models too.
+        limit: bytes that may be used, where that is less than what the device has.
+    """
+    available = available_bytes(model.device, limit)
+    layers = model.config.num_hidden_layers
+    need = needs(model)
+    if available is None or need <= available:
+        return
+    most = largest(lambda count: needs(cut_model(model, count)) <= available, layers - 1)
+    advice = f"--layers {most} would fit" if most else "not even one layer would fit, so use fewer tokens"
+    raise UserError(
+        f"{model.name} with {layers} layers needs {_both(need)}, but {_both(available)} are available: {advice}."
+    )
+
+
+def largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest n of 1 .. most that fits, 0 where none does, by binary search; what fits, fits for all smaller n.
+
+    A size that cannot be had at all (UserError) does not fit.
+    """
+
+    def possible(size: int) -> bool:
+        try:
+            return fits(size)
+        except UserError:
+            return False
+
+    if most < 1 or possible(most):
+        return max(most, 0)
+    low, high = 0, most  # low fits, high does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if possible(middle) else (low, middle)
+    return low
+
+
+def _both(nbytes: int) -> str:
+    return f"{readable(nbytes)} ({nbytes:,} bytes)"

@@ -1,0 +1,236 @@
+"""The product's whole training loop, timed repeatedly: on a recipe, or on a shape with made-up weights and rows."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.bench.header import header
+from wgpu_lora.bench.step import WARMUP, TrainingStep, check_fits, chosen_model, made_up_rows
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.train.arguments import TrainingArguments, gather
+from wgpu_lora.train.finetune import Job, prepare_job, with_demo_data
+from wgpu_lora.train.trainer import StepResult
+
+SCHEMA = "wgpu-lora-bench-training/1"
+SYNTHETIC_STEPS = 10
+SPREAD_OVER = ("seconds", "samples_per_second", "tokens_per_second", "trained_tokens_per_second", "final_loss")
+EXCLUDED = f"loading, and the first {WARMUP} steps, which compile and find where to split submits"
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained: a recipe by name or path (the demo's by default), or a named shape on made-up rows.
+
+    layers, tokens, batch, rank and base_dtype belong to a shape; a recipe says them itself.
+    """
+
+    recipe: str | None = None
+    shape: str | None = None
+    layers: int | None = None
+    tokens: int = 512
+    batch: int = 1
+    rank: int = 16
+    base_dtype: str = "nf4"
+    max_steps: int | None = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.recipe and self.shape:
+            raise UserError("--recipe and --shape are both given: leave one of them out.")
+        if self.layers is not None and not self.shape:
+            raise UserError("--layers goes with --shape: a recipe trains the whole of its model.")
+        if self.max_steps is not None and self.max_steps <= WARMUP:
+            raise UserError(
+                f"--max-steps {self.max_steps} leaves nothing to time: the first {WARMUP} steps are warm-up, so give "
+                f"at least {WARMUP + 1}."
+            )
+
+
+def run_training(
+    work: Work, repeat: int = 2, note: Callable[[Record], None] = lambda record: None, opened: Device | None = None
+) -> Record:
+    """Trains `repeat` times from the same start, in a directory that is removed again.
+
+    Args:
+        note: called with the header, then with each run, as soon as it is known, then with the summary.
+
+    Returns:
+        {"header": ..., "runs": [...], "summary": ...}; see `records` for them as lines of a file.
+
+    Raises:
+        UserError: what `prepare_job` refuses; a shape that does not fit, with the layers that would; a run with too
+            few steps to time. KeyboardInterrupt: a run was interrupted.
+    """
+    if repeat < 1:
+        raise UserError(f"--repeat must be at least 1, not {repeat}.")
+    runs: list[Record] = []
+    with tempfile.TemporaryDirectory(prefix="wgpu-lora-bench-") as place:
+        args, model = _prepared(work, Path(place), opened)
+        described = _described(args, model, work)
+        head = header(SCHEMA, model.device, work=described, excluded=EXCLUDED)
+        for number in range(repeat):
+            job = prepare_job(replace(args, output=str(Path(place) / f"run-{number}")), model)
+            if not number:
+                steps = job.run.stream.total_steps()
+                if steps <= WARMUP:
+                    raise UserError(
+                        f"This training has {steps} steps, of which the first {WARMUP} are warm-up: give --max-steps "
+                        f"{WARMUP + 1} or more."
+                    )
+                note(head)
+            runs.append({"kind": "run", "number": number, **timed(job)})
+            note(runs[-1])
+    summary = {"kind": "summary", "runs": repeat, "spread": spreads(runs)}
+    note(summary)
+    return {"header": head, "runs": runs, "summary": summary}
+
+
+def records(found: Record) -> list[Record]:
+    """The lines of a result file: header, runs, summary."""
+    return [found["header"], *found["runs"], found["summary"]]
+
+
+# -- the work ----------------------------------------------------------------------------------------------------------
+
+
+def _prepared(work: Work, place: Path, opened: Device | None) -> tuple[TrainingArguments, LoadedModel]:
+    """The options, and the model that they name, declared."""
+    if work.shape:
+        model = chosen_model(None, work.shape, work.layers, opened or Device(work.device), work.base_dtype)
+        args = _synthetic(work, place, model)
+        check_fits(model, lambda of: TrainingStep(of, work.batch, work.tokens, work.rank).session.memory().peak)
+        return args, model
+    given = {name: value for name in ("max_steps", "device") if (value := getattr(work, name)) is not None}
+    args = with_demo_data(gather(given, work.recipe or "demo", "The command line")[0])
+    # A resumed run would have its steps behind it, and would write where somebody keeps it.
+    args = replace(args, resume=False)
+    return args, chosen_model(args.model, None, None, opened or Device(args.device), args.base_dtype)
+
+
+def _synthetic(work: Work, place: Path, model: LoadedModel) -> TrainingArguments:
+    steps = work.max_steps or SYNTHETIC_STEPS
+    TrainingStep(model, work.batch, work.tokens, work.rank)  # refuses sizes that are not possible
+    ids = made_up_rows(min(steps, 64) * work.batch, work.tokens, model.config.vocab_size)
+    lines = (json.dumps({"input_ids": row, "labels": row}) for row in ids.tolist())
+    data = place / "rows.jsonl"
+    data.write_text("".join(f"{line}\n" for line in lines))
+    return TrainingArguments(
+        data=str(data),
+        model=model.name,
+        base_dtype=work.base_dtype,
+        lora_r=work.rank,
+        lora_alpha=2 * work.rank,
+        per_device_train_batch_size=work.batch,
+        gradient_accumulation_steps=1,
+        max_length=work.tokens,
+        max_steps=steps,
+        save_steps=0,
+    )
+
+
+def _described(args: TrainingArguments, model: LoadedModel, work: Work) -> Record:
+    named = {"shape": work.shape, "layers": model.config.num_hidden_layers} if work.shape else {}
+    return {"recipe": None if work.shape else work.recipe or "demo", **named, "options": args.as_dict()}
+
+
+# -- one run -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Watch:
+    """What a run's callback notes of each step: when it ended, the seconds it took, and what was in it."""
+
+    job: Job
+    ended: list[float]
+    seconds: list[float]
+    samples: list[int]
+    tokens: list[int]
+    trained: list[int]
+
+    @classmethod
+    def of(cls, job: Job) -> _Watch:
+        return cls(job, [], [], [], [], [])
+
+    def __post_init__(self) -> None:
+        self._steps = self.job.run.stream.steps()
+
+    def step(self, result: StepResult) -> None:
+        stream = self.job.run.stream
+        step = next(self._steps)
+        rows = [stream.prepared.rows[i] for batch in step.micro_batches for i in batch]
+        self.ended.append(time.perf_counter())
+        self.seconds.append(result.seconds)
+        self.samples.append(len(rows))
+        self.tokens.append(sum(len(row.input_ids) for row in rows))
+        self.trained.append(sum(row.trained_tokens for row in rows))
+
+
+def timed(job: Job) -> Record:
+    """Runs a job. Seconds are of the loop after its warm-up, held-out losses and saving included; speeds are of its
+    steps alone.
+
+    Raises:
+        KeyboardInterrupt: it was interrupted. UserError: it ended within its warm-up.
+    """
+    watch = _Watch.of(job)
+    begin = time.perf_counter()
+    facts = job.train(watch.step)
+    end = time.perf_counter()
+    if facts["stop_reason"] == "interrupt":
+        raise KeyboardInterrupt
+    if len(watch.seconds) <= WARMUP:
+        raise UserError(
+            f"The training ended ({facts['stop_reason']}) after {len(watch.seconds)} steps, but the first {WARMUP} "
+            "are warm-up: there is nothing to time."
+        )
+    steps = watch.seconds[WARMUP:]
+    spent = sum(steps)
+    memory = facts["memory"]
+    return {
+        "stop_reason": facts["stop_reason"],
+        "seconds": end - watch.ended[WARMUP - 1],
+        "warmup_seconds": watch.ended[WARMUP - 1] - begin,
+        "steps": len(steps),
+        "warmup_steps": WARMUP,
+        "step_seconds": spread(steps),
+        "samples_per_second": sum(watch.samples[WARMUP:]) / spent,
+        "tokens_per_second": sum(watch.tokens[WARMUP:]) / spent,
+        "trained_tokens_per_second": sum(watch.trained[WARMUP:]) / spent,
+        "final_loss": facts["state"]["last_loss"],
+        "final_eval_loss": facts["state"]["last_eval_loss"],
+        "peak_planned": memory["peak"],
+        "peak_allocated": memory["peak_allocated"],
+    }
+
+
+def spread(values: Sequence[float]) -> Record:
+    """How far values lie apart: variance is the sample's (n - 1), cv the deviation over the mean.
+
+    Both are None where there is one value, which says nothing of spread; cv also where the mean is 0.
+    """
+    mean = statistics.fmean(values)
+    variance = statistics.variance(values) if len(values) > 1 else None
+    cv = None if variance is None or mean == 0 else variance**0.5 / abs(mean)
+    return {
+        "median": statistics.median(values),
+        "mean": mean,
+        "min": min(values),
+        "max": max(values),
+        "variance": variance,
+        "cv": cv,
+    }
+
+
+def spreads(runs: Sequence[Mapping[str, Any]]) -> Record:
+    """The spread between runs of everything that is compared."""
+    return {name: spread([run[name] for run in runs]) for name in SPREAD_OVER}

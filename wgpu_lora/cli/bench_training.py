@@ -1,0 +1,149 @@
+"""wgpu-lora bench --training and --find-max-batch: what a whole run takes, and how large a batch can be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wgpu_lora.cli.console import console, line
+from wgpu_lora.errors import UserError
+
+if TYPE_CHECKING:
+    from wgpu_lora.bench.max_batch import Batches
+    from wgpu_lora.bench.training import Work
+
+FINISHED = ("epochs", "max steps", "target seconds")
+Record = dict[str, Any]
+
+
+def training(work: Work, repeat: int, json_file: str | None) -> int:
+    """Runs the whole loop `repeat` times; 1 where a run did not come to its end."""
+    from wgpu_lora.bench.training import run_training
+
+    write, show = _lines_to(json_file), _show_training
+
+    def note(record: Record) -> None:
+        write(record)
+        show(record)
+
+    found = run_training(work, repeat, note)
+    return 0 if all(run["stop_reason"] in FINISHED for run in found["runs"]) else 1
+
+
+def max_batch(
+    model: str | None,
+    shape: str | None,
+    layers: int | None,
+    base_dtype: str,
+    device: str | None,
+    batches: Batches,
+    json_file: str | None,
+) -> int:
+    """Searches for the largest batch with and without gradient checkpointing, and shows what batches take."""
+    from wgpu_lora.bench.max_batch import find_max_batch
+    from wgpu_lora.bench.step import chosen_model
+    from wgpu_lora.gpu.device import Device
+
+    write = _lines_to(json_file)
+    opened = chosen_model(model, shape, layers, Device(device), base_dtype)
+
+    def note(record: Record) -> None:
+        write(record)
+        if record["kind"] == "header":
+            _show_device(record)
+        elif record["kind"] == "batch":
+            ways = "with" if record["gradient_checkpointing"] else "without"
+            line("measured", f"{record['batch']} rows {ways} checkpointing: {record['step_seconds']:.4f} s a step")
+
+    found = find_max_batch(opened, batches, note)
+    console().print(_batch_table(found["rows"]))
+    for summary in found["summary"]:
+        ways = "with" if summary["gradient_checkpointing"] else "without"
+        text = f"{summary['confirmed']} rows {ways} gradient checkpointing, bounded by {summary['bounded_by']}"
+        line("largest", f"{text} ({summary['planned']} by the plan)")
+    return 0
+
+
+def _lines_to(path: str | None) -> Callable[[Record], None]:
+    """Appends each record to a new file as a line, at once: what was measured stays if a later part fails."""
+    if path is None:
+        return lambda record: None
+    file = Path(path)
+    if not file.absolute().parent.is_dir():
+        raise UserError(f"The directory of --json {path} does not exist: make it first.")
+    file.write_text("")
+
+    def write(record: Record) -> None:
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(record) + "\n")
+
+    return write
+
+
+def _show_device(header: Record) -> None:
+    device = header["device"]
+    line("device", f"{device['name']}, {device['driver']}, {device['backend']}")
+
+
+def _show_training(record: Record) -> None:
+    from wgpu_lora.train.memory import readable
+
+    if record["kind"] == "header":
+        _show_device(record)
+        work = record["work"]
+        name = f"recipe {work['recipe']}" if work["recipe"] else f"shape {work['shape']}, {work['layers']} layers"
+        line("work", f"{name}; not counted: {record['excluded']}")
+    elif record["kind"] == "run":
+        memory = f"{readable(record['peak_allocated'])} of {readable(record['peak_planned'])} planned"
+        line(
+            "run",
+            f"{record['number'] + 1}: {record['seconds']:.2f} s, {record['samples_per_second']:,.2f} samples/s, "
+            f"{record['tokens_per_second']:,.0f} tokens/s ({record['trained_tokens_per_second']:,.0f} trained), "
+            f"loss {_number(record['final_loss'])}, memory {memory}; {record['stop_reason']}",
+        )
+    else:
+        console().print(_spread_table(record["spread"]))
+
+
+def _spread_table(spreads: Record) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("over the runs")
+    for name in ("median", "min", "max", "variance", "CV"):
+        table.add_column(name, justify="right")
+    for name, spread in spreads.items():
+        cv = "one run" if spread["variance"] is None else _share(spread["cv"])
+        values = [_number(spread[key]) for key in ("median", "min", "max", "variance")]
+        table.add_row(name.replace("_", " "), *values, cv)
+    return table
+
+
+def _batch_table(rows: list[Record]) -> Any:
+    from rich.table import Table
+
+    from wgpu_lora.train.memory import readable
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("batch", "checkpointing", "s a step", "tokens/s", "planned", "allocated"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row["batch"]),
+            "yes" if row["gradient_checkpointing"] else "no",
+            f"{row['step_seconds']:.4f}",
+            f"{row['tokens_per_second']:,.0f}",
+            readable(row["planned"]),
+            readable(row["allocated"]),
+        )
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.2%}"
