@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-reference test-drivers lint
+.PHONY: help setup demo test test-fast test-reference test-drivers bench bench-reference bench-gpu lint
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -53,6 +53,17 @@ test-drivers: setup  ## other subgroup sizes, no subgroups, default limits, anot
 	  run VK_DRIVER_FILES=$$lavapipe WGPU_LORA_DEFAULT_LIMITS=1; \
 	else only=drivers tests=tests; echo "Mesa's lavapipe is not here: only SwiftShader is tested."; fi; \
 	run VK_DRIVER_FILES=$(CURDIR)/.drivers/swiftshader.json
+
+BENCH_SHAPE ?=
+bench: setup  ## every brick under pytest-benchmark, figures in bench.json (BENCH_SHAPE=qwen2.5-0.5b: at its size)
+	WGPU_LORA_BENCH_SHAPE=$(BENCH_SHAPE) $(PYTEST) tests/benchmarks --benchmark-only --benchmark-json=bench.json
+
+bench-reference: setup .venv/reference  ## a training step beside PyTorch + PEFT in f32, the two taking turns
+	$(BIN)/python scripts/bench_reference.py --json bench-reference.json
+
+BENCH_GPU ?=
+bench-gpu: setup  ## everything about this GPU in bench-gpu.json (BENCH_GPU=--quick: does it all run?)
+	$(BIN)/python scripts/bench_gpu.py --json bench-gpu.json $(BENCH_GPU)
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -1,14 +1,26 @@
-"""What the device can do at best: independent chains of fused multiply-adds in registers."""
+"""What the device can do at best, measured: arithmetic in registers, streaming, decoding NF4, and starting a kernel."""
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.kernel import U32, In, Out, kernel, one_per
+from wgpu_lora.gpu.kernel import U32, In, Kernel, Out, Tiles, Traits, kernel, one_per
+from wgpu_lora.gpu.program import Arena, Program, allocate
 from wgpu_lora.gpu.single import SingleKernel
+from wgpu_lora.gpu.tensor import persistent
+from wgpu_lora.gpu.timer import Timer
+from wgpu_lora.ops.elementwise import fill
+from wgpu_lora.quant.nf4 import NF4_CODE
+
+CHAINS = ((10, 32), (12, 16), (12, 32), (12, 64), (13, 64))  # (count, unrolling) of FMA chains: the best one counts
+COPY_BYTES = 256 << 20  # of each of the two buffers, where a binding holds as much: more than any cache
+RUNS = 5
+DISPATCHES = 1024
 
 
 @kernel("fma_chains.wgsl.j2", grid=lambda c: one_per(c.size), lib=("linear",))
@@ -20,13 +32,163 @@ def fma_chains(x: In, y: Out, *, size: U32, iterations: U32, chains: U32 = 12, u
     return value.sum(axis=1)
 
 
-def fma_gflops(device: Device, size: int = 1 << 14, iterations: int = 4096) -> float:
+def _words(traits: Traits, c: Any) -> list[Tiles]:
+    narrow: list[Tiles] = [{"wide": 0, "per": per} for per in (4, 1)]
+    return [{**tiles, "wide": 1} for tiles in narrow] + narrow if traits.int64 else narrow
+
+
+@kernel(
+    "stream_copy.wgsl.j2",
+    grid=lambda c: one_per(c.size, 64 * c.per * (8 if c.wide else 4)),
+    lib=("linear",),
+    variants=_words,
+)
+def stream_copy(x: In, y: Out, *, size: U32) -> Any:
+    """y = x; the size is a multiple of 8."""
+    return x.copy()
+
+
+def _one_subgroup(traits: Traits, c: Any) -> list[Tiles]:
+    plain: Tiles = {"sg": 0, "lanes": 64}
+    size = traits.subgroup_size
+    return [{"sg": size, "lanes": size}, plain] if size >= 8 else [plain]
+
+
+@kernel("decode_fma.wgsl.j2", grid=lambda c: one_per(c.size, c.lanes), lib=("nf4",), variants=_one_subgroup)
+def decode_fma(x: In, y: Out, *, size: U32, iterations: U32, chains: U32 = 4) -> Any:
+    """y[i] = x[i] sum of NF4[each nibble of w_c + t d] over words c < chains and steps t = 1 .. iterations.
+
+    w_c = i 0x9e3779b9 + c 0x85ebca6b, d = 0x7f4a7c15, all modulo 2^32.
+    """
+    word = np.arange(size)[:, None] * 0x9E3779B9 + np.arange(chains) * 0x85EBCA6B
+    total = np.zeros(size)
+    for step in range(1, iterations + 1):
+        now = (word + step * 0x7F4A7C15) & 0xFFFFFFFF
+        total += sum(NF4_CODE.astype(np.float64)[(now >> 4 * n) & 15].sum(axis=1) for n in range(8))
+    return x * total
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this device does at best, each the fastest of a few variants, measured once per process.
+
+    fma_gflops, decode_fma_gflops: 10^9 operations a second of independent FMA chains, and of decoding NF4 codes and
+        multiply-adding each once (two operations a code).
+    bandwidth_gbs: 10^9 bytes a second of a copy, read and written bytes both counted.
+    dispatch_seconds: one trivial kernel's share of a program of many, recording it included.
+    numpy_gflops: NumPy's f32 matmul on the same cores, for a device that runs on them; else None.
+    clock: of the first three (see Timer).
+    """
+
+    fma_gflops: float
+    bandwidth_gbs: float
+    decode_fma_gflops: float
+    dispatch_seconds: float
+    numpy_gflops: float | None
+    clock: str
+
+
+_MEASURED: dict[Device, Ceilings] = {}
+
+
+def measure_ceilings(device: Device) -> Ceilings:
+    """The device's ceilings; the first call takes seconds."""
+    if device not in _MEASURED:
+        numpy = numpy_gflops() if device.info.kind == "software" else None
+        fma = fma_gflops(device)
+        if numpy and fma < numpy:  # others use these cores too: once more, and the best counts
+            fma = max(fma, fma_gflops(device))
+        _MEASURED[device] = Ceilings(
+            fma_gflops=fma,
+            bandwidth_gbs=bandwidth_gbs(device),
+            decode_fma_gflops=decode_fma_gflops(device),
+            dispatch_seconds=dispatch_seconds(device),
+            numpy_gflops=numpy,
+            clock="timestamps" if "timestamp-query" in device.features else "host",
+        )
+    return _MEASURED[device]
+
+
+def fma_gflops(device: Device, size: int | None = None, iterations: int = 4096) -> float:
     """The best GFLOP/s of the chains over a few counts and unrollings: the ceiling of f32 kernels."""
+    size = size or invocations(device)
+    x = np.full(size, 0.5, np.float32)
     best = 0.0
-    for chains, unroll in ((10, 32), (12, 16), (12, 32), (12, 64), (13, 64)):
-        x = np.full(size, 0.5, np.float32)
+    for chains, unroll in CHAINS:
         constants = {"size": size, "iterations": iterations, "chains": chains, "unroll": unroll}
-        single = SingleKernel(device, fma_chains, {"x": x, "y": np.zeros_like(x)}, constants, {})
-        best = max(best, 2 * size * iterations * chains / single.seconds(5) / 1e9)
-        single.free()
+        seconds = _fastest(device, fma_chains, x, constants, {})
+        best = max(best, 2 * size * iterations * chains / seconds / 1e9)
     return best
+
+
+def bandwidth_gbs(device: Device, nbytes: int = COPY_BYTES) -> float:
+    """The best GB/s of a copy of `nbytes`, or of as much as one binding holds."""
+    size = min(nbytes, device.max_binding) // 32 * 8
+    x = np.ones(size, np.float32)
+    best = 0.0
+    for tiles in stream_copy.tilings(device.traits, {}):
+        seconds = _fastest(device, stream_copy, x, {"size": size}, tiles)
+        best = max(best, 8 * size / seconds / 1e9)
+    return best
+
+
+def decode_fma_gflops(device: Device, size: int | None = None, iterations: int = 512) -> float:
+    """The best GFLOP/s of decoding NF4 and multiply-adding, over a few numbers of words at a time."""
+    size = size or invocations(device)
+    x = np.ones(size, np.float32)
+    best = 0.0
+    for chains in (1, 2, 4):
+        for tiles in decode_fma.tilings(device.traits, {}):
+            constants = {"size": size, "iterations": iterations, "chains": chains}
+            seconds = _fastest(device, decode_fma, x, constants, tiles)
+            best = max(best, 2 * 8 * chains * size * iterations / seconds / 1e9)
+    return best
+
+
+def dispatch_seconds(device: Device, count: int = DISPATCHES) -> float:
+    """Seconds by the host's clock of one dispatch of a kernel that does next to nothing, among `count`."""
+    y = persistent((64,), "f32", "workspace", "trivial")
+    program = Program(device, "trivial")
+    for _ in range(count):
+        program.dispatch(fill, y, size=64)
+    allocate(device, {y.storage})
+    program.build(Arena(device))
+
+    def run() -> float:
+        begin = time.perf_counter()
+        program.submit(0, count)
+        device.wait()
+        return time.perf_counter() - begin
+
+    seconds = min(run() for _ in range(RUNS + 1)) / count
+    device.free(y.storage.buffer)
+    return seconds
+
+
+def numpy_gflops(size: int = 1024) -> float:
+    """The best GFLOP/s of NumPy's f32 matmul."""
+    a = np.random.default_rng(0).standard_normal((size, size), np.float32)
+
+    def run() -> float:
+        begin = time.perf_counter()
+        _ = a @ a
+        return time.perf_counter() - begin
+
+    return 2 * size**3 / min(run() for _ in range(2 * RUNS)) / 1e9
+
+
+def invocations(device: Device) -> int:
+    """Enough to fill the device: a GPU hides its latencies behind many, a CPU needs a few a core."""
+    return 1 << 14 if device.info.kind == "software" else 1 << 20
+
+
+def _fastest(device: Device, probe: Kernel, x: np.ndarray, constants: dict[str, Any], tiles: Tiles) -> float:
+    """Seconds of the fastest of a few runs."""
+    single, timer = SingleKernel(device, probe, {"x": x, "y": 0 * x}, constants, dict(tiles)), Timer(device)
+    try:
+        for _ in range(2):
+            timer.run(single.program)
+        return min(timer.run(single.program) for _ in range(RUNS))
+    finally:
+        timer.free()
+        single.free()

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from wgpu_lora.cli.bench import bench
 from wgpu_lora.cli.demo import demo
 from wgpu_lora.cli.evaluate import evaluate
 from wgpu_lora.cli.finetune import finetune
@@ -18,6 +19,7 @@ from wgpu_lora.cli.generate import generate
 from wgpu_lora.cli.info import info
 from wgpu_lora.cli.options import Command, GroupedHelp, training_options
 from wgpu_lora.cli.plan import plan
+from wgpu_lora.cli.profile import profile
 from wgpu_lora.errors import UserError
 
 INTERRUPTED = 130
@@ -59,9 +61,11 @@ def _root(
 app.command(cls=Command)(info)
 app.command(cls=GroupedHelp)(training_options(finetune))
 app.command(cls=GroupedHelp)(training_options(plan))
+app.command(cls=Command)(profile)
 app.command(cls=Command)(generate)
 app.command(cls=Command)(evaluate)
 app.command(cls=Command)(demo)
+app.command(cls=GroupedHelp)(bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

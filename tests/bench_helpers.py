@@ -1,0 +1,38 @@
+"""A model small enough to run every brick of it, and results that nothing measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wgpu_lora.bench.ceiling import Ceilings
+from wgpu_lora.bench.results import Result
+from wgpu_lora.bench.workload import Context
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.models.config import ModelConfig
+
+MINI = ModelConfig.from_dict(
+    {
+        "model_type": "qwen3", "vocab_size": 192, "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 256, "tie_word_embeddings": True,
+    }
+)  # fmt: skip
+CEILINGS = Ceilings(100.0, 10.0, 20.0, 1e-5, None, "timestamps")
+
+
+def mini(device: Device, layers: int = 1, **changes: Any) -> Context:
+    context = Context(device, "mini", MINI, tokens=16, rank=4).with_layers(layers)
+    for name, value in changes.items():
+        setattr(context, name, value)
+    return context
+
+
+def result(brick: str = "rope", seconds: float = 1.0, spread: float = 0.01, **changes: Any) -> Result:
+    values: dict[str, Any] = {
+        "brick": brick, "case": "", "options": {}, "clock": "host", "seconds": seconds,
+        "p20": seconds * (1 - spread), "p80": seconds * (1 + spread), "cv": spread, "iterations": 5,
+        "operations": 1e9, "bytes": 1e9, "gflops": 1 / seconds, "gbs": 1 / seconds, "floor_seconds": 0.1,
+        "share_of_floor": 0.1 / seconds, "budget": {"of": "fma", "asked": None, "reached": 0.5},
+        "reference": None, "seed": 0,
+    }  # fmt: skip
+    return Result(**{**values, **changes})

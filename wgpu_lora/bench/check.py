@@ -1,0 +1,112 @@
+"""Correctness before speed: every kind of dispatch of a program against its kernel's own float64 reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from wgpu_lora.bench.cuts import Arrays, cut, shaped
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.program import Dispatch, Program
+from wgpu_lora.gpu.single import widened
+from wgpu_lora.gpu.tensor import NUMPY, Tensor
+
+PLACES = ("first", "y_first", "a_first", "first_row", "module")  # where in a larger whole: no other kind of dispatch
+POISON_BYTES = 16 << 20
+
+
+@dataclass
+class Checked:
+    """What was found: the worst normalised mean squared error and whose it was.
+
+    outputs: how many were compared. in_part: kernels whose reference was of a part only (see bench.cuts).
+    """
+
+    nmse: float = 0.0
+    kernel: str = ""
+    outputs: int = 0
+    in_part: tuple[str, ...] = ()
+
+    def add(self, nmse: float, kernel: str, part: bool) -> None:
+        self.outputs += 1
+        if not self.kernel or not nmse <= self.nmse:  # a NaN is the worst
+            self.nmse, self.kernel = nmse, kernel
+        if part and kernel not in self.in_part:
+            self.in_part += (kernel,)
+
+
+def check(program: Program, found: Checked | None = None) -> Checked:
+    """Runs a built program once, dispatch by dispatch, and compares each of a kind not yet seen with its reference.
+
+    What a dispatch reads is what the device holds: outputs of earlier dispatches, checked themselves, and inputs. So a
+    program whose temporaries were poisoned before shows what was never written.
+    """
+    found = found or Checked()
+    seen: set[Any] = set()
+    for i, step in enumerate(program.dispatches):
+        kind = _kind(step)
+        if kind in seen:
+            program.submit(i, i + 1)
+            continue
+        seen.add(kind)
+        before = _read(program.device, step)
+        program.submit(i, i + 1)
+        _compare(step, before, _read(program.device, step), found)
+    return found
+
+
+def poison(device: Device, buffer: Any, nbytes: int | None = None, offset: int = 0) -> None:
+    """Fills a buffer, or a part of it, with NaN."""
+    stop = offset + (buffer.size - offset if nbytes is None else nbytes)
+    for start in range(offset, stop, POISON_BYTES):
+        device.write(buffer, np.full(min(POISON_BYTES, stop - start) // 4, np.nan, np.float32), start)
+
+
+def nmse(got: np.ndarray, want: np.ndarray) -> float:
+    """Mean squared error over the mean square, of what `want` says; infinite where a value is missing."""
+    known = np.isfinite(want)
+    got, want = got[known].astype(np.float64), want[known].astype(np.float64)
+    if not np.isfinite(got).all():
+        return float("inf")
+    error, scale = float(((got - want) ** 2).sum()), float((want**2).sum())
+    return error / scale if scale else (float("inf") if error else 0.0)
+
+
+def _kind(step: Dispatch) -> Any:
+    constants = {n: bool(v) if n in PLACES else v for n, v in step.constants.items()}
+    tensors = tuple((t.shape, t.dtype) for t in step.tensors)
+    return step.kernel.name, step.present, tuple(sorted(constants.items())), tensors
+
+
+def _read(device: Device, step: Dispatch) -> Arrays:
+    return {name: read(device, tensor) for name, tensor in zip(step.present, step.tensors, strict=True)}
+
+
+def read(device: Device, tensor: Tensor) -> np.ndarray:
+    """A tensor's values as they are stored."""
+    buffer, offset, _ = tensor.binding()
+    return device.read(buffer, tensor.nbytes, offset).view(NUMPY[tensor.dtype]).reshape(tensor.shape).copy()
+
+
+def _compare(step: Dispatch, before: Arrays, after: Arrays, found: Checked) -> None:
+    kernel, constants = step.kernel, step.constants
+    before, after = (shaped(kernel.name, arrays, constants) for arrays in (before, after))
+    part = cut(kernel.name, before, constants)
+    if part:
+        after = cut(kernel.name, after, constants)[0]  # type: ignore[index]
+        before, constants = part
+    given = {name: widened(before[name]) if name in before else None for name in kernel.bindings}
+    with np.errstate(all="ignore"):  # references of rows that hold nothing yet
+        result = kernel(**given, **constants)
+    outputs = [name for name in kernel.outputs if name in before]
+    for name, want in zip(outputs, result if isinstance(result, tuple) else (result,), strict=True):
+        got, values = widened(after[name]).reshape(-1), np.asarray(want).reshape(-1)
+        if got.dtype == np.uint32:  # packed codes, compared one by one
+            got, values = _nibbles(got), _nibbles(values)
+        found.add(nmse(got, values), kernel.name, part is not None and kernel.name != "embedding_rows")
+
+
+def _nibbles(words: np.ndarray) -> np.ndarray:
+    return (words.astype(np.uint32)[:, None] >> 4 * np.arange(8, dtype=np.uint32)) & 15

@@ -1,0 +1,125 @@
+"""What a run of bricks leaves: a header, then a line for each brick's case, as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.bench.workload import Context
+from wgpu_lora.errors import UserError
+
+NAME, VERSION = "wgpu-lora-bench", "1"
+SCHEMA = f"{NAME}/{VERSION}"
+Header = dict[str, Any]  # see bench.header
+
+
+@dataclass
+class Result:
+    """One case of one brick.
+
+    seconds, p20, p80: of an iteration. floor_seconds: the larger of operations over the FMA ceiling and bytes over the
+    streaming bandwidth. budget: which ceiling, the share asked for (None: nothing) and the share reached.
+    reference: the worst normalised mean squared error and whose it was; None where there is no reference.
+    broken: what of the contract does not hold.
+    """
+
+    brick: str
+    case: str
+    options: dict[str, Any]
+    clock: str
+    seconds: float
+    p20: float
+    p80: float
+    cv: float
+    iterations: int
+    operations: float
+    bytes: float
+    gflops: float
+    gbs: float
+    floor_seconds: float
+    share_of_floor: float
+    budget: dict[str, Any]
+    reference: dict[str, Any] | None
+    seed: int
+    extra: dict[str, float] = field(default_factory=dict)
+    broken: list[str] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        return f"{self.brick} ({self.case})" if self.case else self.brick
+
+    def record(self) -> dict[str, Any]:
+        """As a line of a result file."""
+        return {"kind": "brick", **asdict(self)}
+
+
+def options_of(context: Context) -> dict[str, Any]:
+    """What a result depends on beside the device."""
+    return {
+        "shape": context.name,
+        "layers": context.config.num_hidden_layers,
+        "tokens": context.tokens,
+        "rank": context.rank,
+        "base_dtype": context.base_dtype,
+        "compute_dtype": context.compute_dtype,
+        "tuned": context.tune,
+    }
+
+
+def commit() -> dict[str, Any] | None:
+    """The checkout's commit and whether tracked files differ from it; None outside of a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        return {"id": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+class Writer:
+    """Writes a result file line by line, each flushed, so that a run that is interrupted leaves what it measured."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        try:
+            self.path.write_text("", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"The result file {path} cannot be written: {error.strerror}.") from None
+
+    def write(self, record: dict[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def read_results(path: str | Path) -> tuple[Header, list[Result]]:
+    """A result file. Raises UserError where it cannot be read, or is of another schema or version."""
+    try:
+        lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except OSError as error:
+        raise UserError(f"The result file {path} cannot be read: {error.strerror}.") from None
+    except ValueError:
+        raise UserError(f"{path} is not a file of JSON lines: give one that 'wgpu-lora bench --json' wrote.") from None
+    first = lines[0] if lines and isinstance(lines[0], dict) else {}
+    schema = first.get("schema")
+    name, _, version = str(schema).partition("/")
+    if name != NAME:
+        said = f"is of the schema {schema!r}" if schema else "names no schema in its first line"
+        raise UserError(f"{path} {said}, expected {SCHEMA!r}: give a file that 'wgpu-lora bench --json' wrote.")
+    if version != VERSION:
+        raise UserError(
+            f"{path} is of version {version} of its schema, but this wgpu-lora reads {VERSION}: measure it again."
+        )
+    try:
+        return first, [Result(**{n: v for n, v in line.items() if n != "kind"}) for line in lines[1:]]
+    except (TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({error}): measure it again.") from None

@@ -1,0 +1,220 @@
+"""Runs bricks: the plan first, then for each case correctness, then time, then its contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from wgpu_lora.bench.ceiling import Ceilings
+from wgpu_lora.bench.check import Checked
+from wgpu_lora.bench.contract import Bound, Contract, load_contract
+from wgpu_lora.bench.header import header
+from wgpu_lora.bench.results import SCHEMA, Header, Result, options_of
+from wgpu_lora.bench.stats import Timings, repeat
+from wgpu_lora.bench.step import largest
+from wgpu_lora.bench.workload import Context, Workload
+from wgpu_lora.bench.workloads import WORKLOADS
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.tuner import Tuner
+from wgpu_lora.train.memory import available_bytes, readable
+
+NUMPY_SHARE = 0.9  # of NumPy's matmul that FMA chains on the same cores must reach, or they are no ceiling
+FOREIGN_ADVICE = "--per-device-train-batch-size or --max-length"  # what the plan says for a training run
+Progress = Callable[[str, str], None]
+
+
+def header_of(context: Context, ceilings: Ceilings) -> Header:
+    """The first line of a result file."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return header(SCHEMA, context.device, time=now, options=options_of(context), ceilings=asdict(ceilings))
+
+
+def run_bricks(
+    context: Context,
+    names: Sequence[str],
+    ceilings: Ceilings,
+    time_limit: float | None = None,
+    progress: Progress = lambda brick, case: None,
+) -> Iterator[Result]:
+    """Measures bricks one after the other; whether they fit is asked before, of `check_fit`.
+
+    Args:
+        time_limit: seconds of measuring a case, instead of the contract's own.
+        progress: told which brick and case come next.
+
+    Raises:
+        UserError: a brick is not known, or cannot run on this device.
+    """
+    contracts = [load_contract(name) for name in names]
+    try:
+        for contract in contracts:
+            with _own_words():
+                for workload in WORKLOADS[contract.name](context):
+                    progress(contract.name, workload.case)
+                    yield measure(context, contract, workload, ceilings, time_limit)
+    finally:
+        context.close()
+
+
+def measure(
+    context: Context,
+    contract: Contract,
+    workload: Workload,
+    ceilings: Ceilings,
+    time_limit: float | None = None,
+) -> Result:
+    """Correctness, then time, then the contract, of one case."""
+    keys = {**context.keys(), **workload.keys}
+    dims = contract.values(keys)
+    operations, nbytes = contract.operations(dims), contract.bytes(dims)
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    device = context.device
+    try:
+        device.choices = Tuner(device).tune(workload.programs()) if context.tune else {}
+        workload.open()
+        checked = workload.check(np.random.default_rng(seed))
+        for _ in range(contract.measure.warmup):
+            workload.run()
+        limit = contract.measure.seconds if time_limit is None else time_limit
+        seconds = repeat(workload.run, contract.measure.iterations, contract.measure.cv, limit)
+        timings = Timings.of(seconds)
+        extra = workload.extra(timings)
+        clock = workload.clock
+    finally:
+        device.choices = {}
+        workload.close()
+    floors = floor_seconds(ceilings, operations, nbytes)
+    result = Result(
+        brick=contract.name,
+        case=workload.case,
+        options=options_of(context),
+        clock=clock,
+        seconds=timings.median,
+        p20=timings.p20,
+        p80=timings.p80,
+        cv=timings.cv,
+        iterations=timings.iterations,
+        operations=operations,
+        bytes=nbytes,
+        gflops=operations / timings.median / 1e9,
+        gbs=nbytes / timings.median / 1e9,
+        floor_seconds=floors["floor"],
+        share_of_floor=floors["floor"] / timings.median,
+        budget={"of": contract.budget.of, "asked": None, "reached": floors[contract.budget.of] / timings.median},
+        reference=_reference(checked),
+        seed=seed,
+        extra=extra,
+    )
+    judge(contract, result, {**keys, **dims}, device.info.kind)
+    return result
+
+
+def floor_seconds(ceilings: Ceilings, operations: float, nbytes: float) -> dict[str, float]:
+    """The least seconds that each ceiling allows."""
+    fma, decode = operations / ceilings.fma_gflops / 1e9, operations / ceilings.decode_fma_gflops / 1e9
+    stream = nbytes / ceilings.bandwidth_gbs / 1e9
+    return {
+        "fma": fma,
+        "decode_fma": decode,
+        "bandwidth": stream,
+        "floor": max(fma, stream),
+        "lower": max(decode, stream),
+    }
+
+
+def judge(contract: Contract, result: Result, names: dict[str, float], device_class: str) -> None:
+    """Notes what the contract asks for on this device, and what of it does not hold."""
+    broken = result.broken
+    if contract.accuracy and result.reference:
+        found, limit = result.reference["nmse"], contract.accuracy.nmse
+        if not found <= limit:  # a NaN is wrong too
+            broken.append(f"{result.reference['kernel']} is off its reference: NMSE {found:.2g}, at most {limit:.2g}")
+    asked = contract.budget.share(device_class) if contract.applies(contract.budget.when, names) else None
+    reached = result.budget["reached"]
+    result.budget["asked"] = asked
+    if asked is not None and reached < asked:
+        short = f"{1 - reached / asked:.0%} short"
+        broken.append(f"reaches {reached:.3g} of the {contract.budget.of} ceiling, at least {asked:g} ({short})")
+    figures = {**result.extra, "seconds": result.seconds, "gflops": result.gflops, "gbs": result.gbs}
+    for bound in contract.bounds:
+        if bound.device in (None, device_class) and contract.applies(bound.when, names):
+            broken += _bound_broken(bound, figures, contract)
+
+
+def _bound_broken(bound: Bound, figures: dict[str, float], contract: Contract) -> list[str]:
+    if bound.metric not in figures:
+        known = ", ".join(sorted(figures))
+        raise UserError(
+            f"bricks/{contract.name}.toml bounds {bound.metric}, which is not measured: use one of {known}."
+        )
+    value = figures[bound.metric]
+    if bound.at_most is not None and value > bound.at_most:
+        return [f"{bound.metric} is {value:.4g}, at most {bound.at_most:g} ({value / bound.at_most - 1:.0%} over)"]
+    if bound.at_least is not None and value < bound.at_least:
+        return [f"{bound.metric} is {value:.4g}, at least {bound.at_least:g} ({1 - value / bound.at_least:.0%} short)"]
+    return []
+
+
+def ceilings_broken(ceilings: Ceilings) -> list[str]:
+    """A ceiling below what the same cores do elsewhere is none."""
+    if ceilings.numpy_gflops is None or ceilings.fma_gflops >= NUMPY_SHARE * ceilings.numpy_gflops:
+        return []
+    share = ceilings.fma_gflops / ceilings.numpy_gflops
+    return [f"ceilings: FMA chains reach {share:.2f} of NumPy's matmul on the same cores, at least {NUMPY_SHARE:g}"]
+
+
+# -- fit ---------------------------------------------------------------------------------------------------------------
+
+
+def check_fit(context: Context, name: str, available: int | None = None) -> None:
+    """Raises UserError, with the layers that fit, where the plan of a brick's case is larger than the device's memory.
+
+    Args:
+        available: bytes, instead of what the device has.
+    """
+    with _own_words():
+        cases = list(WORKLOADS[name](context))
+        room = available_bytes(context.device, available)
+        for index, workload in enumerate(cases):
+            need = context.device.allocated + workload.nbytes()
+            if room is not None and need > room:
+                fits = largest(partial(_fits, context, name, index, room), context.config.num_hidden_layers - 1)
+                advice = f"it fits with --layers {fits}" if fits else "choose a smaller --shape or fewer --tokens"
+                raise UserError(
+                    f"The brick {name} of {context.name} needs {readable(need)} ({need:,} bytes) of device memory, but "
+                    f"{readable(room)} ({room:,} bytes) are available: {advice}."
+                )
+
+
+def _fits(context: Context, name: str, index: int, room: int, layers: int) -> bool:
+    workload = next(islice(WORKLOADS[name](context.with_layers(layers)), index, None))
+    return context.device.allocated + workload.nbytes() <= room
+
+
+@contextmanager
+def _own_words() -> Iterator[None]:
+    """The plan's refusals name a training run's options; here the same is done by another."""
+    try:
+        yield
+    except UserError as error:
+        if FOREIGN_ADVICE not in str(error):
+            raise
+        raise UserError(str(error).replace(FOREIGN_ADVICE, "--tokens")) from None
+
+
+def _reference(checked: Checked | None) -> dict[str, Any] | None:
+    if checked is None:
+        return None
+    return {
+        "nmse": checked.nmse,
+        "kernel": checked.kernel,
+        "outputs": checked.outputs,
+        "in_part": list(checked.in_part),
+    }

@@ -1,0 +1,28 @@
+"""What each brick runs: a contract's name -> its cases on a context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from wgpu_lora.bench.workload import Context, Workload
+from wgpu_lora.bench.workloads import layer, serving, training
+
+WORKLOADS: dict[str, Callable[[Context], Iterator[Workload]]] = {
+    "nf4_matmul": layer.nf4_matmul,
+    "nf4_matmul_backward": layer.nf4_matmul_backward,
+    "lora_forward": layer.lora_forward,
+    "lora_backward": layer.lora_backward,
+    "attention": layer.attention_forward,
+    "attention_backward": layer.attention_backward,
+    "rmsnorm": layer.norms,
+    "rope": layer.rotary,
+    "swiglu": layer.gated,
+    "loss": training.loss,
+    "optimizer": training.optimizer,
+    "quantize": training.quantize,
+    "train_step": training.train_step,
+    "ttft": serving.ttft,
+    "throughput": serving.throughput,
+    "batch": serving.batch,
+    "load": serving.load,
+}

@@ -1,0 +1,268 @@
+"""Bricks of serving: the first token, the following ones, several sequences and adapters together, and loading."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from wgpu_lora.bench.check import Checked, check, nmse, poison, read
+from wgpu_lora.bench.stats import Timings
+from wgpu_lora.bench.workload import (
+    Context,
+    Extra,
+    Workload,
+    free,
+    loading_bytes,
+    missing_bytes,
+    timed_by_host,
+    unload,
+)
+from wgpu_lora.bench.workloads.training import adapter_set
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.program import Arena, Program, allocate
+from wgpu_lora.gpu.tensor import Storage
+from wgpu_lora.infer.generate import BUCKETS, Generator
+from wgpu_lora.infer.step import State, Step
+from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.ops.weights import NF4Weight
+from wgpu_lora.quant.nf4 import NF4_CODE, double_dequantize, round_trip
+
+PROMPTS = (7, 512)
+NEW_TOKENS = 32  # decoded after each prompt whose tokens are timed
+SEQUENCES = 4
+
+
+def ttft(context: Context) -> Iterator[Workload]:
+    for prompt in PROMPTS:
+        yield Serving(context, f"{prompt} tokens", prompt, new_tokens=1)
+
+
+def throughput(context: Context) -> Iterator[Workload]:
+    yield Serving(context, "", PROMPTS[0], NEW_TOKENS)
+
+
+def batch(context: Context) -> Iterator[Workload]:
+    yield Serving(context, f"{SEQUENCES} sequences", PROMPTS[0], NEW_TOKENS, sequences=SEQUENCES)
+    yield Serving(context, f"{SEQUENCES} adapters", PROMPTS[0], NEW_TOKENS, sequences=SEQUENCES, adapters=SEQUENCES)
+
+
+def load(context: Context) -> Iterator[Workload]:
+    yield Load(context)
+
+
+class Serving:
+    """Prompts of random ids through the product's Generator, by the host's clock: uploads and logits' way back counted.
+
+    With one new token an iteration is a prompt (time to first token); with more, it is one step of decoding, every
+    sequence a token, and prompts are only what comes before.
+    """
+
+    clock = "host"
+
+    def __init__(
+        self, context: Context, case: str, prompt: int, new_tokens: int, sequences: int = 1, adapters: int = 0
+    ):
+        self.case = case
+        self._context, self._sequences, self._new_tokens = context, sequences, new_tokens
+        limit = context.config.max_position_embeddings
+        if prompt + new_tokens > limit:
+            raise UserError(
+                f"A prompt of {prompt} tokens and {new_tokens} more do not fit {limit} positions of {context.name}: "
+                "choose another shape."
+            )
+        self._prompt, self._capacity = prompt, prompt + new_tokens
+        self._adapters = adapter_set(context, adapters) if adapters else None
+        self.keys = {
+            "prompt": float(prompt),
+            "prompt_pairs": prompt * (prompt + 1) / 2,
+            "context": prompt + new_tokens / 2,
+            "sequences": float(sequences),
+            "adapters": float(adapters),
+        }
+        self._rng = np.random.default_rng(0)
+        self._generator: Generator | None = None
+        self._pending: list[float] = []
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def _steps(self, model: LoadedModel, adapters: AdapterSet | None) -> tuple[State, list[Step], Program]:
+        """What the Generator records, as it records it."""
+        batch, capacity = self._sequences, self._capacity
+        state = State.declare(model.decoder, batch, capacity)
+        state.check(model.device.max_binding)
+        useful = [size for size, before in zip(BUCKETS, (0, *BUCKETS), strict=False) if before < batch * capacity]
+        steps = [Step(model.device, model.decoder, adapters, state, size) for size in [*useful, batch]]
+        return state, steps, state.record_head(model.device, model.decoder)
+
+    def nbytes(self) -> int:
+        model = self._context.model
+        state, steps, head = self._steps(model, self._adapters)
+        programs = [head, *(step.program for step in steps)]
+        used = state.storages() | model.decoder.storages()
+        used = used.union(*(step.storages() for step in steps), *(p.persistent_storages() for p in programs))
+        used |= self._adapters.storages() if self._adapters else set()
+        running = missing_bytes(used) + sum(Arena.sizes_for([p.plan() for p in programs]))
+        return max(running, missing_bytes(model.decoder.storages()) + loading_bytes(model))
+
+    def programs(self) -> list[Program]:
+        return []  # generating runs the defaults
+
+    # -- run -------------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        context, adapters = self._context, self._adapters
+        context.model.load_weights()
+        if adapters:
+            allocate(context.device, adapters.storages())
+            adapters.upload_scales(context.device)
+            for page in adapters.params:
+                values = np.float32(0.02) * self._rng.standard_normal(page.shape, np.float32)
+                context.device.write(page.storage.buffer, values)
+        self._generator = Generator(context.model, adapters, self._capacity, self._sequences)
+
+    def check(self, rng: np.random.Generator) -> Checked:
+        """Of a prefill step of the prompts and a decoding step after it, recorded as the Generator records them."""
+        self._rng, device, model = rng, self._context.device, self._context.model
+        state, steps, head = self._steps(model, self._adapters)
+        rows = self._sequences * self._prompt
+        fitting = [step for step in steps[:-1] if step.tokens < 2 * rows]  # the Generator's own choice
+        chosen = [fitting[-1] if fitting else steps[0], steps[-1]]
+        programs = [*(step.program for step in chosen), head]
+        used: set[Storage] = state.storages().union(
+            *(step.storages() for step in chosen), *(p.persistent_storages() for p in programs)
+        )
+        mine = {storage for storage in used if storage.buffer is None}
+        allocate(device, mine)
+        arena = Arena(device, Arena.sizes_for([p.plan() for p in programs]))
+        found = Checked()
+        try:
+            self._check(state, chosen, programs, arena, found)
+        finally:
+            arena.free()
+            free(device, mine)
+        return found
+
+    def _check(self, state: State, steps: list[Step], programs: list[Program], arena: Arena, found: Checked) -> None:
+        device, config = self._context.device, self._context.config
+        for tensor in (state.last, *state.logits, *state.cache.keys, *state.cache.values):
+            poison(device, tensor.storage.buffer)
+        state.upload(device, config)
+        prefill, decode = steps
+        batch = self._sequences
+        each = min(self._prompt, prefill.tokens // batch)
+        everyone = np.arange(batch)
+        uploads = (
+            (prefill, np.tile(np.arange(each), batch), np.repeat(everyone, each), (everyone + 1) * each - 1),
+            (decode, np.full(batch, each), everyone, everyone),
+        )
+        for (step, positions, sequences, picked), program in zip(uploads, programs, strict=False):
+            for buffer in arena.buffers:
+                poison(device, buffer)
+            program.build(arena)
+            ids = self._rng.integers(0, config.vocab_size, positions.size)
+            step.upload(ids, positions, sequences, self._slots(), picked)
+            check(program, found)
+        programs[-1].build(arena)
+        check(programs[-1], found)
+
+    def _slots(self) -> list[int | None]:
+        return [i if self._adapters else None for i in range(self._sequences)]
+
+    def run(self) -> float:
+        if self._new_tokens == 1:
+            return timed_by_host(lambda: self._generate(1))
+        if not self._pending:
+            self._pending = self._token_seconds()
+        return self._pending.pop()
+
+    def _token_seconds(self) -> list[float]:
+        """Seconds of each decoding step after one prompt; the first token is the prompt's own."""
+        times: list[float] = []
+        self._generate(self._new_tokens, times)
+        return list(np.diff(times))
+
+    def _generate(self, new_tokens: int, times: list[float] | None = None) -> None:
+        assert self._generator is not None, "open() first"
+
+        def note(sequence: int, token: int) -> None:
+            if times is not None and sequence == 0:
+                times.append(time.perf_counter())
+
+        shape = (self._sequences, self._prompt)
+        prompts = self._rng.integers(0, self._context.config.vocab_size, shape)
+        self._generator.generate(prompts.tolist(), self._slots(), max_new_tokens=new_tokens, on_token=note)
+
+    def extra(self, timings: Timings) -> Extra:
+        if self._new_tokens == 1:
+            return {"first_token_ms": 1e3 * timings.median, "prompt_tokens_per_second": self._prompt / timings.median}
+        return {"tokens_per_second": self._sequences / timings.median}
+
+    def close(self) -> None:
+        if self._generator:
+            self._generator.close()
+        if self._adapters:
+            free(self._context.device, self._adapters.storages())
+
+
+class Load:
+    """From a checkpoint's files, or a synthetic one's arrays, to a model that is ready to run."""
+
+    case = ""
+    clock = "host"
+
+    def __init__(self, context: Context):
+        self._context = context
+        self.keys: dict[str, float] = {}
+        self._loaded: LoadedModel | None = None
+
+    def nbytes(self) -> int:
+        model = self._context.declare()
+        return missing_bytes(model.decoder.storages()) + loading_bytes(model)
+
+    def programs(self) -> list[Program]:
+        return []
+
+    def open(self) -> None:
+        pass
+
+    def check(self, rng: np.random.Generator) -> Checked | None:
+        """Of NF4, the smallest matrix against the NumPy reference of what packing makes of the checkpoint's values."""
+        model = self._load()
+        weight = model.decoder.layers[0].linears["k_proj"].weight
+        if not isinstance(weight, NF4Weight):
+            return None
+        device = self._context.device
+        codes, constants, nested = (read(device, t) for t in (weight.codes, weight.absmax_codes, weight.nested))
+        nibbles = (codes[:, :, None] >> 4 * np.arange(8, dtype=np.uint32)) & 15  # [in / 8, out, 8]
+        values = NF4_CODE[nibbles.transpose(1, 0, 2).reshape(weight.out_features, -1)[:, : weight.in_features]]
+        scales = double_dequantize(constants, nested[:-1], nested[-1])
+        got = values.reshape(-1) * np.repeat(scales, 64)[: values.size]
+        want = round_trip(model.checkpoint.read_f32("model.layers.0.self_attn.k_proj.weight"))
+        found = Checked()
+        found.add(nmse(got, want.reshape(-1)), "k_proj of layer 0", part=True)
+        return found
+
+    def _load(self) -> LoadedModel:
+        if self._loaded:
+            unload(self._loaded)
+        self._loaded = self._context.declare()
+        self._loaded.load_weights()
+        self._context.device.wait()
+        return self._loaded
+
+    def run(self) -> float:
+        if self._loaded:
+            unload(self._loaded)
+            self._loaded = None
+        return timed_by_host(self._load)
+
+    def extra(self, timings: Timings) -> Extra:
+        return {"parameters_per_second": self._context.keys()["parameters"] / timings.median}
+
+    def close(self) -> None:
+        if self._loaded:
+            unload(self._loaded)
+            self._loaded = None

@@ -1,0 +1,191 @@
+"""Bricks of a training step beside its layers: the loss, the update, packing the base, and the whole step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from wgpu_lora.bench.check import Checked, check, poison
+from wgpu_lora.bench.recording import Recording, fixed, normal
+from wgpu_lora.bench.stats import Timings
+from wgpu_lora.bench.workload import (
+    Context,
+    Extra,
+    ProgramWorkload,
+    Workload,
+    loading_bytes,
+    missing_bytes,
+)
+from wgpu_lora.gpu.program import Program
+from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.gpu.timer import Timer
+from wgpu_lora.models.inputs import Segment
+from wgpu_lora.models.lora import AdapterSet, SlotSpec
+from wgpu_lora.ops.loss import LossInputs, cross_entropy
+from wgpu_lora.ops.weights import DenseWeight
+from wgpu_lora.quant.kernels import nf4_absmax, nf4_encode
+from wgpu_lora.quant.nf4 import BLOCK
+from wgpu_lora.train.optimizer import AdamWSettings, Optimizer
+from wgpu_lora.train.session import Session
+
+ROW = 128  # tokens of a row of data in train_step, as in docs/performance.md
+DEVICE_RUNS = 3  # of the device's own time of a step
+
+
+def loss(context: Context) -> Iterator[Workload]:
+    """LM head and cross-entropy over every row, forward and backward; the head is bf16, as checkpoints have it."""
+    config, tokens = context.config, context.tokens
+    recording = Recording(context.device)
+    head = recording.weight((config.vocab_size, config.hidden_size), "bf16", "head")
+    assert isinstance(head, DenseWeight)
+
+    def input(name: str, values: np.ndarray, dtype: str = "u32") -> Tensor:
+        return recording.input(values.shape, fixed(values), dtype, name)
+
+    inputs = LossInputs(
+        rows=input("rows", np.arange(tokens)),
+        targets=recording.input((tokens,), lambda rng, s: rng.integers(0, config.vocab_size, s), "u32", "targets"),
+        weight=input("weight", np.full(tokens, 1 / tokens), "f32"),
+        count=input("count", np.array([tokens])),
+        ranges=input("ranges", np.array([[0, tokens]])),
+        total=recording.input((1,), name="total"),
+    )
+    cross_entropy(recording.rec, recording.tracked((tokens, config.hidden_size), "hidden"), head, inputs)
+    recording.rec.backward()
+    yield ProgramWorkload(recording, recording.forward)
+
+
+def optimizer(context: Context) -> Iterator[Workload]:
+    """Gradient norm, clipping and AdamW over the adapters of every layer, all seven projections."""
+    adapters = adapter_set(context, 1)
+    update = Optimizer(context.device, adapters)
+    recording = Recording(context.device)
+    tensors = {
+        **dict.fromkeys((*adapters.params, *adapters.grads, *update.first_moment), normal()),
+        **dict.fromkeys(update.second_moment, lambda rng, shape: rng.random(shape, np.float32)),
+        update.block_slots: fixed(np.concatenate(adapters.block_slots)),
+        update.hyper: fixed(hyper_record()),
+        update.total: normal(),
+        update.report: fixed(np.full(update.report.shape, np.nan)),
+    }
+    for tensor, fill in tensors.items():
+        recording.adopt(tensor, fill)
+    recording.forward.dispatches += update.program.dispatches
+    yield ProgramWorkload(recording, recording.forward)
+
+
+def quantize(context: Context) -> Iterator[Workload]:
+    """Packing the seven matrices of a layer from bf16 to NF4 codes, as loading does it, upload left out."""
+    recording = Recording(context.device)
+    for module, (out, size_in) in context.config.linear_shapes().items():
+        size = out * size_in
+        w = recording.input((size + size % 2,), normal(0.02), "bf16", module)
+        absmax = recording.rec.temp((-(-size // BLOCK),), name="absmax")
+        codes = recording.rec.temp((-(-size_in // 8), out), "u32", "codes")
+        recording.rec.dispatch(nf4_absmax, w, absmax, size=size, b_type="bf16")
+        shape = {"rows": out, "first": 0, "out": out, "size_in": size_in}
+        recording.rec.dispatch(nf4_encode, w, absmax, codes, b_type="bf16", **shape)
+    yield ProgramWorkload(recording, recording.forward)
+
+
+def train_step(context: Context) -> Iterator[Workload]:
+    yield TrainStep(context)
+
+
+class TrainStep:
+    """An optimizer step as the trainer takes it: upload, forward, backward, update, and reading the report back."""
+
+    case = ""
+    clock = "host"
+
+    def __init__(self, context: Context):
+        self._context = context
+        self._adapters = adapter_set(context, 1)
+        tokens = context.tokens
+        self._rows = [min(ROW, tokens - start) for start in range(0, tokens, ROW)]
+        self._session = Session(
+            context.model, self._adapters, [tokens], positions=max(self._rows), compute_dtype=context.compute_dtype
+        )
+        inputs, self._program = self._session.steps[tokens]
+        self._inputs = inputs
+        self.keys = {
+            "pairs": float(sum(n * (n + 1) // 2 for n in self._rows)),
+            "trained": float(sum(n - 1 for n in self._rows)),
+        }
+        self._steps = 0
+        self._rng = np.random.default_rng(0)
+
+    def nbytes(self) -> int:
+        session, model = self._session, self._context.model
+        needed = missing_bytes(session.storages())
+        activations = session.memory().groups["activations"]
+        return max(needed + activations, missing_bytes(model.decoder.storages()) + loading_bytes(model))
+
+    def programs(self) -> list[Program]:
+        return self._session.programs()
+
+    def open(self) -> None:
+        device = self._context.device
+        device.peak_allocated = device.allocated  # of this step, not of bricks before
+        self._session.allocate()
+        self._session.step_for(self._context.tokens)
+
+    def check(self, rng: np.random.Generator) -> Checked:
+        session, device = self._session, self._context.device
+        self._rng = rng
+        assert session.arena is not None, "open() first"
+        for buffer in session.arena.buffers:
+            poison(device, buffer)
+        for page in (*self._adapters.params, *self._adapters.grads):
+            values = np.float32(0.02) * rng.standard_normal(page.shape, np.float32)
+            device.write(page.storage.buffer, values)
+        session.optimizer.begin(device)
+        self._upload()
+        found = check(self._program)
+        device.write(session.optimizer.hyper.storage.buffer, hyper_record().astype(np.float32))
+        return check(session.optimizer.program, found)
+
+    def _upload(self) -> None:
+        context, rng = self._context, self._rng
+        rows = [rng.integers(0, context.config.vocab_size, n) for n in self._rows]
+        weight = 1 / max(1.0, self.keys["trained"])
+        self._inputs.upload(context.device, [Segment(ids, ids, weight=weight) for ids in rows])
+
+    def run(self) -> float:
+        session, device = self._session, self._context.device
+        begin = time.perf_counter()
+        self._steps += 1
+        session.optimizer.begin(device)
+        self._upload()
+        self._program.run()
+        session.optimizer.apply(device, [self._steps], [1e-4], AdamWSettings())
+        return time.perf_counter() - begin
+
+    def extra(self, timings: Timings) -> Extra:
+        device = self._context.device
+        found = {"tokens_per_second": self._context.tokens / timings.median, "peak_bytes": float(device.peak_allocated)}
+        timer = Timer(device)
+        if timer.clock == "timestamps":
+            programs = (self._program, self._session.optimizer.program)
+            pairs = [(self.run(), sum(map(timer.run, programs))) for _ in range(DEVICE_RUNS)]  # by turns
+            whole, device_seconds = np.median(pairs, axis=0)
+            found |= {"device_seconds": float(device_seconds), "host_share": float(1 - device_seconds / whole)}
+        timer.free()
+        return found
+
+    def close(self) -> None:
+        self._session.close()
+
+
+def adapter_set(context: Context, slots: int) -> AdapterSet:
+    """Adapters of the run's rank on all seven projections of every layer."""
+    config = context.config
+    scaling = {(i, m): 2.0 for i in range(config.num_hidden_layers) for m in config.linear_shapes()}
+    return AdapterSet.declare(config, [SlotSpec(context.rank, scaling)] * slots, context.device.max_binding)
+
+
+def hyper_record() -> np.ndarray:
+    """One slot's record of an early step at a usual learning rate; see ops.optimizer and train.optimizer."""
+    return np.array([1e-4, 0.9, 0.999, 1e-8, 0.01, 1 - 0.9**3, 1 - 0.999**3, 1.0, 1.0, 0.1, 0.001, 0.0])

@@ -1,0 +1,180 @@
+"""wgpu-lora bench: bricks, whole runs and batches, measured here and held against what this device can do."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from wgpu_lora.cli.bench_training import max_batch as search_batches
+from wgpu_lora.cli.bench_training import training as train
+from wgpu_lora.cli.console import Bar, console, is_terminal, line
+from wgpu_lora.cli.options import BaseDtype, Device
+from wgpu_lora.errors import UserError
+
+WHAT, WITH, RUNS = "What to do", "Model and sizes", "--training and --find-max-batch"
+SHAPE = (
+    "Named shape of a model, with made-up weights of the real size; for bricks by default tiny-qwen3 on a device that "
+    "runs on the CPU and qwen2.5-0.5b on any other."
+)
+COMPARE = "Two result files, older first: how much each brick's time has changed, and whether that is more than noise."
+
+
+def option(text: str, panel: str, *names: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, **settings)
+
+
+def bench(
+    brick: Annotated[list[str] | None, option("Brick to measure; can be given several times.", WHAT)] = None,
+    everything: Annotated[bool, option("Measure every brick.", WHAT, "--all")] = False,
+    listing: Annotated[bool, option("List the bricks and shapes that there are.", WHAT, "--list")] = False,
+    compare: Annotated[tuple[str, str] | None, option(COMPARE, WHAT, metavar="OLD NEW")] = None,
+    training: Annotated[bool, option("Time the whole training loop, repeatedly.", WHAT, "--training")] = False,
+    find_max_batch: Annotated[
+        bool, option("Find the largest batch of a training step.", WHAT, "--find-max-batch")
+    ] = False,
+    shape: Annotated[str | None, option(SHAPE, WITH)] = None,
+    model: Annotated[str | None, option("Model directory, hub id or 'demo', instead of a shape.", WITH)] = None,
+    layers: Annotated[int | None, option("Keep only so many of the model's layers.", WITH)] = None,
+    tokens: Annotated[int, option("Tokens of a training batch, or of a row of one.", WITH)] = 512,
+    rank: Annotated[int, option("Rank of the adapters.", WITH)] = 16,
+    base_dtype: BaseDtype = "nf4",
+    compute_dtype: Annotated[
+        str, option("What training's products round activations to: f32, bf16 or f16.", WITH)
+    ] = "f32",
+    tune: Annotated[bool, option("Choose tilings as a training run does, before its bricks.", WITH)] = True,
+    device: Device = None,
+    time_limit: Annotated[
+        float | None, option("Seconds of measuring each brick's case, instead of what its contract says.", WITH)
+    ] = None,
+    json: Annotated[str | None, option("File for the results, as JSON lines.", WITH, metavar="FILE")] = None,
+    recipe: Annotated[str | None, option("Recipe to train, by default the demo's; or give --shape.", RUNS)] = None,
+    repeat: Annotated[int, option("How often to train.", RUNS)] = 2,
+    max_steps: Annotated[int | None, option("Optimizer steps of a training.", RUNS)] = None,
+    batch: Annotated[int, option("Rows of a batch of --training at a shape.", RUNS)] = 1,
+    max_batch: Annotated[int | None, option("Rows that --find-max-batch goes to at most.", RUNS)] = None,
+    memory_limit: Annotated[int | None, option("Bytes that --find-max-batch may use at most.", RUNS)] = None,
+) -> int:
+    """Measure bricks: pieces of training and serving with a performance contract.
+
+    First the device's own ceilings, then for each brick correctness against float64 references, then time. The exit
+    code is 1 where a contract is broken.
+    """
+    if sum((bool(brick), everything, listing, bool(compare), training, find_max_batch)) != 1:
+        raise UserError(
+            "Say what to do with one of --brick NAME, --all, --list, --compare OLD NEW, --training and "
+            "--find-max-batch."
+        )
+    if listing:
+        return _list()
+    if compare:
+        return _compare(*compare)
+    if training:
+        from wgpu_lora.bench.training import Work
+
+        if model:
+            raise UserError("--training takes a --recipe, which names its model, or a --shape: leave --model out.")
+        return train(Work(recipe, shape, layers, tokens, batch, rank, base_dtype, max_steps, device), repeat, json)
+    if find_max_batch:
+        from wgpu_lora.bench.max_batch import Batches
+
+        limits = {"most": max_batch, "limit": memory_limit}
+        batches = Batches(tokens, rank, **{name: value for name, value in limits.items() if value is not None})
+        return search_batches(model, shape, layers, base_dtype, device, batches, json)
+    if shape and model:
+        raise UserError("--shape and --model are both given: leave one of them out.")
+    if time_limit is not None and time_limit <= 0:
+        raise UserError(f"--time-limit is {time_limit:g}: give a number of seconds greater than 0.")
+    from wgpu_lora.bench.contract import brick_names, load_contract
+
+    names = brick_names() if everything else list(dict.fromkeys(brick or []))
+    for name in names:
+        load_contract(name)  # what is not known is said before a device is opened
+    tune = tune and not os.environ.get("WGPU_LORA_NO_TUNE")
+    context = _context(device, shape, model, layers, tokens, rank, base_dtype, compute_dtype, tune)
+    return _measure(context, names, time_limit, json)
+
+
+def _context(selector: str | None, shape: str | None, model: str | None, layers: int | None, *sizes: Any) -> Any:
+    from wgpu_lora.bench.workload import Context
+    from wgpu_lora.gpu.device import Device as OpenedDevice
+    from wgpu_lora.models.shapes import shape_config
+
+    if shape:
+        shape_config(shape, layers)
+    return Context.of(OpenedDevice(selector), shape, model, layers, *sizes)
+
+
+def _measure(context: Any, names: list[str], time_limit: float | None, file: str | None) -> int:
+    from wgpu_lora.bench.ceiling import measure_ceilings
+    from wgpu_lora.bench.report import ceiling_text, plain, table
+    from wgpu_lora.bench.results import Writer, options_of
+    from wgpu_lora.bench.run import ceilings_broken, check_fit, header_of, run_bricks
+
+    for name in names:
+        check_fit(context, name)
+    writer = Writer(file) if file else None
+    info, options = context.device.info, options_of(context)
+    line("device", f"{info.name} ({info.driver})")
+    line("model", ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in options.items()))
+    results: list[Any] = []
+    with Bar("ceilings", len(names) + 1) as bar:
+        bar.advance(to=0)
+        ceilings = measure_ceilings(context.device)
+        line("ceilings", ceiling_text(ceilings))
+        if writer:
+            writer.write(header_of(context, ceilings))
+        begun: dict[str, None] = {}
+
+        def show(brick: str, case: str) -> None:
+            begun[brick] = None
+            bar.advance(f"{brick} {case}".strip(), to=len(begun))
+
+        for result in run_bricks(context, names, ceilings, time_limit, show):
+            results.append(result)
+            if writer:
+                writer.write(result.record())
+            if not is_terminal(sys.stdout):
+                print(plain(result), flush=True)
+    if is_terminal(sys.stdout):
+        console().print(table(results))
+    if any(r.reference and r.reference["in_part"] for r in results):
+        line("*", "of the largest kernels a part was compared with the reference: the whole would take too long")
+    broken = ceilings_broken(ceilings) + [f"{r.label}: {text}" for r in results for text in r.broken]
+    for text in broken:
+        line("broken", text)
+    return 1 if broken else 0
+
+
+def _list() -> int:
+    from rich.table import Table
+
+    from wgpu_lora.bench.contract import brick_names, load_contract
+    from wgpu_lora.models.shapes import SHAPES
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("brick", "kind", "covers"):
+        table.add_column(column)
+    for name in brick_names():
+        contract = load_contract(name)
+        table.add_row(name, contract.kind, contract.covers)
+    console().print(table)
+    line("shapes", ", ".join(SHAPES))
+    return 0
+
+
+def _compare(old_file: str, new_file: str) -> int:
+    from wgpu_lora.bench.compare import compare, warnings
+    from wgpu_lora.bench.report import comparison_table
+    from wgpu_lora.bench.results import read_results
+
+    old, new = read_results(old_file), read_results(new_file)
+    for text in warnings(old, new):
+        line("warning", text)
+    found = compare(old[1], new[1])
+    if not found:
+        raise UserError(f"{old_file} and {new_file} have no brick in common: measure the same ones.")
+    console().print(comparison_table(found))
+    return 0
