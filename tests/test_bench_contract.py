@@ -144,7 +144,7 @@ def test_every_brick_has_a_contract_and_a_workload() -> None:
 
 
 def test_an_unknown_brick_is_answered_with_those_that_exist() -> None:
-    with pytest.raises(UserError, match=r"brick zork is not known: choose one of .*attention.*ttft"):
+    with pytest.raises(UserError, match=r"brick 'zork' is not known: choose one of .*attention.*ttft"):
         load_contract("zork")
 
 
@@ -265,13 +265,14 @@ def test_results_come_back(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("zork", "is not a file of JSON lines"),
-        ("", "names no schema"),
+        ("", "is empty"),
         ("[]", "names no schema"),
         ('{"schema": "zork/1"}', "is of the schema 'zork/1', expected 'wgpu-lora-bench/1'"),
         ('{"schema": "wgpu-lora-bench-training/1"}', "is of the schema 'wgpu-lora-bench-training/1'"),
         ('{"schema": "wgpu-lora-bench/2"}', "is of version 2 of its schema, but this wgpu-lora reads 1"),
         (json.dumps(HEADER) + '\n{"zork": 1}', "is damaged"),
         (json.dumps(HEADER) + "\n[1]", "is damaged"),
+        ('{"schema": "wgpu-lora-bench/1"}', "is damaged"),
     ],
 )
 def test_result_files_that_are_none(tmp_path: Path, text: str, message: str) -> None:
@@ -312,8 +313,8 @@ def test_what_makes_files_hard_to_compare() -> None:
     new = ({**HEADER, "device": {"name": "b", "driver": "1"}, "options": {"shape": "s", "layers": 3}}, [result("rope")])
     assert warnings(old, old) == []
     assert warnings(old, new) == [
-        "the name differs: a before, b now",
-        "the layers differs: 2 before, 3 now",
+        "name: a before, b now",
+        "layers: 2 before, 3 now",
         "only in the old file: load",
     ]
     assert [c.label for c in compare(old[1], new[1])] == ["rope"]

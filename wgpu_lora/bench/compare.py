@@ -41,7 +41,7 @@ def warnings(old: tuple[Header, list[Result]], new: tuple[Header, list[Result]])
     (old_header, old_results), (new_header, new_results) = old, new
     for what, a, b in _facts(old_header, new_header):
         if a != b:
-            found.append(f"the {what} differs: {a} before, {b} now")
+            found.append(f"{what}: {a} before, {b} now")
     before, now = ({r.label for r in results} for results in (old_results, new_results))
     for where, only in (("old", before - now), ("new", now - before)):
         if only:

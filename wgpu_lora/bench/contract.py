@@ -152,7 +152,7 @@ def load_contract(name: str) -> Contract:
     path = asset_dir("bricks") / f"{name}.toml"
     known = {p.stem for p in asset_dir("bricks").glob("*.toml")}
     if name not in known:
-        raise UserError(f"The brick {name} is not known: choose one of {', '.join(brick_names())}.")
+        raise UserError(f"The brick {name!r} is not known: choose one of {', '.join(brick_names())}.")
     return Contract.parse(name, path.read_text(encoding="utf-8"))
 
 

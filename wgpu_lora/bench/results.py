@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -109,7 +110,9 @@ def read_results(path: str | Path) -> tuple[Header, list[Result]]:
         raise UserError(f"The result file {path} cannot be read: {error.strerror}.") from None
     except ValueError:
         raise UserError(f"{path} is not a file of JSON lines: give one that 'wgpu-lora bench --json' wrote.") from None
-    first = lines[0] if lines and isinstance(lines[0], dict) else {}
+    if not lines:
+        raise UserError(f"{path} is empty, as a run that was interrupted leaves it: measure it again.")
+    first = lines[0] if isinstance(lines[0], dict) else {}
     schema = first.get("schema")
     name, _, version = str(schema).partition("/")
     if name != NAME:
@@ -120,6 +123,16 @@ def read_results(path: str | Path) -> tuple[Header, list[Result]]:
             f"{path} is of version {version} of its schema, but this wgpu-lora reads {VERSION}: measure it again."
         )
     try:
-        return first, [Result(**{n: v for n, v in line.items() if n != "kind"}) for line in lines[1:]]
-    except (TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged ({error}): measure it again.") from None
+        results = [Result(**{n: v for n, v in line.items() if n != "kind"}) for line in lines[1:]]
+        whole = {"device", "options"} <= first.keys() and all(_measured(r) for r in results)
+    except (TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise UserError(
+            f"{path} is damaged: a line lacks a field, or has one that no measurement gives. Measure it again."
+        )
+    return first, results
+
+
+def _measured(result: Result) -> bool:
+    return all(math.isfinite(s) and s > 0 for s in (result.seconds, result.p20, result.p80))

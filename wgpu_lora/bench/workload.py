@@ -63,6 +63,9 @@ class Workload(Protocol):
     def close(self) -> None: ...
 
 
+LEAST_TOKENS = 8  # of fewer, the scores' gradients are nothing but rounding, and no error relative to them means much
+
+
 @dataclass
 class Context:
     """The model's shape and the options of a run; `model` is loaded at most once and shared by the bricks.
@@ -96,9 +99,9 @@ class Context:
         tune: bool = False,
     ) -> Context:
         """Of a named shape or a model. Raises UserError for what is not known or cannot be."""
-        for option, value in (("--tokens", tokens), ("--rank", rank)):
-            if value < 1:
-                raise UserError(f"{option} is {value}: give at least 1.")
+        for option, value, least in (("--tokens", tokens, LEAST_TOKENS), ("--rank", rank, 1)):
+            if value < least:
+                raise UserError(f"{option} is {value}: give at least {least}.")
         for option, kind, known in (
             ("--base-dtype", base_dtype, BASE_DTYPES),
             ("--compute-dtype", compute_dtype, COMPUTE_DTYPES),
@@ -110,6 +113,8 @@ class Context:
         else:
             name = shape or default_shape(device)
             config = shape_config(name)
+        if rank > config.hidden_size:
+            raise UserError(f"--rank {rank} is more than the hidden size {config.hidden_size} of {name}: lower it.")
         if tokens > config.max_position_embeddings:
             raise UserError(
                 f"--tokens {tokens} is more than the {config.max_position_embeddings} positions of {name}: lower it."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from typing import Annotated, Any
@@ -64,7 +65,7 @@ def bench(
     """
     if sum((bool(brick), everything, listing, bool(compare), training, find_max_batch)) != 1:
         raise UserError(
-            "Say what to do with one of --brick NAME, --all, --list, --compare OLD NEW, --training and "
+            "Say what to do with exactly one of --brick NAME, --all, --list, --compare OLD NEW, --training and "
             "--find-max-batch."
         )
     if listing:
@@ -85,7 +86,7 @@ def bench(
         return search_batches(model, shape, layers, base_dtype, device, batches, json)
     if shape and model:
         raise UserError("--shape and --model are both given: leave one of them out.")
-    if time_limit is not None and time_limit <= 0:
+    if time_limit is not None and not 0 < time_limit < math.inf:
         raise UserError(f"--time-limit is {time_limit:g}: give a number of seconds greater than 0.")
     from wgpu_lora.bench.contract import brick_names, load_contract
 
