@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Arena, Program, allocate
 from wgpu_lora.gpu.tensor import persistent
+from wgpu_lora.models.load import _rows_as
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.weights import DenseWeight
 
@@ -40,3 +42,17 @@ def test_a_dense_weight_in_parts(device: Device) -> None:
     np.testing.assert_allclose(got[1], dy.astype(np.float64) @ w, atol=2e-4)
     for storage in storages:
         device.free(storage.buffer)
+
+
+def test_weights_beyond_f16_are_refused_by_name() -> None:
+    class Loud:
+        """A checkpoint of one loud matrix."""
+
+        def dtype(self, name: str) -> str:
+            return "BF16"
+
+        def read_f32(self, name: str, start: int, stop: int) -> np.ndarray:
+            return np.array([[1.0, 7e4]], np.float32)
+
+    with pytest.raises(UserError, match=r"^up has values beyond f16's range of 65,504: use --base-dtype bf16"):
+        _rows_as(Loud(), "up", "f16", 0, 1)
