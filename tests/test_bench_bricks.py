@@ -15,7 +15,7 @@ from bench_helpers import CEILINGS, mini, result
 
 from wgpu_lora.bench import cuts
 from wgpu_lora.bench.ceiling import bandwidth_gbs, decode_fma_gflops, dispatch_seconds, fma_gflops
-from wgpu_lora.bench.check import check, nmse
+from wgpu_lora.bench.check import check
 from wgpu_lora.bench.contract import load_contract
 from wgpu_lora.bench.recording import Recording
 from wgpu_lora.bench.results import Writer
@@ -25,6 +25,7 @@ from wgpu_lora.bench.workloads import WORKLOADS, serving
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.single import nmse
 from wgpu_lora.ops.elementwise import add_forward, swiglu_forward
 
 

@@ -18,8 +18,9 @@ from wgpu_lora.gpu.choices import ChoiceFile, bucket, choice_key
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import REGISTRY
 from wgpu_lora.gpu.program import Arena, Program, allocate
+from wgpu_lora.gpu.single import nmse
 from wgpu_lora.gpu.tensor import Tensor, persistent
-from wgpu_lora.gpu.tuner import Tuner, cut, nmse
+from wgpu_lora.gpu.tuner import Tuner, cut
 from wgpu_lora.models.loaded import open_model
 from wgpu_lora.ops.attention import attention_forward
 from wgpu_lora.ops.elementwise import fill
@@ -143,6 +144,20 @@ def test_a_program_is_built_in_the_chosen_tiling(device: Device, rng: np.random.
         device.choices = {}
         for storage in program.persistent_storages():
             device.free(storage.buffer)
+
+
+def test_a_tiling_of_another_device_is_not_used(device: Device) -> None:
+    """As when a run is resumed elsewhere: another size of subgroup would compute nonsense."""
+    program, _ = product(device)
+    (step,) = program.dispatches
+    foreign = {**step.tiles, "sg": 128, "lanes": 128}
+    key = choice_key(step.kernel, step.present, step.constants)
+    try:
+        for choice in (foreign, {"rows": 1}):
+            device.choices = {key: choice}
+            assert program._tiled(step) == step
+    finally:
+        device.choices = {}
 
 
 def test_sizes_share_a_bucket_by_ratio() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from wgpu_lora.bench.cuts import Arrays, cut, shaped
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Dispatch, Program
-from wgpu_lora.gpu.single import widened
+from wgpu_lora.gpu.single import nmse, widened
 from wgpu_lora.gpu.tensor import NUMPY, Tensor
 
 PLACES = ("first", "y_first", "a_first", "first_row", "module")  # where in a larger whole: no other kind of dispatch
@@ -62,16 +62,6 @@ def poison(device: Device, buffer: Any, nbytes: int | None = None, offset: int =
     stop = offset + (buffer.size - offset if nbytes is None else nbytes)
     for start in range(offset, stop, POISON_BYTES):
         device.write(buffer, np.full(min(POISON_BYTES, stop - start) // 4, np.nan, np.float32), start)
-
-
-def nmse(got: np.ndarray, want: np.ndarray) -> float:
-    """Mean squared error over the mean square, of what `want` says; infinite where a value is missing."""
-    known = np.isfinite(want)
-    got, want = got[known].astype(np.float64), want[known].astype(np.float64)
-    if not np.isfinite(got).all():
-        return float("inf")
-    error, scale = float(((got - want) ** 2).sum()), float((want**2).sum())
-    return error / scale if scale else (float("inf") if error else 0.0)
 
 
 def _kind(step: Dispatch) -> Any:

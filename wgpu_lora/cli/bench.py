@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from typing import Annotated, Any
 
@@ -93,8 +92,9 @@ def bench(
     names = brick_names() if everything else list(dict.fromkeys(brick or []))
     for name in names:
         load_contract(name)  # what is not known is said before a device is opened
-    tune = tune and not os.environ.get("WGPU_LORA_NO_TUNE")
-    context = _context(device, shape, model, layers, tokens, rank, base_dtype, compute_dtype, tune)
+    from wgpu_lora.gpu.tuner import wanted
+
+    context = _context(device, shape, model, layers, tokens, rank, base_dtype, compute_dtype, wanted(tune))
     return _measure(context, names, time_limit, json)
 
 

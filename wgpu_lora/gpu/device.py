@@ -73,7 +73,7 @@ class Device:
         if self.options.subgroups and "subgroup" in self.info.features and self.info.vendor_id != INTEL:
             # Intel's compiler picks a size per shader (8, 16 or 32), so a kernel cannot be specialised for one.
             features.append("subgroup")
-            if "shader-int64" in self.info.features:
+            if "shader-int64" in self.info.features:  # only tilings with subgroups read 64 bits at a time
                 features.append("shader-int64")
         names = ("max-buffer-size", "max-storage-buffer-binding-size")
         limits = WEBGPU_LIMITS if self.options.default_limits else {name: adapter.limits[name] for name in names}

@@ -128,7 +128,10 @@ class Program:
         if step.fixed or not step.kernel.sample or not self.device.choices:
             return step
         tiles = self.device.choices.get(choice_key(step.kernel, step.present, step.constants))
-        return replace(step, tiles=tiles, groups=step.kernel.groups(step.constants, tiles)) if tiles else step
+        # A run may be resumed on another device: its tiles, for another size of subgroup, would compute nonsense there.
+        if tiles not in step.kernel.tilings(self.device.traits, step.constants):
+            return step
+        return replace(step, tiles=tiles, groups=step.kernel.groups(step.constants, tiles))
 
     def build(self, arena: Arena) -> None:
         """Binds temporaries to the arena, compiles the pipelines and makes the bind groups."""

@@ -22,6 +22,16 @@ def widened(array: np.ndarray) -> np.ndarray:
     return array.astype(np.float64) if array.dtype.kind == "f" else array
 
 
+def nmse(got: np.ndarray, want: np.ndarray) -> float:
+    """Mean squared error over the mean square, of what `want` says; infinite where a value is missing."""
+    known = np.isfinite(want)
+    got, want = got[known].astype(np.float64), want[known].astype(np.float64)
+    if not np.isfinite(got).all():
+        return float("inf")
+    error, scale = float(((got - want) ** 2).sum()), float((want**2).sum())
+    return error / scale if scale else (float("inf") if error else 0.0)
+
+
 class SingleKernel:
     """A program of one dispatch, its arrays on the device."""
 

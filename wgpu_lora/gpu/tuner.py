@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,7 +15,7 @@ from wgpu_lora.gpu.choices import ChoiceFile, Choices, choice_key, shader_digest
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import Tiles
 from wgpu_lora.gpu.program import Dispatch, Program
-from wgpu_lora.gpu.single import SingleKernel, widened
+from wgpu_lora.gpu.single import SingleKernel, nmse, widened
 
 SECONDS = 15.0  # spent on tuning at most, compilation included
 RUNS = 3  # timed runs of a tiling, after two that are not
@@ -23,6 +24,11 @@ NMSE = 1e-10  # of a tiling's result against the float64 reference; half operand
 CHECKED = 64  # rows, columns and steps that a check is cut to, give or take what keeps the shape's divisibility
 
 Note = Callable[[str], None]
+
+
+def wanted(asked: bool) -> bool:
+    """Whether to tune: the user's choice, unless WGPU_LORA_NO_TUNE says no for all that runs."""
+    return asked and not os.environ.get("WGPU_LORA_NO_TUNE")
 
 
 class Tuner:
@@ -125,7 +131,8 @@ class Tuner:
             wanted = result if isinstance(result, tuple) else (result,)
             names = [name for name in call.kernel.outputs if name in single.arrays]
             return all(
-                nmse(single.read(name), np.asarray(want)) <= NMSE for name, want in zip(names, wanted, strict=True)
+                nmse(widened(single.read(name)).reshape(-1), np.asarray(want).reshape(-1)) <= NMSE
+                for name, want in zip(names, wanted, strict=True)
             )
         finally:
             single.free()
@@ -142,13 +149,6 @@ def operations(constants: dict[str, Any]) -> float:
     if "m" in c:
         return float(c["m"]) * c["n"] * c["k"]
     return float(c["rows"]) * c.get("keys", c["rows"]) * c["kv_heads"] * c["group"] * c["dim"]
-
-
-def nmse(got: np.ndarray, want: np.ndarray) -> float:
-    """Mean squared error over the mean square of what was wanted; infinite where the result is not finite."""
-    error = widened(got).reshape(-1) - want.reshape(-1)
-    value = float((error**2).mean() / max(float((want**2).mean()), 1e-30))
-    return value if np.isfinite(value) else float("inf")
 
 
 def cut(call: Dispatch) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,10 +22,10 @@ def matmul(c: Any, present: tuple[str, ...], rng: Rng) -> Arrays:
     out, size_in = (c.n, c.k) if c.form == "nt" else (c.k, c.n)
     arrays = {
         "a": _values(rng, c.a_type, c.m, c.k + getattr(c, "a_skip", 0)),
-        "y": np.zeros((c.m, c.n + getattr(c, "y_skip", 0)), np.float32),
-        "bias": np.zeros(c.n + getattr(c, "y_skip", 0) + getattr(c, "y_first", 0), np.float32),
-        "row_scale": np.ones(c.m, np.float32),
-        "a_scale": np.ones(c.m, np.float32),
+        "y": _values(rng, "f32", c.m, c.n + getattr(c, "y_skip", 0)),
+        "bias": _values(rng, "f32", c.n + getattr(c, "y_skip", 0)),
+        "row_scale": _values(rng, "f32", c.m),
+        "a_scale": _values(rng, "f32", c.m),
         "count": np.array([c.m], np.uint32),
     }
     if c.b_type == "nf4":
@@ -45,9 +44,9 @@ def lora(c: Any, present: tuple[str, ...], rng: Rng) -> Arrays:
     if c.form == "tn":
         arrays = {"a": _values(rng, "f32", rows, c.m), "b": _values(rng, "f32", rows, c.n), "y": stacked}
     else:
-        arrays = {"a": _values(rng, "f32", rows, c.k), "b": stacked, "y": np.zeros((rows, c.n), np.float32)}
+        arrays = {"a": _values(rng, "f32", rows, c.k), "b": stacked, "y": _values(rng, "f32", rows, c.n)}
     arrays |= {"ranges": np.stack([bounds[:-1], bounds[1:]], axis=1) + np.uint32(c.first_row)}
-    arrays |= {"scale": np.ones(c.slots, np.float32)}
+    arrays |= {"scale": _values(rng, "f32", c.slots)}
     return {name: arrays[name] for name in present}
 
 
@@ -63,6 +62,3 @@ def attention(c: Any, present: tuple[str, ...], rng: Rng) -> Arrays:
     arrays |= {"lse": np.zeros((c.rows, heads), np.float32), "stats": stats.astype(np.float32)}
     arrays |= {"ranges": ranges.astype(np.uint32)}
     return {name: arrays[name] for name in present}
-
-
-Sample = Callable[[Any, tuple[str, ...], Rng], Arrays]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from safetensors import SafetensorError
 
 from wgpu_lora.data import Prepared, prepare, resolve_data
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.tuner import Tuner
+from wgpu_lora.gpu.tuner import Tuner, wanted
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.load import Progress, table_dtype
 from wgpu_lora.models.loaded import LoadedModel, open_model
@@ -74,8 +73,8 @@ class Job:
 
     def tuner(self) -> Tuner | None:
         """What will choose the kernels' tilings, or None where this run has its own or is to use the defaults."""
-        own = self.run.args.resume or not self.run.args.tune or os.environ.get("WGPU_LORA_NO_TUNE")
-        return None if own else Tuner(self.session.device)
+        args = self.run.args
+        return Tuner(self.session.device) if wanted(args.tune) and not args.resume else None
 
     def _choose_tiles(self) -> None:
         tuner = self.tuner()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from wgpu_lora.bench.check import Checked, check, nmse, poison, read
+from wgpu_lora.bench.check import Checked, check, poison, read
 from wgpu_lora.bench.stats import Timings
 from wgpu_lora.bench.workload import (
     Context,
@@ -22,6 +22,7 @@ from wgpu_lora.bench.workload import (
 from wgpu_lora.bench.workloads.training import adapter_set
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.program import Arena, Program, allocate
+from wgpu_lora.gpu.single import nmse
 from wgpu_lora.gpu.tensor import Storage
 from wgpu_lora.infer.generate import BUCKETS, Generator
 from wgpu_lora.infer.step import State, Step
