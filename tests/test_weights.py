@@ -27,7 +27,7 @@ def test_a_dense_weight_in_parts(device: Device) -> None:
     y, dx = persistent((rows, out), "f32", "workspace", "y"), persistent((rows, size_in), "f32", "workspace", "dx")
     program = Program(device)
     recorder = Recorder(program)
-    weight.forward(recorder, tensors["x"], y, tensors["bias"])
+    weight.forward(recorder, tensors["x"], y, tensors["bias"], accumulate=False)
     weight.backward(recorder, tensors["dy"], dx, accumulate=False)
     storages = program.persistent_storages()
     allocate(device, storages)

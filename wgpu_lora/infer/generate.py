@@ -13,7 +13,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.program import Arena, Program, allocate
 from wgpu_lora.gpu.tensor import Storage
 from wgpu_lora.infer.sampling import Sampler
-from wgpu_lora.infer.step import State, Step
+from wgpu_lora.infer.step import Programs, Step
 from wgpu_lora.models.inputs import NOWHERE
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
@@ -71,29 +71,22 @@ class Generator:
                 f"A capacity of {capacity:,} tokens cannot be used: {model.name} is made for 1 to {limit:,} tokens."
             )
         self.model, self.adapters, self.device = model, adapters, model.device
-        decoder = model.decoder
-        self.state = State.declare(decoder, batch, capacity)
-        self.state.check(self.device.max_binding)
+        programs = Programs.record(self.device, model.decoder, adapters, batch, capacity, buckets)
+        self.state, self._head = programs.state, programs.head
+        self._prefill, self._decode = programs.prefill, programs.decode
         model.load_weights()
-        useful = [size for size, before in zip(buckets, (0, *buckets), strict=False) if before < batch * capacity]
-        self._prefill = [Step(self.device, decoder, adapters, self.state, size) for size in useful]
-        self._decode = Step(self.device, decoder, adapters, self.state, batch)
-        self._head = self.state.record_head(self.device, decoder)
-        steps = [*self._prefill, self._decode]
-        programs = [self._head, *(step.program for step in steps)]
-        used = self.state.storages().union(
-            *(step.storages() for step in steps), *(program.persistent_storages() for program in programs)
-        )
-        self._owned: set[Storage] = {storage for storage in used if storage.buffer is None}
+        self._owned: set[Storage] = {storage for storage in programs.storages() if storage.buffer is None}
         try:
             self._arena = Arena(self.device)
             allocate(self.device, self._owned)
-            self._arena = Arena(self.device, Arena.sizes_for([program.plan() for program in programs]))
+            self._arena = Arena(self.device, Arena.sizes_for([program.plan() for program in programs.all()]))
         except UserError:
             self.close()
             raise
         self.state.upload(self.device, model.config)
         self._built: set[Program] = set()
+        self._build(programs.kept)
+        programs.kept.run()
 
     @property
     def capacity(self) -> int:

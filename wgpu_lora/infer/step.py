@@ -17,7 +17,7 @@ from wgpu_lora.models.inputs import NOWHERE, StepInputs, rope_table
 from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.ops.embedding import gather_rows
 from wgpu_lora.ops.matmul import matmul_nt
-from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.ops.recorder import Kept, Recorder
 
 
 def write(device: Device, tensor: Tensor, values: np.ndarray) -> None:
@@ -89,7 +89,9 @@ class State:
 class Step:
     """A program of T rows, recorded on construction. `upload`, then run `program`."""
 
-    def __init__(self, device: Device, decoder: Decoder, adapters: AdapterSet | None, state: State, tokens: int):
+    def __init__(
+        self, device: Device, decoder: Decoder, adapters: AdapterSet | None, state: State, tokens: int, kept: Kept
+    ):
         self.device, self.state, self.tokens = device, state, tokens
         slots = len(adapters.specs) if adapters else 1
         unused = persistent((slots,), "f32", "workspace", "no loss")
@@ -97,7 +99,7 @@ class Step:
         self.cache_rows = persistent((tokens,), "u32", "workspace", f"cache rows [{tokens}]")
         self.picked = persistent((state.batch,), "u32", "workspace", f"picked [{tokens}]")
         self.program = Program(device, f"step of {tokens} rows")
-        recorder = Recorder(self.program)
+        recorder = Recorder(self.program, kept=kept)
         cache = replace(state.cache, rows=self.cache_rows)
         hidden = decoder.hidden(recorder, self.inputs, adapters.bind(self.inputs) if adapters else {}, cache)
         cols = decoder.config.hidden_size
@@ -158,3 +160,43 @@ class Step:
 
     def _write(self, tensor: Tensor, values: np.ndarray, filler: int) -> None:
         write(self.device, tensor, np.pad(values, (0, self.tokens - values.size), constant_values=filler))
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Everything that generating runs: prefill steps (ascending), the decoding step, the head, and what is kept."""
+
+    state: State
+    prefill: tuple[Step, ...]
+    decode: Step
+    head: Program
+    kept: Program
+
+    @classmethod
+    def record(
+        cls,
+        device: Device,
+        decoder: Decoder,
+        adapters: AdapterSet | None,
+        batch: int,
+        capacity: int,
+        buckets: Sequence[int],
+    ) -> Programs:
+        """For `batch` sequences of `capacity` tokens; buckets: rows of the prefill steps, ascending.
+
+        Raises:
+            UserError: a layer's keys cannot be bound whole.
+        """
+        state, kept = State.declare(decoder, batch, capacity), Kept(device)
+        state.check(device.max_binding)
+        useful = [size for size, before in zip(buckets, (0, *buckets), strict=False) if before < batch * capacity]
+        *prefill, decode = [Step(device, decoder, adapters, state, size, kept) for size in [*useful, batch]]
+        return cls(state, tuple(prefill), decode, state.record_head(device, decoder), kept.program)
+
+    def all(self) -> list[Program]:
+        return [self.kept, self.head, *(step.program for step in (*self.prefill, self.decode))]
+
+    def storages(self) -> set[Storage]:
+        """All that is not in an arena, weights and adapters too."""
+        steps = (step.storages() for step in (*self.prefill, self.decode))
+        return self.state.storages().union(*steps, *(program.persistent_storages() for program in self.all()))

@@ -115,11 +115,13 @@ class Decoder:
     ) -> Callable[[Tensor], Tensor]:
         layer, config = self.layers[index], self.config
 
-        def project(x: Tensor, module: str, into: Tensor | None = None, first_row: int | None = None) -> Tensor:
+        def project(
+            x: Tensor, module: str, into: Tensor | None = None, first_row: int | None = None, accumulate: bool = False
+        ) -> Tensor:
             lora = adapters.get((index, module))
             if lora and first_row is not None:
                 lora = lora.block(first_row, first_row + x.shape[0])
-            return linear(rec, x, layer.linears[module], lora, into)
+            return linear(rec, x, layer.linears[module], lora, into, accumulate)
 
         def norm(x: Tensor, name: str) -> Tensor:
             return rmsnorm(rec, x, layer.norms[name], config.rms_norm_eps)
@@ -129,7 +131,7 @@ class Decoder:
             x = norm(x, name) if name in layer.norms else x
             return rope(rec, x, inputs.positions, inputs.rope_table, config.head_dim)
 
-        def attend(x: Tensor) -> Tensor:
+        def attend(x: Tensor, onto: Tensor | None = None) -> Tensor:
             q = heads(project(x, "q_proj"), "self_attn.q_norm")
             k = heads(project(x, "k_proj"), "self_attn.k_norm")
             v = project(x, "v_proj").reshape(*k.shape)
@@ -138,17 +140,21 @@ class Decoder:
                 v = _cached(rec, v, cache.values[index], cache.rows)
             ranges = inputs.ranges[config.sliding_windows[index]]
             y = attention(rec, q, k, v, ranges, config.num_key_value_heads, config.head_dim**-0.5)
-            return project(y.reshape(y.shape[0], y.shape[1] * y.shape[2]), "o_proj")
+            y = y.reshape(y.shape[0], y.shape[1] * y.shape[2])
+            return project(y, "o_proj", onto, accumulate=onto is not None)
 
-        def mlp(x: Tensor) -> Tensor:
-            y = rec.temp(x.shape, name="mlp")
+        def mlp(x: Tensor, onto: Tensor | None = None) -> Tensor:
+            y = onto or rec.temp(x.shape, name="mlp")
             for start, stop in rec.row_blocks(x.shape[0], config.intermediate_size):
                 rows = x.rows(start, stop)
                 inner = swiglu(rec, project(rows, "gate_proj", None, start), project(rows, "up_proj", None, start))
-                project(inner, "down_proj", y.rows(start, stop), start)
+                project(inner, "down_proj", y.rows(start, stop), start, accumulate=onto is not None)
             return y
 
         def block(x: Tensor) -> Tensor:
+            if not rec.training:  # nothing reads x again: what is added to it goes where it lies
+                attend(norm(x, "input_layernorm"), x)
+                return mlp(norm(x, "post_attention_layernorm"), x)
             x = residual(rec, x, attend(norm(x, "input_layernorm")))
             return residual(rec, x, mlp(norm(x, "post_attention_layernorm")))
 

@@ -55,13 +55,21 @@ class LoraSlots:
 
 
 def linear(
-    rec: Recorder, x: Tensor, layer: Linear, lora: LoraSlots | None = None, into: Tensor | None = None
+    rec: Recorder,
+    x: Tensor,
+    layer: Linear,
+    lora: LoraSlots | None = None,
+    into: Tensor | None = None,
+    accumulate: bool = False,
 ) -> Tensor:
-    """x [T, in] -> y [T, out], in `into` if given. Backward adds to the adapters' gradients, and to x's if wanted."""
+    """x [T, in] -> y [T, out], in `into` if given, or added to it.
+
+    Backward adds to the adapters' gradients, and to x's if wanted.
+    """
     weight = layer.weight
     rows, out, size_in = x.size // weight.in_features, weight.out_features, weight.in_features
     y = into or rec.temp((rows, out), name="linear")
-    weight.forward(rec, x, y, layer.bias)
+    weight.forward(rec, x, y, layer.bias, accumulate)
     h = _lora_forward(rec, x, y, lora) if lora else None
 
     def backward() -> None:

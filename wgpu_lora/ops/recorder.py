@@ -7,11 +7,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import ALIGNMENT, Storage, Tensor
 
 ALIGNMENT_ROWS = ALIGNMENT // 4  # of f32 values: a block of so many rows begins at an offset that can be bound
+
+
+class Kept:
+    """What recorders that share it compute once, by `program`, and keep, instead of before each use."""
+
+    def __init__(self, device: Device):
+        self.program = Program(device, "kept")
+        self.tensors: dict[Storage, Tensor] = {}  # by what they are made from
 
 
 class Recorder:
@@ -24,10 +33,19 @@ class Recorder:
         training: False records no backward pass.
         recompute: record `checkpoint`ed blocks again inside the backward pass instead of keeping their activations.
         compute_dtype: what activations are rounded to before a frozen matrix (see ops.half).
+        kept: where NF4's block constants are kept decoded, an eighth more memory beside the codes.
     """
 
-    def __init__(self, program: Program, training: bool = False, recompute: bool = False, compute_dtype: str = "f32"):
+    def __init__(
+        self,
+        program: Program,
+        training: bool = False,
+        recompute: bool = False,
+        compute_dtype: str = "f32",
+        kept: Kept | None = None,
+    ):
         self.program = program
+        self.kept = kept
         self.compute_dtype = compute_dtype
         self.halves: dict[tuple[Storage, int, int], tuple[Tensor, Tensor | None]] = {}
         self.training = training

@@ -25,8 +25,8 @@ class Weight(Protocol):
     @property
     def in_features(self) -> int: ...
 
-    def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None) -> None:
-        """y = x W^T (+ bias)."""
+    def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
+        """y (+)= x W^T (+ bias)."""
 
     def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:
         """dx (+)= dy W."""
@@ -73,13 +73,13 @@ class DenseWeight:
                 yield first + start, part.rows(start, stop)
             first += part.shape[0]
 
-    def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None) -> None:
+    def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
         a, scale, kind = matmul_operand(rec, x, self.in_features, keep=True)
         shape = {"m": x.size // self.in_features, "k": self.in_features, "a_type": kind, "b_type": self.dtype}
         for first, part in self.chunks():
             rows = part.shape[0]
             columns = {"y_skip": self.out_features - rows, "y_first": first}
-            rec.dispatch(matmul_nt, a, part, y, bias, None, scale, n=rows, **columns, **shape)
+            rec.dispatch(matmul_nt, a, part, y, bias, None, scale, n=rows, accumulate=accumulate, **columns, **shape)
 
     def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:
         a, scale, kind = matmul_operand(rec, dy, self.out_features, keep=False)
@@ -133,15 +133,22 @@ class NF4Weight:
         return self.absmax_codes.size
 
     def _scales(self, rec: Recorder) -> Tensor:
-        # Decoded into scratch before each product: the matmul then reads one f32 a block, and nothing stays.
-        scales = rec.temp((self.blocks,), name="scales")
-        rec.dispatch(nf4_scales, self.absmax_codes, self.nested, self.dynamic, scales, blocks=self.blocks)
-        return scales
+        # Decoded into scratch before each product, so that the matmul reads one f32 a block and nothing stays; or kept.
+        constants = (self.absmax_codes, self.nested, self.dynamic)
+        if rec.kept is None:
+            scales = rec.temp((self.blocks,), name="scales")
+            rec.dispatch(nf4_scales, *constants, scales, blocks=self.blocks)
+            return scales
+        source = self.absmax_codes.storage
+        if source not in rec.kept.tensors:
+            rec.kept.tensors[source] = persistent((self.blocks,), "f32", "workspace", "scales")
+            rec.kept.program.dispatch(nf4_scales, *constants, rec.kept.tensors[source], blocks=self.blocks)
+        return rec.kept.tensors[source]
 
-    def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None) -> None:
+    def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
         a, scale, kind = matmul_operand(rec, x, self.in_features, keep=True)
         shape = {"m": x.size // self.in_features, "n": self.out_features, "k": self.in_features, "a_type": kind}
-        rec.dispatch(nf4_matmul, a, self.codes, self._scales(rec), y, bias, scale, **shape)
+        rec.dispatch(nf4_matmul, a, self.codes, self._scales(rec), y, bias, scale, accumulate=accumulate, **shape)
 
     def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:
         a, scale, kind = matmul_operand(rec, dy, self.out_features, keep=False)

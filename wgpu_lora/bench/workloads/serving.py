@@ -23,11 +23,9 @@ from wgpu_lora.bench.workloads.training import adapter_set
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.program import Arena, Program, allocate
 from wgpu_lora.gpu.single import nmse
-from wgpu_lora.gpu.tensor import Storage
 from wgpu_lora.infer.generate import BUCKETS, Generator
-from wgpu_lora.infer.step import State, Step
+from wgpu_lora.infer.step import Programs, State, Step
 from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.ops.weights import NF4Weight
 from wgpu_lora.quant.nf4 import NF4_CODE, double_dequantize, round_trip
 
@@ -89,23 +87,16 @@ class Serving:
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
-    def _steps(self, model: LoadedModel, adapters: AdapterSet | None) -> tuple[State, list[Step], Program]:
+    def _recorded(self) -> Programs:
         """What the Generator records, as it records it."""
-        batch, capacity = self._sequences, self._capacity
-        state = State.declare(model.decoder, batch, capacity)
-        state.check(model.device.max_binding)
-        useful = [size for size, before in zip(BUCKETS, (0, *BUCKETS), strict=False) if before < batch * capacity]
-        steps = [Step(model.device, model.decoder, adapters, state, size) for size in [*useful, batch]]
-        return state, steps, state.record_head(model.device, model.decoder)
+        model = self._context.model
+        return Programs.record(model.device, model.decoder, self._adapters, self._sequences, self._capacity, BUCKETS)
 
     def nbytes(self) -> int:
-        model = self._context.model
-        state, steps, head = self._steps(model, self._adapters)
-        programs = [head, *(step.program for step in steps)]
-        used = state.storages() | model.decoder.storages()
-        used = used.union(*(step.storages() for step in steps), *(p.persistent_storages() for p in programs))
+        model, recorded = self._context.model, self._recorded()
+        used = recorded.storages() | model.decoder.storages()
         used |= self._adapters.storages() if self._adapters else set()
-        running = missing_bytes(used) + sum(Arena.sizes_for([p.plan() for p in programs]))
+        running = missing_bytes(used) + sum(Arena.sizes_for([p.plan() for p in recorded.all()]))
         return max(running, missing_bytes(model.decoder.storages()) + loading_bytes(model))
 
     def programs(self) -> list[Program]:
@@ -126,21 +117,18 @@ class Serving:
 
     def check(self, rng: np.random.Generator) -> Checked:
         """Of a prefill step of the prompts and a decoding step after it, recorded as the Generator records them."""
-        self._rng, device, model = rng, self._context.device, self._context.model
-        state, steps, head = self._steps(model, self._adapters)
+        self._rng, device = rng, self._context.device
+        recorded = self._recorded()
         rows = self._sequences * self._prompt
-        fitting = [step for step in steps[:-1] if step.tokens < 2 * rows]  # the Generator's own choice
-        chosen = [fitting[-1] if fitting else steps[0], steps[-1]]
-        programs = [*(step.program for step in chosen), head]
-        used: set[Storage] = state.storages().union(
-            *(step.storages() for step in chosen), *(p.persistent_storages() for p in programs)
-        )
-        mine = {storage for storage in used if storage.buffer is None}
+        fitting = [step for step in recorded.prefill if step.tokens < 2 * rows]  # the Generator's own choice
+        chosen = [fitting[-1] if fitting else recorded.prefill[0], recorded.decode]
+        programs = [*(step.program for step in chosen), recorded.head, recorded.kept]
+        mine = {storage for storage in recorded.storages() if storage.buffer is None}
         allocate(device, mine)
         arena = Arena(device, Arena.sizes_for([p.plan() for p in programs]))
         found = Checked()
         try:
-            self._check(state, chosen, programs, arena, found)
+            self._check(recorded.state, chosen, programs, arena, found)
         finally:
             arena.free()
             free(device, mine)
@@ -151,6 +139,10 @@ class Serving:
         for tensor in (state.last, *state.logits, *state.cache.keys, *state.cache.values):
             poison(device, tensor.storage.buffer)
         state.upload(device, config)
+        *_, head, kept = programs
+        for program in (kept, head):
+            program.build(arena)
+        check(kept, found)
         prefill, decode = steps
         batch = self._sequences
         each = min(self._prompt, prefill.tokens // batch)
@@ -166,8 +158,7 @@ class Serving:
             ids = self._rng.integers(0, config.vocab_size, positions.size)
             step.upload(ids, positions, sequences, self._slots(), picked)
             check(program, found)
-        programs[-1].build(arena)
-        check(programs[-1], found)
+        check(head, found)
 
     def _slots(self) -> list[int | None]:
         return [i if self._adapters else None for i in range(self._sequences)]
