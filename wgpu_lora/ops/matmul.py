@@ -61,7 +61,7 @@ FEW_ROWS = 8
 WIDE = tiles(4, (16, 4), (16, 2), (8, 4))
 PACKED = tiles(8, (16, 4), (16, 2), (8, 4))
 PACKED_NN = tiles(4, (16, 4), (16, 2), (8, 4))
-THIN = tiles(4, (8, 2), (16, 1))
+THIN = tiles(4, (16, 2), (8, 2), (16, 1))
 
 
 def _nf4_weight(codes: np.ndarray, scales: np.ndarray, out: int, size_in: int) -> np.ndarray:
@@ -262,7 +262,7 @@ def lora_nn(
     )
 
 
-@kernel(FILE, grid=tile_grid, variants=tiles(4, (8, 2), (16, 1), (16, 2)), specialise=divisibility, sample=samples.lora)
+@kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility, sample=samples.lora)
 def lora_tn(
     a: In,
     b: In,
