@@ -103,15 +103,15 @@ def _rows_as(checkpoint: WeightSource, name: str, dtype: str, start: int, stop: 
 def _staging(model: Decoder) -> tuple[Tensor, Tensor]:
     """(raw rows, their absmax), large enough for any piece: pieces are whole multiples of 64 rows."""
     sizes = model.config.linear_shapes().values()
-    largest = max(min(out, _piece_rows(size_in)) * size_in for out, size_in in sizes)
+    largest = max(min(out, piece_rows(size_in)) * size_in for out, size_in in sizes)
     return (
         persistent((largest,), "f32", "workspace", "staging"),
         persistent((align(4 * -(-largest // BLOCK)) // 4,), "f32", "workspace", "absmax"),
     )
 
 
-def _piece_rows(size_in: int) -> int:
-    # Multiples of 64 rows start at a whole block of the flattened matrix.
+def piece_rows(size_in: int) -> int:
+    """Rows of a matrix that are packed at a time; multiples of 64 start at a whole block of the flattened matrix."""
     return max(BLOCK, STAGING // (4 * size_in) // BLOCK * BLOCK)
 
 
@@ -128,8 +128,8 @@ class _Packer:
     def pack(self, checkpoint: WeightSource, name: str, weight: NF4Weight) -> None:
         kind, size_in = DTYPES[checkpoint.dtype(name)], weight.in_features
         constants = []
-        for first in range(0, weight.out_features, _piece_rows(size_in)):
-            rows = min(_piece_rows(size_in), weight.out_features - first)
+        for first in range(0, weight.out_features, piece_rows(size_in)):
+            rows = min(piece_rows(size_in), weight.out_features - first)
             blocks = -(-rows * size_in // BLOCK)
             self.device.write(self.staging.storage.buffer, checkpoint.read_raw(name, first, first + rows))
             program = Program(self.device, "pack")

@@ -22,6 +22,7 @@ from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.models.inputs import Segment
+from wgpu_lora.models.load import piece_rows
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.ops.loss import LossInputs, cross_entropy
 from wgpu_lora.ops.weights import DenseWeight
@@ -77,16 +78,18 @@ def optimizer(context: Context) -> Iterator[Workload]:
 
 
 def quantize(context: Context) -> Iterator[Workload]:
-    """Packing the seven matrices of a layer from bf16 to NF4 codes, as loading does it, upload left out."""
+    """Packing the seven matrices of a layer from bf16 to NF4 codes, in loading's own pieces, upload left out."""
     recording = Recording(context.device)
     for module, (out, size_in) in context.config.linear_shapes().items():
-        size = out * size_in
-        w = recording.input((size + size % 2,), normal(0.02), "bf16", module)
-        absmax = recording.rec.temp((-(-size // BLOCK),), name="absmax")
         codes = recording.rec.temp((-(-size_in // 8), out), "u32", "codes")
-        recording.rec.dispatch(nf4_absmax, w, absmax, size=size, b_type="bf16")
-        shape = {"rows": out, "first": 0, "out": out, "size_in": size_in}
-        recording.rec.dispatch(nf4_encode, w, absmax, codes, b_type="bf16", **shape)
+        for first in range(0, out, piece_rows(size_in)):
+            rows = min(piece_rows(size_in), out - first)
+            size = rows * size_in
+            w = recording.input((size + size % 2,), normal(0.02), "bf16", f"{module} {first}")
+            absmax = recording.rec.temp((-(-size // BLOCK),), name="absmax")
+            recording.rec.dispatch(nf4_absmax, w, absmax, size=size, b_type="bf16")
+            shape = {"rows": rows, "first": first, "out": out, "size_in": size_in}
+            recording.rec.dispatch(nf4_encode, w, absmax, codes, b_type="bf16", **shape)
     yield ProgramWorkload(recording, recording.forward)
 
 
