@@ -20,6 +20,7 @@ from wgpu_lora.cli.info import info
 from wgpu_lora.cli.options import Command, GroupedHelp, training_options
 from wgpu_lora.cli.plan import plan
 from wgpu_lora.cli.profile import profile
+from wgpu_lora.cli.share import share
 from wgpu_lora.errors import UserError
 
 INTERRUPTED = 130
@@ -66,6 +67,7 @@ app.command(cls=Command)(generate)
 app.command(cls=Command)(evaluate)
 app.command(cls=Command)(demo)
 app.command(cls=GroupedHelp)(bench)
+app.add_typer(share)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,148 @@
+"""wgpu-lora share: who holds how much of each device's memory, and mending that record."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from wgpu_lora.cli.console import console, line, print_json
+from wgpu_lora.cli.options import Command, Json
+from wgpu_lora.errors import UserError
+
+if TYPE_CHECKING:
+    from wgpu_lora.gpu.adapters import AdapterInfo
+    from wgpu_lora.share import Entry
+
+share = typer.Typer(
+    name="share",
+    help="See and mend who holds how much of each device's memory.",
+    rich_markup_mode=None,
+    invoke_without_command=True,
+)
+
+
+@share.callback()
+def _root(ctx: typer.Context) -> None:
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+
+
+@share.command(cls=Command)
+def status(as_json: Json = False) -> None:
+    """Show each device's budget, what is held of it, and who waits."""
+    from wgpu_lora.gpu.adapters import list_adapters
+    from wgpu_lora.share import Budget, Ledger, budget_bytes, device_key, device_memory
+
+    found: dict[Path, AdapterInfo | None] = {}
+    adapters = list_adapters()
+    for adapter in adapters:  # a device that several drivers list is one
+        found.setdefault(Ledger(device_key(adapter, adapters)).path, adapter)
+    for ledger in Ledger.all():
+        found.setdefault(ledger.path, None)
+    devices = []
+    for path, info in found.items():
+        entries = Ledger(path.stem).read()
+        budget = budget_bytes(info) if info else Budget(None, "no device of this name is here now")
+        memory = device_memory(info) if info else None
+        leases, queue = ([e for e in entries if e.holds is holds] for holds in (True, False))
+        devices.append(
+            {
+                "device": info.name if info else path.stem,
+                "ledger": str(path),
+                "budget": budget.bytes,
+                "source": budget.source,
+                "free_now": memory.free if memory else None,  # of all programs on the machine
+                "held": sum(e.bytes for e in leases if e.here and not e.dead),
+                "leases": [_facts(e) for e in leases],
+                "queue": [_facts(e) for e in queue],
+            }
+        )
+    if as_json:
+        print_json(devices)
+        return
+    for device in devices:
+        _show(device)
+
+
+@share.command(cls=Command)
+def release(
+    lease: Annotated[str | None, typer.Argument(metavar="ID", help="Lease, as 'status' names it.")] = None,
+    dead: Annotated[bool, typer.Option("--dead", help="Everything whose process has ended.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Even though its process is alive.")] = False,
+) -> None:
+    """Free what a process holds that has ended or, with --force, that no longer uses the device.
+
+    What dead processes of this machine held is also freed by whoever asks for memory next.
+    """
+    from wgpu_lora.share import Ledger
+
+    if (lease is None) is not dead:
+        raise UserError("Say what to release: either an id, as 'wgpu-lora share status' shows them, or --dead.")
+    found = [(ledger, e) for ledger in Ledger.all() for e in ledger.read() if (e.dead if dead else e.id == lease)]
+    if lease and not found:
+        raise UserError(f"There is no lease '{lease}': 'wgpu-lora share status' shows those that there are.")
+    for ledger, entry in found:
+        if not entry.dead and not entry.holds:
+            raise UserError(f"'{lease}' holds nothing, it waits: end {entry.who} to take it from the queue.")
+        if not entry.dead and not force:
+            raise UserError(
+                f"'{lease}' is held by the living {entry.who}: end that process, or say --force if it no longer uses "
+                "the device."
+            )
+        with ledger.changing() as entries:  # which drops the dead
+            # What lives stays listed, at no bytes: were it gone, its owner's next renewal would bring it back.
+            entries[:] = [replace(e, bytes=0) if e.id == entry.id else e for e in entries]
+        line("released", f"{entry.bytes:,} bytes of {entry.who}")
+    if not found:
+        line("released", "nothing: every process is alive")
+
+
+@share.command(cls=Command)
+def repair() -> None:
+    """Rebuild damaged ledgers from what can be read of them.
+
+    A damaged file is kept beside the new one.
+    """
+    from wgpu_lora.share import Ledger
+
+    repairs = [(ledger.path, ledger.repair()) for ledger in Ledger.all()]
+    for path, done in repairs:
+        if done:
+            line("repaired", f"{path}: kept {len(done.kept)} entries; the damaged file is {done.damaged}")
+    if not any(done for _, done in repairs):
+        line("repaired", "nothing: no ledger is damaged")
+
+
+def _facts(entry: Entry) -> dict[str, Any]:
+    return {**asdict(entry), "alive": not entry.dead, "here": entry.here}
+
+
+def _show(device: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from wgpu_lora.train.memory import readable
+
+    def size(nbytes: int | None) -> str:
+        return "unknown" if nbytes is None else f"{nbytes:,} bytes ({readable(nbytes)})"
+
+    line("device", device["device"])
+    line("budget", f"{size(device['budget'])}: {device['source']}")
+    if device["free_now"] is not None:
+        line("free now", size(device["free_now"]))
+    line("held", size(device["held"]))
+    entries = [*device["leases"], *device["queue"]]
+    if not entries:
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("id", "state", "bytes", "pid", "what", "since"):
+        table.add_column(name, justify="right" if name == "bytes" else "left")
+    for e in entries:
+        state = "dead" if not e["alive"] else "holds" if e["holds"] else "waits"
+        since = datetime.fromtimestamp(e["since"]).strftime("%Y-%m-%d %H:%M:%S")
+        host = "" if e["here"] else f" on {e['host']}"
+        table.add_row(e["id"], state, f"{e['bytes']:,}", f"{e['pid']}{host}", e["what"], since)
+    console().print(table)

@@ -1,0 +1,8 @@
+"""Sharing a device with other runs: how much memory it has, who holds how much of it, and whose turn is next."""
+
+from wgpu_lora.share.budget import Budget, DeviceMemory, budget_bytes, device_memory
+from wgpu_lora.share.entry import Entry
+from wgpu_lora.share.lease import hold
+from wgpu_lora.share.ledger import Ledger, device_key
+
+__all__ = ["Budget", "DeviceMemory", "Entry", "Ledger", "budget_bytes", "device_key", "device_memory", "hold"]

@@ -1,0 +1,144 @@
+"""How much of a device's memory runs may take: what the operating system says it has, times a reserve factor."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil  # type: ignore[import-untyped]
+
+if TYPE_CHECKING:
+    from wgpu_lora.gpu.adapters import AdapterInfo
+
+# The rest is for the desktop, the driver and, where memory is unified, the host's own programs.
+DISCRETE, UNIFIED = 0.85, 0.60
+AMD, NVIDIA = 0x1002, 0x10DE
+DRM = Path("/sys/class/drm")
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes that a device has, who says so, and how many are free now where that is known too."""
+
+    total: int
+    source: str
+    free: int | None = None
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that all runs on a device may hold together, None where nobody can tell; and where that is from."""
+
+    bytes: int | None
+    source: str
+
+
+def budget_bytes(info: AdapterInfo, explicit: int | None = None) -> Budget:
+    """The budget of a device, in bytes: `explicit` (--memory-budget) where it is given, else what the system says."""
+    if explicit is not None:
+        return Budget(explicit, "--memory-budget")
+    memory = device_memory(info)
+    if memory is None:
+        return Budget(None, "the system does not say: only --memory-budget guards this device")
+    share = UNIFIED if is_unified(info) else DISCRETE
+    return Budget(int(share * memory.total), f"{share:.2f} of {memory.total:,} bytes ({memory.source})")
+
+
+def device_memory(info: AdapterInfo) -> DeviceMemory | None:
+    """What the operating system says of a device's memory; None where it says nothing."""
+    if info.backend == "Metal" and (found := metal_memory(info.name)):
+        return found
+    if is_unified(info):
+        return system_memory()
+    if info.vendor_id == AMD:
+        return amdgpu_memory()
+    if info.vendor_id == NVIDIA:
+        return nvml_memory(info.name)
+    return None
+
+
+def is_unified(info: AdapterInfo) -> bool:
+    """Whether the device lives in the system's memory."""
+    return info.kind in ("integrated", "software") or info.name.startswith("Apple")
+
+
+def system_memory() -> DeviceMemory:
+    memory = psutil.virtual_memory()
+    return DeviceMemory(memory.total, "the system's memory", memory.available)
+
+
+def amdgpu_memory(drm: Path = DRM) -> DeviceMemory | None:
+    """The memory of this machine's AMD card, as amdgpu reports it; of several, the smallest, to be safe."""
+    cards = []
+    for device in drm.glob("card*/device"):
+        if _line(device / "vendor") == f"{AMD:#06x}" and (total := _line(device / "mem_info_vram_total")).isdigit():
+            used = _line(device / "mem_info_vram_used")
+            free = int(total) - int(used) if used.isdigit() else None
+            # An APU's memory is a small cut of the system's, and has no maker of its own.
+            integrated = _line(device / "mem_info_vram_vendor") in ("", "unknown")
+            cards.append((integrated, int(total), free, device.parent.name))
+    if not cards:
+        return None
+    alike = [card for card in cards if card[0] == min(cards)[0]]
+    _, total_bytes, free, name = min(alike, key=lambda card: card[1])
+    several = f", the smallest of {len(alike)} AMD cards" if len(alike) > 1 else ""
+    return DeviceMemory(total_bytes, f"amdgpu, {name}{several}", free)
+
+
+def _line(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def nvml_memory(name: str) -> DeviceMemory | None:
+    """The memory of the NVIDIA card of this name, else of the only one; None where nvidia-ml-py is not installed."""
+    try:
+        nvml: Any = import_module("pynvml")
+    except ImportError:
+        return None
+    try:
+        nvml.nvmlInit()
+        try:
+            handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+            named = [h for h in handles if nvml.nvmlDeviceGetName(h) == name]
+            memories = [nvml.nvmlDeviceGetMemoryInfo(h) for h in named or handles]
+        finally:
+            nvml.nvmlShutdown()
+    except nvml.NVMLError:
+        return None
+    if not named and len(handles) != 1:
+        return None
+    least = min(memories, key=lambda memory: memory.total)
+    several = f", the smallest of {len(memories)} cards of this name" if len(memories) > 1 else ""
+    return DeviceMemory(least.total, f"NVML{several}", least.free)
+
+
+def metal_memory(name: str, load: Callable[[str], Any] = ctypes.CDLL) -> DeviceMemory | None:
+    """The working set that Metal recommends for its default device; None where that is not the device of this name."""
+    frameworks = "/System/Library/Frameworks"
+    try:
+        load(f"{frameworks}/CoreGraphics.framework/CoreGraphics")  # without it there is no default device
+        metal, objc = load(f"{frameworks}/Metal.framework/Metal"), load("/usr/lib/libobjc.dylib")
+        metal.MTLCreateSystemDefaultDevice.restype = ctypes.c_void_p
+        objc.sel_registerName.restype = ctypes.c_void_p
+        objc.sel_registerName.argtypes = [ctypes.c_char_p]
+        objc.objc_msgSend.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+
+        def send(target: Any, message: bytes, result: Any) -> Any:
+            objc.objc_msgSend.restype = result
+            return objc.objc_msgSend(target, objc.sel_registerName(message))
+
+        device = metal.MTLCreateSystemDefaultDevice()
+        label = send(send(device, b"name", ctypes.c_void_p), b"UTF8String", ctypes.c_char_p) if device else None
+        if not label or label.decode() != name:
+            return None
+        total = send(device, b"recommendedMaxWorkingSetSize", ctypes.c_uint64)
+    except (OSError, AttributeError):
+        return None
+    return DeviceMemory(total, "Metal's recommended working set") if total else None

@@ -1,0 +1,159 @@
+"""Holding a part of a device's memory while a run goes on, and waiting for it, first come first served."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.share.entry import RENEW_SECONDS, Entry
+from wgpu_lora.share.ledger import Ledger, device_key
+
+if TYPE_CHECKING:
+    from wgpu_lora.gpu.adapters import AdapterInfo
+
+FIRST_PAUSE, LAST_PAUSE = 1.0, 30.0  # seconds between a waiter's looks; each is a renewal of its place too
+
+Notice = Callable[[int, list[Entry], float], None]  # place in the queue from 1, the holders, seconds waited
+
+
+def hold(
+    info: AdapterInfo,
+    need: int,
+    budget: int | None,
+    what: str,
+    wait: float | None = None,
+    notice: Notice = lambda place, holders, waited: None,
+) -> AbstractContextManager[Entry]:
+    """Holds `need` bytes of this device from the start of a `with` block to its end: see `take`."""
+    return take(Ledger(device_key(info)), need, budget, what, wait, notice)
+
+
+@contextmanager
+def take(
+    ledger: Ledger,
+    need: int,
+    budget: int | None,
+    what: str,
+    wait: float | None = None,
+    notice: Notice = lambda place, holders, waited: None,
+) -> Iterator[Entry]:
+    """Holds `need` bytes of a ledger's device while the block runs.
+
+    Args:
+        need, budget: bytes; a budget of None sets no limit, and what is held is recorded all the same.
+        what: what for, a few words that others read.
+        wait: seconds to queue for, `math.inf` for as long as it takes; None does not queue, and does not go before
+            those who do.
+        notice: told at each look of a waiter that does not get the memory yet.
+
+    Raises:
+        UserError: `need` is over the budget, which no waiting mends; the memory is held by others, or still is at the
+            end of the wait; or the ledger is damaged or cannot be written.
+    """
+    if budget is not None and need > budget:
+        raise UserError(
+            f"This run needs {need:,} bytes of device memory, but the budget is {budget:,}: lower "
+            "--per-device-train-batch-size or --max-length, or raise --memory-budget if the device has more."
+        )
+    entry, stop = Entry.of_this_process(need, what), threading.Event()
+    try:
+        with _unwinding_on_sigterm():
+            _wait_for_turn(ledger, entry, budget, wait, notice)
+        threading.Thread(target=_renew, args=(ledger, entry, stop), daemon=True).start()
+        yield entry
+    finally:
+        stop.set()
+        with suppress(UserError):  # then it is reclaimed once this process has ended
+            _remove(ledger, entry)
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a look at the ledger found: whether the memory is ours now, else who holds it and how many come first."""
+
+    granted: bool
+    holders: list[Entry]
+    ahead: int
+
+
+def _wait_for_turn(ledger: Ledger, entry: Entry, budget: int | None, wait: float | None, notice: Notice) -> None:
+    begin, pause = time.monotonic(), FIRST_PAUSE
+    while not (look := _look(ledger, entry, budget, queue=bool(wait))).granted:
+        waited = time.monotonic() - begin
+        left = (wait or 0) - waited
+        if left <= 0:
+            raise UserError(_refusal(entry, budget, look, wait))
+        notice(look.ahead + 1, look.holders, waited)
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, LAST_PAUSE)
+
+
+def _look(ledger: Ledger, entry: Entry, budget: int | None, queue: bool) -> Look:
+    """Takes the memory where there is enough and nobody is ahead; else, if `queue`, keeps or takes a place."""
+    with ledger.changing() as entries:
+        here = [e for e in entries if e.here]
+        holders = [e for e in here if e.holds]
+        waiting = [e.id for e in here if not e.holds]
+        ahead = waiting.index(entry.id) if entry.id in waiting else len(waiting)
+        free = budget is None or sum(e.bytes for e in holders) + entry.bytes <= budget
+        granted, now = free and not ahead, time.time()
+        if granted or queue:
+            _put(entries, replace(entry, holds=granted, since=now if granted else entry.since, renewed=now))
+    return Look(granted, holders, ahead)
+
+
+def _refusal(entry: Entry, budget: int | None, look: Look, wait: float | None) -> str:
+    reasons = []
+    if look.holders:
+        held = ", ".join(f"{e.bytes:,} by {e.who}" for e in look.holders)
+        reasons.append(f"{sum(e.bytes for e in look.holders):,} bytes are held ({held})")
+    if look.ahead:
+        reasons.append(f"{look.ahead} other {'run waits' if look.ahead == 1 else 'runs wait'} before it")
+    of = "" if budget is None else f" of a budget of {budget:,}"
+    after, advice = (f"After {wait:g} s of waiting, this", "wait longer") if wait else ("This", "wait with --wait")
+    return (
+        f"{after} run cannot have the {entry.bytes:,} bytes of device memory that it needs{of}, since "
+        f"{' and '.join(reasons)}: {advice}, lower --per-device-train-batch-size, or see 'wgpu-lora share status'."
+    )
+
+
+def _renew(ledger: Ledger, entry: Entry, stop: threading.Event) -> None:
+    """Says every RENEW_SECONDS that the lease's owner is there; a lease that a lost ledger forgot is written again."""
+    while not stop.wait(RENEW_SECONDS):
+        with suppress(UserError), ledger.changing() as entries:  # a ledger out of order now is mended some day
+            if not stop.is_set():  # asked under the lock: a lease that has been freed must not come back
+                known = next((e for e in entries if e.id == entry.id), entry)
+                _put(entries, replace(known, holds=True, renewed=time.time()))
+
+
+def _put(entries: list[Entry], entry: Entry) -> None:
+    """Replaces the entry of this id where it stands, else adds it at the end."""
+    ids = [e.id for e in entries]
+    place = ids.index(entry.id) if entry.id in ids else len(ids)
+    entries[place : place + 1] = [entry]
+
+
+def _remove(ledger: Ledger, entry: Entry) -> None:
+    with ledger.changing() as entries:
+        entries[:] = [e for e in entries if e.id != entry.id]
+
+
+@contextmanager
+def _unwinding_on_sigterm() -> Iterator[None]:
+    """Makes SIGTERM end the process through its `finally` blocks, so that a waiter leaves the queue as it goes."""
+    in_main = threading.current_thread() is threading.main_thread()  # no other thread may set a handler
+    if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,0 +1,162 @@
+"""The record of who holds how much of a device, shared by all of a user's processes on the machine."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from filelock import FileLock, Timeout
+from platformdirs import user_state_dir
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.atomic import write_bytes_atomic
+from wgpu_lora.share.entry import Entry, dump, parse, salvage
+
+if TYPE_CHECKING:
+    from wgpu_lora.gpu.adapters import AdapterInfo
+
+LOCK_SECONDS = 30.0  # a change takes milliseconds
+POLL_SECONDS = 0.002
+
+
+def share_directory() -> Path:
+    """Where the ledgers are: WGPU_LORA_SHARE_DIR, else in the user's state directory."""
+    named = os.environ.get("WGPU_LORA_SHARE_DIR")
+    return Path(named) if named else Path(user_state_dir("wgpu-lora")) / "share"
+
+
+def device_key(info: AdapterInfo, adapters: Sequence[AdapterInfo] | None = None) -> str:
+    """Names a physical device among `adapters`, by default all: its kind, model, and number among those of one model.
+
+    Names carry the driver in brackets, and each backend and driver lists the device anew: neither makes another device.
+    """
+    if adapters is None:
+        from wgpu_lora.gpu.adapters import list_adapters
+
+        adapters = list_adapters()
+
+    def model(a: AdapterInfo) -> str:
+        return " ".join(re.sub(r"\(.*?\)", " ", a.name).split())
+
+    def listing(a: AdapterInfo) -> tuple[str, ...]:
+        return a.kind, model(a), a.backend, a.driver
+
+    number = sum(listing(a) == listing(info) and a.index < info.index for a in adapters)
+    return f"{info.kind} {model(info)} {number}"
+
+
+@dataclass(frozen=True)
+class Repair:
+    """What repairing found: entries whose owners live, and where the damaged file is now."""
+
+    kept: list[Entry]
+    damaged: Path
+
+
+class Ledger:
+    """One device's entries on disk: leases, and the queue in its order. A missing file is an empty ledger.
+
+    Whoever changes it holds the lock file beside it. The system lets go of that when its holder dies, and it is never
+    replaced, so no two processes can lock different files. The ledger itself is replaced whole.
+
+    Args:
+        device: the device's key, see `device_key`.
+        directory: by default `share_directory()`.
+    """
+
+    def __init__(self, device: str, directory: Path | None = None):
+        self.directory = directory or share_directory()
+        self.path = self.directory / f"{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
+        self._lock = FileLock(self.path.with_suffix(".lock"))  # each thread's own
+
+    @classmethod
+    def all(cls, directory: Path | None = None) -> list[Ledger]:
+        """The ledgers of every device that has one."""
+        return [cls(path.stem, directory) for path in sorted((directory or share_directory()).glob("*.json"))]
+
+    def read(self) -> list[Entry]:
+        """All entries, those of dead owners included. Raises UserError where the file is damaged or unreadable."""
+        try:
+            return parse(self._content())
+        except ValueError as error:
+            raise UserError(
+                f"The ledger {self.path} is damaged ({error}): nothing can be allocated on this device until "
+                "'wgpu-lora share repair' has rebuilt it."
+            ) from error
+
+    @contextmanager
+    def changing(self) -> Iterator[list[Entry]]:
+        """The entries of living owners, under the lock, as a list to change; what it is at the end is written.
+
+        Raises UserError where the ledger is damaged, cannot be written, or stays locked for LOCK_SECONDS.
+        """
+        with self._locked():
+            before = self.read()
+            entries = [entry for entry in before if not entry.dead]
+            yield entries
+            if entries != before:
+                self._write(self.path, dump(entries))
+
+    def repair(self) -> Repair | None:
+        """Rebuilds a damaged ledger from what can be read of it, None where it is whole.
+
+        The damaged file is kept beside it. Living leases that cannot be read are back at their owners' next renewal.
+        Raises UserError.
+        """
+        with self._locked():
+            content = self._content()
+            try:
+                parse(content)
+                return None
+            except ValueError:
+                kept = [entry for entry in salvage(content) if not entry.dead]
+            names = (self.path.with_name(f"{self.path.name}.damaged-{n}") for n in count(1))
+            damaged = next(name for name in names if not name.exists())
+            self._write(damaged, content)  # first, so that the ledger is never missing, which would mean empty
+            self._write(self.path, dump(kept))
+            return Repair(kept, damaged)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock.acquire(timeout=LOCK_SECONDS, poll_interval=POLL_SECONDS)
+        except Timeout:
+            raise UserError(
+                f"The ledger {self.path} has been locked by another process for {LOCK_SECONDS:.0f} s: find the one "
+                f"that hangs with 'wgpu-lora share status', and end it."
+            ) from None
+        except OSError as error:
+            raise self._unusable(error) from error
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _content(self) -> bytes:
+        try:
+            return self.path.read_bytes()
+        except FileNotFoundError:
+            return dump([])
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def _write(self, path: Path, content: bytes) -> None:
+        try:
+            for left in self.directory.glob(f".{self.path.name}.*.tmp"):  # by one that was killed while it wrote
+                left.unlink()
+            write_bytes_atomic(path, content)
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: OSError) -> UserError:
+        return UserError(
+            f"The ledger {self.path} cannot be used ({error.strerror or error}): mend that, or name another directory "
+            "with WGPU_LORA_SHARE_DIR."
+        )
