@@ -24,7 +24,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.memory import check_memory
-from wgpu_lora.train.trainer import StepResult
+from wgpu_lora.train.progress import StepResult
 
 
 class Result(NamedTuple):

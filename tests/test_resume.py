@@ -22,7 +22,8 @@ from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import Job, prepare_job
 from wgpu_lora.train.output import LOG, RUN, read_log
-from wgpu_lora.train.trainer import Callback, StepResult, Trainer
+from wgpu_lora.train.progress import StepResult
+from wgpu_lora.train.trainer import Callback, Trainer
 
 # Run in a child process, so that it can be killed: argv = options as JSON, the step to die after (0: never).
 CHILD = """
@@ -154,7 +155,7 @@ def test_a_full_disk_keeps_what_was_saved(device: Device, tmp_path: Path) -> Non
     run.run.prepare_directory()
     session.allocate()
     run.run.place(session)
-    Trainer(session, run.run).train()
+    Trainer(session, [run.run]).train()
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     run.run.state.step += 1
     try:

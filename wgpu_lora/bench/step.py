@@ -20,7 +20,7 @@ from wgpu_lora.models.shapes import cut, shape_config
 from wgpu_lora.models.synthetic import synthetic_model
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.memory import available_bytes, readable
-from wgpu_lora.train.optimizer import AdamWSettings
+from wgpu_lora.train.optimizer import SlotUpdate
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import initial_matrices
 
@@ -74,7 +74,7 @@ class TrainingStep:
         inputs.upload(device, self._segments)
         program.run()
         self._count += 1
-        (report,) = session.optimizer.apply(device, [self._count], [LEARNING_RATE], AdamWSettings())
+        report = session.optimizer.apply(device, {0: SlotUpdate(self._count, LEARNING_RATE)})[0]
         return report.loss_sum / self.trained
 
     def seconds(self, runs: int, warmup: int = 0) -> list[float]:

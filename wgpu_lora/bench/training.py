@@ -18,7 +18,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.train.arguments import TrainingArguments, gather
 from wgpu_lora.train.finetune import Job, prepare_job, with_demo_data
-from wgpu_lora.train.trainer import StepResult
+from wgpu_lora.train.progress import StepResult
 
 SCHEMA = "wgpu-lora-bench-training/1"
 SYNTHETIC_STEPS = 10

@@ -11,7 +11,7 @@ from wgpu_lora.train.arguments import TrainingArguments
 
 if TYPE_CHECKING:
     from wgpu_lora.train.finetune import Job
-    from wgpu_lora.train.trainer import StepResult
+    from wgpu_lora.train.progress import StepResult
 
 SMOOTHED = 10  # steps whose speed is shown
 EXIT_CODES = {"non-finite": 1, "interrupt": 130}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from wgpu_lora.data.formats import read_examples
 from wgpu_lora.data.masks import UNTRAINED, tokenize_example
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.atomic import file_digest
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +145,7 @@ def prepare(
     return Prepared(
         path=path,
         rows=rows,
-        digest=_sha256(path),
+        digest=file_digest(path),
         max_length=max_length,
         examples=examples,
         expanded=expanded,
@@ -165,8 +165,3 @@ def _check_vocabulary(ids: list[int], labels: list[int], vocab_size: int | None)
             f"token id {greatest} lies outside of the vocabulary of {vocab_size}; "
             "the data or the tokenizer belongs to another model."
         )
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
@@ -58,6 +59,12 @@ def replace_directory(tmp: str | Path, final: str | Path) -> None:
     _sync_directory(final.parent)
     if previous.exists():
         shutil.rmtree(previous)
+
+
+def file_digest(path: Path) -> str:
+    """A file's SHA-256, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync_directory(directory: Path) -> None:

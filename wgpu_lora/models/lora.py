@@ -62,6 +62,7 @@ class AdapterSet:
     block_slots: tuple[np.ndarray, ...]  # a page's; NO_SLOT for padding
     factors: Mapping[tuple[int, str, str], Factor]  # (layer, module, "A" or "B")
     scales: Mapping[Module, Tensor]
+    numbers: Mapping[Module, int]  # what dropout's draws are keyed by, whichever modules other slots have
 
     @classmethod
     def declare(cls, config: ModelConfig, specs: Sequence[SlotSpec], max_binding: int) -> AdapterSet:
@@ -85,8 +86,10 @@ class AdapterSet:
         def pages(kind: str, group: str) -> tuple[Tensor, ...]:
             return tuple(persistent((t.size * BLOCK,), "f32", group, f"{kind} {i}") for i, t in enumerate(tables))
 
+        numbers = {key: everything.index(key) for key in order}
         scales = {key: persistent((slots,), "f32", "adapters", f"scale {key}") for key in order}
-        return cls(specs, rank, pages("params", "adapters"), pages("grads", "optimizer"), tables, factors, scales)
+        params, grads = pages("params", "adapters"), pages("grads", "optimizer")
+        return cls(specs, rank, params, grads, tables, factors, scales, numbers)
 
     def storages(self) -> set[Storage]:
         """Parameters and scales; gradients are allocated with the program that writes them."""
@@ -103,10 +106,10 @@ class AdapterSet:
                 scale=scale,
                 ranges=inputs.slot_ranges,
                 draws=inputs.draws,
-                module=number,
+                module=self.numbers[key],
                 rank=self.rank,
             )
-            for number, (key, scale) in enumerate(self.scales.items())
+            for key, scale in self.scales.items()
         }
 
     def _view(self, pages: Sequence[Tensor], layer: int, module: str, which: str) -> Tensor:

@@ -14,13 +14,14 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import replace_directory
+from wgpu_lora.formats.atomic import file_digest, replace_directory
 from wgpu_lora.formats.peft import AdapterConfig, module_path, read_adapter, tensor_name, write_adapter
 from wgpu_lora.gpu.choices import Choices
 from wgpu_lora.models.lora import AdapterSet, Matrices
 from wgpu_lora.train.session import Session
 
-STATE, OPTIMIZER = "state.json", "optimizer.safetensors"
+STATE, OPTIMIZER, METADATA = "state.json", "optimizer.safetensors", "metadata.json"
+STEPS, LAST = "checkpoints", "last"  # where a run by itself and where a pipeline's slot keep what they resume from
 NAME = re.compile(r"step-(\d+)")
 
 
@@ -35,6 +36,7 @@ class RunState:
     tokens: int = 0
     seconds: float = 0.0
     calibrated: bool = False
+    first_eval_loss: float | None = None
     best_eval_loss: float | None = None
     last_loss: float | None = None
     last_eval_loss: float | None = None
@@ -54,16 +56,16 @@ def adapter_tensors(matrices: Matrices, config: AdapterConfig) -> dict[str, np.n
     return tensors
 
 
-def save_checkpoint(
-    root: Path, session: Session, slot: int, config: AdapterConfig, state: RunState, facts: dict[str, Any], keep: int
-) -> Path:
-    """Writes `root/step-N` beside its final place, syncs and renames it, then removes all but the newest `keep`.
+def write_checkpoint(
+    final: Path, session: Session, slot: int, config: AdapterConfig, state: RunState, facts: dict[str, Any]
+) -> None:
+    """Writes a slot's adapter, moments, state and metadata.json beside `final`, syncs and renames them.
 
-    Raises OSError when the disk refuses; earlier checkpoints are then as they were.
+    facts: `identity` (see AdapterRun) and `metadata`. Raises OSError when the disk refuses; what was at `final` is then
+    as it was.
     """
-    final = root / f"step-{state.step}"
-    root.mkdir(parents=True, exist_ok=True)
-    temporary = root / f".step-{state.step}.tmp"
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary = final.with_name(f".{final.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         device, adapters, optimizer = session.device, session.adapters, session.optimizer
@@ -73,14 +75,20 @@ def save_checkpoint(
             for (layer, module), pair in adapters.read(device, slot, pages).items():
                 moments |= {f"{layer}.{module}.{which}.{kind}": m for which, m in zip("AB", pair, strict=True)}
         (temporary / OPTIMIZER).write_bytes(save(moments))
-        (temporary / STATE).write_text(json.dumps({"state": asdict(state), **facts}, indent=1))
+        digest = file_digest(temporary / "adapter_model.safetensors")
+        metadata = {**facts["metadata"], "adapter_sha256": digest}
+        (temporary / METADATA).write_text(json.dumps(metadata, indent=1) + "\n")
+        (temporary / STATE).write_text(json.dumps({"state": asdict(state), "identity": facts["identity"]}, indent=1))
         replace_directory(temporary, final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def remove_old(root: Path, keep: int) -> None:
+    """Removes all of `found` but the newest `keep`."""
     for _, old in found(root)[:-keep]:
         _remove(old)
-    return final
 
 
 def _remove(directory: Path) -> None:
@@ -97,6 +105,14 @@ def found(root: Path) -> list[tuple[int, Path]]:
         return []
     named = [(int(m[1]), p) for p in root.iterdir() if (m := NAME.fullmatch(p.name)) and (p / STATE).is_file()]
     return sorted(named)
+
+
+def newest(run: Path) -> Path | None:
+    """What a run in this directory would be resumed from."""
+    if (run / LAST / STATE).is_file():
+        return run / LAST
+    complete = found(run / STEPS)
+    return complete[-1][1] if complete else None
 
 
 def read_state(directory: Path) -> tuple[RunState, dict[str, Any]]:

@@ -86,7 +86,7 @@ class Job:
         run = self.run
         try:
             run.place(self.session)
-            return Trainer(self.session, run, callback).train()
+            return Trainer(self.session, [run], callback).train()[run.slot]
         except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
             reason = getattr(error, "strerror", None) or error
             where = getattr(error, "filename", None) or run.directory

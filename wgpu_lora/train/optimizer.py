@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +33,15 @@ class AdamWSettings:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
+
+
+@dataclass(frozen=True)
+class SlotUpdate:
+    """A slot's update; step is its 1-based count."""
+
+    step: int
+    learning_rate: float
+    settings: AdamWSettings = AdamWSettings()
 
 
 class Optimizer:
@@ -87,18 +97,14 @@ class Optimizer:
         """Zeroes the loss totals of the step; gradients were zeroed by the last update."""
         device.write(self.total.storage.buffer, np.zeros(self.slots, np.float32))
 
-    def apply(
-        self, device: Device, steps: list[int | None], learning_rates: list[float], settings: AdamWSettings
-    ) -> list[StepReport]:
-        """Updates every slot whose `steps` entry, its 1-based count of updates, is not None."""
+    def apply(self, device: Device, updates: Mapping[int, SlotUpdate]) -> dict[int, StepReport]:
+        """Updates the slots that `updates` names, and no other; a slot whose gradient or loss is not finite is left."""
         hyper = np.zeros((self.slots, HYPER_FIELDS), np.float32)
-        for slot, (step, rate) in enumerate(zip(steps, learning_rates, strict=True)):
-            if step is None:
-                continue
-            s = settings
+        for slot, update in updates.items():
+            s, step = update.settings, update.step
             corrections = (1 - s.adam_beta1**step, 1 - s.adam_beta2**step)
             hyper[slot, :11] = (
-                rate,
+                update.learning_rate,
                 s.adam_beta1,
                 s.adam_beta2,
                 s.adam_epsilon,
@@ -112,4 +118,6 @@ class Optimizer:
         device.write(self.hyper.storage.buffer, hyper)
         self.program.run()
         report = device.read(self.report.storage.buffer).view(np.float32).reshape(-1, 4)
-        return [StepReport(float(r[0]), bool(r[2]) and math.isfinite(r[0]), float(r[3])) for r in report]
+        return {
+            s: StepReport(float(r[0]), bool(r[2]) and math.isfinite(r[0]), float(r[3])) for s, r in enumerate(report)
+        }

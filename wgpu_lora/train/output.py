@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import sys
@@ -10,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.formats.atomic import write_bytes_atomic
+from wgpu_lora.formats.atomic import file_digest, write_bytes_atomic
 from wgpu_lora.gpu.adapters import native_version
 from wgpu_lora.gpu.device import Device
 
@@ -62,11 +61,6 @@ def environment(device: Device) -> dict[str, Any]:
         },
         "command": sys.argv,
     }
-
-
-def file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def adapter_digest(directory: str) -> str | None:

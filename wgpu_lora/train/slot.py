@@ -12,6 +12,7 @@ import numpy as np
 
 from wgpu_lora.data import Prepared
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.atomic import file_digest
 from wgpu_lora.formats.peft import AdapterConfig, read_adapter, write_adapter
 from wgpu_lora.models.config import LINEAR_PATHS, ModelConfig
 from wgpu_lora.models.lora import Matrices, Module, SlotSpec
@@ -24,12 +25,15 @@ from wgpu_lora.train.session import Session
 from wgpu_lora.train.stream import DataStream
 
 UNTIMED_STEPS = 100  # what a timed run's schedule assumes until its steps have been timed
-BEST, CHECKPOINTS = "best", "checkpoints"
+BEST, EPOCH = "best", "epoch-{}"
 
 
 @dataclass
 class AdapterRun:
-    """Slot `slot` of a pipeline. A single fine-tune is a pipeline of one."""
+    """Slot `slot` of a session. A fine-tune by itself is a pipeline of one.
+
+    name: what a pipeline calls it; "" by itself, and then checkpoints are kept by step, not by epoch.
+    """
 
     slot: int
     args: TrainingArguments
@@ -39,16 +43,13 @@ class AdapterRun:
     stream: DataStream
     heldout: Prepared | None
     base_digest: str
+    name: str = ""
     state: RunState = field(default_factory=RunState)
     resumed_from: Path | None = None
 
     @property
     def directory(self) -> Path:
         return Path(self.args.output)
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.directory / CHECKPOINTS
 
     def identity(self) -> dict[str, Any]:
         """What a resumed run must share with the one it continues."""
@@ -76,10 +77,9 @@ class AdapterRun:
             refuse_used(directory)
 
     def _find_checkpoint(self) -> None:
-        found = checkpoint.found(self.checkpoints)
-        if not found:
-            raise UserError(f"There is no checkpoint in {self.checkpoints} to resume from: start without --resume.")
-        self.resumed_from = found[-1][1]
+        self.resumed_from = checkpoint.newest(self.directory)
+        if self.resumed_from is None:
+            raise UserError(f"There is no checkpoint in {self.directory} to resume from: start without --resume.")
         self.state, facts = checkpoint.read_state(self.resumed_from)
         before, now = facts.get("identity", {}), self.identity()
         for name, value in now["options"].items():
@@ -116,29 +116,57 @@ class AdapterRun:
         warmup = warmup_steps(total, self.args.warmup_ratio)
         return learning_rate(self.args.lr_scheduler_type, self.args.learning_rate, self.state.step, total, warmup)
 
-    def save(self, session: Session) -> Path:
-        done = self.checkpoints / f"step-{self.state.step}"
-        if (done / checkpoint.STATE).is_file():
-            return done  # saved, or resumed from, at this very step
-        facts = {"identity": self.identity()}
-        keep = self.args.save_total_limit
-        return checkpoint.save_checkpoint(self.checkpoints, session, self.slot, self.adapter, self.state, facts, keep)
+    def save(self, session: Session) -> None:
+        """Keeps a checkpoint of this step, and the newest --save-total-limit of those before."""
+        steps = self.directory / checkpoint.STEPS
+        final = steps / f"step-{self.state.step}"
+        if not (final / checkpoint.STATE).is_file():  # else saved, or resumed from, at this very step
+            self.write_checkpoint(session, final)
+            checkpoint.remove_old(steps, self.args.save_total_limit)
+
+    def write_checkpoint(self, session: Session, final: Path) -> None:
+        facts = {"identity": self.identity(), "metadata": self._metadata()}
+        checkpoint.write_checkpoint(final, session, self.slot, self.adapter, self.state, facts)
+
+    def _metadata(self) -> dict[str, Any]:
+        """metadata.json: what a person or a tool wants to know of a checkpoint."""
+        state = self.state
+        return {
+            "slot": self.slot,
+            "name": self.name,
+            "epoch": state.epoch,  # that the next step belongs to: as many are done
+            "step": state.step,
+            "tokens": state.tokens,
+            "losses": {"train": state.last_loss, "held_out": state.last_eval_loss, "best": state.best_eval_loss},
+            "options": self.args.as_dict(),
+            "digests": {
+                "rows": self.stream.rows_digest(),
+                "data": self.stream.prepared.digest,
+                "base": self.base_digest,
+            },
+        }
 
     def write_adapter(self, session: Session, directory: Path) -> None:
         matrices = session.adapters.read(session.device, self.slot)
         write_adapter(directory, adapter_tensors(matrices, self.adapter), self.adapter)
 
     def measure_heldout(self, session: Session) -> float | None:
-        """The held-out loss, or None without one that is finite; a new best one keeps the adapter in best/."""
+        """The held-out loss, or None without one that is finite; a new best one keeps a checkpoint in best/.
+
+        Before the first step it is only what later ones are compared with.
+        """
         if not self.heldout or not session.evaluator:
             return None
         loss, _ = session.evaluator.loss(self.heldout.rows, self.slot)
         if not math.isfinite(loss):
             return None
-        self.state.last_eval_loss = loss
-        if self.state.best_eval_loss is None or loss < self.state.best_eval_loss:
-            self.state.best_eval_loss = loss
-            self.write_adapter(session, self.directory / BEST)
+        state = self.state
+        state.last_eval_loss = loss
+        if state.first_eval_loss is None:
+            state.first_eval_loss = loss
+        if state.step and (state.best_eval_loss is None or loss < state.best_eval_loss):
+            state.best_eval_loss = loss
+            self.write_checkpoint(session, self.directory / BEST)
         return loss
 
     # -- end -------------------------------------------------------------------------------------------------------
@@ -155,7 +183,7 @@ class AdapterRun:
             "eval_data": self.heldout and {"path": str(self.heldout.path), "digest": self.heldout.digest},
             "base_digest": self.base_digest,
             "init_adapter_sha256": self.args.init_adapter and output.adapter_digest(self.args.init_adapter),
-            "adapter_sha256": output.file_digest(self.directory / "adapter_model.safetensors"),
+            "adapter_sha256": file_digest(self.directory / "adapter_model.safetensors"),
             "trainable_parameters": session.adapters.trainable(self.slot, session.model.config),
             "memory": {"groups": plan.groups, "peak": plan.peak, "peak_allocated": session.device.peak_allocated},
             "environment": output.environment(session.device),
@@ -168,7 +196,7 @@ class AdapterRun:
 def refuse_used(directory: Path) -> None:
     """Raises UserError where a run has left something worth keeping; a log alone is not."""
     used = any((directory / name).exists() for name in (output.RUN, "adapter_config.json"))
-    if used or checkpoint.found(directory / CHECKPOINTS):
+    if used or checkpoint.newest(directory):
         raise UserError(
             f"The output directory {directory} already holds a run: choose another --output, or continue it with "
             "--resume."
@@ -184,8 +212,7 @@ def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingAr
         UserError: the adapter does not fit the model, or an option contradicts it.
     """
     shapes = config.linear_shapes()
-    before = checkpoint.found(Path(args.output) / CHECKPOINTS) if args.resume else []
-    source = before[-1][1] if before else args.init_adapter
+    source = (checkpoint.newest(Path(args.output)) if args.resume else None) or args.init_adapter
     if source:
         loaded, matrices = read_adapter(source)
         for (layer, module), (a, b) in matrices.items():

@@ -1,22 +1,22 @@
-"""The training loop: upload, replay, update, and at the end of each step decide whether to go on."""
+"""The training loop: choose slots, upload, replay, update, and end each slot for one stated reason."""
 
 from __future__ import annotations
 
 import signal
-import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from wgpu_lora.train.optimizer import AdamWSettings
+from wgpu_lora.data import pack
+from wgpu_lora.models.inputs import Segment
+from wgpu_lora.train.policy import Policy, Standing, Synchronized
+from wgpu_lora.train.progress import Progress, StepResult
 from wgpu_lora.train.session import Session
-from wgpu_lora.train.slot import AdapterRun
-from wgpu_lora.train.stream import Step
+from wgpu_lora.train.slot import EPOCH, AdapterRun
 
-CALIBRATION_STEPS = 3  # timed after one that pays for compilation
 STOP_TEXT = {
     "epochs": "all epochs are done",
     "max steps": "the step limit is reached",
@@ -26,177 +26,143 @@ STOP_TEXT = {
     "before",
 }
 
+Callback = Callable[[StepResult], None]
+
+
+class Keeper(Protocol):
+    """Keeps what a resumed run goes on from."""
+
+    def save(self, trainer: Trainer) -> None: ...
+
+    def due(self, trainer: Trainer) -> bool:
+        """Whether to save after this step."""
+
 
 @dataclass(frozen=True)
-class StepResult:
-    """What a callback sees of a step."""
+class StepKeeper:
+    """Of a run by itself: its checkpoints are complete in themselves."""
 
-    step: int
-    total_steps: int
-    epoch: float
-    loss: float
-    learning_rate: float
-    grad_norm: float
-    tokens: int
-    seconds: float  # of the step alone, held-out loss excluded
-    eval_loss: float | None
+    run: AdapterRun
 
+    def save(self, trainer: Trainer) -> None:
+        if self.run.state.step:
+            self.run.save(trainer.session)
 
-Callback = Callable[[StepResult], None]
+    def due(self, trainer: Trainer) -> bool:
+        state, every = self.run.state, self.run.args.save_steps
+        return bool(every) and state.step % every == 0 and state.step < state.total_steps
 
 
 @dataclass
 class Trainer:
-    """Trains one slot until it stops for one stated reason."""
+    """Trains every slot of a session until each has ended.
+
+    Attributes:
+        step: steps of the whole, of whichever slots.
+        facts: by slot, what the run.json of a run that has ended holds.
+    """
 
     session: Session
-    run: AdapterRun
+    runs: Sequence[AdapterRun]
     callback: Callback = lambda result: None
+    policy: Policy = field(default_factory=Synchronized)
+    keeper: Keeper | None = None
+    step: int = 0
+    facts: dict[int, dict[str, Any]] = field(default_factory=dict)
     _stop: threading.Event = field(default_factory=threading.Event)
-    _durations: list[float] = field(default_factory=list)
-    _last_epoch: float = 0.0
-    _last_line: dict[str, Any] = field(default_factory=dict)
 
-    def train(self) -> dict[str, Any]:
-        """Runs to the end and writes everything; returns run.json's contents.
+    def __post_init__(self) -> None:
+        self.all = [Progress(run, self.session, self.policy.eval_steps) for run in self.runs]
+        self.keeper = self.keeper or StepKeeper(self.runs[0])
+
+    def train(self) -> dict[int, dict[str, Any]]:
+        """Runs to the end and writes everything; returns `facts`.
 
         Raises:
             UserError: the checkpoint to resume is damaged. OSError: the disk refused; earlier checkpoints are whole.
         """
         with self._signals():  # to the end: a second Ctrl-C must not cost the saving
-            reason = self._loop()
-            if reason == "target seconds":
-                self._close()
-            if self.run.state.step:
-                self.run.save(self.session)
-            return self.run.finish(self.session, reason)
+            self._measure_start()
+            while live := self._live():
+                if self._stop.is_set():
+                    self._retire(dict.fromkeys((p.run.slot for p in live), "interrupt"))
+                else:
+                    self._take(live)
+            return self.facts
 
-    def _loop(self) -> str:
-        run, state = self.run, self.run.state
-        for step in run.stream.steps(state.epoch, state.index):
-            ended = self._ended()
-            if ended:
-                return ended
-            begin = time.perf_counter()
-            line = self._take(step)
-            if line is None:
-                return "non-finite"
-            trained = time.perf_counter() - begin
-            if self._heldout_due(step):
-                line |= self._heldout()
-            state.seconds += time.perf_counter() - begin
-            state.pending_seconds += trained  # tokens/s are of training alone
-            self._calibrate(trained)
-            self._log(step, line, trained)
-            save_steps = run.args.save_steps
-            if save_steps and state.step % save_steps == 0 and state.step < state.total_steps:
-                run.save(self.session)
-        raise AssertionError("a data stream has no end")
+    def _measure_start(self) -> None:
+        """The held-out losses that a policy compares later ones with."""
+        for progress in self.all:
+            run = progress.run
+            if self.policy.eval_steps and run.state.first_eval_loss is None and not progress.ended:
+                progress.run.measure_heldout(self.session)
 
-    def _ended(self) -> str | None:
-        args, state = self.run.args, self.run.state
-        if self._stop.is_set():
-            return "interrupt"
-        if 0 < args.max_steps <= state.step:
-            return "max steps"
-        if args.target_seconds:
-            # Until the budget is fixed, the number of steps says nothing.
-            used = state.calibrated and state.step >= state.total_steps
-            return "target seconds" if used or state.seconds >= args.target_seconds else None
-        return "epochs" if state.step >= state.total_steps else None
+    def _live(self) -> list[Progress]:
+        """Those that have work left; the others are ended, if they are not yet."""
+        reasons = {p.run.slot: p.reason_to_end() for p in self.all if not p.ended}
+        self._retire({slot: reason for slot, reason in reasons.items() if reason})
+        return [p for p in self.all if not p.ended]
 
-    def _take(self, step: Step) -> dict[str, Any] | None:
-        """One optimizer step; None where it was not finite, and then nothing was updated."""
-        run, state, device = self.run, self.run.state, self.session.device
-        optimizer = self.session.optimizer
-        tokens = run.stream.trained_tokens(step)
+    def _take(self, live: list[Progress]) -> None:
+        """One optimizer step of the slots that the policy chooses; a slot that is not finite is not updated."""
+        device, optimizer = self.session.device, self.session.optimizer
+        slots = self.policy.choose([Standing(p.run.slot, p.run.state) for p in live])
+        chosen = [p for p in live if p.run.slot in slots]
+        begin = time.perf_counter()
         optimizer.begin(device)
-        for batch in step.micro_batches:
-            segments = run.stream.segments(step, batch, 1 / tokens, run.slot)
+        for segments in self._batches(chosen):
             inputs, program = self.session.step_for(sum(len(s.input_ids) for s in segments))
             inputs.upload(device, segments)
             program.run()
-        rate, args = run.rate(), run.args
-        settings = AdamWSettings(weight_decay=args.weight_decay, max_grad_norm=args.max_grad_norm)
-        report = optimizer.apply(device, [state.step + 1], [rate], settings)[run.slot]
-        if not report.applied:
-            return None
-        loss = report.loss_sum / tokens
-        state.step += 1
-        state.epoch, state.index = (step.epoch + 1, 0) if step.last_of_epoch else (step.epoch, step.index + 1)
-        state.tokens += tokens
-        state.pending_tokens += tokens
-        state.pending.append(loss)
-        state.last_loss = loss
-        return {"loss": loss, "learning_rate": rate, "grad_norm": report.grad_norm}
+        updates = {p.run.slot: p.update() for p in chosen}
+        reports = optimizer.apply(device, updates)
+        seconds = time.perf_counter() - begin
+        tokens = sum(p.trained_tokens for p in chosen)
+        self.step += 1
+        for progress in chosen:
+            slot = progress.run.slot
+            if reports[slot].applied:
+                progress.advance(reports[slot], updates[slot], seconds * progress.trained_tokens / tokens)
+                self._after(progress)
+        self._retire({slot: "non-finite" for slot in updates if not reports[slot].applied})
+        assert self.keeper is not None
+        if self.keeper.due(self):
+            self.keeper.save(self)
 
-    def _heldout_due(self, step: Step) -> bool:
-        every, state = self.run.args.eval_steps, self.run.state
-        last = state.step >= state.total_steps
-        return last or (state.step % every == 0 if every else step.last_of_epoch)
+    def _batches(self, chosen: list[Progress]) -> list[list[Segment]]:
+        """The rows of a step: a run's own batches, or those of several slots packed together."""
+        batches = [batch for progress in chosen for batch in progress.micro_batches()]
+        if len(self.all) == 1:
+            return batches
+        segments = [segment for batch in batches for segment in batch]
+        lengths = [len(segment.input_ids) for segment in segments]
+        return [[segments[i] for i in row] for row in pack(lengths, range(len(lengths)), max(self.session.steps))]
 
-    def _calibrate(self, elapsed: float) -> None:
-        """With --target-seconds, fixes the schedule's length once some steps have been timed."""
-        state, target = self.run.state, self.run.args.target_seconds
-        if not target or state.calibrated:
+    def _after(self, progress: Progress) -> None:
+        if progress.heldout_due():
+            progress.measure_heldout()
+        self.callback(progress.logged())
+        run = progress.run
+        if run.name and progress.epoch_done:
+            run.write_checkpoint(self.session, run.directory / EPOCH.format(progress.epoch_done))
+
+    def _retire(self, reasons: dict[int, str]) -> None:
+        """Ends slots: saves, then writes what they leave behind."""
+        ending = [p for p in self.all if p.run.slot in reasons]
+        if not ending:
             return
-        self._durations.append(elapsed)
-        if len(self._durations) > CALIBRATION_STEPS:
-            typical = statistics.median(self._durations[1:])
-            total = state.step + max(0, int((target - state.seconds) / typical))
-            state.total_steps = min(total, self.run.args.max_steps) if self.run.args.max_steps > 0 else total
-            state.calibrated = True
-
-    def _heldout(self) -> dict[str, Any]:
-        loss = self.run.measure_heldout(self.session)
-        return {} if loss is None else {"eval_loss": loss}
-
-    def _close(self) -> None:
-        """The last log line and held-out loss of a run whose last step was not known to be the last."""
-        line = self._last_line
-        if not line or "eval_loss" in line:
-            return
-        line = line | self._heldout()
-        if self.run.state.pending:
-            self._write(self._last_epoch, line)
-
-    def _log(self, step: Step, line: dict[str, Any], seconds: float) -> None:
-        run, state = self.run, self.run.state
-        steps = len(run.stream.epoch(step.epoch))
-        epoch = round(step.epoch + (step.index + 1) / steps, 4)
-        result = StepResult(
-            state.step,
-            state.total_steps,
-            epoch,
-            line["loss"],
-            line["learning_rate"],
-            line["grad_norm"],
-            state.tokens,
-            seconds,
-            line.get("eval_loss"),
-        )
-        self.callback(result)
-        self._last_epoch, self._last_line = epoch, line
-        last = state.step >= state.total_steps
-        if state.step % run.args.logging_steps == 0 or last or "eval_loss" in line:
-            self._write(epoch, line)
-
-    def _write(self, epoch: float, line: dict[str, Any]) -> None:
-        state = self.run.state
-        entry = {
-            "step": state.step,
-            "epoch": epoch,
-            **line,
-            "loss": statistics.fmean(state.pending),  # since the last line
-            "tokens": state.tokens,
-            "tokens_per_second": round(state.pending_tokens / max(state.pending_seconds, 1e-9), 2),
-            "seconds": round(state.seconds, 4),
-        }
-        self.run.log.write(entry)
-        state.pending, state.pending_tokens, state.pending_seconds = [], 0, 0.0
+        for progress in ending:
+            progress.ended = reasons[progress.run.slot]
+            if progress.ended == "target seconds":
+                progress.close()
+        assert self.keeper is not None
+        self.keeper.save(self)
+        for progress in ending:
+            assert progress.ended
+            self.facts[progress.run.slot] = progress.run.finish(self.session, progress.ended)
 
     def stop(self) -> None:
-        """Ends the run after the step in progress, as an interrupt does."""
+        """Ends the runs after the step in progress, as an interrupt does."""
         self._stop.set()
 
     @contextmanager

@@ -28,7 +28,7 @@ from wgpu_lora.ops.loss import LossInputs, cross_entropy
 from wgpu_lora.ops.weights import DenseWeight
 from wgpu_lora.quant.kernels import nf4_absmax, nf4_encode
 from wgpu_lora.quant.nf4 import BLOCK
-from wgpu_lora.train.optimizer import AdamWSettings, Optimizer
+from wgpu_lora.train.optimizer import Optimizer, SlotUpdate
 from wgpu_lora.train.session import Session
 
 ROW = 128  # tokens of a row of data in train_step, as in docs/performance.md
@@ -163,7 +163,7 @@ class TrainStep:
         session.optimizer.begin(device)
         self._upload()
         self._program.run()
-        session.optimizer.apply(device, [self._steps], [1e-4], AdamWSettings())
+        session.optimizer.apply(device, {0: SlotUpdate(self._steps, 1e-4)})
         return time.perf_counter() - begin
 
     def extra(self, timings: Timings) -> Extra:

@@ -1,0 +1,178 @@
+"""One slot in the training loop: its next step, what a step came to, its log, and why it ends."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from wgpu_lora.models.inputs import Segment
+from wgpu_lora.train.optimizer import AdamWSettings, SlotUpdate, StepReport
+from wgpu_lora.train.session import Session
+from wgpu_lora.train.slot import AdapterRun
+from wgpu_lora.train.stream import Step
+
+CALIBRATION_STEPS = 3  # timed after one that pays for compilation
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a callback sees of a slot's step.
+
+    adapter: its name in a pipeline, "" for a run by itself. seconds: of the step alone, held-out loss excluded; where
+    slots share a step, this one's part of it by tokens.
+    """
+
+    step: int
+    total_steps: int
+    epoch: float
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    tokens: int
+    seconds: float
+    eval_loss: float | None
+    adapter: str = ""
+    slot: int = 0
+
+
+@dataclass
+class Progress:
+    """A run that is being trained. `ended` is why it stopped, None while it has work.
+
+    eval_steps: steps between held-out losses where the options do not say; 0 means after every epoch.
+    """
+
+    run: AdapterRun
+    session: Session
+    eval_steps: int = 0
+    ended: str | None = None
+    _durations: list[float] = field(default_factory=list)
+    _last_line: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        state = self.run.state
+        self._steps: Iterator[Step] = self.run.stream.steps(state.epoch, state.index)
+        self.step = next(self._steps)
+
+    def reason_to_end(self) -> str | None:
+        args, state = self.run.args, self.run.state
+        if 0 < args.max_steps <= state.step:
+            return "max steps"
+        if args.target_seconds:
+            # Until the budget is fixed, the number of steps says nothing.
+            used = state.calibrated and state.step >= state.total_steps
+            return "target seconds" if used or state.seconds >= args.target_seconds else None
+        return "epochs" if state.step >= state.total_steps else None
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    @property
+    def trained_tokens(self) -> int:
+        return self.run.stream.trained_tokens(self.step)
+
+    def micro_batches(self) -> list[list[Segment]]:
+        """The rows of the next step; their losses are weighted so that they sum to its mean."""
+        stream, weight = self.run.stream, 1 / self.trained_tokens
+        return [stream.segments(self.step, batch, weight, self.run.slot) for batch in self.step.micro_batches]
+
+    def update(self) -> SlotUpdate:
+        args = self.run.args
+        settings = AdamWSettings(weight_decay=args.weight_decay, max_grad_norm=args.max_grad_norm)
+        return SlotUpdate(self.run.state.step + 1, self.run.rate(), settings)
+
+    def advance(self, report: StepReport, update: SlotUpdate, seconds: float) -> None:
+        """Counts the step that was taken; `logged` follows."""
+        state, step, tokens = self.run.state, self.step, self.trained_tokens
+        loss = report.loss_sum / tokens
+        self._taken = step
+        state.step += 1
+        state.epoch, state.index = (step.epoch + 1, 0) if step.last_of_epoch else (step.epoch, step.index + 1)
+        state.tokens += tokens
+        state.seconds += seconds
+        state.pending_tokens += tokens
+        state.pending_seconds += seconds  # tokens/s are of training alone
+        state.pending.append(loss)
+        state.last_loss = loss
+        self._calibrate(seconds)
+        self._epoch = round(step.epoch + (step.index + 1) / len(self.run.stream.epoch(step.epoch)), 4)
+        self._line = {"loss": loss, "learning_rate": update.learning_rate, "grad_norm": report.grad_norm}
+        self._seconds = seconds
+        self.step = next(self._steps)
+
+    @property
+    def epoch_done(self) -> int | None:
+        """The number, from 1, of the epoch that the step just taken was the last of."""
+        return self._taken.epoch + 1 if self._taken.last_of_epoch else None
+
+    def heldout_due(self) -> bool:
+        state, every = self.run.state, self.run.args.eval_steps or self.eval_steps
+        last = state.step >= state.total_steps
+        return last or (state.step % every == 0 if every else self._taken.last_of_epoch)
+
+    def measure_heldout(self) -> None:
+        begin = time.perf_counter()
+        loss = self.run.measure_heldout(self.session)
+        self.run.state.seconds += time.perf_counter() - begin
+        if loss is not None:
+            self._line["eval_loss"] = loss
+
+    def _calibrate(self, elapsed: float) -> None:
+        """With --target-seconds, fixes the schedule's length once some steps have been timed."""
+        state, target = self.run.state, self.run.args.target_seconds
+        if not target or state.calibrated:
+            return
+        self._durations.append(elapsed)
+        if len(self._durations) > CALIBRATION_STEPS:
+            typical = statistics.median(self._durations[1:])
+            total = state.step + max(0, int((target - state.seconds) / typical))
+            state.total_steps = min(total, self.run.args.max_steps) if self.run.args.max_steps > 0 else total
+            state.calibrated = True
+
+    # -- the log ---------------------------------------------------------------------------------------------------
+
+    def logged(self) -> StepResult:
+        """What the step came to; writes a line of the log where one is due."""
+        run, state, line = self.run, self.run.state, self._line
+        self._last_line = line
+        last = state.step >= state.total_steps
+        if state.step % run.args.logging_steps == 0 or last or "eval_loss" in line:
+            self._write(line)
+        return StepResult(
+            state.step,
+            state.total_steps,
+            self._epoch,
+            line["loss"],
+            line["learning_rate"],
+            line["grad_norm"],
+            state.tokens,
+            self._seconds,
+            line.get("eval_loss"),
+            run.name,
+            run.slot,
+        )
+
+    def close(self) -> None:
+        """The last log line and held-out loss of a run whose last step was not known to be the last."""
+        if not self._last_line or "eval_loss" in self._last_line:
+            return
+        self._line = self._last_line
+        self.measure_heldout()
+        if self.run.state.pending:
+            self._write(self._line)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        state = self.run.state
+        entry = {
+            "step": state.step,
+            "epoch": self._epoch,
+            **line,
+            "loss": statistics.fmean(state.pending),  # since the last line
+            "tokens": state.tokens,
+            "tokens_per_second": round(state.pending_tokens / max(state.pending_seconds, 1e-9), 2),
+            "seconds": round(state.seconds, 4),
+        }
+        self.run.log.write(entry)
+        state.pending, state.pending_tokens, state.pending_seconds = [], 0, 0.0
