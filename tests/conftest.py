@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import zlib
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ import pytest
 from wgpu_lora.gpu.device import Device, DeviceOptions
 
 os.environ["WGPU_LORA_NO_TUNE"] = "1"  # a shape for every test: tuning would take most of the time
+os.environ["WGPU_LORA_SHARE_DIR"] = tempfile.mkdtemp(prefix="wgpu-lora-share-")  # not the user's own ledger
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from wgpu_lora.bench.header import header
 from wgpu_lora.bench.step import WARMUP, TrainingStep, check_fits, largest
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.train.memory import available_bytes
+from wgpu_lora.share import budget_bytes
 
 SCHEMA = "wgpu-lora-bench-max-batch/1"
 MAX_BATCH = 64
@@ -70,7 +70,7 @@ def find_max_batch(
     Raises:
         UserError: not even one row fits, even with gradient checkpointing; then with the layers that would.
     """
-    available = available_bytes(model.device, batches.limit)
+    available = budget_bytes(model.device.info, batches.limit).bytes
     check_fits(model, lambda of: _peak(of, batches, True, 1), batches.limit)
     work = {"model": model.name, "layers": model.config.num_hidden_layers, "base_dtype": model.decoder.base_dtype}
     work |= {"tokens": batches.tokens, "rank": batches.rank, "max_batch": batches.most}

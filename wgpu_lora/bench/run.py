@@ -23,7 +23,8 @@ from wgpu_lora.bench.workload import Context, Workload
 from wgpu_lora.bench.workloads import WORKLOADS
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.tuner import Tuner
-from wgpu_lora.train.memory import available_bytes, readable
+from wgpu_lora.share import budget_bytes
+from wgpu_lora.train.memory import readable
 
 NUMPY_SHARE = 0.9  # of NumPy's matmul that FMA chains on the same cores must reach, or they are no ceiling
 FOREIGN_ADVICE = "--per-device-train-batch-size or --max-length"  # what the plan says for a training run
@@ -181,7 +182,7 @@ def check_fit(context: Context, name: str, available: int | None = None) -> None
     """
     with _own_words():
         cases = list(WORKLOADS[name](context))
-        room = available_bytes(context.device, available)
+        room = budget_bytes(context.device.info, available).bytes
         for index, workload in enumerate(cases):
             need = context.device.allocated + workload.nbytes()
             if room is not None and need > room:

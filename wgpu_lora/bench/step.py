@@ -18,8 +18,9 @@ from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.models.shapes import cut, shape_config
 from wgpu_lora.models.synthetic import synthetic_model
+from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.arguments import TrainingArguments
-from wgpu_lora.train.memory import available_bytes, readable
+from wgpu_lora.train.memory import readable
 from wgpu_lora.train.optimizer import SlotUpdate
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import initial_matrices
@@ -128,7 +129,7 @@ def check_fits(model: LoadedModel, needs: Callable[[LoadedModel], int], limit: i
         needs: model -> the bytes at the peak of what is to be done with it; it may be asked of cut models too.
         limit: bytes that may be used, where that is less than what the device has.
     """
-    available = available_bytes(model.device, limit)
+    available = budget_bytes(model.device.info, limit).bytes
     layers = model.config.num_hidden_layers
     need = needs(model)
     if available is None or need <= available:

@@ -37,7 +37,15 @@ class Command(TyperCommand):
 
 
 class GroupedHelp(Command):
-    """A command whose help lists its options under headings, one column, nothing cut off on a narrow terminal."""
+    """A command whose help lists its options under headings, one column, nothing cut off on a narrow terminal.
+
+    --wait may be given without a number, which stands for 0.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        following = [*args[1:], "-"][: len(args)]
+        bare = [arg == "--wait" and after.startswith("-") for arg, after in zip(args, following, strict=True)]
+        return super().parse_args(ctx, [f"{a}=0" if is_bare else a for a, is_bare in zip(args, bare, strict=True)])
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         panels: dict[str, list[tuple[str, str]]] = {}

@@ -14,12 +14,14 @@ def plan(args: TrainingArguments, note: str | None, as_json: Json = False) -> in
 
     The options are those of 'finetune'. Nothing is allocated.
     """
+    from wgpu_lora.share import budget_bytes
     from wgpu_lora.train.finetune import prepare_job
-    from wgpu_lora.train.memory import NO_WAY, available_bytes, readable, ways_to_fit
+    from wgpu_lora.train.memory import NO_WAY, readable, ways_to_fit
 
     job = prepare_job(args, planning=True)
     session, memory = job.session, job.session.memory()
-    available = available_bytes(session.device, args.budget())
+    budget = budget_bytes(session.device.info, args.budget())
+    available = budget.bytes
     fits = available is None or memory.peak <= available
     ways = [] if available is None or fits else ways_to_fit(available, args, job.replan)
     buckets = sorted(session.steps)
@@ -55,9 +57,9 @@ def plan(args: TrainingArguments, note: str | None, as_json: Json = False) -> in
     console().print(table)
     for tokens in buckets:
         line("batch", f"of up to {tokens:,} tokens: {readable(session.steps[tokens][1].plan().nbytes)} of activations")
-    known = "unknown" if available is None else f"{readable(available)} ({available:,} bytes)"
-    verdict = "" if available is None else ": it fits" if fits else ": it does not fit"
-    line("available", f"{known}{verdict}{'' if fits or ways else f'; {NO_WAY}'}")
+    known = budget.source if available is None else f"{readable(available)}: {budget.source}"
+    verdict = "" if available is None else "; it fits" if fits else "; it does not fit"
+    line("budget", f"{known}{verdict}{'' if fits or ways else f'; {NO_WAY}'}")
     for way in ways:
         line("would fit", f"with {way.options}: {readable(way.peak)} ({way.peak:,} bytes)")
     line("steps", f"{steps:,}")

@@ -9,6 +9,15 @@ import tempfile
 from pathlib import Path
 
 
+def _read_umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+UMASK = _read_umask()  # once: it is set in reading it, and another thread may be writing a file
+
+
 def write_bytes_atomic(path: str | Path, data: bytes) -> None:
     """Puts `data` at `path`: afterwards the file is whole, and before that it is what it was.
 
@@ -22,7 +31,7 @@ def write_bytes_atomic(path: str | Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        temporary.chmod(0o666 & ~_umask())  # mkstemp's own mode would hide the file from everyone else
+        temporary.chmod(0o666 & ~UMASK)  # mkstemp's own mode would hide the file from everyone else
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -76,9 +85,3 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

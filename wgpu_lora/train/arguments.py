@@ -25,6 +25,7 @@ FREE_ON_RESUME = {
     "resume",
     "device",
     "memory_budget",
+    "wait",
     "tune",  # a resumed run keeps its tiles
     "logging_steps",
     "save_steps",
@@ -96,6 +97,9 @@ class TrainingArguments:
     memory_budget: str | None = option(
         None, MEMORY, "Refuse a run that needs more device memory than this, such as 4GiB."
     )
+    wait: float | None = option(
+        None, MEMORY, "Seconds to queue for device memory that others hold; without a number, as long as it takes."
+    )
     seed: int = option(42, OPTIMISATION, "Of the initial adapter, the order and dropout.")
     logging_steps: int = option(10, SAVING, "Steps between log lines.")
     save_steps: int = option(200, SAVING, "Steps between checkpoints; 0 saves only at the end.")
@@ -125,6 +129,7 @@ class TrainingArguments:
         ):
             value = getattr(self, name)
             self._require(math.isfinite(value) and value >= 0, name, "must be 0 or more")
+        self._require(self.wait is None or 0 <= self.wait < math.inf, "wait", "must be 0 or more")
         self._require(self.max_length >= 2, "max_length", "must be at least 2")
         self._require(0 <= self.lora_dropout < 1, "lora_dropout", "must be at least 0 and less than 1")
         self._require(self.warmup_ratio <= 1, "warmup_ratio", "must be at most 1")
@@ -176,6 +181,10 @@ class TrainingArguments:
         assert found
         power = " kmgt".index(found[2].lower() or " ")
         return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+
+    def wait_seconds(self) -> float | None:
+        """How long to queue for memory, None not to; 0 says as long as it takes."""
+        return math.inf if self.wait == 0 else self.wait
 
     def template_kwargs(self) -> dict[str, Any]:
         return {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}

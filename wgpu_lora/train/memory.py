@@ -6,15 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import psutil  # type: ignore[import-untyped]
-
 from wgpu_lora.errors import UserError
 
 if TYPE_CHECKING:
-    from wgpu_lora.gpu.device import Device
+    from wgpu_lora.share import Budget
     from wgpu_lora.train.arguments import TrainingArguments
 
-SHARE = 0.9  # of the system's free memory; the rest is for the driver, the host and everyone else
 NO_WAY = "lower --max-length or --lora-r, or choose a smaller model"
 Replan = Callable[[Mapping[str, Any]], int]  # changed options -> the peak they would give, in bytes
 Fitting = Callable[[Mapping[str, Any]], int | None]  # the same, but None where that does not fit
@@ -28,24 +25,16 @@ class Way:
     peak: int
 
 
-def available_bytes(device: Device, budget: int | None = None) -> int | None:
-    """Bytes that a run may use, those that the device holds for it already included; None where nobody can tell.
-
-    WebGPU does not say how much memory a discrete GPU has. The others live in the system's memory.
-    """
-    if device.info.kind not in ("software", "integrated"):
-        return budget
-    free = int(SHARE * psutil.virtual_memory().available) + device.allocated
-    return free if budget is None else min(budget, free)
-
-
-def check_memory(peak: int, available: int | None, args: TrainingArguments, replan: Replan) -> None:
-    """Raises UserError where `peak` is over `available`, naming the options that would make it fit."""
+def check_memory(peak: int, budget: Budget, args: TrainingArguments, replan: Replan) -> None:
+    """Raises UserError where `peak` is over the budget, naming the options that would make it fit and their bytes."""
+    available = budget.bytes
     if available is None or peak <= available:
         return
-    need = f"This run needs {readable(peak)} ({peak:,} bytes) of device memory, but {readable(available)} "
-    need += f"({available:,} bytes) are available"
-    found = [way.options for way in ways_to_fit(available, args, replan)]
+    need = (
+        f"This run needs {readable(peak)} ({peak:,} bytes) of device memory, but the budget is {readable(available)} "
+    )
+    need += f"({budget.source})"
+    found = [f"{way.options} ({way.peak:,} bytes)" for way in ways_to_fit(available, args, replan)]
     advice = f"it would fit with {', or with '.join(found)}" if found else NO_WAY
     raise UserError(f"{need}: {advice}.")
 

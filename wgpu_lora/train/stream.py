@@ -102,7 +102,12 @@ class DataStream:
         if args.packing:
             return [_rounded(min(args.per_device_train_batch_size * args.max_length, sum(lengths)))]
         most = sum(lengths[-args.per_device_train_batch_size :])
-        return sorted({_rounded(most * share // 4) for share in (1, 2, 3, 4)})
+        return quarters(most)
+
+
+def quarters(most: int) -> list[int]:
+    """Up to four batch sizes, ascending, so that a smaller batch costs less."""
+    return sorted({_rounded(most * share // 4) for share in (1, 2, 3, 4)})
 
 
 def _rounded(tokens: int) -> int:

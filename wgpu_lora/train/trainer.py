@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -89,6 +89,14 @@ class Trainer:
                 else:
                     self._take(live)
             return self.facts
+
+    def end(self, reasons: Mapping[str, str]) -> None:
+        """Ends slots, by name, that had ended before this run was interrupted."""
+        for progress in self.all:
+            reason = reasons.get(progress.run.name)
+            if reason:
+                progress.ended = reason
+                self.facts[progress.run.slot] = progress.run.finish(self.session, reason)
 
     def _measure_start(self) -> None:
         """The held-out losses that a policy compares later ones with."""

@@ -1,0 +1,131 @@
+"""A run that has been read, checked and planned, and the way from there to what it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.tuner import Tuner, wanted
+from wgpu_lora.models.load import Progress
+from wgpu_lora.share import Notice, budget_bytes, hold
+from wgpu_lora.train.memory import Replan, check_memory
+from wgpu_lora.train.session import Session
+from wgpu_lora.train.slot import AdapterRun
+from wgpu_lora.train.trainer import Callback, Trainer
+
+LOCK = ".lock"
+
+
+@dataclass
+class Job:
+    """A session and the runs of its slots, with nothing allocated yet."""
+
+    session: Session
+    runs: Sequence[AdapterRun]
+    replan: Replan
+
+    @property
+    def run(self) -> AdapterRun:
+        """The only one, or the first."""
+        return self.runs[0]
+
+    def directories(self) -> list[Path]:
+        """What the job writes to, and nobody else may meanwhile."""
+        return [run.directory for run in self.runs]
+
+    def check_memory(self) -> None:
+        """Raises UserError, with the options that would make it fit, where the device has too little memory."""
+        args = self.run.args
+        budget = budget_bytes(self.session.device.info, args.budget())
+        check_memory(self.session.memory().peak, budget, args, self.replan)
+
+    def train(
+        self,
+        callback: Callback = lambda result: None,
+        progress: Progress = lambda name: None,
+        waiting: Notice = lambda place, holders, seconds: None,
+    ) -> dict[str, Any]:
+        """Waits for the device's memory, loads the weights, trains and writes; returns what the record holds.
+
+        Args:
+            waiting: called at each look of a run that queues for memory (--wait).
+
+        Raises:
+            UserError: anything that a person can mend, from a directory in use to a full disk.
+        """
+        self.check_memory()
+        info, args = self.session.device.info, self.run.args
+        budget, need = budget_bytes(info, args.budget()).bytes, self.session.memory().peak
+        with ExitStack() as stack:
+            for directory in self.directories():
+                stack.enter_context(_locked(directory))
+            what = f"finetune {self.directories()[-1]}"
+            stack.enter_context(hold(info, need, budget, what, args.wait_seconds(), waiting))
+            try:
+                for run in self.runs:
+                    run.prepare_directory()
+                device = self.session.device
+                device.peak_allocated = device.allocated  # of this run, not of what this process did before
+                self._choose_tiles()
+                self.session.allocate(progress)
+                return self._train(callback)
+            finally:
+                self.session.close()
+
+    def tuner(self) -> Tuner | None:
+        """What will choose the kernels' tilings, or None where this run has its own or is to use the defaults."""
+        args = self.run.args
+        return Tuner(self.session.device) if wanted(args.tune) and not args.resume else None
+
+    def _choose_tiles(self) -> None:
+        tuner = self.tuner()
+        tiles = tuner.tune(self.session.programs()) if tuner else self.run.state.tiles
+        self.session.device.choices = tiles
+        for run in self.runs:
+            run.state.tiles = tiles
+
+    def _train(self, callback: Callback) -> dict[str, Any]:
+        try:
+            for run in self.runs:
+                run.place(self.session)
+            return self.finish(callback)
+        except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
+            reason = getattr(error, "strerror", None) or error
+            where = getattr(error, "filename", None) or self.directories()[-1]
+            raise UserError(
+                f"Writing to {where} failed ({reason}): earlier checkpoints are whole; "
+                "make room and continue with --resume."
+            ) from error
+
+    def finish(self, callback: Callback) -> dict[str, Any]:
+        """Trains and writes; returns run.json's contents."""
+        return Trainer(self.session, self.runs, callback).train()[self.run.slot]
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Keeps other processes from writing to a directory, which is made; one that nothing was left in goes again."""
+    lock = FileLock(directory / LOCK)
+    made = not directory.exists()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(f"Another process is writing to {directory}: wait for it, or choose another.") from None
+    except OSError as error:
+        raise UserError(f"The output directory {directory} cannot be made: {error.strerror}.") from error
+    try:
+        yield
+    finally:
+        lock.release()
+        if made and {p.name for p in directory.iterdir()} <= {LOCK}:
+            with suppress(OSError):  # the run ended before it left anything
+                (directory / LOCK).unlink(missing_ok=True)
+                directory.rmdir()

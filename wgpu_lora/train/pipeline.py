@@ -1,0 +1,241 @@
+"""Many adapters on one frozen base: a job of several slots, for the command line and Python alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.models.load import Progress
+from wgpu_lora.models.loaded import LoadedModel, open_model
+from wgpu_lora.share import Notice
+from wgpu_lora.train.arguments import FREE_ON_RESUME, TrainingArguments, from_values
+from wgpu_lora.train.checkpoint import STATE
+from wgpu_lora.train.finetune import declared_as, read_run, session_of, with_options
+from wgpu_lora.train.job import LOCK, Job
+from wgpu_lora.train.policy import POLICIES, make_policy
+from wgpu_lora.train.record import PIPELINE, PipelineRecord, PipelineState, read_pipeline_state, recover, write_pipeline
+from wgpu_lora.train.session import MemoryPlan
+from wgpu_lora.train.slot import AdapterRun, refuse_used
+from wgpu_lora.train.tasks import AdapterTask, check_apart, task_of
+from wgpu_lora.train.trainer import Callback, Trainer
+
+SCHEDULES = tuple(POLICIES)
+BATCH_TOKENS = 1024  # of a shared batch, where one adapter's own is not larger: enough for a GPU's tiles
+
+
+@dataclass
+class PipelineJob(Job):
+    """The runs of all adapters, in slots 0, 1, ..."""
+
+    output: Path
+    schedule: str
+    batch_tokens: int
+    options: dict[str, Any]
+    state: PipelineState
+
+    def directories(self) -> list[Path]:
+        return [*super().directories(), self.output]
+
+    def finish(self, callback: Callback) -> dict[str, Any]:
+        policy = make_policy(self.schedule, self.state.policy or None)
+        record = PipelineRecord(self.output, self.run.args.save_steps, self.state)
+        trainer = Trainer(self.session, self.runs, callback, policy, record, self.state.step)
+        trainer.end(self.state.ended)
+        trainer.train()
+        return write_pipeline(self.output, self.runs, trainer, self.options)
+
+
+def prepare_pipeline(
+    args: TrainingArguments,
+    tasks: Sequence[AdapterTask],
+    schedule: str = "synchronized",
+    batch_tokens: int | None = None,
+    model: LoadedModel | None = None,
+    *,
+    planning: bool = False,
+) -> PipelineJob:
+    """Reads every adapter's data and the model's files and records the programs. Allocates nothing on the device.
+
+    Args:
+        args: options of all adapters, where a task has none of its own; `output` is the pipeline's own directory.
+        schedule: one of SCHEDULES.
+        batch_tokens: the most tokens of a batch that adapters share; by default what all of one step need, but no more
+            than BATCH_TOKENS or the largest batch of one adapter.
+        planning: the job will not be run, so that directories may be in use.
+
+    Raises:
+        UserError: anything that a person can mend, from the tasks to the device.
+    """
+    _check(args, tasks, schedule, batch_tokens)
+    output = Path(args.output)
+    per_task = [task.arguments(args) for task in tasks]
+    state = PipelineState()
+    if args.resume:
+        state = _recovered(output, tasks)
+    elif not planning:
+        for directory in (output, *(Path(task.checkpoint) for task in tasks)):
+            _refuse_used(directory)
+    model = model or open_model(args.model or "demo", args.device, args.base_dtype)
+    # Without a checkpoint yet, an adapter of a resumed pipeline begins.
+    starts = [task.name in state.steps for task in tasks]
+    runs = [
+        read_run(TrainingArguments(**{**one.as_dict(), "resume": resumed}), model, slot, task.name)
+        for slot, (task, one, resumed) in enumerate(zip(tasks, per_task, starts, strict=True))
+    ]
+    if schedule == "priority-val-loss":
+        blind = [run.name for run in runs if not run.heldout]
+        if blind:
+            raise UserError(
+                f"--schedule priority-val-loss needs held-out data, but adapter '{blind[0]}' has none: give it "
+                "'eval_data', or use another schedule."
+            )
+    tokens = _batch_tokens(runs, schedule, batch_tokens)
+    identity = _identity(args, schedule, tokens, tasks)
+    if args.resume and state.identity != identity:
+        raise UserError(
+            f"--resume needs the adapters, the schedule and the options that the pipeline in {output} began with: "
+            f"{_difference(state.identity, identity)}."
+        )
+    state.identity = identity
+
+    def replan(changes: Mapping[str, Any]) -> int:
+        others = [with_options(run, changes) for run in runs]
+        most = _batch_tokens(others, schedule, batch_tokens)
+        return session_of(declared_as(model, others[0].args.base_dtype), others, most).memory().peak
+
+    options = {**args.as_dict(), "schedule": schedule, "batch_tokens": tokens}
+    return PipelineJob(session_of(model, runs, tokens), runs, replan, output, schedule, tokens, options, state)
+
+
+def _check(args: TrainingArguments, tasks: Sequence[AdapterTask], schedule: str, batch_tokens: int | None) -> None:
+    if not tasks:
+        raise UserError("A pipeline needs at least one adapter: give --adapters DATA:CHECKPOINT.")
+    if schedule not in SCHEDULES:
+        raise UserError(f"--schedule must be one of {', '.join(SCHEDULES)}, not {schedule}.")
+    if batch_tokens is not None and batch_tokens < 1:
+        raise UserError(f"--batch-tokens must be greater than 0, not {batch_tokens}.")
+    if args.target_seconds:
+        raise UserError("--target-seconds is for one adapter: give --max-steps, or --num-train-epochs.")
+    if args.data is not None:
+        raise UserError("--data and --adapters contradict each other: every adapter names its own data.")
+    check_apart(tasks, args.output)
+
+
+def _batch_tokens(runs: Sequence[AdapterRun], schedule: str, given: int | None) -> int:
+    largest = [run.stream.buckets()[-1] for run in runs]
+    longest = max(length for run in runs for length in run.stream.prepared.lengths)
+    if given is not None:
+        if given < longest:
+            raise UserError(f"--batch-tokens {given} is less than the longest row's {longest:,}: give at least that.")
+        return given
+    together = sum(largest) if schedule == "synchronized" else max(largest)
+    return min(together, max(BATCH_TOKENS, *largest))
+
+
+def _identity(args: TrainingArguments, schedule: str, tokens: int, tasks: Sequence[AdapterTask]) -> dict[str, Any]:
+    """What a resumed pipeline must share; every adapter's own options are compared with its checkpoint's."""
+    options = {name: value for name, value in args.as_dict().items() if name not in FREE_ON_RESUME}
+    adapters = [{"name": task.name, "weight": task.weight, "objective": task.objective} for task in tasks]
+    return {"schedule": schedule, "batch_tokens": tokens, "adapters": adapters, "options": options}
+
+
+def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:
+    flat_before, flat_now = ({**d, **d.get("options", {})} for d in (before, now))
+    names = [name for name in flat_now if name != "options" and flat_before.get(name) != flat_now[name]]
+    name = names[0] if names else "options"
+    return f"{name} was {flat_before.get(name)!r}, not {flat_now.get(name)!r}"
+
+
+def _recovered(output: Path, tasks: Sequence[AdapterTask]) -> PipelineState:
+    state = read_pipeline_state(output)
+    directories = {task.name: Path(task.checkpoint) for task in tasks}
+    missing = [name for name in state.steps if name not in directories]
+    if missing:
+        raise UserError(f"--resume: the pipeline in {output} has an adapter '{missing[0]}' too: name it again.")
+    try:
+        with FileLock(output / LOCK, timeout=0):
+            recover(state, directories)
+    except Timeout:
+        raise UserError(f"Another process is writing to {output}: wait for it, or choose another --output.") from None
+    return state
+
+
+def _refuse_used(directory: Path) -> None:
+    if (directory / PIPELINE).exists() or (directory / STATE).exists():
+        raise UserError(
+            f"The output directory {directory} already holds a pipeline: choose another --output, or continue it with "
+            "--resume."
+        )
+    refuse_used(directory)
+
+
+class MultiAdapterPipeline:
+    """Trains several LoRA adapters at once over one frozen base.
+
+        pipeline = MultiAdapterPipeline(
+            [{"data": "a.jsonl", "checkpoint": "out/a", "rank": 8}, {"data": "b.jsonl", "checkpoint": "out/b"}],
+            model="models/qwen", schedule="synchronized", output="out/pipeline", num_train_epochs=3,
+        )
+        record = pipeline.train(callback=lambda result: print(result.adapter, result.loss))
+
+    Each adapter comes out as a fine-tune by itself would make it, to within float rounding.
+
+    Args:
+        adapters: an AdapterTask or a dict with the keys of an [[adapter]] table each.
+        model: a directory, a hub id, `demo`, or a loaded model.
+        schedule: synchronized, round-robin or priority-val-loss.
+        batch_tokens: see `prepare_pipeline`.
+        options: those of `wgpu-lora finetune`, with underscores, for the adapters that do not set their own.
+
+    Raises:
+        UserError: anything that a person can mend, from the adapters to the device.
+    """
+
+    def __init__(
+        self,
+        adapters: Sequence[AdapterTask | Mapping[str, Any]],
+        model: LoadedModel | str | Path | None = None,
+        *,
+        schedule: str = "synchronized",
+        batch_tokens: int | None = None,
+        **options: Any,
+    ):
+        tasks = [
+            task if isinstance(task, AdapterTask) else task_of(task, f"Adapter {number}")
+            for number, task in enumerate(adapters, 1)
+        ]
+        given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+        opened = model if isinstance(model, LoadedModel) else None
+        if opened:
+            given |= {"model": opened.name, "base_dtype": opened.decoder.base_dtype}
+        elif model is not None:
+            given["model"] = str(model)
+        args = from_values(given, "MultiAdapterPipeline()")
+        self.job = prepare_pipeline(args, tasks, schedule, batch_tokens, opened)
+
+    def memory(self) -> MemoryPlan:
+        """What training will allocate, to the byte."""
+        return self.job.session.memory()
+
+    def train(
+        self,
+        callback: Callback = lambda result: None,
+        progress: Progress = lambda name: None,
+        waiting: Notice = lambda place, holders, seconds: None,
+    ) -> dict[str, Any]:
+        """Trains to the end and returns what pipeline.json holds.
+
+        Args:
+            callback: called with a StepResult after every step of every adapter.
+            progress: called with the name of each tensor that is loaded.
+            waiting: called at each look of a run that queues for memory.
+
+        Raises:
+            UserError: the memory is not to be had, a directory is in use, or the disk is full.
+        """
+        return self.job.train(callback, progress, waiting)

@@ -1,0 +1,140 @@
+"""What the adapters of a pipeline are: --adapters DATA:CHECKPOINT, and adapters.toml."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.train.arguments import TrainingArguments, from_values
+
+# Keys of an [[adapter]] table, and the training options that they stand for.
+OPTIONS = {
+    "rank": "lora_r",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "epochs": "num_train_epochs",
+    **{name: name for name in ("target_modules", "learning_rate", "max_steps", "max_length")},
+    **{name: name for name in ("eval_data", "init_adapter")},
+}
+OWN = ("data", "checkpoint", "name", "weight", "objective")
+OBJECTIVES = ("sft",)
+
+
+@dataclass(frozen=True)
+class AdapterTask:
+    """One adapter of a pipeline.
+
+    name: by default the checkpoint directory's. weight: batches a step, by those of an adapter of weight 1.
+    options: training options of its own, by the names of TrainingArguments.
+    """
+
+    data: str
+    checkpoint: str
+    name: str
+    weight: float = 1.0
+    objective: str = "sft"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def arguments(self, base: TrainingArguments) -> TrainingArguments:
+        """The options of a run by itself that trains this adapter as the pipeline does."""
+        batches = base.gradient_accumulation_steps * self.weight
+        if batches < 1:
+            raise UserError(
+                f"The adapter {self.name} of weight {self.weight:g} has less than a batch a step: set "
+                f"--gradient-accumulation-steps to at least {math.ceil(1 / self.weight)}, or raise the weight."
+            )
+        own = from_values(self.options, f"The adapter {self.name}", base)
+        return replace(own, data=self.data, output=self.checkpoint, gradient_accumulation_steps=round(batches))
+
+
+def task_of(values: Mapping[str, Any], where: str) -> AdapterTask:
+    """An adapter from the keys of an [[adapter]] table; `where` begins the errors.
+
+    Raises:
+        UserError: a key is unknown or missing, or a value is not of its kind.
+    """
+    for key in values:
+        if key not in OPTIONS and key not in OWN:
+            near = difflib.get_close_matches(key, [*OPTIONS, *OWN], n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"choose among {', '.join([*OWN, *OPTIONS])}."
+            raise UserError(f"{where} has an unknown key '{key}': {hint}")
+    for key in ("data", "checkpoint", "name", "objective"):
+        if key in values and not (isinstance(values[key], str | Path) and str(values[key]).strip()):
+            raise UserError(f"{where}: '{key}' must be some text, not {values[key]!r}.")
+    for key in ("data", "checkpoint"):
+        if key not in values:
+            raise UserError(f"{where} has no '{key}': every adapter needs its data and a checkpoint directory.")
+    weight = values.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        raise UserError(f"{where}: 'weight' must be a number greater than 0, not {weight!r}.")
+    objective = values.get("objective", "sft")
+    if objective not in OBJECTIVES:
+        raise UserError(f"{where}: 'objective' must be one of {', '.join(OBJECTIVES)}, not {objective!r}.")
+    checkpoint = str(values["checkpoint"])
+    options = {OPTIONS[key]: _plain(value) for key, value in values.items() if key in OPTIONS}
+    name = values.get("name") or Path(checkpoint).resolve().name
+    return AdapterTask(str(values["data"]), checkpoint, name, float(weight), objective, options)
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+def task_of_pair(text: str) -> AdapterTask:
+    """An adapter from DATA:CHECKPOINT.
+
+    Raises:
+        UserError: there is not exactly one colon, or nothing on one side of it.
+    """
+    data, colon, checkpoint = text.partition(":")
+    if not colon or not data.strip() or not checkpoint.strip():
+        raise UserError(f"--adapters {text} is not DATA:CHECKPOINT, such as data/a.jsonl:checkpoints/a.")
+    if ":" in checkpoint:
+        raise UserError(
+            f"--adapters {text} has more than one colon, so where the data's path ends is not clear: name paths with a "
+            "colon in a file for --adapters-config."
+        )
+    return task_of({"data": data, "checkpoint": checkpoint}, f"--adapters {text}")
+
+
+def read_tasks(path: Path) -> list[AdapterTask]:
+    """The [[adapter]] tables of a TOML file; its relative paths begin where the command runs, as a recipe's do.
+
+    Raises:
+        UserError: the file cannot be read or is not valid TOML, or something in it is unknown, missing or wrong.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"The adapters' file {path} cannot be read ({error.strerror}).") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"The adapters' file {path} is not valid TOML: {error}.") from error
+    tables = values.pop("adapter", [])
+    if values:
+        raise UserError(f"{path} has an unknown key '{next(iter(values))}': only [[adapter]] tables belong there.")
+    if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
+        raise UserError(f"{path} has no [[adapter]] table: write one for every adapter.")
+    return [task_of(table, f"{path}: adapter {number}") for number, table in enumerate(tables, 1)]
+
+
+def check_apart(tasks: Sequence[AdapterTask], output: str) -> None:
+    """Raises UserError where two adapters, or an adapter and the pipeline's record, would write to one directory."""
+    names: dict[str, AdapterTask] = {}
+    places = {Path(output).resolve(): "--output, the pipeline's own record"}
+    for task in tasks:
+        if task.name in names:
+            raise UserError(
+                f"Two adapters are named '{task.name}': give each a 'name' of its own in the adapters' file."
+            )
+        place = Path(task.checkpoint).resolve()
+        if place in places:
+            raise UserError(
+                f"{task.checkpoint} is the directory of {places[place]} and of adapter '{task.name}': each needs one."
+            )
+        names[task.name], places[place] = task, f"adapter '{task.name}'"
