@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,12 @@ import pytest
 from safetensors.numpy import load_file
 from training_helpers import model_dir, random_rows
 
+from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.train.output import LOG, read_log
 from wgpu_lora.train.pipeline import SCHEDULES, MultiAdapterPipeline
 from wgpu_lora.train.progress import StepResult
 from wgpu_lora.train.tasks import task_of
@@ -124,3 +129,117 @@ def test_together_is_as_alone(model: LoadedModel, trained: Path, schedule: str) 
     if schedule == "round-robin":
         assert seen[:4] == ["a", "b", "c", "a"]
     assert json.loads((trained / schedule / "pipeline" / "pipeline.json").read_text()) == record
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_poisoned_adapter_stops_alone(model: LoadedModel, trained: Path, schedule: str) -> None:
+    """A learning rate that throws b's weights out of range: b keeps its last finite adapter, the others finish."""
+    place = f"poisoned-{schedule}"
+    tasks = adapters(trained, place)
+    tasks[1]["learning_rate"] = 1e30
+    output = trained / place / "pipeline"
+    record = MultiAdapterPipeline(tasks, model, output=str(output), **options(schedule=schedule)).train()
+    assert [a["stop_reason"] for a in record["adapters"]] == ["epochs", "non-finite", "max steps"]
+    assert_same(trained, place, "ac")
+    poisoned = trained / place / "b"
+    for directory in (poisoned, poisoned / "last"):
+        assert all(np.isfinite(values).all() for values in load_file(directory / WEIGHTS).values())
+    assert json.loads((poisoned / "last" / "metadata.json").read_text())["step"] == record["adapters"][1]["step"] >= 1
+
+
+CHILD = """
+import json, os, signal, sys
+from wgpu_lora.train import record
+from wgpu_lora.train.pipeline import MultiAdapterPipeline
+tasks, options, deadly, where = json.loads(sys.argv[1])
+steps = [0]
+def callback(result):
+    steps[0] += 1
+    if where == "step" and steps[0] == deadly:
+        os.kill(os.getpid(), signal.SIGKILL)
+real = record.replace_directory
+def dying(tmp, final):
+    steps[0] += 1
+    if where == "move" and steps[0] == deadly:
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(tmp, final)
+if where == "move":
+    record.replace_directory = dying
+    callback = lambda result: None
+MultiAdapterPipeline(tasks, **options).train(callback)
+"""
+
+
+def child(tasks: list[dict[str, Any]], opts: dict[str, Any], deadly: int = 0, where: str = "step") -> int:
+    arguments = json.dumps([tasks, opts, deadly, where])
+    return subprocess.run([sys.executable, "-c", CHILD, arguments], check=False, timeout=300).returncode
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "deadly", "where"),
+    [("synchronized", 10, "step"), ("priority-val-loss", 9, "step"), ("synchronized", 5, "move")],
+)
+def test_a_killed_pipeline_resumes_byte_for_byte(tmp_path: Path, schedule: str, deadly: int, where: str) -> None:
+    """Killed in a step, or half way through moving checkpoints into place: everything comes out as without."""
+
+    def opts(place: str, **changes: Any) -> dict[str, Any]:
+        where = str(tmp_path / place / "pipeline")
+        return options(model=str(model_dir("qwen2")), schedule=schedule, output=where) | changes
+
+    assert child(adapters(tmp_path, "whole"), opts("whole")) == 0
+    assert child(adapters(tmp_path, "killed"), opts("killed"), deadly, where) == -signal.SIGKILL
+    assert child(adapters(tmp_path, "killed"), opts("killed", resume=True)) == 0
+    for name in "abc":
+        for file in (WEIGHTS, f"last/{WEIGHTS}", "last/optimizer.safetensors", f"best/{WEIGHTS}"):
+            assert (tmp_path / "killed" / name / file).read_bytes() == (tmp_path / "whole" / name / file).read_bytes()
+        lines = [read_log(tmp_path / p / name / LOG) for p in ("killed", "whole")]
+        timeless = [[{k: v for k, v in e.items() if "second" not in k} for e in log] for log in lines]
+        assert timeless[0] == timeless[1]
+    states = [json.loads((tmp_path / p / "pipeline" / "state.json").read_text()) for p in ("killed", "whole")]
+    assert states[0] == states[1]
+
+
+def test_resuming_asks_for_the_same(model: LoadedModel, trained: Path) -> None:
+    place = "asked"
+
+    def pipeline(tasks: list[dict[str, Any]], **changes: Any) -> MultiAdapterPipeline:
+        output = str(trained / place / "pipeline")
+        return MultiAdapterPipeline(tasks, model, output=output, **options(max_steps=1) | changes)
+
+    tasks = adapters(trained, place)
+    with pytest.raises(UserError, match="There is no pipeline"):
+        pipeline(tasks, resume=True)
+    pipeline(tasks).train()
+    with pytest.raises(UserError, match="already holds a pipeline"):
+        pipeline(tasks)
+    with pytest.raises(UserError, match="schedule was 'synchronized', not 'round-robin'"):
+        pipeline(tasks, resume=True, schedule="round-robin")
+    with pytest.raises(UserError, match="has an adapter 'c' too"):
+        pipeline(tasks[:2], resume=True)
+    with pytest.raises(UserError, match="seed was 42, not 1"):
+        pipeline(tasks, resume=True, seed=1)
+    record = pipeline(tasks, resume=True).train()  # of a pipeline that is done: nothing more
+    assert [a["step"] for a in record["adapters"]] == [1, 1, 3]
+
+
+def test_priority_needs_heldout_data(model: LoadedModel, trained: Path) -> None:
+    tasks = adapters(trained, "blind")
+    del tasks[1]["eval_data"]
+    how = options(schedule="priority-val-loss", output=str(trained / "blind" / "pipeline"))
+    with pytest.raises(UserError, match="adapter 'b' has none"):
+        MultiAdapterPipeline(tasks, model, **how)
+
+
+def test_shared_batches_are_bounded(model: LoadedModel, trained: Path) -> None:
+    tasks = adapters(trained, "bounded")
+    output = str(trained / "bounded" / "pipeline")
+
+    def buckets(**how: Any) -> list[int]:
+        return sorted(MultiAdapterPipeline(tasks, model, output=output, **options(**how)).job.session.steps)
+
+    most = max(buckets(schedule="round-robin"))
+    assert max(buckets()) > most
+    assert max(buckets(batch_tokens=48)) == 48
+    with pytest.raises(UserError, match="less than the longest row"):
+        buckets(batch_tokens=4)

@@ -4,42 +4,96 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from wgpu_lora.cli.console import Bar, is_terminal, line
-from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.arguments import ADAPTER, FILES, TrainingArguments
 
 if TYPE_CHECKING:
-    from wgpu_lora.train.finetune import Job
+    from wgpu_lora.share import Entry
+    from wgpu_lora.train.job import Job
     from wgpu_lora.train.progress import StepResult
 
 SMOOTHED = 10  # steps whose speed is shown
 EXIT_CODES = {"non-finite": 1, "interrupt": 130}
+# Options of a pipeline, which `plan` has too.
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="DATA:CHECKPOINT of an adapter; given several times, all are trained over one base.",
+        metavar="DATA:CHECKPOINT",
+        rich_help_panel=FILES,
+    ),
+]
+AdaptersConfig = Annotated[
+    Path | None,
+    typer.Option(help="TOML file with an [[adapter]] table for each, with options of its own.", rich_help_panel=FILES),
+]
+Schedule = Annotated[
+    str,
+    typer.Option(
+        help="Which adapters take a step: synchronized, round-robin or priority-val-loss.", rich_help_panel=ADAPTER
+    ),
+]
+BatchTokens = Annotated[
+    int | None, typer.Option(help="Most tokens of a batch that several adapters share.", rich_help_panel=ADAPTER)
+]
 
 
-def finetune(args: TrainingArguments, note: str | None) -> int:
-    """Train a LoRA adapter on a JSONL file.
+def finetune(
+    args: TrainingArguments,
+    note: str | None,
+    adapters: Adapters = None,
+    adapters_config: AdaptersConfig = None,
+    schedule: Schedule = "synchronized",
+    batch_tokens: BatchTokens = None,
+) -> int:
+    """Train a LoRA adapter on a JSONL file, or several over one base.
 
     Without --model and --data, it trains the demo model on the demo's own data.
     """
-    from wgpu_lora.train.finetune import prepare_job
-
     if note:
         line("recipe", note)
+    if adapters or adapters_config:
+        from wgpu_lora.cli.pipeline import train_pipeline
+
+        return train_pipeline(args, adapters or [], adapters_config, schedule, batch_tokens)
+    from wgpu_lora.train.finetune import prepare_job
+
     job = prepare_job(args)
     describe(job)
     with Watcher(job) as watcher:
-        facts = job.train(watcher.step, watcher.loaded)
+        facts = job.train(watcher.step, watcher.loaded, waiting)
     return report(facts, args.output)
+
+
+def waiting(place: int, holders: list[Entry], seconds: float) -> None:
+    """A line for each look of a run that queues for memory."""
+    held = ", ".join(entry.who for entry in holders) or "nobody"
+    line("waiting", f"place {place} in the queue, {seconds:.0f} s so far; the device's memory is held by {held}")
 
 
 def describe(job: Job) -> None:
     """What is about to run, a line each."""
-    from wgpu_lora.train.memory import readable
+    describe_model(job)
+    for run in job.runs:
+        mark = f"{run.name}: " if run.name else ""
+        line("data", mark + run.stream.prepared.summary())
+        if run.heldout:
+            line("held out", mark + run.heldout.summary())
+        trained = job.session.adapters.trainable(run.slot, job.session.model.config)
+        modules = run.args.target_modules
+        line("adapter", f"{mark}rank {run.spec.rank} on {modules}: {trained:,} trained parameters")
+    describe_memory(job)
 
-    session, run = job.session, job.run
-    model, device, args = session.model, session.device, run.args
-    config, plan = model.config, session.memory()
+
+def describe_model(job: Job) -> None:
+    session = job.session
+    model, device = session.model, session.device
+    config = model.config
     subgroups = f"subgroups of {device.subgroup_size}" if device.subgroup_size else "no subgroups"
     line("device", f"{device.info.name}, {device.info.driver}, {device.info.backend}, {subgroups}")
     line(
@@ -47,14 +101,16 @@ def describe(job: Job) -> None:
         f"{model.name}: {config.architecture}, {config.num_hidden_layers} layers of {config.hidden_size}, "
         f"vocabulary {config.vocab_size:,}, weights in {model.decoder.base_dtype}",
     )
-    line("data", run.stream.prepared.summary())
-    if run.heldout:
-        line("held out", run.heldout.summary())
-    trained = session.adapters.trainable(run.slot, config)
-    line("adapter", f"rank {run.spec.rank} on {args.target_modules}: {trained:,} trained parameters")
+
+
+def describe_memory(job: Job) -> None:
+    """The plan, and what has yet to be timed."""
+    from wgpu_lora.train.memory import readable
+
+    plan = job.session.memory()
     line("memory", f"{readable(plan.peak)} at the peak ({plan.peak:,} bytes)")
     tuner = job.tuner()
-    untimed = tuner.untimed(session.programs()) if tuner else 0
+    untimed = tuner.untimed(job.session.programs()) if tuner else 0
     if tuner and untimed:
         line("tuning", f"{untimed} kernel sizes not timed on this device yet: at most {tuner.seconds:.0f} s now")
 

@@ -67,7 +67,8 @@ def training_options(run: Callable[..., int]) -> Callable[..., int]:
 
     def command(ctx: typer.Context, recipe: str | None, **values: Any) -> int:
         given = {name: values.pop(name) for name in names if _from_command_line(ctx, name)}
-        args, path = gather(given, recipe, "The command line")
+        own_data = any(values.get(name) for name in ("adapters", "adapters_config"))
+        args, path = gather(given, recipe, "The command line", demo=not own_data)
         note = None
         if path is not None:
             note = f"{path}" if recipe else f"{path} (the demo, since neither --data nor --recipe is given)"

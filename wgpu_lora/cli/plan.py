@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from wgpu_lora.cli.console import console, line, print_json
+from wgpu_lora.cli.finetune import Adapters, AdaptersConfig, BatchTokens, Schedule
 from wgpu_lora.cli.options import Json
 from wgpu_lora.train.arguments import TrainingArguments
 
+if TYPE_CHECKING:
+    from wgpu_lora.train.job import Job
 
-def plan(args: TrainingArguments, note: str | None, as_json: Json = False) -> int:
+
+def plan(
+    args: TrainingArguments,
+    note: str | None,
+    adapters: Adapters = None,
+    adapters_config: AdaptersConfig = None,
+    schedule: Schedule = "synchronized",
+    batch_tokens: BatchTokens = None,
+    as_json: Json = False,
+) -> int:
     """Show the memory that a run would take.
 
     The options are those of 'finetune'. Nothing is allocated.
     """
     from wgpu_lora.share import budget_bytes
-    from wgpu_lora.train.finetune import prepare_job
     from wgpu_lora.train.memory import NO_WAY, readable, ways_to_fit
 
-    job = prepare_job(args, planning=True)
+    job = _prepare(args, adapters, adapters_config, schedule, batch_tokens)
     session, memory = job.session, job.session.memory()
     budget = budget_bytes(session.device.info, args.budget())
     available = budget.bytes
     fits = available is None or memory.peak <= available
     ways = [] if available is None or fits else ways_to_fit(available, args, job.replan)
     buckets = sorted(session.steps)
-    steps = job.run.stream.total_steps()
+    steps = {run.name: run.stream.total_steps() for run in job.runs}
     if as_json:
         print_json(
             {
@@ -39,7 +52,7 @@ def plan(args: TrainingArguments, note: str | None, as_json: Json = False) -> in
                 "buckets": [
                     {"tokens": tokens, "activations": session.steps[tokens][1].plan().nbytes} for tokens in buckets
                 ],
-                "steps": steps,
+                "steps": steps if adapters or adapters_config else steps[""],
             }
         )
         return 0
@@ -62,5 +75,19 @@ def plan(args: TrainingArguments, note: str | None, as_json: Json = False) -> in
     line("budget", f"{known}{verdict}{'' if fits or ways else f'; {NO_WAY}'}")
     for way in ways:
         line("would fit", f"with {way.options}: {readable(way.peak)} ({way.peak:,} bytes)")
-    line("steps", f"{steps:,}")
+    for name, count in steps.items():
+        line("steps", f"{name}: {count:,}" if name else f"{count:,}")
     return 0
+
+
+def _prepare(
+    args: TrainingArguments, pairs: list[str] | None, config: Path | None, schedule: str, batch_tokens: int | None
+) -> Job:
+    if not (pairs or config):
+        from wgpu_lora.train.finetune import prepare_job
+
+        return prepare_job(args, planning=True)
+    from wgpu_lora.cli.pipeline import tasks_of
+    from wgpu_lora.train.pipeline import prepare_pipeline
+
+    return prepare_pipeline(args, tasks_of(pairs or [], config), schedule, batch_tokens, planning=True)

@@ -215,12 +215,14 @@ def from_values(values: Mapping[str, Any], where: str, base: TrainingArguments |
     return replace(base or TrainingArguments(), **given)
 
 
-def gather(given: Mapping[str, Any], recipe: str | None, where: str) -> tuple[TrainingArguments, Path | None]:
+def gather(
+    given: Mapping[str, Any], recipe: str | None, where: str, demo: bool = True
+) -> tuple[TrainingArguments, Path | None]:
     """The options that were given, over a recipe's; also the recipe's path.
 
-    Where neither a recipe nor data nor another model is named, it is the demo's recipe.
+    With `demo`, where neither a recipe nor data nor another model is named, it is the demo's recipe.
     """
-    if recipe is None and not given.get("data") and given.get("model") in (None, "demo"):
+    if demo and recipe is None and not given.get("data") and given.get("model") in (None, "demo"):
         recipe = "demo"
     if recipe is None:
         return from_values(given, where), None

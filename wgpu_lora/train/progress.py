@@ -21,8 +21,8 @@ CALIBRATION_STEPS = 3  # timed after one that pays for compilation
 class StepResult:
     """What a callback sees of a slot's step.
 
-    adapter: its name in a pipeline, "" for a run by itself. seconds: of the step alone, held-out loss excluded; where
-    slots share a step, this one's part of it by tokens.
+    adapter: its name in a pipeline, "" for a run by itself. tokens: trained so far; step_tokens: in this step.
+    seconds: of the step alone, held-out loss excluded; where slots share a step, this one's part of it by tokens.
     """
 
     step: int
@@ -36,6 +36,7 @@ class StepResult:
     eval_loss: float | None
     adapter: str = ""
     slot: int = 0
+    step_tokens: int = 0
 
 
 @dataclass
@@ -99,7 +100,7 @@ class Progress:
         self._calibrate(seconds)
         self._epoch = round(step.epoch + (step.index + 1) / len(self.run.stream.epoch(step.epoch)), 4)
         self._line = {"loss": loss, "learning_rate": update.learning_rate, "grad_norm": report.grad_norm}
-        self._seconds = seconds
+        self._seconds, self._tokens = seconds, tokens
         self.step = next(self._steps)
 
     @property
@@ -152,6 +153,7 @@ class Progress:
             line.get("eval_loss"),
             run.name,
             run.slot,
+            self._tokens,
         )
 
     def close(self) -> None:
