@@ -7,6 +7,7 @@ import pytest
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.assets import asset_dir
+from wgpu_lora.share import Budget
 from wgpu_lora.train.arguments import PANELS, TrainingArguments, find_recipe, from_values, gather, read_recipe
 from wgpu_lora.train.memory import check_memory, readable
 
@@ -97,14 +98,18 @@ def _peak(args: TrainingArguments, changes: dict) -> int:
     ("options", "available", "advice"),
     [
         ({}, 825, None),
-        ({}, 824, "with --gradient-checkpointing, or with --per-device-train-batch-size 7."),
-        ({}, 300, "with --per-device-train-batch-size 2."),
-        ({}, 120, "with --gradient-checkpointing --per-device-train-batch-size 1."),
-        ({"base_dtype": "bf16"}, 825, "with --base-dtype nf4, or with --gradient-checkpointing, or with"),
+        ({}, 824, "with --gradient-checkpointing (425 bytes), or with --per-device-train-batch-size 7 (725 bytes)."),
+        ({}, 300, "with --per-device-train-batch-size 2 (225 bytes)."),
+        ({}, 120, "with --gradient-checkpointing --per-device-train-batch-size 1 (75 bytes)."),
+        (
+            {"base_dtype": "bf16"},
+            825,
+            "with --base-dtype nf4 (825 bytes), or with --gradient-checkpointing (500 bytes), or with",
+        ),
         (
             {"base_dtype": "bf16"},
             130,
-            "with --base-dtype nf4 --gradient-checkpointing --per-device-train-batch-size 2.",
+            "with --base-dtype nf4 --gradient-checkpointing --per-device-train-batch-size 2 (125 bytes).",
         ),
         ({"gradient_checkpointing": True}, 74, "lower --max-length or --lora-r, or choose a smaller model."),
     ],
@@ -113,12 +118,12 @@ def test_advice_names_options_that_fit(options: dict, available: int, advice: st
     args = TrainingArguments(per_device_train_batch_size=8, **options)
     peak = _peak(args, {})
     if advice is None:
-        check_memory(peak, available, args, lambda changes: _peak(args, changes))
+        check_memory(peak, Budget(available, "somebody says so"), args, lambda changes: _peak(args, changes))
         return
     with pytest.raises(UserError) as caught:
-        check_memory(peak, available, args, lambda changes: _peak(args, changes))
+        check_memory(peak, Budget(available, "somebody says so"), args, lambda changes: _peak(args, changes))
     assert f"({peak:,} bytes)" in str(caught.value)
-    assert f"({available:,} bytes)" in str(caught.value)
+    assert f"the budget is {available} bytes (somebody says so)" in str(caught.value)
     assert advice in str(caught.value)
 
 

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.share import Budget
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.memory import check_memory
 from wgpu_lora.train.progress import StepResult
@@ -241,7 +242,7 @@ def test_too_little_memory_is_said_before_anything_is_allocated(run: Run, tmp_pa
     before, out = device.allocated, tmp_path / "out"
     options = {**SMALL, "model": QWEN2, "data": data, "output": out, "memory_budget": "100KiB"}
     line = refused(run("finetune", *flags(**options)))
-    assert "102,400 bytes" in line
+    assert "the budget is 100.0 KiB (--memory-budget)" in line
     assert "--max-length" in line
     assert device.allocated == before
     assert not out.exists()
@@ -281,10 +282,12 @@ def test_advice_leaves_out_what_the_device_cannot_bind():
         return 100 * changes["per_device_train_batch_size"]
 
     args = TrainingArguments(per_device_train_batch_size=8)
-    with pytest.raises(UserError, match=r"\(350 bytes\).* it would fit with --per-device-train-batch-size 3\."):
-        check_memory(800, 350, args, replan)
+    with pytest.raises(
+        UserError, match=r"is 350 bytes .* fit with --per-device-train-batch-size 3 \(300 bytes\)\."
+    ):
+        check_memory(800, Budget(350, "test"), args, replan)
     with pytest.raises(UserError, match="lower --max-length"):
-        check_memory(800, 50, args, replan)
+        check_memory(800, Budget(50, "test"), args, replan)
 
 
 # -- from end to end -------------------------------------------------------------------------------------------------
