@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,9 @@ def test_a_poisoned_adapter_is_exit_code_1(rows: Path, capsys: pytest.CaptureFix
     printed = capsys.readouterr()
     assert printed.err.startswith("wgpu-lora: adapter c: the loss or the gradient is not finite")
     assert printed.out.count("the step limit is reached") == 2
+    taken = json.loads((rows / "out/both/pipeline.json").read_text())["step"]
+    assert finetune("--adapters-config", "more.toml", "--resume", steps=4) == 1  # it is not tried again
+    assert json.loads((rows / "out/both/pipeline.json").read_text())["step"] == taken
 
 
 def test_memory_that_is_held(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,3 +121,18 @@ def test_the_table(rows: Path) -> None:
     assert header.split()[:6] == ["adapter", "step", "epoch", "loss", "held-out", "tokens"]
     assert first.split() == ["a", "2/4", "0.50", "1.2500", "2.5000", "80", "40", "100%"]
     assert second.split() == ["b", "0", "0%"]
+
+
+def test_interrupt_keeps_everything(
+    rows: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C ends the step in progress for all adapters, and --resume finishes them."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Table, "step", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        assert finetune(steps=3) == 130
+    assert capsys.readouterr().out.count("interrupted; continue with --resume after 1 steps") == 2
+    assert finetune("--resume", steps=3) == 0
+    ended = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert [line.split()[1:3] for line in ended] == [[name, f"{step}/3"] for step in (2, 3) for name in "ab"]
+    for name in "ab":
+        assert json.loads((rows / "out" / name / "run.json").read_text())["stop_reason"] == "max steps"
