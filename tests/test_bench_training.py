@@ -118,7 +118,7 @@ def test_command_writes_lines(shared: None, tmp_path: Path, capsys: pytest.Captu
     out = capsys.readouterr().out
     assert "shape mini, 1 layers" in out
     assert "one run" in out
-    with pytest.raises(UserError, match=r"The directory of --json /nowhere/x\.json does not exist"):
+    with pytest.raises(UserError, match=r"The result file /nowhere/x\.json cannot be written"):
         bench_training.training(work, 1, "/nowhere/x.json")
 
 

@@ -123,6 +123,8 @@ def _measure(context: Any, names: list[str], time_limit: float | None, file: str
     results: list[Any] = []
     with Bar("ceilings", len(names) + 1) as bar:
         bar.advance(to=0)
+        if not is_terminal(sys.stdout):
+            line("measuring", "the device's ceilings first, then each brick")
         ceilings = measure_ceilings(context.device)
         line("ceilings", ceiling_text(ceilings))
         if writer:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.cli.console import console, line
-from wgpu_lora.errors import UserError
 
 if TYPE_CHECKING:
     from wgpu_lora.bench.max_batch import Batches
@@ -70,16 +67,9 @@ def _lines_to(path: str | None) -> Callable[[Record], None]:
     """Appends each record to a new file as a line, at once: what was measured stays if a later part fails."""
     if path is None:
         return lambda record: None
-    file = Path(path)
-    if not file.absolute().parent.is_dir():
-        raise UserError(f"The directory of --json {path} does not exist: make it first.")
-    file.write_text("")
+    from wgpu_lora.bench.results import Writer
 
-    def write(record: Record) -> None:
-        with file.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(record) + "\n")
-
-    return write
+    return Writer(path).write
 
 
 def _show_device(header: Record) -> None:
