@@ -13,9 +13,31 @@ from typing import TYPE_CHECKING, Any
 from wgpu_lora.errors import UserError
 
 if TYPE_CHECKING:
-    from wgpu_lora.api import Answer, answer, evaluate, finetune, generate, load
+    from wgpu_lora.api import (
+        Answer,
+        MultiAdapterPipeline,
+        answer,
+        compare,
+        evaluate,
+        evaluate_several,
+        finetune,
+        generate,
+        load,
+    )
 
-__all__ = ["Answer", "UserError", "__version__", "answer", "evaluate", "finetune", "generate", "load"]
+__all__ = [
+    "Answer",
+    "MultiAdapterPipeline",
+    "UserError",
+    "__version__",
+    "answer",
+    "compare",
+    "evaluate",
+    "evaluate_several",
+    "finetune",
+    "generate",
+    "load",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,28 +1,26 @@
-"""The Python door: load, fine-tune, generate, evaluate. The command line goes through it too."""
+"""The Python door: load, fine-tune, generate, compare, evaluate. The command line goes through it too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.data import StreamDecoder, Tokenizer, prepare, resolve_data
+from wgpu_lora.data import Prepared, prepare, resolve_data
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.peft import CONFIG, read_adapter
-from wgpu_lora.infer import Evaluation, Generator, chat_prompt, load_adapters
+from wgpu_lora.infer import Evaluation
 from wgpu_lora.infer import evaluate as evaluate_rows
+from wgpu_lora.infer.answer import Answer, OnDone, OnText, answer_slots
+from wgpu_lora.infer.named import on_device, slots_of
 from wgpu_lora.infer.prompt import check_text
-from wgpu_lora.models.config import read_json
 from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.train.arguments import OVERFLOW, gather
 from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.train.pipeline import MultiAdapterPipeline as MultiAdapterPipeline
 from wgpu_lora.train.trainer import Callback
 
-OnText = Callable[[str], None]
+__all__ = ["Answer", "answer", "compare", "evaluate", "evaluate_several", "finetune", "generate", "load"]
 
 
 def load(model: str | Path = "demo", *, device: str | int | None = None, base_dtype: str = "nf4") -> LoadedModel:
@@ -79,20 +77,6 @@ def _plain(name: str, value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a model said to a prompt, and how it came to an end: stop, length or capacity."""
-
-    prompt: str
-    text: str
-    token_ids: list[int]
-    stop_reason: str
-    tokens_per_second: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
 def generate(model: LoadedModel | str | Path, prompt: str, **options: Any) -> str:
     """The model's answer to a prompt; options are those of `answer`."""
     return answer(model, [prompt], **options)[0].text
@@ -111,7 +95,7 @@ def answer(
     seed: int = 0,
     batch: int = 1,
     on_text: OnText | None = None,
-    on_done: Callable[[int], None] = lambda number: None,
+    on_done: OnDone = lambda number: None,
     progress: Progress = lambda name: None,
 ) -> list[Answer]:
     """Answers prompts, each for itself.
@@ -131,42 +115,74 @@ def answer(
         check_text("prompt", prompt)
     if not prompts:
         return []
-    opened = model if isinstance(model, LoadedModel) else load(model)
-    tokenizer = _tokenizer(opened)
-    ids = [chat_prompt(tokenizer, prompt, system) for prompt in prompts]
-    decoder = StreamDecoder(tokenizer)
-    count = 0
+    return answer_slots(
+        _opened(model),
+        prompts,
+        [] if adapter is None else [adapter],
+        [None if adapter is None else 0] * len(prompts),
+        system=system,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        batch=batch,
+        on_text=on_text,
+        on_done=on_done,
+        progress=progress,
+    )
 
-    def on_token(number: int, token: int) -> None:
-        nonlocal count
-        count += 1
-        on_done(count)
-        if on_text:
-            on_text(decoder.push(token))
 
-    # No more cache than these prompts can use.
-    longest = max(map(len, ids)) + max(1, max_new_tokens)
-    capacity = min(longest, opened.config.max_position_embeddings)
-    with _adapter(opened, adapter) as adapters:
-        opened.load_weights(progress)
-        with Generator(opened, adapters, capacity, min(batch, len(ids))) as generator:
-            found = generator.generate(
-                ids,
-                [0 if adapters else None] * len(ids),
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                seed=seed,
-                stop_ids=tokenizer.stop_ids,
-                on_token=on_token,
-            )
-    if on_text:
-        on_text(decoder.flush())
-    return [
-        Answer(prompt, tokenizer.decode(g.token_ids), g.token_ids, g.stop_reason, round(g.decode_speed, 2))
-        for prompt, g in zip(prompts, found, strict=True)
-    ]
+def compare(
+    model: LoadedModel | str | Path,
+    prompt: str,
+    adapters: Mapping[str, str | Path],
+    *,
+    include_base: bool = True,
+    system: str | None = None,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int = 0,
+    on_done: OnDone = lambda number: None,
+    progress: Progress = lambda name: None,
+) -> dict[str, Answer]:
+    """Answers one prompt under each of several adapters, all in a single batch over one base.
+
+    No answer depends on the others: each is the one that `answer` gives with that adapter alone (where two tokens are
+    as likely as each other, rounding may decide). With a temperature, all draw the same numbers.
+
+    Args:
+        adapters: PEFT adapter directories by name; their ranks and modules may differ.
+        include_base: whether the base alone answers too, as "base".
+        on_done: called with how many tokens have come so far, of all answers together.
+
+    Returns:
+        An answer by name: "base" first, then the adapters in their order.
+
+    Raises:
+        UserError: there is no adapter, one is named "base" beside the base, or anything that `answer` refuses.
+    """
+    slots = slots_of(adapters, include_base)
+    check_text("prompt", prompt)
+    found = answer_slots(
+        _opened(model),
+        [prompt] * len(slots),
+        list(adapters.values()),
+        list(slots.values()),
+        system=system,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        batch=len(slots),
+        on_text=None,
+        on_done=on_done,
+        progress=progress,
+    )
+    return dict(zip(slots, found, strict=True))
 
 
 def evaluate(
@@ -190,11 +206,63 @@ def evaluate(
         UserError: a value is out of range, the data cannot be read or have nothing to predict, or the adapter does not
             fit.
     """
+    opened, prepared = _heldout(model, data, max_length, on_overflow, completion_only_loss, enable_thinking)
+    with on_device(opened, [] if adapter is None else [adapter]) as loaded:
+        opened.load_weights(progress)
+        return evaluate_rows(opened, prepared, loaded, 0 if loaded else None)
+
+
+def evaluate_several(
+    model: LoadedModel | str | Path,
+    data: str | Path,
+    adapters: Mapping[str, str | Path],
+    *,
+    include_base: bool = True,
+    max_length: int = 1024,
+    on_overflow: str = "truncate",
+    completion_only_loss: bool = True,
+    enable_thinking: bool | None = None,
+    progress: Progress = lambda name: None,
+) -> dict[str, Evaluation]:
+    """Loss and perplexity of the same data under each of several adapters, which are all loaded at once.
+
+    Args:
+        adapters: PEFT adapter directories by name; their ranks and modules may differ.
+        include_base: whether the base alone is evaluated too, as "base".
+
+    The other arguments are those of `evaluate`.
+
+    Returns:
+        An evaluation by name: "base" first, then the adapters in their order.
+
+    Raises:
+        UserError: there is no adapter, one is named "base" beside the base, or anything that `evaluate` refuses.
+    """
+    slots = slots_of(adapters, include_base)
+    opened, prepared = _heldout(model, data, max_length, on_overflow, completion_only_loss, enable_thinking)
+    with on_device(opened, list(adapters.values())) as loaded:
+        opened.load_weights(progress)
+        return {name: evaluate_rows(opened, prepared, loaded, slot) for name, slot in slots.items()}
+
+
+def _opened(model: LoadedModel | str | Path) -> LoadedModel:
+    return model if isinstance(model, LoadedModel) else load(model)
+
+
+def _heldout(
+    model: LoadedModel | str | Path,
+    data: str | Path,
+    max_length: int,
+    on_overflow: str,
+    completion_only_loss: bool,
+    enable_thinking: bool | None,
+) -> tuple[LoadedModel, Prepared]:
+    """The opened model, and the rows that are evaluated; mistakes in the options are said before it is opened."""
     if on_overflow not in OVERFLOW:
         raise UserError(f"--on-overflow must be one of {', '.join(OVERFLOW)}, not {on_overflow}.")
     if max_length < 2:
         raise UserError(f"--max-length must be at least 2, not {max_length}.")
-    opened = model if isinstance(model, LoadedModel) else load(model)
+    opened = _opened(model)
     limit = opened.config.max_position_embeddings
     if max_length > limit:
         raise UserError(f"--max-length {max_length} is more than this model's {limit} positions: lower it to {limit}.")
@@ -208,37 +276,4 @@ def evaluate(
         chat_template_kwargs={} if enable_thinking is None else {"enable_thinking": enable_thinking},
         vocab_size=opened.config.vocab_size,
     )
-    with _adapter(opened, adapter) as adapters:
-        opened.load_weights(progress)
-        return evaluate_rows(opened, prepared, adapters, 0 if adapters else None)
-
-
-def base_of(adapter: str | Path) -> str | None:
-    """The model that an adapter's own configuration names, if it does."""
-    read_adapter(adapter)  # says clearly what is missing or damaged
-    base = read_json(Path(adapter) / CONFIG).get("base_model_name_or_path")
-    return base if isinstance(base, str) and base else None
-
-
-def _tokenizer(model: LoadedModel) -> Tokenizer:
-    if model.tokenizer is None:
-        raise UserError(
-            f"The model {model.name} has no tokenizer.json, so it cannot read text: add one to its directory."
-        )
-    return model.tokenizer
-
-
-@contextmanager
-def _adapter(model: LoadedModel, directory: str | Path | None) -> Iterator[AdapterSet | None]:
-    """The adapter on the device for as long as it is used."""
-    if directory is None:
-        yield None
-        return
-    adapters = load_adapters(model.device, model.config, [Path(directory)])
-    try:
-        yield adapters
-    finally:
-        for storage in adapters.storages():
-            if storage.buffer is not None:
-                model.device.free(storage.buffer)
-                storage.buffer = None
+    return opened, prepared

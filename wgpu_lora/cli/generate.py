@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from wgpu_lora.cli.console import Bar, print_json
 from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Json, Model
+from wgpu_lora.cli.several import as_rows, show_answers
 from wgpu_lora.errors import UserError
 
 
@@ -17,6 +18,7 @@ def generate(
     system: Annotated[str | None, typer.Option(help="System message of the chat template.")] = None,
     model: Model = None,
     adapter: Adapter = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Show the base's answer beside every adapter's.")] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of the answer at most.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; higher is more varied.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Only the likeliest tokens up to this sum; 1 keeps all.")] = 1.0,
@@ -26,37 +28,54 @@ def generate(
     base_dtype: BaseDtype = "nf4",
     as_json: Json = False,
 ) -> int:
-    """Answer a prompt, with or without an adapter."""
+    """Answer a prompt, with or without an adapter.
+
+    Several adapters all answer, in a single batch.
+    """
     if prompt is None:
         prompt = _piped()
     if not prompt:
         raise UserError("The prompt is empty: say what to ask.")
-    from wgpu_lora.api import answer, base_of, load
+    from wgpu_lora.api import answer, load
+    from wgpu_lora.api import compare as answer_each
+    from wgpu_lora.infer.named import model_of, named_adapters, slots_of
     from wgpu_lora.infer.prompt import check_text
 
     check_text("prompt", prompt)  # before anything is opened
-    base = base_of(adapter) if adapter else None
-    opened = load(model or base or "demo", device=device, base_dtype=base_dtype)
+    adapters = named_adapters(adapter or [])
+    several = compare or len(adapters) > 1
+    slots = slots_of(adapters, compare) if several else {}
+    opened = load(model_of(adapters, model), device=device, base_dtype=base_dtype)
+    options: dict[str, Any] = {
+        "system": system,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+    }
     with Bar("loading", len(opened.checkpoint.names())) as bar:
+        options["progress"] = lambda name: bar.advance()
+        if several:
 
-        def show(text: str) -> None:
-            bar.close()
-            print(text, end="", flush=True)
+            def count(tokens: int) -> None:
+                bar.advance("answering", to=tokens, total=len(slots) * max_new_tokens)
 
-        (found,) = answer(
-            opened,
-            [prompt],
-            adapter=adapter,
-            system=system,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            seed=seed,
-            on_text=None if as_json else show,
-            progress=lambda name: bar.advance(),
-        )
-    if as_json:
+            answers = answer_each(opened, prompt, adapters, include_base=compare, on_done=count, **options)
+        else:
+
+            def show(text: str) -> None:
+                bar.close()
+                print(text, end="", flush=True)
+
+            only = next(iter(adapters.values()), None)
+            (found,) = answer(opened, [prompt], adapter=only, on_text=None if as_json else show, **options)
+    if several:
+        if as_json:
+            print_json(as_rows(answers, adapters))
+        else:
+            show_answers(answers)
+    elif as_json:
         print_json(found.as_dict())
     else:
         print(flush=True)

@@ -18,12 +18,18 @@ RECIPE = "Flat TOML file of these options, or the name of a bundled recipe; opti
 MAY_BE_EMPTY = {"prompt", "system"}  # an empty prompt has a message of its own, an empty system message is one
 # Options that several commands have.
 Model = Annotated[str | None, typer.Option(help="Model directory, hub id, or 'demo' (the default).")]
-Adapter = Annotated[str | None, typer.Option(help="PEFT adapter directory; without it, the base model answers.")]
+Adapter = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="PEFT adapter directory, without which the base model answers; may be given several times.",
+        metavar="[NAME=]DIR",
+    ),
+]
 Device = Annotated[
     str | None, typer.Option(help="Adapter index or a part of its name, as 'wgpu-lora info' lists them.")
 ]
 BaseDtype = Annotated[str, typer.Option(help="How the frozen weights are kept: nf4, bf16, f16 or f32.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 
 
 class Command(TyperCommand):

@@ -1,0 +1,52 @@
+"""What generate and evaluate show of several adapters, by name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wgpu_lora.cli.console import console, is_terminal, line
+
+if TYPE_CHECKING:
+    from wgpu_lora.infer import Evaluation
+    from wgpu_lora.infer.answer import Answer
+
+
+def as_rows(found: Mapping[str, Any], adapters: Mapping[str, Path]) -> list[dict[str, Any]]:
+    """For JSON: what one adapter alone gives, with its name and directory; the base has none."""
+    directories = {name: str(directory) for name, directory in adapters.items()}
+    return [{"name": name, "adapter": directories.get(name), **asdict(value)} for name, value in found.items()]
+
+
+def show_answers(answers: Mapping[str, Answer]) -> None:
+    """A panel for each on a terminal; else blocks under their names."""
+    if not is_terminal(sys.stdout):
+        print("\n\n".join(f"== {name} ==\n{answer.text}" for name, answer in answers.items()), flush=True)
+        return
+    from rich.panel import Panel
+    from rich.text import Text
+
+    shown = console()
+    for name, answer in answers.items():
+        count = len(answer.token_ids)
+        end = Text(f"{count:,} token{'' if count == 1 else 's'}, {answer.stop_reason}", "dim")
+        title = Text(name, "bold")
+        shown.print(Panel(Text(answer.text), title=title, title_align="left", subtitle=end, subtitle_align="right"))
+
+
+def show_losses(losses: Mapping[str, Evaluation]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("name", overflow="fold")
+    for title in ("loss", "perplexity", "tokens"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for name, found in losses.items():
+        table.add_row(Text(name), f"{found.loss:.6f}", f"{found.perplexity:.4f}", f"{found.tokens:,}")
+    console().print(table)
+    rows, seconds = next(iter(losses.values())).rows, sum(found.seconds for found in losses.values())
+    line("over", f"{rows:,} rows in {seconds:.1f} s")
