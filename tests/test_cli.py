@@ -282,9 +282,7 @@ def test_advice_leaves_out_what_the_device_cannot_bind():
         return 100 * changes["per_device_train_batch_size"]
 
     args = TrainingArguments(per_device_train_batch_size=8)
-    with pytest.raises(
-        UserError, match=r"is 350 bytes .* fit with --per-device-train-batch-size 3 \(300 bytes\)\."
-    ):
+    with pytest.raises(UserError, match=r"is 350 bytes .* fit with --per-device-train-batch-size 3 \(300 bytes\)\."):
         check_memory(800, Budget(350, "test"), args, replan)
     with pytest.raises(UserError, match="lower --max-length"):
         check_memory(800, Budget(50, "test"), args, replan)
