@@ -17,6 +17,7 @@ from wgpu_lora.cli.evaluate import evaluate
 from wgpu_lora.cli.finetune import finetune
 from wgpu_lora.cli.generate import generate
 from wgpu_lora.cli.info import info
+from wgpu_lora.cli.merge import merge
 from wgpu_lora.cli.options import Command, GroupedHelp, training_options
 from wgpu_lora.cli.plan import plan
 from wgpu_lora.cli.profile import profile
@@ -65,6 +66,7 @@ app.command(cls=GroupedHelp)(training_options(plan))
 app.command(cls=Command)(profile)
 app.command(cls=Command)(generate)
 app.command(cls=Command)(evaluate)
+app.command(cls=Command)(merge)
 app.command(cls=Command)(demo)
 app.command(cls=GroupedHelp)(bench)
 app.add_typer(share)

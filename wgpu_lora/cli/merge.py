@@ -1,0 +1,33 @@
+"""wgpu-lora merge: base plus adapter as a model of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from wgpu_lora.cli.console import Bar, line
+from wgpu_lora.cli.options import Model
+
+
+def merge(
+    adapter: Annotated[Path, typer.Option(help="PEFT adapter directory.")],
+    output: Annotated[Path, typer.Option(help="Directory for the merged model; it must be new.")],
+    model: Model = None,
+    dtype: Annotated[str, typer.Option(help="Of the written weights: bf16, f16 or f32.")] = "bf16",
+) -> int:
+    """Merge an adapter into its base model, in the format of Hugging Face.
+
+    Tensor by tensor, on the CPU: neither a GPU nor room for the model is needed.
+    """
+    from wgpu_lora.formats.checkpoint import Checkpoint
+    from wgpu_lora.formats.hub import resolve_model
+    from wgpu_lora.formats.merge import merge_adapter
+    from wgpu_lora.infer.named import base_of
+
+    directory = resolve_model(model or base_of(adapter) or "demo")
+    with Bar("merging", len(Checkpoint(directory).names())) as bar:
+        merge_adapter(directory, adapter, output, dtype, lambda name: bar.advance())
+    line("merged", f"{directory} and {adapter} into {output}, {dtype}")
+    return 0
