@@ -81,9 +81,10 @@ class Recording:
                 self._fills[part] = normal(0.02)
             return dense
         packed = NF4Weight.declare(shape, name, persistent((256,), "f32", "base", "dynamic code"))
-        self._fills[packed.dynamic] = fixed(DYNAMIC_CODE)
-        self._fills[packed.codes] = self._fills[packed.absmax_codes] = words
-        self._fills[packed.nested] = lambda rng, shape: (0.01 + 0.01 * rng.random(shape)).astype(np.float32)
+        absmax_codes, nested, dynamic = packed.constants
+        self._fills[dynamic] = fixed(DYNAMIC_CODE)
+        self._fills[packed.codes] = self._fills[absmax_codes] = words
+        self._fills[nested] = lambda rng, shape: (0.01 + 0.01 * rng.random(shape)).astype(np.float32)
         return packed
 
     def record_backward(self, *outputs: Tensor) -> None:

@@ -16,6 +16,7 @@ from wgpu_lora.cli.demo import demo
 from wgpu_lora.cli.evaluate import evaluate
 from wgpu_lora.cli.finetune import finetune
 from wgpu_lora.cli.generate import generate
+from wgpu_lora.cli.import_ import import_model
 from wgpu_lora.cli.info import info
 from wgpu_lora.cli.merge import merge
 from wgpu_lora.cli.options import Command, GroupedHelp, training_options
@@ -66,6 +67,7 @@ app.command(cls=GroupedHelp)(training_options(plan))
 app.command(cls=Command)(profile)
 app.command(cls=Command)(generate)
 app.command(cls=Command)(evaluate)
+app.command("import", cls=Command)(import_model)
 app.command(cls=Command)(merge)
 app.command(cls=Command)(demo)
 app.command(cls=GroupedHelp)(bench)

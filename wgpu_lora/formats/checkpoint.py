@@ -11,12 +11,15 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeGuard
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 import numpy as np
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.config import ModelConfig, read_json
+
+if TYPE_CHECKING:
+    from wgpu_lora.formats.bitsandbytes import Packed
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -50,6 +53,8 @@ class WeightSource(Protocol):
     def read_raw(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray: ...
 
     def read_f32(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray: ...
+
+    def packed(self, name: str) -> Packed | None: ...
 
     def digest(self) -> str: ...
 
@@ -94,6 +99,16 @@ class Checkpoint:
         """
         return _read_rows(name, self._entry(name), row_start, row_stop)
 
+    def read_stored(self, name: str) -> np.ndarray:
+        """A whole tensor's bytes, of whatever dtype: uint8."""
+        entry = self._entry(name)
+        count = _ITEM_BYTES[entry.dtype] * int(np.prod(entry.shape, dtype=np.int64))
+        return np.fromfile(entry.path, np.uint8, count, offset=entry.offset)
+
+    def packed(self, name: str) -> Packed | None:
+        """The tensor where it is stored in four bits (formats.bitsandbytes); here it never is."""
+        return None
+
     def read_f32(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:
         """The same rows as `read_raw`, widened to float32 (exactly: every BF16 and F16 is a float32)."""
         return _widen(self.read_raw(name, row_start, row_stop), self.dtype(name))
@@ -104,16 +119,24 @@ class Checkpoint:
         A tensor of one of the model's own layers that the config does not know is refused too (a bias that nobody adds
         would change every result). Buffers (`inv_freq`) and a tied copy of the output layer are passed over.
         """
+        for name, shape in config.parameter_shapes().items():
+            self.check_parameter(name, shape)
+        self.check_unknown(config, self.names())
+
+    def check_parameter(self, name: str, shape: tuple[int, ...]) -> None:
+        """UserError unless the tensor is here in this shape and a dtype that can be read."""
+        entry = self._entry(name)
+        if entry.shape != shape:
+            raise UserError(
+                f"{name} in {entry.path} has shape {list(entry.shape)} but config.json asks for {list(shape)}: "
+                "use the config.json and shards of one model."
+            )
+        _readable(name, entry)
+
+    def check_unknown(self, config: ModelConfig, names: list[str]) -> None:
+        """UserError where one of these tensors belongs to a layer of the model that does not have it."""
         expected = config.parameter_shapes()
-        for name, shape in expected.items():
-            entry = self._entry(name)
-            if entry.shape != shape:
-                raise UserError(
-                    f"{name} in {entry.path} has shape {list(entry.shape)} but config.json asks for {list(shape)}: "
-                    "use the config.json and shards of one model."
-                )
-            _readable(name, entry)
-        for name in self._entries:
+        for name in names:
             layer = _LAYER.match(name)
             known = name in expected or name.endswith("rotary_emb.inv_freq")
             if layer and int(layer[1]) < config.num_hidden_layers and not known:

@@ -42,6 +42,8 @@ def merge_adapter(
     if dtype not in DTYPES:
         raise UserError(f"--dtype {dtype} is not known: choose one of {', '.join(DTYPES)}.")
     config, checkpoint = ModelConfig.load(model), Checkpoint(model)
+    if config.packed:
+        raise UserError(f"The linears of {model} are stored in NF4: merge into the model that it was made from.")
     checkpoint.check_against(config)
     adapter_config, matrices = read_adapter(adapter)
     shapes = config.linear_shapes()

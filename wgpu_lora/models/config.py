@@ -34,7 +34,8 @@ class ModelConfig:
 
     `architecture` is config.json's model_type. `attention_bias` says whether q, k and v have biases,
     `attention_output_bias` whether o does. `sliding_windows` holds one entry per layer: None attends to everything
-    before, w attends to the last w tokens, the current one included.
+    before, w attends to the last w tokens, the current one included. `packed`: the linears are stored in NF4, as
+    bitsandbytes has it.
     """
 
     architecture: str
@@ -56,6 +57,7 @@ class ModelConfig:
     qk_norm: bool
     sliding_windows: tuple[int | None, ...]
     eos_token_ids: tuple[int, ...]
+    packed: bool = False
 
     @classmethod
     def load(cls, directory: str | Path) -> ModelConfig:
@@ -107,6 +109,7 @@ class ModelConfig:
             qk_norm=architecture == "qwen3",
             sliding_windows=_sliding_windows(d, architecture, layers, where),
             eos_token_ids=_token_ids(d, where),
+            packed=_packed(d, where),
         )
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
@@ -163,17 +166,26 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def _packed(d: Mapping[str, Any], where: str) -> bool:
+    """Whether the linears are packed to NF4 by bitsandbytes, the only quantisation that is supported."""
+    quantization = d.get("quantization_config")
+    if not quantization:
+        return False
+    stated = quantization if isinstance(quantization, Mapping) else {"quant_method": quantization}
+    method, kind = stated.get("quant_method"), stated.get("bnb_4bit_quant_type")
+    if method == "bitsandbytes" and stated.get("load_in_4bit") and kind == "nf4":
+        return True
+    raise UserError(
+        f"quantization_config in {where} says the weights are stored as {method!r}"
+        f"{f' ({kind})' if kind else ''}, which is not supported: use bitsandbytes' NF4, or the unquantised checkpoint "
+        "(BF16, F16 or F32), which is quantised to NF4 on loading."
+    )
+
+
 def _refuse_unsupported(d: Mapping[str, Any], architecture: str, where: str) -> None:
     act = d.get("hidden_act", "silu")
     if act != "silu":
         raise UserError(f"hidden_act {act!r} in {where} is not supported: use a model with 'silu'.")
-    quantization = d.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        raise UserError(
-            f"quantization_config in {where} says the weights are stored as {method!r}, which is not supported: "
-            "use the unquantised checkpoint (BF16, F16 or F32), which is quantised to NF4 on loading."
-        )
     # transformers ignores these fields for the architectures left out here; a file that sets them means something else
     for name, honoured in (("attention_bias", ("qwen2", "qwen3", "llama")), ("mlp_bias", ("llama",))):
         if _bool(d, name, where) and architecture not in honoured:

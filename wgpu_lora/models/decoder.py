@@ -59,18 +59,31 @@ class Decoder:
     final_norm: Tensor
     head: DenseWeight
     dynamic: Tensor  # NF4's table for the constants of the constants
+    packs: bool  # loading quantises the linears
 
     @classmethod
-    def declare(cls, config: ModelConfig, base_dtype: str, table_dtype: str, max_binding: int) -> Decoder:
-        """The tensors of a model whose embedding and LM head are stored as `table_dtype` (bf16, f16, f32)."""
+    def declare(
+        cls,
+        config: ModelConfig,
+        base_dtype: str,
+        table_dtype: str,
+        max_binding: int,
+        stored: Callable[[str], str] | None = None,
+    ) -> Decoder:
+        """The tensors of a model whose embedding and LM head are stored as `table_dtype` (bf16, f16, f32).
+
+        stored: what a linear, by the name of its tensor, is kept as, since it is stored so: nf4, `nf4 absmax` (whose
+            constants are f32), bf16, f16 or f32. Without it all are base_dtype, and packed on loading if that is nf4.
+        """
         dynamic = persistent((256,), "f32", "base", "dynamic code")
         shapes = config.linear_shapes()
 
         def weight(layer: int, module: str) -> Weight:
             name = f"layers.{layer}.{LINEAR_PATHS[module]}"
-            if base_dtype == "nf4":
-                return NF4Weight.declare(shapes[module], name, dynamic)
-            return DenseWeight.declare(shapes[module], base_dtype, name, max_binding)
+            kind = stored(f"model.{name}.weight") if stored else base_dtype
+            if kind.startswith("nf4"):
+                return NF4Weight.declare(shapes[module], name, dynamic, nested=kind == "nf4")
+            return DenseWeight.declare(shapes[module], kind, name, max_binding)
 
         def vector(size: int, name: str) -> Tensor:
             return persistent((size,), "f32", "base", name)
@@ -90,7 +103,8 @@ class Decoder:
         tied = config.tie_word_embeddings
         head = embedding if tied else DenseWeight.declare(shape, table_dtype, "lm_head", max_binding)
         layers = tuple(layer(i) for i in range(config.num_hidden_layers))
-        return cls(config, base_dtype, embedding, layers, vector(config.hidden_size, "norm"), head, dynamic)
+        packs = base_dtype == "nf4" and stored is None
+        return cls(config, base_dtype, embedding, layers, vector(config.hidden_size, "norm"), head, dynamic, packs)
 
     def storages(self) -> set[Storage]:
         """Everything that is loaded once and never changes."""

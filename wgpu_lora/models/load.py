@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import ml_dtypes
 import numpy as np
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.bitsandbytes import PackedCheckpoint, to_words
 from wgpu_lora.formats.checkpoint import WeightSource
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Arena, Program, allocate
@@ -38,7 +40,9 @@ def load_weights(
         progress: called with each tensor's name once it is loaded.
     """
     allocate(device, model.storages())
-    packer = _Packer(device, model) if model.base_dtype == "nf4" else None
+    if model.dynamic.storage.buffer is not None:
+        device.write(model.dynamic.storage.buffer, DYNAMIC_CODE)
+    packer = _Packer(device, model) if model.packs else None
 
     def vector(name: str, tensor: Tensor) -> None:
         device.write(tensor.storage.buffer, checkpoint.read_f32(name))
@@ -62,8 +66,9 @@ def load_weights(
                 vector(f"{path}.bias", item.bias)
             if isinstance(item.weight, DenseWeight):
                 dense(f"{path}.weight", item.weight)
-            elif isinstance(item.weight, NF4Weight) and packer:
-                packer.pack(checkpoint, f"{path}.weight", item.weight)
+            elif isinstance(item.weight, NF4Weight):
+                fill = packer.pack if packer else partial(_upload_packed, device)
+                fill(checkpoint, f"{path}.weight", item.weight)
                 progress(f"{path}.weight")
     if packer:
         packer.free()
@@ -71,7 +76,31 @@ def load_weights(
 
 def staging_bytes(model: Decoder) -> int:
     """Bytes that loading holds on the device beside the model itself."""
-    return sum(t.storage.nbytes for t in _staging(model)) + ALIGNMENT if model.base_dtype == "nf4" else 0
+    return sum(t.storage.nbytes for t in _staging(model)) + ALIGNMENT if model.packs else 0
+
+
+def stored_as(checkpoint: WeightSource) -> Callable[[str], str] | None:
+    """What `Decoder.declare` asks of a checkpoint: how each linear is stored, where that decides how it is kept."""
+    if not isinstance(checkpoint, PackedCheckpoint):
+        return None
+
+    def kind(name: str) -> str:
+        nested = checkpoint.nested(name)
+        return DTYPES[checkpoint.dtype(name)] if nested is None else "nf4" if nested else "nf4 absmax"
+
+    return kind
+
+
+def _upload_packed(device: Device, checkpoint: WeightSource, name: str, weight: NF4Weight) -> None:
+    stored = checkpoint.packed(name)
+    assert stored, f"{name} was declared as packed"
+    device.write(weight.codes.storage.buffer, to_words(stored))
+    if isinstance(stored.constants, np.ndarray):
+        device.write(weight.constants[0].storage.buffer, stored.constants)
+        return
+    codes, nested, offset = stored.constants
+    device.write(weight.constants[0].storage.buffer, codes)
+    device.write(weight.constants[1].storage.buffer, np.append(nested, np.float32(offset)).astype(np.float32))
 
 
 def _upload_dense(device: Device, checkpoint: WeightSource, name: str, weight: DenseWeight) -> None:
@@ -123,7 +152,6 @@ class _Packer:
         self.staging, self.absmax = _staging(model)
         self.arena = Arena(device)
         allocate(device, {self.staging.storage, self.absmax.storage})
-        device.write(model.dynamic.storage.buffer, DYNAMIC_CODE)
 
     def pack(self, checkpoint: WeightSource, name: str, weight: NF4Weight) -> None:
         kind, size_in = DTYPES[checkpoint.dtype(name)], weight.in_features
@@ -151,8 +179,8 @@ class _Packer:
             constants.append(self.device.read(self.absmax.storage.buffer, 4 * blocks).view(np.float32).copy())
             program.release()
         codes, nested, offset = double_quantize(np.concatenate(constants))
-        self.device.write(weight.absmax_codes.storage.buffer, codes)
-        self.device.write(weight.nested.storage.buffer, np.append(nested, offset).astype(np.float32))
+        self.device.write(weight.constants[0].storage.buffer, codes)
+        self.device.write(weight.constants[1].storage.buffer, np.append(nested, offset).astype(np.float32))
 
     def free(self) -> None:
         for tensor in (self.staging, self.absmax):

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.checkpoint import Checkpoint, WeightSource
+from wgpu_lora.formats.bitsandbytes import open_checkpoint
+from wgpu_lora.formats.checkpoint import WeightSource
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.decoder import BASE_DTYPES, Decoder
-from wgpu_lora.models.load import Progress, load_weights, table_dtype
+from wgpu_lora.models.load import Progress, load_weights, stored_as, table_dtype
 
 
 @dataclass
@@ -50,9 +51,10 @@ def open_model(model: str, device: Device | str | int | None = None, base_dtype:
         raise UserError(f"--base-dtype {base_dtype} is not known: choose one of {', '.join(BASE_DTYPES)}.")
     directory = resolve_model(model)
     config = ModelConfig.load(directory)
-    checkpoint = Checkpoint(directory)
-    checkpoint.check_against(config)
+    checkpoint = open_checkpoint(directory, config)
+    if config.packed and base_dtype != "nf4":
+        raise UserError(f"--base-dtype {base_dtype} is not possible: the linears of {model} are stored in NF4.")
     tokenizer = Tokenizer.load(directory)
     opened = device if isinstance(device, Device) else Device(device)
-    decoder = Decoder.declare(config, base_dtype, table_dtype(checkpoint), opened.max_binding)
+    decoder = Decoder.declare(config, base_dtype, table_dtype(checkpoint), opened.max_binding, stored_as(checkpoint))
     return LoadedModel(model, directory, config, checkpoint, tokenizer, opened, decoder)

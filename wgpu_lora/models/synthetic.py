@@ -43,6 +43,9 @@ class SyntheticCheckpoint:
     def read_f32(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:
         return (self.read_raw(name, row_start, row_stop).astype(np.uint32) << 16).view(np.float32)
 
+    def packed(self, name: str) -> None:
+        return None
+
     def digest(self) -> str:
         return hashlib.sha256(f"synthetic {self._seed} {sorted(self._shapes.items())}".encode()).hexdigest()
 

@@ -105,44 +105,38 @@ class NF4Weight:
     """4-bit codes with double-quantised constants; forward and backward read the same codes.
 
     codes u32 [ceil(in / 8), out]: word (k8, n) packs W[n, 8 k8 .. 8 k8 + 7], lowest nibble first.
-    absmax_codes u8 [blocks]; nested f32 [ceil(blocks / 256) + 1], the last entry the offset; dynamic f32 [256].
+    constants: absmax_codes u8 [blocks], nested f32 [ceil(blocks / 256) + 1], the last entry the offset, and dynamic
+    f32 [256]; or absmax f32 [blocks] alone, of a checkpoint that has them so.
     """
 
     out_features: int
     in_features: int
     codes: Tensor
-    absmax_codes: Tensor
-    nested: Tensor
-    dynamic: Tensor
+    constants: tuple[Tensor, ...]
 
     @classmethod
-    def declare(cls, shape: tuple[int, int], name: str, dynamic: Tensor) -> NF4Weight:
+    def declare(cls, shape: tuple[int, int], name: str, dynamic: Tensor, nested: bool = True) -> NF4Weight:
         out, size_in = shape
         blocks = -(-out * size_in // BLOCK)
-        return cls(
-            out,
-            size_in,
-            persistent((-(-size_in // 8), out), "u32", "base", f"{name}.codes"),
-            persistent((blocks,), "u8", "base", f"{name}.absmax_codes"),
-            persistent((-(-blocks // NESTED_BLOCK) + 1,), "f32", "base", f"{name}.nested"),
-            dynamic,
-        )
-
-    @property
-    def blocks(self) -> int:
-        return self.absmax_codes.size
+        codes = persistent((-(-size_in // 8), out), "u32", "base", f"{name}.codes")
+        if not nested:
+            return cls(out, size_in, codes, (persistent((blocks,), "f32", "base", f"{name}.absmax"),))
+        absmax_codes = persistent((blocks,), "u8", "base", f"{name}.absmax_codes")
+        more = persistent((-(-blocks // NESTED_BLOCK) + 1,), "f32", "base", f"{name}.nested")
+        return cls(out, size_in, codes, (absmax_codes, more, dynamic))
 
     def _scales(self, rec: Recorder) -> Tensor:
         # Decoded into scratch before each product, so that the matmul reads one f32 a block and nothing stays; or kept.
-        constants = (self.absmax_codes, self.nested, self.dynamic)
+        blocks, source = self.constants[0].size, self.constants[0].storage
+        if len(self.constants) == 1:
+            return self.constants[0]
         if rec.kept is None:
-            scales = rec.temp((self.blocks,), name="scales")
-            rec.dispatch(nf4_scales, *constants, scales, blocks=self.blocks)
+            scales = rec.temp((blocks,), name="scales")
+            rec.dispatch(nf4_scales, *self.constants, scales, blocks=blocks)
             return scales
-        source = self.absmax_codes.storage
         if source not in rec.kept.tensors:
-            rec.kept.tensors[source] = persistent((self.blocks,), "f32", "workspace", "scales")
-            rec.kept.program.dispatch(nf4_scales, *constants, rec.kept.tensors[source], blocks=self.blocks)
+            rec.kept.tensors[source] = persistent((blocks,), "f32", "workspace", "scales")
+            rec.kept.program.dispatch(nf4_scales, *self.constants, rec.kept.tensors[source], blocks=blocks)
         return rec.kept.tensors[source]
 
     def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
@@ -157,4 +151,4 @@ class NF4Weight:
         rec.dispatch(nf4_matmul_backward, a, codes, constants, dx, scale, accumulate=accumulate, **shape)
 
     def storages(self) -> list[Storage]:
-        return [t.storage for t in (self.codes, self.absmax_codes, self.nested, self.dynamic)]
+        return [t.storage for t in (self.codes, *self.constants)]

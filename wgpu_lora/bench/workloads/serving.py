@@ -227,7 +227,7 @@ class Load:
         if not isinstance(weight, NF4Weight):
             return None
         device = self._context.device
-        codes, constants, nested = (read(device, t) for t in (weight.codes, weight.absmax_codes, weight.nested))
+        codes, constants, nested = (read(device, t) for t in (weight.codes, *weight.constants[:2]))
         nibbles = (codes[:, :, None] >> 4 * np.arange(8, dtype=np.uint32)) & 15  # [in / 8, out, 8]
         values = NF4_CODE[nibbles.transpose(1, 0, 2).reshape(weight.out_features, -1)[:, : weight.in_features]]
         scales = double_dequantize(constants, nested[:-1], nested[-1])

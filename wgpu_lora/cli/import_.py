@@ -1,0 +1,33 @@
+"""wgpu-lora import: quantise a model once, and keep it so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from wgpu_lora.cli.console import Bar, line
+from wgpu_lora.cli.options import Device
+
+
+def import_model(
+    model: Annotated[str, typer.Argument(help="Model directory, hub id, or 'demo'.")],
+    output: Annotated[Path, typer.Option(help="Directory for the packed model; it must be new.")],
+    device: Device = None,
+) -> int:
+    """Pack a model to NF4 and save it.
+
+    The linears are quantised on the GPU and stored as bitsandbytes stores them, which transformers loads too.
+    """
+    from wgpu_lora.models.loaded import open_model
+    from wgpu_lora.models.pack import write_packed
+
+    opened = open_model(model, device)
+    names = len(opened.checkpoint.names())
+    with Bar("packing", 2 * names) as bar:
+        opened.load_weights(lambda name: bar.advance())
+        write_packed(opened, output, lambda name: bar.advance())
+    nbytes = sum(path.stat().st_size for path in output.glob("*.safetensors"))
+    line("packed", f"{opened.name} into {output}, {nbytes:,} bytes of weights")
+    return 0

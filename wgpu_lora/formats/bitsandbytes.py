@@ -1,0 +1,176 @@
+"""Models whose linear layers bitsandbytes has packed to NF4: read as they are stored, and written the same way.
+
+Beside `X.weight` (uint8, two codes a byte, the first in the high nibble) lie `X.weight.absmax`, `X.weight.quant_map`
+and, with double quantisation, `X.weight.nested_absmax` and `X.weight.nested_quant_map`; the rest of bitsandbytes'
+QuantState is JSON in a uint8 tensor, `X.weight.quant_state.bitsandbytes__nf4`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.checkpoint import Checkpoint
+from wgpu_lora.models.config import LINEAR_PATHS, ModelConfig
+from wgpu_lora.quant.nf4 import BLOCK, DYNAMIC_CODE, NESTED_BLOCK, NF4_CODE, pack_bnb, unpack_bnb
+
+STATE = ".quant_state.bitsandbytes__nf4"
+PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", STATE)
+# What config.json says of such a model; transformers reads it.
+QUANTIZATION_CONFIG: dict[str, Any] = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "load_in_8bit": False,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_compute_dtype": "bfloat16",
+    "bnb_4bit_quant_storage": "uint8",
+    "llm_int8_skip_modules": ["lm_head"],
+}
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A matrix [out, in] in NF4. codes: uint8 [ceil(out * in / 2)]; constants: of its blocks of 64.
+
+    constants: (codes uint8 [blocks], nested f32 [ceil(blocks / 256)], offset) with double quantisation, else f32
+    [blocks].
+    """
+
+    shape: tuple[int, int]
+    codes: np.ndarray
+    constants: tuple[np.ndarray, np.ndarray, float] | np.ndarray
+
+
+class PackedCheckpoint(Checkpoint):
+    """A checkpoint with packed linears. Its names are those of whole tensors, as if nothing were packed."""
+
+    def names(self) -> list[str]:
+        return [name for name in super().names() if not name.endswith(PARTS)]
+
+    def dtype(self, name: str) -> str:
+        return "NF4" if self.nested(name) is not None else super().dtype(name)
+
+    def nested(self, name: str) -> bool | None:
+        """Whether the constants of a packed tensor are quantised in turn; None where the tensor is not packed."""
+        return f"{name}.nested_absmax" in self if f"{name}{STATE}" in self else None
+
+    def packed(self, name: str) -> Packed | None:
+        """A packed tensor as it is stored; None where it is not packed."""
+        nested = self.nested(name)
+        if nested is None:
+            return None
+        state = self._state(name)
+        codes = self._stored(name, "U8")
+        if nested:
+            absmax = self._stored(f"{name}.absmax", "U8"), self._stored(f"{name}.nested_absmax", "F32")
+            return Packed(tuple(state["shape"]), codes, (*absmax, float(state["nested_offset"])))
+        return Packed(tuple(state["shape"]), codes, self._stored(f"{name}.absmax", "F32"))
+
+    def check_against(self, config: ModelConfig) -> None:
+        """UserError unless every parameter is here, packed linears in the one form of NF4 that is supported."""
+        for name, shape in config.parameter_shapes().items():
+            if self.nested(name) is None:
+                self.check_parameter(name, shape)
+                continue
+            if not any(name.endswith(f"{path}.weight") for path in LINEAR_PATHS.values()):
+                raise UserError(f"{name} in {self.directory} is packed: only linear layers of a block may be.")
+            self._check_packed(name, shape)
+        self.check_unknown(config, self.names())
+
+    def _check_packed(self, name: str, shape: tuple[int, ...]) -> None:
+        state, nested = self._state(name), self.nested(name)
+        size, where = prod(shape), f"{name} in {self.directory}"
+        wanted = {"quant_type": "nf4", "blocksize": BLOCK, "shape": list(shape)}
+        if nested:
+            wanted |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"}
+        for key, value in wanted.items():
+            if state.get(key) != value:
+                raise UserError(f"{where} is packed with {key} {state.get(key)!r}, but only {value!r} is supported.")
+        blocks = -(-size // BLOCK)
+        sizes = {"": -(-size // 2), ".absmax": blocks, ".quant_map": 16}
+        if nested:
+            sizes |= {".nested_absmax": -(-blocks // NESTED_BLOCK), ".nested_quant_map": 256}
+            if not isinstance(state.get("nested_offset"), int | float):
+                raise UserError(f"{where} has no nested_offset: copy the model again.")
+        for part, count in sizes.items():
+            if prod(self.shape(name + part)) != count:
+                raise UserError(f"{name + part} in {self.directory} is not of {count:,} values: copy the model again.")
+        maps = {".quant_map": NF4_CODE} | ({".nested_quant_map": DYNAMIC_CODE} if nested else {})
+        for part, code in maps.items():
+            if np.abs(self._stored(name + part, "F32") - code).max() > 1e-6:
+                raise UserError(f"{where} has a code book of its own ({part[1:]}), which is not supported.")
+
+    def _state(self, name: str) -> dict[str, Any]:
+        try:
+            state = json.loads(self._stored(name + STATE, "U8").tobytes())
+        except ValueError:
+            state = None
+        if not isinstance(state, dict):
+            raise UserError(f"{name}{STATE} in {self.directory} is not JSON: copy the model again.")
+        return state
+
+    def _stored(self, name: str, dtype: str) -> np.ndarray:
+        if Checkpoint.dtype(self, name) != dtype:
+            raise UserError(f"{name} in {self.directory} is not of type {dtype}: copy the model again.")
+        return self.read_stored(name).reshape(-1).view({"U8": np.uint8, "F32": np.float32}[dtype])
+
+
+def open_checkpoint(directory: Path, config: ModelConfig) -> Checkpoint:
+    """A model's weights, packed or not; UserError as `Checkpoint`."""
+    checkpoint = PackedCheckpoint(directory) if config.packed else Checkpoint(directory)
+    checkpoint.check_against(config)
+    return checkpoint
+
+
+def to_words(packed: Packed) -> np.ndarray:
+    """The device's layout: uint32 [ceil(in / 8), out], eight codes along `in` a word, the first in the low nibble."""
+    out, size_in = packed.shape
+    if size_in % 8 == 0:
+        swapped = (packed.codes >> 4) | (packed.codes << 4)
+        return np.ascontiguousarray(swapped.reshape(out, size_in // 2).view("<u4").T)
+    codes = np.zeros((out, -(-size_in // 8) * 8), np.uint32)
+    codes[:, :size_in] = unpack_bnb(packed.codes, out * size_in).reshape(out, size_in)
+    words = (codes.reshape(out, -1, 8) << (4 * np.arange(8, dtype=np.uint32))).sum(axis=2, dtype=np.uint32)
+    return np.ascontiguousarray(words.T)
+
+
+def from_words(words: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """bitsandbytes' bytes, uint8 [ceil(out * in / 2)], from the device's words."""
+    out, size_in = shape
+    if size_in % 8 == 0:
+        swapped = np.ascontiguousarray(words.reshape(-1, out).T).astype("<u4").view(np.uint8).reshape(-1)
+        return (swapped >> 4) | (swapped << 4)
+    nibbles = (words.reshape(-1, out).T[:, :, None] >> (4 * np.arange(8, dtype=np.uint32))) & 15
+    return pack_bnb(nibbles.reshape(out, -1)[:, :size_in].reshape(-1).astype(np.uint8))
+
+
+def stored_parts(
+    name: str, shape: tuple[int, int], codes: np.ndarray, constants: Any, dtype: str
+) -> dict[str, np.ndarray]:
+    """What a double-quantised matrix is stored as: by tensor name, for one that was `dtype` (such as bfloat16)."""
+    absmax, nested, offset = constants
+    state: Mapping[str, Any] = {
+        "quant_type": "nf4",
+        "blocksize": BLOCK,
+        "dtype": dtype,
+        "shape": list(shape),
+        "nested_blocksize": NESTED_BLOCK,
+        "nested_dtype": "float32",
+        "nested_offset": float(offset),
+    }
+    return {
+        name: codes.reshape(-1, 1),
+        f"{name}.absmax": absmax,
+        f"{name}.nested_absmax": nested,
+        f"{name}.nested_quant_map": DYNAMIC_CODE,
+        f"{name}.quant_map": NF4_CODE,
+        f"{name}{STATE}": np.frombuffer(json.dumps(state).encode(), np.uint8),
+    }

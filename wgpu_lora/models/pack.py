@@ -1,0 +1,92 @@
+"""A model packed to NF4 on the device, written as bitsandbytes stores it: quantised once, then loaded as it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.bitsandbytes import QUANTIZATION_CONFIG, STATE, from_words, stored_parts
+from wgpu_lora.formats.checkpoint import Checkpoint
+from wgpu_lora.formats.shards import MAX_SHARD_BYTES, TensorSpec, new_model_directory, write_shards
+from wgpu_lora.gpu.tensor import NUMPY, Tensor
+from wgpu_lora.models.config import LINEAR_PATHS, read_json
+from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.ops.weights import NF4Weight
+
+TORCH = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+SAFETENSORS = {np.dtype(np.uint8): "U8", np.dtype(np.float32): "F32"}
+
+
+def write_packed(
+    model: LoadedModel,
+    output: Path,
+    progress: Callable[[str], None] = lambda name: None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Writes a model, its linears in NF4 as the device packed them, into a directory that we and transformers load.
+
+    Everything else keeps its type. The model's weights are loaded if they are not yet.
+
+    Args:
+        progress: called with each tensor's name once it is written.
+
+    Raises:
+        UserError: the model is not kept in NF4, is stored packed already, or `output` is in use.
+    """
+    checkpoint = model.checkpoint
+    if not isinstance(checkpoint, Checkpoint) or not model.decoder.packs:
+        raise UserError(f"{model.name} is not a model that is packed on loading: give one in full precision, as NF4.")
+    model.load_weights()
+    packed = {
+        f"model.layers.{i}.{LINEAR_PATHS[module]}.weight": item.weight
+        for i, layer in enumerate(model.decoder.layers)
+        for module, item in layer.linears.items()
+        if isinstance(item.weight, NF4Weight)
+    }
+    parts: dict[str, np.ndarray] = {}
+
+    def of(name: str) -> dict[str, np.ndarray]:
+        """The stored tensors of one packed matrix; those of the last are kept, since they are asked for one by one."""
+        if name not in parts:
+            parts.clear()
+            parts.update(_parts(model, name, packed[name], TORCH[checkpoint.dtype(name)]))
+        return parts
+
+    specs: dict[str, TensorSpec] = {}
+    matrix_of: dict[str, str] = {}
+    for name in model.config.parameter_shapes():
+        if name in packed:
+            for part, values in of(name).items():
+                specs[part], matrix_of[part] = TensorSpec(SAFETENSORS[values.dtype], values.shape), name
+        elif name in checkpoint:
+            specs[name] = TensorSpec(checkpoint.dtype(name), checkpoint.shape(name))
+
+    def pieces(name: str) -> Iterator[np.ndarray]:
+        if name in matrix_of:
+            yield of(matrix_of[name])[name].view(np.uint8)
+            if name.endswith(STATE):
+                progress(matrix_of[name])
+        else:
+            yield checkpoint.read_raw(name)
+            progress(name)
+
+    with new_model_directory(output, model.directory) as directory:
+        write_shards(directory, specs, pieces, max_shard_bytes)
+        stated = read_json(model.directory / "config.json") | {"quantization_config": QUANTIZATION_CONFIG}
+        (directory / "config.json").write_text(json.dumps(stated, indent=2) + "\n")
+
+
+def _parts(model: LoadedModel, name: str, weight: NF4Weight, dtype: str) -> dict[str, np.ndarray]:
+    device, shape = model.device, (weight.out_features, weight.in_features)
+    codes, nested, _ = weight.constants
+
+    def read(tensor: Tensor) -> np.ndarray:
+        return device.read(tensor.storage.buffer).view(NUMPY[tensor.dtype])[: tensor.size]
+
+    nested_and_offset = read(nested)
+    constants = read(codes), nested_and_offset[:-1], nested_and_offset[-1]
+    return stored_parts(name, shape, from_words(read(weight.codes), shape), constants, dtype)
