@@ -1,0 +1,97 @@
+"""Every bundled recipe says what it needs, runs on the demo model when cut, and trains as many parameters as stated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from wgpu_lora.cli import main
+from wgpu_lora.demo import TRAIN_FILE
+from wgpu_lora.gpu.assets import asset_dir
+from wgpu_lora.models.shapes import shape_config
+from wgpu_lora.train.arguments import find_recipe, from_values, read_recipe
+
+RECIPES = sorted(path.stem for path in Path(str(asset_dir("recipes"))).glob("*.toml"))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_runs_cut_down(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(TRAIN_FILE.read_text().splitlines(keepends=True)[:4]))
+    cut = ["--model", "demo", "--data", str(rows), "--output", str(tmp_path / "run"), "--max-steps", "2"]
+    cut += ["--per-device-train-batch-size", "1", "--gradient-accumulation-steps", "1", "--max-length", "64"]
+    # One rank, no dropout and no checkpointing: the runs then share their compiled kernels.
+    cut += ["--no-packing", "--lora-r", "4", "--lora-dropout", "0", "--no-gradient-checkpointing"]
+    cut += ["--target-modules", "all-linear", "--base-dtype", "nf4"]
+    assert main(["finetune", "--recipe", name, *cut]) == 0, capsys.readouterr().err
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["stop_reason"] in ("max steps", "target seconds")
+    recipe = read_recipe(find_recipe(name))
+    for option in ("learning_rate", "lora_alpha", "weight_decay", "warmup_ratio", "enable_thinking", "target_seconds"):
+        if option in recipe:
+            assert facts["options"][option] == recipe[option]
+    assert {"step", "seconds", "last_loss", "total_steps"} <= facts["state"].keys()
+    assert len(facts["adapter_sha256"]) == 64
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_its_header_says_what_a_reader_needs(name: str) -> None:
+    text = find_recipe(name).read_text()
+    from_values(read_recipe(find_recipe(name)), name)
+    header = text.split("\n", 1)[0]
+    assert header.startswith("# ")
+    assert len(header) > 40
+    if name != "demo":
+        assert "# Reproduces:" in text
+        assert "# Needs:" in text
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape", "trained"),
+    [
+        ("instruct-qlora", "qwen3-8b", 7_667_712),
+        ("instruct-qlora", "qwen2.5-7b", 5_046_272),
+        ("hive-mind-0.5b", "qwen2.5-0.5b", 4_399_104),
+        ("wallclock-0.5b", "qwen2.5-0.5b", 270_336),
+        ("wallclock-7b", "qwen2.5-7b", 1_261_568),
+        ("persona-sft", "qwen3-0.6b", 40_370_176),
+        ("persona-sft", "qwen3-8b", 174_587_904),
+    ],
+)
+def test_trained_parameters(recipe: str, shape: str, trained: int) -> None:
+    args, config = from_values(read_recipe(find_recipe(recipe)), recipe), shape_config(shape)
+    shapes = config.linear_shapes()
+    assert config.num_hidden_layers * sum(args.lora_r * sum(shapes[m]) for m in args.modules()) == trained
+    assert f"{trained:,}" in find_recipe(recipe).read_text()
+
+
+def test_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "list"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in RECIPES)
+    assert main(["recipes", "show", "persona-sft"]) == 0
+    assert capsys.readouterr().out == find_recipe("persona-sft").read_text()
+    assert main(["recipes", "show", "nothing"]) == 2
+    assert "persona-sft" in capsys.readouterr().err
+
+
+def test_made_up_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def make(name: str, *more: str) -> int:
+        return main(["recipes", "data", "hive-mind-0.5b", str(tmp_path / name), *more])
+
+    assert make("a.jsonl") == make("b.jsonl") == make("c.jsonl", "--seed", "1", "--rows", "9") == 0
+    text = (tmp_path / "a.jsonl").read_text()
+    assert text == (tmp_path / "b.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert len(rows) == 1500
+    assert len({row["prompt"] for row in rows}) > 1000
+    for row in rows:
+        if row["prompt"].startswith("Which is the largest of "):
+            numbers = row["prompt"].removeprefix("Which is the largest of ").rstrip("?").split(", ")
+            assert row["completion"] == f" The largest is {max(map(int, numbers))}."
+    assert len((tmp_path / "c.jsonl").read_text().splitlines()) == 9
+    assert make("a.jsonl") == 2
+    assert main(["recipes", "data", "persona-sft", str(tmp_path / "d.jsonl")]) == 2
+    assert "hive-mind-0.5b" in capsys.readouterr().err

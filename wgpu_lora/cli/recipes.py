@@ -1,0 +1,60 @@
+"""wgpu-lora recipes: which there are, what they say, and made-up rows for those that name none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from wgpu_lora.cli.console import console, line
+from wgpu_lora.cli.options import Command
+from wgpu_lora.errors import UserError
+
+recipes = typer.Typer(name="recipes", help="Training set-ups that come with the package.", rich_markup_mode=None)
+
+
+@recipes.command("list", cls=Command)
+def list_recipes() -> int:
+    """List the bundled recipes."""
+    from rich.table import Table
+
+    from wgpu_lora.gpu.assets import asset_dir
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("recipe", no_wrap=True)
+    table.add_column("what it is")
+    for path in sorted(Path(str(asset_dir("recipes"))).glob("*.toml")):
+        table.add_row(path.stem, path.read_text(encoding="utf-8").splitlines()[0].lstrip("# "))
+    console().print(table)
+    return 0
+
+
+@recipes.command("show", cls=Command)
+def show(name: Annotated[str, typer.Argument(help="A bundled recipe's name, or a path.")]) -> int:
+    """Print a recipe, with what it reproduces and needs."""
+    from wgpu_lora.train.arguments import find_recipe, from_values, read_recipe
+
+    path = find_recipe(name)
+    from_values(read_recipe(path), f"The recipe {path}")
+    print(path.read_text(encoding="utf-8"), end="", flush=True)
+    return 0
+
+
+@recipes.command("data", cls=Command)
+def data(
+    name: Annotated[str, typer.Argument(help="A recipe that has a generator: hive-mind-0.5b.")],
+    output: Annotated[Path, typer.Argument(help="The JSONL file to write; it must be new.")],
+    rows: Annotated[int, typer.Option(help="How many.")] = 1500,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+) -> int:
+    """Write made-up training rows for a recipe."""
+    from wgpu_lora.data.made_up import GENERATORS, write_rows
+
+    if name not in GENERATORS:
+        raise UserError(f"There is no generator for '{name}': choose one of {', '.join(GENERATORS)}.")
+    if rows < 1:
+        raise UserError(f"--rows must be greater than 0, not {rows}.")
+    write_rows(GENERATORS[name], output, rows, seed)
+    line("written", f"{rows:,} rows in {output}")
+    return 0

@@ -1,0 +1,65 @@
+"""Made-up training rows, for recipes whose own data are not to be had. Every row is right, and there are plenty."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.atomic import write_bytes_atomic
+
+Row = dict[str, str]
+THINGS = ("crate", "shelf", "basket", "train", "garden", "library", "boat", "kitchen", "market", "workshop")
+GOODS = ("apples", "books", "lamps", "bolts", "seeds", "plates", "ropes", "keys", "tiles", "candles")
+NAMES = ("Ada", "Bela", "Chidi", "Dana", "Emeka", "Fumi", "Goran", "Hana", "Ivo", "Jun")
+
+
+def hive_mind(rng: np.random.Generator) -> Row:
+    """One of five kinds of short question about numbers, names and lists, with its answer."""
+
+    def pick(words: tuple[str, ...]) -> str:
+        return words[rng.integers(len(words))]
+
+    a, b, c = (int(n) for n in rng.integers(2, 40, 3))
+    name, thing, goods, other = pick(NAMES), pick(THINGS), pick(GOODS), pick(GOODS)
+    numbers = [int(n) for n in rng.integers(0, 99, 5)]
+    listed = ", ".join(map(str, numbers))
+    kinds = (
+        (
+            f"A {thing} holds {a} {goods} in each of {b} rows. {name} takes {c} away. How many are left?",
+            f"{a} times {b} is {a * b}. Without {c} that leaves {a * b - c} {goods}."
+            if a * b >= c
+            else f"{a} times {b} is {a * b}, which is fewer than {c}: none are left.",
+        ),
+        (f"Sort these numbers from low to high: {listed}.", f"{', '.join(map(str, sorted(numbers)))}."),
+        (f"Which is the largest of {listed}?", f"The largest is {max(numbers)}."),
+        (
+            f"{name} has {a} {goods} and {b} {other}. Write that as JSON.",
+            json.dumps({"name": name, goods: a} | ({other: b} if other != goods else {goods: a + b})),
+        ),
+        (f"Spell the word '{thing}' backwards.", f"'{thing}' backwards is '{thing[::-1]}'."),
+    )
+    prompt, completion = kinds[rng.integers(len(kinds))]
+    return {"prompt": prompt, "completion": f" {completion}"}
+
+
+GENERATORS: dict[str, Callable[[np.random.Generator], Row]] = {"hive-mind-0.5b": hive_mind}
+
+
+def write_rows(make: Callable[[np.random.Generator], Row], path: Path, rows: int, seed: int) -> None:
+    """Writes `rows` lines, the same for the same seed.
+
+    Raises:
+        UserError: the file exists, or cannot be written.
+    """
+    if path.exists():
+        raise UserError(f"{path} exists already: choose another file, or remove it.")
+    rng = np.random.default_rng(seed)
+    text = "".join(json.dumps(make(rng)) + "\n" for _ in range(rows))
+    try:
+        write_bytes_atomic(path, text.encode())
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}.") from None
