@@ -1,0 +1,1 @@
+"""Reports of finished runs: what their directories hold, drawn and put on one page."""
