@@ -39,9 +39,10 @@ class Run:
             losses.append(f"held-out {_number(state['last_eval_loss'])} (best {_number(state['best_eval_loss'])})")
         speed = f"{speeds[len(speeds) // 2]:,.0f} tokens/s" if speeds else "speed not logged"
         what = f"{options['model'] or 'demo'}, rank {options['lora_r']} on {options['target_modules']}"
+        steps = f"{state['step']:,} of {state['total_steps']:,} steps ({self.facts['stop_reason']})"
+        memory = f"{self.facts['memory']['peak']:,} bytes of device memory"
         return (
-            f"- **{self.name}**: {what}, {state['step']:,} of {state['total_steps']:,} steps ({self.facts['stop_reason']}), {', '.join(losses)}, "
-            f"{state['seconds']:,.0f} s, {speed}, {self.facts['memory']['peak']:,} bytes of device memory, on "
+            f"- **{self.name}**: {what}, {steps}, {', '.join(losses)}, {state['seconds']:,.0f} s, {speed}, {memory}, on "
             f"{device['name']} ({device['driver']})"
         )
 
