@@ -54,7 +54,7 @@ def memory(axes: Any, runs: Sequence[Run]) -> bool:
     left = [0.0] * len(runs)
     for number, group in enumerate(groups):
         values = [run.facts["memory"]["groups"].get(group, 0) / 2**20 for run in runs]
-        axes.barh([run.name for run in runs], values, left=left, label=group, color=f"C{number}")
+        axes.barh([run.name for run in runs], values, left=left, height=0.5, label=group, color=f"C{number}")
         left = [a + b for a, b in zip(left, values, strict=True)]
     axes.set_xlabel("device memory while training, MiB")
     axes.invert_yaxis()
@@ -106,7 +106,7 @@ def draw(runs: Sequence[Run], directory: Path) -> dict[str, Path]:
         axes = figure.subplots()
         if plot(axes, runs):
             axes.grid(alpha=0.3)
-            axes.legend()
+            figure.legend(loc="outside right upper")
             found[name] = directory / f"{name}.png"
             figure.savefig(found[name], dpi=110)
     return found

@@ -42,8 +42,8 @@ class Run:
         steps = f"{state['step']:,} of {state['total_steps']:,} steps ({self.facts['stop_reason']})"
         memory = f"{self.facts['memory']['peak']:,} bytes of device memory"
         return (
-            f"- **{self.name}**: {what}, {steps}, {', '.join(losses)}, {state['seconds']:,.0f} s, {speed}, {memory}, on "
-            f"{device['name']} ({device['driver']})"
+            f"- **{self.name}**: {what}, {steps}, {', '.join(losses)}, {state['seconds']:,.0f} s, {speed}, {memory}, "
+            f"on {device['name']} ({device['driver']})"
         )
 
 
