@@ -77,6 +77,9 @@ def test_values_of_the_wrong_kind() -> None:
     task = task_of({"data": "x", "checkpoint": "y", "rank": "8"}, "here")
     with pytest.raises(UserError, match="The adapter y: 'lora_r' must be int"):
         task.arguments(TrainingArguments())
+    none = task_of({"data": "x", "checkpoint": "y", "rank": 0}, "here")
+    with pytest.raises(UserError, match="The adapter y: --lora-r must be greater than 0"):
+        none.arguments(TrainingArguments())
     light = task_of({"data": "x", "checkpoint": "y", "weight": 0.5}, "here")
     with pytest.raises(UserError, match="at least 2"):
         light.arguments(TrainingArguments(gradient_accumulation_steps=1))
@@ -90,6 +93,9 @@ def test_directories_and_names_are_apart() -> None:
         check("one/a", "two/a")
     with pytest.raises(UserError, match="directory of adapter 'a'"):
         check_apart([task_of_pair("x:a"), task_of({"data": "y", "checkpoint": "./a", "name": "b"}, "b")], "p")
+    with pytest.raises(UserError, match="lies in another adapter's directory"):
+        check("one/a", "one/a/last")
+    check("one/a", "one/b", output="one")
     with pytest.raises(UserError, match="--output"):
         check("a", "b", output="b")
 

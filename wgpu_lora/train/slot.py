@@ -198,7 +198,7 @@ def refuse_used(directory: Path) -> None:
     used = any((directory / name).exists() for name in (output.RUN, "adapter_config.json"))
     if used or checkpoint.newest(directory):
         raise UserError(
-            f"The output directory {directory} already holds a run: choose another --output, or continue it with "
+            f"The output directory {directory} already holds a run: choose another directory, or continue it with "
             "--resume."
         )
 

@@ -49,7 +49,11 @@ class AdapterTask:
                 f"The adapter {self.name} of weight {self.weight:g} has less than a batch a step: set "
                 f"--gradient-accumulation-steps to at least {math.ceil(1 / self.weight)}, or raise the weight."
             )
-        own = from_values(self.options, f"The adapter {self.name}", base)
+        try:
+            own = from_values(self.options, f"The adapter {self.name}", base)
+        except UserError as error:
+            text = str(error)
+            raise UserError(text if self.name in text else f"The adapter {self.name}: {text}") from None
         return replace(own, data=self.data, output=self.checkpoint, gradient_accumulation_steps=round(batches))
 
 
@@ -136,5 +140,10 @@ def check_apart(tasks: Sequence[AdapterTask], output: str) -> None:
         if place in places:
             raise UserError(
                 f"{task.checkpoint} is the directory of {places[place]} and of adapter '{task.name}': each needs one."
+            )
+        around = [other for other in (Path(t.checkpoint).resolve() for t in tasks) if other in place.parents]
+        if around:
+            raise UserError(
+                f"{task.checkpoint} lies in another adapter's directory, {around[0]}: put them side by side."
             )
         names[task.name], places[place] = task, f"adapter '{task.name}'"
