@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from wgpu_lora.bench.workload import Context, Workload
-from wgpu_lora.bench.workloads import layer, serving, training
+from wgpu_lora.bench.workloads import adapter_memory, adapters, layer, serving, training
 
 WORKLOADS: dict[str, Callable[[Context], Iterator[Workload]]] = {
     "nf4_matmul": layer.nf4_matmul,
@@ -21,6 +21,8 @@ WORKLOADS: dict[str, Callable[[Context], Iterator[Workload]]] = {
     "optimizer": training.optimizer,
     "quantize": training.quantize,
     "train_step": training.train_step,
+    "multi_adapter_step": adapters.multi_adapter_step,
+    "multi_adapter_memory": adapter_memory.multi_adapter_memory,
     "ttft": serving.ttft,
     "throughput": serving.throughput,
     "batch": serving.batch,

@@ -1,0 +1,131 @@
+"""The memory of many adapters on one base: planned beside one adapter's, and allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from wgpu_lora.bench.check import Checked
+from wgpu_lora.bench.stats import Timings
+from wgpu_lora.bench.step import largest
+from wgpu_lora.bench.workload import Context, Extra, Workload
+from wgpu_lora.bench.workloads.adapters import ALL, FEW, MANY, check_update, make_up, new_bytes, slot_session
+from wgpu_lora.gpu.program import Program
+from wgpu_lora.gpu.timer import Timer
+from wgpu_lora.share import budget_bytes
+from wgpu_lora.train.session import Session
+
+QV = ("q_proj", "v_proj")
+
+
+def multi_adapter_memory(context: Context) -> Iterator[Workload]:
+    yield MultiAdapterMemory(context)
+
+
+def base_reads(session: Session) -> int:
+    """Recorded dispatches that read weights of the base."""
+    base = session.model.decoder.storages()
+    steps = [step for program in session.programs() for step in program.dispatches]
+    return sum(any(tensor.storage in base for tensor in step.tensors) for step in steps)
+
+
+def planned_figures(context: Context) -> Extra:
+    """What the plan says of one, three and eight adapters at equal tokens a step.
+
+    memory_ratio is of three to one on q and v, all_ratio the same on all seven projections. A growth is the largest of
+    the three figures over the smallest, at the worse of both targets.
+    """
+    found: Extra = {}
+    growth = dict.fromkeys(("base_growth", "activation_growth", "base_reads_growth"), 1.0)
+    for name, modules in (("memory", QV), ("all", ALL)):
+        sessions = [slot_session(context, slots, modules, [context.tokens]) for slots in (1, FEW, MANY)]
+        plans = [session.memory() for session in sessions]
+        one, few = plans[0].training, plans[1].training
+        found |= {f"{name}_ratio": few / one, f"{name}_one_bytes": float(one), f"{name}_three_bytes": float(few)}
+        figures = (
+            [plan.groups["base"] for plan in plans],
+            [plan.groups["activations"] for plan in plans],
+            [base_reads(session) for session in sessions],
+        )
+        for key, values in zip(growth, figures, strict=True):
+            growth[key] = max(growth[key], max(values) / min(values))
+    return {**found, **growth}
+
+
+class MultiAdapterMemory:
+    """Three adapters on q and v beside one: planned for the whole model, allocated with as many layers as fit here.
+
+    What is timed, on what was allocated, is what every adapter adds to a step: its update.
+    """
+
+    case = ""
+
+    def __init__(self, context: Context):
+        self._whole = context
+        room, layers = budget_bytes(context.device.info).bytes, context.config.num_hidden_layers
+        fits = layers if room is None else largest(lambda count: self._need(count) <= room, layers)
+        # Where not even one layer fits, one is asked for, and refused as any brick's would be.
+        self._cut = self._of(fits or 1)
+        self._sessions = [slot_session(self._cut, slots, QV, [context.tokens]) for slots in (1, FEW)]
+        self._few = self._sessions[-1]
+        self._allocated: list[int] = []
+        self._timer: Timer | None = None
+        self.keys = {"slots": float(FEW), "allocated_layers": float(fits or 1)}
+
+    def _of(self, layers: int) -> Context:
+        return self._whole if layers == self._whole.config.num_hidden_layers else self._whole.with_layers(layers)
+
+    def _need(self, layers: int) -> int:
+        context = self._of(layers)
+        return context.device.allocated + new_bytes(slot_session(context, FEW, QV, [context.tokens]))
+
+    @property
+    def clock(self) -> str:
+        return self._timer.clock if self._timer else "host"
+
+    def nbytes(self) -> int:
+        return new_bytes(self._few)
+
+    def programs(self) -> list[Program]:
+        return [self._few.optimizer.program]
+
+    def open(self) -> None:
+        """Allocates all that one adapter takes, gives it back but for the base, then all that three take."""
+        device, base = self._cut.device, self._cut.model.decoder.storages()
+        self._timer = Timer(device)
+        others = device.allocated - sum(storage.nbytes for storage in base if storage.buffer is not None)
+        for session in self._sessions:
+            session.allocate()
+            self._allocated.append(device.allocated - others)
+            if session is not self._few:
+                session.close()
+
+    def check(self, rng: np.random.Generator) -> Checked:
+        make_up(self._few, rng)
+        return check_update(self._few, Checked())
+
+    def run(self) -> float:
+        assert self._timer is not None, "open() first"
+        return self._timer.run(self._few.optimizer.program)
+
+    def extra(self, timings: Timings) -> Extra:
+        """Figures of the plan, then those of the allocation."""
+        one, few = self._allocated
+        planned = [session.memory().training for session in self._sessions]
+        return {
+            **planned_figures(self._whole),
+            "allocated_one_bytes": float(one),
+            "allocated_three_bytes": float(few),
+            "allocated_ratio": few / one,
+            "allocated_layers": self.keys["allocated_layers"],
+            "unplanned_bytes": float(abs(one - planned[0]) + abs(few - planned[1])),
+        }
+
+    def close(self) -> None:
+        for session in self._sessions:
+            session.close()
+        if self._timer:
+            self._timer.free()
+        if self._cut is not self._whole:
+            self._cut.close()
