@@ -99,7 +99,7 @@ def norms(rng: np.random.Generator) -> Arrays:
 
 
 def updates(rng: np.random.Generator) -> Arrays:
-    block_slots, size = u32(0, NONE, 3, 2, 0, 4), 6 * optimizer.BLOCK - 37
+    block_slots, size = u32(0, NONE, 3, 2, 0, 4), 6 * optimizer.BLOCK - 36
     report = normal(rng, HYPER_SLOTS, 4)
     report[:, 2] = 1, 1, 1, 0, 0
     values = {name: normal(rng, size) for name in ("params", "grads", "first_moment", "second_moment")}
@@ -109,7 +109,7 @@ def updates(rng: np.random.Generator) -> Arrays:
 
 
 add(optimizer.gradient_norm, norms, slots=HYPER_SLOTS, blocks=37)
-add(optimizer.adamw, updates, size=6 * optimizer.BLOCK - 37)
+add(optimizer.adamw, updates, size=6 * optimizer.BLOCK - 36)
 
 
 def rounded(kind: str, rows: int, cols: int) -> None:

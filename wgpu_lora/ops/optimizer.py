@@ -33,7 +33,7 @@ def gradient_norm(sums: In, block_slots: Fixed, hyper: Fixed, loss: In, report: 
     return report
 
 
-@kernel("adamw.wgsl", grid=lambda c: one_per(c.size), lib=("linear",))
+@kernel("adamw.wgsl", grid=lambda c: one_per(c.size // 4), lib=("linear",))
 def adamw(
     params: InOut,
     grads: InOut,
@@ -45,7 +45,9 @@ def adamw(
     *,
     size: U32,
 ) -> Any:
-    """AdamW (Loshchilov and Hutter 2019) on the clipped gradient; gradients are zeroed, gated slots left alone."""
+    """AdamW (Loshchilov and Hutter 2019) on the clipped gradient; gradients are zeroed, gated slots left alone.
+
+    size is a multiple of 4: blocks are."""
     slot = np.repeat(block_slots.astype(np.int64), BLOCK)[:size]
     used = slot != NO_SLOT
     slot = np.where(used, slot, 0)
