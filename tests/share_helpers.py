@@ -13,8 +13,9 @@ from wgpu_lora.gpu.adapters import AdapterInfo
 
 # Takes bytes of a budget, waiting if told to, says so, and keeps them until it is ended.
 CHILD = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs have it ignored
 from wgpu_lora.share.ledger import Ledger
 from wgpu_lora.share.lease import take
 directory, need, budget, wait = sys.argv[1:]
