@@ -12,7 +12,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.checkpoint import RunState
 from wgpu_lora.train.policy import PATIENCE, POLICIES, Standing, make_policy, policy_state
-from wgpu_lora.train.tasks import check_apart, read_tasks, task_of, task_of_pair
+from wgpu_lora.train.tasks import check_apart, named_apart, read_tasks, task_of, task_of_pair
 
 
 def test_a_pair() -> None:
@@ -91,6 +91,8 @@ def test_directories_and_names_are_apart() -> None:
 
     with pytest.raises(UserError, match="named 'a'"):
         check("one/a", "two/a")
+    renamed = named_apart([task_of_pair("x:one/a"), task_of_pair("y:two/a"), task_of_pair("z:b")])
+    assert [task.name for task in renamed] == ["one/a", "two/a", "b"]
     with pytest.raises(UserError, match="directory of adapter 'a'"):
         check_apart([task_of_pair("x:a"), task_of({"data": "y", "checkpoint": "./a", "name": "b"}, "b")], "p")
     with pytest.raises(UserError, match="lies in another adapter's directory"):
@@ -106,7 +108,9 @@ def test_directories_and_names_are_apart() -> None:
         (["--adapters", "missing.jsonl:out/a"], "missing.jsonl"),
         (["--adapters", "a:b:c"], "more than one colon"),
         (["--adapters-config", "missing.toml"], "missing.toml cannot be read"),
-        (["--adapters", "x:a", "--adapters", "y:a"], "named 'a'"),
+        (["--adapters", "x:a", "--adapters", "y:./a/"], "each needs one"),
+        (["--schedule", "round-robin"], "are for several adapters"),
+        (["--adapters", "x:a", "--wait", "-5"], "--wait must be 0 or more"),
         (["--adapters", "x:a", "--schedule", "fair"], "--schedule must be one of"),
         (["--adapters", "x:a", "--data", "y"], "contradict"),
         (["--adapters", "x:a", "--target-seconds", "9"], "--target-seconds is for one adapter"),

@@ -50,7 +50,10 @@ class GroupedHelp(Command):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         following = [*args[1:], "-"][: len(args)]
-        bare = [arg == "--wait" and after.startswith("-") for arg, after in zip(args, following, strict=True)]
+        bare = [
+            arg == "--wait" and after.startswith("-") and not after[1:2].isdigit()
+            for arg, after in zip(args, following, strict=True)
+        ]
         return super().parse_args(ctx, [f"{a}=0" if is_bare else a for a, is_bare in zip(args, bare, strict=True)])
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

@@ -115,9 +115,20 @@ class Optimizer:
                 1 - s.adam_beta1,
                 1 - s.adam_beta2,
             )
+        report = self._run(device, hyper)
+        read = {slot: [float(x) for x in report[slot]] for slot in updates}
+        return {
+            slot: StepReport(norm, bool(fine) and math.isfinite(norm), loss)
+            for slot, (norm, _, fine, loss) in read.items()
+        }
+
+    def finite(self, device: Device, slot: int) -> bool:
+        """Whether a slot's loss and gradient are finite; nothing is updated, and gradients are zeroed."""
+        norm, _, _, loss = self._run(device, np.zeros((self.slots, HYPER_FIELDS), np.float32))[slot]
+        return bool(np.isfinite(norm) and np.isfinite(loss))
+
+    def _run(self, device: Device, hyper: np.ndarray) -> np.ndarray:
+        """The report [slots, 4] of the update program."""
         device.write(self.hyper.storage.buffer, hyper)
         self.program.run()
-        report = device.read(self.report.storage.buffer).view(np.float32).reshape(-1, 4)
-        return {
-            s: StepReport(float(r[0]), bool(r[2]) and math.isfinite(r[0]), float(r[3])) for s, r in enumerate(report)
-        }
+        return device.read(self.report.storage.buffer).view(np.float32).reshape(-1, 4)

@@ -21,7 +21,7 @@ from wgpu_lora.train.policy import POLICIES, make_policy
 from wgpu_lora.train.record import PIPELINE, PipelineRecord, PipelineState, read_pipeline_state, recover, write_pipeline
 from wgpu_lora.train.session import MemoryPlan
 from wgpu_lora.train.slot import AdapterRun, refuse_used
-from wgpu_lora.train.tasks import AdapterTask, check_apart, task_of
+from wgpu_lora.train.tasks import AdapterTask, check_apart, named_apart, task_of
 from wgpu_lora.train.trainer import Callback, Trainer
 
 SCHEDULES = tuple(POLICIES)
@@ -71,6 +71,7 @@ def prepare_pipeline(
     Raises:
         UserError: anything that a person can mend, from the tasks to the device.
     """
+    tasks = named_apart(tasks)
     _check(args, tasks, schedule, batch_tokens)
     output = Path(args.output)
     per_task = [task.arguments(args) for task in tasks]

@@ -55,6 +55,7 @@ class Progress:
 
     def __post_init__(self) -> None:
         state = self.run.state
+        self._taken: Step | None = None
         self._steps: Iterator[Step] = self.run.stream.steps(state.epoch, state.index)
         self.step = next(self._steps)
 
@@ -78,6 +79,11 @@ class Progress:
         """The rows of the next step; their losses are weighted so that they sum to its mean."""
         stream, weight = self.run.stream, 1 / self.trained_tokens
         return [stream.segments(self.step, batch, weight, self.run.slot) for batch in self.step.micro_batches]
+
+    def previous_batches(self) -> list[list[Segment]]:
+        """The rows of the step that was taken last; none before the first."""
+        stream, taken = self.run.stream, self._taken
+        return [stream.segments(taken, batch, 1.0, self.run.slot) for batch in taken.micro_batches] if taken else []
 
     def update(self) -> SlotUpdate:
         args = self.run.args
@@ -106,12 +112,12 @@ class Progress:
     @property
     def epoch_done(self) -> int | None:
         """The number, from 1, of the epoch that the step just taken was the last of."""
-        return self._taken.epoch + 1 if self._taken.last_of_epoch else None
+        return self._taken.epoch + 1 if self._taken and self._taken.last_of_epoch else None
 
     def heldout_due(self) -> bool:
         state, every = self.run.state, self.run.args.eval_steps or self.eval_steps
         last = state.step >= state.total_steps
-        return last or (state.step % every == 0 if every else self._taken.last_of_epoch)
+        return last or (state.step % every == 0 if every else self.epoch_done is not None)
 
     def measure_heldout(self) -> None:
         begin = time.perf_counter()
@@ -156,14 +162,19 @@ class Progress:
             self._tokens,
         )
 
+    def write_pending(self) -> None:
+        """A line for the steps since the last one."""
+        if self.run.state.pending:
+            self._write(self._last_line)
+
     def close(self) -> None:
         """The last log line and held-out loss of a run whose last step was not known to be the last."""
         if not self._last_line or "eval_loss" in self._last_line:
             return
         self._line = self._last_line
         self.measure_heldout()
-        if self.run.state.pending:
-            self._write(self._line)
+        self._last_line = self._line
+        self.write_pending()
 
     def _write(self, line: dict[str, Any]) -> None:
         state = self.run.state

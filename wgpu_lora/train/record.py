@@ -61,7 +61,8 @@ def recover(state: PipelineState, directories: Mapping[str, Path]) -> None:
         shutil.rmtree(following, ignore_errors=True)
         if _step(last) != step:
             raise UserError(
-                f"{last} is not the checkpoint of step {step} that the pipeline kept: start again elsewhere."
+                f"Adapter '{name}' has no checkpoint of step {step} in {directories[name]}: name the directory that "
+                "the pipeline wrote to."
             )
 
 
@@ -89,10 +90,10 @@ class PipelineRecord:
             self.state.identity,
             trainer.step,
             policy_state(trainer.policy),
-            {run.name: run.state.step for run in trainer.runs if run.state.step},
+            {run.name: run.state.step for run in trainer.runs},
             for_good,
         )
-        moved = [run for run in trainer.runs if self.state.steps.get(run.name, 0) != run.state.step]
+        moved = [run for run in trainer.runs if self.state.steps.get(run.name) != run.state.step]
         for run in moved:
             run.write_checkpoint(trainer.session, run.directory / NEXT)
         write_bytes_atomic(self.directory / STATE, (json.dumps(vars(state), indent=1) + "\n").encode())

@@ -146,6 +146,22 @@ class AdapterRun:
             },
         }
 
+    def fall_back(self, session: Session) -> None:
+        """Puts the newest checkpoint before the last update, which ruined the adapter, on the device; else the first.
+
+        A checkpoint of an earlier step is known to be sound, since the loss of the step after it was finite.
+        """
+        root, steps = self.directory, self.directory / checkpoint.STEPS
+        places = [root / checkpoint.LAST, root / BEST, *root.glob(EPOCH.format("*")), *steps.glob("step-*")]
+        kept = [(checkpoint.read_state(place)[0], place) for place in places if (place / checkpoint.STATE).is_file()]
+        sound = [(state, place) for state, place in kept if state.step < self.state.step]
+        if sound:
+            self.state, place = max(sound, key=lambda found: found[0].step)
+            checkpoint.restore(place, session, self.slot)
+        else:
+            self.state = RunState(total_steps=self.state.total_steps, tiles=self.state.tiles)
+            self.place_initial(session)
+
     def write_adapter(self, session: Session, directory: Path) -> None:
         matrices = session.adapters.read(session.device, self.slot)
         write_adapter(directory, adapter_tensors(matrices, self.adapter), self.adapter)

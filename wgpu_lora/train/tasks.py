@@ -127,19 +127,32 @@ def read_tasks(path: Path) -> list[AdapterTask]:
     return [task_of(table, f"{path}: adapter {number}") for number, table in enumerate(tables, 1)]
 
 
+def named_apart(tasks: Sequence[AdapterTask]) -> list[AdapterTask]:
+    """The tasks, those that took their names from like-named directories renamed to the whole paths."""
+    names = [task.name for task in tasks]
+    return [
+        replace(task, name=task.checkpoint)
+        if names.count(task.name) > 1 and task.name == Path(task.checkpoint).resolve().name
+        else task
+        for task in tasks
+    ]
+
+
 def check_apart(tasks: Sequence[AdapterTask], output: str) -> None:
     """Raises UserError where two adapters, or an adapter and the pipeline's record, would write to one directory."""
     names: dict[str, AdapterTask] = {}
     places = {Path(output).resolve(): "--output, the pipeline's own record"}
     for task in tasks:
+        place = Path(task.checkpoint).resolve()
+        if place.exists() and not place.is_dir():
+            raise UserError(f"The checkpoint directory {task.checkpoint} of adapter '{task.name}' is a file.")
+        if place in places:
+            raise UserError(
+                f"{task.checkpoint} is the directory of {places[place]}, and of adapter '{task.name}': each needs one."
+            )
         if task.name in names:
             raise UserError(
                 f"Two adapters are named '{task.name}': give each a 'name' of its own in the adapters' file."
-            )
-        place = Path(task.checkpoint).resolve()
-        if place in places:
-            raise UserError(
-                f"{task.checkpoint} is the directory of {places[place]} and of adapter '{task.name}': each needs one."
             )
         around = [other for other in (Path(t.checkpoint).resolve() for t in tasks) if other in place.parents]
         if around:

@@ -22,8 +22,7 @@ STOP_TEXT = {
     "max steps": "the step limit is reached",
     "target seconds": "the time budget is used",
     "interrupt": "interrupted; continue with --resume",
-    "non-finite": "the loss or the gradient is not finite; no update was applied, and the adapter is that of the step "
-    "before",
+    "non-finite": "the loss or the gradient is not finite; no update was applied, and the adapter is the last good one",
 }
 
 Callback = Callable[[StepResult], None]
@@ -117,11 +116,7 @@ class Trainer:
         slots = self.policy.choose([Standing(p.run.slot, p.run.state) for p in live])
         chosen = [p for p in live if p.run.slot in slots]
         begin = time.perf_counter()
-        optimizer.begin(device)
-        for segments in self._batches(chosen):
-            inputs, program = self.session.step_for(sum(len(s.input_ids) for s in segments))
-            inputs.upload(device, segments)
-            program.run()
+        self._accumulate(self._batches(chosen))
         updates = {p.run.slot: p.update() for p in chosen}
         reports = optimizer.apply(device, updates)
         seconds = time.perf_counter() - begin
@@ -132,14 +127,35 @@ class Trainer:
             if reports[slot].applied:
                 progress.advance(reports[slot], updates[slot], seconds * progress.trained_tokens / tokens)
                 self._after(progress)
-        self._retire({slot: "non-finite" for slot in updates if not reports[slot].applied})
+        bad = [progress for progress in chosen if not reports[progress.run.slot].applied]
+        for progress in bad:
+            progress.write_pending()
+            if progress.run.name and not self._sound(progress):
+                progress.run.fall_back(self.session)
+        self._retire({progress.run.slot: "non-finite" for progress in bad})
         assert self.keeper is not None
         if self.keeper.due(self):
             self.keeper.save(self)
 
+    def _sound(self, progress: Progress) -> bool:
+        """Whether a slot's rows are at fault, not its weights: those of the step before still give finite gradients."""
+        self._accumulate(self._packed(progress.previous_batches()))
+        return self.session.optimizer.finite(self.session.device, progress.run.slot)
+
+    def _accumulate(self, batches: list[list[Segment]]) -> None:
+        """Adds up losses and gradients, without an update."""
+        device = self.session.device
+        self.session.optimizer.begin(device)
+        for segments in batches:
+            inputs, program = self.session.step_for(sum(len(s.input_ids) for s in segments))
+            inputs.upload(device, segments)
+            program.run()
+
     def _batches(self, chosen: list[Progress]) -> list[list[Segment]]:
         """The rows of a step: a run's own batches, or those of several slots packed together."""
-        batches = [batch for progress in chosen for batch in progress.micro_batches()]
+        return self._packed([batch for progress in chosen for batch in progress.micro_batches()])
+
+    def _packed(self, batches: list[list[Segment]]) -> list[list[Segment]]:
         if len(self.all) == 1:
             return batches
         segments = [segment for batch in batches for segment in batch]
