@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-reference test-drivers bench bench-reference bench-gpu lint
+.PHONY: help setup demo test test-fast test-reference test-drivers prove-wgpu bench bench-reference bench-gpu lint
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -53,6 +53,20 @@ test-drivers: setup  ## other subgroup sizes, no subgroups, default limits, anot
 	  run VK_DRIVER_FILES=$$lavapipe WGPU_LORA_DEFAULT_LIMITS=1; \
 	else only=drivers tests=tests; echo "Mesa's lavapipe is not here: only SwiftShader is tested."; fi; \
 	run VK_DRIVER_FILES=$(CURDIR)/.drivers/swiftshader.json
+
+# Where there is but one device, SwiftShader is the second: beside a GPU, or beside the software driver that is there.
+PROVE ?=
+prove-wgpu: setup  ## prove on this machine that it all runs on wgpu, without CUDA (PROVE='--devices 0,1 --out proof')
+	@kinds=$$($(BIN)/wgpu-lora info --json | $(BIN)/python -c 'import json, sys; print(*(a["kind"] for a in json.load(sys.stdin)["adapters"]))' || true); \
+	case "$$kinds" in '' | *' '*) ;; *) \
+	  scripts/install_vulkan.sh --swiftshader .drivers || echo "A second device cannot be had here: the proof says what that leaves open."; \
+	  second=$(CURDIR)/.drivers/swiftshader.json; \
+	  first=$${VK_DRIVER_FILES:-$$(compgen -G '/usr/share/vulkan/icd.d/lvp_icd*.json' | head -1 || true)}; \
+	  if [ ! -f "$$second" ]; then :; \
+	  elif [ "$$kinds" = software ]; then export VK_DRIVER_FILES=$${first:+$$first:}$$second; \
+	  else export VK_ADD_DRIVER_FILES=$$second; fi;; \
+	esac; \
+	$(BIN)/wgpu-lora prove $(PROVE)
 
 BENCH_SHAPE ?=
 bench: setup  ## every brick under pytest-benchmark, figures in bench.json (BENCH_SHAPE=qwen2.5-0.5b: at its size)

@@ -22,6 +22,7 @@ from wgpu_lora.cli.merge import merge
 from wgpu_lora.cli.options import Command, GroupedHelp, training_options
 from wgpu_lora.cli.plan import plan
 from wgpu_lora.cli.profile import profile
+from wgpu_lora.cli.prove import prove
 from wgpu_lora.cli.recipes import recipes
 from wgpu_lora.cli.report import report
 from wgpu_lora.cli.share import share
@@ -72,6 +73,7 @@ app.command(cls=Command)(evaluate)
 app.command("import", cls=Command)(import_model)
 app.command(cls=Command)(merge)
 app.command(cls=Command)(demo)
+app.command(cls=Command)(prove)
 app.command(cls=GroupedHelp)(bench)
 app.command(cls=Command)(report)
 app.add_typer(recipes)

@@ -1,0 +1,269 @@
+"""Each check of a proof on made-up findings: what makes it fail, and what counts as CUDA."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from wgpu_lora.proof.checks.answers import answers_pass_their_checks
+from wgpu_lora.proof.checks.backend import work_happened_on_the_device
+from wgpu_lora.proof.checks.devices import devices_compute
+from wgpu_lora.proof.checks.generation import devices_agree
+from wgpu_lora.proof.checks.program import gradients_agree
+from wgpu_lora.proof.checks.training import losses_fall, training_beside_evaluating
+from wgpu_lora.proof.cuda import classify, cuda_packages, imported, is_compiler, required
+from wgpu_lora.proof.curve import draw_curve
+from wgpu_lora.proof.finding import NotRun
+from wgpu_lora.proof.training import Evaluated, Training
+from wgpu_lora.proof.watch import Watcher
+from wgpu_lora.proof.witness import Witness
+
+# -- CUDA --------------------------------------------------------------------------------------------------------------
+
+ICD, DRIVER = "/usr/lib/libGLX_nvidia.so.0", "/usr/lib/libcuda.so.1"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["libcudart.so.12", "libcublas.so", "libcublasLt.so.12", "libnvrtc.so.12", "libnvrtc-builtins.so.12.4",
+     "libcudnn.so.9", "libcudnn_ops_infer.so.8", "libcufft.so.11", "libcusparse.so.12", "libtorch_cuda.so",
+     "libc10_cuda.so", "libcudart-9335f6a2.so.12.4.127", "cublas64_12.dll", "cudart64_110.dll", "libnccl.so.2",
+     "libcusolverMg.so.11", "libbitsandbytes_cuda124.so", "libnvJitLink.so.12", "libcudart.so.12 (deleted)"],
+)  # fmt: skip
+def test_toolkit_libraries_are_forbidden_even_beside_a_driver(name: str) -> None:
+    assert classify([f"/x/{name}", ICD]).forbidden == [f"/x/{name}"]
+
+
+def test_the_driver_s_own_library_is_explained_only_beside_its_vulkan() -> None:
+    assert classify([DRIVER]).forbidden == [DRIVER]
+    found = classify([DRIVER, ICD, "/usr/lib/libnvidia-glcore.so.550"])
+    assert (found.forbidden, found.explained) == ([], [DRIVER])
+    assert found.own == [ICD, "/usr/lib/libnvidia-glcore.so.550"]
+    assert classify([DRIVER, ICD], preloaded="/tmp/libcuda.so.1").forbidden == [DRIVER]
+
+
+def test_ordinary_libraries_are_not_cuda() -> None:
+    names = ["libc.so.6", "libvulkan_lvp.so", "libwgpu_native-release.so", "libvk_swiftshader.so", "libcurl.so.4",
+             "libcups.so.2", "libnvme.so.1", "libnvidia-vulkan-producer.so", "libcudnnish.so.1.a"]  # fmt: skip
+    assert classify(f"/x/{name}" for name in names[:-1]).forbidden == []
+
+
+def test_compilers_and_modules_are_known() -> None:
+    assert is_compiler(["/usr/local/cuda/bin/nvcc", "-c", "x.cu"])
+    assert is_compiler(["sh", "-c", "nvcc x.cu"])
+    assert not is_compiler(["python", "-m", "nvccless"])
+    assert imported(["numpy", "torch.cuda", "nvidia.cublas"]) == ["nvidia", "torch"]
+    assert imported(["numpy", "wgpu", "tqdm.contrib"]) == []
+
+
+def test_requirements_are_followed_and_extras_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def package(name: str, *needs: str) -> None:
+        folder = tmp_path / f"{name.replace('-', '_')}-1.dist-info"
+        folder.mkdir()
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", "Version: 1", *(f"Requires-Dist: {need}" for need in needs)]
+        (folder / "METADATA").write_text("\n".join(lines) + "\n")
+
+    package("top", "plain>=1", 'torch; extra == "gpu"', 'Other_One[fast] ; python_version > "3"')
+    package("plain", 'cupy-cuda12x; extra == "never"')
+    package("other-one", 'nvidia-cublas-cu12 (>=12); extra == "fast"', 'triton; extra == "slow"')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = required("top")
+    assert names == {"top", "plain", "other-one", "nvidia-cublas-cu12"}
+    assert cuda_packages(names) == ["nvidia-cublas-cu12"]
+    assert cuda_packages(required("wgpu-lora")) == []
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="copies a program that Linux has")
+def test_the_watcher_and_the_witness_see_a_compiler_run(tmp_path: Path) -> None:
+    fake = tmp_path / "nvcc"
+    shutil.copyfile(shutil.which("sleep") or "/bin/sleep", fake)
+    fake.chmod(0o755)
+    watcher = Watcher()
+    with Witness(str(tmp_path / "said.json")), subprocess.Popen([str(fake), "5"]) as process:
+        deadline = time.monotonic() + 4
+        while not any(is_compiler(one.command) for one in watcher.seen.values()) and time.monotonic() < deadline:
+            watcher.look()
+        process.kill()
+    assert any(is_compiler(one.command) for one in watcher.seen.values())
+    mine = next(one for one in watcher.seen.values() if one.pid == os.getpid())
+    assert any("libc" in path for path in mine.libraries)
+    said = json.loads((tmp_path / "said.json").read_text())
+    assert [str(fake), "5"] in said["commands"]
+    assert "json" in said["modules"]
+    assert said["libraries"]
+
+
+# -- what makes a check fail -------------------------------------------------------------------------------------------
+
+
+def status(check: Any, **proof: Any) -> str:
+    try:
+        return check(SimpleNamespace(**proof)).status
+    except NotRun:
+        return "not run"
+
+
+def test_devices() -> None:
+    def found(**changes: Any) -> str:
+        adapter = {"index": 0, "name": "a", "driver": "d", "backend": "Vulkan", "kind": "discrete"}
+        good = {"error": 1e-13, "fine": True}
+        facts = {"adapters": [adapter, {**adapter, "index": 1}], "used": [0, 1], "asked": False, "different": 2,
+                 "computed": {"0": good, "1": good}, "wgpu_native": "0"}  # fmt: skip
+        return status(devices_compute, devices=lambda: facts | changes)
+
+    assert found() == "passed"
+    assert found(computed={"1": {"error": 0.1, "fine": False}}) == "failed"
+    assert found(used=[0]) == "failed"
+    assert found(used=[0], asked=True) == "passed"
+    assert found(adapters=[], used=[]) == "failed"
+
+
+def generated(tmp_path: Path, name: str, ids: list[int], shift: float = 0.0, gap: float = 1.0) -> dict[str, Any]:
+    logits = np.linspace(-10, 10, 40, dtype=np.float32).reshape(4, 10) + np.float32(shift)
+    np.savez(tmp_path / name, logits)
+    answers = [{"ids": ids, "gaps": [gap] * len(ids)}]
+    return {"matrices": 7, "nf4_matrices": 7, "arrays": str(tmp_path / f"{name}.npz"), "answers": answers}
+
+
+@pytest.mark.parametrize(
+    ("other", "want"),
+    [
+        ({"ids": [1, 2, 3, 4]}, "passed"),
+        ({"ids": [1, 2, 3, 4], "shift": 1e-3}, "passed"),
+        ({"ids": [1, 2, 3, 4], "shift": 0.1}, "failed"),
+        ({"ids": [1, 2, 3, 4], "shift": math.nan}, "failed"),
+        ({"ids": [1, 2, 9, 4]}, "failed"),
+        ({"ids": [1, 2]}, "failed"),
+        ({"ids": []}, "failed"),
+    ],
+)
+def test_generation(tmp_path: Path, other: dict[str, Any], want: str) -> None:
+    made = [generated(tmp_path, "a", [1, 2, 3, 4]), generated(tmp_path, "b", **other)]
+    proof = {"used": lambda: [0, 1], "generation": made.__getitem__}
+    assert status(devices_agree, **proof) == want
+    assert status(devices_agree, **(proof | {"used": lambda: [0]})) == "not run"
+    made[1]["nf4_matrices"] = 6
+    assert status(devices_agree, **proof) == "failed"
+
+
+def test_a_near_tie_may_part_answers(tmp_path: Path) -> None:
+    a, b = generated(tmp_path, "a", [1, 2, 3], gap=1e-3), generated(tmp_path, "b", [1, 2, 4], gap=1e-3)
+    assert status(devices_agree, used=lambda: [0, 1], generation=[a, b].__getitem__) == "passed"
+
+
+def training(losses: list[float], heldout: float = 0.5, **changes: Any) -> Training:
+    log = [{"step": i, "loss": loss, "grad_norm": 1.0, "seconds": float(i)} for i, loss in enumerate(losses, 1)]
+    log[-1]["eval_loss"] = heldout
+    facts = {"stop_reason": "max steps", "environment": {"device": {"name": "a", "driver": "d", "backend": "Vulkan",
+                                                                    "kind": "discrete"}}}  # fmt: skip
+    beside = [Evaluated(0, {"loss": 1.0}, "", 3, 1.0)]
+    values = {"code": 0, "said": "it ended", "beside": beside, "devices": [0, 1], "facts": facts} | changes
+    return Training(Path("run"), seconds=1.0, before={"loss": 1.0}, pid=1, log=log, **values)
+
+
+def test_training_beside_evaluating() -> None:
+    def of(**changes: Any) -> str:
+        return status(training_beside_evaluating, training=lambda: training([1.0] * 20, **changes))
+
+    assert of() == "passed"
+    assert of(code=1) == "failed"
+    assert of(beside=[Evaluated(2, {}, "no", 0, 0.0)]) == "failed"
+    assert of(beside=[]) == "failed"
+    assert of(beside=[Evaluated(0, {}, "", 0, 1.0)]) == "not run"
+    assert of(beside=[Evaluated(0, {}, "", 0, 1.0)], devices=[0]) == "passed"
+
+
+def test_losses() -> None:
+    def of(losses: list[float], **changes: Any) -> str:
+        return status(losses_fall, training=lambda: training(losses, **changes))
+
+    falling = list(np.linspace(2, 1, 40))
+    assert of(falling) == "passed"
+    assert of(falling, heldout=0.99) == "failed"
+    assert of(falling, heldout=math.nan) == "failed"
+    assert of(falling[::-1]) == "failed"
+    assert of([2.0, *[1.97] * 39]) == "failed"
+    assert of([1.3, 0.7] * 18 + [1.2, 0.5] * 2) == "failed"  # within the scatter
+    assert of([*falling[:-1], math.inf]) == "failed"
+    assert of(falling[:19]) == "not run"
+    assert of(falling, facts={"stop_reason": "non-finite"}, code=1) == "failed"
+    assert of(falling, facts=None, code=1) == "not run"
+
+
+def test_backend() -> None:
+    def of(adapter: dict[str, str] | None = None, **changes: Any) -> str:
+        clock = {"clock": "timestamps", "dispatches": 9, "device_seconds": 0.9, "host_seconds": 1.0, "loss": 2.0}
+        listed = {"name": "a", "driver": "d", "backend": "Vulkan", "kind": "discrete"} | (adapter or {})
+        children = SimpleNamespace(job=lambda *a, **k: clock | changes)
+        run = training([2.0] * 20)
+        return status(work_happened_on_the_device, trained=lambda: run, adapter=lambda i: listed, children=children)
+
+    assert of() == "passed"
+    assert of(clock="host") == "passed"
+    assert of({"driver": "another"}) == "failed"
+    assert of(loss=2.001) == "failed"
+    assert of(device_seconds=0.01) == "failed"
+    assert of(device_seconds=5.0) == "failed"
+    assert of(dispatches=0) == "failed"
+
+
+def test_gradients() -> None:
+    def of(measured: list[float | None], gradient: list[float], dtype: str = "f32") -> str:
+        rows = [{"matrix": "q.A", "measured": m, "gradient": g} for m, g in zip(measured, gradient, strict=True)]
+        found = {"loss": 1.0, "rounding": 2e-6, "directions": rows}
+        children = SimpleNamespace(job=lambda *a, **k: found)
+        args = SimpleNamespace(compute_dtype=dtype)
+        return status(gradients_agree, args=args, trained=lambda: training([1.0] * 20), children=children)
+
+    assert of([1e-3, -2e-4], [1.001e-3, -2e-4]) == "passed"
+    assert of([1e-3, -2e-4], [1e-3, 2e-4]) == "failed"
+    assert of([1e-3, -2e-4], [1.05e-3, -2e-4]) == "failed"
+    assert of([1e-3, 5e-5], [1e-3, 0.0]) == "failed"
+    assert of([1e-3, math.nan], [1e-3, 1e-3]) == "failed"
+    assert of([0.0, 0.0], [0.0, 0.0]) == "failed"
+    assert of([1e-3], [1e-3], "bf16") == "not run"
+    assert of([1e-3] * 4 + [None], [1e-3] * 5) == "passed"
+    assert of([1e-3] * 2 + [None], [1e-3] * 3) == "failed"
+
+
+def test_answers(tmp_path: Path) -> None:
+    rows = [{"messages": [{"content": "?"}], "check": "assert f()"} for _ in range(10)]
+    file = tmp_path / "heldout.jsonl"
+
+    def of(before: int, after: int, kept: list[str] | None = None) -> str:
+        file.write_text(
+            "".join(json.dumps({k: v for k, v in row.items() if k in (kept or row)}) + "\n" for row in rows)
+        )
+
+        def answers(name: str, adapter: str | None) -> list[dict[str, Any]]:
+            passed = after if adapter else before
+            one = {"request": "?", "text": "f", "parses": True, "reason": ""}
+            return [{**one, "passed": i < passed} for i in range(10)]
+
+        args = SimpleNamespace(eval_data=str(file), init_adapter=None)
+        run = training([1.0] * 20)
+        return status(answers_pass_their_checks, args=args, trained=lambda: run, answers=answers)
+
+    assert of(0, 9) == "passed"
+    assert of(3, 3) == "failed"
+    assert of(4, 3) == "failed"
+    assert of(0, 9, ["messages"]) == "not run"
+
+
+def test_the_curve_takes_what_it_gets() -> None:
+    curve = draw_curve([2.0, "nan", 1.0], [(0, 2.2), (3, "inf")])
+    assert len(curve.points.split()) == 2
+    assert [step for _, _, step, _ in curve.heldout] == [0]
+    assert curve.y_ticks[-1][1] == "2.5"
+    assert draw_curve([0.0], []).points

@@ -1,0 +1,68 @@
+"""wgpu-lora prove: that it all happens on wgpu, shown on this machine."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from wgpu_lora.cli.console import console, line
+from wgpu_lora.cli.options import RECIPE
+from wgpu_lora.errors import UserError
+
+if TYPE_CHECKING:
+    from wgpu_lora.proof.run import Check, Result
+
+COLOURS = {"passed": "green", "failed": "red", "not run": "yellow"}
+
+
+def prove(
+    recipe: Annotated[str, typer.Option(help=RECIPE)] = "wgpu-proof",
+    devices: Annotated[
+        str | None, typer.Option(help="Devices such as 0,1 (the first trains); left out, the first two different ones.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Directory for it; one in use gets a number.")] = Path("proof"),
+    only: Annotated[str | None, typer.Option(help="Numbers of the checks to do, such as 1,6.")] = None,
+) -> int:
+    """Prove that training and inference happen on wgpu, without CUDA.
+
+    Nine checks in child processes; the exit code is 1 if any of them fails. One that cannot be done is 'not run',
+    and then nothing is called proven.
+    """
+    from wgpu_lora.proof.checks import CHECKS
+    from wgpu_lora.proof.run import prove as run
+
+    numbers = set()
+    for text in only.split(",") if only else []:
+        if not text.strip().isdecimal() or int(text) not in CHECKS:
+            raise UserError(f"--only {only} is not understood: give numbers from 1 to {max(CHECKS)}, such as 1,6.")
+        numbers.add(int(text))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the children as Ctrl-C does
+    result = run(recipe, devices, out, numbers, lambda name: line("check", name), _said)
+    _table(result)
+    line("written", f"{result.directory}/proof.html, proof.json and logs/")
+    line("verdict", result.verdict)
+    return result.code
+
+
+def _said(check: Check) -> None:
+    line("", f"{check.finding.status} in {check.seconds:.1f} s: {check.finding.reason}")
+
+
+def _table(result: Result) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_lines=True)
+    table.add_column("#", justify="right")
+    table.add_column("check", no_wrap=True)
+    table.add_column("result", no_wrap=True)
+    table.add_column("seconds", justify="right")
+    table.add_column("what was found", overflow="fold")
+    for check in result.checks:
+        status = check.finding.status
+        seconds, reason = f"{check.seconds:.1f}", Text(check.finding.reason)
+        table.add_row(str(check.number), check.name, Text(status, COLOURS[status]), seconds, reason)
+    console().print(table)

@@ -1,0 +1,50 @@
+"""7. Greedy answers to the held-out requests, parsed and run against their unit checks, before and after."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.data import read_jsonl
+from wgpu_lora.proof.context import Proof
+from wgpu_lora.proof.finding import Finding, NotRun
+
+MARGIN = 0.1  # of the requests, that more have to pass after
+
+
+def answers_pass_their_checks(proof: Proof) -> Finding:
+    """Passes where more answers pass after training, by the margin."""
+    assert proof.args.eval_data
+    rows = [row for _, row in read_jsonl(Path(proof.args.eval_data))]
+    if not all("check" in row and "messages" in row for row in rows):
+        raise NotRun("the held-out rows have no unit checks")
+    training = proof.trained()
+    before = proof.answers("answers-before", proof.args.init_adapter)
+    after = proof.answers("answers-after", str(training.directory))
+    scores = {"before": score(before), "after": score(after)}
+    was, now = scores["before"]["passed"], scores["after"]["passed"]
+    faults = []
+    if not now - was >= MARGIN * len(rows):
+        faults.append(f"{was} of {len(rows)} answers passed before and {now} after: {MARGIN:.0%} more had to")
+    figures = {"margin": MARGIN, **scores, "answers": paired(before, after)}
+    reason = f"{was} of {len(rows)} passed before, {now} after ({scores['after']['parsed']} parse)"
+    return Finding.of(faults, reason, figures)
+
+
+def score(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    passed = sum(answer["passed"] for answer in answers)
+    return {
+        "requests": len(answers),
+        "parsed": sum(answer["parses"] for answer in answers),
+        "passed": passed,
+        "pass_rate": passed / len(answers),
+    }
+
+
+def paired(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By request: what was answered before and after, and the verdicts."""
+
+    def said(answer: dict[str, Any]) -> dict[str, Any]:
+        return {name: answer[name] for name in ("text", "parses", "passed", "reason")}
+
+    return [{"request": a["request"], "before": said(a), "after": said(b)} for a, b in zip(before, after, strict=True)]

@@ -1,0 +1,51 @@
+"""5. The device that trained is the one that was named, and its own clock shows the work."""
+
+from __future__ import annotations
+
+import statistics
+from itertools import pairwise
+from typing import Any
+
+from wgpu_lora.proof.context import Proof
+from wgpu_lora.proof.finding import Finding
+
+FACTS = ("name", "driver", "backend", "kind")
+SAME_LOSS = 1e-5  # relative; the same program on the same device gives the same bits
+SHARE = 0.1  # of a step's time that the device has to have been at work
+
+
+def work_happened_on_the_device(proof: Proof) -> Finding:
+    """Passes where run.json names the enumerated device and a step under its clock gives the loss that was logged."""
+    training = proof.trained()
+    assert training.facts
+    index = training.devices[0]
+    said, listed = training.facts["environment"]["device"], proof.adapter(index)
+    clock = proof.children.job("clock", "clock", directory=str(training.directory), device=index)
+    logged, loss = training.log[0]["loss"], clock["loss"]
+    share = clock["device_seconds"] / clock["host_seconds"]
+    times = [line["seconds"] for line in training.log]
+    figures: dict[str, Any] = {
+        "device": {name: said[name] for name in FACTS},
+        "clock": clock,
+        "share": share,
+        "logged_loss": logged,
+        "logged_step_seconds": statistics.median(b - a for a, b in pairwise([0.0, *times])),
+        "dispatches_of_the_run": clock["dispatches"] * len(training.log),
+    }
+    faults = [f"run.json says {name} {said[name]}, but device {index} has {listed[name]}" for name in FACTS
+              if said[name] != listed[name]]  # fmt: skip
+    if abs(loss - logged) > SAME_LOSS * abs(logged):
+        faults.append(f"the timed step's loss is {loss:.7f}, but the run logged {logged:.7f}")
+    if not clock["dispatches"]:
+        faults.append("no kernel was dispatched")
+    if clock["clock"] == "timestamps" and not SHARE < share < 1 + SHARE:
+        faults.append(f"the device's clock counts {share:.0%} of the step's time: the work happened elsewhere")
+    by = {
+        "timestamps": f"its own timestamps count {clock['device_seconds']:.3f} s ({share:.0%}) of a step",
+        "host": "it has no timestamps, so dispatches were counted",
+    }[clock["clock"]]
+    reason = (
+        f"{said['name']}, {said['driver']}, {said['backend']}; {by} of {clock['dispatches']} dispatches, "
+        f"whose loss is the logged {logged:.6f}"
+    )
+    return Finding.of(faults, reason, figures)

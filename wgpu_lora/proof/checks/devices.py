@@ -1,0 +1,39 @@
+"""1. Devices are enumerated, and those that are used compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wgpu_lora.proof.context import Proof
+from wgpu_lora.proof.finding import Finding
+
+
+def devices_compute(proof: Proof) -> Finding:
+    """Passes where every device that is used multiplied matrices right, and two are used where there are two."""
+    found = proof.devices()
+    adapters, used = found["adapters"], found["used"]
+    figures = {
+        "devices": adapters,
+        "discrete": sum(a["kind"] == "discrete" for a in adapters),
+        "used": used,
+        "computed": found["computed"],
+        "wgpu_native": found["wgpu_native"],
+    }
+    if not adapters:
+        return Finding.of(["wgpu found no adapter: no driver is installed, or none that works"], "", figures)
+    faults = [
+        f"device {index} ({adapters[int(index)]['name']}) multiplied matrices wrong, by {result['error']:.1e}"
+        for index, result in found["computed"].items()
+        if not result["fine"]
+    ]
+    if len(used) < min(2, found["different"]) and not found["asked"]:
+        faults.append(f"only {len(used)} of {found['different']} different devices are used")
+    unused = len(adapters) - len(used)
+    left = f"; {unused} left out by --devices" if found["asked"] and unused else ""
+    names = ", ".join(_name(adapters[index]) for index in used)
+    reason = f"{len(adapters)} found, {figures['discrete']} discrete; used: {names}{left}"
+    return Finding.of(faults, reason, figures)
+
+
+def _name(adapter: dict[str, Any]) -> str:
+    return f"{adapter['index']} {adapter['name']} ({adapter['driver']}, {adapter['backend']}, {adapter['kind']})"

@@ -1,0 +1,126 @@
+"""What the checks share: the recipe, the child processes, and what these found, made when first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.data import resolve_data
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.hub import resolve_model
+from wgpu_lora.proof.children import Children, finish
+from wgpu_lora.proof.finding import ChildFailed, NotRun
+from wgpu_lora.proof.training import Training, train
+from wgpu_lora.train.arguments import TrainingArguments, gather
+from wgpu_lora.train.finetune import with_demo_data
+
+
+class Refused(UserError):
+    """What was asked for cannot be followed, so there is nothing to prove."""
+
+
+@dataclass
+class Proof:
+    """One proof. args: the recipe's options, with held-out data for certain.
+
+    select: what --devices says, None where it is left out.
+    """
+
+    out: Path
+    recipe: Path
+    args: TrainingArguments
+    select: str | None
+    children: Children
+    _made: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def run(self) -> Path:
+        """Where the proof's fine-tuning run is."""
+        return self.out / "run"
+
+    def options(self, **changes: Any) -> dict[str, Any]:
+        """The recipe's options as a job takes them."""
+        return replace(self.args, **changes).as_dict()
+
+    # -- what children find ----------------------------------------------------------------------------------------
+
+    def devices(self) -> dict[str, Any]:
+        """What jobs.devices found. Raises Refused where --devices cannot be followed."""
+        found = self._once("devices", lambda: self.children.job("devices", "devices", select=self.select))
+        if "refused" in found:
+            raise Refused(found["refused"])
+        return found
+
+    def used(self) -> list[int]:
+        """Indices of the devices, the one that trains first."""
+        used = self.devices()["used"]
+        if not used:
+            raise NotRun("there is no device (check 1)")
+        return used
+
+    def adapter(self, index: int) -> dict[str, Any]:
+        """A device's facts by its index."""
+        return self.devices()["adapters"][index]
+
+    def generation(self, index: int) -> dict[str, Any]:
+        """The checkpoint imported on a device, and what the packed model generates there; `arrays` has the logits."""
+        return self._once(f"generate-{index}", lambda: self._generate(index))
+
+    def training(self) -> Training:
+        """The fine-tuning run, however it ended."""
+        kinds = {index: self.adapter(index)["kind"] for index in self.used()}
+        return self._once("training", lambda: train(self.children, self.recipe, self.args, self.run, kinds))
+
+    def trained(self) -> Training:
+        """The fine-tuning run, which ended well. Raises NotRun where it did not."""
+        training = self.training()
+        if training.code:
+            raise NotRun(f"fine-tuning ended with exit code {training.code} (check 3)")
+        return training
+
+    def answers(self, name: str, adapter: str | None) -> list[dict[str, Any]]:
+        """Answers to the held-out requests with an adapter, and their checks' verdicts."""
+        arguments = {"options": self.options(), "device": self.used()[0], "adapter": adapter}
+        return self._once(name, lambda: self.children.job(name, "answers", **arguments)["answers"])
+
+    def _generate(self, index: int) -> dict[str, Any]:
+        packed, arrays = self.out / "work" / f"packed-{index}", self.out / "work" / f"logits-{index}.npz"
+        options = ("--output", packed, "--device", index)
+        imported = self.children.command(f"import-{index}", "import", self.args.model, *options)
+        finish(imported)
+        generated = {"options": self.options(model=str(packed)), "device": index, "arrays": str(arrays)}
+        return self.children.job(f"generate-{index}", "generate", **generated) | {"arrays": str(arrays)}
+
+    def _once(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make` returns, made once. Its failure is the first asker's; the others could not run."""
+        if name not in self._made:
+            try:
+                self._made[name] = make()
+            except ChildFailed as error:
+                self._made[name] = error
+                raise
+        elif isinstance(self._made[name], ChildFailed):
+            raise NotRun(f"it needs what failed before: {self._made[name]}")
+        return self._made[name]
+
+
+def read_recipe(recipe: str) -> tuple[TrainingArguments, Path]:
+    """A recipe's options and path.
+
+    Raises:
+        UserError: it cannot be read, or is none to prove anything by.
+    """
+    args, path = gather({}, recipe, "The command line")
+    assert path
+    args = with_demo_data(args)
+    assert args.data
+    heldout = args.eval_data or resolve_data(Path(args.data))[1]
+    if heldout is None:
+        raise UserError(f"The recipe {path} has no held-out data, which a proof needs: give it eval_data.")
+    if args.base_dtype != "nf4":
+        raise UserError(f"The recipe {path} keeps the base in {args.base_dtype}: a proof is of NF4, so leave it out.")
+    resolve_data(Path(heldout))
+    resolve_model(args.model or "demo")
+    return replace(args, eval_data=str(heldout), resume=False), path

@@ -1,0 +1,1 @@
+"""What the proof's child processes compute: `run(**arguments)` of each module gives what JSON can hold."""

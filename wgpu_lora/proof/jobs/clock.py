@@ -1,0 +1,46 @@
+"""The first training step of a run once more, by the device's own clock where it has one."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wgpu_lora.gpu.timer import Timer
+from wgpu_lora.proof.jobs.trained import reopened
+
+REPEATS = 3
+
+
+def run(directory: str, device: int) -> dict[str, Any]:
+    """Device and host seconds of a step, and the step's loss, which the run's log has too."""
+    with reopened(Path(directory), device) as trained:
+        session = trained.session
+        trained.run.place_initial(session)
+        timer = Timer(session.device)
+        batches, tokens = trained.first_step()
+        steps = [session.step_for(sum(len(s.input_ids) for s in batch)) for batch in batches]
+        for _ in range(2):  # the first run compiles, the second finds where a long step is to be split
+            for (inputs, program), batch in zip(steps, batches, strict=True):
+                inputs.upload(session.device, batch)
+                program.run()
+        device_seconds, host_seconds = [], []
+        for _ in range(REPEATS):
+            session.optimizer.begin(session.device)
+            begin, spent = time.perf_counter(), 0.0
+            for (inputs, program), batch in zip(steps, batches, strict=True):
+                inputs.upload(session.device, batch)
+                spent += timer.run(program)
+            device_seconds.append(spent)
+            host_seconds.append(time.perf_counter() - begin)
+        total = session.device.read(session.optimizer.total.storage.buffer).view(np.float32)
+        timer.free()
+        return {
+            "clock": timer.clock,
+            "dispatches": sum(len(program.dispatches) for _, program in steps),
+            "device_seconds": sorted(device_seconds)[REPEATS // 2],
+            "host_seconds": sorted(host_seconds)[REPEATS // 2],
+            "loss": float(total[0]) / tokens,
+        }

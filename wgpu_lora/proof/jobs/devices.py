@@ -1,0 +1,64 @@
+"""Which devices there are, which of them are meant, and that each of those computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.adapters import AdapterInfo, choose, list_adapters, native_version
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.single import SingleKernel, nmse, widened
+from wgpu_lora.ops.matmul import matmul_nt
+from wgpu_lora.share.ledger import device_key
+
+AT_ONCE = 2  # devices that are used where none are named
+TOLERANCE = 1e-9  # mean squared error of a product of f32 over its mean square; rounding alone gives some 1e-13
+
+
+def run(select: str | None) -> dict[str, Any]:
+    """The adapters, the indices of those that are used, and what each of these made of a matrix product.
+
+    `select`: indices or names, separated by commas. `refused` says what is wrong with it.
+    """
+    adapters = list_adapters()
+    try:
+        used = named(select) if select else by_default(adapters)
+    except UserError as error:
+        if adapters:
+            return {"refused": str(error)}
+        used = []
+    return {
+        "adapters": [a.as_dict() for a in adapters],
+        "used": used,
+        "asked": select is not None,
+        "different": len({device_key(a, adapters) for a in adapters}),
+        "computed": {index: multiply(index) for index in used},
+        "wgpu_native": native_version(),
+    }
+
+
+def named(select: str) -> list[int]:
+    indices = [choose(part.strip())[0].index for part in select.split(",")]
+    if len(set(indices)) != len(indices):
+        raise UserError(f"--devices {select} names a device twice: name each once.")
+    return indices
+
+
+def by_default(adapters: list[AdapterInfo]) -> list[int]:
+    """The first two that are not the same piece of hardware behind another API, as Windows shows it."""
+    first = {device_key(a, adapters): a.index for a in reversed(adapters)}
+    return sorted(first.values())[:AT_ONCE]
+
+
+def multiply(index: int) -> dict[str, Any]:
+    """A product of made-up matrices, compared with float64."""
+    device, rng = Device(index), np.random.default_rng(0)
+    a, b = rng.standard_normal((32, 64), np.float32), rng.standard_normal((48, 64), np.float32)
+    arrays = {"a": a, "b": b, "y": np.zeros((32, 48), np.float32)}
+    single = SingleKernel(device, matmul_nt, arrays, {"m": 32, "n": 48, "k": 64, **matmul_nt.defaults})
+    single.run()
+    error = nmse(single.outputs()[0], widened(a) @ widened(b).T)
+    single.free()
+    return {"error": error, "fine": error < TOLERANCE, "subgroup_size": device.subgroup_size}

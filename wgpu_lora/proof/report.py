@@ -1,0 +1,95 @@
+"""proof.json and proof.html."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+import wgpu_lora
+from wgpu_lora.formats.atomic import write_bytes_atomic
+from wgpu_lora.proof.context import Proof
+from wgpu_lora.proof.curve import draw_curve
+
+if TYPE_CHECKING:
+    from wgpu_lora.proof.run import Result
+
+SCHEMA = 1
+JSON, PAGE = "proof.json", "proof.html"
+PACKAGES = ("wgpu-lora", "wgpu", "numpy", "safetensors", "tokenizers", "jinja2", "psutil")
+
+
+def write_report(result: Result, proof: Proof) -> None:
+    """Writes both files into the proof's directory."""
+    facts = plain(gather_facts(result, proof))
+    write_bytes_atomic(proof.out / JSON, (json.dumps(facts, indent=1, allow_nan=False) + "\n").encode())
+    write_bytes_atomic(proof.out / PAGE, render(facts).encode())
+
+
+def gather_facts(result: Result, proof: Proof) -> dict[str, Any]:
+    checks = [check.as_dict() for check in result.checks]
+    devices = checks[0]["figures"]
+    return {
+        "schema": SCHEMA,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "proven": result.proven,
+        "verdict": result.verdict,
+        "seconds": round(sum(check["seconds"] for check in checks), 2),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "wgpu_native": devices.get("wgpu_native"),
+        "platform": platform.platform(),
+        "commit": commit(),
+        "command": sys.argv,
+        "recipe": {"path": str(proof.recipe), "options": proof.args.as_dict()},
+        "devices": devices.get("devices", []),
+        "used": devices.get("used", []),
+        "checks": checks,
+    }
+
+
+def commit() -> str | None:
+    """The checkout's commit, with + where its files differ from it; None outside of a checkout."""
+    root = Path(wgpu_lora.__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def plain(value: Any) -> Any:
+    """What JSON can hold everywhere: numbers that are not finite become text, as do keys."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def render(facts: dict[str, Any]) -> str:
+    """The page: self-contained, no script."""
+    template = Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8")
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    by_number = {check["number"]: check["figures"] for check in facts["checks"]}
+    losses = by_number[4]
+    curve = draw_curve(losses["losses"], losses.get("heldout", [])) if losses.get("losses") else None
+    generated = by_number[2].get("generated", {})
+    return environment.from_string(template).render(
+        facts=facts, curve=curve, generated=generated, answers=by_number[7].get("answers", [])
+    )

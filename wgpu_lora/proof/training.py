@@ -1,0 +1,134 @@
+"""The proof's fine-tuning run on one device, while real `evaluate` commands run on another."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.proof.children import Child, Children, finish
+from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.output import LOG, RUN, read_log
+
+POLL = 0.05
+APART = 1.0  # seconds between the starts of evaluations
+# A GPU may be done with a short run while one evaluation still starts, so there several take turns; a software device
+# has no cores to spare for that, and its steps are long.
+LANES = {"software": 1}
+MANY = 3
+
+
+@dataclass
+class Evaluated:
+    """An `evaluate` command: its exit code, what it printed, and the steps taken while it computed."""
+
+    code: int
+    result: dict[str, Any]
+    said: str
+    steps: int
+    seconds: float
+
+
+@dataclass
+class Training:
+    """What became of it. before: the held-out loss's evaluation on the training device, before any step.
+
+    beside: evaluations on the other device, or afterwards on the same one where there is no other.
+    seconds: of the finetune command; facts: its run.json, None where it wrote none.
+    """
+
+    directory: Path
+    code: int
+    said: str
+    seconds: float
+    before: dict[str, Any]
+    beside: list[Evaluated]
+    devices: list[int]
+    pid: int
+    log: list[dict[str, Any]] = field(default_factory=list)
+    facts: dict[str, Any] | None = None
+
+
+def evaluate_options(args: TrainingArguments, device: int) -> list[object]:
+    """The `evaluate` command that measures what the run calls its held-out loss."""
+    options: list[object] = ["evaluate", "--json", "--model", args.model, "--data", args.eval_data, "--device", device]
+    options += ["--max-length", args.max_length, "--on-overflow", args.on_overflow, "--base-dtype", args.base_dtype]
+    options.append("--completion-only-loss" if args.completion_only_loss else "--no-completion-only-loss")
+    if args.enable_thinking is not None:
+        options.append("--enable-thinking" if args.enable_thinking else "--no-enable-thinking")
+    return [*options, *(["--adapter", args.init_adapter] if args.init_adapter else [])]
+
+
+def finetune_options(recipe: Path, args: TrainingArguments, output: Path, device: int) -> list[object]:
+    """The `finetune` command of the recipe, with a log line for every step."""
+    return [
+        *("finetune", "--recipe", recipe, "--output", output, "--device", device),
+        *("--eval-data", args.eval_data, "--logging-steps", 1),
+    ]
+
+
+def train(children: Children, recipe: Path, args: TrainingArguments, output: Path, kinds: dict[int, str]) -> Training:
+    """Runs it all to its end.
+
+    Args:
+        kinds: of each device that is used, by index; the first trains, the second evaluates meanwhile.
+
+    Raises:
+        ChildFailed: the evaluation before it did not end well.
+    """
+    first, *others = kinds
+    before = finish(children.command("evaluate-before", *evaluate_options(args, first))).json()
+    begin = time.perf_counter()
+    finetune = children.command("finetune", *finetune_options(recipe, args, output, first))
+    if others:
+        beside = list(_meanwhile(children, args, finetune, output / LOG, others[0], LANES.get(kinds[others[0]], MANY)))
+    code, seconds = finetune.wait(), time.perf_counter() - begin
+    if not others:
+        child = children.command("evaluate-after", *evaluate_options(args, first))
+        beside = [_evaluated(child, child.wait(), [], time.monotonic())]
+    run = output / RUN
+    return Training(
+        output,
+        code,
+        finetune.last_words(),
+        seconds,
+        before,
+        beside,
+        [first, *others[:1]],
+        finetune.process.pid,
+        read_log(output / LOG) if (output / LOG).is_file() else [],
+        json.loads(run.read_text()) if run.is_file() else None,
+    )
+
+
+def _meanwhile(
+    children: Children, args: TrainingArguments, finetune: Child, log: Path, device: int, lanes: int
+) -> Iterator[Evaluated]:
+    """Evaluates on `device` until steps were taken while an evaluation computed, or the run has ended."""
+    running: list[Child] = []
+    taken: list[float] = []  # when each step's line was first seen
+    started, count, seen = 0.0, 0, False
+    while finetune.running() or running:
+        now = time.monotonic()
+        lines = log.read_bytes().count(b"\n") if log.is_file() else 0
+        taken += [now] * (lines - len(taken))
+        for child in [child for child in running if not child.running()]:
+            running.remove(child)
+            done = _evaluated(child, child.wait(), taken, now)
+            seen = seen or bool(done.steps) or bool(done.code)
+            yield done
+        ready = lanes > 1 or taken
+        if ready and not seen and finetune.running() and len(running) < lanes and now - started > APART:
+            count, started = count + 1, now
+            running.append(children.command(f"evaluate-{count}", *evaluate_options(args, device)))
+        time.sleep(POLL)
+
+
+def _evaluated(child: Child, code: int, taken: list[float], now: float) -> Evaluated:
+    result = child.json() if code == 0 else {}
+    seconds = float(result.get("seconds", 0.0))  # of computing alone, which is the last thing that it does
+    steps = sum(now - seconds <= moment <= now for moment in taken)
+    return Evaluated(code, result, child.last_words(), steps, seconds)
