@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-reference test-drivers prove-wgpu bench bench-reference bench-gpu lint
+.PHONY: help setup demo test test-fast test-reference test-drivers test-proof prove-wgpu bench bench-reference bench-gpu lint
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -53,6 +53,9 @@ test-drivers: setup  ## other subgroup sizes, no subgroups, default limits, anot
 	  run VK_DRIVER_FILES=$$lavapipe WGPU_LORA_DEFAULT_LIMITS=1; \
 	else only=drivers tests=tests; echo "Mesa's lavapipe is not here: only SwiftShader is tested."; fi; \
 	run VK_DRIVER_FILES=$(CURDIR)/.drivers/swiftshader.json
+
+test-proof: setup  ## that the proof fails when it should; whole runs of it, so minutes
+	$(PYTEST) tests/proof
 
 # Where there is but one device, SwiftShader is the second: beside a GPU, or beside the software driver that is there.
 PROVE ?=

@@ -24,8 +24,7 @@ def no_cuda(proof: Proof) -> Finding:
     why = maps.unreadable()
     if why:
         raise NotRun(why)
-    if not proof.children.started:
-        raise NotRun("no child process ran that could be watched")
+    used = proof.devices()["used"]
     seen = proof.children.watcher.stop()
     said = {child.name: _witness(child) for child in proof.children.started}
     preloaded = os.environ.get("LD_PRELOAD", "")
@@ -46,6 +45,8 @@ def no_cuda(proof: Proof) -> Finding:
         cuda_packages(names),
         unwatched(proof.children.started, seen),
     )
+    if not faults and not used:
+        raise NotRun("there is no device (check 1), so no process did what could have been CUDA's")
     explained = sorted({path for found in sorted_out.values() for path in found.explained})
     own = sorted({path for found in sorted_out.values() for path in found.own})
     paths = set().union(*mapped.values())
