@@ -128,6 +128,7 @@ def test_a_preloaded_cuda_library_is_found_though_it_does_nothing(tmp_path: Path
     assert checks[2]["reason"] == "left out by --only"
 
 
+@pytest.mark.slow
 def test_a_learning_rate_of_zero_fails(tmp_path: Path) -> None:
     path = recipe(tmp_path, learning_rate=0)
     code, checks, _ = prove(tmp_path, "--recipe", path, "--devices", "0", "--only", "3,4,9")
@@ -139,6 +140,7 @@ def test_a_learning_rate_of_zero_fails(tmp_path: Path) -> None:
     assert "changed the adapter" in checks[9]["reason"]
 
 
+@pytest.mark.slow
 def test_a_poisoned_adapter_fails(tmp_path: Path) -> None:
     config = ModelConfig.load(Path(QWEN2))
     _, adapter, initial = adapter_of(TrainingArguments(lora_r=4), config)
@@ -157,6 +159,7 @@ def test_a_poisoned_adapter_fails(tmp_path: Path) -> None:
     assert "not finite" in checks[4]["reason"]
 
 
+@pytest.mark.slow
 def test_an_exploding_learning_rate_fails(tmp_path: Path) -> None:
     path = recipe(tmp_path, learning_rate=1e30)
     code, checks, _ = prove(tmp_path, "--recipe", path, "--devices", "0", "--only", "4")
@@ -182,7 +185,6 @@ def test_no_device_fails(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
-    base = recipe(tmp_path)
     cases = [
         (["--only", "1,10"], "1 to 9"),
         (["--devices", "7", "--only", "1"], "no device 7"),
@@ -190,7 +192,6 @@ def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
         (["--recipe", "nothing"], "does not exist"),
         (["--recipe", recipe(tmp_path, base_dtype="f32")], "NF4"),
     ]
-    base.write_text("")
     for arguments, message in cases:
         code, checks, errors = prove(tmp_path, *arguments)
         assert (code, checks) == (2, {}), errors
@@ -200,6 +201,7 @@ def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
 
 
 @LINUX
+@pytest.mark.slow
 def test_an_interrupt_ends_the_children_and_leaves_their_logs(tmp_path: Path) -> None:
     path = recipe(tmp_path, max_steps=100_000, save_steps=0)
     out = tmp_path / "proof"
