@@ -22,12 +22,14 @@ from wgpu_lora.proof.checks.devices import devices_compute
 from wgpu_lora.proof.checks.generation import devices_agree
 from wgpu_lora.proof.checks.program import gradients_agree
 from wgpu_lora.proof.checks.training import losses_fall, training_beside_evaluating
+from wgpu_lora.proof.children import Child
 from wgpu_lora.proof.cuda import classify, cuda_packages, imported, is_compiler, required
 from wgpu_lora.proof.curve import draw_curve
 from wgpu_lora.proof.finding import NotRun
-from wgpu_lora.proof.training import Evaluated, Training
+from wgpu_lora.proof.training import Evaluated, Training, _meanwhile
 from wgpu_lora.proof.watch import Watcher
 from wgpu_lora.proof.witness import Witness
+from wgpu_lora.train.arguments import TrainingArguments
 
 # -- CUDA --------------------------------------------------------------------------------------------------------------
 
@@ -182,6 +184,33 @@ def test_training_beside_evaluating() -> None:
     assert of(beside=[]) == "failed"
     assert of(beside=[Evaluated(0, {}, "", 0, 1.0)]) == "not run"
     assert of(beside=[Evaluated(0, {}, "", 0, 1.0)], devices=[0]) == "passed"
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_evaluations_are_started_until_one_computes_during_steps(tmp_path: Path, lanes: int) -> None:
+    """Stand-ins for the commands: steps are logged for some seconds; an evaluation computes in its last half second."""
+    log = tmp_path / "log.jsonl"
+    steps = (
+        "import sys, time\nfor _ in range(40):\n"
+        "    time.sleep(0.05)\n    print('{}', flush=True, file=open(sys.argv[1], 'a'))"
+    )
+    evaluation = "import time; time.sleep(0.6); print('{\"seconds\": 0.5}')"
+
+    class Stub:
+        def command(self, name: str, *arguments: object) -> Child:
+            return start(name, evaluation)
+
+    def start(name: str, code: str) -> Child:
+        paths = [tmp_path / f"{name}.{kind}" for kind in ("log", "errors", "witness")]
+        with paths[0].open("wb") as out, paths[1].open("wb") as errors:
+            process = subprocess.Popen([sys.executable, "-c", code, str(log)], stdout=out, stderr=errors)
+        return Child(name, process, *paths)
+
+    children: Any = Stub()
+    found = list(_meanwhile(children, TrainingArguments(model="m"), start("finetune", steps), log, 1, lanes))
+    assert all(done.code == 0 for done in found)
+    assert max(done.steps for done in found) >= 3
+    assert len(found) <= (1 if lanes == 1 else 4)
 
 
 def test_losses() -> None:

@@ -76,7 +76,7 @@ class Children:
             "WGPU_LORA_SHARE_DIR": str(cache / "share"),
             "MESA_SHADER_CACHE_DIR": str(cache / "mesa"),
             "__GL_SHADER_DISK_CACHE_PATH": str(cache),
-            "TMPDIR": str(cache / "tmp"),
+            **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(cache / "tmp")),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
 

@@ -53,6 +53,11 @@ class Proof:
             raise Refused(found["refused"])
         return found
 
+    def known(self) -> dict[str, Any]:
+        """The same for a report: empty where no check asked for the devices, or they could not be found out."""
+        found = self._made.get("devices")
+        return found if isinstance(found, dict) else {}
+
     def used(self) -> list[int]:
         """Indices of the devices, the one that trains first."""
         used = self.devices()["used"]

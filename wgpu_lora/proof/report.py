@@ -36,7 +36,7 @@ def write_report(result: Result, proof: Proof) -> None:
 
 def gather_facts(result: Result, proof: Proof) -> dict[str, Any]:
     checks = [check.as_dict() for check in result.checks]
-    devices = checks[0]["figures"]
+    devices = proof.known()
     return {
         "schema": SCHEMA,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -49,7 +49,7 @@ def gather_facts(result: Result, proof: Proof) -> dict[str, Any]:
         "commit": commit(),
         "command": sys.argv,
         "recipe": {"path": str(proof.recipe), "options": proof.args.as_dict()},
-        "devices": devices.get("devices", []),
+        "devices": devices.get("adapters", []),
         "used": devices.get("used", []),
         "checks": checks,
     }

@@ -91,6 +91,7 @@ def prove(
     """
     args, path = read_recipe(recipe)
     out = fresh_directory(out)
+    made = not out.exists()
     proof = Proof(out, path, args, devices, Children(out))
     wanted = set(only) or set(CHECKS)
     checks: list[Check] = []
@@ -104,7 +105,10 @@ def prove(
                 checks.append(Check(number, CHECKS[number][0], 0.0, Finding(NOT_RUN, "left out by --only")))
     except Refused:
         proof.children.end()
-        shutil.rmtree(out)
+        for path in out.iterdir():
+            shutil.rmtree(path)
+        if made:
+            out.rmdir()
         raise
     finally:
         proof.children.end()
