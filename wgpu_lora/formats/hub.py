@@ -37,6 +37,12 @@ def resolve_model(model: str) -> Path:
     return _download(model)
 
 
+def hub_id(model: str) -> str | None:
+    """`model` where it can only be meant as a hub id of the form 'owner/name', else None."""
+    named = model.count("/") == 1 and _HUB_ID.fullmatch(model) and not model.startswith(".")
+    return model if named and not Path(model).exists() else None
+
+
 def _download(model: str) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (

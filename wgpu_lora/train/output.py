@@ -1,4 +1,4 @@
-"""What a run leaves behind beside its adapter: log.jsonl, run.json and a model card."""
+"""What a run leaves behind beside its adapter: log.jsonl and run.json (the model card: train/card.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wgpu_lora.formats.atomic import file_digest, write_bytes_atomic
 from wgpu_lora.gpu.adapters import native_version
 from wgpu_lora.gpu.device import Device
 
-LOG, RUN, CARD = "log.jsonl", "run.json", "README.md"
+LOG, RUN = "log.jsonl", "run.json"
 PACKAGES = ("wgpu-lora", "wgpu", "numpy", "safetensors", "tokenizers", "jinja2")
 
 
@@ -71,42 +71,3 @@ def adapter_digest(directory: str) -> str | None:
 
 def write_run(directory: Path, facts: dict[str, Any]) -> None:
     write_bytes_atomic(directory / RUN, (json.dumps(facts, indent=1) + "\n").encode())
-
-
-def write_card(directory: Path, facts: dict[str, Any]) -> None:
-    """A model card: YAML header that the hub reads, then what was trained, on what, and how it went."""
-    options, state, data = facts["options"], facts["state"], facts["data"]
-    base = options["model"] or "demo"
-
-    def number(value: float | None) -> str:
-        return "not measured" if value is None else f"{value:.4f}"
-
-    text = f"""---
-base_model: {base}
-library_name: peft
-tags:
-- lora
-- wgpu-lora
----
-
-# LoRA adapter for {base}
-
-Trained with wgpu-lora {facts["environment"]["versions"]["wgpu-lora"]} on {facts["environment"]["device"]["name"]}
-({facts["environment"]["device"]["driver"]}).
-
-| | |
-|---|---|
-| data | {Path(data["path"]).name}: {data["summary"]} |
-| data SHA-256 | {data["digest"]} |
-| base digest | {facts["base_digest"]} |
-| base weights | {options["base_dtype"]} |
-| rank, alpha, dropout | {options["lora_r"]}, {options["lora_alpha"]}, {options["lora_dropout"]} |
-| targets | {options["target_modules"]} |
-| trained parameters | {facts["trainable_parameters"]:,} |
-| learning rate | {options["learning_rate"]} {options["lr_scheduler_type"]} |
-| steps | {state["step"]} of {state["total_steps"]} ({facts["stop_reason"]}) |
-| trained tokens | {state["tokens"]:,} |
-| final loss | {number(state["last_loss"])} |
-| held-out loss | {number(state["last_eval_loss"])}, best {number(state["best_eval_loss"])} |
-"""
-    write_bytes_atomic(directory / CARD, text.encode())

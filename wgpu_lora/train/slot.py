@@ -18,6 +18,7 @@ from wgpu_lora.models.config import LINEAR_PATHS, ModelConfig
 from wgpu_lora.models.lora import Matrices, Module, SlotSpec
 from wgpu_lora.train import checkpoint, output
 from wgpu_lora.train.arguments import FREE_ON_RESUME, TrainingArguments, flag
+from wgpu_lora.train.card import write_card
 from wgpu_lora.train.checkpoint import RunState, adapter_tensors
 from wgpu_lora.train.output import Log
 from wgpu_lora.train.schedule import learning_rate, warmup_steps
@@ -205,7 +206,7 @@ class AdapterRun:
             "environment": output.environment(session.device),
         }
         output.write_run(self.directory, facts)
-        output.write_card(self.directory, facts)
+        write_card(self.directory, facts)
         return facts
 
 

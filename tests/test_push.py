@@ -1,0 +1,213 @@
+"""What `push` sends, what it keeps, and what it says where it may not: against a hub of this test's own."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_helpers import FIXTURES, save_golden_adapter
+
+from wgpu_lora.cli import main
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.hub import hub_id
+from wgpu_lora.formats.push import prepare
+from wgpu_lora.train.card import card
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    """The four requests of a commit whose files all go inline."""
+
+    status = 200
+    seen: list[tuple[str, Any]]
+
+    def do_GET(self) -> None:
+        self._answer({"name": "me"})
+
+    def do_POST(self) -> None:
+        data = self.rfile.read(int(self.headers["Content-Length"]))
+        lines = [json.loads(line) for line in data.splitlines()]
+        self.seen.append((self.path, lines))
+        if self.path == "/api/repos/create":
+            self._answer({"url": f"http://{self.headers['Host']}/me/x", "name": "me/x", "id": "me/x"})
+        elif self.path.endswith("/preupload/main"):
+            files = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in lines[0]["files"]]
+            self._answer({"files": files})
+        else:
+            self._answer({"commitUrl": f"http://{self.headers['Host']}/me/x/commit/abc", "commitOid": "abc"})
+
+    def _answer(self, value: object) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(self.status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[tuple[str, type[FakeHub]]]:
+    handler = type("Handler", (FakeHub,), {"seen": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", handler
+    server.shutdown()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """An adapter and what a run leaves beside it."""
+    directory = save_golden_adapter("qwen2", tmp_path / "run", base_model_name_or_path="Qwen/Qwen2.5-0.5B")
+    for name in ("run.json", "log.jsonl", "README.md", ".lock", "checkpoints/step-1/optimizer.safetensors"):
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text("{}")
+    return directory
+
+
+def cli(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own: the hub's library reads the environment once."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    code = "import sys; from wgpu_lora.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "push", *arguments]
+    whole = clean | {"HF_HOME": "/nowhere"} | environment
+    return subprocess.run(command, env=whole, capture_output=True, text=True, timeout=120)
+
+
+def test_one_commit_of_the_adapter_and_its_card(run: Path, hub: tuple[str, type[FakeHub]]) -> None:
+    address, handler = hub
+    found = cli(str(run), "me/x", "--private", HF_ENDPOINT=address, HF_TOKEN="hf_abc")
+    assert found.returncode == 0, found.stderr
+    assert "/me/x/commit/abc" in found.stdout
+    (_, created), (path, lines) = handler.seen[0], handler.seen[-1]
+    assert created[0]["name"] == "x"
+    assert created[0].get("private") is True or created[0].get("visibility") == "private"
+    assert path == "/api/models/me/x/commit/main"
+    sent = {line["value"]["path"]: line["value"]["content"] for line in lines if line["key"] == "file"}
+    assert set(sent) == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    for name, content in sent.items():
+        assert base64.b64decode(content) == (run / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("status", "says"), [(401, "hf auth login"), (403, "may not write"), (404, "OWNER/NAME"), (500, "try again")]
+)
+def test_a_refusal_is_a_sentence(run: Path, hub: tuple[str, type[FakeHub]], status: int, says: str) -> None:
+    address, handler = hub
+    handler.status = status
+    found = cli(str(run), "me/x", HF_ENDPOINT=address, HF_TOKEN="hf_abc")
+    assert found.returncode == 2
+    assert says in found.stderr
+    assert found.stderr.count("\n") == 1
+
+
+def test_nothing_is_sent_offline_or_without_a_token(run: Path) -> None:
+    unreachable = {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    for environment, says in (
+        (unreachable, "hf auth login"),
+        (unreachable | {"HF_TOKEN": "hf_abc"}, "cannot be reached"),
+        (unreachable | {"HF_TOKEN": "hf_abc", "HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE"),
+    ):
+        found = cli(str(run), "me/x", **environment)
+        assert found.returncode == 2
+        assert says in found.stderr
+        assert found.stderr.count("\n") == 1
+
+
+def test_dry_run_shows_what_would_go(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["push", str(run), "me/x", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "adapter_model.safetensors" in shown
+    assert "nothing was sent" in shown
+    assert not any(word in shown for word in ("run.json", "log.jsonl", ".lock", "checkpoints"))
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "names"),
+    [
+        (["*.safetensors"], [], {"adapter_model.safetensors", "checkpoints/step-1/optimizer.safetensors"}),
+        (["*.safetensors"], ["checkpoints/*"], {"adapter_model.safetensors"}),
+        ([], ["*.safetensors", "README.md"], {"adapter_config.json"}),
+        (["run.json"], [], {"run.json"}),
+    ],
+)
+def test_patterns(run: Path, include: list[str], exclude: list[str], names: set[str]) -> None:
+    upload = prepare(run, include, exclude)
+    assert set(upload.files) == names
+    assert upload.card is None
+
+
+def test_a_card_is_made_where_there_is_none(run: Path) -> None:
+    (run / "README.md").unlink()
+    text = prepare(run).card or ""
+    assert text.startswith("---\n")
+    assert "adapter_model.safetensors | " in text
+    assert prepare(run, exclude=["README.md"]).card is None
+
+
+def test_models_and_what_is_not_one(tmp_path: Path) -> None:
+    assert prepare(FIXTURES / "models" / "llama").kind == "model"
+    (tmp_path / "notes.txt").write_text("a")
+    with pytest.raises(UserError, match="no adapter"):
+        prepare(tmp_path)
+    with pytest.raises(UserError, match="not a directory"):
+        prepare(tmp_path / "notes.txt")
+    with pytest.raises(UserError, match="leave nothing"):
+        prepare(FIXTURES / "models" / "llama", include=["*.gguf"])
+
+
+def test_a_damaged_adapter_and_a_link_out_are_refused(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("s")
+    (run / "notes").symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match="link to a file outside"):
+        prepare(run)
+    (run / "notes").unlink()
+    (run / "adapter_model.safetensors").write_bytes(b"x" * 20)
+    with pytest.raises(UserError, match="adapter_model"):
+        prepare(run)
+
+
+def test_a_base_that_others_do_not_find_is_said(tmp_path: Path) -> None:
+    assert "hub id" in prepare(save_golden_adapter("qwen2", tmp_path / "a", base_model_name_or_path="/home/me/m")).note
+    assert not prepare(save_golden_adapter("qwen2", tmp_path / "b", base_model_name_or_path="Qwen/Qwen2.5-0.5B")).note
+
+
+def test_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    assert hub_id("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
+    assert [hub_id(name) for name in ("demo", "models/mine", "./m", "/a/b", "../m")] == [None] * 5
+
+
+def test_a_card_states_the_run_and_no_paths() -> None:
+    from wgpu_lora.train.arguments import TrainingArguments
+
+    options = TrainingArguments(
+        data="/home/me/secret dir/rows|1.jsonl", output="/home/me/out", model="Qwen/Qwen2.5-0.5B"
+    )
+    facts = {
+        "options": options.as_dict(),
+        "stop_reason": "max steps",
+        "state": {"step": 3, "total_steps": 9, "tokens": 1234, "last_loss": 0.5, "first_eval_loss": 2.0,
+                  "last_eval_loss": None, "best_eval_loss": 1.0},
+        "data": {"path": "/home/me/rows.jsonl", "summary": "rows.jsonl: 4 rows", "digest": "d1"},
+        "eval_data": None,
+        "base_digest": "d2", "init_adapter_sha256": None, "adapter_sha256": "d3", "trainable_parameters": 5678,
+        "environment": {"versions": {"wgpu-lora": "9"}, "device": {"name": "G", "driver": "D", "backend": "Vulkan"}},
+    }  # fmt: skip
+    text = card(facts)
+    assert "base_model: Qwen/Qwen2.5-0.5B" in text
+    assert "/home/me" not in text
+    for fact in ("3 of 9 (max steps)", "1,234", "5,678", "d1", "d2", "d3", "2.0000 before, not measured after",
+                 "rows\\|1.jsonl", "| learning_rate |"):  # fmt: skip
+        assert fact in text

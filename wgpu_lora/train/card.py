@@ -1,0 +1,101 @@
+"""The model card of a run: a header that the hub reads, then what was trained, on what, how, and how it went."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.formats.atomic import write_bytes_atomic
+from wgpu_lora.formats.hub import hub_id
+
+CARD = "README.md"
+# Options whose value is a place on this machine, which is nobody else's business: a card has only its last part.
+PATHS = ("data", "eval_data", "output", "model", "init_adapter")
+
+MOMENTS = (("first", "before"), ("last", "after"), ("best", "at best"))
+
+
+def write_card(directory: Path, facts: dict[str, Any]) -> None:
+    """Writes README.md from what run.json says (`slot.facts`)."""
+    write_bytes_atomic(directory / CARD, card(facts).encode())
+
+
+def card(facts: dict[str, Any]) -> str:
+    """The card's text: data, losses, options and digests."""
+    from huggingface_hub import ModelCardData
+
+    options, environment = facts["options"], facts["environment"]
+    stated, device = options["model"] or "demo", environment["device"]
+    base = hub_id(stated)
+    header = ModelCardData(
+        base_model=base, library_name="peft", pipeline_tag="text-generation", tags=["lora", "wgpu-lora"]
+    )
+    name = base or Path(stated).name
+    return f"""---
+{header.to_yaml()}
+---
+
+# LoRA adapter for {name}
+
+Trained with wgpu-lora {environment["versions"]["wgpu-lora"]} on {device["name"]}
+({device["backend"]}, {device["driver"]}).
+
+## Data
+
+{_table(_data(facts))}
+
+## Result
+
+{_table(_result(facts))}
+
+## Options
+
+{_table({name: _shown(name, value) for name, value in options.items() if value is not None})}
+
+## Digests
+
+{_table(_digests(facts))}
+"""
+
+
+def _data(facts: dict[str, Any]) -> dict[str, str]:
+    data, held_out = facts["data"], facts["eval_data"]
+    rows = {"training": data["summary"], "SHA-256": data["digest"]}
+    if held_out:
+        rows |= {"held out": Path(held_out["path"]).name, "SHA-256 of the held-out": held_out["digest"]}
+    return rows
+
+
+def _result(facts: dict[str, Any]) -> dict[str, str]:
+    state = facts["state"]
+    return {
+        "steps": f"{state['step']:,} of {state['total_steps']:,} ({facts['stop_reason']})",
+        "trained tokens": f"{state['tokens']:,}",
+        "trained parameters": f"{facts['trainable_parameters']:,}",
+        "final loss": _number(state["last_loss"]),
+        "held-out loss": ", ".join(f"{_number(state[f'{key}_eval_loss'])} {text}" for key, text in MOMENTS),
+    }
+
+
+def _digests(facts: dict[str, Any]) -> dict[str, str]:
+    return {
+        "adapter_model.safetensors, SHA-256": facts["adapter_sha256"],
+        "base (names, shapes and the shards' edges)": facts["base_digest"],
+        "initial adapter, SHA-256": facts["init_adapter_sha256"] or "none",
+    }
+
+
+def _table(rows: dict[str, Any]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in rows.items())])
+
+
+def _cell(value: Any) -> str:
+    return " ".join(str(value).split()).replace("|", "\\|")
+
+
+def _shown(name: str, value: Any) -> Any:
+    return hub_id(str(value)) or Path(str(value)).name if name in PATHS else value
+
+
+def _number(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.4f}"
