@@ -115,8 +115,8 @@ def test_check_against_names_the_tensor(tmp_path):
         ({"a": entry(-4, 4, [2])}, b"x" * 8, "makes no sense for a"),
         ({"a": {"dtype": "F32"}}, b"", "makes no sense for a"),
         ({"a": 3}, b"", "makes no sense for a"),
-        (b"[1]", b"", "not a JSON object"),
-        (b"\xff\xfe", b"", "is not JSON"),
+        (b"[1]", b"", "holds a JSON list"),
+        (b"\xff\xfe", b"", "cannot be read as JSON"),
     ],
 )
 def test_damaged_headers(tmp_path, header, data, message):

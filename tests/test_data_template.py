@@ -79,15 +79,14 @@ def test_one_rendering_after_another_keeps_its_spans_apart():
         ("{{ raise_exception('only German') }}", "refuses this conversation: only German"),
         ("{{ messages[3].content }}", "does not have"),
         ("{{ 'a' + 1 }}", "TypeError"),
-        ("{% for i in range(10 ** 9) %}a{% endfor %}", "OverflowError"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}aaaa{% endfor %}{% endfor %}", "characters"),
+        ("{% for i in range(10 ** 9) %}a{% endfor %}", "too large a number"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}aaaa{% endfor %}{% endfor %}", "come to an end"),
         ("{{ messages.append(1) }}", "refuses"),
         ("{{ ''.__class__.__mro__ }}", "refuses|does not have"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
     ],
 )
-def test_a_bad_template_is_told_in_words(source, words, monkeypatch):
-    monkeypatch.setattr(template, "MAX_OUTPUT", 1000)
+def test_a_bad_template_is_told_in_words(source, words):
     with pytest.raises(UserError, match=words):
         template.render(source, USER)
 

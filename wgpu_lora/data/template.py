@@ -1,7 +1,7 @@
 """Chat templates, rendered as transformers renders them.
 
-A template comes with a downloaded checkpoint, so it is somebody else's code: it runs in jinja2's immutable sandbox,
-its loops over `range` are bounded by that sandbox and its output is bounded here.
+A template comes with a downloaded checkpoint, so it is somebody else's code: it runs in a sandbox that bounds what it
+computes (data/sandbox.py).
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from wgpu_lora.data.sandbox import Sandbox, TooMuchError, budget
 from wgpu_lora.errors import UserError
 
 Message = dict[str, Any]
 Span = tuple[int, int]
 
-MAX_OUTPUT = 1 << 24  # characters; a rendering beyond this is a runaway template, not a conversation
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -71,11 +70,9 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent=None, separators=None
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
+def _environment() -> Sandbox:
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols])
+    environment.add_filter("tojson", _tojson)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
@@ -130,24 +127,23 @@ def render(
     template = _compile(source)
     recorder = _Recorder()
     pieces: list[str] = []
+    ready = _as_templates_expect(messages)
     token = _recorder.set(recorder)
     try:
-        for piece in template.generate(
-            messages=_as_templates_expect(messages),
-            tools=tools,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **variables,
-        ):
-            pieces.append(piece)
-            recorder.written += len(piece)
-            if recorder.written > MAX_OUTPUT:
-                raise UserError(
-                    f"The chat template wrote more than {MAX_OUTPUT:,} characters for one conversation; "
-                    "shorten the conversation or mend the template."
-                )
-    except UserError:
-        raise
+        with budget(len(json.dumps([ready, tools], default=str))):
+            for piece in template.generate(
+                messages=ready,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **variables,
+            ):
+                pieces.append(piece)
+                recorder.written += len(piece)
+    except TooMuchError as error:
+        raise UserError(
+            f"The chat template does not come to an end: {error}; use the template that the model was published with."
+        ) from error
     except jinja2.UndefinedError as error:
         raise UserError(f"The chat template reads something that the conversation does not have: {error}.") from error
     except jinja2.TemplateError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import tokenizers
 
+from wgpu_lora.bounded import read_json
 from wgpu_lora.data import template
 from wgpu_lora.data.template import Message, Span
 from wgpu_lora.errors import UserError
@@ -230,15 +230,7 @@ class StreamDecoder:
 
 def _read_object(path: Path) -> dict[str, Any]:
     """A JSON object from a file, empty where there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not readable JSON ({error}); download it again.") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds a {type(value).__name__} where a JSON object belongs; download it again.")
-    return value
+    return read_json(path) if path.exists() else {}
 
 
 def _special_tokens(config: dict[str, Any], token_map: dict[str, Any]) -> dict[str, str]:

@@ -56,8 +56,7 @@ def replace_directory(tmp: str | Path, final: str | Path) -> None:
     _sync_directory(tmp)
     previous = final.with_name(f".{final.name}.previous")
     if final.exists():
-        if previous.exists():
-            shutil.rmtree(previous)
+        _remove(previous)
         final.rename(previous)
     try:
         tmp.rename(final)
@@ -66,8 +65,24 @@ def replace_directory(tmp: str | Path, final: str | Path) -> None:
             previous.rename(final)
         raise
     _sync_directory(final.parent)
-    if previous.exists():
-        shutil.rmtree(previous)
+    _remove(previous)
+
+
+def _remove(directory: Path) -> None:
+    if directory.is_symlink():
+        directory.unlink()  # the link, never what it leads to
+    elif directory.exists():
+        shutil.rmtree(directory)
+
+
+def leads_out(path: Path, directory: Path) -> bool:
+    """Whether a file lies outside of the directory that it is found in: a link may lead anywhere.
+
+    The hub's cache keeps a model's files beside its snapshots, in `blobs`, and links them.
+    """
+    root, target = directory.resolve(), path.resolve()
+    cached = root.parent.name == "snapshots" and target.is_relative_to(root.parent.parent / "blobs")
+    return not (target.is_relative_to(root) or cached)
 
 
 def file_digest(path: Path) -> str:

@@ -16,11 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint import Checkpoint
 from wgpu_lora.models.config import LINEAR_PATHS, ModelConfig
 from wgpu_lora.quant.nf4 import BLOCK, DYNAMIC_CODE, NESTED_BLOCK, NF4_CODE, pack_bnb, unpack_bnb
 
+F32_MAX = float(np.finfo(np.float32).max)
 STATE = ".quant_state.bitsandbytes__nf4"
 PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", STATE)
 # What config.json says of such a model; transformers reads it.
@@ -98,7 +100,8 @@ class PackedCheckpoint(Checkpoint):
         sizes = {"": -(-size // 2), ".absmax": blocks, ".quant_map": 16}
         if nested:
             sizes |= {".nested_absmax": -(-blocks // NESTED_BLOCK), ".nested_quant_map": 256}
-            if not isinstance(state.get("nested_offset"), int | float):
+            offset = state.get("nested_offset")
+            if not isinstance(offset, float | int) or not abs(offset) < F32_MAX:
                 raise UserError(f"{where} has no nested_offset: copy the model again.")
         for part, count in sizes.items():
             if prod(self.shape(name + part)) != count:
@@ -109,13 +112,7 @@ class PackedCheckpoint(Checkpoint):
                 raise UserError(f"{where} has a code book of its own ({part[1:]}), which is not supported.")
 
     def _state(self, name: str) -> dict[str, Any]:
-        try:
-            state = json.loads(self._stored(name + STATE, "U8").tobytes())
-        except ValueError:
-            state = None
-        if not isinstance(state, dict):
-            raise UserError(f"{name}{STATE} in {self.directory} is not JSON: copy the model again.")
-        return state
+        return parse_object(self._stored(name + STATE, "U8").tobytes(), f"{name}{STATE} in {self.directory}")
 
     def _stored(self, name: str, dtype: str) -> np.ndarray:
         if Checkpoint.dtype(self, name) != dtype:

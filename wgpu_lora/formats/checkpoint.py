@@ -10,13 +10,15 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 import numpy as np
 
+from wgpu_lora.bounded import MAX_JSON_BYTES, parse_object, read_json
 from wgpu_lora.errors import UserError
-from wgpu_lora.models.config import ModelConfig, read_json
+from wgpu_lora.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from wgpu_lora.formats.bitsandbytes import Packed
@@ -25,12 +27,12 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SUPPORTED_DTYPES: dict[str, np.dtype] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<u2"), "F32": np.dtype("<u4")}
 
-# The safetensors library's own limit: a longer header is a damaged or hostile file.
-MAX_HEADER_BYTES = 100_000_000
+MAX_DIMENSIONS = 8
+MAX_EXTENT = 1 << 48
 _ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
 _ITEM_BYTES |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
-_EDGE_BYTES = 64 * 1024
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+EDGE_BYTES = 64 * 1024
+_LAYER = re.compile(r"model\.layers\.([0-9]{1,6})\.")
 
 
 @dataclass(frozen=True)
@@ -158,9 +160,9 @@ class Checkpoint:
             size = path.stat().st_size
             sha.update(size.to_bytes(8, "little"))
             with path.open("rb") as file:
-                sha.update(file.read(_EDGE_BYTES))
-                file.seek(max(0, size - _EDGE_BYTES))
-                sha.update(file.read(_EDGE_BYTES))
+                sha.update(file.read(EDGE_BYTES))
+                file.seek(max(0, size - EDGE_BYTES))
+                sha.update(file.read(EDGE_BYTES))
         return sha.hexdigest()
 
     def _entry(self, name: str) -> TensorEntry:
@@ -173,21 +175,20 @@ class Checkpoint:
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """The tensors of one safetensors file, checked against the file's size; UserError when it is damaged."""
+    if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+        raise UserError(f"{path} is not a regular file: restore it.")
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            if size < 8 or length > size - 8:
                 raise UserError(
                     f"{path} is not a whole safetensors file ({size} bytes, header of {length}): copy it again."
                 )
-            header = json.loads(file.read(length))
+            data = file.read(min(length, MAX_JSON_BYTES + 1))
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): restore the file or its permissions.") from None
-    except ValueError:
-        raise UserError(f"the header of {path} is not JSON: download or copy the file again.") from None
-    if not isinstance(header, dict):
-        raise UserError(f"the header of {path} is not a JSON object: download or copy the file again.")
+    header = parse_object(data, f"the header of {path}")
     header.pop("__metadata__", None)
     entries, spans = {}, []
     for name, value in header.items():
@@ -206,16 +207,16 @@ def _parse_entry(path: Path, name: str, value: object, data_start: int) -> tuple
     if not isinstance(dtype, str) or not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
         raise damaged
     begin, end = offsets
-    items = 1
-    for extent in shape:
-        items *= extent
+    if len(shape) > MAX_DIMENSIONS:
+        raise damaged
+    items = prod(shape)
     if begin > end or (dtype in _ITEM_BYTES and end - begin != items * _ITEM_BYTES[dtype]):
         raise damaged
     return TensorEntry(path, data_start + begin, dtype, tuple(shape)), begin, end
 
 
 def _naturals(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < MAX_EXTENT for item in value)
 
 
 def _check_spans(path: Path, spans: list[tuple[int, int, str]], data_bytes: int) -> None:

@@ -15,13 +15,16 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
+from wgpu_lora.bounded import matches, read_json
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.atomic import replace_directory, write_bytes_atomic
 from wgpu_lora.formats.checkpoint import SUPPORTED_DTYPES, read_f32_entry, read_header
-from wgpu_lora.models.config import LINEAR_PATHS, read_json
+from wgpu_lora.models.config import LINEAR_PATHS
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_KEY = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.(self_attn|mlp)\.(\w+)\.lora_([AB])\.weight")
+_KEY = re.compile(r"base_model\.model\.model\.layers\.([0-9]{1,6})\.(self_attn|mlp)\.(\w+)\.lora_([AB])\.weight")
+
+MAX_PATTERNS = 2000  # more than models have linear layers
 
 # Fields of adapter_config.json that change what an adapter computes or holds, and that we do not have. A field is
 # refused when it is set to anything but the value that turns it off.
@@ -166,12 +169,14 @@ def parse_config(d: Mapping[str, Any], where: str) -> AdapterConfig:
         patterns = d.get(name) or {}
         if not isinstance(patterns, dict):
             raise UserError(f"{name} in {where} is {patterns!r}, expected an object of module names: correct it.")
+        if len(patterns) > MAX_PATTERNS:
+            raise UserError(f"{name} in {where} has more than {MAX_PATTERNS:,} patterns: simplify it.")
         for key, value in patterns.items():
             _number(value, f"{name}[{key!r}]", where, whole=name == "rank_pattern")
             try:
-                re.compile(key)
-            except re.error as error:
-                raise UserError(f"{name} in {where} has a bad pattern {key!r} ({error}): correct it.") from None
+                matches(key, "")
+            except UserError as error:
+                raise UserError(f"{name} in {where} has a bad pattern {error}: correct it.") from None
     dropout = d.get("lora_dropout", 0.0)
     if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
         raise UserError(f"lora_dropout in {where} is {dropout!r}, expected a number from 0 to below 1: correct it.")
@@ -212,9 +217,13 @@ def _config_dict(config: AdapterConfig) -> dict[str, Any]:
 def _match_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
     """The first pattern that matches the end of the path wins, as in PEFT's `get_pattern_key`."""
     for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        if _ends_with(pattern, module):
             return value
     return default
+
+
+def _ends_with(pattern: str, module: str) -> bool:
+    return matches(rf"(?s)(.*\.)?({pattern})", module)
 
 
 def _pair(

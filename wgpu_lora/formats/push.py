@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import file_digest
+from wgpu_lora.formats.atomic import file_digest, leads_out
 from wgpu_lora.formats.checkpoint import INDEX, SINGLE, Checkpoint
 from wgpu_lora.formats.hub import hub_id
 from wgpu_lora.formats.peft import CONFIG, WEIGHTS, read_adapter
@@ -107,13 +107,12 @@ def check_name(repo: str) -> None:
 
 def _files(directory: Path) -> dict[str, Path]:
     """Regular files by their path in the directory, in order; hidden ones are left out."""
-    root = directory.resolve()
     found = {}
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory)
         if any(part.startswith(".") for part in name.parts) or not path.is_file():
             continue
-        if not path.resolve().is_relative_to(root):
+        if leads_out(path, directory):
             raise UserError(
                 f"{path} is a link to a file outside of {directory}: put a copy in its place, or remove it."
             )

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import replace_directory
+from wgpu_lora.formats.atomic import leads_out, replace_directory
 from wgpu_lora.formats.checkpoint import INDEX, SINGLE
 
 MAX_SHARD_BYTES = 5 * 10**9  # transformers' own default
@@ -106,6 +106,10 @@ def new_model_directory(output: Path, source: Path) -> Iterator[Path]:
         for pattern in COMPANIONS:
             for path in source.glob(pattern):
                 if path.is_file() and not path.name.endswith(".index.json"):
+                    if leads_out(path, source):
+                        raise UserError(
+                            f"{path} is a link to a file outside of {source}: remove it, or put a copy there."
+                        )
                     target = temporary / path.relative_to(source)
                     target.parent.mkdir(exist_ok=True)
                     shutil.copyfile(path, target)

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft import CONFIG, read_adapter
 from wgpu_lora.infer.adapters import load_adapters
-from wgpu_lora.models.config import read_json
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
 

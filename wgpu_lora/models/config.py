@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.rope import RopeScaling, parse_rope
 
@@ -151,19 +151,6 @@ class ModelConfig:
         if not self.tie_word_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, self.hidden_size)
         return shapes
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; UserError when it is missing, unreadable or something else."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist: give a directory that holds {path.name}.") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error}): restore the file.") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds a JSON {type(value).__name__}, expected an object: restore the file.")
-    return value
 
 
 def _packed(d: Mapping[str, Any], where: str) -> bool:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
+from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.bitsandbytes import QUANTIZATION_CONFIG, STATE, from_words, stored_parts
 from wgpu_lora.formats.checkpoint import Checkpoint
 from wgpu_lora.formats.shards import MAX_SHARD_BYTES, TensorSpec, new_model_directory, write_shards
 from wgpu_lora.gpu.tensor import NUMPY, Tensor
-from wgpu_lora.models.config import LINEAR_PATHS, read_json
+from wgpu_lora.models.config import LINEAR_PATHS
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.ops.weights import NF4Weight
 
@@ -74,9 +75,9 @@ def write_packed(
             yield checkpoint.read_raw(name)
             progress(name)
 
-    with new_model_directory(output, model.directory) as directory:
+    with new_model_directory(output, model.path) as directory:
         write_shards(directory, specs, pieces, max_shard_bytes)
-        stated = read_json(model.directory / "config.json") | {"quantization_config": QUANTIZATION_CONFIG}
+        stated = read_json(model.path / "config.json") | {"quantization_config": QUANTIZATION_CONFIG}
         (directory / "config.json").write_text(json.dumps(stated, indent=2) + "\n")
 
 

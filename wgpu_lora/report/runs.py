@@ -72,6 +72,6 @@ def _read(name: str, directory: Path) -> Run:
         profile = json.loads((directory / PROFILE).read_text()) if (directory / PROFILE).is_file() else None
         run = Run(name, directory, facts, log, profile)
         _ = run.summary, [kernel["seconds"] for kernel in profile["kernels"]] if profile else []  # what is read later
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise UserError(f"The run in {directory} cannot be read ({type(error).__name__}: {error}).") from error
     return run

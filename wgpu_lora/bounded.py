@@ -1,0 +1,78 @@
+"""What other people's files may cost: JSON and patterns read within bounds of time and memory, whatever they hold."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.errors import UserError
+
+# Python takes some 100 bytes for each value, which is far more than it took in the file. Both bounds are beyond what
+# models have: 64 shards' index takes 0.1 MB, a tokenizer's settings 1 MB, and a tensor of a header 9 of these signs.
+MAX_JSON_BYTES = 8 << 20
+MAX_JSON_PARTS = 200_000
+
+
+def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in a file; UserError when it is missing, unreadable, too large or something else."""
+    try:
+        if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+            raise UserError(f"{path} is not a regular file: restore it.")
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist: give a directory that holds {path.name}.") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): restore the file.") from None
+    return parse_object(data, str(path), limit)
+
+
+def parse_object(data: bytes, where: str, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in these bytes; `where` begins the UserError about one too large, twice a key, or not JSON."""
+    if len(data) > limit:
+        raise UserError(f"{where} is longer than {limit:,} bytes: use the file that the model was published with.")
+    if sum(map(data.count, (b"[", b"{", b","))) > MAX_JSON_PARTS:
+        raise UserError(f"{where} has more than {MAX_JSON_PARTS:,} values: use the file of the model's source.")
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_object)
+    except UserError as error:
+        raise UserError(f"{where} {error}: correct the file.") from None
+    except RecursionError:
+        raise UserError(f"{where} is nested too deeply: use the file that the model was published with.") from None
+    except ValueError as error:
+        raise UserError(f"{where} cannot be read as JSON ({error}): restore the file.") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{where} holds a JSON {type(value).__name__}, expected an object: restore the file.")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        twice = counts.most_common(1)[0][0]
+        raise UserError(f"has {twice!r} twice")
+    return value
+
+
+def matches(pattern: str, text: str) -> bool:
+    """Whether somebody else's pattern matches all of `text`: in time linear in it, by RE2. UserError: it is none, and why."""
+    return _compiled(pattern).fullmatch(text) is not None
+
+
+@lru_cache(maxsize=4096)
+def _compiled(pattern: str) -> Any:
+    import re2
+
+    options = re2.Options()
+    options.log_errors, options.max_mem = False, 1 << 20
+    try:
+        return re2.compile(pattern, options)
+    except re2.error as error:
+        detail = error.args[0].decode(errors="replace")
+    except UnicodeEncodeError as error:
+        detail = str(error)
+    raise UserError(f"{pattern!r} ({detail})")
