@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-reference test-drivers test-proof prove-wgpu bench bench-reference bench-gpu lint
+.PHONY: help setup demo test test-fast test-reference test-drivers test-proof test-exchange fuzz prove-wgpu bench bench-reference bench-gpu lint
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -70,6 +70,22 @@ prove-wgpu: setup  ## prove on this machine that it all runs on wgpu, without CU
 	  else export VK_ADD_DRIVER_FILES=$$second; fi;; \
 	esac; \
 	$(BIN)/wgpu-lora prove $(PROVE)
+
+# llama.cpp has no wheels: it is compiled, which takes some minutes.
+.venv/exchange: .venv/reference
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[exchange]'
+	@touch $@
+
+test-exchange: setup .venv/exchange  ## that llama.cpp takes our GGUF files and answers as we do
+	$(PYTEST) tests/exchange
+
+.venv/fuzz: .venv/ready
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[fuzz]'
+	@touch $@
+
+FUZZ ?=
+fuzz: setup .venv/fuzz  ## a million mutated files through everything that reads other people's (FUZZ='--inputs N TARGET')
+	$(BIN)/python scripts/fuzz.py --jobs $(JOBS) $(FUZZ)
 
 BENCH_SHAPE ?=
 bench: setup  ## every brick under pytest-benchmark, figures in bench.json (BENCH_SHAPE=qwen2.5-0.5b: at its size)

@@ -182,6 +182,10 @@ def test_paths_that_do_not_exist(model, tmp_path, monkeypatch):
 
 def test_resolve_existing_and_odd_names(tmp_path):
     assert resolve_model(str(tmp_path)) == tmp_path
+    (tmp_path / "m.GGUF").touch()
+    assert resolve_model(str(tmp_path / "m.GGUF")) == tmp_path / "m.GGUF"
+    with pytest.raises(UserError, match=r"the model file gone.gguf does not exist"):
+        resolve_model("gone.gguf")
     (tmp_path / "f").touch()
     with pytest.raises(UserError, match="is a file"):
         resolve_model(str(tmp_path / "f"))
@@ -189,7 +193,7 @@ def test_resolve_existing_and_odd_names(tmp_path):
         resolve_model("not an id")
 
 
-def test_hub_errors(monkeypatch):
+def test_hub_errors(monkeypatch, tmp_path):
     import huggingface_hub
     from huggingface_hub import constants, errors
 
@@ -209,6 +213,9 @@ def test_hub_errors(monkeypatch):
         monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
         with pytest.raises(UserError, match=message):
             resolve_model("someone/something")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **kwargs: tmp_path)
+    with pytest.raises(UserError, match="has no safetensors: where it holds GGUF files"):
+        resolve_model("someone/something-gguf")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: (_ for _ in ()).throw(cases[2][0]))
     with pytest.raises(UserError, match="HF_HUB_OFFLINE is set"):

@@ -38,6 +38,8 @@ def parse_object(data: bytes, where: str, limit: int = MAX_JSON_BYTES) -> dict[s
         raise UserError(f"{where} has more than {MAX_JSON_PARTS:,} values: use the file of the model's source.")
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_object)
+        if rb"\ud" in data.lower():  # half a character, escaped, cannot be written anywhere
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UserError as error:
         raise UserError(f"{where} {error}: correct the file.") from None
     except RecursionError:
@@ -59,7 +61,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Whether somebody else's pattern matches all of `text`: in time linear in it, by RE2. UserError: it is none, and why."""
+    """Whether somebody else's pattern matches all of `text`, in time linear in it (RE2).
+
+    Raises:
+        UserError: it is no pattern; the text is the pattern and what is wrong with it.
+    """
     return _compiled(pattern).fullmatch(text) is not None
 
 

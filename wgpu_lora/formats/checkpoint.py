@@ -32,6 +32,7 @@ MAX_EXTENT = 1 << 48
 _ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
 _ITEM_BYTES |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
 EDGE_BYTES = 64 * 1024
+_FILE_NAME = re.compile(r"[^/\\:\0]{1,200}")
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,6})\.")
 
 
@@ -243,7 +244,7 @@ def _read_index(directory: Path) -> tuple[list[Path], dict[str, TensorEntry]]:
     entries = {}
     for name, shard in weight_map.items():
         # a shard lies beside its index; anything else could read files that the index has no business with
-        if not isinstance(shard, str) or not shard or shard in (".", "..") or re.search(r"[/\\:\0]", shard):
+        if not isinstance(shard, str) or shard in (".", "..") or not _FILE_NAME.fullmatch(shard):
             raise UserError(f"{index} names the shard {shard!r}, which is not a plain file name: correct the index.")
         if shard not in headers:
             if not (directory / shard).is_file():
