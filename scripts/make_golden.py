@@ -13,10 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from golden import adapters
 from golden.models import CONFIGS, save
 from golden.quant import is_clear_cut, quantize
 from golden.training import golden
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 NF4_SHAPES = ((37, 91), (64, 64), (5, 20), (48, 80), (130, 257))
 
@@ -38,6 +39,18 @@ def nf4_matrices() -> dict[str, np.ndarray]:
     return out
 
 
+def peft_adapters(output: Path) -> dict[str, np.ndarray]:
+    """PEFT's adapters in OUTPUT/peft, and their logits on the first row of their model's golden batch."""
+    out = {}
+    for name, (architecture, _) in adapters.CASES.items():
+        directory = output / "peft" / name
+        adapters.save_adapter(name, output / "models", directory)
+        stored = load_file(output / "golden" / f"{architecture}.safetensors")
+        ids = stored["input_ids"][:1, : stored["lengths"][0]]
+        out |= {f"{name}.input_ids": ids, f"{name}.logits": adapters.logits(name, output / "models", directory, ids)}
+    return out
+
+
 def main(output: Path) -> None:
     torch.set_num_threads(1)
     (output / "golden").mkdir(parents=True, exist_ok=True)
@@ -47,6 +60,7 @@ def main(output: Path) -> None:
         save(architecture, directory)
         save_file(golden(architecture, directory), output / "golden" / f"{architecture}.safetensors")
         print(architecture, "done", flush=True)
+    save_file(peft_adapters(output), output / "golden" / "peft.safetensors")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
-from model_helpers import ARCHITECTURES, full_logits, golden, golden_rows, load, relative_error
+from model_helpers import ARCHITECTURES, FIXTURES, full_logits, golden, golden_rows, load, relative_error
+from safetensors.numpy import load_file
 
+from wgpu_lora.infer.adapters import load_adapters
 from wgpu_lora.models.inputs import Segment
 
 
@@ -40,3 +42,19 @@ def test_neighbours_in_a_packed_batch_do_not_see_each_other(device):
     alone = [full_logits(model, [segment])[0] for segment in segments]
     for have, want in zip(together, alone, strict=True):
         np.testing.assert_allclose(have, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [("patterns", "qwen2"), ("rslora", "llama"), ("expression", "mistral"), ("rslora-patterns", "qwen3")],
+)
+def test_pefts_own_adapters_give_pefts_logits(device, name, architecture):
+    # Ranks and alphas by pattern, rsLoRA, targets by list and by expression: tests/fixtures/README.md.
+    stored = load_file(FIXTURES / "golden" / "peft.safetensors")
+    model = load(architecture, device)
+    adapters = load_adapters(device, model.config, [FIXTURES / "peft" / name])
+    segments = [Segment(stored[f"{name}.input_ids"][0])]
+    (plain,), (found,) = full_logits(model, segments), full_logits(model, segments, adapters)
+    (expected,) = stored[f"{name}.logits"]
+    assert relative_error(found, expected) < 1e-4
+    assert relative_error(plain, expected) > 0.02

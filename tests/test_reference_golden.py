@@ -83,3 +83,22 @@ def test_peft_loads_our_adapters_and_we_load_pefts(architecture, tmp_path):
         np.testing.assert_array_equal(a, ours[tensor_name(layer, module, "A")])
         np.testing.assert_array_equal(b, ours[tensor_name(layer, module, "B")])
     assert len(pairs) * 2 == len(ours)
+
+
+@pytest.mark.parametrize("name", ["patterns", "rslora", "expression", "rslora-patterns"])
+def test_pefts_options_and_ours_give_the_same_logits(name, tmp_path):
+    from golden import adapters
+
+    models, stored = FIXTURES / "models", load_file(FIXTURES / "golden" / "peft.safetensors")
+    ids, expected = stored[f"{name}.input_ids"], stored[f"{name}.logits"]
+    adapters.save_adapter(name, models, tmp_path / "theirs")
+    assert_same_numbers({name: adapters.logits(name, models, tmp_path / "theirs", ids)}, {name: expected})
+    # Read and written by us, it is the same adapter to PEFT.
+    config, matrices = read_adapter(tmp_path / "theirs")
+    tensors = {
+        tensor_name(layer, module, factor): value
+        for (layer, module), pair in matrices.items()
+        for factor, value in zip("AB", pair, strict=True)
+    }
+    write_adapter(tmp_path / "ours", tensors, config)
+    assert_same_numbers({name: adapters.logits(name, models, tmp_path / "ours", ids)}, {name: expected})
