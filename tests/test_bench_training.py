@@ -11,8 +11,9 @@ from cli_helpers import QWEN2, SMALL, write_rows
 
 from wgpu_lora.bench import max_batch as search
 from wgpu_lora.bench.max_batch import Batches, below, find_max_batch, planned_batch
+from wgpu_lora.bench.projection import operations, project
 from wgpu_lora.bench.step import TrainingStep, check_fits, chosen_model, largest
-from wgpu_lora.bench.training import WARMUP, Work, records, run_training, spread
+from wgpu_lora.bench.training import WARMUP, Work, records, run_training, spread, trained_config
 from wgpu_lora.cli import bench_training
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
@@ -46,6 +47,35 @@ def test_spread_is_the_samples():
 
 def test_spread_of_one_value_is_not_known():
     assert spread([3.0]) == {"median": 3.0, "mean": 3.0, "min": 3.0, "max": 3.0, "variance": None, "cv": None}
+
+
+# -- projections -----------------------------------------------------------------------------------------------------
+
+
+def test_a_projection_is_the_plan_and_the_counted_operations(device: Device):
+    work = Work(shape="mini", layers=1, tokens=16, batch=2, rank=4, max_steps=WARMUP + 1)
+    found = run_training(work, 1, opened=device)
+    config = trained_config(found)
+    assert config.num_hidden_layers == 1
+    same, larger = project(found, config, device, ("mini", "tiny-qwen3"))
+    # The measured model itself, but for its other two layers: a layer's share of the operations is known.
+    one, three = (operations(shapes.shape_config("mini", layers), 4, 16.0) for layers in (1, 3))
+    assert same["times_the_operations"] == pytest.approx(three / one)
+    run = found["runs"][0]
+    assert same["samples_per_second"] == pytest.approx(run["samples_per_second"] * one / three)
+    assert same["seconds"] == pytest.approx(run["seconds"] * three / one)
+    # Rows of this recipe are cut at 16 tokens, so the plan is that of the step itself.
+    model = chosen_model(None, "mini", None, device)
+    assert same["peak_planned"] == TrainingStep(model, 2, 16, 4).session.memory().peak
+    assert larger["peak_planned"] > same["peak_planned"]
+    assert larger["times_the_operations"] > same["times_the_operations"]
+
+
+def test_operations_are_counted_per_row():
+    config = shapes.shape_config("mini")
+    linear = 4 * 3 * (64 * (64 + 64) + 64 * 64 + 3 * 64 * 128)  # forward and input gradient of the base, a token
+    assert operations(config, 4, 64.0) > 64 * linear * 0.9
+    assert operations(config, 4, 64.0) > 2 * operations(config, 4, 32.0)  # attention grows with the square
 
 
 # -- whole runs --------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from model_helpers import (
 
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.atomic import file_digest
 from wgpu_lora.formats.checkpoint import INDEX, Checkpoint
 from wgpu_lora.formats.merge import merge_adapter
 from wgpu_lora.gpu.device import Device
@@ -51,6 +52,17 @@ def test_logits_are_those_of_base_and_adapter(device: Device, tmp_path: Path, ar
         for have, want, before in zip(found, expected, plain, strict=True):
             assert relative_error(have, want) < bound
             assert relative_error(before, want) > 0.1
+
+
+def test_the_card_says_what_was_merged(tmp_path: Path) -> None:
+    adapter = save_golden_adapter("qwen2", tmp_path / "adapter")
+    (adapter / "README.md").write_text("---\nbase_model: x\n---\n\n# LoRA adapter\n\n| data SHA-256 | abc |\n")
+    merge_adapter(source("qwen2"), adapter, tmp_path / "m", name="Qwen/Qwen2.5-0.5B")
+    card = (tmp_path / "m" / "README.md").read_text()
+    assert card.startswith("---\nbase_model: Qwen/Qwen2.5-0.5B\n")
+    assert "base_model: x" not in card
+    for fact in ("| weights | bf16 |", "| data SHA-256 | abc |", file_digest(adapter / "adapter_model.safetensors")):
+        assert fact in card
 
 
 def test_companions_come_along(tmp_path: Path) -> None:

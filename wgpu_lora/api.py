@@ -27,7 +27,7 @@ def load(model: str | Path = "demo", *, device: str | int | None = None, base_dt
     """Opens a model and a device. The weights go onto the device at first use, and stay there.
 
     Args:
-        model: a directory, a hub id, or `demo`.
+        model: a directory, a GGUF file, a hub id, or `demo`.
         device: index or part of a name, as `wgpu-lora info` lists them.
     """
     return open_model(str(model), device, base_dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -32,7 +32,7 @@ TILE = 16  # batches are padded to whole tiles of the matrix products, as the tr
 
 
 class TrainingStep:
-    """Forward, backward and update of `rows` rows of `tokens` tokens, every token trained, on all seven projections.
+    """Forward, backward and update of `rows` rows of `tokens` tokens, every token trained, adapters on `modules`.
 
     Declaring it allocates nothing, so its memory can be asked for first: `session.memory()`.
 
@@ -40,7 +40,15 @@ class TrainingStep:
         UserError: the rows are longer than the model's positions, or a tensor is larger than the device can bind.
     """
 
-    def __init__(self, model: LoadedModel, rows: int, tokens: int, rank: int = 16, checkpointing: bool = False):
+    def __init__(
+        self,
+        model: LoadedModel,
+        rows: int,
+        tokens: int,
+        rank: int = 16,
+        checkpointing: bool = False,
+        modules: Sequence[str] = tuple(LINEAR_PATHS),
+    ):
         for name, value in (("--rank", rank), ("The batch", rows)):
             if value < 1:
                 raise UserError(f"{name} must be at least 1, not {value}.")
@@ -49,7 +57,7 @@ class TrainingStep:
             raise UserError(f"--tokens {tokens} is not possible: {model.name} is made for rows of 2 to {limit} tokens.")
         self.model, self.rows, self.tokens = model, rows, tokens
         config = model.config
-        self._modules = [(layer, module) for layer in range(config.num_hidden_layers) for module in LINEAR_PATHS]
+        self._modules = [(layer, module) for layer in range(config.num_hidden_layers) for module in modules]
         spec = SlotSpec(rank, dict.fromkeys(self._modules, SCALING))
         adapters = AdapterSet.declare(config, [spec], model.device.max_binding)
         bucket = -(-rows * tokens // TILE) * TILE

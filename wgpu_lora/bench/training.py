@@ -14,8 +14,12 @@ from typing import Any
 from wgpu_lora.bench.header import header
 from wgpu_lora.bench.step import WARMUP, TrainingStep, check_fits, chosen_model, made_up_rows
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.files import read_model
 from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.train.arguments import TrainingArguments, gather
 from wgpu_lora.train.finetune import Job, prepare_job, with_demo_data
 from wgpu_lora.train.progress import StepResult
@@ -93,6 +97,14 @@ def run_training(
     summary = {"kind": "summary", "runs": repeat, "spread": spreads(runs)}
     note(summary)
     return {"header": head, "runs": runs, "summary": summary}
+
+
+def trained_config(found: Record) -> ModelConfig:
+    """The config of the model that a result is of."""
+    work = found["header"]["work"]
+    if work["recipe"] is None:
+        return shape_config(work["shape"], work["layers"])
+    return read_model(resolve_model(work["options"]["model"] or "demo")).config
 
 
 def records(found: Record) -> list[Record]:

@@ -14,6 +14,7 @@ import typer
 from wgpu_lora.cli.bench import bench
 from wgpu_lora.cli.demo import demo
 from wgpu_lora.cli.evaluate import evaluate
+from wgpu_lora.cli.export import export
 from wgpu_lora.cli.finetune import finetune
 from wgpu_lora.cli.generate import generate
 from wgpu_lora.cli.import_ import import_model
@@ -78,6 +79,7 @@ app.command(cls=Command)(demo)
 app.command(cls=Command)(prove)
 app.command(cls=GroupedHelp)(bench)
 app.command(cls=Command)(report)
+app.add_typer(export)
 app.add_typer(recipes)
 app.add_typer(share)
 
@@ -110,8 +112,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse(message: str) -> int:
+    # Names come from other people's files: what a terminal would act upon, or not take, is shown as its code.
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(message.split()))
     with suppress(OSError):  # where stderr cannot be written to either, the exit code says it
-        typer.echo(f"wgpu-lora: {' '.join(message.split())}", err=True)
+        typer.echo(f"wgpu-lora: {shown}", err=True)
     return 2
 
 

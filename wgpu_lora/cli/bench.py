@@ -36,7 +36,7 @@ def bench(
         bool, option("Find the largest batch of a training step.", WHAT, "--find-max-batch")
     ] = False,
     shape: Annotated[str | None, option(SHAPE, WITH)] = None,
-    model: Annotated[str | None, option("Model directory, hub id or 'demo', instead of a shape.", WITH)] = None,
+    model: Annotated[str | None, option("Model directory, GGUF file, hub id or 'demo', not a shape.", WITH)] = None,
     layers: Annotated[int | None, option("Keep only so many of the model's layers.", WITH)] = None,
     tokens: Annotated[int, option("Tokens of a training batch, or of a row of one.", WITH)] = 512,
     rank: Annotated[int, option("Rank of the adapters.", WITH)] = 16,
@@ -53,6 +53,9 @@ def bench(
     recipe: Annotated[str | None, option("Recipe to train, by default the demo's; or give --shape.", RUNS)] = None,
     repeat: Annotated[int, option("How often to train.", RUNS)] = 2,
     max_steps: Annotated[int | None, option("Optimizer steps of a training.", RUNS)] = None,
+    project: Annotated[
+        bool, option("Project --training to models of 1.5B, 3B, 7B and 13B.", RUNS, "--project")
+    ] = False,
     batch: Annotated[int, option("Rows of a batch of --training at a shape.", RUNS)] = 1,
     max_batch: Annotated[int | None, option("Rows that --find-max-batch goes to at most.", RUNS)] = None,
     memory_limit: Annotated[int | None, option("Bytes that --find-max-batch may use at most.", RUNS)] = None,
@@ -76,7 +79,11 @@ def bench(
 
         if model:
             raise UserError("--training takes a --recipe, which names its model, or a --shape: leave --model out.")
-        return train(Work(recipe, shape, layers, tokens, batch, rank, base_dtype, max_steps, device), repeat, json)
+        return train(
+            Work(recipe, shape, layers, tokens, batch, rank, base_dtype, max_steps, device), repeat, json, project
+        )
+    if project:
+        raise UserError("--project goes with --training, whose speed it takes.")
     if find_max_batch:
         from wgpu_lora.bench.max_batch import Batches
 

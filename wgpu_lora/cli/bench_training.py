@@ -15,9 +15,9 @@ FINISHED = ("epochs", "max steps", "target seconds")
 Record = dict[str, Any]
 
 
-def training(work: Work, repeat: int, json_file: str | None) -> int:
+def training(work: Work, repeat: int, json_file: str | None, projecting: bool = False) -> int:
     """Runs the whole loop `repeat` times; 1 where a run did not come to its end."""
-    from wgpu_lora.bench.training import run_training
+    from wgpu_lora.bench.training import run_training, trained_config
 
     write, show = _lines_to(json_file), _show_training
 
@@ -26,6 +26,15 @@ def training(work: Work, repeat: int, json_file: str | None) -> int:
         show(record)
 
     found = run_training(work, repeat, note)
+    if projecting:
+        from wgpu_lora.bench.projection import project
+        from wgpu_lora.gpu.device import Device
+
+        projections = project(found, trained_config(found), Device(found["header"]["work"]["options"]["device"]))
+        for record in projections:
+            write(record)
+        console().print(_projection_table(projections))
+        line("projected", "memory from each model's plan; time from counted operations at the measured rate")
     return 0 if all(run["stop_reason"] in FINISHED for run in found["runs"]) else 1
 
 
@@ -108,6 +117,28 @@ def _spread_table(spreads: Record) -> Any:
         cv = "one run" if spread["variance"] is None else _share(spread["cv"])
         values = [_number(spread[key]) for key in ("median", "min", "max", "variance")]
         table.add_row(name.replace("_", " "), *values, cv)
+    return table
+
+
+def _projection_table(records: list[Record]) -> Any:
+    from rich.table import Table
+
+    from wgpu_lora.train.memory import readable
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("projected for", "memory", "fits here", "operations", "samples/s", "tokens/s", "seconds"):
+        table.add_column(name, justify="left" if name == "projected for" else "right")
+    for record in records:
+        peak, fits = record["peak_planned"], {True: "yes", False: "no", None: "not known"}[record["fits"]]
+        table.add_row(
+            record["shape"],
+            "not possible" if peak is None else readable(peak),
+            fits,
+            f"{record['times_the_operations']:.1f} x",
+            f"{record['samples_per_second']:.3g}",
+            f"{record['tokens_per_second']:.3g}",
+            f"{record['seconds']:,.0f}",
+        )
     return table
 
 

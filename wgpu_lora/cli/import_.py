@@ -12,7 +12,7 @@ from wgpu_lora.cli.options import Device
 
 
 def import_model(
-    model: Annotated[str, typer.Argument(help="Model directory, hub id, or 'demo'.")],
+    model: Annotated[str, typer.Argument(help="Model directory, GGUF file, hub id, or 'demo'.")],
     output: Annotated[Path, typer.Option(help="Directory for the packed model; it must be new.")],
     device: Device = None,
 ) -> int:

@@ -21,13 +21,13 @@ def merge(
 
     Tensor by tensor, on the CPU: neither a GPU nor room for the model is needed.
     """
-    from wgpu_lora.formats.checkpoint import Checkpoint
     from wgpu_lora.formats.hub import resolve_model
-    from wgpu_lora.formats.merge import merge_adapter
+    from wgpu_lora.formats.merge import config_of, merge_adapter
     from wgpu_lora.infer.named import base_of
 
-    directory = resolve_model(model or base_of(adapter) or "demo")
-    with Bar("merging", len(Checkpoint(directory).names())) as bar:
-        merge_adapter(directory, adapter, output, dtype, lambda name: bar.advance())
+    named = model or base_of(adapter) or "demo"
+    directory = resolve_model(named)
+    with Bar("merging", len(config_of(directory).parameter_shapes())) as bar:
+        merge_adapter(directory, adapter, output, dtype, lambda name: bar.advance(), name=named)
     line("merged", f"{directory} and {adapter} into {output}, {dtype}")
     return 0

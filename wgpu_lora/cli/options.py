@@ -17,7 +17,7 @@ KINDS = {"str": str, "int": int, "float": float, "bool": bool}
 RECIPE = "Flat TOML file of these options, or the name of a bundled recipe; options given here win over it."
 MAY_BE_EMPTY = {"prompt", "system"}  # an empty prompt has a message of its own, an empty system message is one
 # Options that several commands have.
-Model = Annotated[str | None, typer.Option(help="Model directory, hub id, or 'demo' (the default).")]
+Model = Annotated[str | None, typer.Option(help="Model directory, GGUF file, hub id, or 'demo' (the default).")]
 Adapter = Annotated[
     list[str] | None,
     typer.Option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -65,6 +66,19 @@ class Tokenizer:
             chat_templates=_chat_templates(path.parent, config),
             eos_ids=_generation_eos(path.with_name("generation_config.json")),
         )
+
+    def files(self) -> dict[str, str]:
+        """What `load` reads, by file name."""
+        settings = {**self._special_tokens, "tokenizer_class": "PreTrainedTokenizerFast"}
+        found = {
+            "tokenizer.json": self._backend.to_str(),
+            "tokenizer_config.json": json.dumps(settings, indent=2) + "\n",
+        }
+        if self._eos_ids:
+            found["generation_config.json"] = json.dumps({"eos_token_id": self._eos_ids}) + "\n"
+        for name, source in self._chat_templates.items():
+            found["chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"] = source
+        return found
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of `text`; with `add_special_tokens` also those that the tokenizer puts around it (bos, say).

@@ -1,4 +1,4 @@
-"""Finding a model's directory: the bundled demo, a path, or a Hugging Face id."""
+"""Finding a model's files: the bundled demo, a path, or a Hugging Face id."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def resolve_model(model: str) -> Path:
-    """The local directory of `model`: 'demo', an existing directory, or a hub id such as 'Qwen/Qwen2.5-0.5B'.
+    """Where `model` lies: 'demo', an existing directory or GGUF file, or a hub id such as 'Qwen/Qwen2.5-0.5B'.
 
     A hub id is downloaded unless cached (with HF_HUB_OFFLINE=1, the cache alone is asked). Raises UserError when it is
     not found, needs permission, or cannot be reached.
@@ -26,10 +26,14 @@ def resolve_model(model: str) -> Path:
         path = Path(model).expanduser()
     except RuntimeError:  # ~someone who has no home here
         path = Path(model)
-    if path.is_dir():
+    if path.is_dir() or (path.exists() and is_gguf(path)):
         return path
     if path.exists():
-        raise UserError(f"{model} is a file: give the directory that holds config.json and the safetensors files.")
+        raise UserError(
+            f"{model} is a file: give a .gguf, or the directory that holds config.json and the safetensors files."
+        )
+    if is_gguf(path):
+        raise UserError(f"the model file {model} does not exist: check the path.")
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model:
         raise UserError(f"the model directory {model} does not exist: check the path, or give a Hugging Face id.")
     if not _HUB_ID.fullmatch(model):
@@ -43,6 +47,11 @@ def hub_id(model: str) -> str | None:
     return model if named and not Path(model).exists() else None
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a path is that of a GGUF file, by its name."""
+    return path.suffix.lower() == ".gguf"
+
+
 def _download(model: str) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
@@ -54,7 +63,7 @@ def _download(model: str) -> Path:
     )
 
     try:
-        return Path(snapshot_download(model, allow_patterns=ALLOW_PATTERNS))
+        found = Path(snapshot_download(model, allow_patterns=ALLOW_PATTERNS))
     except GatedRepoError:
         raise UserError(
             f"{model} is gated on Hugging Face: accept its terms at https://huggingface.co/{model} and log in with "
@@ -77,3 +86,9 @@ def _download(model: str) -> Path:
     except (HfHubHTTPError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{model} could not be downloaded ({reason}): check the network and try again.") from None
+    if not any(found.glob("*.safetensors")):
+        raise UserError(
+            f"{model} has no safetensors: where it holds GGUF files, download one with `hf download {model} FILE.gguf` "
+            "and give its path."
+        )
+    return found

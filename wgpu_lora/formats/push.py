@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import file_digest, leads_out
+from wgpu_lora.formats.atomic import leads_out
+from wgpu_lora.formats.cards import CARD, card_of_files
 from wgpu_lora.formats.checkpoint import INDEX, SINGLE, Checkpoint
 from wgpu_lora.formats.hub import hub_id
 from wgpu_lora.formats.peft import CONFIG, WEIGHTS, read_adapter
 
-CARD = "README.md"
 # Left out unless asked for: what only resuming needs, and what names paths of this machine.
 PRIVATE = ("run.json", "pipeline.json", "state.json", "log.jsonl", "checkpoints/*", "best/*", "last/*", "epoch-*/*",
            "*.tmp", "*.lock", "*.next/*")  # fmt: skip
@@ -56,8 +56,10 @@ def prepare(directory: Path, include: list[str] | None = None, exclude: list[str
     if not chosen:
         raise UserError(f"--include and --exclude leave nothing of {directory} to send: change the patterns.")
     wanted = CARD not in found and _goes(CARD, include or [], exclude or [])
+    weights = {name: path for name, path in chosen.items() if path.suffix in (".safetensors", ".gguf")}
+    card = card_of_files(directory.resolve().name, kind, weights)
     files = {name: (path, path.stat().st_size) for name, path in chosen.items()}
-    return Upload(directory, kind, files, _card(directory, kind, chosen) if wanted else None, note)
+    return Upload(directory, kind, files, card if wanted else None, note)
 
 
 def push(upload: Upload, repo: str, private: bool = False) -> str:
@@ -143,17 +145,6 @@ def _goes(name: str, include: list[str], exclude: list[str]) -> bool:
     if include:
         return any(fnmatch(name, pattern) for pattern in include)
     return not any(fnmatch(name, pattern) for pattern in PRIVATE)
-
-
-def _card(directory: Path, kind: str, chosen: dict[str, Path]) -> str:
-    """A card for what came without one: the files and their digests, which is all that is known of it here."""
-    from huggingface_hub import ModelCardData
-
-    header = ModelCardData(library_name=None if kind == "GGUF" else "peft" if kind == "adapter" else "transformers",
-                           tags=["wgpu-lora", *(["gguf"] if kind == "GGUF" else [])])  # fmt: skip
-    weights = [n for n in chosen if PurePosixPath(n).suffix in (".safetensors", ".gguf")]
-    rows = "\n".join(f"| {name} | {file_digest(chosen[name])} |" for name in weights)
-    return f"---\n{header.to_yaml()}\n---\n\n# {directory.resolve().name}\n\n| file | SHA-256 |\n|---|---|\n{rows}\n"
 
 
 def _of_transport(error: Exception) -> bool:

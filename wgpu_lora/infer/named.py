@@ -82,8 +82,8 @@ def model_of(adapters: Mapping[str, Path], model: str | None = None) -> str:
 
 
 def _place(model: str) -> str:
-    """One text for however a directory is spelled; names of models stay as they are."""
-    return os.path.realpath(model) if os.path.isdir(model) else model
+    """One text for however a path is spelled; names of models stay as they are."""
+    return os.path.realpath(model) if os.path.exists(model) else model
 
 
 def slots_of(adapters: Mapping[str, str | Path], include_base: bool) -> dict[str, int | None]:

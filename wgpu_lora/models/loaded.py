@@ -7,21 +7,24 @@ from pathlib import Path
 
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.bitsandbytes import open_checkpoint
 from wgpu_lora.formats.checkpoint import WeightSource
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.decoder import BASE_DTYPES, Decoder
+from wgpu_lora.models.files import read_model
 from wgpu_lora.models.load import Progress, load_weights, stored_as, table_dtype
 
 
 @dataclass
 class LoadedModel:
-    """What training and inference work on. `decoder`'s weights are on `device` once `load_weights` has run."""
+    """What training and inference work on. `decoder`'s weights are on `device` once `load_weights` has run.
+
+    `path` is the model's directory or GGUF file.
+    """
 
     name: str
-    directory: Path
+    path: Path
     config: ModelConfig
     checkpoint: WeightSource
     tokenizer: Tokenizer | None
@@ -40,7 +43,7 @@ def open_model(model: str, device: Device | str | int | None = None, base_dtype:
     """Reads a model's files and declares its tensors; nothing is allocated on the device yet.
 
     Args:
-        model: a directory, a hub id, or `demo`.
+        model: a directory, a GGUF file, a hub id, or `demo`.
         device: an opened device, or what `--device` takes.
         base_dtype: nf4, bf16, f16 or f32.
 
@@ -49,12 +52,11 @@ def open_model(model: str, device: Device | str | int | None = None, base_dtype:
     """
     if base_dtype not in BASE_DTYPES:
         raise UserError(f"--base-dtype {base_dtype} is not known: choose one of {', '.join(BASE_DTYPES)}.")
-    directory = resolve_model(model)
-    config = ModelConfig.load(directory)
-    checkpoint = open_checkpoint(directory, config)
+    path = resolve_model(model)
+    files = read_model(path)
+    config, checkpoint = files.config, files.checkpoint
     if config.packed and base_dtype != "nf4":
         raise UserError(f"--base-dtype {base_dtype} is not possible: the linears of {model} are stored in NF4.")
-    tokenizer = Tokenizer.load(directory)
     opened = device if isinstance(device, Device) else Device(device)
     decoder = Decoder.declare(config, base_dtype, table_dtype(checkpoint), opened.max_binding, stored_as(checkpoint))
-    return LoadedModel(model, directory, config, checkpoint, tokenizer, opened, decoder)
+    return LoadedModel(model, path, config, checkpoint, files.tokenizer, opened, decoder)

@@ -12,6 +12,9 @@ from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.bitsandbytes import QUANTIZATION_CONFIG, STATE, from_words, stored_parts
 from wgpu_lora.formats.checkpoint import Checkpoint
+from wgpu_lora.formats.gguf.checkpoint import GGUFCheckpoint
+from wgpu_lora.formats.gguf.companions import write_companions
+from wgpu_lora.formats.hub import is_gguf
 from wgpu_lora.formats.shards import MAX_SHARD_BYTES, TensorSpec, new_model_directory, write_shards
 from wgpu_lora.gpu.tensor import NUMPY, Tensor
 from wgpu_lora.models.config import LINEAR_PATHS
@@ -39,7 +42,7 @@ def write_packed(
         UserError: the model is not kept in NF4, is stored packed already, or `output` is in use.
     """
     checkpoint = model.checkpoint
-    if not isinstance(checkpoint, Checkpoint) or not model.decoder.packs:
+    if not isinstance(checkpoint, Checkpoint | GGUFCheckpoint) or not model.decoder.packs:
         raise UserError(f"{model.name} is not a model that is packed on loading: give one in full precision, as NF4.")
     model.load_weights()
     packed = {
@@ -63,7 +66,7 @@ def write_packed(
         if name in packed:
             for part, values in of(name).items():
                 specs[part], matrix_of[part] = TensorSpec(SAFETENSORS[values.dtype], values.shape), name
-        elif name in checkpoint:
+        elif name in checkpoint.names():
             specs[name] = TensorSpec(checkpoint.dtype(name), checkpoint.shape(name))
 
     def pieces(name: str) -> Iterator[np.ndarray]:
@@ -76,8 +79,10 @@ def write_packed(
             progress(name)
 
     with new_model_directory(output, model.path) as directory:
+        if is_gguf(model.path):
+            write_companions(model.path, model.tokenizer, directory)
         write_shards(directory, specs, pieces, max_shard_bytes)
-        stated = read_json(model.path / "config.json") | {"quantization_config": QUANTIZATION_CONFIG}
+        stated = read_json(directory / "config.json") | {"quantization_config": QUANTIZATION_CONFIG}
         (directory / "config.json").write_text(json.dumps(stated, indent=2) + "\n")
 
 

@@ -25,8 +25,9 @@ DEFAULT_THETA = 10000.0
 class RopeScaling:
     """How the frequencies of a model are stretched beyond the context it was pretrained with.
 
-    `rope_type` is 'linear', 'llama3' or 'yarn'; the other fields are config.json's own, and those that a type
-    does not use keep their defaults. `attention_factor` multiplies cos and sin alike (yarn; 1 elsewhere).
+    `rope_type` is 'linear', 'llama3', 'yarn' or 'factors'; the other fields are config.json's own, and those that a
+    type does not use keep their defaults. `attention_factor` multiplies cos and sin alike (yarn; 1 elsewhere).
+    `factors`, one for each pair, divide its frequency: how GGUF states what 'llama3' comes to.
     """
 
     rope_type: str
@@ -38,6 +39,7 @@ class RopeScaling:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    factors: tuple[float, ...] = ()
 
 
 def parse_rope(d: Mapping[str, Any], max_position_embeddings: int, where: str) -> tuple[float, RopeScaling | None]:
@@ -64,6 +66,8 @@ def parse_rope(d: Mapping[str, Any], max_position_embeddings: int, where: str) -
         raise UserError(f"rope type {rope_type!r} in {where} is not supported: use a model with one of {supported}.")
     if rope_type == "default":
         return theta, None
+    if rope_type == "yarn" and theta == 1:
+        raise UserError(f"rope_theta in {where} is 1, which yarn cannot stretch: correct the file.")
     original = d.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
     original = _positive(original or max_position_embeddings, "original_max_position_embeddings", where)
     factor = rope.get("factor")
@@ -102,6 +106,8 @@ def inv_freq(config: ModelConfig) -> np.ndarray:
         return plain
     if scaling.rope_type == "linear":
         return plain / scaling.factor
+    if scaling.rope_type == "factors":
+        return plain / np.array(scaling.factors)
     if scaling.rope_type == "llama3":
         return _llama3(plain, scaling)
     return _yarn(plain, scaling, config.rope_theta)

@@ -39,6 +39,7 @@ _ROWS: dict[str, tuple[Any, ...]] = {
     "llama-3.2-1b": ("llama", 128256, 2048, 8192, 16, 32, 8, 64, 1e-5, 5e5, True, 131072),
     "llama-3.2-3b": ("llama", 128256, 3072, 8192, 28, 24, 8, 128, 1e-5, 5e5, True, 131072),
     "llama-3.1-8b": ("llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, False, 131072),
+    "llama-2-13b": ("llama", 32000, 5120, 13824, 40, 40, 40, 128, 1e-5, 1e4, False, 4096),
     "mistral-7b-v0.3": ("mistral", 32768, 4096, 14336, 32, 32, 8, 128, 1e-5, 1e6, False, 32768),
     # Not a published model: what this project's own step figures are measured on.
     "tiny-qwen3": ("qwen3", 4096, 512, 1536, 8, 8, 4, 64, 1e-6, 1e6, True, 4096),

@@ -54,7 +54,7 @@ class TrainingArguments:
         FILES,
         "Directory for the adapter, log, card and checkpoints.",
     )
-    model: str | None = option(None, FILES, "Model directory, hub id, or 'demo'.")
+    model: str | None = option(None, FILES, "Model directory, GGUF file, hub id, or 'demo'.")
     eval_data: str | None = option(
         None, FILES, "Held-out JSONL file: its loss is logged, and best/ keeps the best adapter."
     )

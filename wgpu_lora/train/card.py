@@ -1,4 +1,4 @@
-"""The model card of a run: a header that the hub reads, then what was trained, on what, how, and how it went."""
+"""The model card of a run: what was trained, on what, how, and how it went."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.formats.atomic import write_bytes_atomic
+from wgpu_lora.formats.cards import CARD, header, table
 from wgpu_lora.formats.hub import hub_id
 
-CARD = "README.md"
 # Options whose value is a place on this machine, which is nobody else's business: a card has only its last part.
 PATHS = ("data", "eval_data", "output", "model", "init_adapter")
 
@@ -22,19 +22,11 @@ def write_card(directory: Path, facts: dict[str, Any]) -> None:
 
 def card(facts: dict[str, Any]) -> str:
     """The card's text: data, losses, options and digests."""
-    from huggingface_hub import ModelCardData
-
     options, environment = facts["options"], facts["environment"]
     stated, device = options["model"] or "demo", environment["device"]
     base = hub_id(stated)
-    header = ModelCardData(
-        base_model=base, library_name="peft", pipeline_tag="text-generation", tags=["lora", "wgpu-lora"]
-    )
     name = base or Path(stated).name
-    return f"""---
-{header.to_yaml()}
----
-
+    return f"""{header(base, "peft", ["lora", "wgpu-lora"])}
 # LoRA adapter for {name}
 
 Trained with wgpu-lora {environment["versions"]["wgpu-lora"]} on {device["name"]}
@@ -42,19 +34,19 @@ Trained with wgpu-lora {environment["versions"]["wgpu-lora"]} on {device["name"]
 
 ## Data
 
-{_table(_data(facts))}
+{table(_data(facts))}
 
 ## Result
 
-{_table(_result(facts))}
+{table(_result(facts))}
 
 ## Options
 
-{_table({name: _shown(name, value) for name, value in options.items() if value is not None})}
+{table({name: _shown(name, value) for name, value in options.items() if value is not None})}
 
 ## Digests
 
-{_table(_digests(facts))}
+{table(_digests(facts))}
 """
 
 
@@ -83,14 +75,6 @@ def _digests(facts: dict[str, Any]) -> dict[str, str]:
         "base (names, shapes and the shards' edges)": facts["base_digest"],
         "initial adapter, SHA-256": facts["init_adapter_sha256"] or "none",
     }
-
-
-def _table(rows: dict[str, Any]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in rows.items())])
-
-
-def _cell(value: Any) -> str:
-    return " ".join(str(value).split()).replace("|", "\\|")
 
 
 def _shown(name: str, value: Any) -> Any:

@@ -188,7 +188,7 @@ class MultiAdapterPipeline:
 
     Args:
         adapters: an AdapterTask or a dict with the keys of an [[adapter]] table each.
-        model: a directory, a hub id, `demo`, or a loaded model.
+        model: a directory, a GGUF file, a hub id, `demo`, or a loaded model.
         schedule: synchronized, round-robin or priority-val-loss.
         batch_tokens: see `prepare_pipeline`.
         options: those of `wgpu-lora finetune`, with underscores, for the adapters that do not set their own.

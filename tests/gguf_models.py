@@ -1,0 +1,90 @@
+"""Models and adapters made for the tests of exporting, with the demo's tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from safetensors.numpy import save_file
+
+from wgpu_lora.demo import MODEL_DIR
+from wgpu_lora.formats.peft import AdapterConfig, tensor_name, write_adapter
+from wgpu_lora.models.config import ModelConfig
+
+DEMO = Path(MODEL_DIR)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+BASE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
+BASE |= {"num_key_value_heads": 2, "vocab_size": 4096, "max_position_embeddings": 512, "rms_norm_eps": 1e-6}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
+ORIGINAL = {"original_max_position_embeddings": 64}
+# What config.json says beyond BASE; each of what exporting treats apart is in one of them.
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2-linear": {"model_type": "qwen2", "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "qwen3": {"model_type": "qwen3", "head_dim": 128, "tie_word_embeddings": False, "rope_theta": 1e6},
+    "qwen3-yarn": {"model_type": "qwen3", "head_dim": 64, "rope_scaling": {**YARN, **ORIGINAL}},
+    "llama-llama3": {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": {**LLAMA3, **ORIGINAL}},
+    "llama-biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
+    "llama-yarn": {"model_type": "llama", "rope_scaling": {**YARN, **ORIGINAL, "attention_factor": 1.2}},
+    "mistral": {"model_type": "mistral", "head_dim": 32, "sliding_window": None, "tie_word_embeddings": False},
+}
+
+
+def make_model(directory: Path, stated: dict[str, Any], seed: int = 0, tokenizer: Path = DEMO) -> Path:
+    """A model of random weights, scaled so that attention and logits are lively, with the demo's tokenizer."""
+    directory.mkdir(parents=True)
+    config = {**BASE, **stated}
+    (directory / "config.json").write_text(json.dumps(config))
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for name, shape in ModelConfig.load(directory).parameter_shapes().items():
+        if name.endswith("norm.weight"):
+            values = rng.uniform(0.7, 1.3, shape)
+        elif name.endswith(".bias") or "embed" in name or "lm_head" in name:
+            values = rng.normal(0, 0.2, shape)
+        else:
+            gain = 1.2 if "q_proj" in name or "k_proj" in name else 0.7
+            values = rng.normal(0, gain / shape[1] ** 0.5, shape)
+        tensors[name] = values.astype(np.float16)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    for file in TOKENIZER_FILES:
+        if (tokenizer / file).exists():
+            shutil.copyfile(tokenizer / file, directory / file)
+    return directory
+
+
+def make_adapter(directory: Path, model: Path, seed: int = 1, **config: Any) -> Path:
+    """A random adapter of every linear layer, large enough to change every answer."""
+    shapes, rng = ModelConfig.load(model), np.random.default_rng(seed)
+    adapter = AdapterConfig(**{"r": 4, "lora_alpha": 8, **config})
+    tensors = {}
+    for layer in range(shapes.num_hidden_layers):
+        for module, (rows, columns) in shapes.linear_shapes().items():
+            name = tensor_name(layer, module, "A")
+            rank = adapter.rank(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
+            tensors[name] = rng.normal(0, columns**-0.5, (rank, columns)).astype(np.float32)
+            tensors[tensor_name(layer, module, "B")] = rng.normal(0, 0.1, (rows, rank)).astype(np.float32)
+    write_adapter(directory, tensors, adapter)
+    return directory
+
+
+def small(directory: Path, architecture: str, **stated: Any) -> Path:
+    """The same, of two narrow layers."""
+    narrow = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    return make_model(directory, {"model_type": architecture, **narrow, **stated})
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(metadata, tensors) of a GGUF file as the gguf package reads them."""
+    reader = gguf.GGUFReader(path)
+    return {key: field.contents() for key, field in reader.fields.items()}, {t.name: t for t in reader.tensors}
+
+
+def values(tensor: Any) -> np.ndarray:
+    """A tensor of `read`'s, in float32 and the order of rows and columns."""
+    return gguf.dequantize(tensor.data, tensor.tensor_type).reshape(tensor.shape[::-1])

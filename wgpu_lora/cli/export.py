@@ -1,0 +1,63 @@
+"""wgpu-lora export: a model, a merged adapter, or an adapter alone, in another program's format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from wgpu_lora.cli.console import Bar, line
+from wgpu_lora.cli.options import Command, Model
+from wgpu_lora.errors import UserError
+
+export = typer.Typer(name="export", help="Models and adapters for other programs.", rich_markup_mode=None)
+
+
+@export.command("gguf", cls=Command)
+def gguf(
+    output: Annotated[Path, typer.Option(help="The GGUF file to write; it must be new.")],
+    model: Model = None,
+    adapter: Annotated[Path | None, typer.Option(help="PEFT adapter directory, merged into the model.")] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            help="Type of the matrices: f16 (the default), q8_0, q6_k, q5_k_m, q4_k_m, q5_1, q5_0, q4_1 or q4_0.",
+            metavar="TYPE",
+        ),
+    ] = None,
+    lora: Annotated[
+        bool, typer.Option("--lora", help="Write the adapter alone, for llama.cpp's own --lora, in f32.")
+    ] = False,
+) -> int:
+    """Write a model for llama.cpp: weights, tokenizer, chat template and stop tokens in one file.
+
+    Tensor by tensor, on the CPU: neither a GPU nor room for the model is needed.
+    """
+    from wgpu_lora.formats.gguf.lora import export_adapter
+    from wgpu_lora.formats.gguf.write import export_model
+    from wgpu_lora.formats.hub import resolve_model
+    from wgpu_lora.formats.merge import config_of
+    from wgpu_lora.infer.named import base_of
+
+    if lora and adapter is None:
+        raise UserError("--lora writes an adapter alone: name it with --adapter DIR.")
+    if lora and quantize:
+        raise UserError("--quantize has no meaning with --lora, which writes f32: leave one of them out.")
+    named = model or (base_of(adapter) if adapter else None) or "demo"
+    path = resolve_model(named)
+    if lora and adapter is not None:
+        kind, source = "adapter, f32", f"{adapter}"
+        written = export_adapter(path, adapter, output)
+    else:
+        kind = (quantize or "f16").lower()  # llama.cpp writes Q4_K_M
+        source = f"{path} and {adapter}" if adapter else f"{path}"
+        with Bar("exporting", len(config_of(path).parameter_shapes())) as bar:
+            # A hub id names the model better than the cache's directory does.
+            name = None if Path(named).exists() else named.rpartition("/")[2]
+            written = export_model(path, output, kind, adapter, name, lambda name: bar.advance())
+    line("exported", f"{source} into {output}")
+    line("size", f"{written.nbytes:,} bytes, {kind}, {written.bits_per_weight:.2f} bits per weight")
+    for note in written.notes:
+        line("note", note)
+    return 0

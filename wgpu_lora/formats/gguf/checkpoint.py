@@ -1,0 +1,175 @@
+"""A GGUF file's weights under Hugging Face's names, decoded a few rows at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+from gguf import quants
+from gguf.constants import GGMLQuantizationType as Kind
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.checkpoint import EDGE_BYTES
+from wgpu_lora.formats.gguf.header import Header, TensorInfo
+from wgpu_lora.formats.gguf.names import gguf_name, rotated_heads, to_halves
+from wgpu_lora.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from wgpu_lora.formats.bitsandbytes import Packed
+
+F16_MAX = 65504.0
+PLAIN = {Kind.F32: "F32", Kind.F16: "F16", Kind.BF16: "BF16"}
+_INTEGERS = (Kind.I8, Kind.I16, Kind.I32, Kind.I64, Kind.F64)
+_TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+# Metadata in the shape of tensors: factors of frequencies (config.py), frequencies that llama.cpp passes over too.
+_PASSED_OVER = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
+_GROUP_VALUES = 1 << 16  # values that are decoded at a time: the library takes sixteen rows, whatever they hold
+
+
+class GGUFCheckpoint:
+    """The tensors of a model that its config asks for.
+
+    Raises UserError on opening when one is missing, of the wrong shape or of a type that cannot be decoded, or when
+    there is one that the config does not account for.
+    """
+
+    def __init__(self, header: Header, config: ModelConfig):
+        self.path, self.config = header.path, config
+        self._tensors = _checked(header, config)
+
+    def names(self) -> list[str]:
+        """The tensors' names, sorted."""
+        return sorted(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def dtype(self, name: str) -> str:
+        """What `read_raw` gives: as stored where that is a float, else 'F32', of an embedding or output layer 'F16'.
+
+        Those two stay dense, and an F16 is exact to 11 bits: far finer than any quantisation.
+        """
+        return PLAIN.get(self._tensors[name].kind, "F16" if name in _TABLES else "F32")
+
+    def read_raw(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:
+        """Bits of rows [row_start, row_stop): uint16 (BF16, F16) or uint32 (F32), [rows, *shape[1:]].
+
+        A row is an element of a 1-D tensor. Raises UserError when the file has become shorter since it was opened, or
+        a value of a quantised table is beyond F16's range; ValueError when the rows are out of range.
+        """
+        info, rows = self._tensors[name], self._rows(name, row_start, row_stop)
+        if info.kind in PLAIN:
+            return rows.view("<u4" if info.kind == Kind.F32 else "<u2").reshape(-1, *info.shape[1:])
+        values = self._decoded(info, rows)
+        if name not in _TABLES:
+            return values.view(np.uint32)
+        if np.abs(values).max(initial=0) > F16_MAX:
+            raise UserError(f"{name} in {self.path} has values beyond F16's range: use another quantisation.")
+        return values.astype(np.float16).view(np.uint16)
+
+    def read_f32(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:
+        """The same rows as float32, as the file's own type decodes them."""
+        return self._decoded(self._tensors[name], self._rows(name, row_start, row_stop))
+
+    def packed(self, name: str) -> Packed | None:
+        """The tensor where it is stored in bitsandbytes' NF4; here it never is."""
+        return None
+
+    def digest(self) -> str:
+        """A sha256 (hex) to tell files apart cheaply, as `formats.checkpoint.Checkpoint.digest` does."""
+        tensors = [(name, info.kind.name, list(info.shape)) for name, info in sorted(self._tensors.items())]
+        sha = hashlib.sha256(json.dumps(tensors).encode())
+        size = self.path.stat().st_size
+        sha.update(size.to_bytes(8, "little"))
+        with self.path.open("rb") as file:
+            sha.update(file.read(EDGE_BYTES))
+            file.seek(max(0, size - EDGE_BYTES))
+            sha.update(file.read(EDGE_BYTES))
+        return sha.hexdigest()
+
+    def _decoded(self, info: TensorInfo, rows: np.ndarray) -> np.ndarray:
+        """float32 [rows, *shape[1:]] of stored rows."""
+        per_row = prod(info.shape[1:])
+        if info.kind == Kind.F32:
+            values = rows.view("<f4")
+        elif info.kind == Kind.BF16:
+            values = (rows.view("<u2").astype(np.uint32) << 16).view(np.float32)
+        else:
+            step = max(1, _GROUP_VALUES // per_row)
+            values = np.empty((len(rows), per_row), np.float32)
+            with np.errstate(all="ignore"):  # a damaged scale may be any bits; training says what is not finite
+                for first in range(0, len(rows), step):
+                    some = rows[first : first + step]
+                    values[first : first + step] = quants.dequantize(some.reshape(1, -1), info.kind).reshape(
+                        len(some), -1
+                    )
+        return values.reshape(len(rows), *info.shape[1:])
+
+    def _rows(self, name: str, start: int, stop: int | None) -> np.ndarray:
+        """Stored rows in transformers' order: uint8 [rows, bytes of a row]. Rows are whole blocks in every type."""
+        info = self._tensors[name]
+        count = info.shape[0]
+        stop = count if stop is None else stop
+        if not 0 <= start <= stop <= count:
+            raise ValueError(f"rows {start}:{stop} of {name}, which has {count}")
+        heads = rotated_heads(self.config, name)
+        if heads is None or start == stop:
+            return self._stored(name, start, stop)
+        size = count // heads
+        first, last = start // size, -(-stop // size)
+        rows = to_halves(self._stored(name, first * size, last * size), last - first)
+        return rows[start - first * size : stop - first * size]
+
+    def _stored(self, name: str, start: int, stop: int) -> np.ndarray:
+        info = self._tensors[name]
+        row_bytes = info.nbytes // info.shape[0]
+        count = (stop - start) * row_bytes
+        found = np.fromfile(self.path, np.uint8, count, offset=info.offset + start * row_bytes)
+        if found.size != count:
+            raise UserError(f"{self.path} ended while {name} was read: download or copy the file again.")
+        return found.reshape(stop - start, row_bytes)
+
+
+def _checked(header: Header, config: ModelConfig) -> dict[str, TensorInfo]:
+    """The tensors by Hugging Face's names."""
+    path, found = header.path, {}
+    for name, shape in config.parameter_shapes().items():
+        theirs = gguf_name(name)
+        info = header.tensors.get(theirs)
+        if info is None:
+            raise UserError(f"{theirs} is missing from {path}: download it again, or use another conversion.")
+        if info.shape != shape:
+            raise UserError(
+                f"{theirs} in {path} has shape {list(info.shape)} but its metadata ask for {list(shape)}: "
+                "use another conversion of the model."
+            )
+        if not _decodable(info.kind) or (len(shape) == 1 and info.kind not in PLAIN):
+            raise UserError(
+                f"{theirs} in {path} is stored as {info.kind.name}, which cannot be decoded: use another quantisation, "
+                "such as Q8_0 or Q4_K_M."
+            )
+        found[name] = info
+    known = {gguf_name(name) for name in found}
+    for theirs in header.tensors:
+        if theirs not in known and not _PASSED_OVER.fullmatch(theirs):
+            raise UserError(f"{path} holds {theirs!r:.100}, which its metadata do not account for: use another model.")
+    return found
+
+
+def _decodable(kind: Kind) -> bool:
+    """Whether the gguf package can decode this type."""
+    if kind in PLAIN:
+        return True
+    if kind in _INTEGERS:
+        return False
+    block = np.zeros((1, quants.quant_shape_to_byte_shape((1024,), kind)[0]), np.uint8)
+    try:
+        with np.errstate(all="ignore"):
+            quants.dequantize(block, kind)
+    except NotImplementedError:
+        return False
+    return True

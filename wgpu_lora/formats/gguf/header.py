@@ -1,0 +1,177 @@
+"""The header of a GGUF file: its metadata and where its tensors lie. The file is not trusted.
+
+Every length and count is held against the bytes that are left before anything is read for it. Arrays are walked over
+and read when they are asked for, so that a vocabulary costs nothing until then and a hostile file never much.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.gguf.reader import NUMBERS, STRING, Array, Reader, opened
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+# Far beyond every model there is: 50 keys and 1,200 tensors are many.
+MAX_KEYS = 1 << 12
+MAX_TENSORS = 1 << 14
+MAX_ARRAY_TEXT = 16 << 20  # bytes of an array of strings
+MAX_DIMENSIONS = 4
+MAX_ALIGNMENT = 1 << 16
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor in the file: its GGML type, its shape (rows first), its absolute offset and its size in bytes."""
+
+    kind: GGMLQuantizationType
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of itself. `values` holds numbers, booleans, strings and `Array`s, by key."""
+
+    path: Path
+    values: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+    def strings(self, key: str, most: int) -> Iterator[str] | None:
+        """The strings of an array, read as they are asked for, or None where there is no such key.
+
+        UserError where it is not an array of strings, has more than `most`, or is longer than any vocabulary.
+        """
+        array = self._array(key)
+        if array is None:
+            return None
+        if array.kind != STRING or array.count > most or array.nbytes - 8 * array.count > MAX_ARRAY_TEXT:
+            raise UserError(
+                f"{key} in {self.path} is not an array of at most {most:,} strings of {MAX_ARRAY_TEXT >> 20} MiB: "
+                "use another conversion of the model."
+            )
+        return self._each(key, array)
+
+    def _each(self, key: str, array: Array) -> Iterator[str]:
+        with opened(self.path) as file:
+            reader = Reader(self.path, file, array.offset)
+            for data in reader.strings(array.count, True):
+                try:
+                    yield data.decode()
+                except UnicodeDecodeError:
+                    raise reader.damaged(f"holds a string in {key} that is not UTF-8") from None
+
+    def numbers(self, key: str, count: int) -> np.ndarray | None:
+        """An array of `count` numbers as stored, or None where there is no such key; UserError where it is not one."""
+        array = self._array(key)
+        if array is None:
+            return None
+        if array.kind == STRING or array.count != count:
+            raise UserError(
+                f"{key} in {self.path} is not an array of {count:,} numbers: use another conversion of the model."
+            )
+        values = np.fromfile(self.path, NUMBERS[array.kind], array.count, offset=array.offset)
+        if values.size != array.count:
+            raise UserError(f"{self.path} ended while {key} was read: download or copy the file again.")
+        return values
+
+    def _array(self, key: str) -> Array | None:
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, Array):
+            raise UserError(f"{key} in {self.path} is not an array: use another conversion of the model.")
+        return value
+
+
+def read_header(path: str | Path) -> Header:
+    """Reads and checks the header of a GGUF file, version 2 or 3, little-endian.
+
+    Raises:
+        UserError: the file cannot be read, is truncated or damaged, or is of another kind.
+    """
+    path = Path(path)
+    with opened(path) as file:
+        reader = Reader(path, file)
+        tensor_count, key_count = _read_start(reader)
+        values: dict[str, Any] = {}
+        for _ in range(key_count):
+            key = reader.text("a key")
+            if key in values:
+                raise reader.damaged(f"holds the key {key!r:.100} twice")
+            values[key] = reader.value(reader.number("<I"), key)
+        infos = [_read_info(reader) for _ in range(tensor_count)]
+        tensors = _placed(reader, infos, values.get("general.alignment", 32))
+    return Header(path, values, tensors)
+
+
+def _read_start(reader: Reader) -> tuple[int, int]:
+    """(tensors, keys)."""
+    path = reader.path
+    if reader.size < 24:
+        raise reader.damaged("is too short for a GGUF file")
+    if reader.take(4, "the magic") != MAGIC:
+        raise UserError(f"{path} is not a GGUF file: give a model's GGUF file, or a directory of safetensors.")
+    version = reader.number("<I")
+    if version not in VERSIONS:
+        if version and version & 0xFFFF == 0:
+            raise UserError(f"{path} is a big-endian GGUF file, which is not supported: use a little-endian one.")
+        raise UserError(
+            f"{path} is of GGUF version {version}, but only 2 and 3 are supported: convert the model again."
+        )
+    tensors, keys = reader.number("<Q"), reader.number("<Q")
+    # A tensor takes 24 bytes at least, a key 13.
+    if keys > MAX_KEYS or tensors > MAX_TENSORS or 24 * tensors + 13 * keys > reader.size:
+        raise reader.damaged(f"claims {tensors:,} tensors and {keys:,} keys, which cannot be")
+    return tensors, keys
+
+
+def _read_info(reader: Reader) -> tuple[str, TensorInfo]:
+    """A tensor's name and what is said of it; its offset is still relative to where the tensors begin."""
+    name = reader.text("a tensor's name")
+    dimensions = reader.number("<I")
+    if not 1 <= dimensions <= MAX_DIMENSIONS:
+        raise reader.damaged(f"gives {name!r:.100} {dimensions} dimensions")
+    shape = struct.unpack(f"<{dimensions}Q", reader.take(8 * dimensions, "a shape"))
+    number, offset = reader.number("<I"), reader.number("<Q")
+    try:
+        kind = GGMLQuantizationType(number)
+        block, nbytes = GGML_QUANT_SIZES[kind]
+    except (ValueError, KeyError):
+        raise UserError(
+            f"{name!r:.100} in {reader.path} has the GGML type {number}, which is not known: use another quantisation."
+        ) from None
+    if 0 in shape or shape[0] % block:
+        raise reader.damaged(f"gives {name!r:.100} the shape {list(shape)}, which {kind.name} cannot have")
+    return name, TensorInfo(kind, shape[::-1], offset, prod(shape) // block * nbytes)
+
+
+def _placed(reader: Reader, infos: list[tuple[str, TensorInfo]], alignment: object) -> dict[str, TensorInfo]:
+    """The tensors by name, with absolute offsets; UserError where they overlap or leave the file."""
+    if type(alignment) is not int or not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+        raise reader.damaged(f"has general.alignment {alignment!r:.100}, which is not a power of two")
+    start = -(-reader.at // alignment) * alignment
+    tensors: dict[str, TensorInfo] = {}
+    for name, info in infos:
+        if name in tensors:
+            raise reader.damaged(f"holds the tensor {name!r:.100} twice")
+        if info.offset % alignment:
+            raise reader.damaged(f"places {name!r:.100} at {info.offset}, which is not a multiple of {alignment}")
+        if start + info.offset + info.nbytes > reader.size:
+            missing = start + info.offset + info.nbytes - reader.size
+            raise reader.damaged(f"is truncated, {missing:,} bytes of {name!r:.100} are missing")
+        tensors[name] = TensorInfo(info.kind, info.shape, start + info.offset, info.nbytes)
+    last_end, last = 0, ""
+    for name, info in sorted(tensors.items(), key=lambda item: item[1].offset):
+        if info.offset < last_end:
+            raise reader.damaged(f"lets {last!r:.100} and {name!r:.100} overlap")
+        last_end, last = info.offset + info.nbytes, name
+    return tensors

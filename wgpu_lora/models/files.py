@@ -1,0 +1,51 @@
+"""The one door from a model's path to what is read of it, whatever its format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from wgpu_lora.data import Tokenizer
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.bitsandbytes import open_checkpoint
+from wgpu_lora.formats.checkpoint import WeightSource
+from wgpu_lora.formats.gguf.checkpoint import GGUFCheckpoint
+from wgpu_lora.formats.gguf.config import read_config
+from wgpu_lora.formats.gguf.header import read_header
+from wgpu_lora.formats.gguf.tokenizer import read_tokenizer
+from wgpu_lora.formats.hub import is_gguf
+from wgpu_lora.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model as it lies on disk: checked, with nothing of its weights read."""
+
+    config: ModelConfig
+    checkpoint: WeightSource
+    tokenizer: Tokenizer | None
+
+
+def read_model(path: str | Path) -> ModelFiles:
+    """Opens a model: a directory in the format of Hugging Face, or a GGUF file.
+
+    Raises:
+        UserError: something is missing, damaged, hostile, or of a kind that is not supported.
+    """
+    path = Path(path)
+    return _read_gguf(path) if is_gguf(path) else _read_directory(path)
+
+
+def _read_directory(directory: Path) -> ModelFiles:
+    if not (directory / "config.json").exists() and (files := sorted(directory.glob("*.gguf"))):
+        raise UserError(
+            f"{directory} has no config.json but holds GGUF files: give the path of one, such as {files[0]}."
+        )
+    config = ModelConfig.load(directory)
+    return ModelFiles(config, open_checkpoint(directory, config), Tokenizer.load(directory))
+
+
+def _read_gguf(path: Path) -> ModelFiles:
+    header = read_header(path)
+    config = read_config(header)
+    return ModelFiles(config, GGUFCheckpoint(header, config), read_tokenizer(header, config.vocab_size))
