@@ -105,9 +105,9 @@ def packed_model(place: Path) -> Target:
 
 def tokenizer(place: Path) -> Target:
     """The settings beside a tokenizer.json, template included."""
-    from wgpu_lora.data import Tokenizer
-
     import tokenizers
+
+    from wgpu_lora.data import Tokenizer
 
     shutil.copy(DEMO / "tokenizer.json", place)
     backend = tokenizers.Tokenizer.from_file(str(place / "tokenizer.json"))
