@@ -73,7 +73,8 @@ prove-wgpu: setup  ## prove on this machine that it all runs on wgpu, without CU
 
 # llama.cpp has no wheels: it is compiled, which takes some minutes.
 .venv/exchange: .venv/reference
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[exchange]'
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) CMAKE_ARGS='-DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF' \
+	  $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[exchange]'
 	@touch $@
 
 test-exchange: setup .venv/exchange  ## that llama.cpp takes our GGUF files and answers as we do

@@ -118,10 +118,10 @@ def test_advice_names_options_that_fit(options: dict, available: int, advice: st
     args = TrainingArguments(per_device_train_batch_size=8, **options)
     peak = _peak(args, {})
     if advice is None:
-        check_memory(peak, Budget(available, "somebody says so"), args, lambda changes: _peak(args, changes))
+        check_memory(peak, 0, Budget(available, "somebody says so"), args, lambda changes: _peak(args, changes))
         return
     with pytest.raises(UserError) as caught:
-        check_memory(peak, Budget(available, "somebody says so"), args, lambda changes: _peak(args, changes))
+        check_memory(peak, 0, Budget(available, "somebody says so"), args, lambda changes: _peak(args, changes))
     assert f"({peak:,} bytes)" in str(caught.value)
     assert f"the budget is {available} bytes (somebody says so)" in str(caught.value)
     assert advice in str(caught.value)

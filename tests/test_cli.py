@@ -272,7 +272,7 @@ def test_plan_allocates_nothing(run: Run, data: Path, monkeypatch: pytest.Monkey
         assert f"({way['peak']:,} bytes)" in tight.out
         given = ["--gradient-checkpointing"] if "checkpointing" in way["options"] else way["options"].split()
         assert json.loads(run("plan", "--json", *options, *given).out)["peak"] == way["peak"]
-    assert "it does not fit; lower --max-length" in run("plan", *options, "--memory-budget", "1KB").out
+    assert "it does not fit; the base alone takes" in run("plan", *options, "--memory-budget", "1KB").out
 
 
 def test_advice_leaves_out_what_the_device_cannot_bind():
@@ -283,9 +283,11 @@ def test_advice_leaves_out_what_the_device_cannot_bind():
 
     args = TrainingArguments(per_device_train_batch_size=8)
     with pytest.raises(UserError, match=r"is 350 bytes .* fit with --per-device-train-batch-size 3 \(300 bytes\)\."):
-        check_memory(800, Budget(350, "test"), args, replan)
+        check_memory(800, 10, Budget(350, "test"), args, replan)
     with pytest.raises(UserError, match="lower --max-length"):
-        check_memory(800, Budget(50, "test"), args, replan)
+        check_memory(800, 50, Budget(50, "test"), args, replan)
+    with pytest.raises(UserError, match="the base alone takes 51 bytes, so choose a smaller model"):
+        check_memory(800, 51, Budget(50, "test"), args, replan)
 
 
 # -- from end to end -------------------------------------------------------------------------------------------------

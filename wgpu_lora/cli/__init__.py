@@ -95,6 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _refuse(str(error))
     except (KeyboardInterrupt, typer.Abort):
+        _say("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
         _settle()  # whoever read our output has gone
@@ -112,11 +113,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse(message: str) -> int:
+    _say(message)
+    return 2
+
+
+def _say(message: str) -> None:
     # Names come from other people's files: what a terminal would act upon, or not take, is shown as its code.
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(message.split()))
     with suppress(OSError):  # where stderr cannot be written to either, the exit code says it
         typer.echo(f"wgpu-lora: {shown}", err=True)
-    return 2
 
 
 def _settle() -> None:

@@ -29,7 +29,7 @@ def plan(
     The options are those of 'finetune'. Nothing is allocated.
     """
     from wgpu_lora.share import budget_bytes
-    from wgpu_lora.train.memory import NO_WAY, readable, ways_to_fit
+    from wgpu_lora.train.memory import readable, ways_to_fit, without_a_way
 
     job = _prepare(args, adapters, adapters_config, schedule, batch_tokens)
     session, memory = job.session, job.session.memory()
@@ -72,7 +72,8 @@ def plan(
         line("batch", f"of up to {tokens:,} tokens: {readable(session.steps[tokens][1].plan().nbytes)} of activations")
     known = budget.source if available is None else f"{readable(available)}: {budget.source}"
     verdict = "" if available is None else "; it fits" if fits else "; it does not fit"
-    line("budget", f"{known}{verdict}{'' if fits or ways else f'; {NO_WAY}'}")
+    advice = f"; {without_a_way(memory.groups['base'], available)}" if available and not fits and not ways else ""
+    line("budget", f"{known}{verdict}{advice}")
     for way in ways:
         line("would fit", f"with {way.options}: {readable(way.peak)} ({way.peak:,} bytes)")
     for name, count in steps.items():

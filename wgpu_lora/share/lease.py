@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 FIRST_PAUSE, LAST_PAUSE = 1.0, 30.0  # seconds between a waiter's looks; each is a renewal of its place too
 
+Advice = Callable[[int], str]  # bytes that are free -> what to do to need no more, or nothing
 Notice = Callable[[int, list[Entry], float], None]  # place in the queue from 1, the holders, seconds waited
 
 
@@ -30,9 +31,10 @@ def hold(
     what: str,
     wait: float | None = None,
     notice: Notice = lambda place, holders, waited: None,
+    advise: Advice = lambda free: "",
 ) -> AbstractContextManager[Entry]:
     """Holds `need` bytes of this device from the start of a `with` block to its end: see `take`."""
-    return take(Ledger(device_key(info)), need, budget, what, wait, notice)
+    return take(Ledger(device_key(info)), need, budget, what, wait, notice, advise)
 
 
 @contextmanager
@@ -43,6 +45,7 @@ def take(
     what: str,
     wait: float | None = None,
     notice: Notice = lambda place, holders, waited: None,
+    advise: Advice = lambda free: "",
 ) -> Iterator[Entry]:
     """Holds `need` bytes of a ledger's device while the block runs.
 
@@ -52,6 +55,7 @@ def take(
         wait: seconds to queue for, `math.inf` for as long as it takes; None does not queue, and does not go before
             those who do.
         notice: told at each look of a waiter that does not get the memory yet.
+        advise: what would need no more than what others leave; part of the refusal.
 
     Raises:
         UserError: `need` is over the budget, which no waiting mends; the memory is held by others, or still is at the
@@ -65,7 +69,7 @@ def take(
     entry, stop = Entry.of_this_process(need, what), threading.Event()
     try:
         with _unwinding_on_sigterm():
-            _wait_for_turn(ledger, entry, budget, wait, notice)
+            _wait_for_turn(ledger, entry, budget, wait, notice, advise)
         threading.Thread(target=_renew, args=(ledger, entry, stop), daemon=True).start()
         yield entry
     finally:
@@ -83,13 +87,15 @@ class Look:
     ahead: int
 
 
-def _wait_for_turn(ledger: Ledger, entry: Entry, budget: int | None, wait: float | None, notice: Notice) -> None:
+def _wait_for_turn(
+    ledger: Ledger, entry: Entry, budget: int | None, wait: float | None, notice: Notice, advise: Advice
+) -> None:
     begin, pause = time.monotonic(), FIRST_PAUSE
     while not (look := _look(ledger, entry, budget, queue=bool(wait))).granted:
         waited = time.monotonic() - begin
         left = (wait or 0) - waited
         if left <= 0:
-            raise UserError(_refusal(entry, budget, look, wait))
+            raise UserError(_refusal(entry, budget, look, wait, advise))
         notice(look.ahead + 1, look.holders, waited)
         time.sleep(min(pause, left))
         pause = min(2 * pause, LAST_PAUSE)
@@ -109,18 +115,20 @@ def _look(ledger: Ledger, entry: Entry, budget: int | None, queue: bool) -> Look
     return Look(granted, holders, ahead)
 
 
-def _refusal(entry: Entry, budget: int | None, look: Look, wait: float | None) -> str:
+def _refusal(entry: Entry, budget: int | None, look: Look, wait: float | None, advise: Advice) -> str:
     reasons = []
     if look.holders:
         held = ", ".join(f"{e.bytes:,} by {e.who}" for e in look.holders)
         reasons.append(f"{sum(e.bytes for e in look.holders):,} bytes are held ({held})")
     if look.ahead:
         reasons.append(f"{look.ahead} other {'run waits' if look.ahead == 1 else 'runs wait'} before it")
+    free = None if budget is None or look.ahead else budget - sum(e.bytes for e in look.holders)
+    smaller = (free is not None and advise(free)) or "lower --per-device-train-batch-size"
     of = "" if budget is None else f" of a budget of {budget:,}"
     after, advice = (f"After {wait:g} s of waiting, this", "wait longer") if wait else ("This", "wait with --wait")
     return (
         f"{after} run cannot have the {entry.bytes:,} bytes of device memory that it needs{of}, since "
-        f"{' and '.join(reasons)}: {advice}, lower --per-device-train-batch-size, or see 'wgpu-lora share status'."
+        f"{' and '.join(reasons)}: {advice}, {smaller}, or see 'wgpu-lora share status'."
     )
 
 

@@ -15,7 +15,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.tuner import Tuner, wanted
 from wgpu_lora.models.load import Progress
 from wgpu_lora.share import Notice, budget_bytes, hold
-from wgpu_lora.train.memory import Replan, check_memory
+from wgpu_lora.train.memory import Replan, check_memory, options_that_fit
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun
 from wgpu_lora.train.trainer import Callback, Trainer
@@ -44,7 +44,8 @@ class Job:
         """Raises UserError, with the options that would make it fit, where the device has too little memory."""
         args = self.run.args
         budget = budget_bytes(self.session.device.info, args.budget())
-        check_memory(self.session.memory().peak, budget, args, self.replan)
+        plan = self.session.memory()
+        check_memory(plan.peak, plan.groups["base"], budget, args, self.replan)
 
     def train(
         self,
@@ -67,7 +68,7 @@ class Job:
             for directory in self.directories():
                 stack.enter_context(_locked(directory))
             what = f"finetune {self.directories()[-1]}"
-            stack.enter_context(hold(info, need, budget, what, args.wait_seconds(), waiting))
+            stack.enter_context(hold(info, need, budget, what, args.wait_seconds(), waiting, self._beside))
             try:
                 for run in self.runs:
                     run.prepare_directory()
@@ -78,6 +79,11 @@ class Job:
                 return self._train(callback)
             finally:
                 self.session.close()
+
+    def _beside(self, free: int) -> str:
+        """What would make the run fit beside those that hold memory."""
+        found = options_that_fit(free, self.run.args, self.replan)
+        return f"run with {found}" if found else ""
 
     def tuner(self) -> Tuner | None:
         """What will choose the kernels' tilings, or None where this run has its own or is to use the defaults."""

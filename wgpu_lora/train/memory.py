@@ -25,8 +25,11 @@ class Way:
     peak: int
 
 
-def check_memory(peak: int, budget: Budget, args: TrainingArguments, replan: Replan) -> None:
-    """Raises UserError where `peak` is over the budget, naming the options that would make it fit and their bytes."""
+def check_memory(peak: int, base: int, budget: Budget, args: TrainingArguments, replan: Replan) -> None:
+    """Raises UserError where `peak` is over the budget, naming the options that would make it fit and their bytes.
+
+    base: bytes of the base model's weights, which no other option makes smaller.
+    """
     available = budget.bytes
     if available is None or peak <= available:
         return
@@ -34,9 +37,19 @@ def check_memory(peak: int, budget: Budget, args: TrainingArguments, replan: Rep
         f"This run needs {readable(peak)} ({peak:,} bytes) of device memory, but the budget is {readable(available)} "
     )
     need += f"({budget.source})"
-    found = [f"{way.options} ({way.peak:,} bytes)" for way in ways_to_fit(available, args, replan)]
-    advice = f"it would fit with {', or with '.join(found)}" if found else NO_WAY
+    found = options_that_fit(available, args, replan)
+    advice = f"it would fit with {found}" if found else without_a_way(base, available)
     raise UserError(f"{need}: {advice}.")
+
+
+def without_a_way(base: int, available: int) -> str:
+    """Advice where no option makes a run fit."""
+    return f"the base alone takes {base:,} bytes, so choose a smaller model" if base > available else NO_WAY
+
+
+def options_that_fit(available: int, args: TrainingArguments, replan: Replan) -> str:
+    """The ways to fit as words with their bytes, empty where there is none."""
+    return ", or with ".join(f"{way.options} ({way.peak:,} bytes)" for way in ways_to_fit(available, args, replan))
 
 
 def ways_to_fit(available: int, args: TrainingArguments, replan: Replan) -> list[Way]:

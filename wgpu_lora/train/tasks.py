@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.train.arguments import TrainingArguments, from_values
+from wgpu_lora.train.arguments import TrainingArguments, flag, from_values
 
 # Keys of an [[adapter]] table, and the training options that they stand for.
 OPTIONS = {
@@ -53,6 +53,8 @@ class AdapterTask:
             own = from_values(self.options, f"The adapter {self.name}", base)
         except UserError as error:
             text = str(error)
+            for key, option in OPTIONS.items():  # the file's own names
+                text = text.replace(flag(option), f"'{key}'").replace(f"'{option}'", f"'{key}'")
             raise UserError(text if self.name in text else f"The adapter {self.name}: {text}") from None
         return replace(own, data=self.data, output=self.checkpoint, gradient_accumulation_steps=round(batches))
 
