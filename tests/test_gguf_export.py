@@ -16,7 +16,7 @@ from wgpu_lora.formats.gguf import mix
 from wgpu_lora.formats.gguf.lora import export_adapter
 from wgpu_lora.formats.gguf.metadata import rope_freqs
 from wgpu_lora.formats.gguf.write import export_model
-from wgpu_lora.formats.merge import MergedModel, merge_adapter
+from wgpu_lora.formats.merge import MergedModel, config_of, merge_adapter
 from wgpu_lora.formats.peft import module_path, read_adapter
 from wgpu_lora.models.config import ModelConfig
 
@@ -199,6 +199,9 @@ def test_a_sliding_window_is_said(tmp_path: Path) -> None:
     model = small(tmp_path / "model", "mistral", sliding_window=7)
     (note,) = export_model(model, tmp_path / "model.gguf").notes
     assert "up to 7 tokens are exact" in note
+    assert (
+        config_of(tmp_path / "model.gguf").sliding_windows == config_of(model).sliding_windows
+    )
     assert export_model(small(tmp_path / "q", "qwen2", use_sliding_window=False), tmp_path / "q.gguf").notes == ()
 
 

@@ -78,6 +78,9 @@ def write_shape(writer: GGUFWriter, config: ModelConfig) -> None:
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_vocab_size(config.vocab_size)
+    windows = set(config.sliding_windows)
+    if config.architecture == "mistral" and len(windows) == 1 and (window := windows.pop()):
+        writer.add_sliding_window(window)  # llama.cpp passes it over; it is read back here
     _write_rope_scaling(writer, config)
 
 
