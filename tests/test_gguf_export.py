@@ -199,9 +199,7 @@ def test_a_sliding_window_is_said(tmp_path: Path) -> None:
     model = small(tmp_path / "model", "mistral", sliding_window=7)
     (note,) = export_model(model, tmp_path / "model.gguf").notes
     assert "up to 7 tokens are exact" in note
-    assert (
-        config_of(tmp_path / "model.gguf").sliding_windows == config_of(model).sliding_windows
-    )
+    assert config_of(tmp_path / "model.gguf").sliding_windows == config_of(model).sliding_windows
     assert export_model(small(tmp_path / "q", "qwen2", use_sliding_window=False), tmp_path / "q.gguf").notes == ()
 
 
