@@ -125,6 +125,19 @@ def tokenizer(place: Path) -> Target:
     return run
 
 
+def tokenizer_json(place: Path) -> Target:
+    """The vocabulary itself, which the tokenizers library reads; and a text by it."""
+    from wgpu_lora.data import Tokenizer
+
+    def run(data: bytes) -> None:
+        (place / "tokenizer.json").write_bytes(data)
+        found = Tokenizer.load(place)
+        if found is not None:
+            found.decode(found.encode("Hi <|im_end|> 12\n", add_special_tokens=True)[:9])
+
+    return run
+
+
 def chat_template(place: Path) -> Target:
     from wgpu_lora.data import sandbox, template
 
@@ -151,11 +164,21 @@ def gguf(place: Path) -> Target:
 
 TARGETS: dict[str, Callable[[Path], Target]] = {
     made.__name__: made
-    for made in (safetensors_header, shard_index, model_config, adapter, packed_model, tokenizer, chat_template, gguf)
+    for made in (
+        safetensors_header,
+        shard_index,
+        model_config,
+        adapter,
+        packed_model,
+        tokenizer,
+        tokenizer_json,
+        chat_template,
+        gguf,
+    )
 }
 
 
-SLOW = ("packed_model", "chat_template", "gguf")  # these get a quarter of the others' inputs
+SLOW = ("packed_model", "tokenizer_json", "chat_template", "gguf")  # these get a quarter of the others' inputs
 # What keeps an input's shape; the others are mutated byte by byte alone.
 MUTATORS: dict[str, Callable[[bytes, random.Random], bytes]] = {
     "safetensors_header": of_safetensors,
@@ -164,6 +187,7 @@ MUTATORS: dict[str, Callable[[bytes, random.Random], bytes]] = {
     "adapter": of_parts,
     "packed_model": of_safetensors,
     "tokenizer": of_parts,
+    "tokenizer_json": of_json,
     "chat_template": of_template,
 }
 
@@ -195,6 +219,8 @@ def _made(target: str, place: Path) -> list[bytes]:
         tensors = {tensor_name(0, "q_proj", kind): np.ones(shape, np.float32) for kind, shape in shapes.items()}
         write_adapter(place / "a", tensors, AdapterConfig(r=4, rank_pattern={"q_proj": 2}, alpha_pattern={".*v": 3}))
         return [(place / "a" / CONFIG).read_bytes().strip() + b"\n\n" + (place / "a" / WEIGHTS).read_bytes()]
+    if target == "tokenizer_json":
+        return [small_tokenizer()]
     if target == "packed_model":
         from wgpu_lora.cli import main
 
@@ -206,16 +232,20 @@ def _made(target: str, place: Path) -> list[bytes]:
     shutil.copytree(MODELS / "qwen3", model)
     shutil.copy(DEMO / "tokenizer_config.json", model)
     shutil.copy(DEMO / "chat_template.jinja", model)
-    # The demo's tokenizer, cut to this model's vocabulary.
+    (model / "tokenizer.json").write_bytes(small_tokenizer())
+    main(["export", "gguf", "--model", str(model), "--output", str(place / "m.gguf"), "--quantize", "q4_0"])
+    return [(place / "m.gguf").read_bytes()]
+
+
+def small_tokenizer() -> bytes:
+    """The demo's tokenizer.json, cut to the vocabulary of the smallest model."""
     stated = json.loads((DEMO / "tokenizer.json").read_text())
     part = stated["model"]
     part["vocab"] = {token: number for token, number in part["vocab"].items() if number < 266}
     part["merges"] = [pair for pair in part["merges"] if "".join(pair) in part["vocab"]]
     for number, token in enumerate(stated["added_tokens"]):
         token["id"] = 266 + number
-    (model / "tokenizer.json").write_text(json.dumps(stated))
-    main(["export", "gguf", "--model", str(model), "--output", str(place / "m.gguf"), "--quantize", "q4_0"])
-    return [(place / "m.gguf").read_bytes()]
+    return json.dumps(stated).encode()
 
 
 def fuzz(target: str, inputs: int, keep: Path, replay: Path | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,9 @@ from wgpu_lora.bounded import read_json
 from wgpu_lora.data import template
 from wgpu_lora.data.template import Message, Span
 from wgpu_lora.errors import UserError
+
+_SUBWORD_PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*+(?!null|"")')
+MAX_ID = 1 << 22  # sixteen times what the largest vocabularies have
 
 
 class Tokenizer:
@@ -55,17 +59,18 @@ class Tokenizer:
         path = Path(directory) / "tokenizer.json"
         if not path.is_file():
             return None
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise UserError(f"{path} is not a tokenizer that can be read ({error}); download it again.") from error
         config = _read_object(path.with_name("tokenizer_config.json"))
-        return cls(
-            backend,
-            special_tokens=_special_tokens(config, _read_object(path.with_name("special_tokens_map.json"))),
-            chat_templates=_chat_templates(path.parent, config),
-            eos_ids=_generation_eos(path.with_name("generation_config.json")),
-        )
+        settings: dict[str, Any] = {
+            "special_tokens": _special_tokens(config, _read_object(path.with_name("special_tokens_map.json"))),
+            "chat_templates": _chat_templates(path.parent, config),
+            "eos_ids": _generation_eos(path.with_name("generation_config.json")),
+        }
+        try:
+            return cls(_read_backend(path), **settings)
+        except BaseException as error:  # the library raises plain Exception, and where Rust panics not even that
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise UserError(f"{path} is not a tokenizer that can be read ({error}); download it again.") from error
 
     def files(self) -> dict[str, str]:
         """What `load` reads, by file name."""
@@ -86,16 +91,19 @@ class Tokenizer:
         What it puts there is for `tokenizer.json` to say, as in transformers 5: `add_bos_token` in
         `tokenizer_config.json`, which sometimes contradicts it, is not looked at.
         """
-        return (
-            (self._backend if add_special_tokens else self._plain)
-            .encode(text, add_special_tokens=add_special_tokens)
-            .ids
-        )
+        return self._encoded(text, add_special_tokens).ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[Span]]:
         """Token ids of `text`, and for each the characters `[start, end)` of `text` that it stands for."""
-        encoding = self._plain.encode(text, add_special_tokens=False)
+        encoding = self._encoded(text, False)
         return encoding.ids, encoding.offsets
+
+    def _encoded(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        try:
+            backend = self._backend if add_special_tokens else self._plain
+            return backend.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:  # the library raises plain Exception
+            raise UserError(f"The tokenizer does not take {text!r:.60} ({error}): use the model's own.") from error
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         return self._backend.decode([int(id) for id in ids], skip_special_tokens=skip_special_tokens)
@@ -240,6 +248,17 @@ class StreamDecoder:
         if text:  # a token without text stays pending: it is no use as context
             self._context, self._pending = self._pending, []
         return text
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    if _SUBWORD_PREFIX.search(path.read_bytes()):
+        # WordPiece's, not BPE's: a merge without it ends the process inside of the library.
+        raise ValueError("its continuing_subword_prefix is not supported")
+    backend = tokenizers.Tokenizer.from_file(str(path))
+    # The library goes over all ids up to the greatest, whether they are there or not.
+    if max(backend.get_vocab(with_added_tokens=True).values(), default=0) > MAX_ID:
+        raise ValueError(f"it has a token id beyond {MAX_ID:,}")
+    return backend
 
 
 def _read_object(path: Path) -> dict[str, Any]:
