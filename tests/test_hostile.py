@@ -179,6 +179,27 @@ def test_a_name_does_not_reach_the_terminal_as_it_is(tmp_path: Path, capsys: pyt
     assert "\x1b" not in shown
 
 
+def test_a_tokenizer_or_template_of_any_size(tmp_path: Path) -> None:
+    for name, most in (("tokenizer.json", 65 << 20), ("chat_template.jinja", 2 << 20)):
+        if name != "tokenizer.json":
+            (tmp_path / "tokenizer.json").write_bytes(fuzz.small_tokenizer())
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(most)
+        refused(lambda: Tokenizer.load(tmp_path), "no regular file of at most")
+        (tmp_path / name).unlink()
+        os.mkfifo(tmp_path / name)
+        refused(lambda: Tokenizer.load(tmp_path), "no regular file of at most")
+        (tmp_path / name).unlink()
+
+
+def test_normalizers_that_blow_a_text_up(tmp_path: Path) -> None:
+    stated = json.loads(fuzz.small_tokenizer())
+    step = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 30}
+    stated["normalizer"] = {"type": "Sequence", "normalizers": [step] * 6}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stated))
+    refused(lambda: Tokenizer.load(tmp_path), "much longer")
+
+
 def test_a_token_id_that_is_far_off(tmp_path: Path) -> None:
     stated = json.loads((FIXTURES.parent.parent / "wgpu_lora/demo/model/tokenizer.json").read_text())
     stated["model"]["vocab"]["!"] = 2**31

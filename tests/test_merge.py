@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import signal
 from pathlib import Path
 
@@ -63,6 +64,28 @@ def test_the_card_says_what_was_merged(tmp_path: Path) -> None:
     assert "base_model: x" not in card
     for fact in ("| weights | bf16 |", "| data SHA-256 | abc |", file_digest(adapter / "adapter_model.safetensors")):
         assert fact in card
+
+
+def test_the_card_has_nothing_from_elsewhere(tmp_path: Path) -> None:
+    adapter, secret = save_golden_adapter("qwen2", tmp_path / "adapter"), tmp_path / "secret"
+    secret.write_text("the key")
+    for make in (lambda: (adapter / "README.md").symlink_to(secret),
+                 lambda: (adapter / "README.md").write_text("# form\n[More Information Needed]\n")):  # fmt: skip
+        make()
+        merge_adapter(source("qwen2"), adapter, tmp_path / "m")
+        card = (tmp_path / "m" / "README.md").read_text()
+        assert "the key" not in card
+        assert "More Information" not in card
+        (adapter / "README.md").unlink()
+        shutil.rmtree(tmp_path / "m")
+
+
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+def test_an_adapter_that_is_not_finite_is_refused(tmp_path: Path, dtype: str) -> None:
+    adapter = save_golden_adapter("qwen2", tmp_path / "adapter", scale=float("nan"))
+    with pytest.raises(UserError, match="not finite"):
+        merge_adapter(source("qwen2"), adapter, tmp_path / "m", dtype)
+    assert not (tmp_path / "m").exists()
 
 
 def test_companions_come_along(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from model_helpers import FIXTURES, save_golden_adapter
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub import hub_id
-from wgpu_lora.formats.push import prepare
+from wgpu_lora.formats.upload import prepare
 from wgpu_lora.train.card import card
 
 
@@ -27,6 +27,7 @@ class FakeHub(BaseHTTPRequestHandler):
     """The four requests of a commit whose files all go inline."""
 
     status = 200
+    odd = False
     seen: list[tuple[str, Any]]
 
     def do_GET(self) -> None:
@@ -45,7 +46,7 @@ class FakeHub(BaseHTTPRequestHandler):
             self._answer({"commitUrl": f"http://{self.headers['Host']}/me/x/commit/abc", "commitOid": "abc"})
 
     def _answer(self, value: object) -> None:
-        body = json.dumps(value).encode()
+        body = json.dumps([1] if self.odd else value).encode()
         self.send_response(self.status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -135,13 +136,17 @@ def test_dry_run_shows_what_would_go(run: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("include", "exclude", "names"),
     [
-        (["*.safetensors"], [], {"adapter_model.safetensors", "checkpoints/step-1/optimizer.safetensors"}),
-        (["*.safetensors"], ["checkpoints/*"], {"adapter_model.safetensors"}),
+        (["*.safetensors"], [], {"adapter_model.safetensors"}),
+        (["*.json"], ["adapter_*"], {"notes.json"}),
+        (["checkpoints/*"], [], {"checkpoints/step-1/optimizer.safetensors"}),
         ([], ["*.safetensors", "README.md"], {"adapter_config.json"}),
         (["run.json"], [], {"run.json"}),
     ],
 )
 def test_patterns(run: Path, include: list[str], exclude: list[str], names: set[str]) -> None:
+    (run / "sub").mkdir()
+    (run / "sub" / "run.json").write_text("{}")
+    (run / "notes.json").write_text("{}")
     upload = prepare(run, include, exclude)
     assert set(upload.files) == names
     assert upload.card is None
@@ -170,7 +175,8 @@ def test_a_damaged_adapter_and_a_link_out_are_refused(run: Path, tmp_path: Path)
     (tmp_path / "secret").write_text("s")
     (run / "notes").symlink_to(tmp_path / "secret")
     with pytest.raises(UserError, match="link to a file outside"):
-        prepare(run)
+        prepare(run, include=["*"])
+    assert "notes" not in prepare(run).files
     (run / "notes").unlink()
     (run / "adapter_model.safetensors").write_bytes(b"x" * 20)
     with pytest.raises(UserError, match="adapter_model"):
@@ -178,8 +184,35 @@ def test_a_damaged_adapter_and_a_link_out_are_refused(run: Path, tmp_path: Path)
 
 
 def test_a_base_that_others_do_not_find_is_said(tmp_path: Path) -> None:
-    assert "hub id" in prepare(save_golden_adapter("qwen2", tmp_path / "a", base_model_name_or_path="/home/me/m")).note
-    assert not prepare(save_golden_adapter("qwen2", tmp_path / "b", base_model_name_or_path="Qwen/Qwen2.5-0.5B")).note
+    for name, notes in (("/home/me/m", 1), ("models/m.gguf", 1), ("Qwen/Qwen2.5-0.5B", 0)):
+        adapter = save_golden_adapter("qwen2", tmp_path / str(len(name)), base_model_name_or_path=name)
+        assert len(prepare(adapter).notes) == notes
+    assert "nobody can load it" in prepare(adapter, include=["README.md", "*.safetensors"]).notes[0]
+
+
+def test_a_folder_that_happens_to_hold_a_model_is_none(tmp_path: Path) -> None:
+    (tmp_path / "downloads" / "models").mkdir(parents=True)
+    (tmp_path / "downloads" / "models" / "m.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match="no GGUF file"):
+        prepare(tmp_path / "downloads")
+    (tmp_path / "downloads" / "m.gguf").write_bytes(b"GGUF")
+    (tmp_path / "downloads" / "letter.txt").write_text("dear")
+    assert set(prepare(tmp_path / "downloads").files) == {"m.gguf"}
+
+
+@pytest.mark.parametrize("token", ["hf_\u00e9", "hf a\tb"])
+def test_a_token_that_is_none(run: Path, token: str) -> None:
+    found = cli(str(run), "me/x", HF_ENDPOINT="http://127.0.0.1:9", HF_TOKEN=token)
+    assert (found.returncode, found.stderr.count("\n")) == (2, 1)
+
+
+def test_an_answer_that_makes_no_sense_is_a_sentence(run: Path, hub: tuple[str, type[FakeHub]]) -> None:
+    address, handler = hub
+    handler.odd = True
+    found = cli(str(run), "me/x", HF_ENDPOINT=address, HF_TOKEN="hf_abc")
+    assert found.returncode == 2
+    assert "something unexpected" in found.stderr
+    assert found.stderr.count("\n") == 1
 
 
 def test_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

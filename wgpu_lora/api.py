@@ -88,6 +88,7 @@ def answer(
     *,
     adapter: str | Path | None = None,
     system: str | None = None,
+    enable_thinking: bool | None = None,
     max_new_tokens: int = 256,
     temperature: float = 0.0,
     top_p: float = 1.0,
@@ -102,6 +103,7 @@ def answer(
 
     Args:
         adapter: a PEFT adapter directory; None asks the base alone.
+        enable_thinking: passed to the chat template where it is not None; give what the adapter was trained with.
         batch: prompts that are answered at a time.
         on_text: called with every piece of text as it comes; for a single prompt only.
         on_done: called with how many tokens have come so far.
@@ -121,6 +123,7 @@ def answer(
         [] if adapter is None else [adapter],
         [None if adapter is None else 0] * len(prompts),
         system=system,
+        enable_thinking=enable_thinking,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,
@@ -140,6 +143,7 @@ def compare(
     *,
     include_base: bool = True,
     system: str | None = None,
+    enable_thinking: bool | None = None,
     max_new_tokens: int = 256,
     temperature: float = 0.0,
     top_p: float = 1.0,
@@ -172,6 +176,7 @@ def compare(
         list(adapters.values()),
         list(slots.values()),
         system=system,
+        enable_thinking=enable_thinking,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,

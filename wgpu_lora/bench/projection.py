@@ -35,12 +35,16 @@ def operations(config: ModelConfig, rank: int, tokens: float) -> float:
 def project(found: Record, config: ModelConfig, device: Device, shapes: Sequence[str] = LARGER) -> list[Record]:
     """A record for each shape: its plan's peak, and the projected speed and time of the same training.
 
+    The time is that of all epochs of a recipe, and of the steps that were timed for a shape.
+
     Args:
         found: what `run_training` returned. config: of the model that it trained.
     """
     args = TrainingArguments(**found["header"]["work"]["options"])
-    runs, tokens = found["runs"], found["summary"]["spread"]["tokens_per_second"]["median"]
-    samples = found["summary"]["spread"]["samples_per_second"]["median"]
+    medians = {name: spread["median"] for name, spread in found["summary"]["spread"].items()}
+    tokens, samples, seconds = (medians[name] for name in ("tokens_per_second", "samples_per_second", "seconds"))
+    if whole := found["header"]["work"]["samples"]:
+        seconds = whole / samples
     length = tokens / samples
     available = budget_bytes(device.info, None).bytes
     records: list[Record] = []
@@ -53,7 +57,7 @@ def project(found: Record, config: ModelConfig, device: Device, shapes: Sequence
             "times_the_operations": times,
             "samples_per_second": samples / times,
             "tokens_per_second": tokens / times,
-            "seconds": runs[-1]["seconds"] * times,
+            "seconds": seconds * times,
         }
         try:
             record["peak_planned"] = _peak(larger, shape, args, device)

@@ -35,14 +35,18 @@ Record = dict[str, Any]
 class Work:
     """What is trained: a recipe by name or path (the demo's by default), or a named shape on made-up rows.
 
-    layers, tokens, batch, rank and base_dtype belong to a shape; a recipe says them itself.
+    layers, tokens, rank and base_dtype belong to a shape, and a recipe says them itself; data and model go over what a
+    recipe says, batch and accumulation (rows of a batch, batches of a step) over both.
     """
 
     recipe: str | None = None
     shape: str | None = None
     layers: int | None = None
     tokens: int = 512
-    batch: int = 1
+    batch: int | None = None
+    accumulation: int | None = None
+    data: str | None = None
+    model: str | None = None
     rank: int = 16
     base_dtype: str = "nf4"
     max_steps: int | None = None
@@ -51,6 +55,8 @@ class Work:
     def __post_init__(self) -> None:
         if self.recipe and self.shape:
             raise UserError("--recipe and --shape are both given: leave one of them out.")
+        if self.shape and (self.data or self.model):
+            raise UserError("--data and --model go with --recipe: a shape has made-up weights and rows.")
         if self.layers is not None and not self.shape:
             raise UserError("--layers goes with --shape: a recipe trains the whole of its model.")
         if self.max_steps is not None and self.max_steps <= WARMUP:
@@ -91,6 +97,9 @@ def run_training(
                         f"This training has {steps} steps, of which the first {WARMUP} are warm-up: give --max-steps "
                         f"{WARMUP + 1} or more."
                     )
+                # Of the whole training, which --max-steps may have cut short here.
+                rows, epochs = len(job.run.stream.prepared.rows), job.run.args.num_train_epochs
+                head["work"]["samples"] = None if work.shape else round(rows * epochs)
                 note(head)
             runs.append({"kind": "run", "number": number, **timed(job)})
             note(runs[-1])
@@ -120,9 +129,17 @@ def _prepared(work: Work, place: Path, opened: Device | None) -> tuple[TrainingA
     if work.shape:
         model = chosen_model(None, work.shape, work.layers, opened or Device(work.device), work.base_dtype)
         args = _synthetic(work, place, model)
-        check_fits(model, lambda of: TrainingStep(of, work.batch, work.tokens, work.rank).session.memory().peak)
+        check_fits(model, lambda of: TrainingStep(of, work.batch or 1, work.tokens, work.rank).session.memory().peak)
         return args, model
-    given = {name: value for name in ("max_steps", "device") if (value := getattr(work, name)) is not None}
+    options = {
+        "max_steps": work.max_steps,
+        "device": work.device,
+        "data": work.data,
+        "model": work.model,
+        "per_device_train_batch_size": work.batch,
+        "gradient_accumulation_steps": work.accumulation,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
     args = with_demo_data(gather(given, work.recipe or "demo", "The command line")[0])
     # A resumed run would have its steps behind it, and would write where somebody keeps it.
     args = replace(args, resume=False)
@@ -131,8 +148,9 @@ def _prepared(work: Work, place: Path, opened: Device | None) -> tuple[TrainingA
 
 def _synthetic(work: Work, place: Path, model: LoadedModel) -> TrainingArguments:
     steps = work.max_steps or SYNTHETIC_STEPS
-    TrainingStep(model, work.batch, work.tokens, work.rank)  # refuses sizes that are not possible
-    ids = made_up_rows(min(steps, 64) * work.batch, work.tokens, model.config.vocab_size)
+    batch, accumulation = work.batch or 1, work.accumulation or 1
+    TrainingStep(model, batch, work.tokens, work.rank)  # refuses sizes that are not possible
+    ids = made_up_rows(min(steps, 64) * batch * accumulation, work.tokens, model.config.vocab_size)
     lines = (json.dumps({"input_ids": row, "labels": row}) for row in ids.tolist())
     data = place / "rows.jsonl"
     data.write_text("".join(f"{line}\n" for line in lines))
@@ -142,8 +160,8 @@ def _synthetic(work: Work, place: Path, model: LoadedModel) -> TrainingArguments
         base_dtype=work.base_dtype,
         lora_r=work.rank,
         lora_alpha=2 * work.rank,
-        per_device_train_batch_size=work.batch,
-        gradient_accumulation_steps=1,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
         max_length=work.tokens,
         max_steps=steps,
         save_steps=0,

@@ -34,7 +34,7 @@ INTERRUPTED = 130
 # What the system refuses for reasons that a person can mend. Any other OSError is a fault of ours and shown as such.
 MENDABLE = {
     errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS,
-    errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG,
+    errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EFBIG, errno.ELOOP,
 }  # fmt: skip
 
 app = typer.Typer(
@@ -91,6 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = app(list(arguments), prog_name="wgpu-lora", standalone_mode=False)
         if sys.stdout is not None:
             sys.stdout.flush()
+        if code == INTERRUPTED:  # Typer turns a KeyboardInterrupt into this
+            _say("interrupted")
         return code if isinstance(code, int) else 0
     except UserError as error:
         return _refuse(str(error))

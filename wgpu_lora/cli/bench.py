@@ -56,7 +56,9 @@ def bench(
     project: Annotated[
         bool, option("Project --training to models of 1.5B, 3B, 7B and 13B.", RUNS, "--project")
     ] = False,
-    batch: Annotated[int, option("Rows of a batch of --training at a shape.", RUNS)] = 1,
+    data: Annotated[str | None, option("Rows for a recipe that names none.", RUNS)] = None,
+    batch: Annotated[int | None, option("Rows of a batch of --training.", RUNS)] = None,
+    accumulation: Annotated[int | None, option("Batches of an optimizer step of --training.", RUNS)] = None,
     max_batch: Annotated[int | None, option("Rows that --find-max-batch goes to at most.", RUNS)] = None,
     memory_limit: Annotated[int | None, option("Bytes that --find-max-batch may use at most.", RUNS)] = None,
 ) -> int:
@@ -77,11 +79,10 @@ def bench(
     if training:
         from wgpu_lora.bench.training import Work
 
-        if model:
-            raise UserError("--training takes a --recipe, which names its model, or a --shape: leave --model out.")
-        return train(
-            Work(recipe, shape, layers, tokens, batch, rank, base_dtype, max_steps, device), repeat, json, project
+        work = Work(
+            recipe, shape, layers, tokens, batch, accumulation, data, model, rank, base_dtype, max_steps, device
         )
+        return train(work, repeat, json, project)
     if project:
         raise UserError("--project goes with --training, whose speed it takes.")
     if find_max_batch:

@@ -16,6 +16,9 @@ from wgpu_lora.errors import UserError
 def generate(
     prompt: Annotated[str | None, typer.Option(help="What to ask; read from stdin where that is piped.")] = None,
     system: Annotated[str | None, typer.Option(help="System message of the chat template.")] = None,
+    enable_thinking: Annotated[
+        bool | None, typer.Option(help="Passed to the chat template; what the adapter was trained with.")
+    ] = None,
     model: Model = None,
     adapter: Adapter = None,
     compare: Annotated[bool, typer.Option("--compare", help="Show the base's answer beside every adapter's.")] = False,
@@ -48,6 +51,7 @@ def generate(
     opened = load(model_of(adapters, model), device=device, base_dtype=base_dtype)
     options: dict[str, Any] = {
         "system": system,
+        "enable_thinking": enable_thinking,
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "top_p": top_p,

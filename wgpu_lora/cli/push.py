@@ -22,18 +22,21 @@ def push(
 ) -> int:
     """Send an adapter or a model to the Hugging Face hub, with its model card, in one commit.
 
-    A run's own state (checkpoints, run.json, log.jsonl) stays here unless --include names it. The patterns are those of
-    `hf buckets sync`: '*' stands for anything, slashes too.
+    What goes is what others load: weights, configuration, tokenizer, card and licence. --include sends what it
+    matches instead, as `hf buckets sync` has it ('*' stands for anything, slashes too), and a run's own state
+    (checkpoints, run.json, log.jsonl) only if the pattern names it, as run.json does.
     """
     from rich.table import Table
 
-    from wgpu_lora.formats.push import CARD, check_name, prepare
+    from wgpu_lora.formats.cards import CARD
+    from wgpu_lora.formats.push import check_name
     from wgpu_lora.formats.push import push as send
+    from wgpu_lora.formats.upload import prepare
 
     check_name(repo)
     upload = prepare(directory, include, exclude)
-    if upload.note:
-        line("note", upload.note)
+    for note in upload.notes:
+        line("note", note)
     if not dry_run:
         address = send(upload, repo, private)
         line("sent", f"{upload.kind}, {upload.nbytes:,} bytes: {address}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable
 from functools import cached_property
@@ -17,6 +18,9 @@ from wgpu_lora.data.template import Message, Span
 from wgpu_lora.errors import UserError
 
 _SUBWORD_PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*+(?!null|"")')
+MAX_BYTES = 64 << 20  # the largest vocabularies take half of it
+MAX_GROWTH = 16.0
+MAX_TEMPLATE = 1 << 20
 MAX_ID = 1 << 22  # sixteen times what the largest vocabularies have
 
 
@@ -57,7 +61,7 @@ class Tokenizer:
             UserError: one of its files cannot be read or is not what it should be.
         """
         path = Path(directory) / "tokenizer.json"
-        if not path.is_file():
+        if not path.exists():
             return None
         config = _read_object(path.with_name("tokenizer_config.json"))
         settings: dict[str, Any] = {
@@ -251,6 +255,8 @@ class StreamDecoder:
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    if not path.is_file() or path.stat().st_size > MAX_BYTES:
+        raise ValueError(f"it is no regular file of at most {MAX_BYTES:,} bytes")
     if _SUBWORD_PREFIX.search(path.read_bytes()):
         # WordPiece's, not BPE's: a merge without it ends the process inside of the library.
         raise ValueError("its continuing_subword_prefix is not supported")
@@ -258,7 +264,18 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
     # The library goes over all ids up to the greatest, whether they are there or not.
     if max(backend.get_vocab(with_added_tokens=True).values(), default=0) > MAX_ID:
         raise ValueError(f"it has a token id beyond {MAX_ID:,}")
+    if backend.normalizer and _growth(json.loads(backend.normalizer.__getstate__())) > MAX_GROWTH:
+        raise ValueError("its normalizers make a text much longer")
     return backend
+
+
+def _growth(normalizer: dict[str, Any]) -> float:
+    """How many times as long as a text is what the Replace steps may make of it."""
+    if normalizer["type"] == "Sequence":
+        return math.prod(map(_growth, normalizer["normalizers"]))
+    if normalizer["type"] != "Replace":
+        return 1.0
+    return max(1.0, len(normalizer["content"]) / max(1, len(normalizer["pattern"].get("String", ""))))
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -279,11 +296,11 @@ def _special_tokens(config: dict[str, Any], token_map: dict[str, Any]) -> dict[s
 
 def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
     files = {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
-    if (directory / "chat_template.jinja").is_file():
+    if (directory / "chat_template.jinja").exists():
         files["default"] = directory / "chat_template.jinja"
     try:
         if files:
-            return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+            return {name: _template(path) for name, path in files.items()}
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"A chat template in {directory} cannot be read ({error}); download it again.") from error
     source = config.get("chat_template")
@@ -294,6 +311,12 @@ def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
             where = directory / "tokenizer_config.json"
             raise UserError(f"{where}: every entry of 'chat_template' needs a 'name' and a 'template'.") from error
     return {"default": source} if isinstance(source, str) else {}
+
+
+def _template(path: Path) -> str:
+    if not path.is_file() or path.stat().st_size > MAX_TEMPLATE:
+        raise UserError(f"{path} is no regular file of at most {MAX_TEMPLATE:,} bytes; download it again.")
+    return path.read_text(encoding="utf-8")
 
 
 def _generation_eos(path: Path) -> list[int]:

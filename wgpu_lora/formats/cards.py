@@ -6,11 +6,12 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from wgpu_lora.formats.atomic import file_digest
+from wgpu_lora.formats.atomic import file_digest, leads_out
 from wgpu_lora.formats.hub import hub_id
 from wgpu_lora.formats.peft import WEIGHTS
 
 CARD = "README.md"
+MAX_CARD = 1 << 18  # characters
 _HEADER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 
 
@@ -31,16 +32,29 @@ def card_of_merged(model: str, adapter: Path, dtype: str) -> str:
         f"{WEIGHTS}, SHA-256": file_digest(adapter / WEIGHTS),
         "weights": dtype,
     }
-    own = adapter / CARD
-    training = _HEADER.sub("", own.read_text(encoding="utf-8", errors="replace")) if own.is_file() else ""
+    training = _HEADER.sub("", _own_card(adapter))
     title = f"# {rows['base']}, an adapter merged in"
     return f"{header(base, 'transformers', ['wgpu-lora'])}\n{title}\n\n{table(rows)}\n{training}"
 
 
+def _own_card(adapter: Path) -> str:
+    """An adapter's card, where somebody has written one: empty for PEFT's form, and for a link to somewhere else."""
+    path = adapter / CARD
+    if not path.is_file() or leads_out(path, adapter):
+        return ""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        text = file.read(MAX_CARD)
+    return "" if "[More Information Needed]" in text else text
+
+
 def table(rows: Mapping[str, object]) -> str:
     """A Markdown table of names and values."""
-    lines = (f"| {name} | {' '.join(str(value).split()).replace('|', '&#124;')} |" for name, value in rows.items())
+    lines = (f"| {_cell(name)} | {_cell(value)} |" for name, value in rows.items())
     return "\n".join(["| | |", "|---|---|", *lines])
+
+
+def _cell(value: object) -> str:
+    return " ".join(str(value).split()).replace("|", "&#124;")
 
 
 def header(base: str | None, library: str | None, tags: list[str]) -> str:

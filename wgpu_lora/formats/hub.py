@@ -41,10 +41,15 @@ def resolve_model(model: str) -> Path:
     return _download(model)
 
 
+def stated_name(model: str) -> str:
+    """What a file says of its base: a hub id as it is, a path so that it holds from anywhere."""
+    return str(Path(model).expanduser().resolve()) if model != "demo" and Path(model).expanduser().exists() else model
+
+
 def hub_id(model: str) -> str | None:
     """`model` where it can only be meant as a hub id of the form 'owner/name', else None."""
-    named = model.count("/") == 1 and _HUB_ID.fullmatch(model) and not model.startswith(".")
-    return model if named and not Path(model).exists() else None
+    here = model.startswith(".") or is_gguf(Path(model)) or Path(model).exists()
+    return model if model.count("/") == 1 and _HUB_ID.fullmatch(model) and not here else None
 
 
 def is_gguf(path: Path) -> bool:

@@ -32,7 +32,8 @@ class MergedModel:
     The model is a directory or a GGUF file, whose values are then what its types decode to.
 
     Raises:
-        UserError: the model or the adapter cannot be read, they do not fit, or the model is packed.
+        UserError: the model or the adapter cannot be read, they do not fit, or the model is packed; in reading, a value
+            is not finite.
     """
 
     def __init__(self, model: Path, adapter: Path | None = None):
@@ -52,7 +53,9 @@ class MergedModel:
         """
         shape = self.shapes[name]
         if len(shape) == 1:
-            yield self._checkpoint.read_f32(name)
+            values = self._checkpoint.read_f32(name)
+            check_finite(values, name)
+            yield values
             return
         step = max(1, PIECE // int(np.prod(shape[1:], dtype=np.int64)) // multiple) * multiple
         for start in range(0, shape[0], step):
@@ -60,8 +63,16 @@ class MergedModel:
             values = self._checkpoint.read_f32(name, start, stop)
             if name in self._deltas:
                 a, b = self._deltas[name]
-                values = values + b[start:stop] @ a
+                with np.errstate(over="ignore", invalid="ignore"):  # said below
+                    values = values + b[start:stop] @ a
+            check_finite(values, name)
             yield values
+
+
+def check_finite(values: np.ndarray, name: str) -> None:
+    """UserError where a value is no number, or no finite one."""
+    if not np.isfinite(values).all():
+        raise UserError(f"{name} has values that are not finite: train the adapter again, or use another model.")
 
 
 def config_of(model: Path) -> ModelConfig:

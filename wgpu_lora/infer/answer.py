@@ -43,6 +43,7 @@ def answer_slots(
     slots: Sequence[int | None],
     *,
     system: str | None,
+    enable_thinking: bool | None,
     max_new_tokens: int,
     temperature: float,
     top_p: float,
@@ -63,7 +64,8 @@ def answer_slots(
         raise UserError(
             f"The model {model.name} has no tokenizer.json, so it cannot read text: add one to its directory."
         )
-    ids = [chat_prompt(tokenizer, prompt, system) for prompt in prompts]
+    kwargs = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    ids = [chat_prompt(tokenizer, prompt, system, **kwargs) for prompt in prompts]
     decoder = StreamDecoder(tokenizer)
     count = 0
 

@@ -36,6 +36,7 @@ class RunState:
     tokens: int = 0
     seconds: float = 0.0
     calibrated: bool = False
+    heldout_seconds: float = 0.0  # of one held-out loss, where there is a time to keep to
     first_eval_loss: float | None = None
     best_eval_loss: float | None = None
     last_loss: float | None = None

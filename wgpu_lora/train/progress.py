@@ -66,7 +66,8 @@ class Progress:
         if args.target_seconds:
             # Until the budget is fixed, the number of steps says nothing.
             used = state.calibrated and state.step >= state.total_steps
-            return "target seconds" if used or state.seconds >= args.target_seconds else None
+            spent = state.seconds + state.heldout_seconds >= args.target_seconds  # the last held-out loss takes as long
+            return "target seconds" if used or spent else None
         return "epochs" if state.step >= state.total_steps else None
 
     # -- a step ----------------------------------------------------------------------------------------------------
@@ -117,12 +118,19 @@ class Progress:
     def heldout_due(self) -> bool:
         state, every = self.run.state, self.run.args.eval_steps or self.eval_steps
         last = state.step >= state.total_steps
-        return last or (state.step % every == 0 if every else self.epoch_done is not None)
+        # With a time to keep to, what a held-out loss takes has to be known.
+        timing = state.calibrated and self.run.args.target_seconds and not state.heldout_seconds and self.run.heldout
+        return last or bool(timing) or (state.step % every == 0 if every else self.epoch_done is not None)
 
     def measure_heldout(self) -> None:
         begin = time.perf_counter()
         loss = self.run.measure_heldout(self.session)
-        self.run.state.seconds += time.perf_counter() - begin
+        state = self.run.state
+        taken = time.perf_counter() - begin
+        state.seconds += taken
+        if self.run.heldout and not state.heldout_seconds and self._durations:
+            state.heldout_seconds = taken
+            self._fix_budget()
         if loss is not None:
             self._line["eval_loss"] = loss
 
@@ -133,10 +141,17 @@ class Progress:
             return
         self._durations.append(elapsed)
         if len(self._durations) > CALIBRATION_STEPS:
-            typical = statistics.median(self._durations[1:])
-            total = state.step + max(0, int((target - state.seconds) / typical))
-            state.total_steps = min(total, self.run.args.max_steps) if self.run.args.max_steps > 0 else total
+            self._fix_budget()
             state.calibrated = True
+
+    def _fix_budget(self) -> None:
+        """As many steps as there is time for, with one more held-out loss at the end."""
+        state, args = self.run.state, self.run.args
+        if not args.target_seconds or len(self._durations) <= CALIBRATION_STEPS:
+            return
+        left = args.target_seconds - state.seconds - state.heldout_seconds
+        total = state.step + max(0, int(left / statistics.median(self._durations[1:])))
+        state.total_steps = min(total, args.max_steps) if args.max_steps > 0 else total
 
     # -- the log ---------------------------------------------------------------------------------------------------
 

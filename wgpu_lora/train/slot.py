@@ -13,6 +13,7 @@ import numpy as np
 from wgpu_lora.data import Prepared
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.atomic import file_digest
+from wgpu_lora.formats.hub import stated_name
 from wgpu_lora.formats.peft import AdapterConfig, read_adapter, write_adapter
 from wgpu_lora.models.config import LINEAR_PATHS, ModelConfig
 from wgpu_lora.models.lora import Matrices, Module, SlotSpec
@@ -192,10 +193,13 @@ class AdapterRun:
         """Writes the final adapter, run.json and the card; returns what run.json holds."""
         self.write_adapter(session, self.directory)
         prepared, plan = self.stream.prepared, session.memory()
+        state = asdict(self.state)
+        if self.args.target_seconds and not self.state.calibrated:
+            state["total_steps"] = self.state.step  # it ended before there was a budget
         facts = {
             "stop_reason": stop_reason,
             "options": self.args.as_dict(),
-            "state": asdict(self.state),
+            "state": state,
             "data": {"path": str(prepared.path), "digest": prepared.digest, "summary": prepared.summary()},
             "eval_data": self.heldout and {"path": str(self.heldout.path), "digest": self.heldout.digest},
             "base_digest": self.base_digest,
@@ -239,7 +243,7 @@ def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingAr
                     f"The adapter {source} does not fit this model: layer {layer} {module} differs in shape."
                 )
         args = _as_loaded(args, loaded, matrices, str(source))
-        base = args.model or "demo"
+        base = stated_name(args.model or "demo")
         return args, replace(loaded, lora_dropout=args.lora_dropout, base_model_name_or_path=base), matrices
     modules = [(i, m) for i in range(config.num_hidden_layers) for m in args.modules()]
     adapter = AdapterConfig(
@@ -248,7 +252,7 @@ def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingAr
         lora_dropout=args.lora_dropout,
         use_rslora=args.use_rslora,
         target_modules=args.modules(),
-        base_model_name_or_path=args.model or "demo",
+        base_model_name_or_path=stated_name(args.model or "demo"),
     )
     matrices = {
         key: initial_matrices(args.seed, number, shapes[key[1]], args.lora_r) for number, key in enumerate(modules)

@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType, Keys
 from wgpu_lora.formats.gguf.metadata import check_expressible
 from wgpu_lora.formats.gguf.names import ARCHITECTURES, gguf_name, rotated_heads, to_neighbours
 from wgpu_lora.formats.gguf.write import Tensors, Written, new_gguf, refuse_existing, write_tensors
-from wgpu_lora.formats.merge import config_of, scaled_factors
+from wgpu_lora.formats.merge import check_finite, config_of, scaled_factors
 from wgpu_lora.formats.peft import read_adapter
 
 
@@ -35,6 +35,7 @@ def export_adapter(model: Path, adapter: Path, output: Path) -> Written:
         heads = rotated_heads(config, own)
         factor_b = to_neighbours(factor_b, heads) if heads else factor_b
         for letter, factor in (("a", a), ("b", factor_b)):
+            check_finite(factor, f"lora_{letter} of {own}")
             tensors[f"{gguf_name(own)}.lora_{letter}"] = (factor.shape, GGMLQuantizationType.F32, _whole(factor))
             count += factor.size
     with new_gguf(output, ARCHITECTURES[config.architecture]) as writer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -70,7 +70,7 @@ def export_model(
     def packed(own: str, target: GGMLQuantizationType) -> Iterator[np.ndarray]:
         heads = rotated_heads(config, own)
         for values in merged.pieces(own, config.head_dim if heads else 1):
-            _check_values(values, own, target)
+            _check_range(values, own, target)
             rows = to_neighbours(values, len(values) // config.head_dim) if heads else values
             yield mix.pack(rows, target)
         progress(own)
@@ -101,12 +101,9 @@ def export_model(
     return Written(output.stat().st_size, nbytes, count, notes)
 
 
-def _check_values(values: np.ndarray, name: str, target: GGMLQuantizationType) -> None:
-    """UserError where a value is no number, or beyond the 16-bit floats that all types but F32 are made of."""
-    most = np.abs(values).max(initial=0)  # NaN where there is one
-    if not np.isfinite(most):
-        raise UserError(f"{name} has values that are not finite: train the adapter again, or use another model.")
-    if target != GGMLQuantizationType.F32 and most > F16_MAX:
+def _check_range(values: np.ndarray, name: str, target: GGMLQuantizationType) -> None:
+    """UserError where a value is beyond the 16-bit floats that all types but F32 are made of."""
+    if target != GGMLQuantizationType.F32 and np.abs(values).max(initial=0) > F16_MAX:
         raise UserError(f"{name} has values beyond {F16_MAX:,.0f}, the most of a GGUF matrix: write it with merge.")
 
 
@@ -116,6 +113,8 @@ def refuse_existing(output: Path) -> None:
         raise UserError(f"{output} is a directory: name a file in it, such as {output / 'model.gguf'}.")
     if output.exists() or output.is_symlink():
         raise UserError(f"{output} exists already: choose another --output, or remove it.")
+    if output.suffix.lower() != ".gguf":
+        raise UserError(f"{output} does not end in .gguf, which is how such files are known: name it so.")
     if not output.absolute().parent.is_dir():
         raise UserError(f"The directory {output.parent} of --output does not exist: make it first.")
 
@@ -139,8 +138,11 @@ def new_gguf(output: Path, architecture: str) -> Iterator[GGUFWriter]:
         temporary.chmod(0o666 & ~UMASK)  # mkstemp's own mode would hide the file from everyone else
         temporary.replace(output)
     except BaseException:
-        writer.close()
-        temporary.unlink(missing_ok=True)
+        try:
+            with suppress(OSError):  # what is buffered may not go either
+                writer.close()
+        finally:
+            temporary.unlink(missing_ok=True)
         raise
 
 
