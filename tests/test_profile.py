@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_helpers import share_device
+from cli_helpers import QWEN2
 
 from wgpu_lora.bench.profile import Piece, Profile, profile_step, write_trace
 from wgpu_lora.bench.step import TrainingStep, chosen_model
 from wgpu_lora.cli import main
+from wgpu_lora.formats.checkpoint import Checkpoint
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models import shapes
 
@@ -26,8 +27,8 @@ def mini(monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def run(device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    share_device(device, monkeypatch)
     monkeypatch.setattr("wgpu_lora.gpu.device.Device", lambda selector: device)
+    monkeypatch.setattr(device, "choices", {})  # which a run's tilings take the place of
 
     def call(*arguments: str) -> tuple[int, str, str]:
         return main(["profile", *arguments]), *capsys.readouterr()
@@ -110,6 +111,53 @@ def test_command_writes_json_and_trace(run: Any, mini: str, tmp_path: Path):
     events = json.loads(trace.read_text())["traceEvents"]
     assert calls == sum(event["ph"] == "X" for event in events) > 20
     assert found["attributed_seconds"] == pytest.approx(sum(kernel["seconds"] for kernel in found["kernels"]))
+
+
+@pytest.fixture
+def finished(tmp_path: Path, device: Device) -> Path:
+    """What a run of the fixture qwen2 leaves, as far as a profile reads it."""
+    options = {"model": QWEN2, "base_dtype": "bf16", "lora_r": 3, "max_length": 24, "per_device_train_batch_size": 3}
+    options |= {"gradient_checkpointing": True, "target_modules": "q_proj,v_proj"}
+    facts = {"options": options, "state": {"tiles": {"a kernel": {}}}}
+    facts["environment"] = {"device": {"name": device.info.name}}
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    return tmp_path
+
+
+def test_of_a_run_it_takes_the_runs_options(run: Any, finished: Path, device: Device):
+    code, out, err = run("--run", str(finished), "--rounds", "1", "--batch", "2", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    digest = found["work"].pop("base_digest")
+    assert found["work"] == {
+        "model": QWEN2,
+        "layers": 3,
+        "whole": True,
+        "base_dtype": "bf16",
+        "batch": 2,  # of the command line, which wins
+        "tokens": 24,
+        "rank": 3,
+        "gradient_checkpointing": True,
+        "target_modules": "q_proj,v_proj",
+        "compute_dtype": "f32",
+        "tiles": "of the run",
+    }
+    assert device.choices == {"a kernel": {}}
+    assert digest == Checkpoint(QWEN2).digest()  # what run.json has, so that a report can compare
+    assert {"name", "driver"} <= found["device"].keys()
+
+
+def test_of_a_run_that_cannot_be_read(run: Any, finished: Path):
+    code, out, err = run("--run", str(finished), "--shape", "qwen3-8b")
+    assert (code, out) == (2, "")
+    assert "--run and --shape are both given" in err
+    (finished / "run.json").write_text('{"options": {}}')
+    code, _, err = run("--run", str(finished))
+    assert code == 2
+    assert "cannot be read (KeyError: 'state')" in err
+    code, _, err = run("--run", str(finished / "none"))
+    assert code == 2
+    assert "holds no finished run" in err
 
 
 def test_command_prints_a_table(run: Any, mini: str):

@@ -86,11 +86,17 @@ def test_made_up_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert text == (tmp_path / "b.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()]
     assert len(rows) == 1500
-    assert len({row["prompt"] for row in rows}) > 1000
+    assert len({row["prompt"] for row in rows}) == 1500
+    spelt = 0
     for row in rows:
+        if row["prompt"].startswith("Spell the word "):
+            word = row["prompt"].split("'")[1]
+            assert row["completion"] == f" '{word}' backwards is '{''.join(reversed(word))}'."
+            spelt += 1
         if row["prompt"].startswith("Which is the largest of "):
             numbers = row["prompt"].removeprefix("Which is the largest of ").rstrip("?").split(", ")
             assert row["completion"] == f" The largest is {max(map(int, numbers))}."
+    assert spelt > 200
     assert len((tmp_path / "c.jsonl").read_text().splitlines()) == 9
     assert make("a.jsonl") == 2
     assert main(["recipes", "data", "persona-sft", str(tmp_path / "d.jsonl")]) == 2

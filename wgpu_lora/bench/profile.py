@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import statistics
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from wgpu_lora.bench.step import WARMUP, TrainingStep
+from wgpu_lora.errors import UserError
 from wgpu_lora.formats.atomic import write_bytes_atomic
 from wgpu_lora.gpu.program import Dispatch, Program
 from wgpu_lora.gpu.timer import Timer
+from wgpu_lora.train.arguments import TrainingArguments, from_values
+from wgpu_lora.train.output import RUN
 
 SCHEMA = "wgpu-lora-profile/1"
 MICROSECONDS = 1e6
@@ -98,6 +102,36 @@ class Profile:
             "host_share": self.host_share,
             "kernels": [asdict(group) for group in self.groups(by_shape)],
         }
+
+
+@dataclass(frozen=True)
+class TrainedAs:
+    """What a finished run was trained with. tiles: its kernels' tilings, empty for the defaults; device: its name."""
+
+    args: TrainingArguments
+    tiles: dict[str, Any]
+    device: str
+
+    @classmethod
+    def read(cls, directory: Path) -> TrainedAs:
+        """Raises UserError where the directory holds no finished run, or its run.json is damaged."""
+        path = directory / RUN
+        try:
+            facts = json.loads(path.read_text(encoding="utf-8"))
+            args = from_values(facts["options"], str(path))
+            return cls(args, dict(facts["state"]["tiles"]), str(facts["environment"]["device"]["name"]))
+        except (FileNotFoundError, NotADirectoryError):
+            raise UserError(f"{directory} holds no finished run (there is no {RUN}): give its --output.") from None
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} cannot be read ({type(error).__name__}: {error}).") from error
+
+
+def described(work: Mapping[str, Any]) -> str:
+    """What was profiled, from a profile's `work`, in a line."""
+    layers = f"{work['layers']} layers" if work["whole"] else f"its first {work['layers']} layers alone"
+    checkpointing = ", gradient checkpointing" if work["gradient_checkpointing"] else ""
+    batch, on = f"{work['batch']} x {work['tokens']} tokens", work["target_modules"]
+    return f"{work['model']}, {layers} in {work['base_dtype']}, {batch}, rank {work['rank']} on {on}{checkpointing}"
 
 
 def profile_step(step: TrainingStep, rounds: int = 5) -> Profile:

@@ -48,6 +48,7 @@ class TrainingStep:
         rank: int = 16,
         checkpointing: bool = False,
         modules: Sequence[str] = tuple(LINEAR_PATHS),
+        compute_dtype: str = "f32",
     ):
         for name, value in (("--rank", rank), ("The batch", rows)):
             if value < 1:
@@ -61,7 +62,9 @@ class TrainingStep:
         spec = SlotSpec(rank, dict.fromkeys(self._modules, SCALING))
         adapters = AdapterSet.declare(config, [spec], model.device.max_binding)
         bucket = -(-rows * tokens // TILE) * TILE
-        self.session = Session(model, adapters, [bucket], positions=tokens, recompute=checkpointing)
+        self.session = Session(
+            model, adapters, [bucket], positions=tokens, recompute=checkpointing, compute_dtype=compute_dtype
+        )
         self.trained = rows * (tokens - 1)
         ids = made_up_rows(rows, tokens, model.config.vocab_size)
         self._segments = [Segment(row, row, 0, 1 / self.trained) for row in ids]

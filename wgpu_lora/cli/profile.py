@@ -13,12 +13,22 @@ from wgpu_lora.errors import UserError
 
 if TYPE_CHECKING:
     from wgpu_lora.bench.profile import Profile
+    from wgpu_lora.train.arguments import TrainingArguments
 
 Shape = Annotated[str | None, typer.Option(help="A real model's shape with made-up weights, such as qwen2.5-0.5b.")]
 Layers = Annotated[int | None, typer.Option(help="Its first layers alone, for a device that cannot hold it whole.")]
+Run = Annotated[
+    Path | None,
+    typer.Option(
+        help="A finished run's directory, for its model, its largest batch and its options; those given here win.",
+        metavar="DIR",
+    ),
+]
 
 
 def profile(
+    ctx: typer.Context,
+    run: Run = None,
     model: Model = None,
     shape: Shape = None,
     layers: Layers = None,
@@ -44,15 +54,25 @@ def profile(
     if trace and not Path(trace).absolute().parent.is_dir():
         raise UserError(f"The directory of --trace {trace} does not exist: make it first.")
     from wgpu_lora.bench.header import header
-    from wgpu_lora.bench.profile import SCHEMA, profile_step, write_trace
+    from wgpu_lora.bench.profile import SCHEMA, TrainedAs, described, profile_step, write_trace
     from wgpu_lora.bench.step import TrainingStep, check_fits, chosen_model
     from wgpu_lora.gpu.device import Device as OpenedDevice
     from wgpu_lora.models.loaded import LoadedModel
+    from wgpu_lora.train.arguments import TrainingArguments
 
-    opened = chosen_model(model, shape, layers, OpenedDevice(device), base_dtype)
+    args, trained = TrainingArguments(), TrainedAs.read(run) if run else None
+    work: dict[str, Any] = {"base_dtype": base_dtype, "batch": batch, "tokens": tokens, "rank": rank}
+    work["gradient_checkpointing"] = gradient_checkpointing
+    if trained:
+        args = trained.args
+        work, model, device = _of_run(ctx, work, args, model, shape), args.model, device or args.device
+    opened = chosen_model(model, shape, layers, OpenedDevice(device), work["base_dtype"])
+    if trained and opened.device.info.name == trained.device:
+        opened.device.choices = trained.tiles  # tilings of another device would say nothing here
 
     def declared(of: LoadedModel) -> TrainingStep:
-        return TrainingStep(of, batch, tokens, rank, gradient_checkpointing)
+        sizes = (work["batch"], work["tokens"], work["rank"], work["gradient_checkpointing"])
+        return TrainingStep(of, *sizes, args.modules(), args.compute_dtype)
 
     check_fits(opened, lambda of: declared(of).session.memory().peak)
     step = declared(opened)
@@ -61,22 +81,41 @@ def profile(
         found = profile_step(step, rounds)
     finally:
         step.close()
-    count = opened.config.num_hidden_layers
-    what = f"{opened.name}, {count} layers in {base_dtype}, {batch} x {tokens} tokens, rank {rank}"
+    work |= {"model": opened.name, "base_digest": opened.checkpoint.digest(), "whole": layers is None}
+    work |= {"layers": opened.config.num_hidden_layers}
+    work |= {"target_modules": args.target_modules, "compute_dtype": args.compute_dtype}
+    work["tiles"] = "of the run" if opened.device.choices else "default"
+    what = described(work)
     if trace:
         write_trace(Path(trace), found, what)
     if as_json:
-        work = {"model": opened.name, "layers": count, "base_dtype": base_dtype, "batch": batch, "tokens": tokens}
-        work |= {"rank": rank, "gradient_checkpointing": gradient_checkpointing}
         print_json(header(SCHEMA, opened.device, work=work) | found.as_dict(by_shape))
         return 0
     line("device", f"{opened.device.info.name}, {opened.device.info.driver}, {opened.device.info.backend}")
     line("step", what)
     console().print(_table(found, by_shape))
-    _summary(found, batch * tokens)
+    _summary(found, work["batch"] * work["tokens"])
     if trace:
         line("trace", f"{trace}; open it in https://ui.perfetto.dev")
     return 0
+
+
+def _of_run(
+    ctx: typer.Context, work: dict[str, Any], args: TrainingArguments, model: str | None, shape: str | None
+) -> dict[str, Any]:
+    """The run's sizes, but for those that the command line gives."""
+    if model or shape:
+        raise UserError(f"--run and {'--model' if model else '--shape'} are both given: leave one of them out.")
+    of_run = {
+        "base_dtype": args.base_dtype,
+        "batch": args.per_device_train_batch_size,
+        "tokens": args.max_length,
+        "rank": args.lora_r,
+        "gradient_checkpointing": args.gradient_checkpointing,
+    }
+    sources = {name: ctx.get_parameter_source(name) for name in of_run}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    return of_run | {name: work[name] for name in given}
 
 
 def _table(found: Profile, by_shape: bool) -> Any:

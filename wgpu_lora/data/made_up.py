@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,19 +14,21 @@ from wgpu_lora.formats.atomic import write_bytes_atomic
 Row = dict[str, str]
 THINGS = ("crate", "shelf", "basket", "train", "garden", "library", "boat", "kitchen", "market", "workshop")
 GOODS = ("apples", "books", "lamps", "bolts", "seeds", "plates", "ropes", "keys", "tiles", "candles")
+SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
 NAMES = ("Ada", "Bela", "Chidi", "Dana", "Emeka", "Fumi", "Goran", "Hana", "Ivo", "Jun")
 
 
 def hive_mind(rng: np.random.Generator) -> Row:
     """One of five kinds of short question about numbers, names and lists, with its answer."""
 
-    def pick(words: tuple[str, ...]) -> str:
-        return words[rng.integers(len(words))]
+    def pick(words: Sequence[str]) -> str:
+        return words[int(rng.integers(len(words)))]
 
     a, b, c = (int(n) for n in rng.integers(2, 40, 3))
     name, thing, goods, other = pick(NAMES), pick(THINGS), pick(GOODS), pick(GOODS)
     numbers = [int(n) for n in rng.integers(0, 99, 5)]
     listed = ", ".join(map(str, numbers))
+    word = "".join(pick(SYLLABLES) for _ in range(4))  # real ones would be too few to differ
     kinds = (
         (
             f"A {thing} holds {a} {goods} in each of {b} rows. {name} takes {c} away. How many are left?",
@@ -40,7 +42,7 @@ def hive_mind(rng: np.random.Generator) -> Row:
             f"{name} has {a} {goods} and {b} {other}. Write that as JSON.",
             json.dumps({"name": name, goods: a} | ({other: b} if other != goods else {goods: a + b})),
         ),
-        (f"Spell the word '{thing}' backwards.", f"'{thing}' backwards is '{thing[::-1]}'."),
+        (f"Spell the word '{word}' backwards.", f"'{word}' backwards is '{word[::-1]}'."),
     )
     prompt, completion = kinds[rng.integers(len(kinds))]
     return {"prompt": prompt, "completion": f" {completion}"}
@@ -50,7 +52,7 @@ GENERATORS: dict[str, Callable[[np.random.Generator], Row]] = {"hive-mind-0.5b":
 
 
 def write_rows(make: Callable[[np.random.Generator], Row], path: Path, rows: int, seed: int) -> None:
-    """Writes `rows` lines, the same for the same seed.
+    """Writes `rows` lines, no two alike, the same for the same seed; `make` must have far more than that.
 
     Raises:
         UserError: the file exists, or cannot be written.
@@ -58,8 +60,10 @@ def write_rows(make: Callable[[np.random.Generator], Row], path: Path, rows: int
     if path.exists():
         raise UserError(f"{path} exists already: choose another file, or remove it.")
     rng = np.random.default_rng(seed)
-    text = "".join(json.dumps(make(rng)) + "\n" for _ in range(rows))
+    lines: dict[str, None] = {}  # in the order in which they were drawn
+    while len(lines) < rows:
+        lines[json.dumps(make(rng)) + "\n"] = None
     try:
-        write_bytes_atomic(path, text.encode())
+        write_bytes_atomic(path, "".join(lines).encode())
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}.") from None
