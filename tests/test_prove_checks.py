@@ -23,7 +23,8 @@ from wgpu_lora.proof.checks.generation import devices_agree
 from wgpu_lora.proof.checks.program import gradients_agree
 from wgpu_lora.proof.checks.training import losses_fall, training_beside_evaluating
 from wgpu_lora.proof.children import Child
-from wgpu_lora.proof.cuda import classify, cuda_packages, imported, is_compiler, required
+from wgpu_lora.proof.commands import compiler_in
+from wgpu_lora.proof.cuda import classify, cuda_packages, imported, required
 from wgpu_lora.proof.curve import draw_curve
 from wgpu_lora.proof.finding import NotRun
 from wgpu_lora.proof.training import Evaluated, Training, _meanwhile
@@ -62,9 +63,12 @@ def test_ordinary_libraries_are_not_cuda() -> None:
 
 
 def test_compilers_and_modules_are_known() -> None:
-    assert is_compiler(["/usr/local/cuda/bin/nvcc", "-c", "x.cu"])
-    assert is_compiler(["sh", "-c", "nvcc x.cu"])
-    assert not is_compiler(["python", "-m", "nvccless"])
+    assert compiler_in(["/usr/local/cuda/bin/nvcc", "-c", "x.cu"]) == "/usr/local/cuda/bin/nvcc"
+    scripts = ["nvcc x.cu", "cd x && CUDA=1 /opt/ptxas x", "true; (nvcc)", "echo $(nvcc -V)", "env A=1 nvcc"]
+    assert all(compiler_in(["/bin/sh", "-ec", script]) for script in scripts)
+    assert not compiler_in(["wgpu-lora", "prove", "--out", "nvcc"])
+    assert not compiler_in(["sh", "-c", "wgpu-lora prove --out nvcc 'nvcc; nvcc'"])
+    assert not compiler_in(["sh", "nvcc"])
     assert imported(["numpy", "torch.cuda", "nvidia.cublas"]) == ["nvidia", "torch"]
     assert imported(["numpy", "wgpu", "tqdm.contrib"]) == []
 
@@ -94,10 +98,10 @@ def test_the_watcher_and_the_witness_see_a_compiler_run(tmp_path: Path) -> None:
     watcher = Watcher()
     with Witness(str(tmp_path / "said.json")), subprocess.Popen([str(fake), "5"]) as process:
         deadline = time.monotonic() + 4
-        while not any(is_compiler(one.command) for one in watcher.seen.values()) and time.monotonic() < deadline:
+        while not any(compiler_in(one.command) for one in watcher.seen.values()) and time.monotonic() < deadline:
             watcher.look()
         process.kill()
-    assert any(is_compiler(one.command) for one in watcher.seen.values())
+    assert any(compiler_in(one.command) for one in watcher.seen.values())
     mine = next(one for one in watcher.seen.values() if one.pid == os.getpid())
     assert any("libc" in path for path in mine.libraries)
     said = json.loads((tmp_path / "said.json").read_text())
@@ -164,26 +168,39 @@ def test_a_near_tie_may_part_answers(tmp_path: Path) -> None:
     assert status(devices_agree, used=lambda: [0, 1], generation=[a, b].__getitem__) == "passed"
 
 
+DEVICE = {"name": "a", "driver": "d", "backend": "Vulkan"}
+EVALUATED = {"loss": 1.0, "device": DEVICE}
+
+
 def training(losses: list[float], heldout: float = 0.5, **changes: Any) -> Training:
     log = [{"step": i, "loss": loss, "grad_norm": 1.0, "seconds": float(i)} for i, loss in enumerate(losses, 1)]
     log[-1]["eval_loss"] = heldout
     facts = {"stop_reason": "max steps", "environment": {"device": {"name": "a", "driver": "d", "backend": "Vulkan",
                                                                     "kind": "discrete"}}}  # fmt: skip
-    beside = [Evaluated(0, {"loss": 1.0}, "", 3, 1.0)]
+    beside = [Evaluated(0, EVALUATED, "", 3, 1.0)]
     values = {"code": 0, "said": "it ended", "beside": beside, "devices": [0, 1], "facts": facts} | changes
-    return Training(Path("run"), seconds=1.0, before={"loss": 1.0}, pid=1, log=log, **values)
+    return Training(Path("run"), seconds=1.0, before=EVALUATED, pid=1, log=log, **values)
 
 
 def test_training_beside_evaluating() -> None:
     def of(**changes: Any) -> str:
-        return status(training_beside_evaluating, training=lambda: training([1.0] * 20, **changes))
+        run = training([1.0] * 20, **changes)
+        return status(training_beside_evaluating, training=lambda: run, adapter=lambda i: DEVICE | {"index": i})
+
+    def evaluated(**changes: Any) -> list[Evaluated]:
+        return [Evaluated(0, EVALUATED | changes, "", 3, 1.0)]
 
     assert of() == "passed"
     assert of(code=1) == "failed"
     assert of(beside=[Evaluated(2, {}, "no", 0, 0.0)]) == "failed"
     assert of(beside=[]) == "failed"
-    assert of(beside=[Evaluated(0, {}, "", 0, 1.0)]) == "not run"
-    assert of(beside=[Evaluated(0, {}, "", 0, 1.0)], devices=[0]) == "passed"
+    assert of(beside=[Evaluated(0, EVALUATED, "", 0, 1.0)]) == "not run"
+    assert of(beside=[Evaluated(0, EVALUATED, "", 0, 1.0)], devices=[0]) == "passed"
+    assert of(beside=evaluated(loss=1.0005)) == "passed"
+    assert of(beside=evaluated(loss=1.002)) == "failed"
+    assert of(beside=evaluated(loss=math.nan)) == "failed"
+    for fact in DEVICE:
+        assert of(beside=evaluated(device=DEVICE | {fact: "another"})) == "failed"
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
@@ -214,12 +231,14 @@ def test_evaluations_are_started_until_one_computes_during_steps(tmp_path: Path,
 
 
 def test_losses() -> None:
-    def of(losses: list[float], **changes: Any) -> str:
-        return status(losses_fall, training=lambda: training(losses, **changes))
+    def of(losses: list[float], seen: int = 0, **changes: Any) -> str:
+        return status(losses_fall, training=lambda: training(losses, **changes), seen_rows=lambda: (seen, 8))
 
     falling = list(np.linspace(2, 1, 40))
     assert of(falling) == "passed"
     assert of(falling, heldout=0.99) == "failed"
+    assert of(falling, seen=1) == "not run"
+    assert of(falling, seen=1, heldout=0.99) == "failed"
     assert of(falling, heldout=math.nan) == "failed"
     assert of(falling[::-1]) == "failed"
     assert of([2.0, *[1.97] * 39]) == "failed"
@@ -242,8 +261,9 @@ def test_backend() -> None:
     assert of(clock="host") == "passed"
     assert of({"driver": "another"}) == "failed"
     assert of(loss=2.001) == "failed"
-    assert of(device_seconds=0.01) == "failed"
-    assert of(device_seconds=5.0) == "failed"
+    assert of(device_seconds=0.001) == "passed"  # a fast GPU, a tiny model
+    assert of(device_seconds=0.0) == "failed"
+    assert of(device_seconds=1.1) == "failed"
     assert of(dispatches=0) == "failed"
 
 
@@ -267,10 +287,11 @@ def test_gradients() -> None:
 
 
 def test_answers(tmp_path: Path) -> None:
-    rows = [{"messages": [{"content": "?"}], "check": "assert f()"} for _ in range(10)]
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "f"}]
+    rows: list[dict[str, Any]] = [{"messages": said, "check": "assert f()"} for _ in range(10)]
     file = tmp_path / "heldout.jsonl"
 
-    def of(before: int, after: int, kept: list[str] | None = None) -> str:
+    def of(before: int, after: int, kept: list[str] | None = None, seen: int = 0) -> str:
         file.write_text(
             "".join(json.dumps({k: v for k, v in row.items() if k in (kept or row)}) + "\n" for row in rows)
         )
@@ -282,12 +303,16 @@ def test_answers(tmp_path: Path) -> None:
 
         args = SimpleNamespace(eval_data=str(file), init_adapter=None)
         run = training([1.0] * 20)
-        return status(answers_pass_their_checks, args=args, trained=lambda: run, answers=answers)
+        proof = {"args": args, "trained": lambda: run, "answers": answers, "seen_rows": lambda: (seen, 10)}
+        return status(answers_pass_their_checks, **proof)
 
     assert of(0, 9) == "passed"
     assert of(3, 3) == "failed"
     assert of(4, 3) == "failed"
     assert of(0, 9, ["messages"]) == "not run"
+    assert of(0, 9, seen=1) == "not run"
+    rows[3] = {"text": "? f", "check": "assert f()"}
+    assert of(0, 9) == "not run"
 
 
 def test_the_curve_takes_what_it_gets() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import psutil  # type: ignore[import-untyped]
 import pytest
-from cli_helpers import QWEN2, write_rows
+from cli_helpers import QWEN2, ROWS, write_rows
 
 from wgpu_lora.demo import HELDOUT_FILE
 from wgpu_lora.formats.peft import read_adapter, tensor_name, write_adapter
@@ -29,10 +29,12 @@ LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /
 
 
 def recipe(tmp_path: Path, **changes: Any) -> Path:
-    """A run of 24 small steps on a tiny model; what it learns, it can know by heart."""
+    """A run of 24 small steps on a tiny model, whose held-out rows count as the others do, from other numbers."""
     rows = write_rows(tmp_path / "rows.jsonl")
+    others = [{"input_ids": [i + 3 for i in row["input_ids"]]} for row in ROWS]
+    heldout = write_rows(tmp_path / "heldout.jsonl", others)
     options: dict[str, Any] = {
-        "model": QWEN2, "data": str(rows), "eval_data": str(rows), "output": "unused", "max_length": 16, "lora_r": 4,
+        "model": QWEN2, "data": str(rows), "eval_data": str(heldout), "output": "unused", "max_length": 16, "lora_r": 4,
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 24, "save_steps": 20,
         "learning_rate": 2e-2, "lr_scheduler_type": "constant",
     }  # fmt: skip
@@ -98,6 +100,9 @@ def test_one_device_proves_what_one_device_can(tmp_path: Path) -> None:
     assert "afterwards" in checks[3]["reason"]
     assert checks[5]["figures"]["clock"]["loss"] == pytest.approx(checks[5]["figures"]["logged_loss"], rel=1e-6)
     assert checks[6]["figures"]["looks"] > 20
+    assert len(checks[6]["figures"]["opened_by_python"]) == 9
+    assert any("wgpu_native" in path for path in checks[6]["figures"]["searched"]["libraries"])
+    assert "measured before training" in checks[3]["reason"]
     proof = tmp_path / "proof"
     facts = json.loads((proof / "proof.json").read_text())
     assert not facts["proven"]
@@ -105,6 +110,7 @@ def test_one_device_proves_what_one_device_can(tmp_path: Path) -> None:
     assert facts["schema"] == 1
     page = Page()
     page.feed((proof / "proof.html").read_text())
+    assert "CUDA libraries mapped beside" in (proof / "proof.html").read_text()
     assert not page.open
     assert not page.loads
     assert {path.name for path in proof.iterdir()} == {"proof.json", "proof.html", "logs", "run", "resumed", "work"}
@@ -189,6 +195,7 @@ def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
         (["--only", "1,10"], "1 to 9"),
         (["--devices", "7", "--only", "1"], "no device 7"),
         (["--devices", "0,0", "--only", "1"], "twice"),
+        (["--devices", "0,", "--only", "1"], "empty place"),
         (["--recipe", "nothing"], "does not exist"),
         (["--recipe", recipe(tmp_path, base_dtype="f32")], "NF4"),
     ]
@@ -207,7 +214,7 @@ def test_an_interrupt_ends_the_children_and_leaves_their_logs(tmp_path: Path) ->
     out = tmp_path / "proof"
     process = subprocess.Popen(
         [*PROVE, "--out", str(out), "--recipe", str(path), "--devices", "0", "--only", "3"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what runs in a shell's background ignores it
     )  # fmt: skip
     log = out / "run" / "log.jsonl"
@@ -217,7 +224,9 @@ def test_an_interrupt_ends_the_children_and_leaves_their_logs(tmp_path: Path) ->
     children = psutil.Process(process.pid).children(recursive=True)
     assert children
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 130
+    assert f"{out}/logs/" in said
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     assert (out / "logs" / "finetune.log").stat().st_size
     assert not (out / "cache").exists()

@@ -56,7 +56,9 @@ def evaluate(
         else:
             show_losses(losses)
     elif as_json:
-        print_json(asdict(found))
+        info = opened.device.info
+        device_facts = {"name": info.name, "driver": info.driver, "backend": info.backend}
+        print_json(asdict(found) | {"device": device_facts})
     else:
         line("loss", f"{found.loss:.6f}, perplexity {found.perplexity:.4f}")
         line("over", f"{found.tokens:,} trained tokens of {found.rows:,} rows in {found.seconds:.1f} s")

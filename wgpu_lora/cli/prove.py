@@ -25,13 +25,15 @@ def prove(
     ] = None,
     out: Annotated[Path, typer.Option(help="Directory for it; one in use gets a number.")] = Path("proof"),
     only: Annotated[str | None, typer.Option(help="Numbers of the checks to do, such as 1,6.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 unless everything is proven.")] = False,
 ) -> int:
     """Prove that training and inference happen on wgpu, without CUDA.
 
     Nine checks in child processes; the exit code is 1 if any of them fails. One that cannot be done is 'not run',
-    and then nothing is called proven.
+    and then nothing is called proven, which alone does not change the exit code: --strict makes it 1 then too.
     """
     from wgpu_lora.proof.checks import CHECKS
+    from wgpu_lora.proof.run import Interrupted
     from wgpu_lora.proof.run import prove as run
 
     numbers = set()
@@ -40,11 +42,15 @@ def prove(
             raise UserError(f"--only {only} is not understood: give numbers from 1 to {max(CHECKS)}, such as 1,6.")
         numbers.add(int(text))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the children as Ctrl-C does
-    result = run(recipe, devices, out, numbers, lambda name: line("check", name), _said)
+    try:
+        result = run(recipe, devices, out, numbers, lambda name: line("check", name), _said)
+    except Interrupted as interrupted:
+        line("interrupted", f"what was done so far left its logs in {interrupted.directory}/logs/")
+        raise
     _table(result)
     line("written", f"{result.directory}/proof.html, proof.json and logs/")
     line("verdict", result.verdict)
-    return result.code
+    return result.code or int(strict and not result.proven)
 
 
 def _said(check: Check) -> None:

@@ -14,14 +14,31 @@ import psutil  # type: ignore[import-untyped]
 
 from wgpu_lora.proof.finding import ChildFailed
 from wgpu_lora.proof.watch import Watcher
+from wgpu_lora.proof.witness import EVENTS
 
-# The console script's own two lines, with a witness around them.
-COMMAND = """
+# Started with -S, a child hears what is run and opened before site, with its sitecustomize, is imported.
+EARLY = f"""
 import sys
+HEARD = []
+def hear(event, told, keep=HEARD.append, wanted={EVENTS!r}):
+    if event in wanted:
+        keep((event, told))
+sys.addaudithook(hear)
+import site
+site.main()
 from wgpu_lora.proof.witness import Witness
-with Witness(sys.argv.pop(1)):
+"""
+# The console script's own two lines, with a witness around them.
+COMMAND = f"""{EARLY}
+with Witness(sys.argv.pop(1), HEARD):
     from wgpu_lora.cli import main
     code = main()
+sys.exit(code)
+"""
+JOB = f"""{EARLY}
+from wgpu_lora.proof.child import main
+with Witness(sys.argv.pop(1), HEARD):
+    code = main(*sys.argv[1:])
 sys.exit(code)
 """
 GRACE = 5.0  # seconds between asking a child to end and ending it
@@ -82,7 +99,7 @@ class Children:
 
     def command(self, name: str, *arguments: object) -> Child:
         """Starts a wgpu-lora command."""
-        return self._start(name, ["-c", COMMAND, *self._witness(name), *map(str, arguments)])
+        return self._start(name, [COMMAND, *self._witness(name), *map(str, arguments)])
 
     def job(self, name: str, job: str, **arguments: Any) -> Any:
         """Runs one of `proof.jobs` to its end and returns its result.
@@ -91,8 +108,7 @@ class Children:
             ChildFailed: it did not end well.
         """
         result = self.work / f"{name}.json"
-        module = ["-m", "wgpu_lora.proof.child", *self._witness(name), str(result), job, json.dumps(arguments)]
-        finish(self._start(name, module))
+        finish(self._start(name, [JOB, *self._witness(name), str(result), job, json.dumps(arguments)]))
         return json.loads(result.read_text())
 
     def _witness(self, name: str) -> list[str]:
@@ -102,7 +118,7 @@ class Children:
         log, errors = self.logs / f"{name}.log", self.logs / f"{name}.stderr.log"
         with log.open("wb") as stdout, errors.open("wb") as stderr:
             process = subprocess.Popen(
-                [sys.executable, *arguments],
+                [sys.executable, "-S", "-c", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,

@@ -12,6 +12,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.proof.children import Children, finish
 from wgpu_lora.proof.finding import ChildFailed, NotRun
+from wgpu_lora.proof.heldout import seen_rows
 from wgpu_lora.proof.training import Training, train
 from wgpu_lora.train.arguments import TrainingArguments, gather
 from wgpu_lora.train.finetune import with_demo_data
@@ -84,6 +85,12 @@ class Proof:
         if training.code:
             raise NotRun(f"fine-tuning ended with exit code {training.code} (check 3)")
         return training
+
+    def seen_rows(self) -> tuple[int, int]:
+        """How many of the held-out rows are training rows too, and how many there are."""
+        assert self.args.data
+        train = resolve_data(Path(self.args.data))[0]
+        return self._once("seen", lambda: seen_rows(train, Path(str(self.args.eval_data))))
 
     def answers(self, name: str, adapter: str | None) -> list[dict[str, Any]]:
         """Answers to the held-out requests with an adapter, and their checks' verdicts."""

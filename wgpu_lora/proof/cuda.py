@@ -1,4 +1,4 @@
-"""What counts as CUDA: libraries, Python packages, commands; and what an NVIDIA driver maps by itself."""
+"""What counts as CUDA: libraries and Python packages; and what may be mapped by an NVIDIA driver."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOOLKIT = re.compile(
     r"c10_cuda|bitsandbytes_cuda\w*)(64|32)?([-_.\d]|$)",
     re.IGNORECASE,
 )
-# The driver's side of CUDA. NVIDIA's Vulkan driver may map it for itself, nobody else may.
+# The driver's side of CUDA, which NVIDIA's Vulkan driver maps for itself; nobody else may.
 DRIVER = re.compile(r"^(libcuda\.so|libcudadebugger\.so|nvcuda\.dll|nvcuda64\.dll)", re.IGNORECASE)
 # NVIDIA's Vulkan, OpenGL and DX12 drivers, and all that comes with them.
 NVIDIA_ICD = re.compile(r"^(libGLX_nvidia|libEGL_nvidia|libnvidia-vulkan|nvoglv|nvwgf2um|nvldumd)", re.IGNORECASE)
@@ -31,24 +31,24 @@ PACKAGES = re.compile(
     r"^(nvidia-.*|cupy.*|pycuda|cuda-.*|torch|torchvision|torchaudio|triton|numba(-cuda)?|tensorflow.*|jax.*|tensorrt.*|"
     r"bitsandbytes|cudf.*|cuml.*|nvmath.*|scikit-cuda|xformers|flash-attn)$"
 )
-COMPILERS = re.compile(r"^(nvcc|cicc|ptxas|nvlink|fatbinary|cudafe\+\+|nvrtc)(\.exe)?$", re.IGNORECASE)
 NAME = re.compile(r"^\s*([A-Za-z0-9._-]+)\s*(?:\[([^\]]*)\])?")
 EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
 
 
 @dataclass(frozen=True)
 class Libraries:
-    """forbidden; explained: CUDA's driver side, mapped by an NVIDIA Vulkan driver; own: the rest of that driver's."""
+    """forbidden; explained: CUDA's driver side, beside an NVIDIA Vulkan driver; own: that driver's rest, `icds` too."""
 
     forbidden: list[str]
     explained: list[str]
     own: list[str]
+    icds: list[str]
 
 
 def classify(mapped: Iterable[str], preloaded: str = "") -> Libraries:
     """Sorts what one process has mapped. `preloaded`: its LD_PRELOAD, for which no driver answers."""
     names = {path: PurePath(path.replace("\\", "/").removesuffix(" (deleted)")).name for path in mapped}
-    has_icd = any(NVIDIA_ICD.match(name) for name in names.values())
+    icds = sorted(path for path, name in names.items() if NVIDIA_ICD.match(name))
     forbidden: list[str] = []
     explained: list[str] = []
     own: list[str] = []
@@ -56,10 +56,10 @@ def classify(mapped: Iterable[str], preloaded: str = "") -> Libraries:
         if TOOLKIT.match(name):
             forbidden.append(path)
         elif DRIVER.match(name):
-            (explained if has_icd and name not in preloaded else forbidden).append(path)
+            (explained if icds and name not in preloaded else forbidden).append(path)
         elif NVIDIA_OWN.match(name):
             own.append(path)
-    return Libraries(forbidden, explained, own)
+    return Libraries(forbidden, explained, own, icds)
 
 
 def imported(modules: Iterable[str]) -> list[str]:
@@ -67,9 +67,10 @@ def imported(modules: Iterable[str]) -> list[str]:
     return sorted({name.partition(".")[0] for name in modules} & MODULES)
 
 
-def is_compiler(command: Iterable[str]) -> bool:
-    """Whether a command line runs one of the toolkit's compilers, directly or through another program."""
-    return any(COMPILERS.match(PurePath(word.replace("\\", "/")).name) for part in command for word in part.split())
+def is_cuda(opened: str) -> bool:
+    """Whether a library's name, as it is asked for (with or without its ending), is the toolkit's or the driver's."""
+    name = PurePath(opened.replace("\\", "/")).name
+    return any(kind.match(name + ending) for kind in (TOOLKIT, DRIVER) for ending in ("", ".so", ".dll"))
 
 
 def required(package: str) -> set[str]:

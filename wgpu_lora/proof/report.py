@@ -91,5 +91,10 @@ def render(facts: dict[str, Any]) -> str:
     curve = draw_curve(losses["losses"], losses.get("heldout", [])) if losses.get("losses") else None
     generated = by_number[2].get("generated", {})
     return environment.from_string(template).render(
-        facts=facts, curve=curve, generated=generated, answers=by_number[7].get("answers", [])
+        facts=facts,
+        curve=curve,
+        generated=generated,
+        answers=by_number[7].get("answers", []),
+        driver=by_number[6].get("cuda_of_the_driver"),
+        seen=losses.get("seen_in_training", 0),
     )

@@ -20,6 +20,14 @@ from wgpu_lora.proof.report import write_report
 RECIPE, OUT = "wgpu-proof", "proof"
 
 
+class Interrupted(KeyboardInterrupt):
+    """directory: where the logs of what was done are."""
+
+    def __init__(self, directory: Path):
+        super().__init__(f"interrupted: {directory}")
+        self.directory = directory
+
+
 @dataclass(frozen=True)
 class Check:
     """A check that has been done, or could not be."""
@@ -87,8 +95,10 @@ def prove(
         begun, done: called before and after every check that is done.
 
     Raises:
-        UserError: the recipe or --devices cannot be followed. An interrupt ends the children and leaves their logs.
+        UserError: the recipe, --devices or --out cannot be followed.
+        Interrupted: by a KeyboardInterrupt; the children are ended and their logs are left.
     """
+    _check_places(out, devices)
     args, path = read_recipe(recipe)
     out = fresh_directory(out)
     made = not out.exists()
@@ -110,12 +120,22 @@ def prove(
         if made:
             out.rmdir()
         raise
+    except KeyboardInterrupt as error:
+        raise Interrupted(out) from error
     finally:
         proof.children.end()
         _tidy(out)
     result = Result(sorted(checks, key=lambda check: check.number), out)
     write_report(result, proof)
     return result
+
+
+def _check_places(out: Path, devices: str | None) -> None:
+    if devices is not None and not all(part.strip() for part in devices.split(",")):
+        raise UserError(f"--devices '{devices}' has an empty place: give indices or names between commas, such as 0,1.")
+    taken = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
+    if taken:
+        raise UserError(f"--out {out} cannot be a directory, because {taken} is a file: choose another place.")
 
 
 def _do(number: int, proof: Proof) -> Check:

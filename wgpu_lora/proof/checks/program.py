@@ -1,7 +1,8 @@
-"""8. The trained program's gradients are its loss's. 9. Its run resumes byte for byte."""
+"""8. The trained program's gradients are its loss's. 9. Its run resumes to the same bytes."""
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import numpy as np
@@ -17,6 +18,7 @@ from wgpu_lora.train.output import LOG, read_log
 OF_ONE, EXTRAPOLATED = 0.03, 3
 OF_ALL = 0.015  # of the vector of all directions
 BENT = 0.25  # of the directions, along which the loss may bend too much to say
+LOGGED = ("step", "loss", "eval_loss", "learning_rate", "grad_norm")  # of a line of the log: all but times
 
 
 def gradients_agree(proof: Proof) -> Finding:
@@ -68,20 +70,30 @@ def resuming_is_exact(proof: Proof) -> Finding:
     (step, kept), (final_step, final) = earlier[-1], saved[-1]
     resumed = proof.out / "resumed"
     shutil.copytree(kept, resumed / checkpoint.STEPS / kept.name)
-    shutil.copyfile(training.directory / LOG, resumed / LOG)
+    # No later line, so that what is compared was written by this run.
+    (resumed / LOG).write_text("".join(json.dumps(line) + "\n" for line in training.log if line["step"] <= step))
     options = finetune_options(proof.recipe, proof.args, resumed, training.devices[0])
     finish(proof.children.command("resume", *options, "--resume"))
     again = resumed / checkpoint.STEPS / final.name
     parts = ("adapter_model.safetensors", checkpoint.OPTIMIZER)
     same = {name: (final / name).read_bytes() == (again / name).read_bytes() for name in parts}
     moved = (final / parts[0]).read_bytes() != (kept / parts[0]).read_bytes()
-    logs = [[{k: v for k, v in line.items() if "second" not in k} for line in read_log(d / LOG)]
-            for d in (training.directory, resumed)]  # fmt: skip
+    logs = [[{k: line.get(k) for k in LOGGED} for line in log] for log in (training.log, read_log(resumed / LOG))]
     faults = [f"{name} differs after resuming" for name, equal in same.items() if not equal]
     if logs[0] != logs[1]:
-        faults.append("the log differs after resuming")
+        faults.append("the losses, rates or gradient norms of the log differ after resuming")
     if not moved:
         faults.append(f"no step after {step} changed the adapter, so that resuming shows nothing")
-    figures = {"from_step": step, "to_step": final_step, "same": same, "same_log": logs[0] == logs[1]}
-    reason = f"resumed from step {step}, step {final_step} has the same adapter, moments and log, byte for byte"
+    carried = sum(line["step"] <= step for line in training.log)
+    figures = {
+        "compared": [*parts, *(f"{LOG}: {name}" for name in LOGGED)],
+        "from_step": step,
+        "to_step": final_step,
+        "same": same,
+        "same_log": logs[0] == logs[1],
+    }
+    reason = (
+        f"resumed from step {step}, step {final_step} is the same: adapter and moments byte for byte; "
+        f"losses, rates and gradient norms of the log's {len(logs[0])} lines, of which {len(logs[0]) - carried} are new"
+    )
     return Finding.of(faults, reason, figures)

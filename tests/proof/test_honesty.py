@@ -1,0 +1,218 @@
+"""What a proof rests its words on: what is opened, named and held out, and what is asked."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import cffi  # type: ignore[import-untyped]
+import pytest
+
+from wgpu_lora.demo import HELDOUT_FILE
+from wgpu_lora.errors import UserError
+from wgpu_lora.proof.checks.cuda import no_cuda
+from wgpu_lora.proof.checks.program import resuming_is_exact
+from wgpu_lora.proof.children import Children
+from wgpu_lora.proof.finding import Finding
+from wgpu_lora.proof.heldout import request_of, seen_rows, shown
+from wgpu_lora.proof.jobs.answers import prompt_of
+from wgpu_lora.proof.native import look_into, ours
+from wgpu_lora.proof.report import render
+from wgpu_lora.proof.run import Check, Result, prove
+from wgpu_lora.proof.witness import Witness, command_of
+from wgpu_lora.train import checkpoint
+from wgpu_lora.train.output import LOG
+
+LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc and fakes libraries")
+
+
+def fake(folder: Path, *names: str) -> list[Path]:
+    """Libraries that do nothing, under NVIDIA's names."""
+    small = next(path for line in Path("/proc/self/maps").read_text().splitlines()
+                 if (path := line.split()[-1]).startswith("/") and "libz" in path and ".so" in path)  # fmt: skip
+    return [Path(shutil.copyfile(small, folder / name)) for name in names]
+
+
+@LINUX
+def test_what_python_opens_is_not_the_driver_s_doing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are opened before any module of ours is imported, and mapped together as a driver's are."""
+    libraries = fake(tmp_path, "libGLX_nvidia.so.0", "libcuda.so.1")
+    lines = ["import ctypes", *(f"ctypes.CDLL({str(path)!r})" for path in libraries)]
+    (tmp_path / "sitecustomize.py").write_text("\n".join(lines))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    finding = watched(tmp_path, monkeypatch)
+    assert finding.status == "failed"
+    assert f"opened by Python: {libraries[1]} (child)" in finding.reason
+    why = finding.figures["cuda_of_the_driver"]["why"]
+    assert "not shown" in why
+
+
+@LINUX
+def test_what_the_loader_brings_is_explained_by_what_was_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not opened through Python: linked by another library, as a driver's own are."""
+    icd, cuda = fake(tmp_path, "libGLX_nvidia.so.0", "libcuda.so.1")
+    monkeypatch.setattr("wgpu_lora.proof.watch.libraries", lambda pid: {str(icd), str(cuda)})
+    finding = watched(tmp_path, monkeypatch)
+    assert finding.status == "passed", finding.reason
+    found = finding.figures["cuda_of_the_driver"]
+    assert any("child" in process for process in found["libraries"][str(cuda)])
+    assert "ctypes or cffi" in found["why"]
+    assert "libGLX_nvidia.so.0" in found["why"]
+    page = render(facts_of(finding))
+    assert str(cuda) in page
+    assert "child (" in page
+    assert "ctypes or cffi" in page
+
+
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Finding:
+    """Check 6 after one child."""
+    monkeypatch.setattr("wgpu_lora.proof.checks.cuda.imported", lambda modules: [])  # tests may have torch
+    children = Children(tmp_path / "out")
+    try:
+        child = children.command("child", "--version")
+        assert child.wait() == 0, child.last_words()
+        children.watcher.look()
+        for one in children.watcher.seen.values():
+            one.looks = one.looks or 1
+        proof: Any = SimpleNamespace(children=children, devices=lambda: {"used": [0]})
+        return no_cuda(proof)
+    finally:
+        children.end()
+
+
+def facts_of(six: Finding) -> dict[str, Any]:
+    checks = [Check(n, "x", 0.0, six if n == 6 else Finding("passed", "")).as_dict() for n in range(1, 10)]
+    return {"checks": checks, "proven": True, "verdict": "", "date": "", "platform": "", "seconds": 1.0, "devices": [],
+            "used": [], "recipe": {"path": ""}, "commit": None, "wgpu_native": None, "versions": {}}  # fmt: skip
+
+
+def test_a_witness_hears_ctypes_and_cffi(tmp_path: Path) -> None:
+    with Witness(str(tmp_path / "said.json")):
+        with pytest.raises(OSError, match="libcuda"):
+            ctypes.CDLL("libcuda.so.1-no")
+        with pytest.raises(OSError, match="libcudart"):
+            cffi.FFI().dlopen("libcudart.so.1-no")
+    assert {"libcuda.so.1-no", "libcudart.so.1-no"} <= set(json.loads((tmp_path / "said.json").read_text())["opened"])
+
+
+def test_commands_are_words_with_the_program_first() -> None:
+    assert command_of("os.system", ("nvcc x",)) == ["sh", "-c", "nvcc x"]
+    assert command_of("subprocess.Popen", ("/x/nvcc", ["harmless", "a"], None, None)) == ["/x/nvcc", "a"]
+    assert command_of("os.spawn", (0, "/x/nvcc", ["nvcc", "a"], None)) == ["/x/nvcc", "a"]
+
+
+def test_our_native_libraries_are_searched_and_nvidia_s_are_not(tmp_path: Path) -> None:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    paths = {name: folder / name for name in ("a.so", "b.so", "libnvidia-x.so", "empty.so")}
+    for path, content in zip(paths.values(), (b"\0", b"xlibcudart.so", b"libcuda", b""), strict=True):
+        path.write_bytes(content)
+    mine = ours([*map(str, paths.values()), "/usr/lib/libc.so", "/usr/lib/libwgpu_native.so", str(folder / "gone.so")])
+    assert [Path(path).name for path in mine] == ["a.so", "b.so", "empty.so", "gone.so", "libwgpu_native.so"]
+    found, unread = look_into(mine[:-1])
+    assert found == {str(paths["b.so"]): ["libcuda", "libcudart"]}
+    assert unread == [str(folder / "gone.so")]
+
+
+def test_held_out_rows_are_compared_by_what_they_say(tmp_path: Path) -> None:
+    def row(text: str, **more: Any) -> dict[str, Any]:
+        messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "b"}]
+        return {"messages": messages, **more}
+
+    files = [tmp_path / "train.jsonl", tmp_path / "heldout.jsonl"]
+    for file, rows in zip(files, ([row("a"), row("c")], [row(" a ", check="x"), row("d")]), strict=True):
+        file.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    assert seen_rows(*files) == (1, 2)
+    assert seen_rows(HELDOUT_FILE.with_name("train.jsonl"), HELDOUT_FILE)[0] == 0
+
+
+def test_requests_are_all_before_the_last_answer_and_take_template_options() -> None:
+    turns = [("system", "S"), ("user", "u1"), ("assistant", "a1"), ("user", "u2"), ("assistant", "a2")]
+    row: dict[str, Any] = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    request = request_of(row)
+    assert request
+    assert shown(request) == "system: S\nuser: u1\nassistant: a1\nuser: u2"
+    assert request_of({"text": "x"}) is None
+    assert request_of({"messages": row["messages"][2:3]}) is None
+    rendered: list[Any] = []
+
+    def render_(messages: Any, tools: Any, add_generation_prompt: bool, **kwargs: Any) -> str:
+        rendered.append(([m["content"] for m in messages], add_generation_prompt, kwargs))
+        return ""
+
+    tokenizer: Any = SimpleNamespace(render=render_, encode=lambda text: [])
+    prompt_of(request, tokenizer, {"enable_thinking": False})
+    assert rendered == [(["S", "u1", "a1", "u2"], True, {"enable_thinking": False})]
+
+
+def test_places_that_cannot_be_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    for arguments in ({"devices": "0,"}, {"devices": ""}, {"out": tmp_path / "file"}, {"out": tmp_path / "file" / "x"}):
+        with pytest.raises(UserError, match=r"(empty place|is a file)"):
+            prove(**({"out": tmp_path / "out"} | arguments))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+
+@pytest.mark.parametrize(("arguments", "status", "code"), [([], "not run", 0), (["--strict"], "not run", 1),
+                                                           (["--strict"], "passed", 0)])  # fmt: skip
+def test_strict_wants_everything_proven(arguments: list[str], status: str, code: int, tmp_path: Path) -> None:
+    script = (
+        "import sys, wgpu_lora.proof.run as run; from pathlib import Path\n"
+        "from wgpu_lora.proof.finding import Finding\n"
+        "checks = [run.Check(n, 'x', 0.0, Finding(sys.argv[1] if n == 2 else 'passed', '')) for n in range(1, 10)]\n"
+        "run.prove = lambda *a, **k: run.Result(checks, Path('x'))\n"
+        "from wgpu_lora.cli import main; sys.exit(main(['prove', *sys.argv[2:]]))"
+    )
+    done = subprocess.run([sys.executable, "-c", script, status, *arguments], cwd=tmp_path, env=os.environ.copy())
+    assert done.returncode == code
+    assert Result([], tmp_path).code == 1
+
+
+@pytest.mark.parametrize(
+    ("written", "status"),
+    [
+        ({}, "passed"),
+        ({"seconds": 9.0}, "passed"),
+        ({"loss": 0.5}, "failed"),
+        ({"grad_norm": 2.0}, "failed"),
+        (None, "failed"),
+    ],
+)
+def test_resuming_is_judged_by_what_the_resumed_run_wrote(
+    tmp_path: Path, written: dict[str, Any] | None, status: str
+) -> None:
+    """A stand-in for the command copies the last checkpoint and writes the last line of the log, or leaves it out."""
+    log = [{"step": i, "loss": 1.0 / i, "learning_rate": 0.1, "grad_norm": 1.0, "seconds": float(i)} for i in (1, 2, 3)]
+    steps = tmp_path / "run" / checkpoint.STEPS
+    for step in (2, 3):
+        for name in ("adapter_model.safetensors", checkpoint.OPTIMIZER, checkpoint.STATE):
+            (steps / f"step-{step}").mkdir(parents=True, exist_ok=True)
+            (steps / f"step-{step}" / name).write_text(str(step))
+    resumed = tmp_path / "resumed"
+
+    def command(name: str, *arguments: object) -> Any:
+        shutil.copytree(steps / "step-3", resumed / checkpoint.STEPS / "step-3")
+        with (resumed / LOG).open("a") as file:
+            file.write("" if written is None else json.dumps(log[-1] | written) + "\n")
+        return SimpleNamespace(wait=lambda: 0)
+
+    training = SimpleNamespace(directory=tmp_path / "run", log=log, devices=[0])
+    proof: Any = SimpleNamespace(
+        out=tmp_path,
+        recipe="r",
+        args=SimpleNamespace(eval_data="e"),
+        trained=lambda: training,
+        children=SimpleNamespace(command=command),
+    )
+    finding = resuming_is_exact(proof)
+    assert finding.status == status, finding.reason
+    assert status == "failed" or "adapter and moments byte for byte; losses, rates and gradient norms" in finding.reason
