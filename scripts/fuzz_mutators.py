@@ -27,7 +27,14 @@ STATEMENTS = """
 {{ x == messages }}
 {% set ns = namespace(x=1) %}
 {% set ns.x = ns.x * 7 %}
+{% for i in range(99999) if false %}{% endfor %}
+{{ 0.5 in range(99999) }}
+{{ x | string | replace(new=x, old='a') }}
+{{ messages | map(attribute='content.a.b') | join(attribute=0, d=x) }}
+{{ x | string | indent(8, true) }}
+{{ x | round(9) }}
 {{ '%9d' % 1 }}
+{{ '%*d' % (9, 1) }}
 {{ '{:>9}'.format(x) }}
 {% macro m(n) %}{{ m(n) }}{% endmacro %}{{ m(1) }}
 {% generation %}a{% endgeneration %}
@@ -36,6 +43,7 @@ STATEMENTS = """
 {{ x[::-1] }}
 {{ raise_exception(x) }}
 {{ strftime_now('%Y') }}
+{{ strftime_now('%99d') }}
 {% if x is defined and x in messages %}{% endif %}
 {{ (x, x) }}
 {{ {x: 1} }}

@@ -7,6 +7,7 @@ computes (data/sandbox.py).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from datetime import datetime
@@ -23,6 +24,9 @@ from wgpu_lora.errors import UserError
 
 Message = dict[str, Any]
 Span = tuple[int, int]
+
+_MAX_DATE = 64  # characters of a date's format
+_WIDTH = re.compile(r"%[^A-Za-z%]*[0-9]")
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
@@ -62,6 +66,8 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(format: str) -> str:
+    if len(format) > _MAX_DATE or _WIDTH.search(format):
+        raise TooMuchError("it writes the date with a format that is too long")
     return datetime.now().strftime(format)
 
 
