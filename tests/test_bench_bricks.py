@@ -239,7 +239,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--brick", "rope", "--time-limit", "0"], "--time-limit is 0"),
         (["--brick", "rope", "--layers", "99", "--shape", "tiny-qwen3"], "--layers 99 is not possible"),
         (["--compare", "nowhere", "nowhere"], "The result file nowhere cannot be read"),
-        (["--training", "--model", "demo"], "leave --model out"),
+        (["--training", "--shape", "tiny-qwen3", "--model", "demo"], "a shape has made-up weights"),
         (["--brick", "rope", "--device", "zork"], "No device is named 'zork'"),
     ],
 )
