@@ -238,7 +238,7 @@ def test_evaluate_prints_a_table(run: Any, model: LoadedModel, made: Path):
     assert [(row["name"], row["adapter"]) for row in found] == [("x", "a"), ("b", "b")]
     assert found[1]["loss"] == pytest.approx(expected["b"].loss, rel=1e-6)
     assert found[0].keys() == ONE_LOSS | {"name", "adapter"}
-    assert json.loads(run(*options, "--json")[1]).keys() == ONE_LOSS
+    assert json.loads(run(*options, "--json")[1]).keys() == ONE_LOSS | {"device"}
     assert run(*options)[1].startswith(f"loss      {expected['x'].loss:.6f}, perplexity ")
 
 
