@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ def tensor(name: bytes, shape: tuple[int, ...], kind: int = 0, offset: int = 0) 
     return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
 
 
-def file_of(keys: list[bytes], tensors: list[bytes] = [], data: int = 0, version: int = 3) -> bytes:  # noqa: B006
-    start = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(keys)) + b"".join(keys + tensors)
+def file_of(keys: Sequence[bytes], tensors: Sequence[bytes] = (), data: int = 0, version: int = 3) -> bytes:
+    start = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(keys)) + b"".join([*keys, *tensors])
     return start + bytes(-len(start) % 32 + data)
 
 

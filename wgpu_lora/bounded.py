@@ -1,4 +1,4 @@
-"""What other people's files may cost: JSON and patterns read within bounds of time and memory, whatever they hold."""
+"""Other people's files: JSON and patterns read within bounds of time and memory, and links that lead elsewhere."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ MAX_JSON_BYTES = 8 << 20
 MAX_JSON_PARTS = 200_000
 
 
-def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; UserError when it is missing, unreadable, too large or something else."""
     try:
         if path.exists() and not path.is_file():  # opening a pipe would wait for ever
             raise UserError(f"{path} is not a regular file: restore it.")
         with path.open("rb") as file:
-            data = file.read(limit + 1)
+            data = file.read(MAX_JSON_BYTES + 1)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist: give a directory that holds {path.name}.") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}): restore the file.") from None
-    return parse_object(data, str(path), limit)
+    return parse_object(data, str(path))
 
 
-def parse_object(data: bytes, where: str, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
+def parse_object(data: bytes, where: str) -> dict[str, Any]:
     """The JSON object in these bytes; `where` begins the UserError about one too large, twice a key, or not JSON."""
-    if len(data) > limit:
-        raise UserError(f"{where} is longer than {limit:,} bytes: use the file that the model was published with.")
+    if len(data) > MAX_JSON_BYTES:
+        raise UserError(
+            f"{where} is longer than {MAX_JSON_BYTES:,} bytes: use the file of the model's source."
+        )
     if sum(map(data.count, (b"[", b"{", b","))) > MAX_JSON_PARTS:
         raise UserError(f"{where} has more than {MAX_JSON_PARTS:,} values: use the file of the model's source.")
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_object)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=object_of)
         if rb"\ud" in data.lower():  # half a character, escaped, cannot be written anywhere
             json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UserError as error:
-        raise UserError(f"{where} {error}: correct the file.") from None
     except RecursionError:
         raise UserError(f"{where} is nested too deeply: use the file that the model was published with.") from None
     except ValueError as error:
@@ -51,13 +51,23 @@ def parse_object(data: bytes, where: str, limit: int = MAX_JSON_BYTES) -> dict[s
     return value
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object from its pairs, for `json.loads`; ValueError where a key stands twice in it."""
     value = dict(pairs)
     if len(value) != len(pairs):
-        counts = Counter(name for name, _ in pairs)
-        twice = counts.most_common(1)[0][0]
-        raise UserError(f"has {twice!r} twice")
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the key {twice!r} stands twice in one object; keep one of the two")
     return value
+
+
+def leads_out(path: Path, directory: Path) -> bool:
+    """Whether a file lies outside of the directory that it is found in: a link may lead anywhere.
+
+    The hub's cache keeps a model's files beside its snapshots, in `blobs`, and links them.
+    """
+    root, target = directory.resolve(), path.resolve()
+    cached = root.parent.name == "snapshots" and target.is_relative_to(root.parent.parent / "blobs")
+    return not (target.is_relative_to(root) or cached)
 
 
 def matches(pattern: str, text: str) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import cffi  # type: ignore[import-untyped]
+import cffi
 import pytest
 
 from wgpu_lora.demo import HELDOUT_FILE

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil  # type: ignore[import-untyped]
+import psutil
 import pytest
 from cli_helpers import QWEN2, ROWS, write_rows
 

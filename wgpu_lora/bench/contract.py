@@ -12,6 +12,7 @@ from typing import Any
 from wgpu_lora.bench.formula import evaluate
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.assets import asset_dir
+from wgpu_lora.models.config import ModelConfig
 
 KINDS = ("training", "serving")
 CLASSES = ("discrete", "integrated", "software")
@@ -154,6 +155,11 @@ def load_contract(name: str) -> Contract:
     if name not in known:
         raise UserError(f"The brick {name!r} is not known: choose one of {', '.join(brick_names())}.")
     return Contract.parse(name, path.read_text(encoding="utf-8"))
+
+
+def numbers_of(config: ModelConfig) -> dict[str, float]:
+    """What of a config dims may use: its numbers, by their names."""
+    return {name: float(value) for name, value in vars(config).items() if isinstance(value, int | float)}
 
 
 def _part(kind: type, value: Any, where: str) -> Any:

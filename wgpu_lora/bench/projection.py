@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from wgpu_lora.bench.contract import load_contract
+from wgpu_lora.bench.contract import load_contract, numbers_of
 from wgpu_lora.bench.step import TrainingStep
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
@@ -27,9 +27,8 @@ Record = dict[str, Any]
 def operations(config: ModelConfig, rank: int, tokens: float) -> float:
     """Counted operations of training one row of so many tokens, by the contract of the brick `train_step`."""
     contract = load_contract("train_step")
-    numbers = {name: float(value) for name, value in vars(config).items() if isinstance(value, int | float)}
     keys = {"tokens": tokens, "rank": float(rank), "pairs": tokens * (tokens + 1) / 2, "trained": tokens - 1}
-    return contract.operations(contract.values(numbers | keys | {"weight_bits": 4.0}))
+    return contract.operations(contract.values(numbers_of(config) | keys | {"weight_bits": 4.0}))
 
 
 def project(found: Record, config: ModelConfig, device: Device, shapes: Sequence[str] = LARGER) -> list[Record]:

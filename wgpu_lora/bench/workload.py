@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from wgpu_lora.bench.check import Checked, check, poison
+from wgpu_lora.bench.contract import numbers_of
 from wgpu_lora.bench.recording import Recording
 from wgpu_lora.bench.stats import Timings
 from wgpu_lora.errors import UserError
@@ -128,10 +129,9 @@ class Context:
     def keys(self) -> dict[str, float]:
         """What the dims of every contract may use."""
         config = self.config
-        numbers = {name: value for name, value in vars(config).items() if isinstance(value, int | float)}
         packed = 4 + 8 / BLOCK + 32 / (BLOCK * NESTED_BLOCK)
         return {
-            **{name: float(value) for name, value in numbers.items()},
+            **numbers_of(config),
             "tokens": self.tokens,
             "rank": self.rank,
             "weight_bits": {"nf4": packed, "f32": 32.0}.get(self.base_dtype, 16.0),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.bounded import object_of
 from wgpu_lora.errors import UserError
 
 
@@ -52,7 +53,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _parse_line(line: bytes, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode("utf-8"), object_pairs_hook=_object_of, parse_constant=_no_constant)
+        row = json.loads(line.decode("utf-8"), object_pairs_hook=object_of, parse_constant=_no_constant)
         if b"\\u" in line:  # an escape can spell half of a surrogate pair, which no tokenizer takes
             json.dumps(row, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
@@ -69,15 +70,6 @@ def _parse_line(line: bytes, where: str) -> dict[str, Any]:
         raise UserError(f"{where}: {error}.") from error
     if not isinstance(row, dict):
         raise UserError(f"{where}: holds {kind_of(row)}, but each line must be one JSON object.")
-    return row
-
-
-def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} stands twice in one object; keep one of the two")
     return row
 
 

@@ -75,16 +75,6 @@ def _remove(directory: Path) -> None:
         shutil.rmtree(directory)
 
 
-def leads_out(path: Path, directory: Path) -> bool:
-    """Whether a file lies outside of the directory that it is found in: a link may lead anywhere.
-
-    The hub's cache keeps a model's files beside its snapshots, in `blobs`, and links them.
-    """
-    root, target = directory.resolve(), path.resolve()
-    cached = root.parent.name == "snapshots" and target.is_relative_to(root.parent.parent / "blobs")
-    return not (target.is_relative_to(root) or cached)
-
-
 def file_digest(path: Path) -> str:
     """A file's SHA-256, in hexadecimal."""
     with path.open("rb") as file:

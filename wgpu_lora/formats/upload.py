@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
+from wgpu_lora.bounded import leads_out
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import leads_out
 from wgpu_lora.formats.cards import CARD, card_of_files
 from wgpu_lora.formats.checkpoint import INDEX, SINGLE, Checkpoint
 from wgpu_lora.formats.hub import hub_id
@@ -32,7 +32,7 @@ USUAL = {
 }
 # What only resuming needs, and what names paths of this machine: at any depth, and only for a pattern that names it.
 PRIVATE = re.compile(
-    r"(.*/)?(run|pipeline|state|training)\.json|(.*/)?log\.jsonl|.*\.(tmp|lock)"
+    r"(.*/)?(run|pipeline|state)\.json|(.*/)?log\.jsonl|.*\.(tmp|lock)"
     r"|(.*/)?(checkpoints|best|last|epoch-\d+|[^/]*\.next)/.*|(.*/)?optimizer\.safetensors"
 )
 

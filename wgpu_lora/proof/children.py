@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from wgpu_lora.proof.finding import ChildFailed
 from wgpu_lora.proof.watch import Watcher

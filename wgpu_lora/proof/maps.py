@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 LIBRARY = re.compile(r"\.so(\.|$)|\.dll$|\.dylib$", re.IGNORECASE)
 

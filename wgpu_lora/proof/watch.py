@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from wgpu_lora.proof.maps import libraries, unreadable
 

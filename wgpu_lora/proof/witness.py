@@ -11,7 +11,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import cffi  # type: ignore[import-untyped]
+import cffi
 
 from wgpu_lora.proof.maps import libraries, unreadable
 

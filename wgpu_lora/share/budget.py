@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.adapters import AdapterInfo

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 FIRST_PIDS = "pid:[4026531836]"  # the pid namespace that Linux starts with, a constant of the kernel
 ENDED = ("Z", "X")  # states of a process that is still listed

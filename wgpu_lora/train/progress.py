@@ -128,7 +128,7 @@ class Progress:
         state = self.run.state
         taken = time.perf_counter() - begin
         state.seconds += taken
-        if self.run.heldout and not state.heldout_seconds and self._durations:
+        if self.run.args.target_seconds and self.run.heldout and not state.heldout_seconds:
             state.heldout_seconds = taken
             self._fix_budget()
         if loss is not None:
