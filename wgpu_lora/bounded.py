@@ -33,9 +33,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def parse_object(data: bytes, where: str) -> dict[str, Any]:
     """The JSON object in these bytes; `where` begins the UserError about one too large, twice a key, or not JSON."""
     if len(data) > MAX_JSON_BYTES:
-        raise UserError(
-            f"{where} is longer than {MAX_JSON_BYTES:,} bytes: use the file of the model's source."
-        )
+        raise UserError(f"{where} is longer than {MAX_JSON_BYTES:,} bytes: use the file of the model's source.")
     if sum(map(data.count, (b"[", b"{", b","))) > MAX_JSON_PARTS:
         raise UserError(f"{where} has more than {MAX_JSON_PARTS:,} values: use the file of the model's source.")
     try:
