@@ -16,26 +16,28 @@ MAX_JSON_BYTES = 8 << 20
 MAX_JSON_PARTS = 200_000
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES, max_parts: int = MAX_JSON_PARTS) -> dict[str, Any]:
     """The JSON object in a file; UserError when it is missing, unreadable, too large or something else."""
     try:
         if path.exists() and not path.is_file():  # opening a pipe would wait for ever
             raise UserError(f"{path} is not a regular file: restore it.")
         with path.open("rb") as file:
-            data = file.read(MAX_JSON_BYTES + 1)
+            data = file.read(max_bytes + 1)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist: give a directory that holds {path.name}.") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}): restore the file.") from None
-    return parse_object(data, str(path))
+    return parse_object(data, str(path), max_bytes, max_parts)
 
 
-def parse_object(data: bytes, where: str) -> dict[str, Any]:
+def parse_object(
+    data: bytes, where: str, max_bytes: int = MAX_JSON_BYTES, max_parts: int = MAX_JSON_PARTS
+) -> dict[str, Any]:
     """The JSON object in these bytes; `where` begins the UserError about one too large, twice a key, or not JSON."""
-    if len(data) > MAX_JSON_BYTES:
-        raise UserError(f"{where} is longer than {MAX_JSON_BYTES:,} bytes: use the file of the model's source.")
-    if sum(map(data.count, (b"[", b"{", b","))) > MAX_JSON_PARTS:
-        raise UserError(f"{where} has more than {MAX_JSON_PARTS:,} values: use the file of the model's source.")
+    if len(data) > max_bytes:
+        raise UserError(f"{where} is longer than {max_bytes:,} bytes: use the file of the model's source.")
+    if sum(map(data.count, (b"[", b"{", b","))) > max_parts:
+        raise UserError(f"{where} has more than {max_parts:,} values: use the file of the model's source.")
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=object_of)
         if rb"\ud" in data.lower():  # half a character, escaped, cannot be written anywhere

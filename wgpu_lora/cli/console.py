@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
+
+from wgpu_lora.strict_json import to_json
 
 PLAIN_WIDTH = 120  # of tables where there is no terminal to ask
 
@@ -27,7 +28,7 @@ def line(label: str, text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=1, ensure_ascii=False), flush=True)
+    print(to_json(value, indent=1, ensure_ascii=False), flush=True)
 
 
 def bar(text: str, total: float | None) -> Any:

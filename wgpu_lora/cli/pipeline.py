@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.cli.console import Bar, console, is_terminal, line
-from wgpu_lora.cli.finetune import EXIT_CODES, describe, waiting
+from wgpu_lora.cli.finetune import CURES, FAILED, describe, exit_code, waiting
 from wgpu_lora.train.arguments import TrainingArguments
 
 if TYPE_CHECKING:
@@ -55,9 +55,11 @@ def report(record: dict[str, Any]) -> int:
         ]
         why = f"{adapter['name']}: {STOP_TEXT[adapter['stop_reason']]} after {adapter['step']:,} steps"
         line("stopped", "; ".join([why, *known, f"the adapter is in {adapter['checkpoint']}"]))
-        if adapter["stop_reason"] == "non-finite":
-            print(f"wgpu-lora: adapter {adapter['name']}: {STOP_TEXT['non-finite']}.", file=sys.stderr)
-    return max(EXIT_CODES.get(adapter["stop_reason"], 0) for adapter in record["adapters"])
+        if adapter["stop_reason"] in FAILED:
+            print(
+                f"wgpu-lora: adapter {adapter['name']}: {STOP_TEXT[adapter['stop_reason']]}: {CURES}.", file=sys.stderr
+            )
+    return max(exit_code(adapter["stop_reason"], record["signal"]) for adapter in record["adapters"])
 
 
 class Table:
@@ -84,11 +86,15 @@ class Table:
         self._loading.advance()
 
     def step(self, result: StepResult) -> None:
-        self._loading.close()
         self._rows[result.adapter] = result
         self._own[result.adapter] = result.step
         if result.eval_loss is not None:
             self._heldout[result.adapter] = result.eval_loss
+        with suppress(OSError):  # a log that is full or gone does not end a run
+            self._tell(result)
+
+    def _tell(self, result: StepResult) -> None:
+        self._loading.close()
         if is_terminal(sys.stderr):
             self._show()
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -134,4 +135,11 @@ def evaluate(
             if storage.buffer is not None:
                 model.device.free(storage.buffer)
                 storage.buffer = None
-    return Evaluation(loss, float(np.exp(loss)), trained, len(prepared.rows), time.perf_counter() - begin)
+    return Evaluation(loss, _perplexity(loss), trained, len(prepared.rows), time.perf_counter() - begin)
+
+
+def _perplexity(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

@@ -14,6 +14,7 @@ from wgpu_lora.formats.checkpoint import WeightSource
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Arena, Program, allocate
 from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Tensor, align, persistent
+from wgpu_lora.models.audit import AuditedSource
 from wgpu_lora.models.config import LINEAR_PATHS
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.ops.weights import DenseWeight, NF4Weight
@@ -33,12 +34,21 @@ def table_dtype(checkpoint: WeightSource) -> str:
 
 def load_weights(
     device: Device, checkpoint: WeightSource, model: Decoder, progress: Progress = lambda name: None
-) -> None:
-    """Allocates the model's tensors and fills them.
+) -> str:
+    """Allocates the model's tensors and fills them; returns the SHA-256 of their values (see AuditedSource).
 
     Args:
         progress: called with each tensor's name once it is loaded.
+
+    Raises:
+        NotFiniteError: a tensor, by name, holds NaN or infinity. UserError: a file is damaged.
     """
+    with AuditedSource(checkpoint) as audited:
+        _fill(device, audited, model, progress)
+        return audited.digest()
+
+
+def _fill(device: Device, checkpoint: WeightSource, model: Decoder, progress: Progress) -> None:
     allocate(device, model.storages())
     if model.dynamic.storage.buffer is not None:
         device.write(model.dynamic.storage.buffer, DYNAMIC_CODE)
