@@ -161,7 +161,7 @@ def test_ruined_weights_fall_back_to_the_last_sound_ones(model: LoadedModel, tra
 
     record = pipeline.train(ruin)
     assert [a["stop_reason"] for a in record["adapters"]] == ["epochs", "non-finite", "max steps"]
-    assert record["adapters"][1]["step"] == 1
+    assert record["adapters"][1]["step"] == 0  # a pipeline keeps one checkpoint, and that of step 2 is of no use
     assert_same(trained, "ruined", "ac")
     assert all(np.isfinite(values).all() for values in load_file(trained / "ruined" / "b" / WEIGHTS).values())
 

@@ -13,7 +13,8 @@ from wgpu_lora.formats.bitsandbytes import Packed
 from wgpu_lora.formats.checkpoint import WeightSource
 
 LARGEST = {"BF16": 0x7F7F, "F16": 0x7BFF, "F32": 0x7F7FFFFF}  # bits of the largest finite magnitude
-AHEAD = 4  # pieces that wait to be looked at
+AHEAD = 1  # pieces that wait to be looked at
+CHUNK = 1 << 18  # values that are looked at together: they stay in the processor's cache
 
 
 class AuditedSource:
@@ -92,6 +93,8 @@ def _examine(name: str, sha: hashlib._Hash, values: np.ndarray, dtype: str | Non
     if dtype is None or not values.size:
         return
     bits = values.reshape(-1).view(np.uint32 if dtype == "F32" else np.uint16)
-    # Without its sign, a float's bits order as its magnitude does, infinity and NaN last.
-    if np.bitwise_and(bits, 0x7FFFFFFF if dtype == "F32" else 0x7FFF).max() > LARGEST[dtype]:
-        raise NotFiniteError(f"{name} holds values that are NaN or infinite: download or convert the base model again.")
+    magnitude = 0x7FFFFFFF if dtype == "F32" else 0x7FFF
+    for first in range(0, bits.size, CHUNK):
+        # Without its sign, a float's bits order as its magnitude does, infinity and NaN last.
+        if np.bitwise_and(bits[first : first + CHUNK], magnitude).max() > LARGEST[dtype]:
+            raise NotFiniteError(f"{name} holds values that are NaN or infinite: download or convert the model again.")
