@@ -11,7 +11,7 @@ import numpy as np
 
 from wgpu_lora.data import Prepared, Row, pack
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.program import Arena, Program, allocate
+from wgpu_lora.gpu.program import Arena, Program, allocate, release
 from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
 from wgpu_lora.models.inputs import Segment, StepInputs, rope_table
 from wgpu_lora.models.loaded import LoadedModel
@@ -131,10 +131,7 @@ def evaluate(
         loss, trained = evaluator.loss(prepared.rows, slot)
     finally:
         arena.free()
-        for storage in mine:
-            if storage.buffer is not None:
-                model.device.free(storage.buffer)
-                storage.buffer = None
+        release(model.device, mine)
     return Evaluation(loss, _perplexity(loss), trained, len(prepared.rows), time.perf_counter() - begin)
 
 

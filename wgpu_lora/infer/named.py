@@ -10,6 +10,7 @@ from pathlib import Path
 from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft import CONFIG, read_adapter
+from wgpu_lora.gpu.program import release
 from wgpu_lora.infer.adapters import load_adapters
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
@@ -118,7 +119,4 @@ def on_device(model: LoadedModel, directories: Sequence[str | Path]) -> Iterator
     try:
         yield adapters
     finally:
-        for storage in adapters.storages():
-            if storage.buffer is not None:
-                model.device.free(storage.buffer)
-                storage.buffer = None
+        release(model.device, adapters.storages())

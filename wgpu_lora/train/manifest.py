@@ -17,7 +17,11 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 def write_manifest(directory: Path) -> None:
     """Writes the manifest of all files that are in a directory."""
     files = {path.name: file_digest(path) for path in sorted(directory.iterdir())}
-    (directory / MANIFEST).write_text(to_json({"sha256": files}, indent=1) + "\n")
+    (directory / MANIFEST).write_text(_text(files))
+
+
+def _text(files: dict[str, str]) -> str:
+    return to_json({"sha256": files}, indent=1) + "\n"
 
 
 def damage(directory: Path, needed: tuple[str, ...]) -> str | None:
@@ -32,9 +36,10 @@ def damage(directory: Path, needed: tuple[str, ...]) -> str | None:
         return f"{MANIFEST} is missing"
     try:
         files = read_json(directory / MANIFEST).get("sha256")
+        as_written = isinstance(files, dict) and (directory / MANIFEST).read_text() == _text(files)
     except UserError as error:
         return f"{MANIFEST} cannot be read ({str(error).partition(':')[0]})"
-    if not isinstance(files, dict) or not set(needed) <= set(files):
+    if not isinstance(files, dict) or not as_written or not set(needed) <= set(files):
         return f"{MANIFEST} is not one of a checkpoint"
     for name, digest in files.items():
         if Path(name).name != name or not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
