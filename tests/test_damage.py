@@ -1,4 +1,4 @@
-"""Damage is never trained on: checkpoints, logs and base weights that are not what was written are refused or left out."""
+"""Damage is never trained on: what is not as it was written, of checkpoints, logs and bases, is refused or left out."""
 
 from __future__ import annotations
 
@@ -159,14 +159,8 @@ def sign(directory: Path) -> None:
 
 def test_json_that_python_does_not_survive(device: Device, run: Path) -> None:
     directory = run / STEPS / "step-4"
-    for text in (
-        "[" * 100_000,
-        '{"state":' * 50_000,
-        "1" * 5000,
-        '{"a":1,"a":2}',
-        "\ud800".encode("utf-8", "surrogatepass"),
-    ):
-        (directory / STATE).write_bytes(text if isinstance(text, bytes) else text.encode())
+    for text in (b"[" * 100_000, b'{"state":' * 50_000, b"1" * 5000, b'{"a":1,"a":2}', b"\xed\xa0\x80"):
+        (directory / STATE).write_bytes(text)
         sign(directory)
         refused(device, run, STATE)
 
@@ -333,7 +327,7 @@ def test_what_had_stepped_aside_is_put_back(device: Device, run: Path) -> None:
     (run / "best").mkdir()
     (run / "best" / "mark").write_text("x")
     (run / "best").rename(run / ".best.previous")
-    with pytest.raises(UserError, match="contradicts|needs the options"):
+    with pytest.raises(UserError, match="needs the options"):
         train(device, options(run.parent, resume=True, learning_rate=1.0))
     assert (run / "best" / "mark").read_text() == "x"
 
