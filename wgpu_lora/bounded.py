@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections import Counter
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from wgpu_lora.errors import UserError
 # models have: 64 shards' index takes 0.1 MB, a tokenizer's settings 1 MB, and a tensor of a header 9 of these signs.
 MAX_JSON_BYTES = 8 << 20
 MAX_JSON_PARTS = 200_000
+MAX_TOML_BYTES = 1 << 20
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES, max_parts: int = MAX_JSON_PARTS) -> dict[str, Any]:
@@ -49,6 +51,36 @@ def parse_object(
     if not isinstance(value, dict):
         raise UserError(f"{where} holds a JSON {type(value).__name__}, expected an object: restore the file.")
     return value
+
+
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """The values of a TOML file; `what` it is begins the UserError about one that cannot be read, or is none."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_TOML_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"{what} {path} cannot be read ({error.strerror}).") from None
+    if len(data) > MAX_TOML_BYTES:
+        raise UserError(f"{what} {path} is longer than {MAX_TOML_BYTES:,} bytes: shorten it.")
+    try:
+        return tomllib.loads(data.decode("utf-8"))
+    except RecursionError:
+        raise UserError(f"{what} {path} is nested too deeply: write one option a line.") from None
+    except ValueError as error:
+        raise UserError(f"{what} {path} is not valid TOML: {error}.") from None
+
+
+def is_name(text: str) -> bool:
+    """Whether a text can be a path here and be written down: it has no NUL, and is UTF-8."""
+    try:
+        return b"\0" not in text.encode("utf-8")
+    except UnicodeEncodeError:  # bytes of the file system that are not
+        return False
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Text with what a terminal would act upon, or not take, shown as its code; the characters of `keep` stay."""
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
 def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from wgpu_lora.bounded import printable
 from wgpu_lora.cli.bench import bench
 from wgpu_lora.cli.demo import demo
 from wgpu_lora.cli.evaluate import evaluate
@@ -136,10 +137,8 @@ def _refuse(message: str) -> int:
 
 
 def _say(message: str) -> None:
-    # Names come from other people's files: what a terminal would act upon, or not take, is shown as its code.
-    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(message.split()))
     with suppress(OSError):  # where stderr cannot be written to either, the exit code says it
-        typer.echo(f"wgpu-lora: {shown}", err=True)
+        typer.echo(f"wgpu-lora: {printable(' '.join(message.split()))}", err=True)
 
 
 def _settle() -> None:

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from wgpu_lora.bounded import printable
 from wgpu_lora.cli.console import Bar, console, line
 from wgpu_lora.cli.finetune import Watcher, describe, report
 from wgpu_lora.cli.options import Device
@@ -67,8 +68,8 @@ def _side_by_side(pairs: list[tuple[str, Any, Any]]) -> None:
 
     def cell(checked: Any) -> Text:
         mark = "PASS" if checked.passed else f"FAIL: {checked.reason}"
-        return Text.assemble((mark, "green" if checked.passed else "red"), "\n", checked.text)
+        return Text.assemble((mark, "green" if checked.passed else "red"), "\n", printable(checked.text, "\n\t"))
 
     for request, before, after in pairs:
-        table.add_row(Text(request), cell(before), cell(after))
+        table.add_row(Text(printable(request, "\n\t")), cell(before), cell(after))
     console().print(table)

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wgpu_lora.bounded import printable
 from wgpu_lora.cli.console import Bar, console, is_terminal, line
 from wgpu_lora.cli.finetune import CURES, FAILED, describe, exit_code, waiting
 from wgpu_lora.train.arguments import TrainingArguments
@@ -114,6 +115,7 @@ class Table:
     def table(self) -> Any:
         """The table as it stands."""
         from rich.table import Table as RichTable
+        from rich.text import Text
 
         table = RichTable(box=None, pad_edge=False)
         table.add_column("adapter")
@@ -123,14 +125,14 @@ class Table:
         for name, result in self._rows.items():
             share = f"{self._own[name] / total:.0%}"
             if result is None:
-                table.add_row(name, str(self._own[name]), "", "", "", "", "", share)
+                table.add_row(Text(printable(name)), str(self._own[name]), "", "", "", "", "", share)
                 continue
             heldout = f"{self._heldout[name]:.4f}" if name in self._heldout else ""
             speed = ""
             with suppress(ZeroDivisionError):
                 speed = f"{result.step_tokens / result.seconds:,.0f}"
             table.add_row(
-                name,
+                Text(printable(name)),
                 f"{result.step}/{result.total_steps}",
                 f"{result.epoch:.2f}",
                 f"{result.loss:.4f}",

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from wgpu_lora.bounded import matches, read_json
+from wgpu_lora.bounded import is_name, matches, read_json
 from wgpu_lora.errors import NotFiniteError, UserError
 from wgpu_lora.formats.atomic import replace_directory, write_bytes_atomic
 from wgpu_lora.formats.checkpoint import SUPPORTED_DTYPES, read_f32_entry, read_header
@@ -191,13 +191,16 @@ def parse_config(d: Mapping[str, Any], where: str) -> AdapterConfig:
     dropout = d.get("lora_dropout", 0.0)
     if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
         raise UserError(f"lora_dropout in {where} is {dropout!r}, expected a number from 0 to below 1: correct it.")
+    base = d.get("base_model_name_or_path")
+    if not isinstance(base, str | None) or (base is not None and not is_name(base)):
+        raise UserError(f"base_model_name_or_path in {where} is {base!a:.60}, expected a text: correct it.")
     return AdapterConfig(
         r=int(_number(d.get("r", 8), "r", where, whole=True)),
         lora_alpha=_number(d.get("lora_alpha", 8), "lora_alpha", where),
         lora_dropout=float(dropout),
         target_modules=targets,
         use_rslora=bool(d.get("use_rslora", False)),
-        base_model_name_or_path=d.get("base_model_name_or_path"),
+        base_model_name_or_path=base,
         rank_pattern=dict(d.get("rank_pattern") or {}),
         alpha_pattern=dict(d.get("alpha_pattern") or {}),
     )

@@ -11,11 +11,12 @@ from typing import Any
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.share import Notice
+from wgpu_lora.share import Notice, budget_bytes
 from wgpu_lora.train.arguments import FREE_ON_RESUME, TrainingArguments, from_values
 from wgpu_lora.train.checkpoint import sweep_run
 from wgpu_lora.train.finetune import declared_as, read_run, session_of, with_options
 from wgpu_lora.train.job import Job, locked
+from wgpu_lora.train.memory import check_adapters
 from wgpu_lora.train.policy import POLICIES, make_policy
 from wgpu_lora.train.record import PIPELINE, PipelineRecord, PipelineState, read_pipeline_state, recover, write_pipeline
 from wgpu_lora.train.session import MemoryPlan
@@ -82,6 +83,7 @@ def prepare_pipeline(
         for directory in (output, *(Path(task.checkpoint) for task in tasks)):
             _refuse_used(directory)
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
+    check_adapters(per_task, model.config, budget_bytes(model.device.info, args.budget()))
     # Without a checkpoint yet, an adapter of a resumed pipeline begins.
     starts = [task.name in state.steps for task in tasks]
     runs = [

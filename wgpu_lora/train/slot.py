@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,13 @@ import numpy as np
 from wgpu_lora.data import Prepared
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.atomic import file_digest
-from wgpu_lora.formats.hub import stated_name
 from wgpu_lora.formats.peft import AdapterConfig, read_adapter, write_adapter
-from wgpu_lora.models.config import LINEAR_PATHS, ModelConfig
-from wgpu_lora.models.lora import Matrices, Module, SlotSpec
+from wgpu_lora.models.lora import Matrices, SlotSpec
 from wgpu_lora.train import checkpoint, output
-from wgpu_lora.train.arguments import FREE_ON_RESUME, TrainingArguments, flag
+from wgpu_lora.train.arguments import FREE_ON_RESUME, TrainingArguments
 from wgpu_lora.train.card import write_card
 from wgpu_lora.train.checkpoint import BEST, EPOCH, adapter_tensors
+from wgpu_lora.train.initial import SeededMatrices
 from wgpu_lora.train.output import Log
 from wgpu_lora.train.schedule import learning_rate, warmup_steps
 from wgpu_lora.train.session import Session
@@ -149,7 +147,7 @@ class AdapterRun:
         if self.resumed_from:
             began = checkpoint.read_options(self.resumed_from).get("init_adapter")
             shapes = session.model.config.linear_shapes()
-            initial = read_adapter(began)[1] if began else first_matrices(self.args, list(initial), shapes)
+            initial = read_adapter(began)[1] if began else SeededMatrices(self.args, list(initial), shapes)
         session.adapters.write(session.device, self.slot, initial)
         zero = {key: (np.zeros_like(a), np.zeros_like(b)) for key, (a, b) in initial.items()}
         for pages in (session.optimizer.first_moment, session.optimizer.second_moment):
@@ -279,79 +277,3 @@ def refuse_used(directory: Path) -> None:
             f"The output directory {directory} already holds a run: choose another directory, or continue it with "
             "--resume."
         )
-
-
-def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingArguments, AdapterConfig, Matrices]:
-    """The adapter's configuration and initial matrices, and the options as they then are.
-
-    They are those of the checkpoint that is resumed, else of --init-adapter; else A is random and B zero, as in PEFT.
-
-    Raises:
-        UserError: the adapter does not fit the model, or an option contradicts it.
-    """
-    shapes = config.linear_shapes()
-    resumed = checkpoint.newest(Path(args.output)) if args.resume else None
-    if resumed:
-        checkpoint.check(resumed)
-    source = resumed or args.init_adapter
-    if source:
-        loaded, matrices = read_adapter(source)
-        for (layer, module), (a, b) in matrices.items():
-            fits = layer < config.num_hidden_layers and (b.shape[0], a.shape[1]) == shapes[module]
-            if not fits:
-                raise UserError(
-                    f"The adapter {source} does not fit this model: layer {layer} {module} differs in shape."
-                )
-        args = _as_loaded(args, loaded, matrices, str(source))
-        base = stated_name(args.model or "demo")
-        return args, replace(loaded, lora_dropout=args.lora_dropout, base_model_name_or_path=base), matrices
-    modules = [(i, m) for i in range(config.num_hidden_layers) for m in args.modules()]
-    adapter = AdapterConfig(
-        r=args.lora_r,
-        lora_alpha=args.lora_alpha,
-        lora_dropout=args.lora_dropout,
-        use_rslora=args.use_rslora,
-        target_modules=args.modules(),
-        base_model_name_or_path=stated_name(args.model or "demo"),
-    )
-    return args, adapter, first_matrices(args, modules, shapes)
-
-
-def _as_loaded(args: TrainingArguments, loaded: AdapterConfig, matrices: Matrices, source: str) -> TrainingArguments:
-    """The options with the adapter's own rank, alpha and targets, where they were left at their defaults."""
-    present = {module for _, module in matrices}
-    names = tuple(name for name in LINEAR_PATHS if name in present)
-    targets = "all-linear" if len(names) == len(LINEAR_PATHS) else ",".join(names)
-    has: dict[str, Any] = {
-        "lora_r": loaded.r,
-        "lora_alpha": loaded.lora_alpha,
-        "use_rslora": loaded.use_rslora,
-        "target_modules": targets,
-    }
-    default = TrainingArguments()
-    for name, value in has.items():
-        given = getattr(args, name)
-        same = set(args.modules()) == present if name == "target_modules" else given == value
-        if not same and given != getattr(default, name):
-            raise UserError(f"{flag(name)} {given} contradicts the adapter {source}, which has {value}: leave it out.")
-    return replace(args, **has)
-
-
-def first_matrices(
-    args: TrainingArguments, modules: Sequence[Module], shapes: Mapping[str, tuple[int, int]]
-) -> Matrices:
-    """The factors that a run without --init-adapter begins with."""
-    return {key: initial_matrices(args.seed, number, shapes[key[1]], args.lora_r) for number, key in enumerate(modules)}
-
-
-def initial_matrices(seed: int, number: int, shape: tuple[int, int], rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """A [rank, in] uniform within 1 / sqrt(in), PEFT's Kaiming choice; B [out, rank] zero. Keyed by seed and module."""
-    out, size_in = shape
-    rng = np.random.Generator(np.random.Philox(key=[seed, number]))
-    a = rng.uniform(-1, 1, (rank, size_in)) / np.sqrt(size_in)
-    return a.astype(np.float32), np.zeros((out, rank), np.float32)
-
-
-def spec_of(adapter: AdapterConfig, matrices: Matrices) -> SlotSpec:
-    modules: list[Module] = list(matrices)
-    return SlotSpec.of(adapter, modules)
