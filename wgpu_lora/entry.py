@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import sys
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from wgpu_lora.signals import ENDING
@@ -22,7 +23,10 @@ def main() -> int:
     sys.stdout, sys.stderr = _lasting(sys.stdout), _lasting(sys.stderr)
     from wgpu_lora.cli import main as run
 
-    return run()
+    code = run()
+    if code > 128:  # a KeyboardInterrupt that was caught may still make Python end itself by a signal of its own
+        _leave(code)
+    return code
 
 
 def _end(number: int, frame: object) -> NoReturn:
@@ -32,6 +36,13 @@ def _end(number: int, frame: object) -> NoReturn:
         os.write(2, f"wgpu-lora: {message}\n".encode())
     finally:
         os._exit(128 + number)
+
+
+def _leave(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)
 
 
 class _Lasting(io.FileIO):
