@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wgpu_lora.bench.results import Header, Result
+from wgpu_lora.bench.results import NOISY, Header, Result
 
 SAME, FASTER, SLOWER = "same", "faster", "slower"
 NOISE = 2.0  # coefficients of variation that a ratio must be away from 1
@@ -31,7 +31,8 @@ def _compare(old: Result, new: Result) -> Comparison:
     ratio = new.seconds / old.seconds
     overlap = old.p20 <= new.p80 and new.p20 <= old.p80
     noise = overlap or abs(ratio - 1) < NOISE * max(old.cv, new.cv)
-    verdict = SAME if noise else FASTER if ratio < 1 else SLOWER
+    same = NOISY if old.noisy or new.noisy else SAME  # a difference may hide in what varies too much
+    verdict = same if noise else FASTER if ratio < 1 else SLOWER
     return Comparison(new.label, old.seconds, new.seconds, ratio, verdict)
 
 

@@ -17,6 +17,7 @@ from wgpu_lora.models.config import ModelConfig
 KINDS = ("training", "serving")
 CLASSES = ("discrete", "integrated", "software")
 CEILINGS = ("fma", "bandwidth", "decode_fma", "lower", "floor")
+OPTIONS = ("layers", "tokens", "rank", "base_dtype", "compute_dtype", "tune")
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,15 @@ class Bound:
 
 @dataclass(frozen=True)
 class Contract:
-    """`covers` says what is measured. dims: short names -> expressions over config keys and the run's own keys."""
+    """`covers` says what is measured. dims: short names -> expressions over config keys and the run's own keys.
+
+    options: those of OPTIONS that change what is measured; any other would do nothing.
+    """
 
     name: str
     covers: str
     kind: str
+    options: tuple[str, ...]
     dims: Mapping[str, str]
     work: Work
     budget: Budget
@@ -120,15 +125,22 @@ class Contract:
             "budget": _part(Budget, d["budget"], f"{where}: budget"),
             "measure": _part(Measure, d.get("measure", {}), f"{where}: measure"),
             "accuracy": _part(Accuracy, d["accuracy"], f"{where}: accuracy") if "accuracy" in d else None,
-            "bounds": tuple(_part(Bound, bound, f"{where}: bounds") for bound in _list(d.get("bounds", []), where)),
+            "bounds": tuple(
+                _part(Bound, bound, f"{where}: bounds")
+                for bound in _list(d.get("bounds", []), f"{where}: bounds", "[[bounds]] tables")
+            ),
         }
-        contract = cls(name, _text(d["covers"], where), _text(d["kind"], where), dims, **parts)
+        words = (_text(d["covers"], where), _text(d["kind"], where))
+        options = tuple(_text(name, f"{where}: options") for name in _list(d["options"], f"{where}: options", "names"))
+        contract = cls(name, *words, options, dims, **parts)
         contract._check()
         return contract
 
     def _check(self) -> None:
         if self.kind not in KINDS:
             raise UserError(f"{self._file}: kind is {self.kind!r}: use one of {', '.join(KINDS)}.")
+        if unknown := set(self.options) - set(OPTIONS):
+            raise UserError(f"{self._file}: options has {', '.join(sorted(unknown))}: use {', '.join(OPTIONS)}.")
         if self.budget.of not in CEILINGS:
             raise UserError(f"{self._file}: budget.of is {self.budget.of!r}: use one of {', '.join(CEILINGS)}.")
         for bound in self.bounds:
@@ -205,7 +217,7 @@ def _strings(value: Any, where: str) -> dict[str, str]:
     return {key: _text(text, f"{where}.{key}") for key, text in value.items()}
 
 
-def _list(value: Any, where: str) -> list[Any]:
+def _list(value: Any, where: str, of: str) -> list[Any]:
     if not isinstance(value, list):
-        raise UserError(f"{where}: bounds is {value!r}, expected [[bounds]] tables: correct it.")
+        raise UserError(f"{where} is {value!r}, expected {of}: correct it.")
     return value

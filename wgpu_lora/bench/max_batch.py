@@ -2,58 +2,105 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from wgpu_lora.bench.header import header
-from wgpu_lora.bench.step import WARMUP, TrainingStep, check_fits, largest
+from wgpu_lora.bench.step import WARMUP, TrainingStep, check_fits
+from wgpu_lora.bench.words import ROW, own_words
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.share import budget_bytes
+from wgpu_lora.train.arguments import TrainingArguments
 
 SCHEMA = "wgpu-lora-bench-max-batch/1"
-MAX_BATCH = 64
+SECONDS = 600.0  # of running batches, in each way
+DEVICE = "the device"
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Batches:
-    """What is searched: rows of `tokens` tokens, at most `most` of them a batch.
+    """What is searched: rows of `tokens` tokens, and no more than `most` of them a batch where that is given.
 
-    limit: bytes that may be used, where that is less than what the device has. runs: timed steps of a batch.
+    limit: bytes that may be used, instead of what the device has. seconds: of running batches, with and without
+    checkpointing each; past them, what is left is planned alone. runs: timed steps of a batch, at most.
     """
 
     tokens: int = 512
     rank: int = 16
-    most: int = MAX_BATCH
+    compute_dtype: str = "f32"
+    most: int | None = None
     limit: int | None = None
+    seconds: float = SECONDS
     runs: int = 3
 
     def __post_init__(self) -> None:
         for name, value in (("--max-batch", self.most), ("--memory-limit", self.limit), ("--runs", self.runs)):
             if value is not None and value < 1:
                 raise UserError(f"{name} must be at least 1, not {value}.")
+        if not 0 < self.seconds < math.inf:
+            raise UserError(f"--time-limit is {self.seconds:g}: give a number of seconds greater than 0.")
+        with own_words(ROW):  # refuses what no run can have
+            TrainingArguments(compute_dtype=self.compute_dtype, lora_r=self.rank)
 
     def step(self, model: LoadedModel, rows: int, checkpointing: bool) -> TrainingStep:
-        return TrainingStep(model, rows, self.tokens, self.rank, checkpointing)
+        return TrainingStep(model, rows, self.tokens, self.rank, checkpointing, compute_dtype=self.compute_dtype)
 
 
-def planned_batch(peak: Callable[[int], int], available: int | None, most: int) -> int:
-    """The most rows, up to `most`, whose planned peak is available; 0 where not even one row fits.
+@dataclass(frozen=True)
+class Planned:
+    """The most rows that a plan allows, and what bounds them: memory, --memory-limit, --max-batch or the device.
+
+    why: what the device cannot do, where that is the bound.
+    """
+
+    rows: int
+    bound: str
+    why: str | None = None
+
+
+def planned_batch(
+    peak: Callable[[int], int], available: int | None, most: int | None = None, memory: str = "memory"
+) -> Planned:
+    """The most rows whose planned peak is available; 0 where not even one row fits.
+
+    It doubles, then bisects, so that nothing is planned that is more than twice what fits.
 
     Args:
         peak: rows -> bytes; UserError where the device cannot bind or dispatch so much.
         available: bytes; None where nobody can tell, and then only what the device can bind counts.
+        memory: what `available` is called.
     """
 
-    def fits(rows: int) -> bool:
-        need = peak(rows)  # asked for even where nothing is known, since it finds what cannot be bound
-        return available is None or need <= available
+    def refusal(rows: int) -> Planned | None:
+        try:
+            need = peak(rows)  # asked for even where nothing is known, since it finds what cannot be bound
+        except UserError as error:
+            return Planned(rows, DEVICE, _fact(error))
+        return None if available is None or need <= available else Planned(rows, memory)
 
-    return largest(fits, most)
+    low, high = 0, 1
+    while not (refused := refusal(high)):
+        low = high
+        if low == most:
+            return Planned(low, "--max-batch")
+        high = 2 * low if most is None else min(2 * low, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = refusal(middle)
+        low, high, refused = (low, middle, found) if found else (middle, high, refused)
+    return Planned(low, refused.bound, refused.why)
+
+
+def _fact(error: UserError) -> str:
+    """What a plan refuses, without its advice, which names a training run's options."""
+    return str(error).partition(": lower ")[0].rstrip(".")
 
 
 def find_max_batch(
@@ -71,23 +118,28 @@ def find_max_batch(
         UserError: not even one row fits, even with gradient checkpointing; then with the layers that would.
     """
     available = budget_bytes(model.device.info, batches.limit).bytes
-    check_fits(model, lambda of: _peak(of, batches, True, 1), batches.limit)
+    with own_words(ROW):
+        check_fits(model, lambda of: _peak(of, batches, True, 1), batches.limit)
     work = {"model": model.name, "layers": model.config.num_hidden_layers, "base_dtype": model.decoder.base_dtype}
-    work |= {"tokens": batches.tokens, "rank": batches.rank, "max_batch": batches.most}
-    excluded = f"the first {WARMUP} steps of each batch"
+    work |= {"tokens": batches.tokens, "rank": batches.rank, "compute_dtype": batches.compute_dtype}
+    work |= {"max_batch": batches.most, "time_limit": batches.seconds}
+    excluded = f"the first {WARMUP} steps of each batch, where there was time for more"
     head = header(SCHEMA, model.device, work=work, available=available, excluded=excluded)
     note(head)
     rows: list[Record] = []
     summary: list[Record] = []
+    memory = "memory" if batches.limit is None else "--memory-limit"
     planned = {
-        way: planned_batch(partial(_peak, model, batches, way), available, batches.most) for way in (False, True)
+        way: planned_batch(partial(_peak, model, batches, way), available, batches.most, memory)
+        for way in (False, True)
     }
-    for checkpointing, most in planned.items():
-        found, ran = _confirmed(model, batches, most, checkpointing, note) if most else (0, [])
-        rows += ran
-        bound = "the device" if found < most else "memory" if most < batches.most else "--max-batch"
-        result = {"planned": most, "confirmed": found, "bounded_by": bound}
-        summary.append({"kind": "summary", "gradient_checkpointing": checkpointing, **result})
+    for checkpointing, plan in planned.items():
+        found = Confirmed.of(model, batches, plan.rows, checkpointing, note)
+        rows += found.rows
+        bound, why = (DEVICE, found.refusal) if found.refusal else (plan.bound, plan.why)
+        result = {"planned": plan.rows, "confirmed": found.most, "bounded_by": bound, "why": why}
+        result |= {"gradient_checkpointing": checkpointing, "not_run": found.not_run}
+        summary.append({"kind": "summary", **result})
         note(summary[-1])
     return {"header": head, "rows": rows, "summary": summary}
 
@@ -96,49 +148,77 @@ def _peak(model: LoadedModel, batches: Batches, checkpointing: bool, rows: int) 
     return batches.step(model, rows, checkpointing).session.memory().peak
 
 
-def _confirmed(
-    model: LoadedModel, batches: Batches, most: int, checkpointing: bool, note: Callable[[Record], None]
-) -> tuple[int, list[Record]]:
-    """The largest batch up to `most` that runs, and a row for it and for some below it, ascending."""
-    ran: dict[int, Record] = {}
+@dataclass(frozen=True)
+class Confirmed:
+    """The most rows that ran, 0 where none did, and a record for each batch that did, ascending.
 
-    def runs(rows: int) -> bool:
-        ran[rows] = measure(model, batches, rows, checkpointing)
-        note(ran[rows])
-        return True
+    refusal: the device's, of a larger one that the plan allows. not_run: why a larger one was not tried.
+    """
 
-    found = largest(runs, most)
-    for rows in below(found):
-        if rows not in ran:
-            runs(rows)
-    return found, [ran[rows] for rows in sorted(ran)]
+    most: int
+    rows: list[Record]
+    refusal: str | None = None
+    not_run: str | None = None
+
+    @classmethod
+    def of(
+        cls, model: LoadedModel, batches: Batches, planned: int, checkpointing: bool, note: Callable[[Record], None]
+    ) -> Confirmed:
+        """Runs ascending batches, each of which says about how long a step of the next will take."""
+        begin = time.perf_counter()
+        ran: dict[int, Record] = {}
+        low, high, refusal = 0, planned + 1, None
+        while high - low > 1:
+            rows = next((rows for rows in leading_to(planned) if low < rows < high), (low + high) // 2)
+            left = batches.seconds - (time.perf_counter() - begin)
+            expected = rows / low * ran[low]["step_seconds"] if low else 0.0
+            if ran and expected > left:
+                about = f"a step of {rows:,} rows would take about {expected:,.0f} s"
+                late = f"{about}, and {max(left, 0):,.0f} s of --time-limit {batches.seconds:g} were left"
+                return cls(low, list(ran.values()), refusal, late)
+            try:
+                ran[rows] = measure(model, batches, rows, checkpointing, left)
+            except UserError as error:
+                high, refusal = rows, _fact(error)
+                continue
+            low = rows
+            note(ran[rows])
+        return cls(low, list(ran.values()), refusal)
 
 
-def below(most: int) -> list[int]:
-    """Batches for a table that ends with `most`: a half, a quarter, an eighth, and one row."""
-    return sorted({max(1, most >> shift) for shift in (1, 2, 3)} | {1} if most else set())
+def leading_to(most: int) -> list[int]:
+    """Batches for a table that ends with `most`: one row, each eight times the last or less, a quarter and a half."""
+    shifts = (0, 1, 2, *range(3, most.bit_length(), 3))
+    return sorted({1, *(max(1, most >> shift) for shift in shifts)}) if most else []
 
 
-def measure(model: LoadedModel, batches: Batches, rows: int, checkpointing: bool) -> Record:
-    """A few steps of one batch: its seconds, and the memory it was planned to take and took."""
+def measure(model: LoadedModel, batches: Batches, rows: int, checkpointing: bool, seconds: float) -> Record:
+    """A few steps of one batch, one at least and no more than `seconds` allow: their time, and their memory.
+
+    The first steps, which compile, count only where there was no time for others.
+    """
     step = batches.step(model, rows, checkpointing)
     device = model.device
     model.load_weights()  # takes room for staging, which training does not need
     device.peak_allocated = device.allocated
     try:
         step.allocate()
-        seconds = step.seconds(batches.runs, WARMUP)
+        times = step.seconds(1)
+        while len(times) < WARMUP + batches.runs and sum(times) + times[-1] <= seconds:
+            times += step.seconds(1)
         allocated = device.peak_allocated
     finally:
         step.close()
-    median = statistics.median(seconds)
+    timed = times[WARMUP:] or times[-1:]
+    median = statistics.median(timed)
     memory = step.session.memory()
     return {
         "kind": "batch",
         "batch": rows,
         "gradient_checkpointing": checkpointing,
         "step_seconds": median,
-        "runs": len(seconds),
+        "runs": len(timed),
+        "warmup": len(times) - len(timed),
         "tokens_per_second": rows * batches.tokens / median,
         "planned": memory.training,
         "allocated": allocated,

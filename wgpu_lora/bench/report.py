@@ -6,9 +6,10 @@ from typing import Any
 
 from wgpu_lora.bench.ceiling import Ceilings
 from wgpu_lora.bench.compare import Comparison
-from wgpu_lora.bench.results import Result
+from wgpu_lora.bench.results import BROKEN, HOLDS, NOISY, Result
 
 COLUMNS = ("brick", "median", "p20 to p80", "CV", "runs", "GFLOP/s", "GB/s", "of floor", "budget", "NMSE", "contract")
+STYLES = {HOLDS: None, NOISY: "yellow", BROKEN: "red"}
 
 
 def duration(seconds: float) -> str:
@@ -36,8 +37,13 @@ def cells(result: Result) -> tuple[str, ...]:
         f"{result.share_of_floor:.2f}",
         f"{budget['reached']:.2f}{of}{asked}",
         f"{reference['nmse']:.1e}{note}" if reference else "none",
-        "broken" if result.broken else "holds",
+        f"{BROKEN}, {NOISY}" if result.broken and result.noisy else result.verdict,
     )
+
+
+def noise_text(result: Result) -> str:
+    """Why it is noisy."""
+    return f"its {result.iterations} timings vary by {result.cv:.1%}, over the {result.cv_asked:.0%} of its contract"
 
 
 def table(results: list[Result]) -> Any:
@@ -47,7 +53,7 @@ def table(results: list[Result]) -> Any:
     for column in COLUMNS:
         made.add_column(column, justify="left" if column in ("brick", "contract", "budget") else "right")
     for result in results:
-        made.add_row(*cells(result), style="red" if result.broken else None)
+        made.add_row(*cells(result), style=STYLES[result.verdict])
     return made
 
 

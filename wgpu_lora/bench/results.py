@@ -14,6 +14,8 @@ from wgpu_lora.errors import UserError
 
 NAME, VERSION = "wgpu-lora-bench", "1"
 SCHEMA = f"{NAME}/{VERSION}"
+HOLDS, NOISY, BROKEN = "holds", "noisy", "broken"
+ADDED = ("kind", "verdict")  # to a result's own fields, in its line of a file
 Header = dict[str, Any]  # see bench.header
 
 
@@ -24,6 +26,7 @@ class Result:
     seconds, p20, p80: of an iteration. floor_seconds: the larger of operations over the FMA ceiling and bytes over the
     streaming bandwidth. budget: which ceiling, the share asked for (None: nothing) and the share reached.
     reference: the worst normalised mean squared error and whose it was; None where there is no reference.
+    cv_asked: what the contract asks cv to be under; None in files from before it was noted.
     broken: what of the contract does not hold.
     """
 
@@ -47,14 +50,24 @@ class Result:
     seed: int
     extra: dict[str, float] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
+    cv_asked: float | None = None
 
     @property
     def label(self) -> str:
         return f"{self.brick} ({self.case})" if self.case else self.brick
 
+    @property
+    def noisy(self) -> bool:
+        """Whether the timings vary by more than the contract's own bound, so that nothing of time is shown by them."""
+        return self.cv_asked is not None and not self.cv < self.cv_asked
+
+    @property
+    def verdict(self) -> str:
+        return BROKEN if self.broken else NOISY if self.noisy else HOLDS
+
     def record(self) -> dict[str, Any]:
         """As a line of a result file."""
-        return {"kind": "brick", **asdict(self)}
+        return {"kind": "brick", **asdict(self), "verdict": self.verdict}
 
 
 def options_of(context: Context) -> dict[str, Any]:
@@ -123,7 +136,7 @@ def read_results(path: str | Path) -> tuple[Header, list[Result]]:
             f"{path} is of version {version} of its schema, but this wgpu-lora reads {VERSION}: measure it again."
         )
     try:
-        results = [Result(**{n: v for n, v in line.items() if n != "kind"}) for line in lines[1:]]
+        results = [Result(**{n: v for n, v in line.items() if n not in ADDED}) for line in lines[1:]]
         whole = {"device", "options"} <= first.keys() and all(_measured(r) for r in results)
     except (TypeError, AttributeError):
         whole = False
@@ -135,4 +148,5 @@ def read_results(path: str | Path) -> tuple[Header, list[Result]]:
 
 
 def _measured(result: Result) -> bool:
-    return all(math.isfinite(s) and s > 0 for s in (result.seconds, result.p20, result.p80))
+    spread = math.isfinite(result.cv) and math.isfinite(result.cv_asked or 0)
+    return spread and all(math.isfinite(s) and s > 0 for s in (result.seconds, result.p20, result.p80))

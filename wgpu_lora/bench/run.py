@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -19,6 +18,7 @@ from wgpu_lora.bench.header import header
 from wgpu_lora.bench.results import SCHEMA, Header, Result, options_of
 from wgpu_lora.bench.stats import Timings, repeat
 from wgpu_lora.bench.step import largest
+from wgpu_lora.bench.words import ROW, own_words
 from wgpu_lora.bench.workload import Context, Workload
 from wgpu_lora.bench.workloads import WORKLOADS
 from wgpu_lora.errors import UserError
@@ -27,7 +27,6 @@ from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.memory import readable
 
 NUMPY_SHARE = 0.9  # of NumPy's matmul that FMA chains on the same cores must reach, or they are no ceiling
-FOREIGN_ADVICE = "--per-device-train-batch-size or --max-length"  # what the plan says for a training run
 Progress = Callable[[str, str], None]
 
 
@@ -56,7 +55,7 @@ def run_bricks(
     contracts = [load_contract(name) for name in names]
     try:
         for contract in contracts:
-            with _own_words():
+            with own_words(ROW):
                 for workload in WORKLOADS[contract.name](context):
                     progress(contract.name, workload.case)
                     yield measure(context, contract, workload, ceilings, time_limit)
@@ -112,6 +111,7 @@ def measure(
         reference=_reference(checked),
         seed=seed,
         extra=extra,
+        cv_asked=contract.measure.cv,
     )
     judge(contract, result, {**keys, **dims}, device.info.kind)
     return result
@@ -180,7 +180,7 @@ def check_fit(context: Context, name: str, available: int | None = None) -> None
     Args:
         available: bytes, instead of what the device has.
     """
-    with _own_words():
+    with own_words(ROW):
         cases = list(WORKLOADS[name](context))
         room = budget_bytes(context.device.info, available).bytes
         for index, workload in enumerate(cases):
@@ -197,17 +197,6 @@ def check_fit(context: Context, name: str, available: int | None = None) -> None
 def _fits(context: Context, name: str, index: int, room: int, layers: int) -> bool:
     workload = next(islice(WORKLOADS[name](context.with_layers(layers)), index, None))
     return context.device.allocated + workload.nbytes() <= room
-
-
-@contextmanager
-def _own_words() -> Iterator[None]:
-    """The plan's refusals name a training run's options; here the same is done by another."""
-    try:
-        yield
-    except UserError as error:
-        if FOREIGN_ADVICE not in str(error):
-            raise
-        raise UserError(str(error).replace(FOREIGN_ADVICE, "--tokens")) from None
 
 
 def _reference(checked: Checked | None) -> dict[str, Any] | None:

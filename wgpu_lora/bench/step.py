@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from wgpu_lora.bench.words import ROW, own_words
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.config import LINEAR_PATHS
@@ -21,7 +22,7 @@ from wgpu_lora.models.synthetic import synthetic_model
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.initial import initial_matrices
-from wgpu_lora.train.memory import readable
+from wgpu_lora.train.memory import check_adapters, readable
 from wgpu_lora.train.optimizer import SlotUpdate
 from wgpu_lora.train.session import Session
 
@@ -37,7 +38,8 @@ class TrainingStep:
     Declaring it allocates nothing, so its memory can be asked for first: `session.memory()`.
 
     Raises:
-        UserError: the rows are longer than the model's positions, or a tensor is larger than the device can bind.
+        UserError: the rows are longer than the model's positions, adapters of this rank cannot be meant, or a tensor is
+            larger than the device can bind.
     """
 
     def __init__(
@@ -58,6 +60,9 @@ class TrainingStep:
             raise UserError(f"--tokens {tokens} is not possible: {model.name} is made for rows of 2 to {limit} tokens.")
         self.model, self.rows, self.tokens = model, rows, tokens
         config = model.config
+        with own_words(ROW):
+            adapted = TrainingArguments(lora_r=rank, target_modules=",".join(modules))
+            check_adapters([adapted], config, budget_bytes(model.device.info))
         self._modules = [(layer, module) for layer in range(config.num_hidden_layers) for module in modules]
         spec = SlotSpec(rank, dict.fromkeys(self._modules, SCALING))
         adapters = AdapterSet.declare(config, [spec], model.device.max_binding)
@@ -66,8 +71,7 @@ class TrainingStep:
             model, adapters, [bucket], positions=tokens, recompute=checkpointing, compute_dtype=compute_dtype
         )
         self.trained = rows * (tokens - 1)
-        ids = made_up_rows(rows, tokens, model.config.vocab_size)
-        self._segments = [Segment(row, row, 0, 1 / self.trained) for row in ids]
+        self._segments: list[Segment] = []
         self._count = 0
 
     def allocate(self) -> None:
@@ -77,6 +81,8 @@ class TrainingStep:
         for number, key in enumerate(self._modules):
             matrices = initial_matrices(0, number, shapes[key[1]], adapters.rank)
             adapters.write(self.session.device, 0, {key: matrices})
+        ids = made_up_rows(self.rows, self.tokens, self.model.config.vocab_size)
+        self._segments = [Segment(row, row, 0, 1 / self.trained) for row in ids]
 
     def run(self) -> float:
         """One optimizer step as the trainer takes it; the mean loss of the trained tokens."""

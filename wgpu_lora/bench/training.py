@@ -13,6 +13,7 @@ from typing import Any
 
 from wgpu_lora.bench.header import header
 from wgpu_lora.bench.step import WARMUP, TrainingStep, check_fits, chosen_model, made_up_rows
+from wgpu_lora.bench.words import TRAINING, own_words
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.gpu.device import Device
@@ -25,7 +26,8 @@ from wgpu_lora.train.finetune import Job, prepare_job, with_demo_data
 from wgpu_lora.train.progress import StepResult
 
 SCHEMA = "wgpu-lora-bench-training/1"
-SYNTHETIC_STEPS = 10
+# Of a shape's training, where nothing else is said.
+SYNTHETIC = {"max_steps": 10, "max_length": 512, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
 SPREAD_OVER = ("seconds", "samples_per_second", "tokens_per_second", "trained_tokens_per_second", "final_loss")
 EXCLUDED = f"loading, and the first {WARMUP} steps, which compile and find where to split submits"
 Record = dict[str, Any]
@@ -35,20 +37,22 @@ Record = dict[str, Any]
 class Work:
     """What is trained: a recipe by name or path (the demo's by default), or a named shape on made-up rows.
 
-    layers, tokens, rank and base_dtype belong to a shape, and a recipe says them itself; data and model go over what a
-    recipe says, batch and accumulation (rows of a batch, batches of a step) over both.
+    layers belongs to a shape, data and model to a recipe; all else goes over what a recipe says, or a shape's
+    defaults. tokens: of a shape's rows, of a recipe's at most. batch, accumulation: rows of a batch, batches of a step.
     """
 
     recipe: str | None = None
     shape: str | None = None
     layers: int | None = None
-    tokens: int = 512
+    tokens: int | None = None
     batch: int | None = None
     accumulation: int | None = None
     data: str | None = None
     model: str | None = None
-    rank: int = 16
-    base_dtype: str = "nf4"
+    rank: int | None = None
+    base_dtype: str | None = None
+    compute_dtype: str | None = None
+    tune: bool | None = None
     max_steps: int | None = None
     device: str | None = None
 
@@ -84,7 +88,7 @@ def run_training(
     if repeat < 1:
         raise UserError(f"--repeat must be at least 1, not {repeat}.")
     runs: list[Record] = []
-    with tempfile.TemporaryDirectory(prefix="wgpu-lora-bench-") as place:
+    with own_words(TRAINING), tempfile.TemporaryDirectory(prefix="wgpu-lora-bench-") as place:
         args, model = _prepared(work, Path(place), opened)
         described = _described(args, model, work)
         head = header(SCHEMA, model.device, work=described, excluded=EXCLUDED)
@@ -126,11 +130,6 @@ def records(found: Record) -> list[Record]:
 
 def _prepared(work: Work, place: Path, opened: Device | None) -> tuple[TrainingArguments, LoadedModel]:
     """The options, and the model that they name, declared."""
-    if work.shape:
-        model = chosen_model(None, work.shape, work.layers, opened or Device(work.device), work.base_dtype)
-        args = _synthetic(work, place, model)
-        check_fits(model, lambda of: TrainingStep(of, work.batch or 1, work.tokens, work.rank).session.memory().peak)
-        return args, model
     options = {
         "max_steps": work.max_steps,
         "device": work.device,
@@ -138,34 +137,38 @@ def _prepared(work: Work, place: Path, opened: Device | None) -> tuple[TrainingA
         "model": work.model,
         "per_device_train_batch_size": work.batch,
         "gradient_accumulation_steps": work.accumulation,
+        "max_length": work.tokens,
+        "lora_r": work.rank,
+        "base_dtype": work.base_dtype,
+        "compute_dtype": work.compute_dtype,
+        "tune": work.tune,
     }
     given = {name: value for name, value in options.items() if value is not None}
+    if work.shape:
+        return _synthetic(work, given, place, opened)
     args = with_demo_data(gather(given, work.recipe or "demo", "The command line")[0])
     # A resumed run would have its steps behind it, and would write where somebody keeps it.
     args = replace(args, resume=False)
     return args, chosen_model(args.model, None, None, opened or Device(args.device), args.base_dtype)
 
 
-def _synthetic(work: Work, place: Path, model: LoadedModel) -> TrainingArguments:
-    steps = work.max_steps or SYNTHETIC_STEPS
-    batch, accumulation = work.batch or 1, work.accumulation or 1
-    TrainingStep(model, batch, work.tokens, work.rank)  # refuses sizes that are not possible
-    ids = made_up_rows(min(steps, 64) * batch * accumulation, work.tokens, model.config.vocab_size)
+def _synthetic(work: Work, given: Record, place: Path, opened: Device | None) -> tuple[TrainingArguments, LoadedModel]:
+    args = TrainingArguments(**{**SYNTHETIC, **given})
+    args = replace(args, lora_alpha=2 * args.lora_r, save_steps=0)
+    model = chosen_model(None, work.shape, work.layers, opened or Device(args.device), args.base_dtype)
+    rows, tokens = args.per_device_train_batch_size, args.max_length
+
+    def step(of: LoadedModel) -> TrainingStep:  # refuses sizes that are not possible
+        return TrainingStep(of, rows, tokens, args.lora_r, compute_dtype=args.compute_dtype)
+
+    check_fits(model, lambda of: step(of).session.memory().peak)
+    ids = made_up_rows(
+        min(args.max_steps, 64) * rows * args.gradient_accumulation_steps, tokens, model.config.vocab_size
+    )
     lines = (json.dumps({"input_ids": row, "labels": row}) for row in ids.tolist())
     data = place / "rows.jsonl"
     data.write_text("".join(f"{line}\n" for line in lines))
-    return TrainingArguments(
-        data=str(data),
-        model=model.name,
-        base_dtype=work.base_dtype,
-        lora_r=work.rank,
-        lora_alpha=2 * work.rank,
-        per_device_train_batch_size=batch,
-        gradient_accumulation_steps=accumulation,
-        max_length=work.tokens,
-        max_steps=steps,
-        save_steps=0,
-    )
+    return replace(args, model=model.name, data=str(data)), model
 
 
 def _described(args: TrainingArguments, model: LoadedModel, work: Work) -> Record:

@@ -8,10 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
+from wgpu_lora.cli.bench_modes import check_bricks, check_mode
 from wgpu_lora.cli.bench_training import max_batch as search_batches
 from wgpu_lora.cli.bench_training import training as train
 from wgpu_lora.cli.console import Bar, console, is_terminal, line
-from wgpu_lora.cli.options import BaseDtype, Device
+from wgpu_lora.cli.options import Device
 from wgpu_lora.errors import UserError
 
 WHAT, WITH, RUNS = "What to do", "Model and sizes", "--training and --find-max-batch"
@@ -20,6 +21,13 @@ SHAPE = (
     "runs on the CPU and qwen2.5-0.5b on any other."
 )
 COMPARE = "Two result files, older first: how much each brick's time has changed, and whether that is more than noise."
+TOKENS = "Tokens of a training batch of bricks, or of a row of one; of a recipe's rows at most."
+BASE_DTYPE = "How the frozen weights are kept: nf4, bf16, f16 or f32."
+COMPUTE_DTYPE = "What training's products round activations to: f32, bf16 or f16."
+TIME_LIMIT = (
+    "Seconds of measuring each brick's case, instead of what its contract says; or of running batches that "
+    "--find-max-batch finds, with and without checkpointing each (600)."
+)
 
 
 def option(text: str, panel: str, *names: str, **settings: Any) -> Any:
@@ -27,6 +35,7 @@ def option(text: str, panel: str, *names: str, **settings: Any) -> Any:
 
 
 def bench(
+    ctx: typer.Context,
     brick: Annotated[list[str] | None, option("Brick to measure; can be given several times.", WHAT)] = None,
     everything: Annotated[bool, option("Measure every brick.", WHAT, "--all")] = False,
     listing: Annotated[bool, option("List the bricks and shapes that there are.", WHAT, "--list")] = False,
@@ -38,17 +47,15 @@ def bench(
     shape: Annotated[str | None, option(SHAPE, WITH)] = None,
     model: Annotated[str | None, option("Model directory, GGUF file, hub id or 'demo', not a shape.", WITH)] = None,
     layers: Annotated[int | None, option("Keep only so many of the model's layers.", WITH)] = None,
-    tokens: Annotated[int, option("Tokens of a training batch, or of a row of one.", WITH)] = 512,
-    rank: Annotated[int, option("Rank of the adapters.", WITH)] = 16,
-    base_dtype: BaseDtype = "nf4",
-    compute_dtype: Annotated[
-        str, option("What training's products round activations to: f32, bf16 or f16.", WITH)
-    ] = "f32",
-    tune: Annotated[bool, option("Choose tilings as a training run does, before its bricks.", WITH)] = True,
-    device: Device = None,
-    time_limit: Annotated[
-        float | None, option("Seconds of measuring each brick's case, instead of what its contract says.", WITH)
+    tokens: Annotated[int | None, option(TOKENS, WITH, show_default="512, or the recipe's")] = None,
+    rank: Annotated[int | None, option("Rank of the adapters.", WITH, show_default="16, or the recipe's")] = None,
+    base_dtype: Annotated[str | None, option(BASE_DTYPE, WITH, show_default="nf4, or the recipe's")] = None,
+    compute_dtype: Annotated[str | None, option(COMPUTE_DTYPE, WITH, show_default="f32, or the recipe's")] = None,
+    tune: Annotated[
+        bool | None, option("Choose tilings as a training run does; by default, unless the recipe says no.", WITH)
     ] = None,
+    device: Device = None,
+    time_limit: Annotated[float | None, option(TIME_LIMIT, WITH)] = None,
     json: Annotated[str | None, option("File for the results, as JSON lines.", WITH, metavar="FILE")] = None,
     recipe: Annotated[str | None, option("Recipe to train, by default the demo's; or give --shape.", RUNS)] = None,
     repeat: Annotated[int, option("How often to train.", RUNS)] = 2,
@@ -59,66 +66,65 @@ def bench(
     data: Annotated[str | None, option("Rows for a recipe that names none.", RUNS)] = None,
     batch: Annotated[int | None, option("Rows of a batch of --training.", RUNS)] = None,
     accumulation: Annotated[int | None, option("Batches of an optimizer step of --training.", RUNS)] = None,
-    max_batch: Annotated[int | None, option("Rows that --find-max-batch goes to at most.", RUNS)] = None,
+    max_batch: Annotated[
+        int | None, option("Rows that --find-max-batch goes to at most; left out, as many as fit.", RUNS)
+    ] = None,
     memory_limit: Annotated[int | None, option("Bytes that --find-max-batch may use at most.", RUNS)] = None,
 ) -> int:
     """Measure bricks: pieces of training and serving with a performance contract.
 
     First the device's own ceilings, then for each brick correctness against float64 references, then time. The exit
-    code is 1 where a contract is broken.
+    code is 1 where a contract is broken. A brick whose timings never came to agree as its contract asks is 'noisy': it
+    does not hold, and alone changes no exit code.
     """
-    if sum((bool(brick), everything, listing, bool(compare), training, find_max_batch)) != 1:
-        raise UserError(
-            "Say what to do with exactly one of --brick NAME, --all, --list, --compare OLD NEW, --training and "
-            "--find-max-batch."
-        )
+    check_mode(ctx)
+    if time_limit is not None and not 0 < time_limit < math.inf:
+        raise UserError(f"--time-limit is {time_limit:g}: give a number of seconds greater than 0.")
     if listing:
         return _list()
     if compare:
         return _compare(*compare)
+    given = {"tokens": tokens, "rank": rank, "base_dtype": base_dtype, "compute_dtype": compute_dtype}
+    sizes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if training:
         from wgpu_lora.bench.training import Work
 
         work = Work(
-            recipe, shape, layers, tokens, batch, accumulation, data, model, rank, base_dtype, max_steps, device
-        )
+            recipe, shape, layers, batch=batch, accumulation=accumulation, data=data, model=model, max_steps=max_steps,
+            device=device, tune=tune, **sizes,
+        )  # fmt: skip
         return train(work, repeat, json, project)
-    if project:
-        raise UserError("--project goes with --training, whose speed it takes.")
     if find_max_batch:
-        from wgpu_lora.bench.max_batch import Batches
+        from wgpu_lora.bench.max_batch import SECONDS, Batches
 
-        limits = {"most": max_batch, "limit": memory_limit}
-        batches = Batches(tokens, rank, **{name: value for name, value in limits.items() if value is not None})
-        return search_batches(model, shape, layers, base_dtype, device, batches, json)
+        sizes.pop("base_dtype", None)
+        batches = Batches(most=max_batch, limit=memory_limit, seconds=time_limit or SECONDS, **sizes)
+        return search_batches(model, shape, layers, base_dtype or "nf4", device, batches, json)
     if shape and model:
         raise UserError("--shape and --model are both given: leave one of them out.")
-    if time_limit is not None and not 0 < time_limit < math.inf:
-        raise UserError(f"--time-limit is {time_limit:g}: give a number of seconds greater than 0.")
-    from wgpu_lora.bench.contract import brick_names, load_contract
+    from wgpu_lora.bench.contract import brick_names
 
     names = brick_names() if everything else list(dict.fromkeys(brick or []))
-    for name in names:
-        load_contract(name)  # what is not known is said before a device is opened
+    check_bricks(ctx, names)  # what is not known is said before a device is opened
     from wgpu_lora.gpu.tuner import wanted
 
-    context = _context(device, shape, model, layers, tokens, rank, base_dtype, compute_dtype, wanted(tune))
+    context = _context(device, shape, model, layers, tune=wanted(tune is not False), **sizes)
     return _measure(context, names, time_limit, json)
 
 
-def _context(selector: str | None, shape: str | None, model: str | None, layers: int | None, *sizes: Any) -> Any:
+def _context(selector: str | None, shape: str | None, model: str | None, layers: int | None, **sizes: Any) -> Any:
     from wgpu_lora.bench.workload import Context
     from wgpu_lora.gpu.device import Device as OpenedDevice
     from wgpu_lora.models.shapes import shape_config
 
     if shape:
         shape_config(shape, layers)
-    return Context.of(OpenedDevice(selector), shape, model, layers, *sizes)
+    return Context.of(OpenedDevice(selector), shape, model, layers, **sizes)
 
 
 def _measure(context: Any, names: list[str], time_limit: float | None, file: str | None) -> int:
     from wgpu_lora.bench.ceiling import measure_ceilings
-    from wgpu_lora.bench.report import ceiling_text, plain, table
+    from wgpu_lora.bench.report import ceiling_text, noise_text, plain, table
     from wgpu_lora.bench.results import Writer, options_of
     from wgpu_lora.bench.run import ceilings_broken, check_fit, header_of, run_bricks
 
@@ -153,6 +159,9 @@ def _measure(context: Any, names: list[str], time_limit: float | None, file: str
         console().print(table(results))
     if any(r.reference and r.reference["in_part"] for r in results):
         line("*", "of the largest kernels a part was compared with the reference: the whole would take too long")
+    for r in results:
+        if r.noisy:
+            line("noisy", f"{r.label}: {noise_text(r)}")
     broken = ceilings_broken(ceilings) + [f"{r.label}: {text}" for r in results for text in r.broken]
     for text in broken:
         line("broken", text)

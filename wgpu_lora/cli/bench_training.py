@@ -65,11 +65,23 @@ def max_batch(
 
     found = find_max_batch(opened, batches, note)
     console().print(_batch_table(found["rows"]))
+    if not all(row["warmup"] for row in found["rows"]):
+        line("*", "there was time for the first steps alone, in which kernels are compiled")
     for summary in found["summary"]:
-        ways = "with" if summary["gradient_checkpointing"] else "without"
-        text = f"{summary['confirmed']} rows {ways} gradient checkpointing, bounded by {summary['bounded_by']}"
-        line("largest", f"{text} ({summary['planned']} by the plan)")
+        line("largest", _largest(summary))
     return 0
+
+
+def _largest(summary: Record) -> str:
+    ways = "with" if summary["gradient_checkpointing"] else "without"
+    planned, confirmed = summary["planned"], summary["confirmed"]
+    why = f" ({summary['why']})" if summary["why"] else ""
+    bound = f"{ways} gradient checkpointing, bounded by {summary['bounded_by']}{why}"
+    if confirmed == planned:
+        return f"{planned:,} rows {bound}; {'a step of them ran' if planned else 'not even one fits'}"
+    if summary["not_run"] is None:
+        return f"{confirmed:,} rows {bound}; {planned:,} by the plan"
+    return f"{planned:,} rows by the plan, {bound}; {confirmed:,} ran: {summary['not_run']}"
 
 
 def _lines_to(path: str | None) -> Callable[[Record], None]:
@@ -154,7 +166,7 @@ def _batch_table(rows: list[Record]) -> Any:
         table.add_row(
             str(row["batch"]),
             "yes" if row["gradient_checkpointing"] else "no",
-            f"{row['step_seconds']:.4f}",
+            f"{row['step_seconds']:.4f}{'' if row['warmup'] else '*'}",
             f"{row['tokens_per_second']:,.0f}",
             readable(row["planned"]),
             readable(row["allocated"]),

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wgpu_lora.cli.console import Bar, is_terminal, line
-from wgpu_lora.errors import UserError
 from wgpu_lora.train.arguments import ADAPTER, FILES, TrainingArguments
 
 if TYPE_CHECKING:
@@ -65,8 +64,6 @@ def finetune(
         from wgpu_lora.cli.pipeline import train_pipeline
 
         return train_pipeline(args, adapters or [], adapters_config, schedule, batch_tokens)
-    if schedule != "synchronized" or batch_tokens is not None:
-        raise UserError("--schedule and --batch-tokens are for several adapters: give --adapters, or leave them out.")
     from wgpu_lora.train.finetune import prepare_job
 
     job = prepare_job(args)

@@ -9,12 +9,15 @@ import typer
 
 from wgpu_lora.bounded import printable
 from wgpu_lora.cli.console import Bar, is_terminal, print_json
-from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Json, Model
+from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Json, Model, refuse_idle
 from wgpu_lora.cli.several import as_rows, show_answers
 from wgpu_lora.errors import UserError
 
+DRAWING = ("top_p", "top_k", "seed")  # what says how tokens are drawn
+
 
 def generate(
+    ctx: typer.Context,
     prompt: Annotated[str | None, typer.Option(help="What to ask; read from stdin where that is piped.")] = None,
     system: Annotated[str | None, typer.Option(help="System message of the chat template.")] = None,
     enable_thinking: Annotated[
@@ -36,6 +39,8 @@ def generate(
 
     Several adapters all answer, in a single batch.
     """
+    if temperature == 0:
+        refuse_idle(ctx, DRAWING, "at --temperature 0, which takes the likeliest token")
     if prompt is None:
         prompt = _piped()
     if not prompt:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from typing import Annotated, Any
 
@@ -16,6 +16,7 @@ from wgpu_lora.train.arguments import PANELS, TrainingArguments, flag, gather
 KINDS = {"str": str, "int": int, "float": float, "bool": bool}
 RECIPE = "Flat TOML file of these options, or the name of a bundled recipe; options given here win over it."
 MAY_BE_EMPTY = {"prompt", "system"}  # an empty prompt has a message of its own, an empty system message is one
+OF_SEVERAL = ("schedule", "batch_tokens")  # options of a pipeline alone
 # Options that several commands have.
 Model = Annotated[str | None, typer.Option(help="Model directory, GGUF file, hub id, or 'demo' (the default).")]
 Adapter = Annotated[
@@ -75,8 +76,10 @@ def training_options(run: Callable[..., int]) -> Callable[..., int]:
     names = [f.name for f in fields(TrainingArguments)]
 
     def command(ctx: typer.Context, recipe: str | None, **values: Any) -> int:
-        given = {name: values.pop(name) for name in names if _from_command_line(ctx, name)}
+        given = {name: values.pop(name) for name in names if is_given(ctx, name)}
         own_data = any(values.get(name) for name in ("adapters", "adapters_config"))
+        if not own_data:
+            refuse_idle(ctx, OF_SEVERAL, "without --adapters or --adapters-config")
         args, path = gather(given, recipe, "The command line", demo=not own_data)
         note = None
         if path is not None:
@@ -113,6 +116,19 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _from_command_line(ctx: typer.Context, name: str) -> bool:
+def is_given(ctx: typer.Context, name: str) -> bool:
+    """Whether the command line says it, be it what it is by default."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
+
+
+def refuse_idle(ctx: typer.Context, names: Collection[str], where: str) -> None:
+    """Raises UserError where the command line gives any of these options, which would do nothing.
+
+    where: with what, such as 'with --list'.
+    """
+    given = [p for p in ctx.command.params if p.name in names and is_given(ctx, p.name)]
+    found = ["/".join((*p.opts, *p.secondary_opts)) for p in given]
+    if found:
+        does, it = ("does", "it") if len(found) == 1 else ("do", "them")
+        raise UserError(f"{' and '.join(found)} {does} nothing {where}: leave {it} out.")

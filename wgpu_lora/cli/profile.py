@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wgpu_lora.cli.console import console, line, print_json
-from wgpu_lora.cli.options import BaseDtype, Device, Json, Model
+from wgpu_lora.cli.options import BaseDtype, Device, Json, Model, is_given
 from wgpu_lora.errors import UserError
 
 if TYPE_CHECKING:
@@ -113,9 +113,7 @@ def _of_run(
         "rank": args.lora_r,
         "gradient_checkpointing": args.gradient_checkpointing,
     }
-    sources = {name: ctx.get_parameter_source(name) for name in of_run}
-    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-    return of_run | {name: work[name] for name in given}
+    return of_run | {name: work[name] for name in of_run if is_given(ctx, name)}
 
 
 def _table(found: Profile, by_shape: bool) -> Any:

@@ -24,12 +24,16 @@ def prove(
     ] = None,
     out: Annotated[Path, typer.Option(help="Directory for it; one in use gets a number.")] = Path("proof"),
     only: Annotated[str | None, typer.Option(help="Numbers of the checks to do, such as 1,6.")] = None,
+    require_discrete: Annotated[
+        int, typer.Option(help="Discrete GPUs that have to be used; with fewer, nothing is proven.")
+    ] = 0,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 unless everything is proven.")] = False,
 ) -> int:
     """Prove that training and inference happen on wgpu, without CUDA.
 
     Nine checks in child processes; the exit code is 1 if any of them fails. One that cannot be done is 'not run',
-    and then nothing is called proven, which alone does not change the exit code: --strict makes it 1 then too.
+    and then nothing is called proven, which alone does not change the exit code: --strict makes it 1 then too. The
+    verdict names the devices and their kinds; --require-discrete asks for real GPUs.
     """
     from wgpu_lora.proof.checks import CHECKS
     from wgpu_lora.proof.run import Interrupted
@@ -41,7 +45,7 @@ def prove(
             raise UserError(f"--only {only} is not understood: give numbers from 1 to {max(CHECKS)}, such as 1,6.")
         numbers.add(int(text))
     try:
-        result = run(recipe, devices, out, numbers, lambda name: line("check", name), _said)
+        result = run(recipe, devices, out, numbers, lambda name: line("check", name), _said, require_discrete)
     except Interrupted as interrupted:
         line("interrupted", f"what was done so far left its logs in {interrupted.directory}/logs/")
         raise

@@ -26,7 +26,7 @@ class Refused(UserError):
 class Proof:
     """One proof. args: the recipe's options, with held-out data for certain.
 
-    select: what --devices says, None where it is left out.
+    select: what --devices says, None where it is left out. discrete: how many discrete devices have to be used.
     """
 
     out: Path
@@ -34,6 +34,7 @@ class Proof:
     args: TrainingArguments
     select: str | None
     children: Children
+    discrete: int = 0
     _made: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -49,7 +50,8 @@ class Proof:
 
     def devices(self) -> dict[str, Any]:
         """What jobs.devices found. Raises Refused where --devices cannot be followed."""
-        found = self._once("devices", lambda: self.children.job("devices", "devices", select=self.select))
+        asked = {"select": self.select, "discrete": self.discrete}
+        found = self._once("devices", lambda: self.children.job("devices", "devices", **asked))
         if "refused" in found:
             raise Refused(found["refused"])
         return found
@@ -58,6 +60,16 @@ class Proof:
         """The same for a report: empty where no check asked for the devices, or they could not be found out."""
         found = self._made.get("devices")
         return found if isinstance(found, dict) else {}
+
+    def lacks_discrete(self) -> str | None:
+        """What --require-discrete asks for and is not used; None where nothing is missing."""
+        if not self.discrete:
+            return None
+        found = self.devices()
+        adapters, hardware = found["adapters"], zip(found["used"], found["hardware"], strict=True)
+        used = len({name for index, name in hardware if adapters[index]["kind"] == "discrete"})
+        gpus = "discrete GPU is" if used == 1 else "discrete GPUs are"
+        return None if used >= self.discrete else f"--require-discrete {self.discrete} is not met: {used} {gpus} used"
 
     def used(self) -> list[int]:
         """Indices of the devices, the one that trains first."""

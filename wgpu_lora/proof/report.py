@@ -51,6 +51,8 @@ def gather_facts(result: Result, proof: Proof) -> dict[str, Any]:
         "recipe": {"path": str(proof.recipe), "options": proof.args.as_dict()},
         "devices": devices.get("adapters", []),
         "used": devices.get("used", []),
+        "used_on": result.devices,
+        "require_discrete": proof.discrete,
         "checks": checks,
     }
 

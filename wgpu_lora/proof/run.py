@@ -18,6 +18,7 @@ from wgpu_lora.proof.finding import FAILED, NOT_RUN, PASSED, ChildFailed, Findin
 from wgpu_lora.proof.report import write_report
 
 RECIPE, OUT = "wgpu-proof", "proof"
+FIRST = 1  # the check of the devices
 
 
 class Interrupted(KeyboardInterrupt):
@@ -51,31 +52,55 @@ class Check:
 
 @dataclass(frozen=True)
 class Result:
-    """checks: all nine, by number. code: 1 where one failed, or none passed."""
+    """checks: all nine, by number. code: 1 where one failed, or none passed.
+
+    devices: what they were done on, as `on_devices` says it. lacking: what --require-discrete did not get.
+    """
 
     checks: list[Check]
     directory: Path
+    devices: str = ""
+    lacking: str | None = None
 
     def count(self, status: str) -> int:
         return sum(check.finding.status == status for check in self.checks)
 
     @property
     def proven(self) -> bool:
-        return self.count(PASSED) == len(self.checks)
+        return not self.lacking and self.count(PASSED) == len(self.checks)
 
     @property
     def code(self) -> int:
-        return int(bool(self.count(FAILED)) or not self.count(PASSED))
+        return int(bool(self.lacking or self.count(FAILED)) or not self.count(PASSED))
 
     @property
     def verdict(self) -> str:
         if self.proven:
-            return "Proven here: all of training and inference happened on wgpu, without CUDA."
-        said = []
+            return f"Proven on {self.devices}: all of training and inference happened on wgpu, without CUDA."
+        said = [self.lacking] if self.lacking else []
         for status in (FAILED, NOT_RUN):
             numbers = [str(check.number) for check in self.checks if check.finding.status == status]
             said += [f"{status}: {', '.join(numbers)}"] if numbers else []
-        return f"Not proven: {self.count(PASSED)} of {len(self.checks)} checks passed; {'; '.join(said)}."
+        on = f" on {self.devices}" if self.devices else ""
+        return f"Not proven: {self.count(PASSED)} of {len(self.checks)} checks passed{on}; {'; '.join(said)}."
+
+
+def on_devices(found: dict[str, Any]) -> str:
+    """What jobs.devices found to be used, by kind and name; empty where nothing is.
+
+    "2 software devices (llvmpipe, SwiftShader); no discrete GPU was at hand".
+    """
+    adapters, kinds = found.get("adapters", []), dict[str, list[str]]()
+    # One may be listed by several APIs.
+    for index in dict(zip(found.get("hardware", []), found.get("used", []), strict=True)).values():
+        kinds.setdefault(adapters[index]["kind"], []).append(adapters[index]["name"])
+    said = " and ".join(
+        f"{len(names)} {kind} device{'s' * (len(names) > 1)} ({', '.join(names)})" for kind, names in kinds.items()
+    )
+    if not said or "discrete" in kinds:
+        return said
+    had = any(adapter["kind"] == "discrete" for adapter in adapters)
+    return f"{said}; no discrete GPU was {'used' if had else 'at hand'}"
 
 
 def prove(
@@ -85,6 +110,7 @@ def prove(
     only: Iterable[int] = (),
     begun: Callable[[str], None] = lambda name: None,
     done: Callable[[Check], None] = lambda check: None,
+    discrete: int = 0,
 ) -> Result:
     """Runs the checks in child processes and writes proof.json, proof.html and logs.
 
@@ -93,21 +119,28 @@ def prove(
         out: a directory, which gets a number where it holds something.
         only: numbers of the checks to do; left out, all.
         begun, done: called before and after every check that is done.
+        discrete: discrete devices that have to be used; with fewer, nothing but check 1 is done.
 
     Raises:
-        UserError: the recipe, --devices or --out cannot be followed.
+        UserError: the recipe, --devices, --require-discrete or --out cannot be followed.
         Interrupted: by a KeyboardInterrupt; the children are ended and their logs are left.
     """
     _check_places(out, devices)
+    if discrete < 0:
+        raise UserError(f"--require-discrete must be 0 or more, not {discrete}.")
     args, path = read_recipe(recipe)
     out = fresh_directory(out)
     made = not out.exists()
-    proof = Proof(out, path, args, devices, Children(out))
+    proof = Proof(out, path, args, devices, Children(out), discrete)
     wanted = set(only) or set(CHECKS)
     checks: list[Check] = []
+    lacking: str | None = None
     try:
+        lacking = _lacking(proof)
         for number in sorted(CHECKS, key=lambda n: (n == LAST, n)):
-            if number in wanted:
+            if lacking and number != FIRST:
+                checks.append(Check(number, CHECKS[number][0], 0.0, Finding(NOT_RUN, lacking)))
+            elif number in wanted:
                 begun(f"{number} {CHECKS[number][0]}")
                 checks.append(_do(number, proof))
                 done(checks[-1])
@@ -125,7 +158,7 @@ def prove(
     finally:
         proof.children.end()
         _tidy(out)
-    result = Result(sorted(checks, key=lambda check: check.number), out)
+    result = Result(sorted(checks, key=lambda check: check.number), out, on_devices(proof.known()), lacking)
     write_report(result, proof)
     return result
 
@@ -136,6 +169,14 @@ def _check_places(out: Path, devices: str | None) -> None:
     taken = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
     if taken:
         raise UserError(f"--out {out} cannot be a directory, because {taken} is a file: choose another place.")
+
+
+def _lacking(proof: Proof) -> str | None:
+    """What --require-discrete does not get here, asked before anything else; what fails otherwise is for the checks."""
+    try:
+        return proof.lacks_discrete()
+    except ChildFailed as error:
+        return f"--require-discrete {proof.discrete}, but the devices could not be found out: {error}"
 
 
 def _do(number: int, proof: Proof) -> Check:

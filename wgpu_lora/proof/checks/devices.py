@@ -15,12 +15,14 @@ def devices_compute(proof: Proof) -> Finding:
     figures = {
         "devices": adapters,
         "discrete": sum(a["kind"] == "discrete" for a in adapters),
+        "required_discrete": proof.discrete,
         "used": used,
         "computed": found["computed"],
         "wgpu_native": found["wgpu_native"],
     }
     if not adapters:
-        return Finding.of(["wgpu found no adapter: no driver is installed, or none that works"], "", figures)
+        none = "wgpu found no adapter: no driver is installed, or none that works"
+        return Finding.of([none, *filter(None, [proof.lacks_discrete()])], "", figures)
     faults = [
         f"device {index} ({adapters[int(index)]['name']}) multiplied matrices wrong, by {result['error']:.1e}"
         for index, result in found["computed"].items()
@@ -28,6 +30,8 @@ def devices_compute(proof: Proof) -> Finding:
     ]
     if len(used) < min(2, found["different"]) and not found["asked"]:
         faults.append(f"only {len(used)} of {found['different']} different devices are used")
+    if lacking := proof.lacks_discrete():
+        faults.append(lacking)
     unused = len(adapters) - len(used)
     left = f"; {unused} left out by --devices" if found["asked"] and unused else ""
     names = ", ".join(_name(adapters[index]) for index in used)

@@ -17,14 +17,15 @@ AT_ONCE = 2  # devices that are used where none are named
 TOLERANCE = 1e-9  # mean squared error of a product of f32 over its mean square; rounding alone gives some 1e-13
 
 
-def run(select: str | None) -> dict[str, Any]:
+def run(select: str | None, discrete: int = 0) -> dict[str, Any]:
     """The adapters, the indices of those that are used, and what each of these made of a matrix product.
 
-    `select`: indices or names, separated by commas. `refused` says what is wrong with it.
+    `select`: indices or names, separated by commas; `discrete`: how many discrete ones are wanted where it is left
+    out. `refused` says what is wrong with it. `hardware` names the device behind each that is used.
     """
     adapters = list_adapters()
     try:
-        used = named(select) if select else by_default(adapters)
+        used = named(select) if select else by_default(adapters, max(AT_ONCE, discrete))
     except UserError as error:
         if adapters:
             return {"refused": str(error)}
@@ -34,6 +35,7 @@ def run(select: str | None) -> dict[str, Any]:
         "used": used,
         "asked": select is not None,
         "different": len({device_key(a, adapters) for a in adapters}),
+        "hardware": [device_key(adapters[index], adapters) for index in used],
         "computed": {index: multiply(index) for index in used},
         "wgpu_native": native_version(),
     }
@@ -46,10 +48,10 @@ def named(select: str) -> list[int]:
     return indices
 
 
-def by_default(adapters: list[AdapterInfo]) -> list[int]:
-    """The first two that are not the same piece of hardware behind another API, as Windows shows it."""
+def by_default(adapters: list[AdapterInfo], count: int = AT_ONCE) -> list[int]:
+    """The first that are not the same hardware behind another API, as Windows shows it, discrete ones first."""
     first = {device_key(a, adapters): a.index for a in reversed(adapters)}
-    return sorted(first.values())[:AT_ONCE]
+    return sorted(first.values())[:count]
 
 
 def multiply(index: int) -> dict[str, Any]:
