@@ -24,6 +24,7 @@ from wgpu_lora.errors import UserError
 TOML = """
 covers = "a piece"
 kind = "training"
+options = ["tokens"]
 [dims]
 T = "tokens"
 H = "hidden_size * 2"

@@ -109,7 +109,7 @@ def test_directories_and_names_are_apart() -> None:
         (["--adapters", "a:b:c"], "more than one colon"),
         (["--adapters-config", "missing.toml"], "missing.toml cannot be read"),
         (["--adapters", "x:a", "--adapters", "y:./a/"], "each needs one"),
-        (["--schedule", "round-robin"], "are for several adapters"),
+        (["--schedule", "synchronized"], "--schedule does nothing without --adapters"),
         (["--adapters", "x:a", "--wait", "-5"], "--wait must be 0 or more"),
         (["--adapters", "x:a", "--schedule", "fair"], "--schedule must be one of"),
         (["--adapters", "x:a", "--data", "y"], "contradict"),

@@ -169,15 +169,15 @@ class Confirmed:
         ran: dict[int, Record] = {}
         low, high, refusal = 0, planned + 1, None
         while high - low > 1:
-            rows = next((rows for rows in leading_to(planned) if low < rows < high), (low + high) // 2)
-            left = batches.seconds - (time.perf_counter() - begin)
+            ahead = [rows for rows in leading_to(planned) if low < rows < high] or [(low + high) // 2]
+            rows, left = ahead[0], batches.seconds - (time.perf_counter() - begin)
             expected = rows / low * ran[low]["step_seconds"] if low else 0.0
             if ran and expected > left:
                 about = f"a step of {rows:,} rows would take about {expected:,.0f} s"
                 late = f"{about}, and {max(left, 0):,.0f} s of --time-limit {batches.seconds:g} were left"
                 return cls(low, list(ran.values()), refusal, late)
             try:
-                ran[rows] = measure(model, batches, rows, checkpointing, left)
+                ran[rows] = measure(model, batches, rows, checkpointing, left / len(ahead))
             except UserError as error:
                 high, refusal = rows, _fact(error)
                 continue
@@ -193,7 +193,7 @@ def leading_to(most: int) -> list[int]:
 
 
 def measure(model: LoadedModel, batches: Batches, rows: int, checkpointing: bool, seconds: float) -> Record:
-    """A few steps of one batch, one at least and no more than `seconds` allow: their time, and their memory.
+    """A few steps of one batch, one at least and further ones as `seconds` allow: their time, and their memory.
 
     The first steps, which compile, count only where there was no time for others.
     """
