@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -237,7 +238,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--brick", "rope", "--shape", "zork"], f"The shape zork is not known: choose one of {'qwen2.5-0.5b'}"),
         (["--brick", "rope", "--shape", "tiny-qwen3", "--model", "demo"], "--shape and --model are both given"),
         (["--brick", "rope", "--time-limit", "0"], "--time-limit is 0"),
-        (["--brick", "rope", "--layers", "99", "--shape", "tiny-qwen3"], "--layers 99 is not possible"),
+        (["--brick", "train_step", "--layers", "99", "--shape", "tiny-qwen3"], "--layers 99 is not possible"),
         (["--compare", "nowhere", "nowhere"], "The result file nowhere cannot be read"),
         (["--training", "--shape", "tiny-qwen3", "--model", "demo"], "a shape has made-up weights"),
         (["--brick", "rope", "--device", "zork"], "No device is named 'zork'"),
@@ -266,12 +267,13 @@ def test_the_exit_code_names_a_broken_contract(
     ceilings = replace(CEILINGS, bandwidth_gbs=bandwidth)
     monkeypatch.setattr("wgpu_lora.bench.ceiling.measure_ceilings", lambda device: ceilings)
     command = import_module("wgpu_lora.cli.bench")  # the package has the function by this name
-    monkeypatch.setattr(command, "_context", lambda *options: mini(device, tokens=128))
+    monkeypatch.setattr(command, "_context", lambda *a, **k: mini(device, tokens=128))
     file = tmp_path / "a.jsonl"
     arguments: list[Any] = ["bench", "--brick", "rope", "--time-limit", 0.01, "--json", file]
     assert main([str(a) for a in arguments]) == code
     out = capsys.readouterr().out
     assert ("broken    rope: reaches" in out) == bool(code)
+    assert ("noisy     rope: its" in out) == (line_of(file)["cv"] >= 0.05)
     header, line = (json.loads(text) for text in file.read_text().splitlines())
     assert header["schema"] == "wgpu-lora-bench/1"
     assert header["device"]["name"] == device.info.name
@@ -283,6 +285,32 @@ def test_the_exit_code_names_a_broken_contract(
     assert line["brick"] == "rope"
     assert line["kind"] == "brick"
     assert len(line["broken"]) == code
+    assert line["cv_asked"] == 0.05
+
+
+@pytest.mark.parametrize(("seconds", "verdict"), [([1.0], "holds"), ([1.0, 2.0], "noisy")])
+def test_noise_alone_is_said_and_changes_no_exit_code(
+    device: Device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    seconds: list[float],
+    verdict: str,
+) -> None:
+    monkeypatch.setattr("wgpu_lora.bench.ceiling.measure_ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr(import_module("wgpu_lora.cli.bench"), "_context", lambda *a, **k: mini(device))
+    times = cycle(seconds)
+    monkeypatch.setattr(ProgramWorkload, "run", lambda self: next(times))
+    file = tmp_path / "a.jsonl"
+    assert main(["bench", "--brick", "rope", "--time-limit", "0.01", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert f"contract {verdict}" in out
+    assert ("over the 5% of its contract" in out) == (verdict == "noisy")
+    assert line_of(file)["verdict"] == verdict
+
+
+def line_of(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text().splitlines()[1])
 
 
 def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

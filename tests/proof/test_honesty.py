@@ -192,7 +192,8 @@ def test_resuming_is_judged_by_what_the_resumed_run_wrote(
     tmp_path: Path, written: dict[str, Any] | None, status: str
 ) -> None:
     """A stand-in for the command copies the last checkpoint and writes the last line of the log, or leaves it out."""
-    log = [{"step": i, "loss": 1.0 / i, "learning_rate": 0.1, "grad_norm": 1.0, "seconds": float(i)} for i in (1, 2, 3)]
+    whole = {"epoch": 0.0, "learning_rate": 0.1, "grad_norm": 1.0}
+    log = [{**whole, "step": i, "loss": 1.0 / i, "seconds": float(i)} for i in (1, 2, 3)]
     steps = tmp_path / "run" / checkpoint.STEPS
     for step in (2, 3):
         for name in ("adapter_model.safetensors", checkpoint.OPTIMIZER, checkpoint.STATE):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,20 @@ def test_no_device_fails(tmp_path: Path) -> None:
     assert (facts["devices"], facts["proven"]) == ([], False)
 
 
+def test_too_few_real_gpus_prove_nothing_and_say_so_at_once(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    code, checks, errors = prove(tmp_path, "--require-discrete", "99")
+    assert time.monotonic() - begin < 60  # all nine take minutes
+    assert code == 1, errors
+    assert statuses(checks) == {1: "failed"} | dict.fromkeys(range(2, 10), "not run")
+    assert all("--require-discrete 99 is not met" in check["reason"] for check in checks.values())
+    facts = json.loads((tmp_path / "proof" / "proof.json").read_text())
+    assert (facts["proven"], facts["require_discrete"]) == (False, 99)
+    assert facts["devices"][facts["used"][0]]["name"] in facts["used_on"]
+    assert facts["verdict"].startswith("Not proven: 0 of 9 checks passed on ")
+    assert facts["verdict"] in unescape((tmp_path / "proof" / "proof.html").read_text())
+
+
 # -- mistakes and interrupts -------------------------------------------------------------------------------------------
 
 
@@ -195,6 +210,8 @@ def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
         (["--only", "1,10"], "1 to 9"),
         (["--devices", "7", "--only", "1"], "no device 7"),
         (["--devices", "0,0", "--only", "1"], "twice"),
+        (["--require-discrete", "-1"], "--require-discrete must be 0 or more, not -1"),
+        (["--require-discrete", "some"], "--require-discrete"),
         (["--devices", "0,", "--only", "1"], "empty place"),
         (["--recipe", "nothing"], "does not exist"),
         (["--recipe", recipe(tmp_path, base_dtype="f32")], "NF4"),
