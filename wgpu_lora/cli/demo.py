@@ -8,7 +8,7 @@ import typer
 
 from wgpu_lora.cli.console import Bar, console, line
 from wgpu_lora.cli.finetune import Watcher, describe, report
-from wgpu_lora.cli.options import Device
+from wgpu_lora.cli.options import AllowUnconfined, Device
 from wgpu_lora.errors import UserError
 
 
@@ -17,6 +17,7 @@ def demo(
     max_steps: Annotated[int | None, typer.Option(help="Fewer optimizer steps than the recipe's.")] = None,
     show: Annotated[int, typer.Option(help="Requests whose answers are shown.")] = 3,
     device: Device = None,
+    allow_unconfined: AllowUnconfined = False,
 ) -> int:
     """Fine-tune the demo model and compare its answers.
 
@@ -29,9 +30,10 @@ def demo(
     from wgpu_lora.demo.compare import Comparison
 
     changes = {} if max_steps is None else {"max_steps": max_steps}
-    comparison = Comparison.prepare(output, device, changes)
+    comparison = Comparison.prepare(output, device, changes, allow_unconfined)
     job = comparison.job
     line("recipe", str(comparison.recipe))
+    line("answers", f"run under {comparison.confinement}")
     describe(job)
     with Bar("held-out requests, before", None) as bar:
         comparison.before = comparison.measure(None, bar.advance)
@@ -61,13 +63,16 @@ def _side_by_side(pairs: list[tuple[str, Any, Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from wgpu_lora.demo.check import printable
+
     table = Table(show_lines=True)
     for name in ("request", "before", "after"):
         table.add_column(name, ratio=1, overflow="fold")
 
     def cell(checked: Any) -> Text:
         mark = "PASS" if checked.passed else f"FAIL: {checked.reason}"
-        return Text.assemble((mark, "green" if checked.passed else "red"), "\n", checked.text)
+        text = "\n".join(map(printable, checked.text.split("\n")))
+        return Text.assemble((mark, "green" if checked.passed else "red"), "\n", text)
 
     for request, before, after in pairs:
         table.add_row(Text(request), cell(before), cell(after))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from wgpu_lora.cli.console import console, line
-from wgpu_lora.cli.options import RECIPE
+from wgpu_lora.cli.options import RECIPE, AllowUnconfined
 from wgpu_lora.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def prove(
     out: Annotated[Path, typer.Option(help="Directory for it; one in use gets a number.")] = Path("proof"),
     only: Annotated[str | None, typer.Option(help="Numbers of the checks to do, such as 1,6.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 unless everything is proven.")] = False,
+    allow_unconfined: AllowUnconfined = False,
 ) -> int:
     """Prove that training and inference happen on wgpu, without CUDA.
 
@@ -43,7 +44,7 @@ def prove(
         numbers.add(int(text))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the children as Ctrl-C does
     try:
-        result = run(recipe, devices, out, numbers, lambda name: line("check", name), _said)
+        result = run(recipe, devices, out, numbers, allow_unconfined, lambda name: line("check", name), _said)
     except Interrupted as interrupted:
         line("interrupted", f"what was done so far left its logs in {interrupted.directory}/logs/")
         raise

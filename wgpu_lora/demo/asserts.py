@@ -104,6 +104,8 @@ def _assertion(statement: ast.stmt) -> Assertion:
 def _compile(node: ast.expr, calls: list[tuple[str, str, str]]) -> Test:
     """A function of the calls' outcomes. Raises ValueError."""
     match node:
+        case ast.Call(func=ast.Name(id="set"), args=[], keywords=[]):
+            pass  # the literal that has no other form
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
             named = {str(word.arg): _literal(word.value) for word in keywords if word.arg is not None}
             if len(named) < len(keywords):

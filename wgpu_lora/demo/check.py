@@ -87,6 +87,9 @@ def _outcome(kind: str, said: Any) -> Outcome:
 
 
 def _failed(reason: Any, parses: bool) -> CheckResult:
-    """Without what would move a terminal's cursor, or could not be printed."""
-    text = str(reason)[:_REASON_LENGTH]
-    return CheckResult(False, "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text), parses)
+    return CheckResult(False, printable(str(reason)[:_REASON_LENGTH]), parses)
+
+
+def printable(text: str) -> str:
+    """Escapes what would move a terminal's cursor, or cannot be printed."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

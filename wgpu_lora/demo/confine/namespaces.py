@@ -32,7 +32,7 @@ NOBODY = 65534
 
 
 def enter() -> list[str]:
-    """Leaves everything that can be left, and returns the namespaces' kinds. The process that returns may be a child."""
+    """Enters all namespaces that it may, and returns their kinds. The process that returns may be a child."""
     had = []
     # With the privilege for it the others need no user namespace, and there is still a root to become nobody.
     # Without, the user namespace is what gives the privilege.

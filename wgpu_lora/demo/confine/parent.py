@@ -27,10 +27,10 @@ START = 60.0  # seconds until it is confined
 ROOT = str(Path(wgpu_lora.__file__).resolve().parents[1])
 ENTRY = "import sys; sys.path.append(sys.argv.pop(1)); from wgpu_lora.demo.confine.child import main; main()"
 # What an answer can import; imported before the process is confined, which leaves no files to import from.
-MODULES = frozenset(
+IMPORTABLE = (
     "abc array base64 binascii bisect calendar cmath collections contextlib copy dataclasses datetime decimal enum "
     "fractions functools hashlib heapq io itertools json keyword math numbers operator os pprint queue random re "
-    "reprlib statistics string struct textwrap threading time types typing unicodedata uuid warnings weakref zlib".split()
+    "reprlib statistics string struct textwrap threading time types typing unicodedata uuid warnings weakref zlib"
 )
 NEEDS = {"datetime": "_strptime", "time": "_strptime", "functools": "weakref"}  # imported when first used
 
@@ -125,15 +125,21 @@ class Process:
         Raises:
             EndedError: there is none in time.
         """
-        while b"\n" not in self._rest:
+        searched = 0
+        while (end := self._rest.find(b"\n", searched)) < 0:
+            searched = len(self._rest)
+            left = self._deadline - time.monotonic()
             try:
-                chunk = self._chunks.get(timeout=max(0.0, self._deadline - time.monotonic()))
+                if left <= 0:  # however much there is to read still
+                    raise queue.Empty
+                chunk = self._chunks.get(timeout=left)
             except queue.Empty:
                 raise EndedError(f"no answer in {self.timeout:g} s") from None
             if not chunk:
                 raise EndedError(self._end())
             self._rest += chunk
-        line, _, self._rest = self._rest.partition(b"\n")
+        line = bytes(self._rest[:end])
+        del self._rest[: end + 1]
         try:
             if len(line) > LINE:
                 raise ValueError("it is too long")
@@ -211,7 +217,7 @@ class Process:
 
 def modules_for(code: str) -> list[str]:
     """The modules that an answer may be after: those whose names stand in it."""
-    found = MODULES.intersection(re.findall(r"\w+", code))
+    found = set(IMPORTABLE.split()) & set(re.findall(r"\w+", code))
     found |= {NEEDS[name] for name in found if name in NEEDS}
     if not code.isascii() or r"\N" in code:
         found |= {"unicodedata"}  # which Python's parser uses
