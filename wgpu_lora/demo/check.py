@@ -4,8 +4,8 @@ The answer is text that a model wrote, so nothing about it is trusted. It runs i
 compute (demo/confine): it is called there, its results come back as plain data, and the asserts are decided here. What
 they expect is never in that process, so an answer passes by returning it and by nothing else.
 
-What protects, on Linux (x86-64, arm64): a seccomp filter that allows a dozen system calls and refuses files, sockets,
-processes and signals; user, mount, PID, network, IPC, UTS and cgroup namespaces with an empty root, where the kernel
+What protects, on Linux (x86-64, arm64): a seccomp filter that allows 19 system calls and refuses files, sockets,
+processes, threads and signals; user, mount, PID, network, IPC, UTS and cgroup namespaces with an empty root, where the kernel
 grants them; no environment, no privileges; limits on CPU time, address space (512 MiB), output (256 KiB) and wall-clock
 time, after which the process is killed with all that it started. What does not: these are the kernel's means, so a hole
 in the kernel is a way out, and time and memory within the limits are the answer's to waste. Elsewhere there are only an
@@ -70,14 +70,14 @@ class _FailedError(Exception):
     """The answer could not be defined. The text is why."""
 
 
-def _outcome(kind: str, said: Any) -> Outcome:
+def _outcome(kind: str, said: str) -> Outcome:
     """Raises _FailedError."""
     if kind == "failed":
-        raise _FailedError(str(said))
+        raise _FailedError(said)
 
     def outcome() -> Any:
-        if kind != "value" or not isinstance(said, str):
-            raise RaisedError(str(said))
+        if kind != "value":
+            raise RaisedError(said)
         try:
             return plain.load(said)
         except plain.NotPlainError as error:
@@ -86,8 +86,8 @@ def _outcome(kind: str, said: Any) -> Outcome:
     return outcome
 
 
-def _failed(reason: Any, parses: bool) -> CheckResult:
-    return CheckResult(False, printable(str(reason)[:_REASON_LENGTH]), parses)
+def _failed(reason: str, parses: bool) -> CheckResult:
+    return CheckResult(False, printable(reason[:_REASON_LENGTH]), parses)
 
 
 def printable(text: str) -> str:

@@ -99,7 +99,7 @@ def _serve(code: str, calls: list[tuple[str, str, str]]) -> None:
         compiled = compile(tree, "<answer>", "exec")
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         return _say("failed", f"does not parse: {_told(error)}")
-    _say("parsed", None)
+    _say("parsed", "")
     if not any(isinstance(node, ast.FunctionDef) for node in tree.body):
         return _say("failed", "defines no function")
     module = sys.modules["answer"] = types.ModuleType("answer")

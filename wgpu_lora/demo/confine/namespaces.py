@@ -90,18 +90,26 @@ def _empty_root() -> None:
     os.chdir(place)
     try:
         _checked("syscall", ctypes.c_long(PIVOT_ROOT[platform.machine()]), b".", b".")
-        _checked("umount2", b".", ctypes.c_int(MNT_DETACH))
     except (OSError, KeyError):  # the root cannot be changed where it is the initial RAM disk
         os.chroot(".")
+    else:
+        _checked("umount2", b".", ctypes.c_int(MNT_DETACH))  # the old root, which lies on top
     os.chdir("/")
 
 
 def _go_on_in_child() -> None:
-    """Forks, because a new PID namespace is the children's only. This process waits, and ends as its child does."""
+    """Forks, because a new PID namespace is the children's only.
+
+    This process waits, and ends as its child does; SIGTERM has it kill the child.
+    """
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     child = os.fork()
     if not child:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         return
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     os.close(0)
     os.close(1)
     _, status = os.waitpid(child, 0)

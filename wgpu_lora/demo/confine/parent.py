@@ -35,6 +35,9 @@ IMPORTABLE = (
 NEEDS = {"datetime": "_strptime", "time": "_strptime", "functools": "weakref"}  # imported when first used
 
 
+SOMETHING_ELSE = "the answer's process said something else than a result"
+
+
 class EndedError(Exception):
     """The process said no more, said something else than it should, or said too much. The text is why."""
 
@@ -84,6 +87,7 @@ class Process:
     def __init__(self, code: str, timeout: float, allow_unconfined: bool):
         config = {"modules": modules_for(code), "cpu": math.ceil(timeout) + 1, "memory": MEMORY}
         self.timeout = timeout
+        self.waits = False
         self._popen = subprocess.Popen(
             [sys.executable, "-I", "-S", "-B", "-W", "ignore", "-c", ENTRY, ROOT, json.dumps(config)],
             stdin=subprocess.PIPE,
@@ -119,12 +123,18 @@ class Process:
         except OSError:
             return  # it has ended, as will be seen
 
-    def next(self) -> tuple[str, Any]:
-        """The next thing it says: ("parsed", None), ("value", JSON of plain data), ("raised" or "failed", why).
+    def next(self) -> tuple[str, str]:
+        """The next thing it says: ("parsed", ""), ("value", JSON of plain data), ("raised" or "failed", why).
 
         Raises:
             EndedError: there is none in time.
         """
+        kind, what = self._hear()
+        if not isinstance(kind, str) or not isinstance(what, str):
+            raise EndedError(SOMETHING_ELSE)
+        return kind, what
+
+    def _hear(self) -> tuple[Any, Any]:
         searched = 0
         while (end := self._rest.find(b"\n", searched)) < 0:
             searched = len(self._rest)
@@ -144,15 +154,15 @@ class Process:
             if len(line) > LINE:
                 raise ValueError("it is too long")
             kind, what = json.loads(line)
-            if not isinstance(kind, str):
-                raise TypeError("it has no kind")
         except (ValueError, TypeError, RecursionError):
-            raise EndedError("the answer's process said something else than a result") from None
+            raise EndedError(SOMETHING_ELSE) from None
         return kind, what
 
     def close(self) -> None:
         """Ends it with all that it started."""
-        if hasattr(os, "killpg"):
+        if self.waits and self._ended_by_waiting():
+            pass
+        elif hasattr(os, "killpg"):
             try:
                 os.killpg(self._popen.pid, signal.SIGKILL)  # its group lives as long as it is not waited for
             except (ProcessLookupError, PermissionError):  # macOS: what is dead already may not be killed
@@ -168,10 +178,22 @@ class Process:
             except OSError:
                 continue
 
+    def _ended_by_waiting(self) -> bool:
+        """Whether the process that waits for the confined one has killed it and is gone.
+
+        Killed together, the confined one would be left to the system's init, and not every container's reaps.
+        """
+        self._popen.terminate()
+        try:
+            self._popen.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
     def _started(self, allow_unconfined: bool) -> Confinement:
         self._deadline = time.monotonic() + START
         try:
-            kind, found = self.next()
+            kind, found = self._hear()
             if kind != "confined":
                 raise EndedError(str(found))
         except EndedError as error:
@@ -179,11 +201,12 @@ class Process:
                 f"The process for a model's code cannot be started ({error}): see whether {sys.executable} -I -S runs."
             ) from None
         confinement = Confinement(found["namespaces"], found["limits"], found["filter"])
+        self.waits = "PID" in confinement.namespaces
         if confinement.missing and not allow_unconfined:
             raise UserError(
-                f"Code that a model wrote cannot be confined on this system, because {confinement.missing}. It would "
-                f"run with {confinement}, and could do what you can: run it on Linux (x86-64 or arm64), or accept that "
-                "with --allow-unconfined (allow_unconfined=True)."
+                f"Code that a model wrote cannot be confined on this system, because {confinement.missing}; it would "
+                f"run with {confinement} only: use Linux (x86-64 or arm64), or accept that with --allow-unconfined "
+                "(allow_unconfined=True)."
             )
         return confinement
 

@@ -3,7 +3,7 @@
 Everything else is refused with EPERM, known or not, so Python code sees a PermissionError; another architecture's calls
 (i386 and x32 on x86-64) end the process. It needs no privilege and holds wherever namespaces are refused.
 
-libseccomp would write the same forty instructions, but it is not everywhere and its Python binding is not on PyPI; the
+libseccomp would write the same instructions, but it is not everywhere and its Python binding is not on PyPI; the
 tests hold these numbers against it where it is installed.
 """
 
