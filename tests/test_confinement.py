@@ -182,12 +182,12 @@ for _ in range(30):
 return x
 ### long => more than 10,000 values
 return [0] * 10**6
-### huge str => wrote more than
+### huge str => more than 32,768 characters
 return 'x' * 10**7
-### huge int => wrote more than
+### huge int => more than 32,768 characters
 return 1 << 10**8
 ### colliding keys => set of more than 1,000
-return {i * (2**61 - 1) for i in range(3000)}
+return {i * (2**61 - 1) for i in range(1500)}
 ### memory => out of memory
 return bytearray(8 * 1024**3)
 ### memory by and by => out of memory
@@ -234,20 +234,21 @@ os.abort()
 
 @pytest.mark.usefixtures("unguarded")
 def test_floods_and_hogs_end_in_time_and_cost_no_memory() -> None:
-    def attack(body: str) -> tuple[str, float]:
+    def attack(name: str, body: str) -> tuple[str, float]:
         begin = time.monotonic()
+        timeout = 0.7 if name.endswith(("=>", " s")) else 10.0  # the others end of themselves
         code = "def f(n):\n" + textwrap.indent(body, "    ")
-        result = run_check(code, "assert f(1) == 5\nassert f(2) == 5", timeout=0.7)
+        result = run_check(code, "assert f(1) == 5\nassert f(2) == 5", timeout=timeout)
         assert not result.passed
         return result.reason, time.monotonic() - begin
 
     tracemalloc.start()
     try:
         with ThreadPoolExecutor(6) as pool:
-            found = list(pool.map(attack, FLOODS.values()))
+            found = list(pool.map(attack, FLOODS.keys(), FLOODS.values()))
         assert tracemalloc.get_traced_memory()[1] < 64 * OUTPUT
     finally:
         tracemalloc.stop()
     for name, (reason, seconds) in zip(FLOODS, found, strict=True):
         assert name.partition("=>")[2].strip() in reason, name
-        assert seconds < 5.0, name
+        assert seconds < (5.0 if name.endswith(("=>", " s")) else 10.0), name

@@ -12,6 +12,7 @@ from typing import Any
 
 MAX_DEPTH = 32
 MAX_VALUES = 10_000
+MAX_LENGTH = 1 << 15  # of all strings, bytes and hexadecimal digits together
 MAX_MEMBERS = 1000  # of a set or a dict: keys may be chosen so that all of them collide
 CONTAINERS: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
@@ -39,7 +40,7 @@ def load(text: str | bytes) -> Any:
 
 class _Bounded:
     def __init__(self) -> None:
-        self._left = MAX_VALUES
+        self._left, self._room = MAX_VALUES, MAX_LENGTH
 
     def count(self, depth: int) -> None:
         self._left -= 1
@@ -47,6 +48,11 @@ class _Bounded:
             raise NotPlainError(f"more than {MAX_VALUES:,} values")
         if depth > MAX_DEPTH:
             raise NotPlainError(f"nested more than {MAX_DEPTH} deep")
+
+    def measure(self, length: int) -> None:
+        self._room -= length
+        if self._room < 0:
+            raise NotPlainError(f"more than {MAX_LENGTH:,} characters or digits")
 
 
 class _Writer(_Bounded):
@@ -57,8 +63,10 @@ class _Writer(_Bounded):
             return value
         # The base's own methods, since a subclass may have put others in their place.
         if issubclass(kind, str):
+            self.measure(str.__len__(value))
             return str.__str__(value)
         if issubclass(kind, int):
+            self.measure(int.bit_length(value) // 4)
             return ["int", f"{int.__pos__(value):x}"]  # decimal digits have a limit, and take quadratic time
         if issubclass(kind, float):
             return ["float", float.hex(value)]
@@ -66,6 +74,7 @@ class _Writer(_Bounded):
             real, imaginary = complex.__pos__(value).real, complex.__pos__(value).imag
             return ["complex", real.hex(), imaginary.hex()]
         if issubclass(kind, bytes):
+            self.measure(bytes.__len__(value))
             return ["bytes", bytes.hex(value)]
         if issubclass(kind, dict):
             return ["dict", [self._all(pair, depth + 1) for pair in dict.items(value)]]
@@ -81,7 +90,10 @@ class _Writer(_Bounded):
 class _Reader(_Bounded):
     def read(self, value: Any, depth: int) -> Any:
         self.count(depth)
-        if value is None or isinstance(value, bool | str):
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, str):
+            self.measure(len(value))
             return value
         if not isinstance(value, list):
             raise NotPlainError(f"no plain data (a bare JSON {type(value).__name__})")
@@ -90,6 +102,8 @@ class _Reader(_Bounded):
             real, imaginary = parts
             return complex(float.fromhex(real), float.fromhex(imaginary))
         (content,) = parts
+        if isinstance(content, str):
+            self.measure(len(content) // 2)  # bytes have two digits each
         if kind == "int":
             return int(content, 16)
         if kind == "float":
