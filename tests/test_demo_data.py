@@ -61,7 +61,7 @@ def test_reference_answers_pass_their_checks():
 
 def test_reference_answers_pass_one_by_one():
     for row in HELDOUT[:5]:
-        result = run_check(leaks.answer(row), row["check"])
+        result = run_check(leaks.answer(row), row["check"], allow_unconfined=True)
         assert result.passed, result.reason
 
 

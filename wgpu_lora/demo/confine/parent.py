@@ -86,7 +86,8 @@ class Process:
     def __init__(self, code: str, timeout: float, allow_unconfined: bool):
         config = {"modules": modules_for(code), "cpu": math.ceil(timeout) + 1, "memory": MEMORY}
         self.timeout = timeout
-        self.waits = False
+        self.waits = False  # whether the confined process has one that waits for it
+        self._flooded = False
         self._popen = subprocess.Popen(
             [sys.executable, "-I", "-S", "-B", "-W", "ignore", "-c", ENTRY, ROOT, json.dumps(config)],
             stdin=subprocess.PIPE,
@@ -115,7 +116,7 @@ class Process:
     def send(self, code: str, calls: Sequence[tuple[str, str, str]]) -> None:
         """Gives it the answer, and the calls as (name, arguments, named arguments); the time counts from here."""
         assert self._popen.stdin
-        self._deadline = time.monotonic() + self.timeout
+        self._wait_until(self.timeout)
         try:
             self._popen.stdin.write(json.dumps({"code": code, "calls": calls}).encode())
             self._popen.stdin.close()
@@ -133,6 +134,9 @@ class Process:
             raise EndedError(SOMETHING_ELSE)
         return kind, what
 
+    def _wait_until(self, seconds: float) -> None:
+        self._seconds, self._deadline = seconds, time.monotonic() + seconds
+
     def _hear(self) -> tuple[Any, Any]:
         searched = 0
         while (end := self._rest.find(b"\n", searched)) < 0:
@@ -143,7 +147,7 @@ class Process:
                     raise queue.Empty
                 chunk = self._chunks.get(timeout=left)
             except queue.Empty:
-                raise EndedError(f"no answer in {self.timeout:g} s") from None
+                raise EndedError(f"no answer in {self._seconds:g} s") from None
             if not chunk:
                 raise EndedError(self._end())
             self._rest += chunk
@@ -188,7 +192,7 @@ class Process:
         return True
 
     def _started(self, allow_unconfined: bool) -> Confinement:
-        self._deadline = time.monotonic() + START
+        self._wait_until(START)
         try:
             kind, found = self._hear()
             if kind != "confined":
@@ -218,8 +222,6 @@ class Process:
             left -= len(chunk)
         self._flooded = True
         self._chunks.put(b"")
-
-    _flooded = False
 
     def _end(self) -> str:
         if self._flooded:
