@@ -95,7 +95,7 @@ def _guard() -> None:
 
 def _serve(code: str, calls: list[tuple[str, str, str]]) -> None:
     try:
-        tree = ast.parse(code)
+        tree = ast.parse(code, "<answer>")
         compiled = compile(tree, "<answer>", "exec")
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         return _say("failed", f"does not parse: {_told(error)}")
