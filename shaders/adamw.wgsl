@@ -1,12 +1,8 @@
 // AdamW (Loshchilov and Hutter 2019) with the clipped gradient g = grad * factor, for the slots that may be updated:
 //   m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
 //   p = p (1 - lr wd) - lr (m / c1) / (sqrt(v / c2) + eps), with c = 1 - b^step
-// rest is 1 - b, taken in float64: 1 - 0.999 in float32 is off in the fifth digit.
 // The gradient is zeroed for the next step either way. Four values a thread, which share what they read of their slot.
 const SIZE: u32 = 1024u;
-
-struct Hyper { learning_rate: f32, beta1: f32, beta2: f32, eps: f32, weight_decay: f32, correction1: f32,
-               correction2: f32, max_grad_norm: f32, enabled: f32, rest1: f32, rest2: f32, unused: f32 }
 
 @group(0) @binding(0) var<storage, read_write> params: array<vec4<f32>>;
 @group(0) @binding(1) var<storage, read_write> grads: array<vec4<f32>>;
@@ -26,10 +22,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     let g = grads[i] * report[slot].y;
     grads[i] = vec4<f32>();
     if (report[slot].z == 0.0) { return; }
-    let m = fma(vec4<f32>(h.beta1), first_moment[i], h.rest1 * g);
-    let v = fma(vec4<f32>(h.beta2), second_moment[i], h.rest2 * g * g);
+    let m = new_first_moment(h, first_moment[i], g);
+    let v = new_second_moment(h, second_moment[i], g);
     first_moment[i] = m;
     second_moment[i] = v;
-    let decayed = params[i] * (1.0 - h.learning_rate * h.weight_decay);
-    params[i] = decayed - h.learning_rate * (m / h.correction1) / (sqrt(v / h.correction2) + h.eps);
+    params[i] = new_params(h, params[i], m, v);
 }

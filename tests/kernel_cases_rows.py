@@ -108,7 +108,31 @@ def updates(rng: np.random.Generator) -> Arrays:
     return {**values, "block_slots": block_slots, "hyper": hypers(rng), "report": report}
 
 
+def checks(rng: np.random.Generator) -> Arrays:
+    """Blocks of slot 0: one that is left in order, and one for each way to leave it; then what is not looked at."""
+    block_slots = u32(0, 0, 0, 0, 0, 0, NONE, 3, 2)
+    arrays = updates(rng) | {"block_slots": block_slots, "diverged": poison(block_slots.size)}
+    values = {n: normal(rng, block_slots.size, optimizer.BLOCK) for n in ("params", "grads", "first_moment")}
+    values["second_moment"] = normal(rng, block_slots.size, optimizer.BLOCK) ** 2
+    values["params"][1, 1023] = np.nan
+    values["params"][2, 77] = -np.inf
+    values["params"][3, 500] = -2.0 * optimizer.MAX_PARAMETER
+    values["params"][[6, 7, 8], 0] = np.nan
+    values["first_moment"][4, 3] = np.inf
+    values["second_moment"][5, 1000] = np.inf
+    return {**arrays, **{n: v.reshape(-1) for n, v in values.items()}}
+
+
+def gates(rng: np.random.Generator) -> Arrays:
+    block_slots = u32(*rng.choice([0, 2, 3, 4, NONE], 37))
+    diverged = ((block_slots == NONE) | (block_slots == 3)).astype(np.float32)
+    diverged[np.flatnonzero(block_slots == 3)[1:]] = 0
+    return {"diverged": diverged, "block_slots": block_slots, "report": normal(rng, HYPER_SLOTS, 4)}
+
+
 add(optimizer.gradient_norm, norms, slots=HYPER_SLOTS, blocks=37)
+add(optimizer.adamw_check, checks, blocks=9)
+add(optimizer.update_gate, gates, slots=HYPER_SLOTS, blocks=37)
 add(optimizer.adamw, updates, size=6 * optimizer.BLOCK - 36)
 
 

@@ -15,9 +15,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from cli_helpers import MODELS, QWEN2, SMALL, flags, share_device, write_rows
 from safetensors import SafetensorError
+from safetensors.numpy import load_file
 
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
@@ -361,3 +363,4 @@ def test_a_run_that_is_not_finite_fails(run: Run, tmp_path: Path, data: Path):
     assert result.code == 1, result
     assert "not finite" in result.err
     assert len(result.err.splitlines()) == 1
+    assert all(np.abs(values).max() < 2**20 for values in load_file(out / "adapter_model.safetensors").values())

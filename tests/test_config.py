@@ -152,7 +152,7 @@ def test_rope_matches_transformers(rope):
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "stored as 'gptq'.*unquantised checkpoint"),
         ({"hidden_size": None}, "hidden_size is missing from here.json"),
-        ({"hidden_size": 0}, "hidden_size in here.json is 0, expected a positive integer"),
+        ({"hidden_size": 0}, "hidden_size in here.json is 0, expected a whole number from 1 to 131,072"),
         ({"num_hidden_layers": True}, "num_hidden_layers in here.json is True"),
         ({"vocab_size": "many"}, "vocab_size in here.json is 'many'"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),

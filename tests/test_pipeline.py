@@ -133,18 +133,37 @@ def test_together_is_as_alone(model: LoadedModel, trained: Path, schedule: str) 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_poisoned_adapter_stops_alone(model: LoadedModel, trained: Path, schedule: str) -> None:
-    """A learning rate that throws b's weights out of range: b keeps its last sound adapter, the others finish."""
+    """A learning rate that would throw b's weights out of range: b is not updated, and the others finish."""
     place = f"poisoned-{schedule}"
     tasks = adapters(trained, place)
     tasks[1]["learning_rate"] = 1e30
     output = trained / place / "pipeline"
     record = MultiAdapterPipeline(tasks, model, output=str(output), **options(schedule=schedule)).train()
-    assert [a["stop_reason"] for a in record["adapters"]] == ["epochs", "non-finite", "max steps"]
+    assert [a["stop_reason"] for a in record["adapters"]] == ["epochs", "diverged", "max steps"]
     assert_same(trained, place, "ac")
     poisoned = trained / place / "b"
     for directory in (poisoned, poisoned / "last"):
         assert max(np.abs(values).max() for values in load_file(directory / WEIGHTS).values()) < 1
-    assert [entry["step"] for entry in read_log(poisoned / LOG)] == [1, 2]
+    assert [entry["step"] for entry in read_log(poisoned / LOG)] == [1]
+
+
+def test_ruined_weights_fall_back_to_the_last_sound_ones(model: LoadedModel, trained: Path) -> None:
+    """What step 2 left gives no finite loss: b goes back to before it, and nobody else is touched."""
+    output = str(trained / "ruined" / "pipeline")
+    pipeline = MultiAdapterPipeline(adapters(trained, "ruined"), model, output=output, **options(save_steps=1))
+    session = pipeline.job.session
+
+    def ruin(result: StepResult) -> None:
+        if (result.adapter, result.step) == ("b", 2):
+            factor = session.adapters.factors[0, "q_proj", "A"]
+            place = session.adapters.params[factor.page].storage.buffer
+            session.device.write(place, np.full(4, np.nan, np.float32), 4 * (factor.offset + factor.stride))
+
+    record = pipeline.train(ruin)
+    assert [a["stop_reason"] for a in record["adapters"]] == ["epochs", "non-finite", "max steps"]
+    assert record["adapters"][1]["step"] == 0  # a pipeline keeps one checkpoint, and that of step 2 is of no use
+    assert_same(trained, "ruined", "ac")
+    assert all(np.isfinite(values).all() for values in load_file(trained / "ruined" / "b" / WEIGHTS).values())
 
 
 def test_a_bad_gradient_costs_no_good_step(model: LoadedModel, trained: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -87,7 +88,7 @@ def cli(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 def test_one_commit_of_the_adapter_and_its_card(run: Path, hub: tuple[str, type[FakeHub]]) -> None:
     address, handler = hub
-    found = cli(str(run), "me/x", "--private", HF_ENDPOINT=address, HF_TOKEN="hf_abc")
+    found = cli(str(run), "me/x", HF_ENDPOINT=address, HF_TOKEN="hf_abc")
     assert found.returncode == 0, found.stderr
     assert "/me/x/commit/abc" in found.stdout
     (_, created), (path, lines) = handler.seen[0], handler.seen[-1]
@@ -98,6 +99,14 @@ def test_one_commit_of_the_adapter_and_its_card(run: Path, hub: tuple[str, type[
     assert set(sent) == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
     for name, content in sent.items():
         assert base64.b64decode(content) == (run / name).read_bytes()
+
+
+def test_a_public_repository_has_to_be_asked_for(run: Path, hub: tuple[str, type[FakeHub]]) -> None:
+    address, handler = hub
+    assert cli(str(run), "me/x", "--public", HF_ENDPOINT=address, HF_TOKEN="hf_abc").returncode == 0
+    created = handler.seen[0][1][0]
+    assert created.get("private") is not True
+    assert created.get("visibility") in (None, "public")
 
 
 @pytest.mark.parametrize(
@@ -150,6 +159,58 @@ def test_patterns(run: Path, include: list[str], exclude: list[str], names: set[
     upload = prepare(run, include, exclude)
     assert set(upload.files) == names
     assert upload.card is None
+
+
+PRIVATE = (
+    "credentials.json", "tokenizer_notes_private.txt", "train-data.safetensors", "tokenizer_backup.json", "notes.md",
+    "config.json.bak", "model-00009-of-00009.safetensors", "secrets.model", "my.jinja", "vocab.csv",
+    "LICENSE-keys.json", "README.private.md", "state.json", "manifest.json", "metadata.json", "optimizer.safetensors",
+    "token", "a.part", "additional_chat_templates/notes.txt", "sub/tokenizer.json", "sub/config.json",
+    "TOKENIZER.JSON", ".env", "id_rsa",
+)  # fmt: skip
+PUBLIC = (
+    "README.md", "LICENSE", "NOTICE.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
+)  # fmt: skip
+
+
+def scattered(directory: Path) -> Path:
+    for name in (*PRIVATE, *PUBLIC):
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        if not (directory / name).exists():
+            (directory / name).write_text("{}")
+    return directory
+
+
+def test_what_only_lies_beside_stays(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exact names, and the shards of the index: whatever else a folder holds is sent only where --include says so."""
+    models = FIXTURES / "models"
+    single, sharded, gguf = (tmp_path / name for name in ("single", "sharded", "gguf"))
+    shutil.copytree(models / "qwen2", single)
+    shutil.copytree(models / "llama", sharded)
+    gguf.mkdir()
+    (gguf / "m.gguf").write_bytes(b"GGUF")
+    shards = {f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)} | {"model.safetensors.index.json"}
+    usual = {
+        run: {"adapter_model.safetensors", "adapter_config.json"},
+        single: {"config.json", "model.safetensors"},
+        sharded: {"config.json"} | shards,
+        gguf: {"m.gguf"},
+    }
+    for directory, own in usual.items():
+        upload = prepare(scattered(directory))
+        assert set(upload.files) - {"generation_config.json"} == {*own, *PUBLIC}
+        assert set(upload.reasons) == set(upload.files)
+        assert set(prepare(directory, include=["credentials.json", "sub/*"]).files) == {
+            "credentials.json", "sub/tokenizer.json", "sub/config.json"
+        }  # fmt: skip
+    assert main(["push", str(sharded), "me/x", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "private if it is made" in shown
+    for name in upload.files:
+        assert name in shown or name == "m.gguf"
+    assert "shard that model.safetensors.index.json names" in shown
 
 
 def test_a_card_is_made_where_there_is_none(run: Path) -> None:

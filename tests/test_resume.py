@@ -171,9 +171,9 @@ def test_a_full_disk_keeps_what_was_saved(device: Device, tmp_path: Path) -> Non
 
 
 def test_a_nan_stops_the_run_without_an_update(device: Device, tmp_path: Path) -> None:
-    """NaN in a frozen weight after step 2: the adapter stays that of step 2, and the run says why it stopped."""
-    train(device, options(tmp_path, "good", max_steps=7, save_steps=2, save_total_limit=9))
-    run = job(device, options(tmp_path, "bad"))
+    """Step 2 leaves what gives no finite loss: the run goes back to step 1, says why, and keeps no step 2."""
+    train(device, options(tmp_path, "good", save_steps=1, save_total_limit=9))
+    run = job(device, options(tmp_path, "bad", save_steps=1, save_total_limit=9))
 
     def poison(result: StepResult) -> None:
         if result.step == 2:
@@ -181,8 +181,9 @@ def test_a_nan_stops_the_run_without_an_update(device: Device, tmp_path: Path) -
 
     facts = run.train(poison)
     assert facts["stop_reason"] == "non-finite"
-    assert facts["state"]["step"] == 2
-    assert weights(tmp_path / "bad") == weights(tmp_path / "good" / "checkpoints" / "step-2")
+    assert facts["state"]["step"] == 1
+    assert weights(tmp_path / "bad") == weights(tmp_path / "good" / "checkpoints" / "step-1")
+    assert [path.name for path in (tmp_path / "bad" / "checkpoints").iterdir()] == ["step-1"]
     assert all(np.isfinite(line["loss"]) for line in read_log(tmp_path / "bad" / LOG))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections import Counter
 from functools import lru_cache
 from pathlib import Path
@@ -14,28 +15,31 @@ from wgpu_lora.errors import UserError
 # models have: 64 shards' index takes 0.1 MB, a tokenizer's settings 1 MB, and a tensor of a header 9 of these signs.
 MAX_JSON_BYTES = 8 << 20
 MAX_JSON_PARTS = 200_000
+MAX_TOML_BYTES = 1 << 20
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES, max_parts: int = MAX_JSON_PARTS) -> dict[str, Any]:
     """The JSON object in a file; UserError when it is missing, unreadable, too large or something else."""
     try:
         if path.exists() and not path.is_file():  # opening a pipe would wait for ever
             raise UserError(f"{path} is not a regular file: restore it.")
         with path.open("rb") as file:
-            data = file.read(MAX_JSON_BYTES + 1)
+            data = file.read(max_bytes + 1)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist: give a directory that holds {path.name}.") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}): restore the file.") from None
-    return parse_object(data, str(path))
+    return parse_object(data, str(path), max_bytes, max_parts)
 
 
-def parse_object(data: bytes, where: str) -> dict[str, Any]:
+def parse_object(
+    data: bytes, where: str, max_bytes: int = MAX_JSON_BYTES, max_parts: int = MAX_JSON_PARTS
+) -> dict[str, Any]:
     """The JSON object in these bytes; `where` begins the UserError about one too large, twice a key, or not JSON."""
-    if len(data) > MAX_JSON_BYTES:
-        raise UserError(f"{where} is longer than {MAX_JSON_BYTES:,} bytes: use the file of the model's source.")
-    if sum(map(data.count, (b"[", b"{", b","))) > MAX_JSON_PARTS:
-        raise UserError(f"{where} has more than {MAX_JSON_PARTS:,} values: use the file of the model's source.")
+    if len(data) > max_bytes:
+        raise UserError(f"{where} is longer than {max_bytes:,} bytes: use the file of the model's source.")
+    if sum(map(data.count, (b"[", b"{", b","))) > max_parts:
+        raise UserError(f"{where} has more than {max_parts:,} values: use the file of the model's source.")
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=object_of)
         if rb"\ud" in data.lower():  # half a character, escaped, cannot be written anywhere
@@ -47,6 +51,36 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{where} holds a JSON {type(value).__name__}, expected an object: restore the file.")
     return value
+
+
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """The values of a TOML file; `what` it is begins the UserError about one that cannot be read, or is none."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_TOML_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"{what} {path} cannot be read ({error.strerror}).") from None
+    if len(data) > MAX_TOML_BYTES:
+        raise UserError(f"{what} {path} is longer than {MAX_TOML_BYTES:,} bytes: shorten it.")
+    try:
+        return tomllib.loads(data.decode("utf-8"))
+    except RecursionError:
+        raise UserError(f"{what} {path} is nested too deeply: write one option a line.") from None
+    except ValueError as error:
+        raise UserError(f"{what} {path} is not valid TOML: {error}.") from None
+
+
+def is_name(text: str) -> bool:
+    """Whether a text can be a path here and be written down: it has no NUL, and is UTF-8."""
+    try:
+        return b"\0" not in text.encode("utf-8")
+    except UnicodeEncodeError:  # bytes of the file system that are not
+        return False
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Text with what a terminal would act upon, or not take, shown as its code; the characters of `keep` stay."""
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
 def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

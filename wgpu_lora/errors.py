@@ -7,3 +7,7 @@ class UserError(Exception):
     The message is one sentence that says what is wrong, where, and what to do.
     The command line prints it on stderr and exits with code 2; from Python it is an ordinary exception.
     """
+
+
+class NotFiniteError(UserError):
+    """Weights or a loss hold NaN or infinity."""

@@ -22,7 +22,7 @@ from wgpu_lora.demo import HELDOUT_FILE
 from wgpu_lora.formats.peft import read_adapter, tensor_name, write_adapter
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.train.arguments import TrainingArguments
-from wgpu_lora.train.slot import adapter_of
+from wgpu_lora.train.initial import adapter_of
 
 PROVE = [sys.executable, "-c", "import sys; from wgpu_lora.cli import main; sys.exit(main(['prove', *sys.argv[1:]]))"]
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc and preloads")

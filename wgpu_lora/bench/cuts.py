@@ -144,11 +144,9 @@ def _softmax(arrays: Arrays, c: Constants) -> tuple[Arrays, Constants]:
 def _page(arrays: Arrays, c: Constants) -> tuple[Arrays, Constants]:
     values = PAGE_BLOCKS * PAGE_BLOCK
     flat = {n: a.reshape(-1) for n, a in arrays.items()}
-    if "blocks" in c:
-        return {"x": flat["x"][:values], "sums": flat["sums"][:PAGE_BLOCKS]}, {**c, "blocks": PAGE_BLOCKS}
-    paged = ("params", "grads", "first_moment", "second_moment")
-    kept = {n: a[:values] if n in paged else a for n, a in flat.items()}
-    return {**kept, "block_slots": flat["block_slots"][:PAGE_BLOCKS]}, {**c, "size": values}
+    paged, by_block = ("x", "params", "grads", "first_moment", "second_moment"), ("sums", "diverged", "block_slots")
+    kept = {n: a[:values] if n in paged else a[:PAGE_BLOCKS] if n in by_block else a for n, a in flat.items()}
+    return kept, {**c, **({"blocks": PAGE_BLOCKS} if "blocks" in c else {"size": values})}
 
 
 def _absmax(arrays: Arrays, c: Constants) -> tuple[Arrays, Constants]:
@@ -183,6 +181,7 @@ CUTS: dict[str, Cut] = {
     "softmax_chunk": _softmax,
     "square_sums": _page,
     "adamw": _page,
+    "adamw_check": _page,
     "nf4_absmax": _absmax,
     "nf4_encode": _encode,
 }

@@ -20,10 +20,10 @@ from wgpu_lora.models.shapes import cut, shape_config
 from wgpu_lora.models.synthetic import synthetic_model
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.initial import initial_matrices
 from wgpu_lora.train.memory import readable
 from wgpu_lora.train.optimizer import SlotUpdate
 from wgpu_lora.train.session import Session
-from wgpu_lora.train.slot import initial_matrices
 
 WARMUP = 2  # steps that compile, and find where to split submits
 LEARNING_RATE = 1e-4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from wgpu_lora.bounded import printable
 from wgpu_lora.cli.bench import bench
 from wgpu_lora.cli.demo import demo
 from wgpu_lora.cli.evaluate import evaluate
@@ -29,8 +31,8 @@ from wgpu_lora.cli.recipes import recipes
 from wgpu_lora.cli.report import report
 from wgpu_lora.cli.share import share
 from wgpu_lora.errors import UserError
+from wgpu_lora.signals import handled
 
-INTERRUPTED = 130
 # What the system refuses for reasons that a person can mend. Any other OSError is a fault of ours and shown as such.
 MENDABLE = {
     errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS,
@@ -85,20 +87,30 @@ app.add_typer(share)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code: 0, 1 (the run failed), 2 (a mistake) or 130 (interrupted)."""
+    """Runs the command line and returns its exit code.
+
+    0, 1 (the run failed), 2 (a mistake), or 128 and the number of the signal that ended it: 130 of Ctrl-C.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
+    number = signal.SIGINT
+
+    def end(which: int) -> None:
+        nonlocal number
+        number = signal.Signals(which)
+        raise KeyboardInterrupt
+
     try:
-        code = app(list(arguments), prog_name="wgpu-lora", standalone_mode=False)
+        with handled(end):
+            code = app(list(arguments), prog_name="wgpu-lora", standalone_mode=False)
         if sys.stdout is not None:
             sys.stdout.flush()
-        if code == INTERRUPTED:  # Typer turns a KeyboardInterrupt into this
-            _say("interrupted")
+        if code == 128 + signal.SIGINT:  # what Typer makes of any KeyboardInterrupt
+            return _ended(number)
         return code if isinstance(code, int) else 0
     except UserError as error:
         return _refuse(str(error))
     except (KeyboardInterrupt, typer.Abort):
-        _say("interrupted")
-        return INTERRUPTED
+        return _ended(number)
     except BrokenPipeError:
         _settle()  # whoever read our output has gone
         return 1
@@ -114,16 +126,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(usage())
 
 
+def _ended(number: signal.Signals) -> int:
+    _say("interrupted" if number == signal.SIGINT else f"ended by {number.name}")
+    return 128 + number
+
+
 def _refuse(message: str) -> int:
     _say(message)
     return 2
 
 
 def _say(message: str) -> None:
-    # Names come from other people's files: what a terminal would act upon, or not take, is shown as its code.
-    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(message.split()))
     with suppress(OSError):  # where stderr cannot be written to either, the exit code says it
-        typer.echo(f"wgpu-lora: {shown}", err=True)
+        typer.echo(f"wgpu-lora: {printable(' '.join(message.split()))}", err=True)
 
 
 def _settle() -> None:

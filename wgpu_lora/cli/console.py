@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
+
+from wgpu_lora.bounded import printable
+from wgpu_lora.strict_json import to_json
 
 PLAIN_WIDTH = 120  # of tables where there is no terminal to ask
 
@@ -23,11 +25,11 @@ def console(stderr: bool = False) -> Any:
 
 def line(label: str, text: str) -> None:
     """One fact, never wrapped."""
-    print(f"{label:<9} {text}", flush=True)
+    print(f"{label:<9} {printable(text)}", flush=True)
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=1, ensure_ascii=False), flush=True)
+    print(to_json(value, indent=1, ensure_ascii=False), flush=True)
 
 
 def bar(text: str, total: float | None) -> Any:

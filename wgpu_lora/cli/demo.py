@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from wgpu_lora.bounded import printable
 from wgpu_lora.cli.console import Bar, console, line
 from wgpu_lora.cli.finetune import Watcher, describe, report
 from wgpu_lora.cli.options import AllowUnconfined, Device
@@ -63,17 +64,14 @@ def _side_by_side(pairs: list[tuple[str, Any, Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from wgpu_lora.demo.check import printable
-
     table = Table(show_lines=True)
     for name in ("request", "before", "after"):
         table.add_column(name, ratio=1, overflow="fold")
 
     def cell(checked: Any) -> Text:
         mark = "PASS" if checked.passed else f"FAIL: {checked.reason}"
-        text = "\n".join(map(printable, checked.text.split("\n")))
-        return Text.assemble((mark, "green" if checked.passed else "red"), "\n", text)
+        return Text.assemble((mark, "green" if checked.passed else "red"), "\n", printable(checked.text, "\n\t"))
 
     for request, before, after in pairs:
-        table.add_row(Text(request), cell(before), cell(after))
+        table.add_row(Text(printable(request, "\n\t")), cell(before), cell(after))
     console().print(table)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
     from wgpu_lora.train.progress import StepResult
 
 SMOOTHED = 10  # steps whose speed is shown
-EXIT_CODES = {"non-finite": 1, "interrupt": 130}
+FAILED = ("non-finite", "diverged")
+CURES = "lower --learning-rate, or look for odd rows in the data"
 # Options of a pipeline, which `plan` has too.
 Adapters = Annotated[
     list[str] | None,
@@ -140,7 +143,6 @@ class Watcher:
         self._loading.advance()
 
     def step(self, result: StepResult) -> None:
-        self._loading.close()
         text = f"loss {result.loss:.4f}  lr {result.learning_rate:.2e}"
         if self._tokens is not None:  # the first step compiles, so its time says nothing
             self._recent.append((result.tokens - self._tokens, result.seconds))
@@ -148,6 +150,11 @@ class Watcher:
         self._tokens = result.tokens
         if result.eval_loss is not None:
             text += f"  held-out {result.eval_loss:.4f}"
+        with suppress(OSError):  # a log that is full or gone does not end a run
+            self._show(result, text)
+
+    def _show(self, result: StepResult, text: str) -> None:
+        self._loading.close()
         self._training.advance(text, result.step, result.total_steps or None)
         due = result.step % self._every == 0 or result.step == result.total_steps or result.eval_loss is not None
         if due and self._quiet:
@@ -173,6 +180,15 @@ def report(facts: dict[str, Any], output: str) -> int:
     ]
     why = f"{STOP_TEXT[reason]} after {state['step']:,} steps and {state['seconds']:,.1f} s"
     line("stopped", "; ".join([why, *losses, f"the adapter is in {output}"]))
-    if reason == "non-finite":
-        print(f"wgpu-lora: {STOP_TEXT[reason]}.", file=sys.stderr)
-    return EXIT_CODES.get(reason, 0)
+    if reason in FAILED:
+        print(f"wgpu-lora: {STOP_TEXT[reason]}: {CURES}.", file=sys.stderr)
+    if facts["damaged_log_lines"]:
+        line("log", f"damaged lines of log.jsonl that were left out: {facts['damaged_log_lines']}")
+    return exit_code(reason, facts["signal"])
+
+
+def exit_code(reason: str, signal_name: str | None) -> int:
+    """0, 1 for a run that failed, or what a shell gives a program that a signal ended."""
+    if reason == "interrupt":
+        return 128 + (signal.Signals[signal_name] if signal_name else signal.SIGINT)
+    return 1 if reason in FAILED else 0

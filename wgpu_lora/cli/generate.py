@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from wgpu_lora.cli.console import Bar, print_json
+from wgpu_lora.bounded import printable
+from wgpu_lora.cli.console import Bar, is_terminal, print_json
 from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Json, Model
 from wgpu_lora.cli.several import as_rows, show_answers
 from wgpu_lora.errors import UserError
@@ -70,7 +71,8 @@ def generate(
 
             def show(text: str) -> None:
                 bar.close()
-                print(text, end="", flush=True)
+                # What a model writes may be meant for the terminal; a pipe gets it as it is.
+                print(printable(text, "\n\t") if is_terminal(sys.stdout) else text, end="", flush=True)
 
             only = next(iter(adapters.values()), None)
             (found,) = answer(opened, [prompt], adapter=only, on_text=None if as_json else show, **options)

@@ -7,8 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wgpu_lora.bounded import printable
 from wgpu_lora.cli.console import Bar, console, is_terminal, line
-from wgpu_lora.cli.finetune import EXIT_CODES, describe, waiting
+from wgpu_lora.cli.finetune import CURES, FAILED, describe, exit_code, waiting
 from wgpu_lora.train.arguments import TrainingArguments
 
 if TYPE_CHECKING:
@@ -55,9 +56,11 @@ def report(record: dict[str, Any]) -> int:
         ]
         why = f"{adapter['name']}: {STOP_TEXT[adapter['stop_reason']]} after {adapter['step']:,} steps"
         line("stopped", "; ".join([why, *known, f"the adapter is in {adapter['checkpoint']}"]))
-        if adapter["stop_reason"] == "non-finite":
-            print(f"wgpu-lora: adapter {adapter['name']}: {STOP_TEXT['non-finite']}.", file=sys.stderr)
-    return max(EXIT_CODES.get(adapter["stop_reason"], 0) for adapter in record["adapters"])
+        if adapter["stop_reason"] in FAILED:
+            print(
+                f"wgpu-lora: adapter {adapter['name']}: {STOP_TEXT[adapter['stop_reason']]}: {CURES}.", file=sys.stderr
+            )
+    return max(exit_code(adapter["stop_reason"], record["signal"]) for adapter in record["adapters"])
 
 
 class Table:
@@ -84,11 +87,15 @@ class Table:
         self._loading.advance()
 
     def step(self, result: StepResult) -> None:
-        self._loading.close()
         self._rows[result.adapter] = result
         self._own[result.adapter] = result.step
         if result.eval_loss is not None:
             self._heldout[result.adapter] = result.eval_loss
+        with suppress(OSError):  # a log that is full or gone does not end a run
+            self._tell(result)
+
+    def _tell(self, result: StepResult) -> None:
+        self._loading.close()
         if is_terminal(sys.stderr):
             self._show()
             return
@@ -108,6 +115,7 @@ class Table:
     def table(self) -> Any:
         """The table as it stands."""
         from rich.table import Table as RichTable
+        from rich.text import Text
 
         table = RichTable(box=None, pad_edge=False)
         table.add_column("adapter")
@@ -117,14 +125,14 @@ class Table:
         for name, result in self._rows.items():
             share = f"{self._own[name] / total:.0%}"
             if result is None:
-                table.add_row(name, str(self._own[name]), "", "", "", "", "", share)
+                table.add_row(Text(printable(name)), str(self._own[name]), "", "", "", "", "", share)
                 continue
             heldout = f"{self._heldout[name]:.4f}" if name in self._heldout else ""
             speed = ""
             with suppress(ZeroDivisionError):
                 speed = f"{result.step_tokens / result.seconds:,.0f}"
             table.add_row(
-                name,
+                Text(printable(name)),
                 f"{result.step}/{result.total_steps}",
                 f"{result.epoch:.2f}",
                 f"{result.loss:.4f}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,7 +41,6 @@ def prove(
         if not text.strip().isdecimal() or int(text) not in CHECKS:
             raise UserError(f"--only {only} is not understood: give numbers from 1 to {max(CHECKS)}, such as 1,6.")
         numbers.add(int(text))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the children as Ctrl-C does
     try:
         result = run(recipe, devices, out, numbers, allow_unconfined, lambda name: line("check", name), _said)
     except Interrupted as interrupted:

@@ -7,13 +7,16 @@ from typing import Annotated
 
 import typer
 
+from wgpu_lora.bounded import printable
 from wgpu_lora.cli.console import console, line
 
 
 def push(
     directory: Annotated[Path, typer.Argument(help="Directory of an adapter, a model or a GGUF file.", metavar="DIR")],
     repo: Annotated[str, typer.Argument(help="OWNER/NAME; made where there is none.")],
-    private: Annotated[bool, typer.Option("--private", help="Only you see a repository that is made.")] = False,
+    public: Annotated[
+        bool, typer.Option("--public/--private", help="Whether everybody sees a repository that is made.")
+    ] = False,
     include: Annotated[
         list[str] | None, typer.Option(help="Send only files whose path matches this pattern; may be repeated.")
     ] = None,
@@ -22,11 +25,13 @@ def push(
 ) -> int:
     """Send an adapter or a model to the Hugging Face hub, with its model card, in one commit.
 
-    What goes is what others load: weights, configuration, tokenizer, card and licence. --include sends what it
-    matches instead, as `hf buckets sync` has it ('*' stands for anything, slashes too), and a run's own state
-    (checkpoints, run.json, log.jsonl) only if the pattern names it, as run.json does.
+    What goes is what others load, by exact names: weights, configuration, tokenizer, card and licence; --dry-run says
+    why each file does. --include sends what it matches instead, as `hf buckets sync` has it ('*' stands for anything,
+    slashes too), and a run's own state (checkpoints, run.json, log.jsonl) only if the pattern names it, as run.json
+    does.
     """
     from rich.table import Table
+    from rich.text import Text
 
     from wgpu_lora.formats.cards import CARD
     from wgpu_lora.formats.push import check_name
@@ -38,16 +43,21 @@ def push(
     for note in upload.notes:
         line("note", note)
     if not dry_run:
-        address = send(upload, repo, private)
+        address = send(upload, repo, private=not public)
         line("sent", f"{upload.kind}, {upload.nbytes:,} bytes: {address}")
         return 0
     table = Table(box=None, pad_edge=False)
     table.add_column("file")
     table.add_column("bytes", justify="right")
+    table.add_column("why")
     for name, (_, size) in upload.files.items():
-        table.add_row(name, f"{size:,}")
+        table.add_row(Text(printable(name)), f"{size:,}", Text(printable(upload.reasons[name])))
     if upload.card:
-        table.add_row(f"{CARD} (made, there is none)", f"{len(upload.card.encode()):,}")
+        table.add_row(CARD, f"{len(upload.card.encode()):,}", "model card, made as there is none")
     console().print(table)
-    line("dry run", f"{upload.kind} in {directory} to {repo}, {upload.nbytes:,} bytes; nothing was sent")
+    made = "public" if public else "private"
+    line(
+        "dry run",
+        f"{upload.kind} in {directory} to {repo} ({made} if it is made), {upload.nbytes:,} bytes; nothing was sent",
+    )
     return 0

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from wgpu_lora.bounded import printable
 from wgpu_lora.cli.console import line
 
 
@@ -25,6 +26,6 @@ def report(
     found = read_runs(runs)
     page = write_report(found, output)
     for run in found:
-        print(run.summary, flush=True)
+        print(printable(run.summary, "\n"), flush=True)
     line("report", str(page))
     return 0

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wgpu_lora.bounded import printable
 from wgpu_lora.cli.console import console, is_terminal, line
 
 if TYPE_CHECKING:
@@ -33,8 +34,16 @@ def show_answers(answers: Mapping[str, Answer]) -> None:
     for name, answer in answers.items():
         count = len(answer.token_ids)
         end = Text(f"{count:,} token{'' if count == 1 else 's'}, {answer.stop_reason}", "dim")
-        title = Text(name, "bold")
-        shown.print(Panel(Text(answer.text), title=title, title_align="left", subtitle=end, subtitle_align="right"))
+        title = Text(printable(name), "bold")
+        shown.print(
+            Panel(
+                Text(printable(answer.text, "\n\t")),
+                title=title,
+                title_align="left",
+                subtitle=end,
+                subtitle_align="right",
+            )
+        )
 
 
 def show_losses(losses: Mapping[str, Evaluation]) -> None:
@@ -46,7 +55,7 @@ def show_losses(losses: Mapping[str, Evaluation]) -> None:
     for title in ("loss", "perplexity", "tokens"):
         table.add_column(title, justify="right", no_wrap=True)
     for name, found in losses.items():
-        table.add_row(Text(name), f"{found.loss:.6f}", f"{found.perplexity:.4f}", f"{found.tokens:,}")
+        table.add_row(Text(printable(name)), f"{found.loss:.6f}", f"{found.perplexity:.4f}", f"{found.tokens:,}")
     console().print(table)
     rows, seconds = next(iter(losses.values())).rows, sum(found.seconds for found in losses.values())
     line("over", f"{rows:,} rows in {seconds:.1f} s")

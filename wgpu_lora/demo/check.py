@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from wgpu_lora.bounded import printable
 from wgpu_lora.demo.asserts import Outcome, RaisedError, parse_check
 from wgpu_lora.demo.confine import plain
 from wgpu_lora.demo.confine.parent import EndedError, Process
@@ -88,8 +89,3 @@ def _outcome(kind: str, said: str) -> Outcome:
 
 def _failed(reason: str, parses: bool) -> CheckResult:
     return CheckResult(False, printable(reason[:_REASON_LENGTH]), parses)
-
-
-def printable(text: str) -> str:
-    """Escapes what would move a terminal's cursor, or cannot be printed."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
+
+# `.NAME.tmp` and `.NAME.previous` of directories, `.NAME.old` of removed ones; tempfile adds eight letters of its own.
+_LEFTOVER = re.compile(r"\.(.+?)(?:\.[a-z0-9_]{8})?\.(tmp|previous|old)")
 
 
 def _read_umask() -> int:
@@ -68,11 +72,31 @@ def replace_directory(tmp: str | Path, final: str | Path) -> None:
     _remove(previous)
 
 
-def _remove(directory: Path) -> None:
-    if directory.is_symlink():
-        directory.unlink()  # the link, never what it leads to
-    elif directory.exists():
-        shutil.rmtree(directory)
+def sweep(directory: str | Path, name: re.Pattern[str]) -> None:
+    """Removes what a killed process left of writing, in this module's ways, what the whole of `name` matches.
+
+    What had stepped aside for a directory that never came is put back. Nobody else may be writing there.
+    """
+    directory = Path(directory)
+    for path in list(directory.iterdir()) if directory.is_dir() else []:
+        match = _LEFTOVER.fullmatch(path.name)
+        inner = match
+        while inner and not name.fullmatch(inner[1]):
+            inner = _LEFTOVER.fullmatch(inner[1])  # a file of a hidden directory that was written in turn
+        if not match or not inner:
+            continue
+        final = directory / match[1]
+        if match[2] == "previous" and not final.exists():
+            path.rename(final)
+        else:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()  # the link, never what it leads to
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def file_digest(path: Path) -> str:

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from wgpu_lora.bounded import matches, read_json
-from wgpu_lora.errors import UserError
+from wgpu_lora.bounded import is_name, matches, read_json
+from wgpu_lora.errors import NotFiniteError, UserError
 from wgpu_lora.formats.atomic import replace_directory, write_bytes_atomic
 from wgpu_lora.formats.checkpoint import SUPPORTED_DTYPES, read_f32_entry, read_header
 from wgpu_lora.models.config import LINEAR_PATHS
@@ -91,26 +91,31 @@ def write_adapter(directory: str | Path, tensors: Mapping[str, np.ndarray], conf
     not at all; in an existing one, each of the two files is replaced whole and other files are left alone.
     Raises ValueError for a key or dtype that PEFT would not expect, OSError when the disk refuses.
     """
-    for name, tensor in tensors.items():
-        if not _KEY.fullmatch(name) or tensor.dtype != np.float32 or tensor.ndim != 2:
-            raise ValueError(f"{name} ({tensor.dtype}, {tensor.ndim}-D) is not a float32 LoRA matrix")
-    weights = save({name: np.ascontiguousarray(t) for name, t in tensors.items()}, metadata={"format": "pt"})
-    text = json.dumps(_config_dict(config), indent=2, sort_keys=True).encode() + b"\n"
+    files = adapter_files(tensors, config)
     directory = Path(directory)
     if directory.exists():
-        write_bytes_atomic(directory / WEIGHTS, weights)
-        write_bytes_atomic(directory / CONFIG, text)
+        for name, data in files.items():
+            write_bytes_atomic(directory / name, data)
         return
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".tmp", dir=directory.parent))
     try:
         temporary.chmod(0o755)
-        (temporary / WEIGHTS).write_bytes(weights)
-        (temporary / CONFIG).write_bytes(text)
+        for name, data in files.items():
+            (temporary / name).write_bytes(data)
         replace_directory(temporary, directory)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def adapter_files(tensors: Mapping[str, np.ndarray], config: AdapterConfig) -> dict[str, bytes]:
+    """The two files of an adapter, by name; `tensors` and ValueError as in `write_adapter`."""
+    for name, tensor in tensors.items():
+        if not _KEY.fullmatch(name) or tensor.dtype != np.float32 or tensor.ndim != 2:
+            raise ValueError(f"{name} ({tensor.dtype}, {tensor.ndim}-D) is not a float32 LoRA matrix")
+    weights = save({name: np.ascontiguousarray(t) for name, t in tensors.items()}, metadata={"format": "pt"})
+    return {WEIGHTS: weights, CONFIG: json.dumps(_config_dict(config), indent=2, sort_keys=True).encode() + b"\n"}
 
 
 def read_adapter(
@@ -119,7 +124,8 @@ def read_adapter(
     """Reads a PEFT LoRA adapter: its config, and (layer, module) -> (A [r, in], B [out, r]) in float32.
 
     `module` is a short name such as 'q_proj'. Raises UserError for a missing or damaged file, a kind of adapter or an
-    option that is not supported (by name), and shapes that contradict the config.
+    option that is not supported (by name), shapes that contradict the config, and values that are not finite
+    (NotFiniteError).
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -139,7 +145,12 @@ def read_adapter(
         if entry.dtype not in SUPPORTED_DTYPES:
             supported = ", ".join(SUPPORTED_DTYPES)
             raise UserError(f"{name} in {path} has dtype {entry.dtype}: store the adapter as one of {supported}.")
-        halves.setdefault((int(match[1]), match[3]), {})[match[4]] = read_f32_entry(name, entry)
+        values = read_f32_entry(name, entry)
+        if not np.isfinite(values).all():
+            raise NotFiniteError(
+                f"{name} in {path} has values that are not finite: train the adapter again, or use another."
+            )
+        halves.setdefault((int(match[1]), match[3]), {})[match[4]] = values
     if not halves:
         raise UserError(f"{path} holds no tensors: train or download the adapter again.")
     return config, {key: _pair(key, factors, config, path) for key, factors in sorted(halves.items())}
@@ -180,16 +191,24 @@ def parse_config(d: Mapping[str, Any], where: str) -> AdapterConfig:
     dropout = d.get("lora_dropout", 0.0)
     if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
         raise UserError(f"lora_dropout in {where} is {dropout!r}, expected a number from 0 to below 1: correct it.")
+    base = d.get("base_model_name_or_path")
+    if not isinstance(base, str | None) or (base is not None and not is_name(base)):
+        raise UserError(f"base_model_name_or_path in {where} is {base!a:.60}, expected a text: correct it.")
     return AdapterConfig(
         r=int(_number(d.get("r", 8), "r", where, whole=True)),
         lora_alpha=_number(d.get("lora_alpha", 8), "lora_alpha", where),
         lora_dropout=float(dropout),
         target_modules=targets,
         use_rslora=bool(d.get("use_rslora", False)),
-        base_model_name_or_path=d.get("base_model_name_or_path"),
+        base_model_name_or_path=base,
         rank_pattern=dict(d.get("rank_pattern") or {}),
         alpha_pattern=dict(d.get("alpha_pattern") or {}),
     )
+
+
+def fits_float32(value: float) -> bool:
+    """Whether a number is positive, and neither 0 nor infinite in the float32 that the device computes in."""
+    return float(np.finfo(np.float32).tiny) <= value <= float(np.finfo(np.float32).max)
 
 
 def _config_dict(config: AdapterConfig) -> dict[str, Any]:
@@ -243,7 +262,8 @@ def _pair(
 
 def _number(value: Any, name: str, where: str, whole: bool = False) -> float:
     kinds = (int,) if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
-        kind = "positive integer" if whole else "positive number"
+    fits = isinstance(value, kinds) and not isinstance(value, bool) and fits_float32(value)
+    if not fits:
+        kind = "positive integer" if whole else "positive number within float32's range"
         raise UserError(f"{name} in {where} is {value!r}, expected a {kind}: correct it.")
     return value

@@ -7,7 +7,7 @@ from wgpu_lora.formats.cards import CARD
 from wgpu_lora.formats.upload import Upload
 
 
-def push(upload: Upload, repo: str, private: bool = False) -> str:
+def push(upload: Upload, repo: str, private: bool = True) -> str:
     """Sends the files in one commit, making the repository where there is none; returns the commit's address.
 
     Args:
@@ -33,7 +33,7 @@ def push(upload: Upload, repo: str, private: bool = False) -> str:
         content[CARD] = upload.card.encode()
     operations = [CommitOperationAdd(name, source) for name, source in content.items()]
     try:
-        made = api.create_repo(repo, private=private or None, exist_ok=True).repo_id
+        made = api.create_repo(repo, private=private, exist_ok=True).repo_id
         commit = api.create_commit(made, operations, commit_message=f"Upload {upload.kind} with wgpu-lora")
     except HfHubHTTPError as error:
         raise UserError(_refusal(repo, error)) from None

@@ -1,4 +1,4 @@
-"""What of a directory goes to the Hugging Face hub: by its kind, by patterns, and never what is this machine's own."""
+"""What of a directory goes to the Hugging Face hub: files of known names, or by patterns; never what is a run's own."""
 
 from __future__ import annotations
 
@@ -14,22 +14,13 @@ from wgpu_lora.formats.checkpoint import INDEX, SINGLE, Checkpoint
 from wgpu_lora.formats.hub import hub_id
 from wgpu_lora.formats.peft import CONFIG, WEIGHTS, read_adapter
 
-TOKENIZER = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.jinja",
-    "additional_chat_templates/*",
+LICENCES = re.compile(r"(LICEN[CS]E|NOTICE|COPYING)(\.(md|txt))?")
+TOKENIZER = re.compile(
+    r"tokenizer(_config)?\.json|tokenizer\.model|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)"
+    r"|merges\.txt|spiece\.model|sentencepiece\.bpe\.model"
 )
-ALWAYS = (CARD, "LICENSE*", "NOTICE*")
-# What goes where no pattern is given; names without a slash are those of the directory itself.
-USUAL = {
-    "adapter": (*ALWAYS, WEIGHTS, CONFIG, *TOKENIZER),
-    "model": (*ALWAYS, "*.safetensors", "*.json", *TOKENIZER),
-    "GGUF": (*ALWAYS, "*.gguf"),
-}
+TEMPLATE = re.compile(r"chat_template\.(jinja|json)|additional_chat_templates/[\w-]+\.jinja")
+CONFIGURATION = ("config.json", "generation_config.json")
 # What only resuming needs, and what names paths of this machine: at any depth, and only for a pattern that names it.
 PRIVATE = re.compile(
     r"(.*/)?(run|pipeline|state)\.json|(.*/)?log\.jsonl|.*\.(tmp|lock)"
@@ -41,12 +32,13 @@ PRIVATE = re.compile(
 class Upload:
     """What is to be sent. files: path in the repository -> (path here, bytes). card: text where none lies there.
 
-    notes: what whoever sends it should know.
+    reasons: by path in the repository, why it is among them. notes: what whoever sends it should know.
     """
 
     directory: Path
     kind: str
     files: dict[str, tuple[Path, int]]
+    reasons: dict[str, str]
     card: str | None
     notes: tuple[str, ...] = ()
 
@@ -59,10 +51,10 @@ class Upload:
 def prepare(directory: Path, include: list[str] | None = None, exclude: list[str] | None = None) -> Upload:
     """Reads a directory that is to be sent, and chooses its files.
 
-    Without patterns, what is usual for its kind. The patterns are those of `hf buckets sync`: of a path in the
-    directory, `*` for anything (slashes too). What `exclude` matches stays; where there are `include` patterns, only
-    what they match goes. Hidden files stay always, a run's own state unless a pattern that does not begin with `*`
-    names it. A model card is made where there is none.
+    Without patterns, what others load: files of known names, and the shards that an index names. The patterns are
+    those of `hf buckets sync`: of a path in the directory, `*` for anything (slashes too). What `exclude` matches
+    stays; where there are `include` patterns, only what they match goes. Hidden files stay always, a run's own state
+    unless a pattern that does not begin with `*` names it. A model card is made where there is none.
 
     Raises:
         UserError: there is no such directory; it holds neither an adapter, nor a model, nor a GGUF file that can be
@@ -72,7 +64,10 @@ def prepare(directory: Path, include: list[str] | None = None, exclude: list[str
         raise UserError(f"{directory} is not a directory: give the directory of an adapter or of a model.")
     found = _files(directory)
     kind, notes = _kind(directory, found)
-    chosen = {name: path for name, path in found.items() if _goes(name, kind, include or [], exclude or [])}
+    include, exclude = include or [], exclude or []
+    known = _known(directory, kind, found)
+    reasons = {name: why for name in found if (why := _reason(name, known, include, exclude))}
+    chosen = {name: found[name] for name in reasons}
     for path in chosen.values():
         if leads_out(path, directory):
             raise UserError(
@@ -83,11 +78,11 @@ def prepare(directory: Path, include: list[str] | None = None, exclude: list[str
     if kind == "adapter" and not {WEIGHTS, CONFIG} <= chosen.keys():
         notes.append(f"nobody can load it without {WEIGHTS} and {CONFIG}.")
     card = None
-    if CARD not in found and _goes(CARD, kind, include or [], exclude or []):
+    if CARD not in found and _reason(CARD, {CARD: "model card"}, include, exclude):
         weights = {name: path for name, path in chosen.items() if path.suffix in (".safetensors", ".gguf")}
         card = card_of_files(directory.resolve().name, kind, weights)
     files = {name: (path, path.stat().st_size) for name, path in chosen.items()}
-    return Upload(directory, kind, files, card, tuple(notes))
+    return Upload(directory, kind, files, reasons, card, tuple(notes))
 
 
 def _files(directory: Path) -> dict[str, Path]:
@@ -117,11 +112,35 @@ def _kind(directory: Path, found: dict[str, Path]) -> tuple[str, list[str]]:
     )
 
 
-def _goes(name: str, kind: str, include: list[str], exclude: list[str]) -> bool:
+def _known(directory: Path, kind: str, found: dict[str, Path]) -> dict[str, str]:
+    """Why each of the files goes that others load, by exact name; what a folder holds beside them is its owner's."""
+    if kind == "adapter":
+        known = {WEIGHTS: "adapter's weights", CONFIG: "adapter's configuration"}
+    elif kind == "model":
+        known = dict.fromkeys(CONFIGURATION, "configuration")
+        shards = Checkpoint(directory).shards
+        single = shards == [directory / SINGLE]
+        known |= dict.fromkeys((path.name for path in shards), "weights" if single else f"shard that {INDEX} names")
+        known |= {} if single else {INDEX: "index of the shards"}
+    else:
+        known = {name: "GGUF file" for name in found if name.endswith(".gguf") and "/" not in name}
+    for name in found:
+        if TOKENIZER.fullmatch(name):
+            known[name] = "tokenizer"
+        elif TEMPLATE.fullmatch(name):
+            known[name] = "chat template"
+        elif LICENCES.fullmatch(name):
+            known[name] = "licence"
+    return known | {CARD: "model card"}
+
+
+def _reason(name: str, known: dict[str, str], include: list[str], exclude: list[str]) -> str | None:
+    """Why a file goes; None where it does not."""
     if any(fnmatch(name, pattern) for pattern in exclude):
-        return False
-    if include:
-        matching = [pattern for pattern in include if fnmatch(name, pattern)]
-        return bool([p for p in matching if not p.startswith("*")] if PRIVATE.fullmatch(name) else matching)
-    usual = any(fnmatch(name, pattern) and ("/" in pattern or "/" not in name) for pattern in USUAL[kind])
-    return usual and not PRIVATE.fullmatch(name)
+        return None
+    if not include:
+        return known.get(name)
+    matching = [pattern for pattern in include if fnmatch(name, pattern)]
+    if PRIVATE.fullmatch(name):
+        matching = [pattern for pattern in matching if not pattern.startswith("*")]
+    return f"--include {matching[0]}" if matching else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -243,3 +244,11 @@ def allocate(device: Device, storages: set[Storage]) -> None:
     for storage in sorted(storages, key=lambda s: (-s.nbytes, s.name)):
         if storage.buffer is None:
             storage.buffer = device.create_buffer(storage.nbytes, storage.name)
+
+
+def release(device: Device, storages: Iterable[Storage]) -> None:
+    """Frees the buffers of persistent storages that have one."""
+    for storage in storages:
+        if storage.buffer is not None:
+            device.free(storage.buffer)
+            storage.buffer = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import numpy as np
 
 from wgpu_lora.data import Prepared, Row, pack
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.program import Arena, Program, allocate
+from wgpu_lora.gpu.program import Arena, Program, allocate, release
 from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
 from wgpu_lora.models.inputs import Segment, StepInputs, rope_table
 from wgpu_lora.models.loaded import LoadedModel
@@ -130,8 +131,12 @@ def evaluate(
         loss, trained = evaluator.loss(prepared.rows, slot)
     finally:
         arena.free()
-        for storage in mine:
-            if storage.buffer is not None:
-                model.device.free(storage.buffer)
-                storage.buffer = None
-    return Evaluation(loss, float(np.exp(loss)), trained, len(prepared.rows), time.perf_counter() - begin)
+        release(model.device, mine)
+    return Evaluation(loss, _perplexity(loss), trained, len(prepared.rows), time.perf_counter() - begin)
+
+
+def _perplexity(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.program import Arena, Program, allocate
+from wgpu_lora.gpu.program import Arena, Program, allocate, release
 from wgpu_lora.gpu.tensor import Storage
 from wgpu_lora.infer.sampling import Sampler
 from wgpu_lora.infer.step import Programs, Step
@@ -145,10 +145,7 @@ class Generator:
     def close(self) -> None:
         """Frees the caches and all else that was allocated here; the model and the adapters stay."""
         self._arena.free()
-        for storage in self._owned:
-            if storage.buffer is not None:
-                self.device.free(storage.buffer)
-                storage.buffer = None
+        release(self.device, self._owned)
         self._owned = set()
 
     def __enter__(self) -> Generator:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.peft import CONFIG, read_adapter
+from wgpu_lora.formats.peft import read_adapter
+from wgpu_lora.gpu.program import release
 from wgpu_lora.infer.adapters import load_adapters
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
@@ -55,9 +55,7 @@ def _split(text: str) -> tuple[str, Path]:
 
 def base_of(adapter: str | Path) -> str | None:
     """The model that an adapter's own configuration names, if it does."""
-    read_adapter(adapter)  # says clearly what is missing or damaged
-    base = read_json(Path(adapter) / CONFIG).get("base_model_name_or_path")
-    return base if isinstance(base, str) and base else None
+    return read_adapter(adapter)[0].base_model_name_or_path or None
 
 
 def model_of(adapters: Mapping[str, Path], model: str | None = None) -> str:
@@ -118,7 +116,4 @@ def on_device(model: LoadedModel, directories: Sequence[str | Path]) -> Iterator
     try:
         yield adapters
     finally:
-        for storage in adapters.storages():
-            if storage.buffer is not None:
-                model.device.free(storage.buffer)
-                storage.buffer = None
+        release(model.device, adapters.storages())

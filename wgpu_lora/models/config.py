@@ -28,6 +28,22 @@ LINEAR_PATHS = {
 _MAX_POSITIONS = {"qwen2": 32768, "qwen3": 32768, "llama": 2048, "mistral": 131072}
 
 
+# What a config may say: several times the largest model that was published, so that nothing is built from a typing
+# error or a trap.
+MOST = {
+    "vocab_size": 1 << 22,
+    "hidden_size": 1 << 17,
+    "intermediate_size": 1 << 20,
+    "num_hidden_layers": 1 << 10,
+    "max_window_layers": 1 << 10,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "head_dim": 1 << 12,
+    "max_position_embeddings": 1 << 28,
+    "sliding_window": (1 << 31) - 1,
+}
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The shape of a decoder-only language model, in config.json's own names.
@@ -232,9 +248,9 @@ def _int(d: Mapping[str, Any], name: str, where: str, default: int | None = None
     value = d.get(name, default)
     if value is None:
         raise UserError(f"{name} is missing from {where}: restore the file from the model's source.")
-    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value < 2**31:
-        kind = "positive" if minimum else "non-negative"
-        raise UserError(f"{name} in {where} is {value!r}, expected a {kind} integer: correct the file.")
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= MOST[name]:
+        kind = f"whole number from {minimum} to {MOST[name]:,}"
+        raise UserError(f"{name} in {where} is {value!r:.40}, expected a {kind}: correct the file.")
     return value
 
 
@@ -257,6 +273,6 @@ def _eps(d: Mapping[str, Any], where: str) -> float:
 def _token_ids(d: Mapping[str, Any], where: str) -> tuple[int, ...]:
     value = d.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-        raise UserError(f"eos_token_id in {where} is {value!r}, expected token ids: correct the file.")
+    if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < MOST["vocab_size"] for i in ids):
+        raise UserError(f"eos_token_id in {where} is {value!r:.40}, expected token ids: correct the file.")
     return tuple(ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from functools import partial
 
 import ml_dtypes
@@ -12,8 +13,9 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.formats.bitsandbytes import PackedCheckpoint, to_words
 from wgpu_lora.formats.checkpoint import WeightSource
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.program import Arena, Program, allocate
+from wgpu_lora.gpu.program import Arena, Program, allocate, release
 from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Tensor, align, persistent
+from wgpu_lora.models.audit import AuditedSource
 from wgpu_lora.models.config import LINEAR_PATHS
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.ops.weights import DenseWeight, NF4Weight
@@ -33,16 +35,29 @@ def table_dtype(checkpoint: WeightSource) -> str:
 
 def load_weights(
     device: Device, checkpoint: WeightSource, model: Decoder, progress: Progress = lambda name: None
-) -> None:
-    """Allocates the model's tensors and fills them.
+) -> str:
+    """Allocates the model's tensors and fills them; returns the SHA-256 of their values (see AuditedSource).
 
     Args:
         progress: called with each tensor's name once it is loaded.
+
+    Raises:
+        NotFiniteError: a tensor, by name, holds NaN or infinity. UserError: a file is damaged.
     """
+    try:
+        with AuditedSource(checkpoint) as audited, ExitStack() as stack:
+            packer = stack.enter_context(closing(_Packer(device, model))) if model.packs else None
+            _fill(device, audited, model, packer, progress)
+            return audited.digest()
+    except BaseException:
+        release(device, model.storages())
+        raise
+
+
+def _fill(device: Device, checkpoint: WeightSource, model: Decoder, packer: _Packer | None, progress: Progress) -> None:
     allocate(device, model.storages())
     if model.dynamic.storage.buffer is not None:
         device.write(model.dynamic.storage.buffer, DYNAMIC_CODE)
-    packer = _Packer(device, model) if model.packs else None
 
     def vector(name: str, tensor: Tensor) -> None:
         device.write(tensor.storage.buffer, checkpoint.read_f32(name))
@@ -70,8 +85,6 @@ def load_weights(
                 fill = packer.pack if packer else partial(_upload_packed, device)
                 fill(checkpoint, f"{path}.weight", item.weight)
                 progress(f"{path}.weight")
-    if packer:
-        packer.free()
 
 
 def staging_bytes(model: Decoder) -> int:
@@ -124,9 +137,10 @@ def _rows_as(checkpoint: WeightSource, name: str, dtype: str, start: int, stop: 
         return checkpoint.read_raw(name, start, stop)
     target = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}[dtype]
     values = checkpoint.read_f32(name, start, stop)
-    if dtype == "f16" and np.abs(values).max() > F16_MAX:
+    if dtype == "f16" and F16_MAX < np.abs(values).max() < np.inf:  # what is not finite is said by AuditedSource
         raise UserError(f"{name} has values beyond f16's range of {F16_MAX:,.0f}: use --base-dtype bf16, nf4 or f32.")
-    return values.astype(target)
+    with np.errstate(over="ignore"):
+        return values.astype(target)
 
 
 def _staging(model: Decoder) -> tuple[Tensor, Tensor]:
@@ -178,10 +192,10 @@ class _Packer:
             program.run()
             constants.append(self.device.read(self.absmax.storage.buffer, 4 * blocks).view(np.float32).copy())
             program.release()
-        codes, nested, offset = double_quantize(np.concatenate(constants))
+        with np.errstate(invalid="ignore"):  # the same: it looks at the values meanwhile
+            codes, nested, offset = double_quantize(np.concatenate(constants))
         self.device.write(weight.constants[0].storage.buffer, codes)
         self.device.write(weight.constants[1].storage.buffer, np.append(nested, offset).astype(np.float32))
 
-    def free(self) -> None:
-        for tensor in (self.staging, self.absmax):
-            self.device.free(tensor.storage.buffer)
+    def close(self) -> None:
+        release(self.device, {self.staging.storage, self.absmax.storage})

@@ -20,7 +20,7 @@ from wgpu_lora.models.load import Progress, load_weights, stored_as, table_dtype
 class LoadedModel:
     """What training and inference work on. `decoder`'s weights are on `device` once `load_weights` has run.
 
-    `path` is the model's directory or GGUF file.
+    `path` is the model's directory or GGUF file. `weights_sha256` is of all values as they were read, once they are.
     """
 
     name: str
@@ -31,11 +31,12 @@ class LoadedModel:
     device: Device
     decoder: Decoder
     weights_loaded: bool = False
+    weights_sha256: str | None = None
 
     def load_weights(self, progress: Progress = lambda name: None) -> None:
         """Streams the weights onto the device, once."""
         if not self.weights_loaded:
-            load_weights(self.device, self.checkpoint, self.decoder, progress)
+            self.weights_sha256 = load_weights(self.device, self.checkpoint, self.decoder, progress)
             self.weights_loaded = True
 
 

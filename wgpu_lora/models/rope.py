@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DEFAULT_THETA = 10000.0
+MIN_NUMBER, MAX_NUMBER = 1e-12, 1e12  # far beyond what models have; products of several stay finite
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,6 @@ def _yarn_attention_factor(rope: Mapping[str, Any], factor: float, where: str) -
 
 
 def _positive(value: Any, name: str, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise UserError(f"{name} in {where} is {value!r}, expected a positive number: correct the file.")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not MIN_NUMBER <= value <= MAX_NUMBER:
+        raise UserError(f"{name} in {where} is {value!r:.40}, expected a positive number: correct the file.")
     return float(value)

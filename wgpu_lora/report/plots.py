@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.bounded import printable
 from wgpu_lora.errors import UserError
 from wgpu_lora.report.runs import Run
 
@@ -30,7 +31,7 @@ def _lines(axes: Any, runs: Sequence[Run], key: str, label: str) -> bool:
 
 def _label(text: str) -> str:
     """A legend leaves out what begins with an underscore."""
-    return f" {text}" if text.startswith("_") else text
+    return printable(f" {text}" if text.startswith("_") else text)
 
 
 def losses(axes: Any, runs: Sequence[Run]) -> bool:
@@ -63,7 +64,9 @@ def memory(axes: Any, runs: Sequence[Run]) -> bool:
     for number, group in enumerate(groups):
         values = [run.memory.get(group, 0) / 2**20 for run in runs]
         colour = f"C{number % 10}"
-        axes.barh([run.name for run in runs], values, left=left, height=0.5, label=_label(group), color=colour)
+        axes.barh(
+            [printable(run.name) for run in runs], values, left=left, height=0.5, label=_label(group), color=colour
+        )
         left = [a + b for a, b in zip(left, values, strict=True)]
     axes.set_xlabel("device memory while training, MiB")
     axes.invert_yaxis()

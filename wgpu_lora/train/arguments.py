@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 import math
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.bounded import is_name, read_toml
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.assets import asset_dir
 from wgpu_lora.models.config import LINEAR_PATHS
@@ -37,7 +37,8 @@ FREE_ON_RESUME = {
 FILES, ADAPTER, OPTIMISATION = "Model, data and device", "Adapter", "Optimisation"
 BATCHES, MEMORY, SAVING = "Length of the run and batches", "Memory", "Logging and saving"
 PANELS = (FILES, ADAPTER, OPTIMISATION, BATCHES, MEMORY, SAVING)
-SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
+F32_TINY, F32_MAX = 1.1754943508222875e-38, 3.4028234663852886e38
+SIZE = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
 
 def option(default: Any, panel: str, text: str) -> Any:
@@ -107,6 +108,7 @@ class TrainingArguments:
     eval_steps: int = option(0, SAVING, "Steps between held-out losses; 0 means after every epoch.")
 
     def __post_init__(self) -> None:
+        self._check_values()
         positive = (
             "lora_r",
             "per_device_train_batch_size",
@@ -134,7 +136,9 @@ class TrainingArguments:
         self._require(0 <= self.lora_dropout < 1, "lora_dropout", "must be at least 0 and less than 1")
         self._require(self.warmup_ratio <= 1, "warmup_ratio", "must be at most 1")
         self._require(
-            self.target_seconds is None or self.target_seconds > 0, "target_seconds", "must be greater than 0"
+            self.target_seconds is None or 0 < self.target_seconds < math.inf,
+            "target_seconds",
+            "must be greater than 0",
         )
         # Here, because they bring the GPU's library: --help needs none.
         from wgpu_lora.models.decoder import BASE_DTYPES
@@ -154,9 +158,20 @@ class TrainingArguments:
         self.modules()
         self.budget()
 
-    def _require(self, fine: bool, name: str, rule: str) -> None:
+    def _check_values(self) -> None:
+        """Refuses what no option can hold: text that names no file, numbers that the device cannot."""
+        for name, value in asdict(self).items():
+            if isinstance(value, str):
+                self._require(is_name(value), name, "must be text in UTF-8 without NUL", shown=ascii(value))
+            elif isinstance(value, int) and not isinstance(value, bool):
+                self._require(-(2**31) <= value < 2**32, name, "must be a whole number of 32 bits")
+            elif isinstance(value, float) and math.isfinite(value):
+                fits = value == 0 or F32_TINY <= abs(value) <= F32_MAX
+                self._require(fits, name, "must be a number within float32's range")
+
+    def _require(self, fine: bool, name: str, rule: str, shown: str | None = None) -> None:
         if not fine:
-            raise UserError(f"{flag(name)} {rule}, not {getattr(self, name)}.")
+            raise UserError(f"{flag(name)} {rule}, not {shown or getattr(self, name)!s:.80}.")
 
     def modules(self) -> tuple[str, ...]:
         """The module names that target_modules stands for."""
@@ -238,15 +253,10 @@ def find_recipe(name: str) -> Path:
 
 def read_recipe(path: Path) -> dict[str, Any]:
     """A flat TOML file of option names and values."""
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         names = ", ".join(sorted(p.stem for p in asset_dir("recipes").glob("*.toml")))
-        raise UserError(f"The recipe {path} does not exist: give a TOML file, or a bundled one ({names}).") from None
-    except OSError as error:
-        raise UserError(f"The recipe {path} cannot be read ({error.strerror}).") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"The recipe {path} is not valid TOML: {error}.") from error
+        raise UserError(f"The recipe {path} does not exist: give a TOML file, or a bundled one ({names}).")
+    values = read_toml(path, "The recipe")
     nested = [key for key, value in values.items() if isinstance(value, dict)]
     if nested:
         raise UserError(f"The recipe {path} has a table [{nested[0]}]: recipes are flat, one option a line.")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,38 +12,34 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
+from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import file_digest, replace_directory
-from wgpu_lora.formats.peft import AdapterConfig, module_path, read_adapter, tensor_name, write_adapter
-from wgpu_lora.gpu.choices import Choices
+from wgpu_lora.formats.atomic import replace_directory, sweep
+from wgpu_lora.formats.checkpoint import read_header
+from wgpu_lora.formats.peft import (
+    CONFIG,
+    WEIGHTS,
+    AdapterConfig,
+    adapter_files,
+    module_path,
+    read_adapter,
+    tensor_name,
+)
 from wgpu_lora.models.lora import AdapterSet, Matrices
+from wgpu_lora.strict_json import to_json
+from wgpu_lora.train.manifest import damage, write_manifest
 from wgpu_lora.train.session import Session
+from wgpu_lora.train.state import STATE, RunState, read_state
 
-STATE, OPTIMIZER, METADATA = "state.json", "optimizer.safetensors", "metadata.json"
-STEPS, LAST = "checkpoints", "last"  # where a run by itself and where a pipeline's slot keep what they resume from
-NAME = re.compile(r"step-(\d+)")
-
-
-@dataclass
-class RunState:
-    """What a slot's run has come to: all of it that is not on the device."""
-
-    step: int = 0
-    epoch: int = 0
-    index: int = 0  # the next step within the epoch
-    total_steps: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    calibrated: bool = False
-    heldout_seconds: float = 0.0  # of one held-out loss, where there is a time to keep to
-    first_eval_loss: float | None = None
-    best_eval_loss: float | None = None
-    last_loss: float | None = None
-    last_eval_loss: float | None = None
-    tiles: Choices = field(default_factory=dict)  # another tiling rounds differently, so a resumed run keeps its own
-    pending: list[float] = field(default_factory=list)  # losses of the steps since the last log line
-    pending_tokens: int = 0
-    pending_seconds: float = 0.0
+OPTIMIZER, METADATA = "optimizer.safetensors", "metadata.json"
+FILES = (WEIGHTS, CONFIG, OPTIMIZER, METADATA, STATE)
+STEPS, LAST, NEXT = "checkpoints", "last", ".next"  # where a run by itself and where a pipeline's slot keep theirs
+BEST, EPOCH = "best", "epoch-{}"
+NAME = re.compile(r"step-([0-9]{1,15})")
+# What a run, or a pipeline, writes by way of a hidden name beside it.
+WRITTEN = re.compile(
+    rf"{re.escape(WEIGHTS)}|{re.escape(CONFIG)}|README\.md|[a-z]+\.jsonl?|{LAST}|\{NEXT}|{BEST}|epoch-[0-9]+|[a-z]+\.png"
+)
 
 
 def adapter_tensors(matrices: Matrices, config: AdapterConfig) -> dict[str, np.ndarray]:
@@ -60,7 +55,7 @@ def adapter_tensors(matrices: Matrices, config: AdapterConfig) -> dict[str, np.n
 def write_checkpoint(
     final: Path, session: Session, slot: int, config: AdapterConfig, state: RunState, facts: dict[str, Any]
 ) -> None:
-    """Writes a slot's adapter, moments, state and metadata.json beside `final`, syncs and renames them.
+    """Writes a slot's adapter, moments, state, metadata.json and manifest beside `final`, syncs and renames them.
 
     facts: `identity` (see AdapterRun) and `metadata`. Raises OSError when the disk refuses; what was at `final` is then
     as it was.
@@ -70,16 +65,18 @@ def write_checkpoint(
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         device, adapters, optimizer = session.device, session.adapters, session.optimizer
-        write_adapter(temporary, adapter_tensors(adapters.read(device, slot), config), config)
         moments: dict[str, np.ndarray] = {}
         for kind, pages in (("first_moment", optimizer.first_moment), ("second_moment", optimizer.second_moment)):
             for (layer, module), pair in adapters.read(device, slot, pages).items():
                 moments |= {f"{layer}.{module}.{which}.{kind}": m for which, m in zip("AB", pair, strict=True)}
-        (temporary / OPTIMIZER).write_bytes(save(moments))
-        digest = file_digest(temporary / "adapter_model.safetensors")
-        metadata = {**facts["metadata"], "adapter_sha256": digest}
-        (temporary / METADATA).write_text(json.dumps(metadata, indent=1) + "\n")
-        (temporary / STATE).write_text(json.dumps({"state": asdict(state), "identity": facts["identity"]}, indent=1))
+        files = adapter_files(adapter_tensors(adapters.read(device, slot), config), config)
+        files[OPTIMIZER] = save(moments)
+        files[METADATA] = (to_json(facts["metadata"], indent=1) + "\n").encode()
+        files[STATE] = to_json({"state": asdict(state), "identity": facts["identity"]}, indent=1).encode()
+        temporary.mkdir()
+        for name, data in files.items():
+            (temporary / name).write_bytes(data)
+        write_manifest(temporary)
         replace_directory(temporary, final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -89,10 +86,10 @@ def write_checkpoint(
 def remove_old(root: Path, keep: int) -> None:
     """Removes all of `found` but the newest `keep`."""
     for _, old in found(root)[:-keep]:
-        _remove(old)
+        remove(old)
 
 
-def _remove(directory: Path) -> None:
+def remove(directory: Path) -> None:
     """Renames before it deletes: a crash half way must not leave something that looks like a checkpoint."""
     hidden = directory.with_name(f".{directory.name}.old")
     shutil.rmtree(hidden, ignore_errors=True)
@@ -101,49 +98,95 @@ def _remove(directory: Path) -> None:
 
 
 def found(root: Path) -> list[tuple[int, Path]]:
-    """Complete checkpoints by step, ascending. What a crash left half-written has another name, or no state."""
+    """Checkpoints by step, ascending. What a crash left half-written has another name."""
     if not root.is_dir():
         return []
-    named = [(int(m[1]), p) for p in root.iterdir() if (m := NAME.fullmatch(p.name)) and (p / STATE).is_file()]
-    return sorted(named)
+    return sorted((int(m[1]), p) for p in root.iterdir() if (m := NAME.fullmatch(p.name)) and p.is_dir())
 
 
 def newest(run: Path) -> Path | None:
     """What a run in this directory would be resumed from."""
-    if (run / LAST / STATE).is_file():
+    if (run / LAST).is_dir():
         return run / LAST
-    complete = found(run / STEPS)
-    return complete[-1][1] if complete else None
+    kept = found(run / STEPS)
+    return kept[-1][1] if kept else None
 
 
-def read_state(directory: Path) -> tuple[RunState, dict[str, Any]]:
-    """The state of a checkpoint, and the facts of the run that wrote it."""
+def sweep_run(run: Path) -> None:
+    """Removes what a killed process left half-written in a run's directory, which must be locked."""
+    sweep(run, WRITTEN)
+    sweep(run / STEPS, NAME)
+
+
+def fault(directory: Path) -> str | None:
+    """What is wrong with a checkpoint; None where it is as it was written, and makes sense."""
+    wrong = damage(directory, FILES)
+    if wrong:
+        return wrong
     try:
-        facts = json.loads((directory / STATE).read_text())
-        return RunState(**facts.pop("state")), facts
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"The checkpoint {directory} cannot be read ({error}): remove it to resume from an earlier one."
-        ) from error
+        step = read_state(directory)[0].step
+    except (UserError, ValueError) as error:
+        return str(error)
+    named = NAME.fullmatch(directory.name)
+    return f"{STATE} says step {step}" if named and int(named[1]) != step else None
+
+
+def refuse(directory: Path, wrong: str) -> UserError:
+    """What to say of a checkpoint that must not be used, with the newest other one of the run that is whole."""
+    run = directory.parent.parent if directory.parent.name == STEPS else directory.parent
+    said = f"The checkpoint {directory} is damaged: {wrong}"
+    for _, path in reversed(found(run / STEPS)):
+        if path != directory and not fault(path):
+            return UserError(f"{said}; remove that directory to resume from {path.name}, which is whole.")
+    others = [path for path in (*run.glob(EPOCH.format("*")), run / BEST) if path.is_dir() and not fault(path)]
+    if others:
+        latest = max(others, key=lambda path: read_state(path)[0].step)
+        return UserError(f"{said}; start a new run from the adapter in {latest}, which is whole, with --init-adapter.")
+    return UserError(f"{said}; there is no other that is whole, so start again in another directory.")
+
+
+def check(directory: Path) -> tuple[RunState, dict[str, Any]]:
+    """The state and the identity of a checkpoint that is whole; UserError, with what is wrong, where it is not."""
+    wrong = fault(directory)
+    if wrong:
+        raise refuse(directory, wrong)
+    return read_state(directory)
+
+
+def read_options(directory: Path) -> dict[str, Any]:
+    """The options of the run that wrote a checkpoint which is whole."""
+    options = read_json(directory / METADATA).get("options")
+    return options if isinstance(options, dict) else {}
 
 
 def restore(directory: Path, session: Session, slot: int) -> None:
-    """Puts a checkpoint's adapter and moments on the device."""
+    """Puts a checkpoint's adapter and moments on the device. Raises UserError where it is not whole, or another's."""
+    check(directory)
     adapters: AdapterSet = session.adapters
     try:
         _, matrices = read_adapter(directory)
         stored = load_file(directory / OPTIMIZER)
-        adapters.write(session.device, slot, matrices)
-        for kind, pages in (
-            ("first_moment", session.optimizer.first_moment),
-            ("second_moment", session.optimizer.second_moment),
-        ):
-            moments = {
-                (layer, module): (stored[f"{layer}.{module}.A.{kind}"], stored[f"{layer}.{module}.B.{kind}"])
-                for layer, module in adapters.modules(slot)
-            }
-            adapters.write(session.device, slot, moments, pages)
-    except (OSError, KeyError, SafetensorError) as error:
-        raise UserError(
-            f"The checkpoint {directory} is incomplete ({error}): remove it to resume from an earlier one."
-        ) from error
+    except (OSError, SafetensorError) as error:
+        raise refuse(directory, str(error)) from error
+    expected = set(adapters.modules(slot))
+    if set(matrices) != expected or any(e.dtype != "F32" for e in read_header(directory / WEIGHTS).values()):
+        raise refuse(directory, f"{WEIGHTS} holds other modules, or another type, than the run trains")
+    pages = {"first_moment": session.optimizer.first_moment, "second_moment": session.optimizer.second_moment}
+    names = {(*key, which, kind) for key in expected for which in "AB" for kind in pages}
+    if set(stored) != {".".join(map(str, name)) for name in names}:
+        raise refuse(directory, f"{OPTIMIZER} holds other moments than the run has")
+    rank = adapters.specs[slot].rank
+
+    def moment(layer: int, module: str, which: str, kind: str) -> np.ndarray:
+        name = f"{layer}.{module}.{which}.{kind}"
+        values, matrix = stored[name], matrices[layer, module]["AB".index(which)]
+        shape = (rank, matrix.shape[1]) if which == "A" else (matrix.shape[0], rank)
+        fits = values.dtype == np.float32 and values.shape == shape and np.isfinite(values).all()
+        if not fits or (kind == "second_moment" and (values < 0).any()):
+            raise refuse(directory, f"{name} in {OPTIMIZER} is not a {kind} in float32 of shape {list(shape)}")
+        return values
+
+    moments = {kind: {key: (moment(*key, "A", kind), moment(*key, "B", kind)) for key in expected} for kind in pages}
+    adapters.write(session.device, slot, matrices)
+    for kind, destination in pages.items():
+        adapters.write(session.device, slot, moments[kind], destination)

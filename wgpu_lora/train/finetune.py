@@ -13,10 +13,13 @@ from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.load import table_dtype
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.initial import adapter_of, spec_of
 from wgpu_lora.train.job import Job
+from wgpu_lora.train.memory import check_adapters
 from wgpu_lora.train.session import Session
-from wgpu_lora.train.slot import AdapterRun, adapter_of, refuse_used, spec_of
+from wgpu_lora.train.slot import AdapterRun, refuse_used
 from wgpu_lora.train.stream import DataStream, quarters
 
 
@@ -45,6 +48,7 @@ def prepare_job(args: TrainingArguments, model: LoadedModel | None = None, *, pl
     if not (planning or args.resume):
         refuse_used(Path(args.output))  # before the work of reading data, and again under the lock
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
+    check_adapters([args], model.config, budget_bytes(model.device.info, args.budget()))
     run = read_run(args, model)
 
     def replan(changes: Mapping[str, Any]) -> int:

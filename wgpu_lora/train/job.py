@@ -66,7 +66,7 @@ class Job:
         budget, need = budget_bytes(info, args.budget()).bytes, self.session.memory().peak
         with ExitStack() as stack:
             for directory in self.directories():
-                stack.enter_context(_locked(directory))
+                stack.enter_context(locked(directory))
             what = f"finetune {self.directories()[-1]}"
             stack.enter_context(hold(info, need, budget, what, args.wait_seconds(), waiting, self._beside))
             try:
@@ -116,7 +116,7 @@ class Job:
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def locked(directory: Path) -> Iterator[None]:
     """Keeps other processes from writing to a directory, which is made; one that nothing was left in goes again."""
     lock = FileLock(directory / LOCK)
     made = not directory.exists()

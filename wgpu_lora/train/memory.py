@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from psutil import virtual_memory
 
 from wgpu_lora.errors import UserError
 
 if TYPE_CHECKING:
+    from wgpu_lora.models.config import ModelConfig
     from wgpu_lora.share import Budget
     from wgpu_lora.train.arguments import TrainingArguments
 
@@ -40,6 +43,22 @@ def check_memory(peak: int, base: int, budget: Budget, args: TrainingArguments, 
     found = options_that_fit(available, args, replan)
     advice = f"it would fit with {found}" if found else without_a_way(base, available)
     raise UserError(f"{need}: {advice}.")
+
+
+def check_adapters(runs: Sequence[TrainingArguments], config: ModelConfig, budget: Budget) -> None:
+    """Raises UserError where adapters of these ranks cannot be meant: before anything is built, planning included."""
+    available = max(virtual_memory().total, budget.bytes or 0)  # the plan knows better what is too much by less
+    shapes = config.linear_shapes()
+    modules = {module for args in runs for module in args.modules()}
+    # Parameters, gradients and two moments in float32; all slots have the largest rank.
+    a_rank = 16 * len(runs) * config.num_hidden_layers * sum(sum(shapes[module]) for module in modules)
+    rank = max(args.lora_r for args in runs)
+    if rank * a_rank > available:
+        advice = f"lower it to at most {available // a_rank:,}" if available >= a_rank else "choose a smaller model"
+        raise UserError(
+            f"--lora-r {rank} needs {readable(rank * a_rank)} of device memory for the adapter's training alone, but "
+            f"there is {readable(available)}: {advice}."
+        )
 
 
 def without_a_way(base: int, available: int) -> str:

@@ -12,15 +12,28 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
 from wgpu_lora.models.lora import AdapterSet
-from wgpu_lora.ops.optimizer import BLOCK, HYPER_FIELDS, adamw, gradient_norm, square_sums
+from wgpu_lora.ops.optimizer import (
+    BLOCK,
+    HYPER_FIELDS,
+    adamw,
+    adamw_check,
+    gradient_norm,
+    square_sums,
+    update_gate,
+)
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step came to for one slot: the gradient's norm before clipping, the loss summed over trained tokens."""
+    """What a step came to for one slot: the gradient's norm before clipping, the loss summed over trained tokens.
+
+    applied: whether the slot was updated. diverged: it was not, as the update would have left a weight beyond
+    MAX_PARAMETER or a value that is not finite; else the gradient or the loss is not finite.
+    """
 
     grad_norm: float
     applied: bool
+    diverged: bool
     loss_sum: float
 
 
@@ -74,18 +87,17 @@ class Optimizer:
         program.dispatch(
             gradient_norm, sums, self.block_slots, self.hyper, self.total, self.report, slots=self.slots, blocks=blocks
         )
+        diverged = program.temp((blocks,), name="diverged")
         for i, span in enumerate(spans):
-            program.dispatch(
-                adamw,
-                self.adapters.params[i],
-                self.adapters.grads[i],
-                self.first_moment[i],
-                self.second_moment[i],
-                self.block_slots.rows(*span),
-                self.hyper,
-                self.report,
-                size=(span[1] - span[0]) * BLOCK,
-            )
+            program.dispatch(adamw_check, *self._page(i, span), diverged.rows(*span), blocks=span[1] - span[0])
+        program.dispatch(update_gate, diverged, self.block_slots, self.report, slots=self.slots, blocks=blocks)
+        for i, span in enumerate(spans):
+            program.dispatch(adamw, *self._page(i, span), size=(span[1] - span[0]) * BLOCK)
+
+    def _page(self, i: int, span: tuple[int, int]) -> tuple[Tensor, ...]:
+        """What the update of page `i`, whose blocks are `span`, reads and writes."""
+        values = (self.adapters.params, self.adapters.grads, self.first_moment, self.second_moment)
+        return (*(pages[i] for pages in values), self.block_slots.rows(*span), self.hyper, self.report)
 
     def storages(self) -> set[Storage]:
         return self.program.persistent_storages()
@@ -98,7 +110,7 @@ class Optimizer:
         device.write(self.total.storage.buffer, np.zeros(self.slots, np.float32))
 
     def apply(self, device: Device, updates: Mapping[int, SlotUpdate]) -> dict[int, StepReport]:
-        """Updates the slots that `updates` names, and no other; a slot whose gradient or loss is not finite is left."""
+        """Updates the slots that `updates` names, and no other; one that would not stay in order is left as it was."""
         hyper = np.zeros((self.slots, HYPER_FIELDS), np.float32)
         for slot, update in updates.items():
             s, step = update.settings, update.step
@@ -118,8 +130,9 @@ class Optimizer:
         report = self._run(device, hyper)
         read = {slot: [float(x) for x in report[slot]] for slot in updates}
         return {
-            slot: StepReport(norm, bool(fine) and math.isfinite(norm), loss)
-            for slot, (norm, _, fine, loss) in read.items()
+            slot: StepReport(norm, applied := bool(go) and finite, finite and not applied, loss)
+            for slot, (norm, _, go, loss) in read.items()
+            for finite in [math.isfinite(norm) and math.isfinite(loss)]
         }
 
     def finite(self, device: Device, slot: int) -> bool:

@@ -2,46 +2,63 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.bounded import parse_object
+from wgpu_lora.errors import UserError
 from wgpu_lora.formats.atomic import file_digest, write_bytes_atomic
 from wgpu_lora.gpu.adapters import native_version
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.strict_json import to_json
+from wgpu_lora.train.state import is_number
 
 LOG, RUN = "log.jsonl", "run.json"
+NEEDED = {"step", "epoch", "loss"}  # of a line
 PACKAGES = ("wgpu-lora", "wgpu", "numpy", "safetensors", "tokenizers", "jinja2")
 
 
 class Log:
-    """One JSON object a line, flushed as it is written. Resuming drops the lines that will be written again."""
+    """One JSON object a line, flushed as it is written. Resuming drops the lines that will be written again.
+
+    damaged: lines that were no lines of a log, and were dropped too.
+    """
 
     def __init__(self, path: Path, resume_step: int = 0):
-        self.path = path
+        self.path, self.damaged = path, 0
         if resume_step and path.is_file():
-            kept = [line for line in path.read_text().splitlines() if _step(line) <= resume_step]
-            write_bytes_atomic(path, "".join(f"{line}\n" for line in kept).encode())
+            lines = _lines(path)
+            self.damaged = sum(entry is None for _, entry in lines[:-1])  # the last one may be what a crash cut short
+            kept = [line + b"\n" for line, entry in lines if entry and entry["step"] <= resume_step]
+            write_bytes_atomic(path, b"".join(kept))
         elif path.exists():
             path.unlink()
 
     def write(self, line: dict[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-
-
-def _step(line: str) -> float:
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return float("inf")  # a line cut short by a crash is dropped
+            file.write(to_json(line) + "\n")
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """The lines of a log; damaged ones are left out."""
+    return [entry for _, entry in _lines(path) if entry]
+
+
+def _lines(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
+    return [(line, _entry(line)) for line in path.read_bytes().split(b"\n") if line.strip()]
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """A line of a log, which holds numbers alone; None where it is damaged."""
+    try:
+        entry = parse_object(line, "the line")
+    except UserError:
+        return None
+    whole = set(entry) >= NEEDED and type(entry["step"]) is int and all(map(is_number, entry.values()))
+    return entry if whole else None
 
 
 def environment(device: Device) -> dict[str, Any]:
@@ -70,4 +87,4 @@ def adapter_digest(directory: str) -> str | None:
 
 
 def write_run(directory: Path, facts: dict[str, Any]) -> None:
-    write_bytes_atomic(directory / RUN, (json.dumps(facts, indent=1) + "\n").encode())
+    write_bytes_atomic(directory / RUN, (to_json(facts, indent=1) + "\n").encode())

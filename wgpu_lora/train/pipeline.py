@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.share import Notice
+from wgpu_lora.share import Notice, budget_bytes
 from wgpu_lora.train.arguments import FREE_ON_RESUME, TrainingArguments, from_values
-from wgpu_lora.train.checkpoint import STATE
+from wgpu_lora.train.checkpoint import sweep_run
 from wgpu_lora.train.finetune import declared_as, read_run, session_of, with_options
-from wgpu_lora.train.job import LOCK, Job
+from wgpu_lora.train.job import Job, locked
+from wgpu_lora.train.memory import check_adapters
 from wgpu_lora.train.policy import POLICIES, make_policy
 from wgpu_lora.train.record import PIPELINE, PipelineRecord, PipelineState, read_pipeline_state, recover, write_pipeline
 from wgpu_lora.train.session import MemoryPlan
 from wgpu_lora.train.slot import AdapterRun, refuse_used
+from wgpu_lora.train.state import STATE
 from wgpu_lora.train.tasks import AdapterTask, check_apart, named_apart, task_of
 from wgpu_lora.train.trainer import Callback, Trainer
 
@@ -82,6 +83,7 @@ def prepare_pipeline(
         for directory in (output, *(Path(task.checkpoint) for task in tasks)):
             _refuse_used(directory)
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
+    check_adapters(per_task, model.config, budget_bytes(model.device.info, args.budget()))
     # Without a checkpoint yet, an adapter of a resumed pipeline begins.
     starts = [task.name in state.steps for task in tasks]
     runs = [
@@ -158,11 +160,11 @@ def _recovered(output: Path, tasks: Sequence[AdapterTask]) -> PipelineState:
     missing = [name for name in state.steps if name not in directories]
     if missing:
         raise UserError(f"--resume: the pipeline in {output} has an adapter '{missing[0]}' too: name it again.")
-    try:
-        with FileLock(output / LOCK, timeout=0):
-            recover(state, directories)
-    except Timeout:
-        raise UserError(f"Another process is writing to {output}: wait for it, or choose another --output.") from None
+    with ExitStack() as stack:
+        for directory in (*(directories[name] for name in state.steps), output):
+            stack.enter_context(locked(directory))
+        sweep_run(output)
+        recover(state, directories)
     return state
 
 

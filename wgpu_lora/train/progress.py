@@ -55,7 +55,6 @@ class Progress:
 
     def __post_init__(self) -> None:
         state = self.run.state
-        self._taken: Step | None = None
         self._steps: Iterator[Step] = self.run.stream.steps(state.epoch, state.index)
         self.step = next(self._steps)
 
@@ -83,7 +82,8 @@ class Progress:
 
     def previous_batches(self) -> list[list[Segment]]:
         """The rows of the step that was taken last; none before the first."""
-        stream, taken = self.run.stream, self._taken
+        stream, state = self.run.stream, self.run.state
+        taken = stream.step_before(state.epoch, state.index)
         return [stream.segments(taken, batch, 1.0, self.run.slot) for batch in taken.micro_batches] if taken else []
 
     def update(self) -> SlotUpdate:
@@ -95,7 +95,6 @@ class Progress:
         """Counts the step that was taken; `logged` follows."""
         state, step, tokens = self.run.state, self.step, self.trained_tokens
         loss = report.loss_sum / tokens
-        self._taken = step
         state.step += 1
         state.epoch, state.index = (step.epoch + 1, 0) if step.last_of_epoch else (step.epoch, step.index + 1)
         state.tokens += tokens
@@ -113,7 +112,8 @@ class Progress:
     @property
     def epoch_done(self) -> int | None:
         """The number, from 1, of the epoch that the step just taken was the last of."""
-        return self._taken.epoch + 1 if self._taken and self._taken.last_of_epoch else None
+        state = self.run.state
+        return state.epoch if state.step and not state.index else None
 
     def heldout_due(self) -> bool:
         state, every = self.run.state, self.run.args.eval_steps or self.eval_steps

@@ -7,22 +7,25 @@ first writes `.next`; then state.json, replaced atomically, says which steps cou
 
 from __future__ import annotations
 
-import json
+import hashlib
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.atomic import replace_directory, write_bytes_atomic
+from wgpu_lora.strict_json import to_json
 from wgpu_lora.train import checkpoint, output
-from wgpu_lora.train.checkpoint import LAST, STATE
+from wgpu_lora.train.checkpoint import LAST, NEXT
 from wgpu_lora.train.policy import policy_state
 from wgpu_lora.train.slot import AdapterRun
+from wgpu_lora.train.state import STATE, is_count, read_state
 from wgpu_lora.train.trainer import Trainer
 
-PIPELINE, NEXT = "pipeline.json", ".next"
+PIPELINE = "pipeline.json"
 
 
 @dataclass
@@ -37,40 +40,57 @@ class PipelineState:
     ended: dict[str, str] = field(default_factory=dict)
 
 
+def write_pipeline_state(directory: Path, state: PipelineState) -> None:
+    """Replaces the state, with the SHA-256 of what it says."""
+    said = vars(state)
+    write_bytes_atomic(directory / STATE, (to_json({"sha256": _digest(said), "state": said}, indent=1) + "\n").encode())
+
+
 def read_pipeline_state(directory: Path) -> PipelineState:
     """Raises UserError where there is none, or it is damaged."""
     path = directory / STATE
     if not path.is_file():
         raise UserError(f"There is no pipeline in {directory} to resume: start without --resume.")
+    advice = "start again elsewhere; every adapter's own checkpoint can be given to --init-adapter"
     try:
-        return PipelineState(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"The pipeline's state {path} cannot be read ({error}): start again elsewhere.") from error
+        found = read_json(path)
+    except UserError as error:
+        raise UserError(f"The pipeline's state is damaged ({str(error).partition(':')[0]}): {advice}.") from None
+    said = found.get("state")
+    if not isinstance(said, dict) or found.get("sha256") != _digest(said) or not _is_state(said):
+        raise UserError(f"The pipeline's state {path} is not what was written: {advice}.")
+    return PipelineState(**said)
+
+
+def _digest(said: Mapping[str, Any]) -> str:
+    return hashlib.sha256(to_json(said).encode()).hexdigest()
+
+
+def _is_state(said: Mapping[str, Any]) -> bool:
+    if set(said) != {f.name for f in fields(PipelineState)} or not is_count(said["step"]):
+        return False
+    if not all(isinstance(said[name], dict) for name in ("identity", "policy", "steps", "ended")):
+        return False
+    return all(map(is_count, said["steps"].values())) and all(isinstance(why, str) for why in said["ended"].values())
 
 
 def recover(state: PipelineState, directories: Mapping[str, Path]) -> None:
-    """Brings every adapter's `last` to the step that the pipeline's state says; directories: by name.
+    """Brings every adapter's `last` to the step that the pipeline's state says; directories: by name, locked.
 
     Raises:
-        UserError: an adapter's checkpoint is missing or of another step.
+        UserError: an adapter's checkpoint is missing, damaged, or of another step.
     """
     for name, step in state.steps.items():
+        checkpoint.sweep_run(directories[name])
         last, following = directories[name] / LAST, directories[name] / NEXT
-        if _step(following) == step:
+        if following.is_dir() and not checkpoint.fault(following) and read_state(following)[0].step == step:
             replace_directory(following, last)
-        shutil.rmtree(following, ignore_errors=True)
-        if _step(last) != step:
+        if not last.is_dir() or checkpoint.check(last)[0].step != step:
             raise UserError(
                 f"Adapter '{name}' has no checkpoint of step {step} in {directories[name]}: name the directory that "
                 "the pipeline wrote to."
             )
-
-
-def _step(directory: Path) -> int | None:
-    try:
-        return checkpoint.read_state(directory)[0].step
-    except UserError:
-        return None
+        shutil.rmtree(following, ignore_errors=True)
 
 
 @dataclass
@@ -96,7 +116,7 @@ class PipelineRecord:
         moved = [run for run in trainer.runs if self.state.steps.get(run.name) != run.state.step]
         for run in moved:
             run.write_checkpoint(trainer.session, run.directory / NEXT)
-        write_bytes_atomic(self.directory / STATE, (json.dumps(vars(state), indent=1) + "\n").encode())
+        write_pipeline_state(self.directory, state)
         for run in moved:
             replace_directory(run.directory / NEXT, run.directory / LAST)
         self.state = state
@@ -130,10 +150,11 @@ def write_pipeline(
         )
     record = {
         "step": trainer.step,
+        "signal": trainer.signal,
         "options": options,
         "adapters": adapters,
         "memory": {"groups": plan.groups, "peak": plan.peak, "peak_allocated": session.device.peak_allocated},
         "environment": output.environment(session.device),
     }
-    write_bytes_atomic(directory / PIPELINE, (json.dumps(record, indent=1) + "\n").encode())
+    write_bytes_atomic(directory / PIPELINE, (to_json(record, indent=1) + "\n").encode())
     return record

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wgpu_lora.gpu.plan import total_by_group
-from wgpu_lora.gpu.program import Arena, Program, allocate
+from wgpu_lora.gpu.program import Arena, Program, allocate, release
 from wgpu_lora.gpu.tensor import Storage, persistent
 from wgpu_lora.infer.evaluate import Evaluator
 from wgpu_lora.models.inputs import StepInputs, rope_table
@@ -131,9 +131,6 @@ class Session:
 
     def close(self) -> None:
         """Frees everything but the base, which other runs may use."""
-        for storage in self.storages() - self.model.decoder.storages():
-            if storage.buffer is not None:
-                self.device.free(storage.buffer)
-                storage.buffer = None
+        release(self.device, self.storages() - self.model.decoder.storages())
         if self.arena:
             self.arena.free()

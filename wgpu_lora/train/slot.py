@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,20 @@ import numpy as np
 from wgpu_lora.data import Prepared
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.atomic import file_digest
-from wgpu_lora.formats.hub import stated_name
 from wgpu_lora.formats.peft import AdapterConfig, read_adapter, write_adapter
-from wgpu_lora.models.config import LINEAR_PATHS, ModelConfig
-from wgpu_lora.models.lora import Matrices, Module, SlotSpec
+from wgpu_lora.models.lora import Matrices, SlotSpec
 from wgpu_lora.train import checkpoint, output
-from wgpu_lora.train.arguments import FREE_ON_RESUME, TrainingArguments, flag
+from wgpu_lora.train.arguments import FREE_ON_RESUME, TrainingArguments
 from wgpu_lora.train.card import write_card
-from wgpu_lora.train.checkpoint import RunState, adapter_tensors
+from wgpu_lora.train.checkpoint import BEST, EPOCH, adapter_tensors
+from wgpu_lora.train.initial import SeededMatrices
 from wgpu_lora.train.output import Log
 from wgpu_lora.train.schedule import learning_rate, warmup_steps
 from wgpu_lora.train.session import Session
+from wgpu_lora.train.state import RunState
 from wgpu_lora.train.stream import DataStream
 
 UNTIMED_STEPS = 100  # what a timed run's schedule assumes until its steps have been timed
-BEST, EPOCH = "best", "epoch-{}"
 
 
 @dataclass
@@ -48,6 +47,8 @@ class AdapterRun:
     name: str = ""
     state: RunState = field(default_factory=RunState)
     resumed_from: Path | None = None
+    weights_sha256: str | None = None  # of the base, once it is loaded
+    _began_with: str | None = None  # the same of the run that is resumed
 
     @property
     def directory(self) -> Path:
@@ -56,7 +57,8 @@ class AdapterRun:
     def identity(self) -> dict[str, Any]:
         """What a resumed run must share with the one it continues."""
         options = {k: v for k, v in self.args.as_dict().items() if k not in FREE_ON_RESUME and k != "init_adapter"}
-        return {"options": options, "data": self.stream.rows_digest(), "base": self.base_digest}
+        base = {"base": self.base_digest, "weights": self.weights_sha256}
+        return {"options": options, "data": self.stream.rows_digest(), **base}
 
     # -- beginning -------------------------------------------------------------------------------------------------
 
@@ -73,6 +75,7 @@ class AdapterRun:
             raise UserError(f"The output directory {directory} cannot be made: {error.strerror}.") from error
         if not os.access(directory, os.W_OK):
             raise UserError(f"The output directory {directory} cannot be written: choose another --output.")
+        checkpoint.sweep_run(directory)
         if self.args.resume:
             self._find_checkpoint()
         else:
@@ -82,23 +85,51 @@ class AdapterRun:
         self.resumed_from = checkpoint.newest(self.directory)
         if self.resumed_from is None:
             raise UserError(f"There is no checkpoint in {self.directory} to resume from: start without --resume.")
-        self.state, facts = checkpoint.read_state(self.resumed_from)
-        before, now = facts.get("identity", {}), self.identity()
+        self.state, before = checkpoint.check(self.resumed_from)
+        now = self.identity()
         for name, value in now["options"].items():
-            if name in before.get("options", {}) and before["options"][name] != value:
+            if name in before["options"] and before["options"][name] != value:
                 raise UserError(
                     f"--resume needs the options of the run it continues: {name} was {before['options'][name]!r}, "
                     f"not {value!r}."
                 )
         for name in ("data", "base"):
-            if before.get(name) != now[name]:
+            if before[name] != now[name]:
                 raise UserError(
                     f"--resume needs the {name} that the run in {self.directory} began with, but it has changed."
                 )
+        self._check_position()
+        self._began_with = before["weights"]
+        checkpoint.remove_old(self.directory / checkpoint.STEPS, self.args.save_total_limit)
+
+    def _check_position(self) -> None:
+        """Raises UserError where the resumed state is not one that these data lead to."""
+        state, stream = self.state, self.stream
+        assert self.resumed_from
+        total = state.total_steps if self.args.target_seconds else stream.total_steps()
+        if state.total_steps != total:
+            wrong = f"{checkpoint.STATE} says {state.total_steps} steps in all, but there are {total}"
+        elif state.step > total and not self.args.target_seconds:
+            wrong = f"{checkpoint.STATE} says step {state.step} of {total}"
+        elif stream.position(state.step) != (state.epoch, state.index) or len(state.pending) > state.step:
+            wrong = f"{checkpoint.STATE} says step {state.step}, epoch {state.epoch} and index {state.index}"
+        else:
+            return
+        raise checkpoint.refuse(self.resumed_from, wrong)
 
     def place(self, session: Session) -> None:
-        """Puts the initial, or the resumed, adapter on the device."""
+        """Puts the initial, or the resumed, adapter on the device.
+
+        Raises:
+            UserError: the checkpoint is damaged, or the base's weights are not those that the run began with.
+        """
+        self.weights_sha256 = session.model.weights_sha256
         if self.resumed_from:
+            if self._began_with != self.weights_sha256:
+                raise UserError(
+                    f"The weights of {session.model.name} are not those that the run in {self.directory} began with: "
+                    "restore them, or start a new run."
+                )
             checkpoint.restore(self.resumed_from, session, self.slot)
         else:
             self.place_initial(session)
@@ -109,6 +140,18 @@ class AdapterRun:
 
     def place_initial(self, session: Session) -> None:
         session.adapters.write(session.device, self.slot, self.initial)
+
+    def _place_first(self, session: Session) -> None:
+        """Puts what the run began with on the device, also where it was resumed; its moments become zero."""
+        initial = self.initial
+        if self.resumed_from:
+            began = checkpoint.read_options(self.resumed_from).get("init_adapter")
+            shapes = session.model.config.linear_shapes()
+            initial = read_adapter(began)[1] if began else SeededMatrices(self.args, list(initial), shapes)
+        session.adapters.write(session.device, self.slot, initial)
+        zero = {key: (np.zeros_like(a), np.zeros_like(b)) for key, (a, b) in initial.items()}
+        for pages in (session.optimizer.first_moment, session.optimizer.second_moment):
+            session.adapters.write(session.device, self.slot, zero, pages)
 
     # -- during ----------------------------------------------------------------------------------------------------
 
@@ -122,9 +165,9 @@ class AdapterRun:
         """Keeps a checkpoint of this step, and the newest --save-total-limit of those before."""
         steps = self.directory / checkpoint.STEPS
         final = steps / f"step-{self.state.step}"
-        if not (final / checkpoint.STATE).is_file():  # else saved, or resumed from, at this very step
+        if not final.is_dir():  # else saved, or resumed from, at this very step
             self.write_checkpoint(session, final)
-            checkpoint.remove_old(steps, self.args.save_total_limit)
+        checkpoint.remove_old(steps, self.args.save_total_limit)
 
     def write_checkpoint(self, session: Session, final: Path) -> None:
         facts = {"identity": self.identity(), "metadata": self._metadata()}
@@ -145,24 +188,30 @@ class AdapterRun:
                 "rows": self.stream.rows_digest(),
                 "data": self.stream.prepared.digest,
                 "base": self.base_digest,
+                "weights": self.weights_sha256,
             },
         }
 
     def fall_back(self, session: Session) -> None:
         """Puts the newest checkpoint before the last update, which ruined the adapter, on the device; else the first.
 
-        A checkpoint of an earlier step is known to be sound, since the loss of the step after it was finite.
+        A checkpoint of an earlier step is known to be sound, since the loss of the step after it was finite. Later ones
+        are of the ruined adapter, and a run that is resumed must not find them.
         """
         root, steps = self.directory, self.directory / checkpoint.STEPS
         places = [root / checkpoint.LAST, root / BEST, *root.glob(EPOCH.format("*")), *steps.glob("step-*")]
-        kept = [(checkpoint.read_state(place)[0], place) for place in places if (place / checkpoint.STATE).is_file()]
+        whole = [place for place in places if place.is_dir() and not checkpoint.fault(place)]
+        kept = [(checkpoint.read_state(place)[0], place) for place in whole]
         sound = [(state, place) for state, place in kept if state.step < self.state.step]
         if sound:
             self.state, place = max(sound, key=lambda found: found[0].step)
             checkpoint.restore(place, session, self.slot)
         else:
             self.state = RunState(total_steps=self.state.total_steps, tiles=self.state.tiles)
-            self.place_initial(session)
+            self._place_first(session)
+        for step, path in checkpoint.found(steps):
+            if step > self.state.step:
+                checkpoint.remove(path)
 
     def write_adapter(self, session: Session, directory: Path) -> None:
         matrices = session.adapters.read(session.device, self.slot)
@@ -189,8 +238,11 @@ class AdapterRun:
 
     # -- end -------------------------------------------------------------------------------------------------------
 
-    def finish(self, session: Session, stop_reason: str) -> dict[str, Any]:
-        """Writes the final adapter, run.json and the card; returns what run.json holds."""
+    def finish(self, session: Session, stop_reason: str, stop_signal: str | None = None) -> dict[str, Any]:
+        """Writes the final adapter, run.json and the card; returns what run.json holds.
+
+        stop_signal: the name of the signal that interrupted it, if one did.
+        """
         self.write_adapter(session, self.directory)
         prepared, plan = self.stream.prepared, session.memory()
         state = asdict(self.state)
@@ -198,11 +250,14 @@ class AdapterRun:
             state["total_steps"] = self.state.step  # it ended before there was a budget
         facts = {
             "stop_reason": stop_reason,
+            "signal": stop_signal,
+            "damaged_log_lines": self.log.damaged,
             "options": self.args.as_dict(),
             "state": state,
             "data": {"path": str(prepared.path), "digest": prepared.digest, "summary": prepared.summary()},
             "eval_data": self.heldout and {"path": str(self.heldout.path), "digest": self.heldout.digest},
             "base_digest": self.base_digest,
+            "base_sha256": self.weights_sha256,
             "init_adapter_sha256": self.args.init_adapter and output.adapter_digest(self.args.init_adapter),
             "adapter_sha256": file_digest(self.directory / "adapter_model.safetensors"),
             "trainable_parameters": session.adapters.trainable(self.slot, session.model.config),
@@ -222,72 +277,3 @@ def refuse_used(directory: Path) -> None:
             f"The output directory {directory} already holds a run: choose another directory, or continue it with "
             "--resume."
         )
-
-
-def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingArguments, AdapterConfig, Matrices]:
-    """The adapter's configuration and initial matrices, and the options as they then are.
-
-    They are those of the checkpoint that is resumed, else of --init-adapter; else A is random and B zero, as in PEFT.
-
-    Raises:
-        UserError: the adapter does not fit the model, or an option contradicts it.
-    """
-    shapes = config.linear_shapes()
-    source = (checkpoint.newest(Path(args.output)) if args.resume else None) or args.init_adapter
-    if source:
-        loaded, matrices = read_adapter(source)
-        for (layer, module), (a, b) in matrices.items():
-            fits = layer < config.num_hidden_layers and (b.shape[0], a.shape[1]) == shapes[module]
-            if not fits:
-                raise UserError(
-                    f"The adapter {source} does not fit this model: layer {layer} {module} differs in shape."
-                )
-        args = _as_loaded(args, loaded, matrices, str(source))
-        base = stated_name(args.model or "demo")
-        return args, replace(loaded, lora_dropout=args.lora_dropout, base_model_name_or_path=base), matrices
-    modules = [(i, m) for i in range(config.num_hidden_layers) for m in args.modules()]
-    adapter = AdapterConfig(
-        r=args.lora_r,
-        lora_alpha=args.lora_alpha,
-        lora_dropout=args.lora_dropout,
-        use_rslora=args.use_rslora,
-        target_modules=args.modules(),
-        base_model_name_or_path=stated_name(args.model or "demo"),
-    )
-    matrices = {
-        key: initial_matrices(args.seed, number, shapes[key[1]], args.lora_r) for number, key in enumerate(modules)
-    }
-    return args, adapter, matrices
-
-
-def _as_loaded(args: TrainingArguments, loaded: AdapterConfig, matrices: Matrices, source: str) -> TrainingArguments:
-    """The options with the adapter's own rank, alpha and targets, where they were left at their defaults."""
-    present = {module for _, module in matrices}
-    names = tuple(name for name in LINEAR_PATHS if name in present)
-    targets = "all-linear" if len(names) == len(LINEAR_PATHS) else ",".join(names)
-    has: dict[str, Any] = {
-        "lora_r": loaded.r,
-        "lora_alpha": loaded.lora_alpha,
-        "use_rslora": loaded.use_rslora,
-        "target_modules": targets,
-    }
-    default = TrainingArguments()
-    for name, value in has.items():
-        given = getattr(args, name)
-        same = set(args.modules()) == present if name == "target_modules" else given == value
-        if not same and given != getattr(default, name):
-            raise UserError(f"{flag(name)} {given} contradicts the adapter {source}, which has {value}: leave it out.")
-    return replace(args, **has)
-
-
-def initial_matrices(seed: int, number: int, shape: tuple[int, int], rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """A [rank, in] uniform within 1 / sqrt(in), PEFT's Kaiming choice; B [out, rank] zero. Keyed by seed and module."""
-    out, size_in = shape
-    rng = np.random.Generator(np.random.Philox(key=[seed, number]))
-    a = rng.uniform(-1, 1, (rank, size_in)) / np.sqrt(size_in)
-    return a.astype(np.float32), np.zeros((out, rank), np.float32)
-
-
-def spec_of(adapter: AdapterConfig, matrices: Matrices) -> SlotSpec:
-    modules: list[Module] = list(matrices)
-    return SlotSpec.of(adapter, modules)

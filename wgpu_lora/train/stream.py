@@ -65,6 +65,23 @@ class DataStream:
                 yield Step(epoch, i, i == len(made) - 1, made[i])
             epoch, index = epoch + 1, 0
 
+    def position(self, steps: int) -> tuple[int, int]:
+        """(epoch, index) of the step that follows this many."""
+        epoch = 0
+        while steps >= len(self.epoch(epoch)):
+            steps -= len(self.epoch(epoch))
+            epoch += 1
+        return epoch, steps
+
+    def step_before(self, epoch: int, index: int) -> Step | None:
+        """The step that leads to a position; None at the beginning."""
+        if not index:
+            if not epoch:
+                return None
+            epoch, index = epoch - 1, len(self.epoch(epoch - 1))
+        made = self.epoch(epoch)
+        return Step(epoch, index - 1, index == len(made), made[index - 1])
+
     def trained_tokens(self, step: Step) -> int:
         return sum(self.prepared.rows[row].trained_tokens for batch in step.micro_batches for row in batch)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.bounded import is_name, read_toml
 from wgpu_lora.errors import UserError
 from wgpu_lora.train.arguments import TrainingArguments, flag, from_values
 
@@ -24,6 +24,7 @@ OPTIONS = {
 }
 OWN = ("data", "checkpoint", "name", "weight", "objective")
 OBJECTIVES = ("sft",)
+MAX_WEIGHT = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -71,14 +72,17 @@ def task_of(values: Mapping[str, Any], where: str) -> AdapterTask:
             hint = f"did you mean '{near[0]}'?" if near else f"choose among {', '.join([*OWN, *OPTIONS])}."
             raise UserError(f"{where} has an unknown key '{key}': {hint}")
     for key in ("data", "checkpoint", "name", "objective"):
-        if key in values and not (isinstance(values[key], str | Path) and str(values[key]).strip()):
-            raise UserError(f"{where}: '{key}' must be some text, not {values[key]!r}.")
+        given = values.get(key, "some")
+        if not (isinstance(given, str | Path) and str(given).strip() and is_name(str(given))):
+            raise UserError(f"{where}: '{key}' must be some text in UTF-8, not {given!a:.80}.")
     for key in ("data", "checkpoint"):
         if key not in values:
             raise UserError(f"{where} has no '{key}': every adapter needs its data and a checkpoint directory.")
     weight = values.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-        raise UserError(f"{where}: 'weight' must be a number greater than 0, not {weight!r}.")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= MAX_WEIGHT:
+        raise UserError(
+            f"{where}: 'weight' must be a number greater than 0 and at most {MAX_WEIGHT:,}, not {weight!r:.80}."
+        )
     objective = values.get("objective", "sft")
     if objective not in OBJECTIVES:
         raise UserError(f"{where}: 'objective' must be one of {', '.join(OBJECTIVES)}, not {objective!r}.")
@@ -115,12 +119,7 @@ def read_tasks(path: Path) -> list[AdapterTask]:
     Raises:
         UserError: the file cannot be read or is not valid TOML, or something in it is unknown, missing or wrong.
     """
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"The adapters' file {path} cannot be read ({error.strerror}).") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"The adapters' file {path} is not valid TOML: {error}.") from error
+    values = read_toml(path, "The adapters' file")
     tables = values.pop("adapter", [])
     if values:
         raise UserError(f"{path} has an unknown key '{next(iter(values))}': only [[adapter]] tables belong there.")

@@ -12,10 +12,13 @@ from typing import Any, Protocol
 
 from wgpu_lora.data import pack
 from wgpu_lora.models.inputs import Segment
+from wgpu_lora.ops.optimizer import MAX_PARAMETER
+from wgpu_lora.signals import handled
+from wgpu_lora.train.checkpoint import EPOCH
 from wgpu_lora.train.policy import Policy, Standing, Synchronized
 from wgpu_lora.train.progress import Progress, StepResult
 from wgpu_lora.train.session import Session
-from wgpu_lora.train.slot import EPOCH, AdapterRun
+from wgpu_lora.train.slot import AdapterRun
 
 STOP_TEXT = {
     "epochs": "all epochs are done",
@@ -23,6 +26,8 @@ STOP_TEXT = {
     "target seconds": "the time budget is used",
     "interrupt": "interrupted; continue with --resume",
     "non-finite": "the loss or the gradient is not finite; no update was applied, and the adapter is the last good one",
+    "diverged": f"the next update would have left weights not finite, or beyond {MAX_PARAMETER:,.0f}; it was not "
+    "applied, and the adapter is the last good one",
 }
 
 Callback = Callable[[StepResult], None]
@@ -58,6 +63,7 @@ class Trainer:
 
     Attributes:
         step: steps of the whole, of whichever slots.
+        signal: the name of the signal that interrupted it.
         facts: by slot, what the run.json of a run that has ended holds.
     """
 
@@ -67,6 +73,7 @@ class Trainer:
     policy: Policy = field(default_factory=Synchronized)
     keeper: Keeper | None = None
     step: int = 0
+    signal: str | None = None
     facts: dict[int, dict[str, Any]] = field(default_factory=dict)
     _stop: threading.Event = field(default_factory=threading.Event)
 
@@ -111,7 +118,7 @@ class Trainer:
         return [p for p in self.all if not p.ended]
 
     def _take(self, live: list[Progress]) -> None:
-        """One optimizer step of the slots that the policy chooses; a slot that is not finite is not updated."""
+        """One optimizer step of the slots that the policy chooses; one that would not stay finite is not updated."""
         device, optimizer = self.session.device, self.session.optimizer
         slots = self.policy.choose([Standing(p.run.slot, p.run.state) for p in live])
         chosen = [p for p in live if p.run.slot in slots]
@@ -128,11 +135,12 @@ class Trainer:
                 progress.advance(reports[slot], updates[slot], seconds * progress.trained_tokens / tokens)
                 self._after(progress)
         bad = [progress for progress in chosen if not reports[progress.run.slot].applied]
+        reasons = {p.run.slot: "diverged" if reports[p.run.slot].diverged else "non-finite" for p in bad}
         for progress in bad:
             progress.write_pending()
-            if progress.run.name and not self._sound(progress):
+            if reasons[progress.run.slot] == "non-finite" and not self._sound(progress):
                 progress.run.fall_back(self.session)
-        self._retire({progress.run.slot: "non-finite" for progress in bad})
+        self._retire(reasons)
         assert self.keeper is not None
         if self.keeper.due(self):
             self.keeper.save(self)
@@ -183,10 +191,12 @@ class Trainer:
         self.keeper.save(self)
         for progress in ending:
             assert progress.ended
-            self.facts[progress.run.slot] = progress.run.finish(self.session, progress.ended)
+            interrupted = self.signal if progress.ended == "interrupt" else None
+            self.facts[progress.run.slot] = progress.run.finish(self.session, progress.ended, interrupted)
 
-    def stop(self) -> None:
+    def stop(self, signal_name: str | None = None) -> None:
         """Ends the runs after the step in progress, as an interrupt does."""
+        self.signal = self.signal or signal_name
         self._stop.set()
 
     @contextmanager
@@ -194,11 +204,5 @@ class Trainer:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        previous = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            previous[number] = signal.signal(number, lambda *_: self.stop())
-        try:
+        with handled(lambda number: self.stop(signal.Signals(number).name)):
             yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)

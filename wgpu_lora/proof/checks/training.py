@@ -83,7 +83,7 @@ def losses_fall(proof: Proof) -> Finding:
     training = proof.training()
     losses = [line["loss"] for line in training.log]
     stopped = training.facts["stop_reason"] if training.facts else "no run.json"
-    if stopped == "non-finite":
+    if stopped in ("non-finite", "diverged"):
         return Finding.of([f"training stopped after {len(losses)} steps: {training.said}"], "", {"losses": losses})
     if not all(math.isfinite(line[key]) for line in training.log for key in ("loss", "grad_norm")):
         return Finding.of(["a loss or a gradient in the log is not finite"], "", {"losses": losses})

@@ -1,0 +1,337 @@
+"""Damage is never trained on: what is not as it was written, of checkpoints, logs and bases, is refused or left out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from test_resume import job, options, train, weights
+from training_helpers import model_dir
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.models.loaded import open_model
+from wgpu_lora.train.checkpoint import FILES, OPTIMIZER
+from wgpu_lora.train.manifest import MANIFEST, write_manifest
+from wgpu_lora.train.output import LOG, read_log
+from wgpu_lora.train.state import STATE
+
+STEPS = "checkpoints"
+
+
+@pytest.fixture(scope="module")
+def place(device: Device, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`whole`: a run of seven steps, `run`: the same stopped after five, with checkpoints of steps 2, 4 and 5."""
+    place = tmp_path_factory.mktemp("damage")
+    train(device, options(place, "whole"))
+    stopped = job(device, options(place))
+
+    def stop(result: Any) -> None:
+        if result.step == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stopped.train(stop)
+    return place
+
+
+@pytest.fixture
+def run(place: Path, tmp_path: Path) -> Path:
+    """A copy of the stopped run, to be damaged; options(tmp_path, resume=True) continue it."""
+    shutil.copy(place / "rows.jsonl", tmp_path)
+    shutil.copytree(place / "run", tmp_path / "run")
+    return tmp_path / "run"
+
+
+def refused(device: Device, run: Path, *parts: str, offer: str = "resume from step-2, which is whole") -> None:
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(UserError) as caught:
+        train(device, options(run.parent, resume=True))
+    message = str(caught.value)
+    assert message.startswith(f"The checkpoint {run / STEPS / 'step-4'} is damaged: ")
+    assert all(part in message for part in (*parts, offer)), message
+    assert "\n" not in message
+    after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+    assert after == {path: data for path, data in before.items() if path.name != ".lock"}
+
+
+@pytest.mark.parametrize("name", [*FILES, MANIFEST])
+def test_a_flipped_bit_is_found_wherever_it_is(device: Device, run: Path, name: str) -> None:
+    path = run / STEPS / "step-4" / name
+    good = path.read_bytes()
+    for place in np.linspace(0, len(good) - 1, 4).astype(int):
+        data = bytearray(good)
+        data[place] ^= 1 << int(place) % 7
+        path.write_bytes(data)
+        refused(device, run, name)
+    path.write_bytes(good[:-1])
+    refused(device, run, name)
+    path.unlink()
+    refused(device, run, name, "is missing")
+    path.mkdir()
+    refused(device, run, name)
+
+
+def test_what_is_said_helps(device: Device, place: Path, run: Path) -> None:
+    """Without the damaged checkpoint, the older one leads to the same end."""
+    (run / STEPS / "step-4" / OPTIMIZER).write_bytes(b"")
+    refused(device, run, OPTIMIZER)
+    shutil.rmtree(run / STEPS / "step-4")
+    train(device, options(run.parent, resume=True))
+    assert weights(run) == weights(place / "whole")
+
+
+def test_where_no_other_is_whole_it_says_so(device: Device, run: Path) -> None:
+    for step in ("step-2", "step-4"):
+        (run / STEPS / step / STATE).write_text("{}")
+    refused(device, run, STATE, offer="start again in another directory")
+    shutil.copytree(run / STEPS / "step-4", run / "best")
+    refused(device, run, STATE, offer="start again in another directory")
+    shutil.rmtree(run / "best")
+    (run / STEPS / "step-2").rename(run / "epoch-1")
+    refused(device, run, STATE, offer="start again in another directory")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_another_step(device: Device, run: Path, name: str) -> None:
+    if (run / STEPS / "step-2" / name).read_bytes() != (run / STEPS / "step-4" / name).read_bytes():
+        shutil.copy(run / STEPS / "step-2" / name, run / STEPS / "step-4" / name)
+        refused(device, run, name)
+
+
+def test_a_checkpoint_under_another_name(device: Device, run: Path) -> None:
+    shutil.rmtree(run / STEPS / "step-4")
+    shutil.copytree(run / STEPS / "step-2", run / STEPS / "step-4")
+    refused(device, run, "state.json says step 2")
+
+
+DEEP = json.loads("[" * 500 + "]" * 500)
+FIELDS: list[tuple[str, Any]] = [
+    *[("step", value) for value in (7, 2, 6.5, None, "4", True, -4, 1 << 60, [4], {})],
+    *[("epoch", value) for value in (-1, 0, 7, 1.0, None, "1")],
+    *[("index", value) for value in (-1, 0, 2, 1e9, None)],
+    *[("total_steps", value) for value in (0, 6, 8, 7.0, None, 1 << 70)],
+    *[("pending", value) for value in ({}, "x", None, [None], ["1"], [1e400], [True], [0.5] * 99)],
+    *[("tiles", value) for value in ([], {"k": 1}, {"k": {"rows": -1}}, {"k": {"rows": "8"}})],
+    ("calibrated", 1), ("tokens", 1.5), ("seconds", -1), ("seconds", float("nan")), ("best_eval_loss", "0.1"),
+    ("last_loss", float("inf")), ("pending_tokens", None), ("unknown", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), FIELDS, ids=lambda value: str(value)[:20])
+def test_a_state_that_no_run_has(device: Device, run: Path, name: str, value: Any) -> None:
+    """With a manifest that agrees: what the fields hold is looked at too."""
+    resigned(run, lambda facts: facts["state"].update({name: value}))
+    refused(device, run, STATE)
+
+
+@pytest.mark.parametrize("facts", [{}, {"state": None}, {"state": {}, "identity": {}}, {"state": DEEP}])
+def test_a_state_of_another_shape(device: Device, run: Path, facts: dict[str, Any]) -> None:
+    resigned(run, lambda found: (found.clear(), found.update(facts)))
+    refused(device, run, STATE)
+
+
+@pytest.mark.parametrize("identity", [[], None, {}, {"options": []}, {"options": {}, "data": 1, "base": "x"}])
+def test_an_identity_of_another_shape(device: Device, run: Path, identity: Any) -> None:
+    resigned(run, lambda facts: facts.update(identity=identity))
+    refused(device, run, STATE)
+
+
+def resigned(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    directory = run / STEPS / "step-4"
+    facts = json.loads((directory / STATE).read_text())
+    change(facts)
+    (directory / STATE).write_text(json.dumps(facts))
+    sign(directory)
+
+
+def sign(directory: Path) -> None:
+    (directory / MANIFEST).unlink()
+    write_manifest(directory)
+
+
+def test_json_that_python_does_not_survive(device: Device, run: Path) -> None:
+    directory = run / STEPS / "step-4"
+    for text in (b"[" * 100_000, b'{"state":' * 50_000, b"1" * 5000, b'{"a":1,"a":2}', b"\xed\xa0\x80"):
+        (directory / STATE).write_bytes(text)
+        sign(directory)
+        refused(device, run, STATE)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"sha256": []}', '{"sha256": {}}', '{"sha256": {"../x": "0"}}', "[" * 100_000, "\x00"],
+    ids=range(8),
+)
+def test_a_manifest_of_another_shape(device: Device, run: Path, text: str) -> None:
+    (run / STEPS / "step-4" / MANIFEST).write_text(text)
+    refused(device, run, MANIFEST)
+
+
+def test_a_manifest_does_not_lead_out(device: Device, run: Path) -> None:
+    path = run / STEPS / "step-4" / MANIFEST
+    facts = json.loads(path.read_text())
+    facts["sha256"]["../../run.json"] = "0" * 64
+    path.write_text(json.dumps(facts))
+    refused(device, run, MANIFEST)
+
+
+def with_moment(change: Callable[[np.ndarray], np.ndarray | None]) -> Callable[[dict[str, np.ndarray]], None]:
+    def apply(tensors: dict[str, np.ndarray]) -> None:
+        name = "1.q_proj.B.second_moment"
+        changed = change(tensors.pop(name))
+        if changed is not None:
+            tensors[name] = changed
+
+    return apply
+
+
+MOMENTS = {
+    "float64": lambda m: m.astype(np.float64),
+    "float16": lambda m: m.astype(np.float16),
+    "bfloat16": lambda m: m.astype(ml_dtypes.bfloat16),
+    "transposed": lambda m: np.ascontiguousarray(m.T),
+    "flat": lambda m: m.reshape(-1),
+    "fewer": lambda m: np.ascontiguousarray(m[:-1]),
+    "nan": lambda m: np.where(m == m.max(), np.float32("nan"), m),
+    "negative": lambda m: m - np.float32(1),
+    "gone": lambda m: None,
+}
+
+
+@pytest.mark.parametrize("kind", MOMENTS)
+def test_moments_that_are_not_the_runs(device: Device, run: Path, kind: str) -> None:
+    replaced(run, OPTIMIZER, with_moment(MOMENTS[kind]))
+    refused(device, run, OPTIMIZER)
+
+
+def test_one_moment_too_many(device: Device, run: Path) -> None:
+    replaced(run, OPTIMIZER, lambda tensors: tensors.update({"9.q_proj.A.first_moment": np.zeros((4, 52), np.float32)}))
+    refused(device, run, OPTIMIZER)
+
+
+def test_an_adapter_of_another_type(device: Device, run: Path) -> None:
+    def halve(tensors: dict[str, np.ndarray]) -> None:
+        tensors.update({name: values.astype(ml_dtypes.bfloat16) for name, values in tensors.items()})
+
+    replaced(run, "adapter_model.safetensors", halve)
+    refused(device, run, "adapter_model.safetensors")
+
+
+def replaced(run: Path, name: str, change: Callable[[dict[str, np.ndarray]], None]) -> None:
+    directory = run / STEPS / "step-4"
+    tensors = dict(load_file(directory / name))
+    change(tensors)
+    save_file(tensors, directory / name)
+    sign(directory)
+
+
+# -- the log ---------------------------------------------------------------------------------------------------------
+
+LINES = [b"\xff", b"[" * 100_000, b'{"step":"a"}', b'{"step":1.5,"epoch":1,"loss":1}', b"{}", b"[]", b"null", b"NaN",
+         b'{"step":1,"epoch":1,"loss":NaN}', b'{"step":1,"epoch":{},"loss":1}', b'{"step":1e999,"epoch":1,"loss":1}',
+         b'{"step":' + b"9" * 5000 + b"}", b"\x00" * 50, b'{"step":true,"epoch":1,"loss":1}']  # fmt: skip
+
+
+def test_a_damaged_line_of_the_log_costs_that_line(device: Device, place: Path, run: Path) -> None:
+    good = (run / LOG).read_bytes().splitlines(keepends=True)
+    (run / LOG).write_bytes(b"".join([good[0], *(line + b"\n" for line in LINES), *good[2:]]))
+    assert [line["step"] for line in read_log(run / LOG)] == [1, 3, 4, 5]
+    facts = train(device, options(run.parent, resume=True))
+    assert facts["damaged_log_lines"] == len(LINES)
+    assert [line["step"] for line in read_log(run / LOG)] == [1, 3, 4, 5, 6, 7]
+    assert weights(run) == weights(place / "whole")
+
+
+# -- the base --------------------------------------------------------------------------------------------------------
+
+
+def base_of(tmp_path: Path, change: Callable[[dict[str, np.ndarray]], None]) -> Path:
+    """A copy of the model with other weights, in the same order and of the same size."""
+    target = tmp_path / "base"
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(model_dir("qwen2"), target)
+    tensors = dict(load_file(target / "model.safetensors"))
+    change(tensors)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+MIDDLE = "model.layers.1.mlp.up_proj.weight"
+
+
+def test_a_base_that_has_changed_is_refused(device: Device, tmp_path: Path) -> None:
+    """Also where only the middle of a shard did, which nothing but its values shows."""
+    for base_dtype in ("nf4", "f32"):
+        base = base_of(tmp_path, lambda tensors: None)
+        opts = options(tmp_path, base_dtype, model=str(base), base_dtype=base_dtype, max_steps=2)
+        train(device, opts)
+        path = base / "model.safetensors"
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(UserError, match=f"The weights of {base} are not those that the run in"):
+            train(device, {**opts, "resume": True})
+
+
+@pytest.mark.parametrize("base_dtype", ["nf4", "bf16", "f16", "f32"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_base_that_is_not_finite_is_refused_by_name(
+    device: Device, tmp_path: Path, base_dtype: str, value: float
+) -> None:
+    for name in (MIDDLE, "model.embed_tokens.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.bias"):
+
+        def poison(tensors: dict[str, np.ndarray], name: str = name) -> None:
+            values = tensors[name].copy()
+            values.reshape(-1)[values.size // 2] = value
+            tensors[name] = values
+
+        base = base_of(tmp_path, poison)
+        allocated = device.allocated
+        with pytest.raises(UserError, match=f"^{name} holds values that are NaN or infinite"):
+            open_model(str(base), device, base_dtype).load_weights()
+        assert device.allocated == allocated
+
+
+# -- what kills leave ------------------------------------------------------------------------------------------------
+
+
+def test_leftovers_of_killed_processes_are_swept(device: Device, place: Path, run: Path) -> None:
+    for name in (".step-6.tmp", ".step-2.old", "..step-6.tmp.ab12_x9z.tmp"):
+        (run / STEPS / name).mkdir()
+        (run / STEPS / name / "file").write_text("x")
+    for name in (".best.tmp", "..best.tmp.ab12_x9z.tmp", ".epoch-1.previous"):
+        (run / name).mkdir()
+    for name in (".log.jsonl.ab12_x9z.tmp", ".adapter_model.safetensors.ab12_x9z.tmp", ".README.md.ab12_x9z.tmp"):
+        (run / name).write_text("x")
+    (run / "epoch-1").mkdir()
+    theirs = [run / name for name in (".mine.tmp", ".notes.md.ab12_x9z.tmp", ".hidden", "x.tmp", STEPS + "/.mine.old")]
+    for path in theirs:
+        path.write_text("kept")
+    train(device, options(run.parent, resume=True, save_total_limit=1))
+    hidden = {path.relative_to(run).as_posix() for path in run.rglob(".*")} - {".lock"}
+    assert hidden == {".mine.tmp", ".notes.md.ab12_x9z.tmp", ".hidden", f"{STEPS}/.mine.old"}
+    assert all(path.read_text() == "kept" for path in theirs)
+    assert [path.name for path in (run / STEPS).glob("step-*")] == ["step-7"]
+    assert weights(run) == weights(place / "whole")
+
+
+def test_what_had_stepped_aside_is_put_back(device: Device, run: Path) -> None:
+    (run / "best").mkdir()
+    (run / "best" / "mark").write_text("x")
+    (run / "best").rename(run / ".best.previous")
+    with pytest.raises(UserError, match="needs the options"):
+        train(device, options(run.parent, resume=True, learning_rate=1.0))
+    assert (run / "best" / "mark").read_text() == "x"
+
+
+def test_more_checkpoints_than_the_limit_are_removed_on_resuming(device: Device, run: Path) -> None:
+    train(device, options(run.parent, resume=True, save_total_limit=1, save_steps=0, max_steps=7))
+    assert [path.name for path in (run / STEPS).glob("step-*")] == ["step-7"]

@@ -1,0 +1,73 @@
+"""Where `wgpu-lora` begins: answers signals before anything large is imported, and takes leave of readers that left."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import signal
+import sys
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from wgpu_lora.signals import ENDING
+
+GONE = (errno.EPIPE, errno.EIO, errno.ESHUTDOWN)  # a pipe that nobody reads any more, a terminal that closed
+
+
+def main() -> int:
+    """Runs the command line of this process; returns its exit code."""
+    for number in ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _end)
+    sys.stdout, sys.stderr = _lasting(sys.stdout), _lasting(sys.stderr)
+    from wgpu_lora.cli import main as run
+
+    code = run()
+    if code > 128:  # a KeyboardInterrupt that was caught may still make Python end itself by a signal of its own
+        _leave(code)
+    return code
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    """Ends at once: nothing has begun that would have to be put in order."""
+    message = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+    try:
+        os.write(2, f"wgpu-lora: {message}\n".encode())
+    finally:
+        os._exit(128 + number)
+
+
+def _leave(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)
+
+
+class _Lasting(io.FileIO):
+    """A stream that goes silent when whoever read it has gone: losing a terminal is not losing a run."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            return len(data)
+
+
+def _lasting(stream: Any) -> Any:
+    try:
+        number = stream.fileno()
+    except (AttributeError, OSError, ValueError):  # closed before the start, or no file
+        return stream
+    stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Lasting(number, "w", closefd=False)),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )

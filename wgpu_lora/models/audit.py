@@ -1,0 +1,100 @@
+"""What is looked at while weights stream by: their SHA-256, and that every value is finite."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from wgpu_lora.errors import NotFiniteError
+from wgpu_lora.formats.bitsandbytes import Packed
+from wgpu_lora.formats.checkpoint import WeightSource
+
+LARGEST = {"BF16": 0x7F7F, "F16": 0x7BFF, "F32": 0x7F7FFFFF}  # bits of the largest finite magnitude
+AHEAD = 1  # pieces that wait to be looked at
+CHUNK = 1 << 18  # values that are looked at together: they stay in the processor's cache
+
+
+class AuditedSource:
+    """A checkpoint whose reads are hashed and checked on a thread of their own, beside the work on the device.
+
+    What NF4 packs hides a NaN, and a change to the middle of a shard shows in no header; so each value is looked at on
+    its way. Every tensor is expected to be read once, from its first row to its last.
+
+    Use it as a context manager; leaving it waits for the thread.
+    """
+
+    def __init__(self, source: WeightSource):
+        self._source = source
+        self._hashes: dict[str, hashlib._Hash] = {}
+        self._pool = ThreadPoolExecutor(1, "weights")
+        self._waiting: deque[Future[None]] = deque()
+
+    def __enter__(self) -> AuditedSource:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def digest(self) -> str:
+        """SHA-256 (hex) over the names and values of all that was read.
+
+        Raises:
+            NotFiniteError: a value is NaN or infinite.
+        """
+        self._settle(0)
+        lines = (f"{name} {sha.hexdigest()}\n" for name, sha in sorted(self._hashes.items()))
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    # -- what loading asks of a checkpoint ---------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        return self._source.names()
+
+    def dtype(self, name: str) -> str:
+        return self._source.dtype(name)
+
+    def read_raw(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:
+        return self._look(name, self._source.read_raw(name, row_start, row_stop), self._source.dtype(name))
+
+    def read_f32(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:
+        return self._look(name, self._source.read_f32(name, row_start, row_stop), "F32")
+
+    def packed(self, name: str) -> Packed | None:
+        found = self._source.packed(name)
+        if found is not None:
+            self._look(name, found.codes, None)
+            if isinstance(found.constants, np.ndarray):
+                self._look(name, found.constants, "F32")
+            else:
+                codes, nested, offset = found.constants
+                self._look(name, codes, None)
+                self._look(name, np.append(nested, np.float32(offset)), "F32")
+        return found
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _look(self, name: str, values: np.ndarray, dtype: str | None) -> np.ndarray:
+        """Hands values on, after those that were handed on before have been looked at, all but the last few."""
+        self._settle(AHEAD)
+        sha = self._hashes.setdefault(name, hashlib.sha256())
+        self._waiting.append(self._pool.submit(_examine, name, sha, np.ascontiguousarray(values), dtype))
+        return values
+
+    def _settle(self, left: int) -> None:
+        while len(self._waiting) > left:
+            self._waiting.popleft().result()
+
+
+def _examine(name: str, sha: hashlib._Hash, values: np.ndarray, dtype: str | None) -> None:
+    sha.update(values.reshape(-1).view(np.uint8).data)
+    if dtype is None or not values.size:
+        return
+    bits = values.reshape(-1).view(np.uint32 if dtype == "F32" else np.uint16)
+    magnitude = 0x7FFFFFFF if dtype == "F32" else 0x7FFF
+    for first in range(0, bits.size, CHUNK):
+        # Without its sign, a float's bits order as its magnitude does, infinity and NaN last.
+        if np.bitwise_and(bits[first : first + CHUNK], magnitude).max() > LARGEST[dtype]:
+            raise NotFiniteError(f"{name} holds values that are NaN or infinite: download or convert the model again.")

@@ -1,0 +1,102 @@
+"""What a slot's run has come to, and state.json, which keeps it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.bounded import read_json
+from wgpu_lora.gpu.choices import Choices
+
+STATE = "state.json"
+MAX_STATE_BYTES, MAX_STATE_PARTS = 256 << 20, 16 << 20  # a loss for every step since the last log line
+
+
+@dataclass
+class RunState:
+    """All of a run that is not on the device."""
+
+    step: int = 0
+    epoch: int = 0
+    index: int = 0  # the next step within the epoch
+    total_steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    calibrated: bool = False
+    heldout_seconds: float = 0.0  # of one held-out loss, where there is a time to keep to
+    first_eval_loss: float | None = None
+    best_eval_loss: float | None = None
+    last_loss: float | None = None
+    last_eval_loss: float | None = None
+    tiles: Choices = field(default_factory=dict)  # another tiling rounds differently, so a resumed run keeps its own
+    pending: list[float] = field(default_factory=list)  # losses of the steps since the last log line
+    pending_tokens: int = 0
+    pending_seconds: float = 0.0
+
+
+def read_state(directory: Path) -> tuple[RunState, dict[str, Any]]:
+    """The state of a checkpoint, and the identity of the run that wrote it.
+
+    Raises:
+        UserError: state.json is missing, or no JSON object. ValueError: a field is, or has, what none can be.
+    """
+    facts = read_json(directory / STATE, MAX_STATE_BYTES, MAX_STATE_PARTS)
+    state, identity = facts.get("state"), facts.get("identity")
+    if not isinstance(state, dict) or set(state) != {f.name for f in fields(RunState)}:
+        raise ValueError(f"the fields of 'state' in {STATE} are not those of a run")
+    if not _is_identity(identity):
+        raise ValueError(f"'identity' in {STATE} is not that of a run")
+    assert isinstance(identity, dict)
+    for name, value in state.items():
+        if not _RULES[name](value):
+            raise ValueError(f"{name} in {STATE} is {value!r:.40}")
+    return RunState(**state), identity
+
+
+def is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 53
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number, and finite."""
+    return type(value) in (int, float) and abs(value) <= 1e308 and math.isfinite(value)
+
+
+def _is_seconds(value: Any) -> bool:
+    return is_number(value) and value >= 0
+
+
+def _is_loss(value: Any) -> bool:
+    return value is None or is_number(value)
+
+
+def _is_losses(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_number, value))
+
+
+def _is_tiles(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(tiles, dict) and all(is_count(size) for size in tiles.values()) for tiles in value.values()
+    )
+
+
+def _is_identity(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("options"), dict)
+        and all(isinstance(value.get(name), str) for name in ("data", "base"))
+        and isinstance(value.get("weights"), str | None)
+    )
+
+
+_RULES: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("step", "epoch", "index", "total_steps", "tokens", "pending_tokens"), is_count),
+    **dict.fromkeys(("seconds", "heldout_seconds", "pending_seconds"), _is_seconds),
+    **dict.fromkeys(("first_eval_loss", "best_eval_loss", "last_loss", "last_eval_loss"), _is_loss),
+    "calibrated": lambda value: isinstance(value, bool),
+    "tiles": _is_tiles,
+    "pending": _is_losses,
+}
