@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from wgpu_lora.cli.console import console, line
-from wgpu_lora.cli.options import RECIPE
+from wgpu_lora.cli.options import RECIPE, AllowUnconfined
 from wgpu_lora.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def prove(
     out: Annotated[Path, typer.Option(help="Directory for it; one in use gets a number.")] = Path("proof"),
     only: Annotated[str | None, typer.Option(help="Numbers of the checks to do, such as 1,6.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 unless everything is proven.")] = False,
+    allow_unconfined: AllowUnconfined = False,
 ) -> int:
     """Prove that training and inference happen on wgpu, without CUDA.
 
@@ -41,7 +42,7 @@ def prove(
             raise UserError(f"--only {only} is not understood: give numbers from 1 to {max(CHECKS)}, such as 1,6.")
         numbers.add(int(text))
     try:
-        result = run(recipe, devices, out, numbers, lambda name: line("check", name), _said)
+        result = run(recipe, devices, out, numbers, allow_unconfined, lambda name: line("check", name), _said)
     except Interrupted as interrupted:
         line("interrupted", f"what was done so far left its logs in {interrupted.directory}/logs/")
         raise

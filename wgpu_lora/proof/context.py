@@ -26,7 +26,7 @@ class Refused(UserError):
 class Proof:
     """One proof. args: the recipe's options, with held-out data for certain.
 
-    select: what --devices says, None where it is left out.
+    select: what --devices says, None where it is left out. allow_unconfined: of answers.
     """
 
     out: Path
@@ -34,6 +34,7 @@ class Proof:
     args: TrainingArguments
     select: str | None
     children: Children
+    allow_unconfined: bool = False
     _made: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -94,8 +95,8 @@ class Proof:
 
     def answers(self, name: str, adapter: str | None) -> list[dict[str, Any]]:
         """Answers to the held-out requests with an adapter, and their checks' verdicts."""
-        arguments = {"options": self.options(), "device": self.used()[0], "adapter": adapter}
-        return self._once(name, lambda: self.children.job(name, "answers", **arguments)["answers"])
+        where = {"device": self.used()[0], "adapter": adapter, "allow_unconfined": self.allow_unconfined}
+        return self._once(name, lambda: self.children.job(name, "answers", options=self.options(), **where)["answers"])
 
     def _generate(self, index: int) -> dict[str, Any]:
         packed, arrays = self.out / "work" / f"packed-{index}", self.out / "work" / f"logits-{index}.npz"
