@@ -44,10 +44,10 @@ def fill(ledger: Ledger, *entries: Entry) -> None:
 
 OTHER_USER = """
 import os, sys
-os.setgid(65534), os.setuid(65534)
 from pathlib import Path
 from wgpu_lora.share.ledger import Ledger
 from wgpu_lora.share.lease import take
+os.setgid(65534), os.setuid(65534)
 with take(Ledger("gpu", Path(sys.argv[1])), 4, 10, "theirs"):
     print([(e.bytes, e.what) for e in Ledger("gpu", Path(sys.argv[1])).read()])
 try:
