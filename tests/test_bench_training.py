@@ -243,7 +243,7 @@ def test_a_device_that_refuses_is_asked_for_less(device: Device, monkeypatch: py
     model = chosen_model(None, "mini", 1, device)
     found = find_max_batch(model, Batches(tokens=16, rank=4, most=8))
     for summary in found["summary"]:
-        assert (summary["planned"], summary["confirmed"], summary["bounded_by"]) == (8, 5, "the device")
+        assert (summary["planned"], summary["confirmed"], summary["bounded_by"]) == (8, 5, search.REFUSED)
         assert (summary["why"], summary["not_run"]) == ("The device could not allocate", None)
     assert [row["batch"] for row in found["rows"]] == [1, 2, 4, 5] * 2
 

@@ -17,7 +17,8 @@ from wgpu_lora.cli import main
 from wgpu_lora.cli.pipeline import Table
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.adapters import choose
-from wgpu_lora.share import hold
+from wgpu_lora.share import Ledger, device_key
+from wgpu_lora.share.lease import take
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.pipeline import prepare_pipeline
 from wgpu_lora.train.progress import StepResult
@@ -75,7 +76,7 @@ def test_a_poisoned_adapter_is_exit_code_1(rows: Path, capsys: pytest.CaptureFix
 def test_memory_that_is_held(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Refused where others hold the budget; it trains once that is free."""
     budget = ["--memory-budget", "1GiB"]
-    with hold(choose(None)[0], (1 << 30) - 4096, 1 << 30, "somebody's run"):
+    with take(Ledger(device_key(choose(None)[0])), (1 << 30) - 4096, None, "somebody's run"):
         assert finetune(*budget) == 2
         assert finetune(*budget, "--wait", "0.5") == 2
     printed = capsys.readouterr()

@@ -175,6 +175,18 @@ def test_a_manifest_of_another_shape(device: Device, run: Path, text: str) -> No
     refused(device, run, MANIFEST)
 
 
+def test_a_damaged_checkpoint_is_no_adapter_to_begin_with(device: Device, run: Path) -> None:
+    start = run / STEPS / "step-2"
+    begin = {"init_adapter": str(start), "max_steps": 1}
+    train(device, options(run.parent, "one", **begin))
+    path = start / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(UserError, match=f"The adapter {start} is damaged: adapter_model"):
+        train(device, options(run.parent, "two", **begin))
+    (start / MANIFEST).unlink()
+    train(device, options(run.parent, "three", **begin))
+
+
 def test_a_manifest_does_not_lead_out(device: Device, run: Path) -> None:
     path = run / STEPS / "step-4" / MANIFEST
     facts = json.loads(path.read_text())

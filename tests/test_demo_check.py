@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import pytest
 
-from wgpu_lora.demo.check import run_check
+from wgpu_lora.demo import check as demo_check
+from wgpu_lora.demo.asserts import parse_check
+from wgpu_lora.errors import UserError
 
+# Also where nothing can be confined: what confines has tests of its own.
+run_check = partial(demo_check.run_check, allow_unconfined=True)
 RIGHT = "def double(x):\n    return 2 * x"
 CHECK = "assert double(4) == 8\nassert double(0) == 0"
 
@@ -41,9 +46,9 @@ def test_printing_is_no_verdict():
 
 
 def test_endless_loop_is_stopped():
-    result = run_check("def double(x):\n    while True:\n        pass", CHECK, timeout=1.0)
+    result = run_check("def double(x):\n    while True:\n        pass", CHECK, timeout=0.5)
     assert not result.passed
-    assert "no answer in 1 s" in result.reason
+    assert "no answer in 0.5 s" in result.reason
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux enforces a limit on address space")
@@ -68,6 +73,80 @@ def test_memory_hog_is_stopped():
 )
 def test_ways_out_are_no_pass(body):
     assert not run_check(f"def double(x):\n    {body}\n    return 2 * x", CHECK).passed
+
+
+def test_usual_imports_are_there():
+    code = """
+import bisect, collections, datetime, functools, heapq, itertools, math, random, re, statistics, string
+from collections.abc import Iterable
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+@dataclass
+class Held:
+    value: "Any"
+
+@functools.lru_cache(None)
+def of(x):
+    return functools.reduce(lambda a, b: a + b, itertools.chain([x], [x]))
+
+def double(x):
+    assert isinstance([], Iterable) and random.choice([1]) and collections.Counter("a")["a"] == 1
+    assert re.sub("(é)", r"\\1", "é") == "é" and string.digits and math.isclose(1.0, 1.0)
+    assert datetime.datetime.strptime("2024-02-29", "%Y-%m-%d").strftime("%d") == "29"
+    assert statistics.median([1, Decimal(2)]) and heapq.nsmallest(1, [2]) == [2] and bisect.bisect([1], 1) == 1
+    assert "\\N{BULLET}".encode("utf-16") and f"{Held(2).value:>3}" == "  2"
+    print("said", flush=True)
+    return of(x)
+"""
+    result = run_check(code, CHECK)
+    assert result.passed, result.reason
+
+
+def test_a_reason_moves_no_cursor():
+    result = run_check("def double(x):\n    raise ValueError('\\x1b[2J\\ud800\\u202e')", CHECK)
+    assert result.reason == r"ValueError: \x1b[2J\ud800\u202e"
+
+
+def test_what_parses_is_said():
+    assert run_check("def other(x):\n    return 2 * x", CHECK).parses
+    assert run_check("double = 3", CHECK).parses
+    assert not run_check("def double(x:", CHECK).parses
+    assert not run_check("def double(x):\n    return '\\ud800\0'", CHECK).parses
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "assert f(1) == 1, 'message'",
+        "assert f([1, (2,)], key={'a': {1}}) == set()",
+        "assert f(-1.5) != None and not f('') or 1 < f(2) <= 3",
+        "assert 3 in f() and f() is not None",
+        "assert f(1) == g(2)",
+    ],
+)
+def test_forms_of_checks(check):
+    assert parse_check(check)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "", "# nothing", None, 5, "assert", "f(1)", "assert True", "assert 1 == 1", "x = f(1)\nassert x == 1",
+        "assert f(x) == 1", "assert f(g(1)) == 1", "assert f(*[1]) == 1", "assert f(**{'a': 1}) == 1", "assert f(...)",
+        "assert f(1).real == 1", "assert f.g(1) == 1", "assert f(1)[0] == 1", "assert [f(1)] == [1]", "assert f(1) + 1",
+        "assert f(1) is 2", "assert f(1) == 1, f(2)", "assert (lambda: 1)() == 1", "assert (y := f(1))", "import os",
+        "assert f(1) == ...", "assert all(f(i) for i in [1])", "assert f(1) == 1\0", "assert f(" + "(" * 9999,
+        "assert " + "not " * 9999 + "f(1)", "assert f(1) == " + "-" * 9999 + "1", "#" * 99999 + "\nassert f(1) == 1",
+    ],
+    ids=lambda check: str(check)[:25] or "empty",
+)  # fmt: skip
+def test_a_check_of_another_form_is_an_error_in_the_data(check):
+    with pytest.raises(UserError, match=r'rows\.jsonl, line 3 has a "check"'):
+        parse_check(check, "rows.jsonl, line 3")
+    with pytest.raises(UserError):
+        run_check(RIGHT, check)
 
 
 def test_environment_is_not_inherited(monkeypatch):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -38,6 +40,35 @@ def fill(ledger: Ledger, *entries: Entry) -> None:
     """Writes entries as they are, dead ones too."""
     ledger.directory.mkdir(exist_ok=True)
     ledger.path.write_bytes(dump(list(entries)))
+
+
+OTHER_USER = """
+import os, sys
+from pathlib import Path
+from wgpu_lora.share.ledger import Ledger
+from wgpu_lora.share.lease import take
+os.setgid(65534), os.setuid(65534)
+with take(Ledger("gpu", Path(sys.argv[1])), 4, 10, "theirs"):
+    print([(e.bytes, e.what) for e in Ledger("gpu", Path(sys.argv[1])).read()])
+try:
+    with take(Ledger("gpu", Path(sys.argv[1])), 5, 10, "too much"):
+        pass
+except Exception as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt" or os.getuid() != 0, reason="only root can be two users")
+def test_users_share_a_directory_that_all_can_write() -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:  # pytest's own is private
+        Path(name).chmod(0o777)
+        ledger = Ledger("gpu", Path(name))
+        with take(ledger, 6, 10, "ours"):
+            command = [sys.executable, "-c", OTHER_USER, name]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            assert done.stdout.splitlines()[0] == "[(6, 'ours'), (4, 'theirs')]", done.stderr
+            assert "6 by pid" in done.stdout.splitlines()[1]
+        assert ledger.read() == []
 
 
 def test_entries_are_kept(ledger: Ledger) -> None:

@@ -25,7 +25,7 @@ import pytest
 from share_helpers import adapter, start, until
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.share import Entry, Ledger, hold
+from wgpu_lora.share import Entry, Ledger, device_key
 from wgpu_lora.share import lease as module
 from wgpu_lora.share.lease import take
 
@@ -49,10 +49,10 @@ def test_what_is_held_is_freed_at_the_end(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("WGPU_LORA_SHARE_DIR", str(tmp_path))
     card = adapter()
     monkeypatch.setattr("wgpu_lora.gpu.adapters.list_adapters", lambda: [card])
-    ledger = Ledger("discrete Card 0")
-    with hold(card, 6, 10, "one"), hold(card, 4, 10, "two"):
+    ledger = Ledger(device_key(card))
+    with take(ledger, 6, 10, "one"), take(ledger, 4, 10, "two"):
         assert [(e.what, e.bytes, e.pid) for e in ledger.read()] == [("one", 6, os.getpid()), ("two", 4, os.getpid())]
-    with pytest.raises(ZeroDivisionError), hold(card, 10, 10, "one"):
+    with pytest.raises(ZeroDivisionError), take(ledger, 10, 10, "one"):
         raise ZeroDivisionError
     assert ledger.read() == []
 

@@ -213,8 +213,7 @@ def evaluate(
     """
     opened, prepared = _heldout(model, data, max_length, on_overflow, completion_only_loss, enable_thinking)
     with on_device(opened, [] if adapter is None else [adapter]) as loaded:
-        opened.load_weights(progress)
-        return evaluate_rows(opened, prepared, loaded, 0 if loaded else None)
+        return evaluate_rows(opened, prepared, loaded, 0 if loaded else None, progress=progress)
 
 
 def evaluate_several(
@@ -246,8 +245,7 @@ def evaluate_several(
     slots = slots_of(adapters, include_base)
     opened, prepared = _heldout(model, data, max_length, on_overflow, completion_only_loss, enable_thinking)
     with on_device(opened, list(adapters.values())) as loaded:
-        opened.load_weights(progress)
-        return {name: evaluate_rows(opened, prepared, loaded, slot) for name, slot in slots.items()}
+        return {name: evaluate_rows(opened, prepared, loaded, slot, progress=progress) for name, slot in slots.items()}
 
 
 def _opened(model: LoadedModel | str | Path) -> LoadedModel:

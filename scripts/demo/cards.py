@@ -56,9 +56,15 @@ DATA_CARD = """\
 Each row asks in plain English for a Python function over a list of integers that filters, maps and reduces:
 
 - `messages`: the request, and the function as plain text.
-- `check`: asserts that decide whether an answer is right; `wgpu_lora.demo.check.run_check` runs them in a confined
-  child process. Their inputs are chosen so that leaving out any one step fails.
+- `check`: asserts that decide whether an answer is right, calls with literals compared with literals. Their inputs are
+  chosen so that leaving out any one step fails. `wgpu_lora.demo.check.run_check` has a process of its own compute the
+  calls, and compares what comes back itself: what is expected is never in that process.
 - `name`, `steps`: the function's name, and the operations behind the request.
+
+An answer is code that a model wrote. On Linux (x86-64, arm64) its process can only compute: a seccomp filter refuses
+files, sockets, processes and signals; it has namespaces of its own with an empty root, where the kernel grants them;
+its time, memory and output are limited. A hole in the kernel is still a way out. Other systems have some of the limits
+and an audit hook against accidents, so nothing runs there without `--allow-unconfined`.
 
 No held-out row shares its three operations with a training row. With every name renamed and every constant masked, no
 held-out function equals one of a training row, of the pretraining corpus or of the library it was trained on: the

@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from wgpu_lora.demo import HELDOUT_FILE, MODEL_DIR, TRAIN_FILE  # noqa: E402
 from wgpu_lora.demo.check import run_check  # noqa: E402
+from wgpu_lora.demo.confine.parent import confinement  # noqa: E402
 
 IGNORED = -100
 NEW_TOKENS = 96
@@ -76,12 +77,12 @@ def generate(model, tokenizer, rows: list[dict]) -> list[str]:
     return answers
 
 
-def score(model, tokenizer, rows: list[dict], show: int) -> float:
+def score(model, tokenizer, rows: list[dict], show: int, allow_unconfined: bool) -> float:
     """The share of rows whose greedy answer passes its check."""
     model.eval()
     passed = 0
     for row, text in zip(rows, generate(model, tokenizer, rows), strict=True):
-        result = run_check(text, row["check"])
+        result = run_check(text, row["check"], allow_unconfined=allow_unconfined)
         passed += result.passed
         if not result.passed and show > 0:
             show -= 1
@@ -132,7 +133,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--show", type=int, default=3, help="failed answers to print")
     parser.add_argument("--record", action="store_true", help="add the result to the model's training.json")
+    parser.add_argument("--allow-unconfined", action="store_true", help="run answers where they cannot be confined")
     args = parser.parse_args()
+    print(f"answers run under {confinement(args.allow_unconfined)}", flush=True)
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -141,13 +144,13 @@ def main() -> None:
         round_trip_nf4(model)
     heldout, train = read(args.heldout), read(args.train)
     record = {"nf4": args.nf4, "steps": args.steps, "rows": args.rows, "learning_rate": args.learning_rate}
-    before = score(model, tokenizer, heldout, args.show)
+    before = score(model, tokenizer, heldout, args.show, args.allow_unconfined)
     print(f"before {before:.3f}", flush=True)
     tuned = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
     began = time.monotonic()
     tokens, loss = finetune(tuned, tokenizer, train, args)
     seconds = time.monotonic() - began
-    after = score(tuned, tokenizer, heldout, args.show)
+    after = score(tuned, tokenizer, heldout, args.show, args.allow_unconfined)
     record |= {"tokens": tokens, "loss": round(loss, 5), "seconds": round(seconds), "before": before, "after": after}
     print(json.dumps(record), flush=True)
     if args.record:

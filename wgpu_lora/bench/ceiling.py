@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from wgpu_lora.gpu.tensor import persistent
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.ops.elementwise import fill
 from wgpu_lora.quant.nf4 import NF4_CODE
+from wgpu_lora.share import claim
 
 CHAINS = ((10, 32), (12, 16), (12, 32), (12, 64), (13, 64))  # (count, unrolling) of FMA chains: the best one counts
 COPY_BYTES = 256 << 20  # of each of the two buffers, where a binding holds as much: more than any cache
@@ -184,11 +186,11 @@ def invocations(device: Device) -> int:
 
 def _fastest(device: Device, probe: Kernel, x: np.ndarray, constants: dict[str, Any], tiles: Tiles) -> float:
     """Seconds of the fastest of a few runs."""
-    single, timer = SingleKernel(device, probe, {"x": x, "y": 0 * x}, constants, dict(tiles)), Timer(device)
-    try:
+    with claim(device, 2 * x.nbytes + (1 << 16), "measuring the device's ceilings"), ExitStack() as stack:
+        single = SingleKernel(device, probe, {"x": x, "y": 0 * x}, constants, dict(tiles))
+        stack.callback(single.free)
+        timer = Timer(device)
+        stack.callback(timer.free)
         for _ in range(2):
             timer.run(single.program)
         return min(timer.run(single.program) for _ in range(RUNS))
-    finally:
-        timer.free()
-        single.free()

@@ -20,7 +20,7 @@ from wgpu_lora.train.arguments import TrainingArguments
 
 SCHEMA = "wgpu-lora-bench-max-batch/1"
 SECONDS = 600.0  # of running batches, in each way
-DEVICE = "the device"
+DEVICE, REFUSED = "the device", "an allocation that was refused"
 Record = dict[str, Any]
 
 
@@ -108,8 +108,8 @@ def find_max_batch(
 ) -> Record:
     """Searches with and without gradient checkpointing, then trains a few steps at several batches up to the largest.
 
-    Nothing is allocated before the search is over. Where the device refuses a batch that the plan allows (WebGPU does
-    not say how much memory a discrete GPU has), smaller ones are tried.
+    Nothing is allocated before the search is over. Where a batch that the plan allows is refused (WebGPU does not say
+    how much memory a discrete GPU has), smaller ones are tried. One that would take too long is planned alone.
 
     Returns:
         {"header": ..., "rows": [...], "summary": [...]}: a row for each batch that ran, a summary for each search.
@@ -136,7 +136,7 @@ def find_max_batch(
     for checkpointing, plan in planned.items():
         found = Confirmed.of(model, batches, plan.rows, checkpointing, note)
         rows += found.rows
-        bound, why = (DEVICE, found.refusal) if found.refusal else (plan.bound, plan.why)
+        bound, why = (REFUSED, found.refusal) if found.refusal else (plan.bound, plan.why)
         result = {"planned": plan.rows, "confirmed": found.most, "bounded_by": bound, "why": why}
         result |= {"gradient_checkpointing": checkpointing, "not_run": found.not_run}
         summary.append({"kind": "summary", **result})
@@ -152,7 +152,8 @@ def _peak(model: LoadedModel, batches: Batches, checkpointing: bool, rows: int) 
 class Confirmed:
     """The most rows that ran, 0 where none did, and a record for each batch that did, ascending.
 
-    refusal: the device's, of a larger one that the plan allows. not_run: why a larger one was not tried.
+    refusal: of a larger one that the plan allows, by the device or because others hold its memory. not_run: why a
+    larger one was not tried.
     """
 
     most: int

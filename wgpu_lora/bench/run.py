@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -23,7 +24,7 @@ from wgpu_lora.bench.workload import Context, Workload
 from wgpu_lora.bench.workloads import WORKLOADS
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.tuner import Tuner
-from wgpu_lora.share import budget_bytes
+from wgpu_lora.share import budget_bytes, claim
 from wgpu_lora.train.memory import readable
 
 NUMPY_SHARE = 0.9  # of NumPy's matmul that FMA chains on the same cores must reach, or they are no ceiling
@@ -76,7 +77,9 @@ def measure(
     operations, nbytes = contract.operations(dims), contract.bytes(dims)
     seed = int(np.random.SeedSequence().generate_state(1)[0])
     device = context.device
+    lease = ExitStack()
     try:
+        lease.enter_context(claim(device, workload.nbytes(), f"bench {contract.name}"))
         device.choices = Tuner(device).tune(workload.programs()) if context.tune else {}
         workload.open()
         checked = workload.check(np.random.default_rng(seed))
@@ -90,6 +93,7 @@ def measure(
     finally:
         device.choices = {}
         workload.close()
+        lease.close()
     floors = floor_seconds(ceilings, operations, nbytes)
     result = Result(
         brick=contract.name,

@@ -15,12 +15,12 @@ from wgpu_lora.bench.recording import Recording
 from wgpu_lora.bench.stats import Timings
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.program import Arena, Program, allocate
+from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
 from wgpu_lora.gpu.tensor import Storage
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.decoder import BASE_DTYPES, Decoder
-from wgpu_lora.models.load import staging_bytes, table_dtype
+from wgpu_lora.models.load import table_dtype
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.shapes import cut, shape_config
 from wgpu_lora.models.synthetic import synthetic_model
@@ -169,25 +169,8 @@ def default_shape(device: Device) -> str:
 
 def unload(model: LoadedModel) -> None:
     """Frees a model's weights."""
-    free(model.device, model.decoder.storages())
+    release(model.device, model.decoder.storages())
     model.weights_loaded = False
-
-
-def free(device: Device, storages: set[Storage]) -> None:
-    for storage in storages:
-        if storage.buffer is not None:
-            device.free(storage.buffer)
-            storage.buffer = None
-
-
-def missing_bytes(storages: set[Storage]) -> int:
-    """Bytes of those that are not allocated yet."""
-    return sum(storage.nbytes for storage in storages if storage.buffer is None)
-
-
-def loading_bytes(model: LoadedModel) -> int:
-    """Bytes that loading holds for a while, none where it is done."""
-    return 0 if model.weights_loaded else staging_bytes(model.decoder)
 
 
 class ProgramWorkload:
@@ -270,7 +253,7 @@ class ProgramWorkload:
         if self._timer:
             self._timer.free()
         self._arena.free()
-        free(self.device, self._storages())
+        release(self.device, self._storages())
 
 
 def timed_by_host(work: Callable[[], object]) -> float:

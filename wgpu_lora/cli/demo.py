@@ -9,7 +9,7 @@ import typer
 from wgpu_lora.bounded import printable
 from wgpu_lora.cli.console import Bar, console, line
 from wgpu_lora.cli.finetune import Watcher, describe, report
-from wgpu_lora.cli.options import Device
+from wgpu_lora.cli.options import AllowUnconfined, Device
 from wgpu_lora.errors import UserError
 
 
@@ -18,6 +18,7 @@ def demo(
     max_steps: Annotated[int | None, typer.Option(help="Fewer optimizer steps than the recipe's.")] = None,
     show: Annotated[int, typer.Option(help="Requests whose answers are shown.")] = 3,
     device: Device = None,
+    allow_unconfined: AllowUnconfined = False,
 ) -> int:
     """Fine-tune the demo model and compare its answers.
 
@@ -30,9 +31,10 @@ def demo(
     from wgpu_lora.demo.compare import Comparison
 
     changes = {} if max_steps is None else {"max_steps": max_steps}
-    comparison = Comparison.prepare(output, device, changes)
+    comparison = Comparison.prepare(output, device, changes, allow_unconfined)
     job = comparison.job
     line("recipe", str(comparison.recipe))
+    line("answers", f"run under {comparison.confinement}")
     describe(job)
     with Bar("held-out requests, before", None) as bar:
         comparison.before = comparison.measure(None, bar.advance)

@@ -30,6 +30,10 @@ Device = Annotated[
     str | None, typer.Option(help="Adapter index or a part of its name, as 'wgpu-lora info' lists them.")
 ]
 BaseDtype = Annotated[str, typer.Option(help="How the frozen weights are kept: nf4, bf16, f16 or f32.")]
+AllowUnconfined = Annotated[
+    bool,
+    typer.Option("--allow-unconfined", help="Run the model's code even where this system cannot confine it."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from wgpu_lora.cli.console import console, line
-from wgpu_lora.cli.options import RECIPE
+from wgpu_lora.cli.options import RECIPE, AllowUnconfined
 from wgpu_lora.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def prove(
         int, typer.Option(help="Discrete GPUs that have to be used; with fewer, nothing is proven.")
     ] = 0,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 unless everything is proven.")] = False,
+    allow_unconfined: AllowUnconfined = False,
 ) -> int:
     """Prove that training and inference happen on wgpu, without CUDA.
 
@@ -45,7 +46,9 @@ def prove(
             raise UserError(f"--only {only} is not understood: give numbers from 1 to {max(CHECKS)}, such as 1,6.")
         numbers.add(int(text))
     try:
-        result = run(recipe, devices, out, numbers, lambda name: line("check", name), _said, require_discrete)
+        result = run(
+            recipe, devices, out, numbers, allow_unconfined, lambda name: line("check", name), _said, require_discrete
+        )
     except Interrupted as interrupted:
         line("interrupted", f"what was done so far left its logs in {interrupted.directory}/logs/")
         raise

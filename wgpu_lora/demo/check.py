@@ -1,118 +1,91 @@
-"""Run a model's answer against its row's asserts, in a confined child process.
+"""Run a model's answer against its row's asserts.
 
-The answer is text that a model wrote, so nothing about it is trusted: it is parsed first, then run by a fresh
-interpreter with no inherited environment, an empty temporary directory, limits on CPU time and memory where the
-platform has them, and an audit hook that refuses files for writing, sockets, processes and ctypes. That stops
-accidents, not a determined attacker: CPython's audit hooks are no sandbox.
+The answer is text that a model wrote, so nothing about it is trusted. It runs in a process of its own that can only
+compute (demo/confine): it is called there, its results come back as plain data, and the asserts are decided here. What
+they expect is never in that process, so an answer passes by returning it and by nothing else.
+
+What protects, on Linux (x86-64, arm64): a seccomp filter that allows 19 system calls and refuses files, sockets,
+processes, threads and signals; user, mount, PID, network, IPC, UTS and cgroup namespaces with an empty root, where the
+kernel grants them; no environment, no privileges; limits on CPU time, address space (512 MiB), output (256 KiB) and
+wall-clock time, after which the process is killed with all that it started. What does not: these are the kernel's
+means, so a hole in the kernel is a way out, and time and memory within the limits are the answer's to waste. Elsewhere
+there are only an empty environment, the limits that the system has, and an audit hook against accidents: run_check
+refuses to run there unless `allow_unconfined` is given.
 """
 
 from __future__ import annotations
 
-import ast
-import json
-import os
-import secrets
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass
+from typing import Any
 
-MEMORY_LIMIT = 512 * 1024 * 1024
+from wgpu_lora.bounded import printable
+from wgpu_lora.demo.asserts import Outcome, RaisedError, parse_check
+from wgpu_lora.demo.confine import plain
+from wgpu_lora.demo.confine.parent import EndedError, Process
+
+MAX_CODE = 1 << 16  # characters
 _REASON_LENGTH = 300
-
-# The job comes by stdin, so that no file has to exist in the child's directory. A verdict counts only with the job's
-# nonce, so an answer that ends the child early, or prints, does not pass by it.
-_RUNNER = r"""
-import json, sys
-job = json.loads(sys.stdin.buffer.read())
-try:
-    import resource
-except ImportError:
-    resource = None
-if resource is not None:
-    for name, value in (("RLIMIT_CPU", job["cpu"]), ("RLIMIT_AS", job["memory"]), ("RLIMIT_FSIZE", 0),
-                        ("RLIMIT_CORE", 0), ("RLIMIT_NOFILE", 32)):
-        try:
-            hard = resource.getrlimit(getattr(resource, name))[1]
-            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            resource.setrlimit(getattr(resource, name), (value, value))
-        except (AttributeError, ValueError, OSError):
-            pass
-out = sys.stdout
-sys.stdout = sys.stderr = open("/dev/null" if sys.platform != "win32" else "nul", "w")
-REFUSED = ("os.", "socket.", "subprocess.", "shutil.", "ctypes.", "tempfile.", "pty.", "signal.", "resource.")
-ALLOWED = ("os.listdir",)  # the import system's own
-def guard(event, args):
-    if event == "open" and not (isinstance(args[1], str) and not set(args[1]) & set("wax+")):
-        raise PermissionError("open for writing")
-    if event.startswith(REFUSED) and event not in ALLOWED:
-        raise PermissionError(event)
-sys.addaudithook(guard)
-def main():
-    space = {"__name__": "answer", "__builtins__": __builtins__}
-    try:
-        exec(compile(job["code"], "<answer>", "exec"), space)
-        exec(compile(job["check"], "<check>", "exec"), space)
-    except AssertionError as error:
-        return "assertion failed" + (": " + str(error) if str(error) else "")
-    except MemoryError:
-        return "out of memory"
-    except BaseException as error:
-        return type(error).__name__ + ": " + str(error)
-    return None
-secret = job.pop("nonce")
-reason = main()
-out.write(json.dumps({"nonce": secret, "reason": reason}))
-out.flush()
-"""
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Whether the answer passed, and if not, why not."""
+    """Whether the answer passed, and if not, why not; whether Python's parser takes it."""
 
     passed: bool
     reason: str
+    parses: bool = False
 
 
-def _environment() -> dict[str, str]:
-    # Windows cannot start Python without SYSTEMROOT; nothing else is passed on.
-    return {name: os.environ[name] for name in ("SYSTEMROOT",) if name in os.environ}
+def run_check(code: str, check: str, timeout: float = 5.0, allow_unconfined: bool = False) -> CheckResult:
+    """Defines `code` in a confined process, has it compute the calls in `check`, and decides the asserts here.
+
+    Args:
+        check: asserts that compare calls with literals (demo/asserts.py).
+        timeout: seconds for the whole of it, the start of the process aside.
+        allow_unconfined: whether to run it on a system that cannot confine it.
+
+    Raises:
+        UserError: the check is none, or the system cannot confine the answer.
+    """
+    assertions = parse_check(check)
+    if len(code) > MAX_CODE:
+        return CheckResult(False, f"is longer than {MAX_CODE:,} characters")
+    parses = False
+    with Process(code, timeout, allow_unconfined) as process:
+        process.send(code, [call for assertion in assertions for call in assertion.calls])
+        try:
+            kind, said = process.next()
+            parses = kind == "parsed"  # which is said before anything of the answer has run
+            if not parses:
+                return _failed(said, parses)
+            for assertion in assertions:
+                reason = assertion.judge([_outcome(*process.next()) for _ in assertion.calls])
+                if reason is not None:
+                    return _failed(reason, parses)
+        except (EndedError, _FailedError) as error:
+            return _failed(str(error), parses)
+    return CheckResult(True, "passed", parses)
 
 
-def run_check(code: str, check: str, timeout: float = 5.0) -> CheckResult:
-    """Define `code` in a confined child process, run the asserts of `check` against it, and report the verdict."""
-    try:
-        tree = ast.parse(code)
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        return CheckResult(False, f"does not parse: {error}"[:_REASON_LENGTH])
-    if not any(isinstance(node, ast.FunctionDef) for node in tree.body):
-        return CheckResult(False, "defines no function")
-    nonce = secrets.token_hex(16)
-    job = {"code": code, "check": check, "nonce": nonce, "cpu": max(1, int(timeout) + 1), "memory": MEMORY_LIMIT}
-    try:
-        payload = json.dumps(job).encode()
-        with tempfile.TemporaryDirectory(prefix="wgpu-lora-check-") as directory:
-            child = subprocess.run(
-                [sys.executable, "-I", "-S", "-c", _RUNNER],
-                input=payload,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                cwd=directory,
-                env=_environment(),
-                timeout=timeout,
-                check=False,
-            )
-    except subprocess.TimeoutExpired:
-        return CheckResult(False, f"no answer in {timeout:g} s")
-    try:
-        verdict = json.loads(child.stdout)
-        genuine = verdict["nonce"] == nonce
-        reason = verdict["reason"]
-    except (ValueError, KeyError, TypeError):
-        genuine, reason = False, None
-    if not genuine:
-        return CheckResult(False, f"the child ended without a verdict (exit code {child.returncode})")
-    if reason is None:
-        return CheckResult(True, "passed")
-    return CheckResult(False, str(reason)[:_REASON_LENGTH])
+class _FailedError(Exception):
+    """The answer could not be defined. The text is why."""
+
+
+def _outcome(kind: str, said: str) -> Outcome:
+    """Raises _FailedError."""
+    if kind == "failed":
+        raise _FailedError(said)
+
+    def outcome() -> Any:
+        if kind != "value":
+            raise RaisedError(said)
+        try:
+            return plain.load(said)
+        except plain.NotPlainError as error:
+            raise RaisedError(f"returned {error}") from None
+
+    return outcome
+
+
+def _failed(reason: str, parses: bool) -> CheckResult:
+    return CheckResult(False, printable(reason[:_REASON_LENGTH]), parses)

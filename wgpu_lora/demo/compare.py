@@ -11,7 +11,9 @@ from typing import Any
 from wgpu_lora.api import answer, evaluate, load
 from wgpu_lora.data import read_jsonl
 from wgpu_lora.demo import HELDOUT_FILE
+from wgpu_lora.demo.asserts import parse_check
 from wgpu_lora.demo.check import run_check
+from wgpu_lora.demo.confine.parent import Confinement, confinement
 from wgpu_lora.formats.atomic import write_bytes_atomic
 from wgpu_lora.infer import Evaluation
 from wgpu_lora.models.loaded import LoadedModel
@@ -60,17 +62,30 @@ class Comparison:
     model: LoadedModel
     recipe: Path
     rows: list[dict[str, Any]]
+    confinement: Confinement
+    allow_unconfined: bool
     before: Measured | None = None
     after: Measured | None = None
 
     @classmethod
-    def prepare(cls, output: str, device: str | None, changes: dict[str, Any]) -> Comparison:
-        """Reads everything and plans the run; `changes` are options over the recipe's."""
+    def prepare(
+        cls, output: str, device: str | None, changes: dict[str, Any], allow_unconfined: bool = False
+    ) -> Comparison:
+        """Reads everything and plans the run; `changes` are options over the recipe's.
+
+        Raises:
+            UserError: among others, answers cannot be confined here, and `allow_unconfined` is not given.
+        """
+        confined = confinement(allow_unconfined)
         given = {**changes, "output": str(fresh_directory(Path(output))), "device": device}
         args, recipe = gather(given, "demo", "The demo")
         model = load("demo", device=device, base_dtype=args.base_dtype)
-        rows = [row for _, row in read_jsonl(HELDOUT_FILE)]
-        return cls(prepare_job(args, model), model, recipe or find_recipe("demo"), rows)
+        rows = []
+        for number, row in read_jsonl(HELDOUT_FILE):
+            parse_check(row.get("check"), f"{HELDOUT_FILE}, line {number},")
+            rows.append(row)
+        job = prepare_job(args, model)
+        return cls(job, model, recipe or find_recipe("demo"), rows, confined, allow_unconfined)
 
     def requests(self) -> list[str]:
         return [row["messages"][0]["content"] for row in self.rows]
@@ -85,7 +100,10 @@ class Comparison:
             batch=BATCH,
             on_done=lambda count: on_token(),
         )
-        verdicts = [run_check(a.text, row["check"]) for a, row in zip(found, self.rows, strict=True)]
+        verdicts = [
+            run_check(a.text, row["check"], allow_unconfined=self.allow_unconfined)
+            for a, row in zip(found, self.rows, strict=True)
+        ]
         checked = [Checked(a.text, v.passed, v.reason) for a, v in zip(found, verdicts, strict=True)]
         return Measured(checked, evaluate(self.model, HELDOUT_FILE, adapter=adapter))
 

@@ -252,3 +252,8 @@ def release(device: Device, storages: Iterable[Storage]) -> None:
         if storage.buffer is not None:
             device.free(storage.buffer)
             storage.buffer = None
+
+
+def missing_bytes(storages: Iterable[Storage]) -> int:
+    """Bytes of device memory of those persistent storages that have no buffer yet."""
+    return sum(storage.nbytes for storage in storages if storage.buffer is None)

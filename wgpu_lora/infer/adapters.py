@@ -8,9 +8,10 @@ from pathlib import Path
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft import module_path, read_adapter
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.program import allocate
+from wgpu_lora.gpu.program import allocate, missing_bytes
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.lora import AdapterSet, Matrices, SlotSpec
+from wgpu_lora.share import claim
 
 
 def load_adapters(device: Device, config: ModelConfig, directories: Sequence[Path]) -> AdapterSet:
@@ -28,7 +29,8 @@ def load_adapters(device: Device, config: ModelConfig, directories: Sequence[Pat
         check_shapes(config, matrices, directory)
     specs = [SlotSpec.of(adapter, list(matrices)) for adapter, matrices in read]
     adapters = AdapterSet.declare(config, specs, device.max_binding)
-    allocate(device, adapters.storages())
+    with claim(device, missing_bytes(adapters.storages()), "adapters"):
+        allocate(device, adapters.storages())
     adapters.upload_scales(device)
     for slot, (_, matrices) in enumerate(read):
         adapters.write(device, slot, matrices)

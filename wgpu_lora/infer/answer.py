@@ -79,20 +79,21 @@ def answer_slots(
     # No more cache than these prompts can use.
     longest = max(map(len, ids)) + max(1, max_new_tokens)
     capacity = min(longest, model.config.max_position_embeddings)
-    with on_device(model, directories) as adapters:
-        model.load_weights(progress)
-        with Generator(model, adapters, capacity, min(batch, len(ids))) as generator:
-            found = generator.generate(
-                ids,
-                slots,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                seed=seed,
-                stop_ids=tokenizer.stop_ids,
-                on_token=on_token,
-            )
+    with (
+        on_device(model, directories) as adapters,
+        Generator(model, adapters, capacity, min(batch, len(ids)), progress=progress) as generator,
+    ):
+        found = generator.generate(
+            ids,
+            slots,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            stop_ids=tokenizer.stop_ids,
+            on_token=on_token,
+        )
     if on_text:
         on_text(decoder.flush())
     return [

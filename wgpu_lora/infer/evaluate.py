@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
 
 from wgpu_lora.data import Prepared, Row, pack
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.program import Arena, Program, allocate, release
+from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
 from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
 from wgpu_lora.models.inputs import Segment, StepInputs, rope_table
+from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.ops.loss import cross_entropy
 from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.share import claim
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ def evaluate(
     adapters: AdapterSet | None = None,
     slot: int | None = None,
     batch_tokens: int = 1024,
+    progress: Progress = lambda name: None,
 ) -> Evaluation:
     """The loss of a prepared data file; loads the model's weights if they are not yet.
 
@@ -117,14 +121,16 @@ def evaluate(
     Raises:
         UserError: nothing to predict, or the device has no room.
     """
-    model.load_weights()
-    begin = time.perf_counter()
     tokens = max([*prepared.lengths, min(batch_tokens, prepared.total_tokens)])
     evaluator = Evaluator(model, adapters if slot is not None else None, tokens)
     plan = evaluator.program.plan()
-    mine = {storage for storage in evaluator.storages() if storage.buffer is None}
-    arena = Arena(model.device)
+    mine = {s for s in evaluator.storages() - model.decoder.storages() if s.buffer is None}
+    arena, stack = Arena(model.device), ExitStack()
     try:
+        need = model.bytes_to_load() + missing_bytes(mine) + sum(plan.sizes)
+        stack.enter_context(claim(model.device, need, "evaluating"))
+        model.load_weights(progress)
+        begin = time.perf_counter()
         allocate(model.device, mine)
         arena = Arena(model.device, plan.sizes)
         evaluator.build(arena)
@@ -132,6 +138,7 @@ def evaluate(
     finally:
         arena.free()
         release(model.device, mine)
+        stack.close()
     return Evaluation(loss, _perplexity(loss), trained, len(prepared.rows), time.perf_counter() - begin)
 
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.program import Arena, Program, allocate, release
+from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
 from wgpu_lora.gpu.tensor import Storage
 from wgpu_lora.infer.sampling import Sampler
 from wgpu_lora.infer.step import Programs, Step
 from wgpu_lora.models.inputs import NOWHERE
+from wgpu_lora.models.load import Progress as Loading
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.share import claim
 
 CAPACITY = 2048  # tokens of a sequence where nothing else is said
 BUCKETS = (16, 64, 256, 1024)  # rows of the prefill programs; each is compiled only when a prompt needs it
@@ -63,6 +66,7 @@ class Generator:
         capacity: int | None = None,
         batch: int = 1,
         buckets: Sequence[int] = BUCKETS,
+        progress: Loading = lambda name: None,
     ):
         limit = model.config.max_position_embeddings
         capacity = min(CAPACITY, limit) if capacity is None else capacity
@@ -74,13 +78,17 @@ class Generator:
         programs = Programs.record(self.device, model.decoder, adapters, batch, capacity, buckets)
         self.state, self._head = programs.state, programs.head
         self._prefill, self._decode = programs.prefill, programs.decode
-        model.load_weights()
-        self._owned: set[Storage] = {storage for storage in programs.storages() if storage.buffer is None}
+        base = model.decoder.storages()
+        self._owned: set[Storage] = {s for s in programs.storages() - base if s.buffer is None}
+        sizes = Arena.sizes_for([program.plan() for program in programs.all()])
+        self._arena, self._claim = Arena(self.device), ExitStack()
         try:
-            self._arena = Arena(self.device)
+            need = model.bytes_to_load() + missing_bytes(self._owned) + sum(sizes)
+            self._claim.enter_context(claim(self.device, need, "generating"))
+            model.load_weights(progress)
             allocate(self.device, self._owned)
-            self._arena = Arena(self.device, Arena.sizes_for([program.plan() for program in programs.all()]))
-        except UserError:
+            self._arena = Arena(self.device, sizes)
+        except BaseException:
             self.close()
             raise
         self.state.upload(self.device, model.config)
@@ -147,6 +155,7 @@ class Generator:
         self._arena.free()
         release(self.device, self._owned)
         self._owned = set()
+        self._claim.close()
 
     def __enter__(self) -> Generator:
         return self

@@ -13,6 +13,7 @@ from wgpu_lora.gpu.program import release
 from wgpu_lora.infer.adapters import load_adapters
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.share import claim
 
 BASE = "base"  # what the model without an adapter is called beside adapters
 
@@ -112,8 +113,9 @@ def on_device(model: LoadedModel, directories: Sequence[str | Path]) -> Iterator
     if not directories:
         yield None
         return
-    adapters = load_adapters(model.device, model.config, [Path(directory) for directory in directories])
-    try:
-        yield adapters
-    finally:
-        release(model.device, adapters.storages())
+    with claim(model.device, 0, "adapters"):  # which ends when they have gone
+        adapters = load_adapters(model.device, model.config, [Path(directory) for directory in directories])
+        try:
+            yield adapters
+        finally:
+            release(model.device, adapters.storages())

@@ -10,10 +10,12 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint import WeightSource
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.program import missing_bytes
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.decoder import BASE_DTYPES, Decoder
 from wgpu_lora.models.files import read_model
-from wgpu_lora.models.load import Progress, load_weights, stored_as, table_dtype
+from wgpu_lora.models.load import Progress, load_weights, staging_bytes, stored_as, table_dtype
+from wgpu_lora.share import claim
 
 
 @dataclass
@@ -35,9 +37,17 @@ class LoadedModel:
 
     def load_weights(self, progress: Progress = lambda name: None) -> None:
         """Streams the weights onto the device, once."""
-        if not self.weights_loaded:
+        if self.weights_loaded:
+            return
+        with claim(self.device, self.bytes_to_load(), f"the weights of {self.name}"):
             self.weights_sha256 = load_weights(self.device, self.checkpoint, self.decoder, progress)
             self.weights_loaded = True
+
+    def bytes_to_load(self) -> int:
+        """Bytes that `load_weights` adds at the most to what is on the device."""
+        if self.weights_loaded:
+            return 0
+        return missing_bytes(self.decoder.storages()) + staging_bytes(self.decoder)
 
 
 def open_model(model: str, device: Device | str | int | None = None, base_dtype: str = "nf4") -> LoadedModel:

@@ -27,6 +27,7 @@ class Proof:
     """One proof. args: the recipe's options, with held-out data for certain.
 
     select: what --devices says, None where it is left out. discrete: how many discrete devices have to be used.
+    allow_unconfined: of answers.
     """
 
     out: Path
@@ -35,6 +36,7 @@ class Proof:
     select: str | None
     children: Children
     discrete: int = 0
+    allow_unconfined: bool = False
     _made: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -106,8 +108,8 @@ class Proof:
 
     def answers(self, name: str, adapter: str | None) -> list[dict[str, Any]]:
         """Answers to the held-out requests with an adapter, and their checks' verdicts."""
-        arguments = {"options": self.options(), "device": self.used()[0], "adapter": adapter}
-        return self._once(name, lambda: self.children.job(name, "answers", **arguments)["answers"])
+        where = {"device": self.used()[0], "adapter": adapter, "allow_unconfined": self.allow_unconfined}
+        return self._once(name, lambda: self.children.job(name, "answers", options=self.options(), **where)["answers"])
 
     def _generate(self, index: int) -> dict[str, Any]:
         packed, arrays = self.out / "work" / f"packed-{index}", self.out / "work" / f"logits-{index}.npz"

@@ -11,7 +11,8 @@ from typing import Any
 
 from wgpu_lora.demo.compare import fresh_directory
 from wgpu_lora.errors import UserError
-from wgpu_lora.proof.checks import CHECKS, LAST
+from wgpu_lora.proof.checks import ANSWERS, CHECKS, LAST
+from wgpu_lora.proof.checks.answers import check_answers_can_run
 from wgpu_lora.proof.children import Children
 from wgpu_lora.proof.context import Proof, Refused, read_recipe
 from wgpu_lora.proof.finding import FAILED, NOT_RUN, PASSED, ChildFailed, Finding, NotRun
@@ -108,6 +109,7 @@ def prove(
     devices: str | None = None,
     out: Path = Path(OUT),
     only: Iterable[int] = (),
+    allow_unconfined: bool = False,
     begun: Callable[[str], None] = lambda name: None,
     done: Callable[[Check], None] = lambda check: None,
     discrete: int = 0,
@@ -118,21 +120,24 @@ def prove(
         devices: indices or names, separated by commas; left out, the first two different ones.
         out: a directory, which gets a number where it holds something.
         only: numbers of the checks to do; left out, all.
+        allow_unconfined: whether to run answers on a system that cannot confine them.
         begun, done: called before and after every check that is done.
         discrete: discrete devices that have to be used; with fewer, nothing but check 1 is done.
 
     Raises:
-        UserError: the recipe, --devices, --require-discrete or --out cannot be followed.
+        UserError: the recipe, --devices, --require-discrete or --out cannot be followed, or answers cannot be confined.
         Interrupted: by a KeyboardInterrupt; the children are ended and their logs are left.
     """
     _check_places(out, devices)
     if discrete < 0:
         raise UserError(f"--require-discrete must be 0 or more, not {discrete}.")
     args, path = read_recipe(recipe)
+    wanted = set(only) or set(CHECKS)
+    if ANSWERS in wanted:
+        check_answers_can_run(args, allow_unconfined)
     out = fresh_directory(out)
     made = not out.exists()
-    proof = Proof(out, path, args, devices, Children(out), discrete)
-    wanted = set(only) or set(CHECKS)
+    proof = Proof(out, path, args, devices, Children(out), discrete, allow_unconfined)
     checks: list[Check] = []
     lacking: str | None = None
     try:

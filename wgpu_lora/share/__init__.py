@@ -2,7 +2,18 @@
 
 from wgpu_lora.share.budget import Budget, DeviceMemory, budget_bytes, device_memory
 from wgpu_lora.share.entry import Entry
-from wgpu_lora.share.lease import Notice, hold
+from wgpu_lora.share.holding import claim
+from wgpu_lora.share.lease import Notice
 from wgpu_lora.share.ledger import Ledger, device_key
 
-__all__ = ["Budget", "DeviceMemory", "Entry", "Ledger", "Notice", "budget_bytes", "device_key", "device_memory", "hold"]
+__all__ = [
+    "Budget",
+    "DeviceMemory",
+    "Entry",
+    "Ledger",
+    "Notice",
+    "budget_bytes",
+    "claim",
+    "device_key",
+    "device_memory",
+]

@@ -35,12 +35,13 @@ class Budget:
 
     bytes: int | None
     source: str
+    stated: bool = False  # by the user
 
 
 def budget_bytes(info: AdapterInfo, explicit: int | None = None) -> Budget:
     """The budget of a device, in bytes: `explicit` (--memory-budget) where it is given, else what the system says."""
     if explicit is not None:
-        return Budget(explicit, "--memory-budget")
+        return Budget(explicit, "--memory-budget", stated=True)
     memory = device_memory(info)
     if memory is None:
         return Budget(None, "the system does not say: only --memory-budget guards this device")

@@ -7,34 +7,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.share.entry import RENEW_SECONDS, Entry
-from wgpu_lora.share.ledger import Ledger, device_key
+from wgpu_lora.share.ledger import Ledger
 
 if TYPE_CHECKING:
-    from wgpu_lora.gpu.adapters import AdapterInfo
+    pass
 
+NO_QUEUE = -1.0  # where there is no option to wait either
 FIRST_PAUSE, LAST_PAUSE = 1.0, 30.0  # seconds between a waiter's looks; each is a renewal of its place too
 
 Advice = Callable[[int], str]  # bytes that are free -> what to do to need no more, or nothing
+Free = Callable[[], int | None]
 Notice = Callable[[int, list[Entry], float], None]  # place in the queue from 1, the holders, seconds waited
-
-
-def hold(
-    info: AdapterInfo,
-    need: int,
-    budget: int | None,
-    what: str,
-    wait: float | None = None,
-    notice: Notice = lambda place, holders, waited: None,
-    advise: Advice = lambda free: "",
-) -> AbstractContextManager[Entry]:
-    """Holds `need` bytes of this device from the start of a `with` block to its end: see `take`."""
-    return take(Ledger(device_key(info)), need, budget, what, wait, notice, advise)
 
 
 @contextmanager
@@ -46,30 +35,34 @@ def take(
     wait: float | None = None,
     notice: Notice = lambda place, holders, waited: None,
     advise: Advice = lambda free: "",
+    held: int = 0,
+    free: Free = lambda: None,
 ) -> Iterator[Entry]:
     """Holds `need` bytes of a ledger's device while the block runs.
 
     Args:
         need, budget: bytes; a budget of None sets no limit, and what is held is recorded all the same.
         what: what for, a few words that others read.
-        wait: seconds to queue for, `math.inf` for as long as it takes; None does not queue, and does not go before
-            those who do.
+        wait: seconds to queue for, `math.inf` for as long as it takes; None and NO_QUEUE do not queue, and do not go
+            before those who do.
         notice: told at each look of a waiter that does not get the memory yet.
         advise: what would need no more than what others leave; part of the refusal.
+        held: bytes that this process holds already under other leases, and needs as well.
+        free: bytes that the system says are free now, None where it does not say: programs that take no lease count.
 
     Raises:
         UserError: `need` is over the budget, which no waiting mends; the memory is held by others, or still is at the
             end of the wait; or the ledger is damaged or cannot be written.
     """
-    if budget is not None and need > budget:
+    if budget is not None and held + need > budget:
         raise UserError(
-            f"This run needs {need:,} bytes of device memory, but the budget is {budget:,}: lower "
+            f"This run needs {held + need:,} bytes of device memory, but the budget is {budget:,}: lower "
             "--per-device-train-batch-size or --max-length, or raise --memory-budget if the device has more."
         )
     entry, stop = Entry.of_this_process(need, what), threading.Event()
     try:
         with _unwinding_on_sigterm():
-            _wait_for_turn(ledger, entry, budget, wait, notice, advise)
+            _wait_for_turn(ledger, entry, budget, wait, notice, advise, free)
         threading.Thread(target=_renew, args=(ledger, entry, stop), daemon=True).start()
         yield entry
     finally:
@@ -85,15 +78,17 @@ class Look:
     granted: bool
     holders: list[Entry]
     ahead: int
+    free: int | None  # bytes, where the system says that they are too few
 
 
 def _wait_for_turn(
-    ledger: Ledger, entry: Entry, budget: int | None, wait: float | None, notice: Notice, advise: Advice
+    ledger: Ledger, entry: Entry, budget: int | None, wait: float | None, notice: Notice, advise: Advice, free: Free
 ) -> None:
     begin, pause = time.monotonic(), FIRST_PAUSE
-    while not (look := _look(ledger, entry, budget, queue=bool(wait))).granted:
+    seconds = max(wait or 0, 0)
+    while not (look := _look(ledger, entry, budget, bool(seconds), free)).granted:
         waited = time.monotonic() - begin
-        left = (wait or 0) - waited
+        left = seconds - waited
         if left <= 0:
             raise UserError(_refusal(entry, budget, look, wait, advise))
         notice(look.ahead + 1, look.holders, waited)
@@ -101,18 +96,20 @@ def _wait_for_turn(
         pause = min(2 * pause, LAST_PAUSE)
 
 
-def _look(ledger: Ledger, entry: Entry, budget: int | None, queue: bool) -> Look:
+def _look(ledger: Ledger, entry: Entry, budget: int | None, queue: bool, free: Free) -> Look:
     """Takes the memory where there is enough and nobody is ahead; else, if `queue`, keeps or takes a place."""
     with ledger.changing() as entries:
         here = [e for e in entries if e.here]
         holders = [e for e in here if e.holds]
         waiting = [e.id for e in here if not e.holds]
         ahead = waiting.index(entry.id) if entry.id in waiting else len(waiting)
-        free = budget is None or sum(e.bytes for e in holders) + entry.bytes <= budget
-        granted, now = free and not ahead, time.time()
+        room = budget is None or sum(e.bytes for e in holders) + entry.bytes <= budget
+        says = free()
+        short = says if says is not None and says < entry.bytes else None
+        granted, now = room and not ahead and short is None, time.time()
         if granted or queue:
             _put(entries, replace(entry, holds=granted, since=now if granted else entry.since, renewed=now))
-    return Look(granted, holders, ahead)
+    return Look(granted, holders, ahead, short)
 
 
 def _refusal(entry: Entry, budget: int | None, look: Look, wait: float | None, advise: Advice) -> str:
@@ -122,13 +119,19 @@ def _refusal(entry: Entry, budget: int | None, look: Look, wait: float | None, a
         reasons.append(f"{sum(e.bytes for e in look.holders):,} bytes are held ({held})")
     if look.ahead:
         reasons.append(f"{look.ahead} other {'run waits' if look.ahead == 1 else 'runs wait'} before it")
-    free = None if budget is None or look.ahead else budget - sum(e.bytes for e in look.holders)
-    smaller = (free is not None and advise(free)) or "lower --per-device-train-batch-size"
+    if look.free is not None:
+        reasons.append(f"the system says that {look.free:,} bytes are free now")
+    left = None if budget is None or look.ahead else budget - sum(e.bytes for e in look.holders)
+    left = look.free if left is None else min(left, look.free or left)
     of = "" if budget is None else f" of a budget of {budget:,}"
-    after, advice = (f"After {wait:g} s of waiting, this", "wait longer") if wait else ("This", "wait with --wait")
+    ways = ["try again when they have ended"]
+    if wait != NO_QUEUE:
+        smaller = (left is not None and advise(left)) or "lower --per-device-train-batch-size"
+        ways = ["wait longer" if wait else "wait with --wait", smaller]
+    after = f"After {wait:g} s of waiting, this" if wait and wait != NO_QUEUE else "This"
     return (
         f"{after} run cannot have the {entry.bytes:,} bytes of device memory that it needs{of}, since "
-        f"{' and '.join(reasons)}: {advice}, {smaller}, or see 'wgpu-lora share status'."
+        f"{' and '.join(reasons)}: {', '.join(ways)}, or see 'wgpu-lora share status'."
     )
 
 
@@ -146,6 +149,12 @@ def _put(entries: list[Entry], entry: Entry) -> None:
     ids = [e.id for e in entries]
     place = ids.index(entry.id) if entry.id in ids else len(ids)
     entries[place : place + 1] = [entry]
+
+
+def update(ledger: Ledger, entry: Entry) -> None:
+    """Writes what has become of a lease. A ledger that is out of order keeps what it had."""
+    with suppress(UserError), ledger.changing() as entries:
+        _put(entries, replace(entry, holds=True, renewed=time.time()))
 
 
 def _remove(ledger: Ledger, entry: Entry) -> None:

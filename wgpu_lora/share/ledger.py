@@ -1,4 +1,4 @@
-"""The record of who holds how much of a device, shared by all of a user's processes on the machine."""
+"""The record of who holds how much of a device, for all processes of a user, or of several who share a directory."""
 
 from __future__ import annotations
 
@@ -127,6 +127,7 @@ class Ledger:
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock.acquire(timeout=LOCK_SECONDS, poll_interval=POLL_SECONDS)
+            self._share_lock()
         except Timeout:
             raise UserError(
                 f"The ledger {self.path} has been locked by another process for {LOCK_SECONDS:.0f} s: find the one "
@@ -138,6 +139,13 @@ class Ledger:
             yield
         finally:
             self._lock.release()
+
+    def _share_lock(self) -> None:
+        """In a directory that others may write to, others may lock too."""
+        lock = Path(self._lock.lock_file)
+        found = lock.stat()
+        if os.name != "nt" and self.directory.stat().st_mode & 0o022 and found.st_uid == os.getuid():
+            lock.chmod(found.st_mode | 0o666)
 
     def _content(self) -> bytes:
         try:

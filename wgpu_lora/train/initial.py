@@ -16,6 +16,7 @@ from wgpu_lora.models.config import LINEAR_PATHS, ModelConfig
 from wgpu_lora.models.lora import Matrices, Module, SlotSpec
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import TrainingArguments, flag
+from wgpu_lora.train.manifest import MANIFEST, damage
 
 
 def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingArguments, AdapterConfig, Matrices]:
@@ -30,6 +31,8 @@ def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingAr
     resumed = checkpoint.newest(Path(args.output)) if args.resume else None
     if resumed:
         checkpoint.check(resumed)
+    elif args.init_adapter:
+        _check_whole(Path(args.init_adapter))
     source = resumed or args.init_adapter
     if source:
         loaded, matrices = read_adapter(source)
@@ -52,6 +55,16 @@ def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingAr
         base_model_name_or_path=stated_name(args.model or "demo"),
     )
     return args, adapter, SeededMatrices(args, modules, shapes)
+
+
+def _check_whole(directory: Path) -> None:
+    """UserError where an adapter has a manifest, as ours in best/ and epoch-N/ do, that its files do not agree with."""
+    wrong = damage(directory, ()) if (directory / MANIFEST).exists() else None
+    if wrong:
+        raise UserError(
+            f"The adapter {directory} is damaged: {wrong}; use another, or remove {MANIFEST} if you have changed it "
+            "yourself."
+        )
 
 
 def _as_loaded(args: TrainingArguments, loaded: AdapterConfig, matrices: Matrices, source: str) -> TrainingArguments:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.tuner import Tuner, wanted
 from wgpu_lora.models.load import Progress
-from wgpu_lora.share import Notice, budget_bytes, hold
+from wgpu_lora.share import Notice, budget_bytes, claim
 from wgpu_lora.train.memory import Replan, check_memory, options_that_fit
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun
@@ -63,12 +63,13 @@ class Job:
         """
         self.check_memory()
         info, args = self.session.device.info, self.run.args
-        budget, need = budget_bytes(info, args.budget()).bytes, self.session.memory().peak
+        budget, need = budget_bytes(info, args.budget()), self.session.needs()
         with ExitStack() as stack:
             for directory in self.directories():
                 stack.enter_context(locked(directory))
             what = f"finetune {self.directories()[-1]}"
-            stack.enter_context(hold(info, need, budget, what, args.wait_seconds(), waiting, self._beside))
+            seconds = args.wait_seconds()
+            stack.enter_context(claim(self.session.device, need, what, budget, seconds, waiting, self._beside))
             try:
                 for run in self.runs:
                     run.prepare_directory()

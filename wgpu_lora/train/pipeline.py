@@ -104,6 +104,10 @@ def prepare_pipeline(
             f"--resume needs the adapters, the schedule and the options that the pipeline in {output} began with: "
             f"{_difference(state.identity, identity)}."
         )
+    try:
+        make_policy(schedule, state.policy)
+    except ValueError as error:
+        raise UserError(f"The pipeline's state {output / STATE} is not what was written ({error}).") from None
     state.identity = identity
 
     def replan(changes: Mapping[str, Any]) -> int:

@@ -91,6 +91,14 @@ def policy_state(policy: Any) -> dict[str, Any]:
 
 
 def make_policy(name: str, state: dict[str, Any] | None = None) -> Policy:
-    """A policy by its name, as it was when `policy_state` was taken of it."""
-    policy: Policy = POLICIES[name](**(state or {}))
+    """A policy by its name, as it was when `policy_state` was taken of it; ValueError for what it cannot have been."""
+    kind = POLICIES[name]
+    policy: Policy = kind()
+    if state:
+        fresh = policy_state(policy)
+        alike = state.keys() == fresh.keys() and all(type(state[key]) is type(fresh[key]) for key in fresh)
+        counts = (count for value in state.values() if isinstance(value, dict) for count in value.values())
+        if not alike or not all(type(count) is int and count >= 0 for count in counts):
+            raise ValueError(f"{name} does not remember {state!r:.80}")
+        policy = kind(**state)
     return policy

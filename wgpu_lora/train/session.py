@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from wgpu_lora.gpu.plan import total_by_group
@@ -14,6 +15,7 @@ from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.ops.loss import cross_entropy
 from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.share import claim
 from wgpu_lora.train.optimizer import Optimizer
 
 GROUPS = ("base", "adapters", "optimizer", "activations", "workspace")
@@ -72,6 +74,7 @@ class Session:
             self.steps[tokens] = (inputs, self._record(inputs, recompute))
         self.evaluator = Evaluator(model, adapters, eval_tokens, self.table, compute_dtype) if eval_tokens else None
         self.built: set[int] = set()
+        self._claim = ExitStack()
         self.arena: Arena | None = None
 
     def _record(self, inputs: StepInputs, recompute: bool) -> Program:
@@ -105,10 +108,16 @@ class Session:
         model = self.model.decoder
         return MemoryPlan(groups, total_by_group(model.storages())["base"] + staging_bytes(model))
 
+    def needs(self) -> int:
+        """Bytes that `allocate` adds at the most to what is on the device."""
+        plan = self.memory()
+        return plan.training - plan.groups["base"] if self.model.weights_loaded else plan.peak
+
     # -- run -------------------------------------------------------------------------------------------------------
 
     def allocate(self, progress: Progress = lambda name: None) -> None:
-        """Loads the base, then creates every other buffer."""
+        """Loads the base, then creates every other buffer. Raises UserError where others hold the memory."""
+        self._claim.enter_context(claim(self.device, self.needs(), "a training step"))
         self.model.load_weights(progress)
         allocate(self.device, self.storages())
         self.arena = Arena(self.device, self._arena_sizes())
@@ -134,3 +143,4 @@ class Session:
         release(self.device, self.storages() - self.model.decoder.storages())
         if self.arena:
             self.arena.free()
+        self._claim.close()

@@ -11,9 +11,9 @@ import numpy as np
 from wgpu_lora.bench.check import Checked, check, poison
 from wgpu_lora.bench.stats import Timings
 from wgpu_lora.bench.step import LEARNING_RATE, SCALING
-from wgpu_lora.bench.workload import Context, Extra, Workload, loading_bytes, missing_bytes
+from wgpu_lora.bench.workload import Context, Extra, Workload
 from wgpu_lora.bench.workloads.training import hyper_record
-from wgpu_lora.gpu.program import Program
+from wgpu_lora.gpu.program import Program, missing_bytes
 from wgpu_lora.models.config import LINEAR_PATHS
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
@@ -42,7 +42,7 @@ def new_bytes(*sessions: Session) -> int:
     model = sessions[0].model
     held = missing_bytes(set().union(*(session.storages() for session in sessions)))
     held += sum(session.memory().groups["activations"] for session in sessions)
-    return max(held, missing_bytes(model.decoder.storages()) + loading_bytes(model))
+    return max(held, model.bytes_to_load())
 
 
 def make_up(session: Session, rng: np.random.Generator) -> None:

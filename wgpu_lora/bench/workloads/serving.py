@@ -13,15 +13,12 @@ from wgpu_lora.bench.workload import (
     Context,
     Extra,
     Workload,
-    free,
-    loading_bytes,
-    missing_bytes,
     timed_by_host,
     unload,
 )
 from wgpu_lora.bench.workloads.training import adapter_set
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.program import Arena, Program, allocate
+from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
 from wgpu_lora.gpu.single import nmse
 from wgpu_lora.infer.generate import BUCKETS, Generator
 from wgpu_lora.infer.step import Programs, State, Step
@@ -97,7 +94,7 @@ class Serving:
         used = recorded.storages() | model.decoder.storages()
         used |= self._adapters.storages() if self._adapters else set()
         running = missing_bytes(used) + sum(Arena.sizes_for([p.plan() for p in recorded.all()]))
-        return max(running, missing_bytes(model.decoder.storages()) + loading_bytes(model))
+        return max(running, model.bytes_to_load())
 
     def programs(self) -> list[Program]:
         return []  # generating runs the defaults
@@ -131,7 +128,7 @@ class Serving:
             self._check(recorded.state, chosen, programs, arena, found)
         finally:
             arena.free()
-            free(device, mine)
+            release(device, mine)
         return found
 
     def _check(self, state: State, steps: list[Step], programs: list[Program], arena: Arena, found: Checked) -> None:
@@ -196,7 +193,7 @@ class Serving:
         if self._generator:
             self._generator.close()
         if self._adapters:
-            free(self._context.device, self._adapters.storages())
+            release(self._context.device, self._adapters.storages())
 
 
 class Load:
@@ -212,7 +209,7 @@ class Load:
 
     def nbytes(self) -> int:
         model = self._context.declare()
-        return missing_bytes(model.decoder.storages()) + loading_bytes(model)
+        return model.bytes_to_load()
 
     def programs(self) -> list[Program]:
         return []

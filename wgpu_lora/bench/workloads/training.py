@@ -15,10 +15,8 @@ from wgpu_lora.bench.workload import (
     Extra,
     ProgramWorkload,
     Workload,
-    loading_bytes,
-    missing_bytes,
 )
-from wgpu_lora.gpu.program import Program
+from wgpu_lora.gpu.program import Program, missing_bytes
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.models.inputs import Segment
@@ -124,7 +122,7 @@ class TrainStep:
         session, model = self._session, self._context.model
         needed = missing_bytes(session.storages())
         activations = session.memory().groups["activations"]
-        return max(needed + activations, missing_bytes(model.decoder.storages()) + loading_bytes(model))
+        return max(needed + activations, model.bytes_to_load())
 
     def programs(self) -> list[Program]:
         return self._session.programs()

@@ -25,4 +25,5 @@ CHECKS: dict[int, tuple[str, Callable[[Proof], Finding]]] = {
     8: ("gradients", gradients_agree),
     9: ("resume", resuming_is_exact),
 }
+ANSWERS = 7  # runs what a model wrote
 LAST = 6  # watches all the others

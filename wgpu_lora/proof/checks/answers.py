@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.data import read_jsonl
+from wgpu_lora.demo.asserts import parse_check
+from wgpu_lora.demo.confine.parent import confinement
+from wgpu_lora.errors import UserError
 from wgpu_lora.proof.context import Proof
 from wgpu_lora.proof.finding import Finding, NotRun
 from wgpu_lora.proof.heldout import request_of
+from wgpu_lora.train.arguments import TrainingArguments
 
 MARGIN = 0.1  # of the requests, that more have to pass after
 
@@ -35,6 +39,23 @@ def answers_pass_their_checks(proof: Proof) -> Finding:
     figures = {"margin": MARGIN, **scores, "answers": paired(before, after)}
     reason = f"{was} of {len(rows)} passed before, {now} after ({scores['after']['parsed']} parse)"
     return Finding.of(faults, reason, figures)
+
+
+def check_answers_can_run(args: TrainingArguments, allow_unconfined: bool) -> None:
+    """Before anything is trained.
+
+    Raises:
+        UserError: a unit check is not understood, or answers cannot be confined and that is not allowed.
+    """
+    assert args.eval_data
+    rows = list(read_jsonl(Path(args.eval_data)))
+    if all("check" in row for _, row in rows):
+        for number, row in rows:
+            parse_check(row["check"], f"{args.eval_data}, line {number},")
+        try:
+            confinement(allow_unconfined)
+        except UserError as error:
+            raise UserError(f"{str(error).removesuffix('.')}, or leave out check 7 by --only.") from None
 
 
 def score(answers: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,82 @@
+"""What tests of the confined process share: attacks are answers whose function `attack` is called."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from wgpu_lora.demo.confine import plain, seccomp
+from wgpu_lora.demo.confine.parent import Process
+
+confined = pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() not in seccomp.ARCHITECTURES, reason="nothing is confined here"
+)
+# Python's audit hook taken away, as an attack would, so that the kernel's means stand alone.
+UNGUARDED = (
+    "import sys; sys.path.append(sys.argv.pop(1)); from wgpu_lora.demo.confine import child; "
+    "child._guard = lambda: None; child.main()"
+)
+# For an answer: `tried` tries many things by name and says what came of each, in place of raising.
+TRY = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+def tried(**attempts):
+    said = {}
+    for name, attempt in attempts.items():
+        try:
+            said[name] = repr(attempt())[:200]
+        except BaseException as error:
+            said[name] = None
+    return {name: what for name, what in said.items() if what is not None}
+def sys_(number, *args):
+    ctypes.set_errno(0)
+    if libc.syscall(ctypes.c_long(number), *args) == -1:
+        raise OSError(ctypes.get_errno(), "")
+    return "done"
+"""
+
+
+def returned(code: str, *args: Any, timeout: float = 10.0) -> Any:
+    """What the function `attack` of an answer returns."""
+    with Process(code, timeout, False) as process:
+        process.send(code, [("attack", plain.dump(list(args)), plain.dump({}))])
+        assert process.next() == ("parsed", "")
+        kind, said = process.next()
+    assert kind == "value", said
+    return plain.load(said)
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """Sees to it that there are afterwards no more processes, open files and threads than before, and no new files."""
+    places = [Path("/tmp"), Path("/dev/shm"), Path.cwd(), Path.home()]
+
+    def counted() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    def children() -> set[int]:
+        return {child.pid for child in psutil.Process().children(recursive=True)}
+
+    known, counts = [set(os.listdir(place)) for place in places], counted()
+    processes = children()
+    yield
+    assert children() <= processes
+    assert all(after <= before for after, before in zip(counted(), counts, strict=True))
+    for place, before in zip(places, known, strict=True):
+        made = set(os.listdir(place)) - before
+        assert not [name for name in made if "attack" in name or name.startswith("wgpu-lora-check-")]
+
+
+def blocks(text: str) -> dict[str, str]:
+    """Pieces of code by name: each follows a line of ### and its name."""
+    pieces = [piece.partition("\n") for piece in text.split("### ")[1:]]
+    return {name: code for name, _, code in pieces}

@@ -1,0 +1,149 @@
+"""A row's check, taken apart: the calls that an answer has to compute, and what is asserted of their results.
+
+The calls go to the answer's process; the asserts are decided here, on the plain data that came back.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from wgpu_lora.demo.confine import plain
+from wgpu_lora.errors import UserError
+
+MAX_CHECK = 1 << 16  # characters
+SHOWN = 80  # characters of a value in a reason
+FORM = "asserts compare calls such as f([1], key=2) with literals, and join that by and, or, not"
+OPERATORS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.In: lambda item, group: item in group,
+    ast.NotIn: lambda item, group: item not in group,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+}
+
+
+class RaisedError(Exception):
+    """A call raised, or returned no plain data. The text is why."""
+
+
+Outcome = Callable[[], Any]  # a call's value; raises RaisedError
+Test = Callable[[Sequence[Outcome]], Any]
+
+
+@dataclass(frozen=True)
+class Assertion:
+    """One assert. calls: (name, arguments, named arguments), the latter two as plain.dump has them."""
+
+    text: str
+    message: str | None
+    calls: tuple[tuple[str, str, str], ...]
+    _test: Test
+
+    def judge(self, outcomes: Sequence[Outcome]) -> str | None:
+        """Why it does not hold, given its calls' outcomes; None where it does."""
+        try:
+            if self._test(outcomes):
+                return None
+            values = ", ".join(shown(outcome()) for outcome in outcomes)
+        except RaisedError as error:
+            return str(error)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            return f"{type(error).__name__}: {error}"
+        said = "" if self.message is None else f": {self.message}"
+        return f"assertion failed{said}: {self.text}, but it returned {values}"
+
+
+def parse_check(check: Any, where: str = "A row") -> tuple[Assertion, ...]:
+    """The asserts of a check; `where` begins the sentence about one that is not understood.
+
+    Raises:
+        UserError: it is not made of asserts of the form above.
+    """
+    if not isinstance(check, str) or len(check) > MAX_CHECK:
+        raise UserError(f'{where} has a "check" that is no text of at most {MAX_CHECK:,} characters: mend it.')
+    try:
+        body = ast.parse(check).body
+        found = tuple(_assertion(statement) for statement in body)
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise UserError(f'{where} has a "check" that is not understood ({error}): {FORM}.') from None
+    if not found:
+        raise UserError(f'{where} has a "check" without an assert, which everything would pass: add one.')
+    return found
+
+
+def shown(value: Any) -> str:
+    """A value for people."""
+    try:
+        text = repr(value)
+    except ValueError:  # more digits than Python writes
+        text = f"a {type(value).__name__} with a number of very many digits"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def _assertion(statement: ast.stmt) -> Assertion:
+    text = ast.unparse(statement)
+    if not isinstance(statement, ast.Assert):
+        raise ValueError(f"'{text[:SHOWN]}' is no assert")
+    message = None if statement.msg is None else str(ast.literal_eval(statement.msg))
+    calls: list[tuple[str, str, str]] = []
+    test = _compile(statement.test, calls)
+    if not calls:
+        raise ValueError(f"'{text[:SHOWN]}' calls nothing")
+    return Assertion(ast.unparse(statement.test), message, tuple(calls), test)
+
+
+def _compile(node: ast.expr, calls: list[tuple[str, str, str]]) -> Test:
+    """A function of the calls' outcomes. Raises ValueError."""
+    match node:
+        case ast.Call(func=ast.Name(id="set"), args=[], keywords=[]):
+            pass  # the literal that has no other form
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
+            named = {str(word.arg): _literal(word.value) for word in keywords if word.arg is not None}
+            if len(named) < len(keywords):
+                raise ValueError(f"'{ast.unparse(node)[:SHOWN]}' has ** in it, or a name twice")
+            calls.append((name, plain.dump([_literal(arg) for arg in args]), plain.dump(named)))
+            index = len(calls) - 1
+            return lambda outcomes: outcomes[index]()
+        case ast.Compare(left=left, ops=ops, comparators=comparators):
+            sides = [_compile(side, calls) for side in (left, *comparators)]
+            if any(isinstance(op, ast.Is | ast.IsNot) for op in ops) and not all(map(_is_single, comparators)):
+                raise ValueError(f"'{ast.unparse(node)[:SHOWN]}' asks for identity")
+            return lambda outcomes: _compare([OPERATORS[type(op)] for op in ops], (side(outcomes) for side in sides))
+        case ast.BoolOp(op=op, values=values):
+            parts = [_compile(value, calls) for value in values]
+            join = all if isinstance(op, ast.And) else any
+            return lambda outcomes: join(part(outcomes) for part in parts)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            inner = _compile(operand, calls)
+            return lambda outcomes: not inner(outcomes)
+    value = _literal(node)
+    return lambda outcomes: value
+
+
+def _compare(operators: list[Callable[[Any, Any], Any]], sides: Iterator[Any]) -> bool:
+    left = next(sides)
+    for apply, right in zip(operators, sides, strict=True):
+        if not apply(left, right):
+            return False
+        left = right
+    return True
+
+
+def _literal(node: ast.expr) -> Any:
+    value = ast.literal_eval(node)
+    plain.dump(value)  # refuses what is no plain data, as ... is
+    return value
+
+
+def _is_single(node: ast.expr) -> bool:
+    """None, True or False, of which there is one each on both sides."""
+    return isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, bool))

@@ -1,0 +1,156 @@
+"""The confined process itself: gives everything up, says how far that went, then reads an answer and calls it.
+
+argv has a JSON object of modules to import beforehand and of limits. The job comes through stdin once the process is
+confined: the answer, and calls with literal arguments. What a right result would be is not in this process at all, so
+nothing that an answer finds or changes in here makes it pass: the values it sends have to be the right ones.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import os
+import sys
+import types
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from wgpu_lora.demo.confine import namespaces, plain, seccomp
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+SHOWN = 300  # characters of an exception's text
+FILES = 8
+GUARDED = {"os", "socket", "subprocess", "shutil", "ctypes", "tempfile", "pty", "signal", "winreg", "_winapi"}
+
+
+def main() -> None:
+    """Never returns."""
+    code = 1
+    try:
+        try:
+            _say("confined", _confine(json.loads(sys.argv[1])))
+        except Exception as error:
+            _say("broken", _told(error))
+            raise
+        job = json.loads(_read())
+        _serve(job["code"], job["calls"])
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _confine(config: dict[str, Any]) -> dict[str, Any]:
+    """{"namespaces": those that were had, "limits": likewise, "filter": None or why there is none}."""
+    for name in config["modules"]:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    had = namespaces.enter() if sys.platform == "linux" else []
+    sys.path.clear()
+    sys.path_importer_cache.clear()
+    sys.argv[:] = [""]
+    os.environ.clear()  # of what Python itself put there
+    sys.stdout = sys.stderr  # /dev/null
+    limits = _limit(config["cpu"], config["memory"])
+    refused = None
+    try:
+        seccomp.load()
+    except OSError as error:
+        refused = str(error)
+    _guard()
+    return {"namespaces": had, "limits": limits, "filter": refused}
+
+
+def _limit(cpu: int, memory: int) -> list[str]:
+    if resource is None:
+        return []
+    wanted = {"CPU": cpu, "AS": memory, "NPROC": 0, "FSIZE": 0, "CORE": 0, "NOFILE": FILES, "MEMLOCK": 0, "MSGQUEUE": 0}
+    had = []
+    for name, value in wanted.items():
+        with suppress(AttributeError, ValueError, OSError):
+            kind = getattr(resource, f"RLIMIT_{name}")
+            hard = resource.getrlimit(kind)[1]
+            least = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(kind, (least, least))
+            had.append(name)
+    return had
+
+
+def _guard() -> None:
+    """Has Python refuse what an answer has no business with: without the filter it is all there is against accidents,
+    under it an answer fails by an exception in place of a call's result. It is no hindrance to an attack.
+    """
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" or event.partition(".")[0] in GUARDED:
+            raise PermissionError(event)
+
+    sys.addaudithook(hook)
+
+
+def _serve(code: str, calls: list[tuple[str, str, str]]) -> None:
+    try:
+        tree = ast.parse(code, "<answer>")
+        compiled = compile(tree, "<answer>", "exec")
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        return _say("failed", f"does not parse: {_told(error)}")
+    _say("parsed", "")
+    if not any(isinstance(node, ast.FunctionDef) for node in tree.body):
+        return _say("failed", "defines no function")
+    module = sys.modules["answer"] = types.ModuleType("answer")
+    space = module.__dict__
+    reason = _attempt(lambda: exec(compiled, space))[1]
+    if reason is not None:
+        return _say("failed", reason)
+    for name, args, kwargs in calls:
+        value, reason = _attempt(lambda: _call(space, name, plain.load(args), plain.load(kwargs)))  # noqa: B023
+        if reason is None:
+            _say("value", value)
+        else:
+            _say("raised", reason)
+
+
+def _call(space: dict[str, Any], name: str, args: list[Any], kwargs: dict[str, Any]) -> str:
+    if name not in space:
+        raise NameError(f"name '{name}' is not defined")
+    return plain.dump(space[name](*args, **kwargs))
+
+
+def _attempt(run: Callable[[], Any]) -> tuple[Any, str | None]:
+    """(what it returns, None), or (None, why it did not)."""
+    try:
+        return run(), None
+    except plain.NotPlainError as error:
+        return None, f"returned {error}"
+    except MemoryError:
+        return None, "out of memory"
+    except BaseException as error:
+        return None, _told(error)
+
+
+def _told(error: BaseException) -> str:
+    try:
+        text = str(error)[:SHOWN]
+    except BaseException:
+        text = ""
+    if isinstance(error, SyntaxError):
+        return text
+    return f"{type(error).__name__}: {text}"
+
+
+def _read() -> bytes:
+    data = b""
+    while chunk := os.read(0, 1 << 16):
+        data += chunk
+    return data
+
+
+def _say(kind: str, what: Any) -> None:
+    data = json.dumps([kind, what]).encode() + b"\n"
+    while data:
+        data = data[os.write(1, data) :]

@@ -1,0 +1,248 @@
+"""Starts a confined process and listens to it, for so long, to so many bytes, and kills all of it at the end."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import wgpu_lora
+from wgpu_lora.errors import UserError
+
+MEMORY = 512 << 20  # of address space
+OUTPUT = 1 << 18  # bytes; the demo's answers return a few hundred
+START = 60.0  # seconds until it is confined
+ROOT = str(Path(wgpu_lora.__file__).resolve().parents[1])
+ENTRY = "import sys; sys.path.append(sys.argv.pop(1)); from wgpu_lora.demo.confine.child import main; main()"
+# What an answer can import; imported before the process is confined, which leaves no files to import from.
+IMPORTABLE = (
+    "abc array base64 binascii bisect calendar cmath collections contextlib copy dataclasses datetime decimal enum "
+    "fractions functools hashlib heapq io itertools json keyword math numbers operator os pprint queue random re "
+    "reprlib statistics string struct textwrap threading time types typing unicodedata uuid warnings weakref zlib"
+)
+NEEDS = {"datetime": "_strptime", "time": "_strptime", "functools": "weakref"}  # imported when first used
+
+
+SOMETHING_ELSE = "the answer's process said something else than a result"
+
+
+class EndedError(Exception):
+    """The process said no more, said something else than it should, or said too much. The text is why."""
+
+
+@dataclass(frozen=True)
+class Confinement:
+    """How far a process is confined. refused: why it has no seccomp filter; None where it has one."""
+
+    namespaces: Sequence[str]
+    limits: Sequence[str]
+    refused: str | None
+
+    @property
+    def missing(self) -> str | None:
+        """What is missing of the least that counts as confined: None where nothing is.
+
+        The filter and the limit on memory are that. Namespaces are not: nothing that they keep out gets by the filter.
+        """
+        if self.refused:
+            return self.refused
+        return None if "AS" in self.limits else "address space cannot be limited"
+
+    def __str__(self) -> str:
+        parts = [] if self.refused else ["a seccomp filter"]
+        parts += [f"namespaces ({', '.join(self.namespaces)})"] if self.namespaces else []
+        parts += [f"limits ({', '.join(self.limits)})"] if self.limits else []
+        return ", ".join([*parts, "a process group, an empty environment and limits of time and output"])
+
+
+def confinement(allow_unconfined: bool = False) -> Confinement:
+    """How far this system confines an answer, tried out.
+
+    Raises:
+        UserError: not far enough, and `allow_unconfined` is not given.
+    """
+    with Process("", 1.0, allow_unconfined) as process:
+        return process.confinement
+
+
+class Process:
+    """A confined process for one answer: `send` it, then ask for what was made of it, in order.
+
+    Raises:
+        UserError: it is not confined, and `allow_unconfined` is not given.
+    """
+
+    def __init__(self, code: str, timeout: float, allow_unconfined: bool):
+        config = {"modules": modules_for(code), "cpu": math.ceil(timeout) + 1, "memory": MEMORY}
+        self.timeout = timeout
+        self.waits = False  # whether the confined process has one that waits for it
+        self._flooded = False
+        self._popen = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-B", "-W", "ignore", "-c", ENTRY, ROOT, json.dumps(config)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=os.path.abspath(os.sep),
+            env={name: os.environ[name] for name in ("SYSTEMROOT",) if name in os.environ},  # Windows needs it
+            start_new_session=True,
+        )
+        self._chunks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._rest = bytearray()
+        self._reader = threading.Thread(target=self._listen, daemon=True)
+        self._reader.start()
+        try:
+            self.confinement = self._started(allow_unconfined)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def send(self, code: str, calls: Sequence[tuple[str, str, str]]) -> None:
+        """Gives it the answer, and the calls as (name, arguments, named arguments); the time counts from here."""
+        assert self._popen.stdin
+        self._wait_until(self.timeout)
+        try:
+            self._popen.stdin.write(json.dumps({"code": code, "calls": calls}).encode())
+            self._popen.stdin.close()
+        except OSError:
+            return  # it has ended, as will be seen
+
+    def next(self) -> tuple[str, str]:
+        """The next thing it says: ("parsed", ""), ("value", JSON of plain data), ("raised" or "failed", why).
+
+        Raises:
+            EndedError: there is none in time.
+        """
+        kind, what = self._hear()
+        if not isinstance(kind, str) or not isinstance(what, str):
+            raise EndedError(SOMETHING_ELSE)
+        return kind, what
+
+    def _wait_until(self, seconds: float) -> None:
+        self._seconds, self._deadline = seconds, time.monotonic() + seconds
+
+    def _hear(self) -> tuple[Any, Any]:
+        searched = 0
+        while (end := self._rest.find(b"\n", searched)) < 0:
+            searched = len(self._rest)
+            left = self._deadline - time.monotonic()
+            try:
+                if left <= 0:  # however much there is to read still
+                    raise queue.Empty
+                chunk = self._chunks.get(timeout=left)
+            except queue.Empty:
+                raise EndedError(f"no answer in {self._seconds:g} s") from None
+            if not chunk:
+                raise EndedError(self._end())
+            self._rest += chunk
+        line = bytes(self._rest[:end])
+        del self._rest[: end + 1]
+        try:
+            kind, what = json.loads(line)
+        except (ValueError, TypeError, RecursionError):
+            raise EndedError(SOMETHING_ELSE) from None
+        return kind, what
+
+    def close(self) -> None:
+        """Ends it with all that it started."""
+        if self.waits and self._ended_by_waiting():
+            pass
+        elif hasattr(os, "killpg"):
+            try:
+                os.killpg(self._popen.pid, signal.SIGKILL)  # its group lives as long as it is not waited for
+            except (ProcessLookupError, PermissionError):  # macOS: what is dead already may not be killed
+                self._popen.kill()
+        else:
+            self._popen.kill()
+        self._popen.wait()
+        self._reader.join(1.0)  # unconfined, what it started may have the pipe still
+        for stream in (self._popen.stdin, *(() if self._reader.is_alive() else (self._popen.stdout,))):
+            assert stream
+            try:
+                stream.close()
+            except OSError:
+                continue
+
+    def _ended_by_waiting(self) -> bool:
+        """Whether the process that waits for the confined one has killed it and is gone.
+
+        Killed together, the confined one would be left to the system's init, and not every container's reaps.
+        """
+        self._popen.terminate()
+        try:
+            self._popen.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _started(self, allow_unconfined: bool) -> Confinement:
+        self._wait_until(START)
+        try:
+            kind, found = self._hear()
+            if kind != "confined":
+                raise EndedError(str(found))
+        except EndedError as error:
+            raise UserError(
+                f"The process for a model's code cannot be started ({error}): see whether {sys.executable} -I -S runs."
+            ) from None
+        confinement = Confinement(found["namespaces"], found["limits"], found["filter"])
+        self.waits = "PID" in confinement.namespaces
+        if confinement.missing and not allow_unconfined:
+            raise UserError(
+                f"Code that a model wrote cannot be confined on this system, because {confinement.missing}; it would "
+                f"run with {confinement} only: use Linux (x86-64 or arm64), or accept that with --allow-unconfined "
+                "(allow_unconfined=True)."
+            )
+        return confinement
+
+    def _listen(self) -> None:
+        assert self._popen.stdout
+        left = OUTPUT
+        while left > 0:
+            chunk = os.read(self._popen.stdout.fileno(), min(left, 1 << 16))
+            self._chunks.put(chunk)
+            if not chunk:
+                return
+            left -= len(chunk)
+        self._flooded = True
+        self._chunks.put(b"")
+
+    def _end(self) -> str:
+        if self._flooded:
+            return f"wrote more than {OUTPUT:,} bytes"
+        try:
+            code = self._popen.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return "stopped answering"
+        number = -code if code < 0 else code - 128
+        try:
+            return f"ended without an answer ({signal.Signals(number).name})"
+        except ValueError:
+            return f"ended without an answer (exit code {code})"
+
+
+def modules_for(code: str) -> list[str]:
+    """The modules that an answer may be after: those whose names stand in it."""
+    found = set(IMPORTABLE.split()) & set(re.findall(r"\w+", code))
+    found |= {NEEDS[name] for name in found if name in NEEDS}
+    if not code.isascii() or r"\N" in code:
+        found |= {"unicodedata"}  # which Python's parser uses
+    if "collections" in found:
+        found |= {"collections.abc"}
+    return sorted(found)

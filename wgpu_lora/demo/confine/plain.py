@@ -1,0 +1,119 @@
+"""Plain data as JSON that keeps types, read within bounds.
+
+What comes back from an answer is not believed to be anything: a subclass is written, and arrives, as what it is derived
+from, with the values that it really holds; nothing of it runs on this side.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+MAX_DEPTH = 32
+MAX_VALUES = 10_000
+MAX_LENGTH = 1 << 15  # of all strings, bytes and hexadecimal digits together
+MAX_MEMBERS = 1000  # of a set or a dict: keys may be chosen so that all of them collide
+CONTAINERS: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+class NotPlainError(ValueError):
+    """Something that is no plain data, or too much of it."""
+
+
+def dump(value: Any) -> str:
+    """Raises NotPlainError."""
+    return json.dumps(_Writer().write(value, 0))
+
+
+def load(text: str | bytes) -> Any:
+    """Raises NotPlainError."""
+    try:
+        return _Reader().read(json.loads(text), 0)
+    except NotPlainError:
+        raise
+    except RecursionError:
+        raise NotPlainError(f"nested more than {MAX_DEPTH} deep") from None
+    except (ValueError, TypeError, OverflowError, KeyError) as error:
+        raise NotPlainError(f"no plain data ({type(error).__name__})") from None
+
+
+class _Bounded:
+    def __init__(self) -> None:
+        self._left, self._room = MAX_VALUES, MAX_LENGTH
+
+    def count(self, depth: int) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise NotPlainError(f"more than {MAX_VALUES:,} values")
+        if depth > MAX_DEPTH:
+            raise NotPlainError(f"nested more than {MAX_DEPTH} deep")
+
+    def measure(self, length: int) -> None:
+        self._room -= length
+        if self._room < 0:
+            raise NotPlainError(f"more than {MAX_LENGTH:,} characters or digits")
+
+
+class _Writer(_Bounded):
+    def write(self, value: Any, depth: int) -> Any:
+        self.count(depth)
+        kind = type(value)
+        if value is None or kind is bool:
+            return value
+        # The base's own methods, since a subclass may have put others in their place.
+        if issubclass(kind, str):
+            self.measure(str.__len__(value))
+            return str.__str__(value)
+        if issubclass(kind, int):
+            self.measure(int.bit_length(value) // 4)
+            return ["int", f"{int.__pos__(value):x}"]  # decimal digits have a limit, and take quadratic time
+        if issubclass(kind, float):
+            return ["float", float.hex(value)]
+        if issubclass(kind, complex):
+            real, imaginary = complex.__pos__(value).real, complex.__pos__(value).imag
+            return ["complex", real.hex(), imaginary.hex()]
+        if issubclass(kind, bytes):
+            self.measure(bytes.__len__(value))
+            return ["bytes", bytes.hex(value)]
+        if issubclass(kind, dict):
+            return ["dict", [self._all(pair, depth + 1) for pair in dict.items(value)]]
+        for name, base in CONTAINERS.items():
+            if issubclass(kind, base):
+                return [name, self._all(base.__iter__(value), depth + 1)]  # type: ignore[attr-defined]
+        raise NotPlainError(f"a {kind.__name__}, which is no plain data")
+
+    def _all(self, values: Iterable[Any], depth: int) -> list[Any]:
+        return [self.write(value, depth) for value in values]
+
+
+class _Reader(_Bounded):
+    def read(self, value: Any, depth: int) -> Any:
+        self.count(depth)
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, str):
+            self.measure(len(value))
+            return value
+        if not isinstance(value, list):
+            raise NotPlainError(f"no plain data (a bare JSON {type(value).__name__})")
+        kind, *parts = value
+        if kind == "complex":
+            real, imaginary = parts
+            return complex(float.fromhex(real), float.fromhex(imaginary))
+        (content,) = parts
+        if isinstance(content, str):
+            self.measure(len(content) // 2)  # bytes have two digits each
+        if kind == "int":
+            return int(content, 16)
+        if kind == "float":
+            return float.fromhex(content)
+        if kind == "bytes":
+            return bytes.fromhex(content)
+        if not isinstance(content, list):
+            raise NotPlainError("no plain data (a container of nothing)")
+        if kind not in ("list", "tuple") and len(content) > MAX_MEMBERS:
+            raise NotPlainError(f"a {kind} of more than {MAX_MEMBERS:,}")
+        if kind == "dict":
+            return {self.read(key, depth + 1): self.read(held, depth + 1) for key, held in content}
+        return CONTAINERS[kind](self.read(held, depth + 1) for held in content)
