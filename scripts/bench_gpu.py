@@ -19,10 +19,11 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bench.contract import brick_names
+from wgpu_lora.bench.contract import brick_names, load_contract
 from wgpu_lora.bench.header import header
 from wgpu_lora.cli.console import line
 from wgpu_lora.errors import UserError
@@ -59,13 +60,16 @@ def parts(device: str | None, quick: bool) -> list[Part]:
     cut = ["--layers", "1"] if quick else []
     sizes = ["--tokens", "32" if quick else "512"]
     steps = ["--max-steps", "4" if quick else "12"]
-    short = [*sizes, "--time-limit", "0.2"] if quick else []
+    short = ["--time-limit", "0.2"] if quick else []
     bench = ["wgpu-lora", "bench"]
     made = []
     for shape in SHAPES:
-        rest = ["--shape", shape, *cut, *short, *on]
-        pieces = tuple(Part(f"{name} at {shape}", [*bench, "--brick", name, *rest]) for name in brick_names())
-        made.append(Part(f"bricks at {shape}", [*bench, "--all", *rest], pieces=pieces))
+        rest = ["--shape", shape, *short, *on]
+        less = {"layers": cut, "tokens": sizes} if quick else {}
+        pieces = tuple(
+            Part(f"{name} at {shape}", [*bench, "--brick", name, *_taken(name, less), *rest]) for name in brick_names()
+        )
+        made.append(Part(f"bricks at {shape}", [*bench, "--all", *chain(*less.values()), *rest], pieces=pieces))
     made.append(
         Part("training on the demo", [*bench, "--training", "--recipe", "demo", *(steps if quick else []), *on])
     )
@@ -78,6 +82,11 @@ def parts(device: str | None, quick: bool) -> list[Part]:
             command = ["bench-reference", "--shape", shape, *cut, *sizes, *sides, *rounds, "--no-serving", *on]
             made.append(Part(f"beside PyTorch + PEFT in {kind} at {shape}", command, obstacle))
     return made
+
+
+def _taken(brick: str, options: dict[str, list[str]]) -> list[str]:
+    """Those of some options, by name, that a brick takes: any other is refused."""
+    return [word for name, words in options.items() if name in load_contract(brick).options for word in words]
 
 
 def _obstacle(packages: Sequence[str]) -> str | None:

@@ -112,7 +112,9 @@ def test_a_refused_part_is_run_in_pieces():
     assert [(f["part"], f["status"]) for f in found] == [("both", "not run"), ("one", "not run"), ("two", "not run")]
     assert "--zork" in found[1]["reason"]
     bricks = next(part for part in gpu.parts(None, quick=True) if part.name == "bricks at qwen2.5-7b")
-    assert "--brick nf4_matmul --shape qwen2.5-7b" in " ".join(word for p in bricks.pieces for word in p.command)
+    said = " ".join(word for p in bricks.pieces for word in p.command)
+    assert "--brick nf4_matmul --tokens 32 --shape qwen2.5-7b" in said  # and no --layers, which it refuses
+    assert "--brick load --layers 1 --shape qwen2.5-7b" in said
 
 
 def test_records_of_a_part_that_was_stopped(tmp_path: Path):
