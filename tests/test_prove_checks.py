@@ -16,21 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from wgpu_lora.gpu.adapters import AdapterInfo
 from wgpu_lora.proof.checks.answers import answers_pass_their_checks
 from wgpu_lora.proof.checks.backend import work_happened_on_the_device
-from wgpu_lora.proof.checks.devices import devices_compute
 from wgpu_lora.proof.checks.generation import devices_agree
 from wgpu_lora.proof.checks.program import gradients_agree
 from wgpu_lora.proof.checks.training import losses_fall, training_beside_evaluating
 from wgpu_lora.proof.children import Child
 from wgpu_lora.proof.commands import compiler_in
-from wgpu_lora.proof.context import Proof
 from wgpu_lora.proof.cuda import classify, cuda_packages, imported, required
 from wgpu_lora.proof.curve import draw_curve
-from wgpu_lora.proof.finding import Finding, NotRun
-from wgpu_lora.proof.jobs.devices import by_default
-from wgpu_lora.proof.run import Check, Result, on_devices
+from wgpu_lora.proof.finding import NotRun
 from wgpu_lora.proof.training import Evaluated, Training, _meanwhile
 from wgpu_lora.proof.watch import Watcher
 from wgpu_lora.proof.witness import Witness
@@ -122,60 +117,6 @@ def status(check: Any, **proof: Any) -> str:
         return check(SimpleNamespace(**proof)).status
     except NotRun:
         return "not run"
-
-
-def test_devices() -> None:
-    def found(discrete: int = 0, **changes: Any) -> str:
-        adapter = {"index": 0, "name": "a", "driver": "d", "backend": "Vulkan", "kind": "discrete"}
-        good = {"error": 1e-13, "fine": True}
-        facts = {"adapters": [adapter, {**adapter, "index": 1}], "used": [0, 1], "asked": False, "different": 2,
-                 "computed": {"0": good, "1": good}, "wgpu_native": "0", "hardware": ["a 0", "a 1"]}  # fmt: skip
-        return devices_compute(proof_of(facts | changes, discrete)).status
-
-    assert found() == "passed"
-    assert found(computed={"1": {"error": 0.1, "fine": False}}) == "failed"
-    assert found(used=[0]) == "failed"
-    assert found(used=[0], asked=True) == "passed"
-    assert found(adapters=[], used=[], hardware=[]) == "failed"
-    assert found(discrete=2) == "passed"
-    assert found(discrete=3) == "failed"
-    assert found(discrete=2, hardware=["a 0", "a 0"]) == "failed"  # one, behind two APIs
-
-
-def proof_of(devices: dict[str, Any], discrete: int) -> Proof:
-    made = Proof(Path("out"), Path("r"), TrainingArguments(), None, SimpleNamespace(), discrete)  # type: ignore[arg-type]
-    made._made["devices"] = devices
-    return made
-
-
-def test_a_verdict_names_what_it_was_proven_on() -> None:
-    def adapter(index: int, kind: str, name: str) -> dict[str, Any]:
-        return {"index": index, "name": name, "kind": kind}
-
-    software = [adapter(0, "software", "llvmpipe"), adapter(1, "software", "SwiftShader")]
-    both = {"adapters": software, "used": [0, 1], "hardware": ["l", "s"]}
-    assert on_devices(both) == "2 software devices (llvmpipe, SwiftShader); no discrete GPU was at hand"
-    mixed = {"adapters": [adapter(0, "discrete", "H"), *software[1:]], "used": [0, 1], "hardware": ["h", "s"]}
-    assert on_devices(mixed) == "1 discrete device (H) and 1 software device (SwiftShader)"
-    assert on_devices(mixed | {"used": [1], "hardware": ["s"]}).endswith("; no discrete GPU was used")
-    twice = {"adapters": [adapter(i, "discrete", "H") for i in (0, 1)], "used": [0, 1], "hardware": ["h", "h"]}
-    assert on_devices(twice) == "1 discrete device (H)"
-    assert on_devices({}) == ""
-    checks = [Check(n, "x", 0.0, Finding("passed", "")) for n in range(1, 10)]
-    assert Result(checks, Path(), "1 discrete device (H)").verdict.startswith("Proven on 1 discrete device (H): all of")
-    short = Result(checks, Path(), "1 software device (S)", "--require-discrete 1 is not met: 0 discrete GPUs are used")
-    assert (short.proven, short.code) == (False, 1)
-    assert "passed on 1 software device (S); --require-discrete 1 is not met" in short.verdict
-
-
-def test_as_many_devices_are_used_as_are_asked_for() -> None:
-    def adapter(index: int, kind: str) -> AdapterInfo:
-        return AdapterInfo(index, f"GPU {index}", "d", 0, "Vulkan", kind, (), {})
-
-    adapters = [*(adapter(i, "discrete") for i in range(4)), adapter(4, "software")]
-    assert by_default(adapters) == [0, 1]
-    assert by_default(adapters, 3) == [0, 1, 2]
-    assert by_default(adapters[3:], 3) == [3, 4]
 
 
 def generated(tmp_path: Path, name: str, ids: list[int], shift: float = 0.0, gap: float = 1.0) -> dict[str, Any]:

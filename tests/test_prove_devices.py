@@ -1,0 +1,69 @@
+"""What a proof says of the devices that it was done on, and how many real GPUs it wants."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from wgpu_lora.gpu.adapters import AdapterInfo
+from wgpu_lora.proof.checks.devices import devices_compute
+from wgpu_lora.proof.context import Proof
+from wgpu_lora.proof.finding import Finding
+from wgpu_lora.proof.jobs.devices import by_default
+from wgpu_lora.proof.run import Check, Result, on_devices
+from wgpu_lora.train.arguments import TrainingArguments
+
+
+def test_devices() -> None:
+    def found(discrete: int = 0, **changes: Any) -> str:
+        adapter = {"index": 0, "name": "a", "driver": "d", "backend": "Vulkan", "kind": "discrete"}
+        good = {"error": 1e-13, "fine": True}
+        facts = {"adapters": [adapter, {**adapter, "index": 1}], "used": [0, 1], "asked": False, "different": 2,
+                 "computed": {"0": good, "1": good}, "wgpu_native": "0", "hardware": ["a 0", "a 1"]}  # fmt: skip
+        return devices_compute(proof_of(facts | changes, discrete)).status
+
+    assert found() == "passed"
+    assert found(computed={"1": {"error": 0.1, "fine": False}}) == "failed"
+    assert found(used=[0]) == "failed"
+    assert found(used=[0], asked=True) == "passed"
+    assert found(adapters=[], used=[], hardware=[]) == "failed"
+    assert found(discrete=2) == "passed"
+    assert found(discrete=3) == "failed"
+    assert found(discrete=2, hardware=["a 0", "a 0"]) == "failed"  # one, behind two APIs
+
+
+def proof_of(devices: dict[str, Any], discrete: int) -> Proof:
+    made = Proof(Path("out"), Path("r"), TrainingArguments(), None, SimpleNamespace(), discrete)  # type: ignore[arg-type]
+    made._made["devices"] = devices
+    return made
+
+
+def test_a_verdict_names_what_it_was_proven_on() -> None:
+    def adapter(index: int, kind: str, name: str) -> dict[str, Any]:
+        return {"index": index, "name": name, "kind": kind}
+
+    software = [adapter(0, "software", "llvmpipe"), adapter(1, "software", "SwiftShader")]
+    both = {"adapters": software, "used": [0, 1], "hardware": ["l", "s"]}
+    assert on_devices(both) == "2 software devices (llvmpipe, SwiftShader); no discrete GPU was at hand"
+    mixed = {"adapters": [adapter(0, "discrete", "H"), *software[1:]], "used": [0, 1], "hardware": ["h", "s"]}
+    assert on_devices(mixed) == "1 discrete device (H) and 1 software device (SwiftShader)"
+    assert on_devices(mixed | {"used": [1], "hardware": ["s"]}).endswith("; no discrete GPU was used")
+    twice = {"adapters": [adapter(i, "discrete", "H") for i in (0, 1)], "used": [0, 1], "hardware": ["h", "h"]}
+    assert on_devices(twice) == "1 discrete device (H)"
+    assert on_devices({}) == ""
+    checks = [Check(n, "x", 0.0, Finding("passed", "")) for n in range(1, 10)]
+    assert Result(checks, Path(), "1 discrete device (H)").verdict.startswith("Proven on 1 discrete device (H): all of")
+    short = Result(checks, Path(), "1 software device (S)", "--require-discrete 1 is not met: 0 discrete GPUs are used")
+    assert (short.proven, short.code) == (False, 1)
+    assert "passed on 1 software device (S); --require-discrete 1 is not met" in short.verdict
+
+
+def test_as_many_devices_are_used_as_are_asked_for() -> None:
+    def adapter(index: int, kind: str) -> AdapterInfo:
+        return AdapterInfo(index, f"GPU {index}", "d", 0, "Vulkan", kind, (), {})
+
+    adapters = [*(adapter(i, "discrete") for i in range(4)), adapter(4, "software")]
+    assert by_default(adapters) == [0, 1]
+    assert by_default(adapters, 3) == [0, 1, 2]
+    assert by_default(adapters[3:], 3) == [3, 4]
