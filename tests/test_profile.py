@@ -179,6 +179,7 @@ def test_command_prints_a_table(run: Any, mini: str):
         (["--shape", "mini", "--tokens", "65"], "--tokens 65 is not possible: mini is made for rows of 2 to 64"),
         (["--shape", "mini", "--base-dtype", "int3"], "--base-dtype must be one of nf4, bf16, f16, f32, not int3."),
         (["--shape", "mini", "--rank", "0"], "--rank must be at least 1, not 0."),
+        (["--shape", "mini", "--tokens", "64", "--batch", "9999999"], "lower --batch or --tokens."),
         (["--rounds", "0"], "--rounds must be at least 1, not 0."),
         (["--trace", "/nowhere/trace.json"], "The directory of --trace /nowhere/trace.json does not exist"),
     ],

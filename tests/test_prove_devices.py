@@ -53,7 +53,7 @@ def test_a_verdict_names_what_it_was_proven_on() -> None:
     assert on_devices(twice) == "1 discrete device (H)"
     assert on_devices({}) == ""
     checks = [Check(n, "x", 0.0, Finding("passed", "")) for n in range(1, 10)]
-    assert Result(checks, Path(), "1 discrete device (H)").verdict.startswith("Proven on 1 discrete device (H): all of")
+    assert Result(checks, Path(), "1 discrete device (H)").verdict.endswith("without CUDA, on 1 discrete device (H).")
     short = Result(checks, Path(), "1 software device (S)", "--require-discrete 1 is not met: 0 discrete GPUs are used")
     assert (short.proven, short.code) == (False, 1)
     assert "passed on 1 software device (S); --require-discrete 1 is not met" in short.verdict

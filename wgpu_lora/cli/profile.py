@@ -56,6 +56,7 @@ def profile(
     from wgpu_lora.bench.header import header
     from wgpu_lora.bench.profile import SCHEMA, TrainedAs, described, profile_step, write_trace
     from wgpu_lora.bench.step import TrainingStep, check_fits, chosen_model
+    from wgpu_lora.bench.words import TRAINING, own_words
     from wgpu_lora.gpu.device import Device as OpenedDevice
     from wgpu_lora.models.loaded import LoadedModel
     from wgpu_lora.train.arguments import TrainingArguments
@@ -74,8 +75,9 @@ def profile(
         sizes = (work["batch"], work["tokens"], work["rank"], work["gradient_checkpointing"])
         return TrainingStep(of, *sizes, args.modules(), args.compute_dtype)
 
-    check_fits(opened, lambda of: declared(of).session.memory().peak)
-    step = declared(opened)
+    with own_words(TRAINING):
+        check_fits(opened, lambda of: declared(of).session.memory().peak)
+        step = declared(opened)
     try:
         step.allocate()
         found = profile_step(step, rounds)

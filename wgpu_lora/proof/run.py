@@ -77,7 +77,7 @@ class Result:
     @property
     def verdict(self) -> str:
         if self.proven:
-            return f"Proven on {self.devices}: all of training and inference happened on wgpu, without CUDA."
+            return f"Proven: all of training and inference happened on wgpu, without CUDA, on {self.devices}."
         said = [self.lacking] if self.lacking else []
         for status in (FAILED, NOT_RUN):
             numbers = [str(check.number) for check in self.checks if check.finding.status == status]
