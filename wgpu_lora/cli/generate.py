@@ -13,7 +13,7 @@ from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Json, Model, refus
 from wgpu_lora.cli.several import as_rows, show_answers
 from wgpu_lora.errors import UserError
 
-DRAWING = ("top_p", "top_k", "seed")  # what says how tokens are drawn
+DRAWING = ("top_p", "top_k")  # a --seed is often given whether it is needed or not
 
 
 def generate(
