@@ -111,19 +111,20 @@ class _Chat:
 
     def _by_prefix(self, text: str, ids: list[int], offsets: list[Span]) -> list[Span] | None:
         """Where the turns lie if the text up to each turn is the same with and without what follows, else None."""
-        spans = []
+        spans, headers = [], []
+        stops = {stop for _, stop in offsets}
         for turn in self.trained:
             before = self._before(turn)
             if before is None:
                 return None
             after = self._render(turn + 1)
             start, end = len(before), _without_trailing_space(after, self.tokenizer)
-            header = self.tokenizer.encode(before)
-            same_text = text.startswith(after) and after.startswith(before)
-            if not same_text or header != ids[: len(header)] or not any(stop == end for _, stop in offsets):
+            if not (text.startswith(after) and after.startswith(before)) or end not in stops:
                 return None
+            headers.append(before)
             spans.append((start, end))
-        return spans
+        same = all(header == ids[: len(header)] for header in self.tokenizer.encode_all(headers))
+        return spans if same else None
 
     def _cut_after(self, turn: int) -> Pair:
         """The conversation up to a turn, and only that turn learnt."""
@@ -168,8 +169,7 @@ def _split(tokenizer: Tokenizer, prompt: str, answer: str) -> tuple[list[int], l
     Where tokenising both together keeps that boundary, it is the truer text (tokenizers that put a space
     in front would put one into the middle); where a token would straddle it, they are tokenised apart.
     """
-    head = tokenizer.encode(prompt)
-    together = tokenizer.encode(prompt + answer)
+    head, together = tokenizer.encode_all([prompt, prompt + answer])
     if together[: len(head)] == head:
         return head, together[len(head) :]
     return head, tokenizer.encode(answer)

@@ -1,0 +1,114 @@
+"""The library in a process of its own, asked over its standard input and output (process.py is the other end).
+
+A message is two lengths, a header in JSON and bytes: `<IQ`, header, payload. The first header opens a document.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import sys
+from array import array
+from dataclasses import asdict
+from itertools import chain
+from typing import Any, BinaryIO
+
+LENGTHS = struct.Struct("<IQ")
+Message = tuple[dict[str, Any], bytes]
+
+
+def send(file: BinaryIO, header: dict[str, Any], payload: bytes = b"") -> None:
+    stated = json.dumps(header).encode()
+    file.write(LENGTHS.pack(len(stated), len(payload)) + stated)
+    file.write(payload)
+    file.flush()
+
+
+def receive(file: BinaryIO) -> Message:
+    """The next message; EOFError where there will be none."""
+    header, payload = LENGTHS.unpack(_exactly(file, LENGTHS.size))
+    return json.loads(_exactly(file, header)), _exactly(file, payload)
+
+
+def _exactly(file: BinaryIO, count: int) -> bytes:
+    data = file.read(count)
+    if len(data) != count:
+        raise EOFError
+    return data
+
+
+def limit(memory: int) -> None:
+    """Bounds this process's memory where the system has such a bound; it ends at an allocation beyond that."""
+    try:
+        import resource
+    except ImportError:  # Windows, where the other end looks at what is used
+        return
+    for kind, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, memory)):
+        hard = resource.getrlimit(kind)[1]
+        value = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        try:
+            resource.setrlimit(kind, (value, value))
+        except (ValueError, OSError):  # macOS has no bound of addresses
+            continue
+
+
+def within(seconds: float) -> None:
+    """Has the system end this process after so much computing, whatever it is in; 0: no longer."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def serve(source: BinaryIO, sink: BinaryIO) -> None:
+    """Answers until the other end is gone."""
+    from wgpu_lora.tokens.backend import BackendError, Local
+
+    opened: list[Local] = []
+
+    def answer(header: dict[str, Any], payload: bytes) -> Message:
+        kind = header["do"]
+        if kind == "open":
+            opened.append(Local.opened(payload.decode()))
+            return asdict(opened[0].facts), b""
+        backend = opened[0]
+        if kind == "encode":
+            ends = header["ends"]
+            texts = [payload[start:end].decode() for start, end in zip([0, *ends], ends, strict=False)]
+            rows = backend.encode(texts, header["special"])
+            return {"counts": [len(row) for row in rows]}, array("I", chain.from_iterable(rows)).tobytes()
+        if kind == "offsets":
+            ids, offsets = backend.encode_with_offsets(payload.decode())
+            return {}, array("I", ids).tobytes() + array("I", chain.from_iterable(offsets)).tobytes()
+        if kind == "decode":
+            ids = array("I", payload).tolist()
+            return {}, backend.decode(ids, header["skip"]).encode()
+        if kind == "id":
+            return {"id": backend.token_to_id(payload.decode())}, b""
+        return {}, backend.to_str().encode()
+
+    while True:
+        try:
+            header, payload = receive(source)
+        except EOFError:
+            return
+        within(header["seconds"])
+        try:
+            reply = answer(header, payload)
+        except BackendError as error:
+            reply = {"error": str(error)[:500].encode(errors="replace").decode()}, b""
+        within(0)
+        send(sink, *reply)
+
+
+def main() -> None:
+    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    # What the library prints as it fails is for nobody.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(nothing, number)
+    limit(int(sys.argv[2]))
+    try:
+        serve(source, sink)
+    except (MemoryError, BrokenPipeError):
+        os._exit(1)
