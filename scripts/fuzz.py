@@ -145,7 +145,7 @@ def chat_template(place: Path) -> Target:
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "Hi <there>"}]
 
     def run(data: bytes) -> None:
-        template.render(data.decode("utf-8", "replace"), messages, None, True, bos_token="<s>")
+        template.render(data.decode("utf-8", "replace"), messages, None, True, {"bos_token": "<s>"})
 
     return run
 

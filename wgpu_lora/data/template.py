@@ -24,6 +24,7 @@ from wgpu_lora.errors import UserError
 
 Message = dict[str, Any]
 Span = tuple[int, int]
+GIVEN = ("messages", "tools", "documents", "add_generation_prompt")  # by name, to every template
 
 _MAX_DATE = 64  # characters of a date's format
 _WIDTH = re.compile(r"%[^A-Za-z%]*[0-9]")
@@ -114,7 +115,7 @@ def render(
     messages: Iterable[Mapping[str, Any]],
     tools: list[dict[str, Any]] | None = None,
     add_generation_prompt: bool = False,
-    **variables: Any,
+    variables: Mapping[str, Any] | None = None,
 ) -> tuple[str, list[Span]]:
     """Renders a conversation with the template `source`.
 
@@ -122,7 +123,8 @@ def render(
         messages: `{"role": ..., "content": ...}` and whatever else the template reads (`tool_calls`, ...).
         tools: JSON schemas of the functions on offer.
         add_generation_prompt: end with the header of an assistant's turn.
-        variables: further names that the template sees (`bos_token`, `enable_thinking`, ...).
+        variables: further names that the template sees (`bos_token`, `enable_thinking`, ...), whatever they are;
+            those of GIVEN are what the other arguments say.
 
     Returns:
         The text, and the character spans `[start, end)` inside `{% generation %}` blocks (none if there are none).
@@ -136,14 +138,9 @@ def render(
     ready = _as_templates_expect(messages)
     token = _recorder.set(recorder)
     try:
-        with budget(len(json.dumps([ready, tools], default=str))):
-            for piece in template.generate(
-                messages=ready,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **variables,
-            ):
+        given = dict(zip(GIVEN, (ready, tools, None, add_generation_prompt), strict=True))
+        with budget(len(json.dumps([ready, tools, variables], default=str))):
+            for piece in template.generate({**(variables or {}), **given}):
                 pieces.append(piece)
                 recorder.written += len(piece)
     except TooMuchError as error:

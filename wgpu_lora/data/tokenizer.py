@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -109,13 +109,14 @@ class Tokenizer:
         except BackendError as error:
             raise _not_taken("".join(texts), error) from error
 
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[Span]]:
-        """Token ids of `text`, and for each the characters `[start, end)` of `text` that it stands for."""
-        _check_length(text)
+    def encode_with_offsets(self, texts: list[str]) -> list[tuple[list[int], list[Span]]]:
+        """Token ids of each text, and for each id the characters `[start, end)` of the text that it stands for."""
+        for text in texts:
+            _check_length(text)
         try:
-            return self._backend.encode_with_offsets(text)
+            return self._backend.encode_with_offsets(texts)
         except BackendError as error:
-            raise _not_taken(text, error) from error
+            raise _not_taken("".join(texts), error) from error
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         try:
@@ -198,21 +199,21 @@ class Tokenizer:
         messages: list[Message],
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = False,
-        **kwargs: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as text, by the chat template; `kwargs` reach the template (`enable_thinking=False`).
+        """The conversation as text, by the chat template, which sees `variables` (`{"enable_thinking": False}`).
 
         Raises:
             UserError: there is no chat template, or it does not take this conversation.
         """
-        return self.render_with_spans(messages, tools, add_generation_prompt, **kwargs)[0]
+        return self.render_with_spans(messages, tools, add_generation_prompt, variables)[0]
 
     def render_with_spans(
         self,
         messages: list[Message],
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = False,
-        **kwargs: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[Span]]:
         """As `render`, with the character spans that the template marks with `{% generation %}`."""
         templates = self._chat_templates
@@ -225,7 +226,8 @@ class Tokenizer:
                 else "The tokenizer has no chat template, so conversations cannot be rendered; "
                 "use rows of text or of prompt and completion, or the tokenizer of a chat model."
             )
-        return template.render(source, messages, tools, add_generation_prompt, **{**self._special_tokens, **kwargs})
+        seen = {**self._special_tokens, **(variables or {})}
+        return template.render(source, messages, tools, add_generation_prompt, seen)
 
 
 class StreamDecoder:

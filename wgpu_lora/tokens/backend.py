@@ -36,13 +36,14 @@ class Facts:
 class Backend(Protocol):
     """A tokenizer.json at work. All of it raises BackendError.
 
-    encode: with `special`, also what is put around a text; else with the characters `[start, end)` of each token.
+    encode: with `special`, also what is put around a text.
+    encode_with_offsets: ids, and the characters `[start, end)` of each.
     """
 
     @property
     def facts(self) -> Facts: ...
     def encode(self, texts: Sequence[str], special: bool = False) -> list[list[int]]: ...
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[Span]]: ...
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[Span]]]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
     def token_to_id(self, token: str) -> int | None: ...
     def to_str(self) -> str: ...
@@ -83,9 +84,8 @@ class Local:
     def encode(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
         return [self._encoded(text, special).ids for text in texts]
 
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[Span]]:
-        encoding = self._encoded(text, False)
-        return encoding.ids, encoding.offsets
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[Span]]]:
+        return [(encoding.ids, encoding.offsets) for encoding in (self._encoded(text, False) for text in texts)]
 
     def _encoded(self, text: str, special: bool) -> tokenizers.Encoding:
         # Post-processors add special tokens, but the byte-level one also trims spaces off the offsets,

@@ -72,14 +72,21 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
             opened.append(Local.opened(payload.decode()))
             return asdict(opened[0].facts), b""
         backend = opened[0]
-        if kind == "encode":
+        if kind in ("encode", "offsets"):
             ends = header["ends"]
             texts = [payload[start:end].decode() for start, end in zip([0, *ends], ends, strict=False)]
-            rows = backend.encode(texts, header["special"])
-            return {"counts": [len(row) for row in rows]}, array("I", chain.from_iterable(rows)).tobytes()
-        if kind == "offsets":
-            ids, offsets = backend.encode_with_offsets(payload.decode())
-            return {}, array("I", ids).tobytes() + array("I", chain.from_iterable(offsets)).tobytes()
+            numbers = array("I")
+            counts = []
+            for text in texts:
+                if kind == "encode":
+                    [ids] = backend.encode([text], header["special"])
+                    numbers.extend(ids)
+                else:
+                    [(ids, offsets)] = backend.encode_with_offsets([text])
+                    numbers.extend(ids)
+                    numbers.extend(chain.from_iterable(offsets))
+                counts.append(len(ids))
+            return {"counts": counts}, numbers.tobytes()
         if kind == "decode":
             ids = array("I", payload).tolist()
             return {}, backend.decode(ids, header["skip"]).encode()

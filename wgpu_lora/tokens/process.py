@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -46,17 +46,22 @@ class Child:
         self.facts = self._opened().facts
 
     def encode(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
-        data = [_bytes(text) for text in texts]
-        ends = list(accumulate(map(len, data)))
-        header, payload = self._ask({"do": "encode", "ends": ends, "special": special}, b"".join(data))
-        ids = array("I", payload).tolist()
-        stops = list(accumulate(header["counts"]))
-        return [ids[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
+        return [numbers for _, numbers in self._encoded({"do": "encode", "special": special}, texts, 1)]
 
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[Span]]:
-        numbers = array("I", self._ask({"do": "offsets"}, _bytes(text))[1]).tolist()
-        count = len(numbers) // 3
-        return numbers[:count], list(zip(numbers[count::2], numbers[count + 1 :: 2], strict=True))
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[Span]]]:
+        return [
+            (numbers[:count], list(zip(numbers[count::2], numbers[count + 1 :: 2], strict=True)))
+            for count, numbers in self._encoded({"do": "offsets"}, texts, 3)
+        ]
+
+    def _encoded(self, request: dict[str, Any], texts: Sequence[str], each: int) -> Iterator[tuple[int, list[int]]]:
+        """Of each text, how many tokens it has and `each` as many numbers."""
+        data = [_bytes(text) for text in texts]
+        header, payload = self._ask({**request, "ends": list(accumulate(map(len, data)))}, b"".join(data))
+        numbers, start = array("I", payload), 0
+        for count in header["counts"]:
+            yield count, numbers[start : start + each * count].tolist()
+            start += each * count
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         try:
