@@ -64,7 +64,7 @@ def _answered(wanted: dict[int, Wanted], tokenizer: Tokenizer | None) -> dict[in
 def _groups(wanted: dict[int, Wanted]) -> list[dict[int, Wanted]]:
     groups: list[dict[int, Wanted]] = []
     for offsets in (False, True):
-        room = 0
+        room = -1
         for i, request in wanted.items():
             if request.offsets is not offsets:
                 continue

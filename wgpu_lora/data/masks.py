@@ -136,7 +136,7 @@ class _Chat:
     def _check_size(self, text: str, most: int) -> None:
         if len(text) * len(self.trained) > most:
             raise UserError(
-                f"{len(self.trained):,} turns to learn in {len(text):,} characters are too many to look for one by one; "
+                f"{len(self.trained):,} turns to learn in {len(text):,} characters are too many to look for each; "
                 "split the conversation."
             )
 
