@@ -31,7 +31,7 @@ MAX_TOKENS = 1 << 14
 MAX_NODES = 3000  # of its syntax tree; published ones have up to 1,300
 MAX_WORK = 1 << 20  # units, beyond what the conversation itself comes to
 WORK_PER_INPUT = 128  # for each character of the conversation,
-MOST_WORK = 1 << 28  # but never more than this: a minute, and half a gigabyte if all of it were kept
+MOST_WORK = 1 << 27  # but never more than this: half a minute, and half a gigabyte if all of it were kept
 MACRO = 256
 
 

@@ -91,11 +91,11 @@ def _compile(source: str) -> jinja2.Template:
         return _environment().from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise UserError(
-            f"The chat template does not compile ({error.message}, line {error.lineno} of the template); "
+            f"The chat template does not compile ({error.message!s:.200}, line {error.lineno} of the template); "
             "use the template that the model was published with."
         ) from error
     except Exception as error:
-        raise UserError(f"The chat template does not compile ({type(error).__name__}: {error}).") from error
+        raise UserError(f"The chat template does not compile ({type(error).__name__}: {error!s:.200}).") from error
 
 
 def _as_templates_expect(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
@@ -148,12 +148,12 @@ def render(
             f"The chat template does not come to an end: {error}; use the template that the model was published with."
         ) from error
     except jinja2.UndefinedError as error:
-        raise UserError(f"The chat template reads something that the conversation does not have: {error}.") from error
+        raise UserError(f"The chat template reads what the conversation does not have: {error!s:.200}.") from error
     except jinja2.TemplateError as error:
-        raise UserError(f"The chat template refuses this conversation: {error}") from error
+        raise UserError(f"The chat template refuses this conversation: {error!s:.500}") from error
     except Exception as error:  # the template is foreign code and may fail in any way
         raise UserError(
-            f"The chat template fails on this conversation ({type(error).__name__}: {error}); "
+            f"The chat template fails on this conversation ({type(error).__name__}: {error!s:.200}); "
             "check the messages against what the template expects."
         ) from error
     finally:

@@ -19,7 +19,7 @@ from wgpu_lora.tokens.components import DocumentError
 from wgpu_lora.tokens.document import read_document
 from wgpu_lora.tokens.process import Child
 
-MAX_TEXT = 4 << 20  # bytes of a text: a million tokens
+MAX_TEXT = 2 << 20  # bytes of a text, half a million tokens: with what they take on the way, less than a gigabyte
 _OURS = Path(__file__).parent.parent / "demo" / "model" / "tokenizer.json"
 
 

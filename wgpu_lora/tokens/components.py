@@ -189,7 +189,7 @@ class Chain:
         if kind == "Sequence":
             return
         most = _AT_MOST.get(kind, MAX_PARTS)
-        require(self.kinds[kind] <= most, f"{self.name} has {kind} more than {most} times")
+        require(self.kinds[kind] <= most, f"{self.name} has more than {most} {kind}")
         self.growth *= _growth(part)
         require(self.growth <= MAX_GROWTH, f"{self.name} makes a text much longer")
 

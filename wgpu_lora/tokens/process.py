@@ -28,8 +28,9 @@ from wgpu_lora.tokens.backend import Added, BackendError, Facts, Span
 from wgpu_lora.tokens.child import Message, receive, send
 
 MEMORY = 2 << 30  # bytes; a vocabulary of 262,000 tokens takes 0.3 GB, and the longest text it is given 0.9 GB more
-SECONDS = 10.0  # of computing for a request, and
+SECONDS = 5.0  # of computing for a request, and
 SECONDS_PER_MIB = 10.0  # of text more; ordinary texts take one, at most
+SECONDS_TO_OPEN = 1.0  # for a MiB of a document; the largest take a thirtieth of that
 PATIENCE = 6.0  # how many times as long a request may take on a busy machine
 _TICK, _IDLE = 0.1, 5.0
 
@@ -74,15 +75,15 @@ class Child:
         return self._ask({"do": "id"}, _bytes(token))[0]["id"]
 
     def to_str(self) -> str:
-        return self._ask({"do": "to_str"}, seconds=SECONDS + self._seconds(self._document))[1].decode()
+        return self._ask({"do": "to_str"}, seconds=self._to_open())[1].decode()
 
-    @staticmethod
-    def _seconds(data: bytes) -> float:
-        return SECONDS + SECONDS_PER_MIB * len(data) / (1 << 20)
+    def _to_open(self) -> float:
+        return SECONDS + SECONDS_TO_OPEN * len(self._document) / (1 << 20)
 
     def _ask(self, header: dict[str, Any], payload: bytes = b"", seconds: float | None = None) -> Message:
         with self._lock:
-            seconds = self._seconds(payload) if seconds is None else seconds
+            if seconds is None:
+                seconds = SECONDS + SECONDS_PER_MIB * len(payload) / (1 << 20)
             return self._opened().ask(header, payload, seconds)
 
     def _opened(self) -> _Process:
@@ -92,7 +93,7 @@ class Child:
                 self._process, process = None, _Process()
                 weakref.finalize(self, process.end)
                 try:
-                    found = process.ask({"do": "open"}, self._document, self._seconds(self._document))[0]
+                    found = process.ask({"do": "open"}, self._document, self._to_open())[0]
                 except BaseException:
                     process.end()
                     raise
