@@ -10,6 +10,7 @@ use. What failed is kept, and `python scripts/fuzz.py TARGET --replay FILE` runs
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 import re

@@ -52,8 +52,9 @@ PARTS: dict[str, tuple[str, list[Any]]] = {
         {"type": "RobertaProcessing", "sep": ["a", 1], "cls": ["b", 2], "trim_offsets": True, "add_prefix_space": True},
     ]),
     "decoder": ("decoders", [
-        *REPLACES, BYTES, METASPACE, {"type": "Fuse"}, {"type": "ByteFallback"}, {"type": "BPEDecoder", "suffix": "</w>"},
-        {"type": "WordPiece", "prefix": "##", "cleanup": True}, {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+        *REPLACES, BYTES, METASPACE, {"type": "Fuse"}, {"type": "ByteFallback"},
+        {"type": "BPEDecoder", "suffix": "</w>"}, {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
         {"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": True},
     ]),
 }  # fmt: skip
