@@ -86,11 +86,15 @@ def least_match(kind: str, given: str) -> int:
     """The bytes of the shortest text that a pattern matches."""
     if kind == "String":
         text()(given)
-        return len(given.encode())
+        return _bytes(given)
     try:
         return shape_of(given).least
     except PatternError as error:
         raise DocumentError(f"is {given!r:.60}: {error}") from None
+
+
+def _bytes(value: str) -> int:
+    return len(value.encode(errors="surrogatepass"))  # half a character is refused at the end
 
 
 def charsmap(value: Any) -> None:
@@ -155,6 +159,7 @@ DECODERS: dict[str, Fields] = {
     "Strip": {"content": text(1, 1), "start": whole(0, 64), "stop": whole(0, 64)},
 }  # fmt: skip
 
+_NEEDED = {"Replace": {"pattern", "content"}, "Prepend": {"prepend"}}  # the library asks for the others
 _START_OF_TEXT = r"(?<!\n)^"  # as LLM-jp's say it
 
 # How many bytes they may make of one. The forms of Unicode and a charsmap (which is bounded by itself) expand a few
@@ -199,13 +204,13 @@ def _growth(part: Mapping[str, Any]) -> float:
     if kind == "Replace":
         ((form, given),) = part["pattern"].items()
         least = least_match(form, given)
-        added = len(part["content"].encode())
+        added = _bytes(part["content"])
         if given == _START_OF_TEXT:
             return 1.0 + added
         require(least > 0, f"Replace has a pattern, {given!r:.60}, that matches the empty text")
         return max(1.0, added / least)
     if kind == "Prepend":
-        return 1.0 + len(part["prepend"].encode())
+        return 1.0 + _bytes(part["prepend"])
     return _GROWTH.get(kind, 1.0)
 
 
@@ -218,6 +223,8 @@ def check_chain(chain: Chain, part: Any, known: Mapping[str, Fields], inner: str
     if kind != "Sequence":
         require(kind in known, f"{chain.name} has a part, {kind!r:.40}, that is not known")
         check_fields(kind, part, known[kind])
+        missing = _NEEDED.get(kind, set()) - part.keys()
+        require(not missing, f"{kind} has no {min(missing, default='')}")
         if kind == "TemplateProcessing":
             _check_template(part)
         chain.add(part)
