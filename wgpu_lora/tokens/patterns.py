@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 MAX_PATTERN = 4096  # characters; DeepSeek's longest has some 500
 MAX_DEPTH = 12
-MAX_REPEATS = 4  # of no fixed length, one behind the other in an alternative; o200k's have three
-MAX_WAYS = 1 << 14  # of matching that `?`, {m,n} and alternatives leave open; the widest published pattern has some 60
-MAX_COUNT = 256  # in {m,n}
+MAX_REPEATS = 3  # without a bound, one behind the other; published patterns have two
+MAX_WAYS = 256  # of matching that `?`, {m,n} and alternatives leave open; published patterns have up to 40
+MAX_COUNT, MAX_RANGE = 256, 16  # in {m,n}; what may be longer by more than the latter counts as without a bound
 MAX_WIDTH = 1024  # characters that all fixed repeats make together
 
 _PROPERTY = re.compile(r"[pP]\{\^?[A-Za-z_ ]{1,40}\}")
@@ -192,7 +192,7 @@ class _Reader:
             raise PatternError("it repeats a repeat")
         if most != 1 and not (part.ways == 1 and part.most == part.least and part.least > 0 and not part.repeats):
             raise PatternError("it repeats what is itself of no fixed length")
-        if most is None:
+        if most is None or most - least > MAX_RANGE:
             return Shape(part.least * least, None, part.repeats + 1)
         longest = None if part.most is None else part.most * most
         ways = part.ways + 1 if most == 1 and not least else part.ways * (most - least + 1)
