@@ -88,10 +88,19 @@ def test_it_is_watched_where_the_system_does_not(
         slow.encode(["a" * 20_000])
 
 
+def test_it_may_not_make_much_of_a_text(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "MAX_ANSWER", -8 * len(TEXT.encode()) + 400)
+    assert len(child.encode(["a" * 100])[0]) == 100
+    with pytest.raises(BackendError, match="too much of a text"):
+        child.encode(["a" * 101])
+    with pytest.raises(BackendError, match="too much of a text"):
+        child.decode(child.encode(["a" * 90])[0] * 5, True)
+
+
 def test_an_interrupt_ends_it(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
     first = pid_of(child)
 
-    def interrupted(file: object) -> None:
+    def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from wgpu_lora.data.formats import Conversation, Example, Tokens, read_examples
+from wgpu_lora.data.formats import Example, Tokens, read_examples
 from wgpu_lora.data.masks import UNTRAINED, Pair, tokenize_examples
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
@@ -186,9 +186,12 @@ def _tokenized(
 
 def _size(example: Example) -> int:
     """About as many characters as there are in it."""
-    if isinstance(example, Conversation):
-        return sum(len(str(message.get("content"))) for message in example.messages)
-    return 0 if isinstance(example, Tokens) else sum(map(len, vars(example).values()))
+    if isinstance(example, Tokens):
+        return 8 * len(example.input_ids)
+    try:
+        return len(str(vars(example)))
+    except RecursionError:
+        return _BLOCK_SIZE
 
 
 def _check_vocabulary(ids: list[int], labels: list[int], vocab_size: int | None) -> None:

@@ -116,6 +116,7 @@ def render(
     tools: list[dict[str, Any]] | None = None,
     add_generation_prompt: bool = False,
     variables: Mapping[str, Any] | None = None,
+    special_tokens: Mapping[str, str] | None = None,
 ) -> tuple[str, list[Span]]:
     """Renders a conversation with the template `source`.
 
@@ -123,8 +124,9 @@ def render(
         messages: `{"role": ..., "content": ...}` and whatever else the template reads (`tool_calls`, ...).
         tools: JSON schemas of the functions on offer.
         add_generation_prompt: end with the header of an assistant's turn.
-        variables: further names that the template sees (`bos_token`, `enable_thinking`, ...), whatever they are;
-            those of GIVEN are what the other arguments say.
+        variables: further names that the template sees (`enable_thinking`, ...), whatever they are; those of GIVEN are
+            what the other arguments say.
+        special_tokens: names that come with the model (`bos_token`, ...): for them a template may compute no more.
 
     Returns:
         The text, and the character spans `[start, end)` inside `{% generation %}` blocks (none if there are none).
@@ -140,7 +142,7 @@ def render(
     try:
         given = dict(zip(GIVEN, (ready, tools, None, add_generation_prompt), strict=True))
         with budget(len(json.dumps([ready, tools, variables], default=str))):
-            for piece in template.generate({**(variables or {}), **given}):
+            for piece in template.generate({**(special_tokens or {}), **(variables or {}), **given}):
                 pieces.append(piece)
                 recorder.written += len(piece)
     except TooMuchError as error:

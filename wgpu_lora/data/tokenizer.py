@@ -226,8 +226,7 @@ class Tokenizer:
                 else "The tokenizer has no chat template, so conversations cannot be rendered; "
                 "use rows of text or of prompt and completion, or the tokenizer of a chat model."
             )
-        seen = {**self._special_tokens, **(variables or {})}
-        return template.render(source, messages, tools, add_generation_prompt, seen)
+        return template.render(source, messages, tools, add_generation_prompt, variables, self._special_tokens)
 
 
 class StreamDecoder:

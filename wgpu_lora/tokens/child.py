@@ -26,9 +26,11 @@ def send(file: BinaryIO, header: dict[str, Any], payload: bytes = b"") -> None:
     file.flush()
 
 
-def receive(file: BinaryIO) -> Message:
-    """The next message; EOFError where there will be none."""
+def receive(file: BinaryIO, most: int | None = None) -> Message:
+    """The next message; EOFError where none will come, OverflowError where its payload has more than `most` bytes."""
     header, payload = LENGTHS.unpack(_exactly(file, LENGTHS.size))
+    if most is not None and payload > most:
+        raise OverflowError
     return json.loads(_exactly(file, header)), _exactly(file, payload)
 
 

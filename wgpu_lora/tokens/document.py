@@ -72,7 +72,9 @@ def checked(stated: Any) -> Document:
     notes: list[str] = []
     model = _model(stated.get("model"), notes)
     added = stated.get("added_tokens") or []
-    require(isinstance(added, list) and len(added) <= MAX_ADDED, f"its added tokens are no list of at most {MAX_ADDED:,}")
+    require(
+        isinstance(added, list) and len(added) <= MAX_ADDED, f"its added tokens are no list of at most {MAX_ADDED:,}"
+    )
     for token in added:
         require(isinstance(token, dict) and {"id", "content"} <= token.keys(), "it has an added token that is none")
         check_fields("an added token", token, _ADDED)

@@ -31,6 +31,7 @@ MEMORY = 2 << 30  # bytes; a vocabulary of 262,000 tokens takes 0.3 GB, and the 
 SECONDS = 5.0  # of computing for a request, and
 SECONDS_PER_MIB = 10.0  # of text more; ordinary texts take one, at most
 SECONDS_TO_OPEN = 1.0  # for a MiB of a document; the largest take a thirtieth of that
+MAX_ANSWER = 32 << 20  # bytes of ids and offsets, or of a text; 2 MiB of letters that are all tokens come to 24
 PATIENCE = 6.0  # how many times as long a request may take on a busy machine
 _TICK, _IDLE = 0.1, 5.0
 
@@ -90,7 +91,7 @@ class Child:
         with self._lock:
             process = self._process
             if process is None or process.gone or process.owner != os.getpid():
-                self._process, process = None, _Process()
+                self._process, process = None, _Process(len(self._document))
                 weakref.finalize(self, process.end)
                 try:
                     found = process.ask({"do": "open"}, self._document, self._to_open())[0]
@@ -114,7 +115,8 @@ class _Process:
 
     facts: Facts
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self.size = size  # bytes of its document, which it may be asked for
         paths = [os.path.abspath(path) for path in sys.path]
         paths += [str(Path(cast(str, module.__file__)).parent.parent) for module in (wgpu_lora, tokenizers)]
         options: dict[str, Any] = {"start_new_session": True}  # Ctrl-C is for this process to see
@@ -145,8 +147,11 @@ class _Process:
         try:
             self.watch.begin(seconds * PATIENCE)
             send(sink, {**header, "seconds": seconds}, payload)
-            reply = receive(source)
+            reply = receive(source, MAX_ANSWER + 8 * self.size)
             self.watch.rest()
+        except OverflowError:
+            self.end()
+            raise BackendError("it makes too much of a text") from None
         except (OSError, EOFError, ValueError):
             code = self.end()
             raise BackendError(self._why(code, seconds)) from None
