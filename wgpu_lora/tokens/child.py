@@ -11,6 +11,7 @@ import signal
 import struct
 import sys
 from array import array
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain
 from typing import Any, BinaryIO
@@ -47,7 +48,10 @@ def limit(memory: int) -> None:
         import resource
     except ImportError:  # Windows, where the other end looks at what is used
         return
-    for kind, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, memory)):
+    taken = 0  # addresses that a preloaded library may have reserved, however many
+    with suppress(OSError, ValueError), open("/proc/self/statm") as file:
+        taken = int(file.read().split()[0]) * resource.getpagesize()
+    for kind, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, memory + taken)):
         hard = resource.getrlimit(kind)[1]
         value = most if hard == resource.RLIM_INFINITY else min(most, hard)
         try:

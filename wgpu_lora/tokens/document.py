@@ -39,7 +39,7 @@ MAX_VOCABULARY = 1 << 20
 MAX_ADDED = 1 << 16
 MAX_WORD = 1000  # characters that WordPiece looks at; its work may be their cube
 
-_DROPOUT = "its BPE drops merges at random (dropout), which is ignored: every text is split in one way."
+_DROPOUT = "the tokenizer drops merges at random (dropout), which is ignored: every text is split in one way."
 
 
 @dataclass(frozen=True)
