@@ -57,6 +57,14 @@ STATEMENTS = """
 """.strip().splitlines()
 
 
+def of_rows(data: bytes, rng: random.Random) -> bytes:
+    """Lines of which one is another's, or has other values."""
+    lines = data.split(b"\n")
+    at = rng.randrange(len(lines))
+    lines[at] = of_json(rng.choice(lines), rng)
+    return b"\n".join(lines)
+
+
 def of_json(text: bytes, rng: random.Random) -> bytes:
     """A JSON text with some of its values changed, left out, doubled or swapped; unchanged where it is none."""
     try:

@@ -26,6 +26,29 @@ ENDLESS = {
     "format *": "{{ '%*d' % (10 ** 9, 1) }}",
     "format {}": "{{ '{:>1000000000}'.format(1) }}",
     "format nested": "{{ '{0:{1}}'.format(1, 10 ** 9) }}",
+    "format in other digits": "{{ '{:３５０００００００}'.format('x') }}",
+    "format in Arabic digits": "{{ '{:>٣٥٠٠٠٠٠٠٠}'.format(1) }}",
+    "precision in other digits": "{{ '{:.３５０００００００f}'.format(1.5) }}",
+    "format of safe text": "{{ ('{:３５０００００００}' | safe).format('x') }}",
+    "format behind an index": "{{ '{0[}]:>999999999}'.format({'}': 1}) }}",
+    "format behind a colon": "{{ '{0[:]:>999999999}'.format({':': 1}) }}",
+    "format of a repr": "{{ '{0!r:>999999999}'.format(1) }}",
+    "format nested in braces": "{{ '{0:{{{1}}}}'.format(1, 10 ** 9) }}",
+    "format % behind a key": "{{ '%(a(b))999999999d' % {'a(b)': 1} }}",
+    "format % behind brackets": "{{ '%((a)b)999999999d' % {'(a)b': 1} }}",
+    "format % with a precision": "{{ '%.999999999f' % 1 }}",
+    "format % of zeros": "{{ '%" + "0" * 40 + "9d' % 1 }}",
+    "format % mapped": "{{ ['%999999999d'] | map('format', 1) | list }}",
+    "format % of safe text": "{{ ('%999999999d' | safe) % 1 }}",
+    "format many widths": "{{ ('{:9999}' * 20000).format(*range(20000)) }}",
+    "indent of other lines": "{% set x = ('\r' * 90000) | indent(16, true, true) %}",
+    "indent of separators": "{% set x = ('\u2028' * 90000) | indent(16, true, true) %}",
+    "repeated tuple": "{{ (0,) * 999999999 }}",
+    "repeated from the left": "{{ 999999999 * 'a' }}",
+    "repeated safe text": "{{ ('a' | safe) * 999999999 }}",
+    "subtraction": NS + "{% set ns.x = 1 %}{% for i in range(99999) %}{% set ns.x = ns.x - (0 - ns.x) %}{% endfor %}",
+    "digits of 36": "{{ ('z' * 2000000) | int(base=36) }}",
+    "a message": "{{ raise_exception('a' * 2000000) }}",
     "format again": LONG + "{{ ('%s' * 100000) | format(s) }}",
     "center": "{{ 'a' | center(10 ** 9) }}",
     "center many": "{{ range(99999) | map('center', 99999) | list | length }}",
@@ -132,6 +155,8 @@ def test_what_has_no_end_is_ended(source: str) -> None:
         ),
         ("{{ 'a\nb' | indent(4, first=true) }}{{ 2.345 | round(1) }}{{ [1, 2] | sum }}", "    a\n    b2.33"),
         ("{{ [{'a': 2}, {'a': 1}] | sort(attribute='a') | map(attribute='a') | join(', ') }}", "1, 2"),
+        ("{{ '用户 {} %s，{:05.1f}{{}}'.format('é', 2) }}{{ '%d%% 用户 %(é)s' | length }}", "用户 é %s，002.0{}13"),
+        ("{{ '%5.1f%%，%s' % (1.25, '用') }}{{ '%(a b)-3s|' % {'a b': 1} }}", "  1.2%，用1  |"),
         ("{{ '{} {{}} {b:>3}'.format(1, b=2) }}{{ '%(a)s' % {'a': 3} }}", "1 {}   23"),
         ("{{ 'xaxbx'.strip('x').rsplit('x', 1)[-1] }}{{ ('<' | safe) + '<' }}{{ '<' | e }}", "b<&lt;&lt;"),
         ("{{ messages[0].get('tool_calls', 'none') }}{{ 'a, b'.split(', ') | reverse | list }}", "none['b', 'a']"),
@@ -142,6 +167,20 @@ def test_what_has_no_end_is_ended(source: str) -> None:
 )
 def test_ordinary_templates_read_as_they_do_in_jinja2(source: str, text: str) -> None:
     assert template.render(source, USER)[0] == text
+
+
+def test_what_a_template_raises_is_told_in_short() -> None:
+    with pytest.raises(UserError, match="refuses this conversation: aaa") as caught:
+        template.render("{{ raise_exception('a' * 100000) }}", USER)
+    assert len(str(caught.value)) < 1000
+
+
+def test_the_bound_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wgpu_lora.data.sandbox.MOST_WORK", 1 << 21)
+    turns = [{"role": "user", "content": "word " * 200_000}]
+    assert template.render("{{ messages[0].content }}", turns)[0] == turns[0]["content"]
+    with pytest.raises(UserError, match="computes too much"):
+        template.render("{% for i in range(9999) %}{{ messages[0].content }}{% endfor %}", turns)
 
 
 def test_the_bound_grows_with_the_conversation() -> None:

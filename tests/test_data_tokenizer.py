@@ -87,7 +87,7 @@ def test_where_the_template_is_found(folder):
     assert load(folder).render(chat("Hi")) == "named"
     assert load(folder).render(chat("Hi"), tools=[{}]) == "with tools"
     write(folder, "chat_template.jinja", "file {{ eos_token }}{{ eager }}")
-    assert load(folder).render(chat("Hi"), tools=[{}], eager=1) == "file 1"
+    assert load(folder).render(chat("Hi"), tools=[{}], variables={"eager": 1}) == "file 1"
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
@@ -113,7 +113,7 @@ def test_offsets_cover_every_character_whatever_the_post_processor():
     backend = tokenizers.Tokenizer.from_str(backend_json())
     backend.post_processor = processors.ByteLevel(trim_offsets=True)  # as many checkpoints have it
     text = "The  sky\n\n is größer"
-    ids, offsets = Tokenizer(backend).encode_with_offsets(text)
+    [(ids, offsets)] = Tokenizer(backend).encode_with_offsets([text])
     assert len(ids) == len(offsets)
     assert set(range(len(text))) == {i for start, end in offsets for i in range(start, end)}
 

@@ -82,6 +82,8 @@ def waiting(place: int, holders: list[Entry], seconds: float) -> None:
 def describe(job: Job) -> None:
     """What is about to run, a line each."""
     describe_model(job)
+    for note in job.session.model.tokenizer.notes if job.session.model.tokenizer else ():
+        line("note", note)
     for run in job.runs:
         mark = f"{run.name}: " if run.name else ""
         line("data", mark + run.stream.prepared.summary())

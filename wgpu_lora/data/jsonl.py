@@ -10,6 +10,8 @@ from typing import Any
 from wgpu_lora.bounded import object_of
 from wgpu_lora.errors import UserError
 
+MAX_LINE = 16 << 20  # bytes; as lists of lists, the worst there is, Python takes half a gigabyte for them
+
 
 def resolve_data(path: Path) -> tuple[Path, Path | None]:
     """The training file and, where there is one, the validation file: `path` itself or what is in that folder.
@@ -33,13 +35,17 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields (line number from 1, object) for every line that is not blank, reading line by line.
 
     Raises:
-        UserError: the file cannot be read or is empty, or a line is not UTF-8, not JSON, not an object,
+        UserError: the file cannot be read or is empty, or a line is too long, not UTF-8, not JSON, not an object,
             or names a key twice.
     """
     empty = True
     try:
         with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), start=1):
+                if len(line) > MAX_LINE:
+                    raise UserError(
+                        f"{path}, line {number}: longer than {MAX_LINE >> 20} MiB; split the row into several."
+                    )
                 if number == 1:
                     line = line.removeprefix(b"\xef\xbb\xbf")
                 if line.strip():

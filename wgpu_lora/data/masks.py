@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from wgpu_lora.data import template
+from wgpu_lora.data.asking import MAX_ASKED, Steps, Wanted, together
 from wgpu_lora.data.formats import Alpaca, Completion, Conversation, Example, Text, Tokens
 from wgpu_lora.data.template import Span
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
 
 UNTRAINED = -100
+# Characters of a conversation that is rendered up to each of its turns; and where each of these becomes a row.
+MAX_RENDERED, MAX_IN_ROWS = 1 << 27, 1 << 25
 Pair = tuple[list[int], list[int]]
 
 _ALPACA = (
@@ -48,6 +52,26 @@ def tokenize_example(
     Raises:
         UserError: there is no tokenizer for a row that needs one, or the chat template fails on it.
     """
+    [found] = tokenize_examples([example], tokenizer, completion_only_loss, chat_template_kwargs)
+    if isinstance(found, UserError):
+        raise found
+    return found
+
+
+def tokenize_examples(
+    examples: Sequence[Example],
+    tokenizer: Tokenizer | None,
+    completion_only_loss: bool = True,
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> list[list[Pair] | UserError]:
+    """As `tokenize_example`, of several examples at once: what became of each."""
+    steps = [_rows(example, tokenizer, completion_only_loss, chat_template_kwargs or {}) for example in examples]
+    return together(steps, tokenizer)
+
+
+def _rows(
+    example: Example, tokenizer: Tokenizer | None, completion_only_loss: bool, template_kwargs: dict[str, Any]
+) -> Steps[list[Pair]]:
     if isinstance(example, Tokens):
         return [(list(example.input_ids), list(example.labels))]
     if tokenizer is None:
@@ -57,19 +81,20 @@ def tokenize_example(
     if isinstance(example, Alpaca):
         example = _alpaca(example, tokenizer)
     if isinstance(example, Text):
-        ids = _ended(tokenizer.opening + tokenizer.encode(example.text), tokenizer)
+        [plain] = yield Wanted([example.text])
+        ids = _ended(tokenizer.opening + plain, tokenizer)
         return [(ids, list(ids))]
     if isinstance(example, Completion):
-        prompt, answer = _split(tokenizer, example.prompt, example.completion)
+        prompt, answer = yield from _split(example.prompt, example.completion)
         prompt = tokenizer.opening + prompt
         ids = _ended(prompt + answer, tokenizer)
         return [(ids, _behind(ids, len(prompt) if completion_only_loss else 0))]
-    kwargs = {**(chat_template_kwargs or {}), **example.template_kwargs}
-    if reserved := kwargs.keys() & {"messages", "tools", "documents", "add_generation_prompt"}:
+    kwargs = {**template_kwargs, **example.template_kwargs}
+    if reserved := kwargs.keys() & template.GIVEN:
         raise UserError(
             f"chat_template_kwargs may not set {', '.join(sorted(reserved))}; they come from the row itself."
         )
-    return _Chat(example, tokenizer, kwargs).rows(completion_only_loss)
+    return (yield from _Chat(example, tokenizer, kwargs).rows(completion_only_loss))
 
 
 def _alpaca(example: Alpaca, tokenizer: Tokenizer) -> Conversation | Completion:
@@ -90,15 +115,30 @@ class _Chat:
         self.messages, self.trained, self.tools = example.messages, sorted(example.trained), example.tools
         self.tokenizer, self.kwargs = tokenizer, kwargs
 
-    def rows(self, completion_only_loss: bool) -> list[Pair]:
-        text, marks = self.tokenizer.render_with_spans(self.messages, self.tools, **self.kwargs)
-        ids, offsets = self.tokenizer.encode_with_offsets(text)
+    def rows(self, completion_only_loss: bool) -> Steps[list[Pair]]:
+        text, marks = self.tokenizer.render_with_spans(self.messages, self.tools, variables=self.kwargs)
         if not completion_only_loss:
+            [ids] = yield Wanted([text])
             return [(ids, list(ids))]
-        spans = self._marked(marks) or self._by_prefix(text, ids, offsets)
-        if spans is None:
-            return [self._cut_after(turn) for turn in self.trained]
-        return [(ids, _inside(ids, offsets, spans))]
+        [(ids, offsets)] = yield Wanted([text], offsets=True)
+        spans = self._marked(marks)
+        if not spans:
+            self._check_size(text, MAX_RENDERED)
+            spans = yield from self._by_prefix(text, ids, offsets)
+        if spans is not None:
+            return [(ids, _inside(ids, offsets, spans))]
+        self._check_size(text, MAX_IN_ROWS)
+        pairs = []
+        for turn in self.trained:
+            pairs.append((yield from self._cut_after(turn)))
+        return pairs
+
+    def _check_size(self, text: str, most: int) -> None:
+        if len(text) * len(self.trained) > most:
+            raise UserError(
+                f"{len(self.trained):,} turns to learn in {len(text):,} characters are too many to look for each; "
+                "split the conversation."
+            )
 
     def _marked(self, marks: list[Span]) -> list[Span] | None:
         """The template's own marks, where it is clear which of them are to be learnt."""
@@ -109,23 +149,27 @@ class _Chat:
             return [mark for mark, turn in zip(marks, turns, strict=True) if turn in self.trained]
         return None
 
-    def _by_prefix(self, text: str, ids: list[int], offsets: list[Span]) -> list[Span] | None:
+    def _by_prefix(self, text: str, ids: list[int], offsets: list[Span]) -> Steps[list[Span] | None]:
         """Where the turns lie if the text up to each turn is the same with and without what follows, else None."""
         spans = []
+        stops = {stop for _, stop in offsets}
         for turn in self.trained:
             before = self._before(turn)
             if before is None:
                 return None
             after = self._render(turn + 1)
             start, end = len(before), _without_trailing_space(after, self.tokenizer)
-            header = self.tokenizer.encode(before)
-            same_text = text.startswith(after) and after.startswith(before)
-            if not same_text or header != ids[: len(header)] or not any(stop == end for _, stop in offsets):
+            if not (text.startswith(after) and after.startswith(before)) or end not in stops:
                 return None
             spans.append((start, end))
+        each = max(1, MAX_ASKED // max(1, len(text)))
+        for i in range(0, len(spans), each):
+            headers = yield Wanted([text[:start] for start, _ in spans[i : i + each]])
+            if any(header != ids[: len(header)] for header in headers):
+                return None
         return spans
 
-    def _cut_after(self, turn: int) -> Pair:
+    def _cut_after(self, turn: int) -> Steps[Pair]:
         """The conversation up to a turn, and only that turn learnt."""
         text = self._render(turn + 1)
         before = self._before(turn)
@@ -137,15 +181,15 @@ class _Chat:
                 "use a template with {% generation %} marks, or train on everything with completion_only_loss off."
             )
         end = _without_trailing_space(text, self.tokenizer)
-        prompt, answer = _split(self.tokenizer, before, text[len(before) : end])
-        rest = self.tokenizer.encode(text[end:])
+        prompt, answer = yield from _split(before, text[len(before) : end])
+        [rest] = yield Wanted([text[end:]])
         ids = prompt + answer + rest
         return ids, _behind(prompt + answer, len(prompt)) + [UNTRAINED] * len(rest)
 
     def _before(self, turn: int) -> str | None:
         """What the model sees when it is to write the turn; None if the template does not take half a conversation."""
         try:
-            return self.tokenizer.render(self.messages[:turn], self.tools, add_generation_prompt=True, **self.kwargs)
+            return self.tokenizer.render(self.messages[:turn], self.tools, True, variables=self.kwargs)
         except UserError:
             return None
 
@@ -153,26 +197,26 @@ class _Chat:
         """All text before a turn's words: what two renderings with different words have in common."""
         turns = [[*self.messages[:turn], {"role": "assistant", "content": words}] for words in ("A", "B")]
         try:
-            one, other = (self.tokenizer.render(messages, self.tools, **self.kwargs) for messages in turns)
+            one, other = (self.tokenizer.render(messages, self.tools, variables=self.kwargs) for messages in turns)
         except UserError:
             return None
         return one[: next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))]
 
     def _render(self, count: int) -> str:
-        return self.tokenizer.render(self.messages[:count], self.tools, **self.kwargs)
+        return self.tokenizer.render(self.messages[:count], self.tools, variables=self.kwargs)
 
 
-def _split(tokenizer: Tokenizer, prompt: str, answer: str) -> tuple[list[int], list[int]]:
+def _split(prompt: str, answer: str) -> Steps[tuple[list[int], list[int]]]:
     """Token ids of both texts, with the boundary that the model meets when it is given the prompt alone.
 
     Where tokenising both together keeps that boundary, it is the truer text (tokenizers that put a space
     in front would put one into the middle); where a token would straddle it, they are tokenised apart.
     """
-    head = tokenizer.encode(prompt)
-    together = tokenizer.encode(prompt + answer)
-    if together[: len(head)] == head:
-        return head, together[len(head) :]
-    return head, tokenizer.encode(answer)
+    head, whole = yield Wanted([prompt, prompt + answer])
+    if whole[: len(head)] == head:
+        return head, whole[len(head) :]
+    [tail] = yield Wanted([answer])
+    return head, tail
 
 
 def _ended(ids: list[int], tokenizer: Tokenizer) -> list[int]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from wgpu_lora.data.formats import read_examples
-from wgpu_lora.data.masks import UNTRAINED, tokenize_example
+from wgpu_lora.data.formats import Example, Tokens, read_examples
+from wgpu_lora.data.masks import UNTRAINED, Pair, tokenize_examples
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.atomic import file_digest
+
+_BLOCK_LINES, _BLOCK_SIZE = 64, 1 << 19  # that are tokenised together, at most; characters
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,15 +109,9 @@ def prepare(
         vocab_size = tokenizer.vocab_size
     rows: list[Row] = []
     examples = expanded = cut = too_long = untrained = lost_by_cut = 0
-    for line, example in read_examples(path):
+    for line, pairs in _tokenized(path, tokenizer, completion_only_loss, chat_template_kwargs):
         examples += 1
         try:
-            pairs = tokenize_example(
-                example,
-                tokenizer,
-                completion_only_loss=completion_only_loss,
-                chat_template_kwargs=chat_template_kwargs,
-            )
             for ids, labels in pairs:
                 _check_vocabulary(ids, labels, vocab_size)
         except UserError as error:
@@ -156,6 +153,45 @@ def prepare(
         trained_tokens=sum(row.trained_tokens for row in rows),
         total_tokens=sum(len(row.input_ids) for row in rows),
     )
+
+
+def _tokenized(
+    path: Path, tokenizer: Tokenizer | None, completion_only_loss: bool, chat_template_kwargs: dict[str, Any] | None
+) -> Iterator[tuple[int, list[Pair]]]:
+    """Every line's number and rows, some lines at a time; a mistake comes after what stands before it."""
+    lines = read_examples(path)
+    wrong: UserError | None = None
+    while wrong is None:
+        block: list[tuple[int, Example]] = []
+        size = 0
+        try:
+            for line, example in lines:
+                block.append((line, example))
+                size += _size(example)
+                if len(block) >= _BLOCK_LINES or size >= _BLOCK_SIZE:
+                    break
+        except UserError as error:
+            wrong = error
+        if not block:
+            break
+        examples = [example for _, example in block]
+        found = tokenize_examples(examples, tokenizer, completion_only_loss, chat_template_kwargs)
+        for (line, _), pairs in zip(block, found, strict=True):
+            if isinstance(pairs, UserError):
+                raise UserError(f"{path}, line {line}: {pairs}") from pairs
+            yield line, pairs
+    if wrong:
+        raise wrong
+
+
+def _size(example: Example) -> int:
+    """About as many characters as there are in it."""
+    if isinstance(example, Tokens):
+        return 8 * len(example.input_ids)
+    try:
+        return len(str(vars(example)))
+    except RecursionError:
+        return _BLOCK_SIZE
 
 
 def _check_vocabulary(ids: list[int], labels: list[int], vocab_size: int | None) -> None:

@@ -30,7 +30,8 @@ MAX_SOURCE = 1 << 17  # characters of a template; the longest published ones hav
 MAX_TOKENS = 1 << 14
 MAX_NODES = 3000  # of its syntax tree; published ones have up to 1,300
 MAX_WORK = 1 << 20  # units, beyond what the conversation itself comes to
-WORK_PER_INPUT = 128  # for each character of the conversation
+WORK_PER_INPUT = 128  # for each character of the conversation,
+MOST_WORK = 1 << 27  # but never more than this: half a minute, and half a gigabyte if all of it were kept
 MACRO = 256
 
 
@@ -70,7 +71,7 @@ STATEMENTS = (
 @contextmanager
 def budget(characters: int) -> Iterator[None]:
     """Bounds what templates compute inside; `characters`: of the conversation that is rendered."""
-    with costs.bounded(MAX_WORK + WORK_PER_INPUT * characters):
+    with costs.bounded(min(MAX_WORK + WORK_PER_INPUT * characters, MOST_WORK)):
         yield
 
 

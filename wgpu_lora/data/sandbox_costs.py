@@ -5,7 +5,6 @@ One unit is about what jinja2 does in a quarter of a microsecond, or a character
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,6 +12,8 @@ from typing import Any
 
 import jinja2
 from markupsafe import Markup
+
+from wgpu_lora.data.format_costs import FormatError, conversions_of, fields_of
 
 TURN = 16  # an item of a list, one turn of a loop
 CALL = 32
@@ -23,11 +24,6 @@ MAX_INDENT = 16
 MAX_PRECISION = 15
 MAX_PATH = 8  # names in `a.b.c`
 ESCAPED = 5  # how much longer a text may get by escaping
-
-_SPEC = re.compile(r"%(?:\([^()]*\))?[^A-Za-z%]*|\{[^}]*")  # of a format: what may hold a width
-_NESTED = re.compile(r"\{[^{}]*\{|%(?:\([^()]*\))?[^A-Za-z%]*\*")
-_DIGITS = re.compile(r"[0-9]+")
-_NUMBER_WIDTH = 350  # a float may take without a width
 
 _left: ContextVar[list[int] | None] = ContextVar("chat_template_work", default=None)
 
@@ -104,23 +100,23 @@ def charge_operator(operator: str, left: Any, right: Any) -> None:
     elif operator == "**" and isinstance(left, int) and isinstance(right, int):
         check_bits(left.bit_length() * right)
     elif operator == "%" and isinstance(left, str):
-        charge_format(left, list(right) if isinstance(right, tuple) else [right])
+        charge_format(left, list(right) if isinstance(right, tuple) else [right], conversions=True)
     elif operator == "+":
         charge(extent(left) + extent(right))
 
 
-def charge_format(text: str, values: list[Any]) -> None:
-    """A format may ask for a width, and for a value any number of times."""
+def charge_format(text: str, values: list[Any], conversions: bool) -> None:
+    """A format may ask for a width, and for a value any number of times; `conversions`: it is one for `%`."""
     shown = str(text)
-    charge(len(shown) + TURN * (shown.count(".") + shown.count("[")))
-    if _NESTED.search(shown.replace("{{", "").replace("}}", "")):
-        raise TooMuchError("it formats with a width that is computed")
-    digits = max((len(run) for spec in _SPEC.findall(shown) for run in _DIGITS.findall(spec)), default=0)
-    if digits > 4:
-        raise TooMuchError("it formats with a width that is too large")
-    fields = shown.count("{") + shown.count("%")
+    charge(2 * len(shown))
+    fields = 0
+    try:
+        for added, lookups in ((n, 0) for n in conversions_of(shown)) if conversions else fields_of(shown):
+            charge(added + TURN * lookups)
+            fields += 1
+    except FormatError as error:
+        raise TooMuchError(str(error)) from None
     charge_text(values, times=1 + fields)
-    charge(fields * max(_NUMBER_WIDTH, 10**digits))
 
 
 def result(value: Any) -> Any:
@@ -156,7 +152,7 @@ def charge_method(value: Any, name: str, given: list[Any]) -> None:
     charge_items([value, *given])
     charge_escaped(value, *given)
     if name == "format":
-        charge_format(value, given)
+        charge_format(value, given, conversions=False)
     elif name == "join":
         _join(value=given[0] if given else (), d=value)
     elif name == "replace" and len(given) > 1:
@@ -186,7 +182,8 @@ def _strip(value: Any, chars: Any = None) -> None:
 def _indent(s: Any, width: Any = 4, first: Any = False, blank: Any = False) -> None:
     _at_most("indent", width, MAX_INDENT)
     charge_text(s)
-    charge(str(s).count("\n") * MAX_INDENT + 4 * extent(s))
+    charge(4 * extent(s))
+    charge(len(str(s).splitlines()) * MAX_INDENT)  # it goes by all that ends a line
 
 
 def _tojson(value: Any, ensure_ascii: Any = False, indent: Any = 0, separators: Any = None, sort_keys: Any = 0) -> None:
@@ -217,7 +214,7 @@ def _spread(value: Any) -> None:
 
 
 def _formatted(value: Any, *args: Any, **kwargs: Any) -> None:
-    charge_format(str(value), [*args, *kwargs.values()])
+    charge_format(str(value), [*args, *kwargs.values()], conversions=True)
 
 
 def _escaped(value: Any) -> None:

@@ -24,6 +24,7 @@ from wgpu_lora.errors import UserError
 
 Message = dict[str, Any]
 Span = tuple[int, int]
+GIVEN = ("messages", "tools", "documents", "add_generation_prompt")  # by name, to every template
 
 _MAX_DATE = 64  # characters of a date's format
 _WIDTH = re.compile(r"%[^A-Za-z%]*[0-9]")
@@ -90,11 +91,11 @@ def _compile(source: str) -> jinja2.Template:
         return _environment().from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise UserError(
-            f"The chat template does not compile ({error.message}, line {error.lineno} of the template); "
+            f"The chat template does not compile ({error.message!s:.200}, line {error.lineno} of the template); "
             "use the template that the model was published with."
         ) from error
     except Exception as error:
-        raise UserError(f"The chat template does not compile ({type(error).__name__}: {error}).") from error
+        raise UserError(f"The chat template does not compile ({type(error).__name__}: {error!s:.200}).") from error
 
 
 def _as_templates_expect(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
@@ -114,7 +115,8 @@ def render(
     messages: Iterable[Mapping[str, Any]],
     tools: list[dict[str, Any]] | None = None,
     add_generation_prompt: bool = False,
-    **variables: Any,
+    variables: Mapping[str, Any] | None = None,
+    special_tokens: Mapping[str, str] | None = None,
 ) -> tuple[str, list[Span]]:
     """Renders a conversation with the template `source`.
 
@@ -122,7 +124,9 @@ def render(
         messages: `{"role": ..., "content": ...}` and whatever else the template reads (`tool_calls`, ...).
         tools: JSON schemas of the functions on offer.
         add_generation_prompt: end with the header of an assistant's turn.
-        variables: further names that the template sees (`bos_token`, `enable_thinking`, ...).
+        variables: further names that the template sees (`enable_thinking`, ...), whatever they are; those of GIVEN are
+            what the other arguments say.
+        special_tokens: names that come with the model (`bos_token`, ...): for them a template may compute no more.
 
     Returns:
         The text, and the character spans `[start, end)` inside `{% generation %}` blocks (none if there are none).
@@ -136,14 +140,9 @@ def render(
     ready = _as_templates_expect(messages)
     token = _recorder.set(recorder)
     try:
-        with budget(len(json.dumps([ready, tools], default=str))):
-            for piece in template.generate(
-                messages=ready,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **variables,
-            ):
+        given = dict(zip(GIVEN, (ready, tools, None, add_generation_prompt), strict=True))
+        with budget(len(json.dumps([ready, tools, variables], default=str))):
+            for piece in template.generate({**(special_tokens or {}), **(variables or {}), **given}):
                 pieces.append(piece)
                 recorder.written += len(piece)
     except TooMuchError as error:
@@ -151,12 +150,12 @@ def render(
             f"The chat template does not come to an end: {error}; use the template that the model was published with."
         ) from error
     except jinja2.UndefinedError as error:
-        raise UserError(f"The chat template reads something that the conversation does not have: {error}.") from error
+        raise UserError(f"The chat template reads what the conversation does not have: {error!s:.200}.") from error
     except jinja2.TemplateError as error:
-        raise UserError(f"The chat template refuses this conversation: {error}") from error
+        raise UserError(f"The chat template refuses this conversation: {error!s:.500}") from error
     except Exception as error:  # the template is foreign code and may fail in any way
         raise UserError(
-            f"The chat template fails on this conversation ({type(error).__name__}: {error}); "
+            f"The chat template fails on this conversation ({type(error).__name__}: {error!s:.200}); "
             "check the messages against what the template expects."
         ) from error
     finally:

@@ -3,52 +3,49 @@
 from __future__ import annotations
 
 import json
-import math
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from wgpu_lora.bounded import read_json
 from wgpu_lora.data import template
 from wgpu_lora.data.template import Message, Span
+from wgpu_lora.data.tokenizer_settings import read_settings
 from wgpu_lora.errors import UserError
+from wgpu_lora.tokens.backend import Backend, BackendError, Local
+from wgpu_lora.tokens.components import DocumentError
+from wgpu_lora.tokens.document import read_document
+from wgpu_lora.tokens.process import Child
 
-_SUBWORD_PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*+(?!null|"")')
-MAX_BYTES = 64 << 20  # the largest vocabularies take half of it
-MAX_GROWTH = 16.0
-MAX_TEMPLATE = 1 << 20
-MAX_ID = 1 << 22  # sixteen times what the largest vocabularies have
+MAX_TEXT = 2 << 20  # bytes of a text, half a million tokens: with what they take on the way, less than a gigabyte
+_OURS = Path(__file__).parent.parent / "demo" / "model" / "tokenizer.json"
 
 
 class Tokenizer:
     """A `tokenizer.json` with the settings that stand beside it.
 
     Args:
-        backend: the `tokenizers` pipeline; it is taken over (its truncation and padding are switched off).
+        backend: the `tokenizers` pipeline, in a child where it is somebody else's; one that is given as it is, is taken
+            over (its truncation and padding are switched off).
         special_tokens: `{"eos_token": "</s>", ...}`, every name a chat template may ask for.
         chat_templates: jinja2 source by name; "default" is used, "tool_use" instead of it when tools are given.
         eos_ids: further ids that end a generation (`generation_config.json`).
+        notes: what a person should know about it.
     """
 
     def __init__(
         self,
-        backend: tokenizers.Tokenizer,
+        backend: Backend | tokenizers.Tokenizer,
         *,
         special_tokens: dict[str, str] | None = None,
         chat_templates: dict[str, str] | None = None,
         eos_ids: list[int] | None = None,
+        notes: Iterable[str] = (),
     ) -> None:
-        backend.no_truncation()
-        backend.no_padding()
-        self._backend = backend
-        # Post-processors add special tokens, but the byte-level one also trims spaces off the offsets,
-        # which would put a turn's first space outside of its span. Plain encoding goes without.
-        self._plain = tokenizers.Tokenizer.from_str(backend.to_str())
-        self._plain.post_processor = None
+        self._backend: Backend = Local(backend) if isinstance(backend, tokenizers.Tokenizer) else backend
+        self.notes = tuple(notes)
         self._special_tokens = dict(special_tokens or {})
         self._chat_templates = dict(chat_templates or {})
         self._eos_ids = list(eos_ids or [])
@@ -63,24 +60,24 @@ class Tokenizer:
         path = Path(directory) / "tokenizer.json"
         if not path.exists():
             return None
-        config = _read_object(path.with_name("tokenizer_config.json"))
-        settings: dict[str, Any] = {
-            "special_tokens": _special_tokens(config, _read_object(path.with_name("special_tokens_map.json"))),
-            "chat_templates": _chat_templates(path.parent, config),
-            "eos_ids": _generation_eos(path.with_name("generation_config.json")),
-        }
+        settings = read_settings(path.parent)
         try:
-            return cls(_read_backend(path), **settings)
-        except BaseException as error:  # the library raises plain Exception, and where Rust panics not even that
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
+            if (
+                path.is_file()
+                and path.stat().st_size == _OURS.stat().st_size
+                and path.read_bytes() == _OURS.read_bytes()
+            ):
+                return cls(Local.opened(path.read_text(encoding="utf-8")), **settings)
+            document = read_document(path)
+            return cls(Child(document.text), **settings, notes=document.notes)
+        except (OSError, DocumentError, BackendError) as error:
             raise UserError(f"{path} is not a tokenizer that can be read ({error}); download it again.") from error
 
     def files(self) -> dict[str, str]:
         """What `load` reads, by file name."""
         settings = {**self._special_tokens, "tokenizer_class": "PreTrainedTokenizerFast"}
         found = {
-            "tokenizer.json": self._backend.to_str(),
+            "tokenizer.json": self._written(),
             "tokenizer_config.json": json.dumps(settings, indent=2) + "\n",
         }
         if self._eos_ids:
@@ -89,31 +86,51 @@ class Tokenizer:
             found["chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"] = source
         return found
 
+    def _written(self) -> str:
+        try:
+            return self._backend.to_str()
+        except BackendError as error:
+            raise UserError(f"The tokenizer cannot be written out ({error}): use the model's own.") from error
+
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of `text`; with `add_special_tokens` also those that the tokenizer puts around it (bos, say).
 
         What it puts there is for `tokenizer.json` to say, as in transformers 5: `add_bos_token` in
         `tokenizer_config.json`, which sometimes contradicts it, is not looked at.
         """
-        return self._encoded(text, add_special_tokens).ids
+        return self.encode_all([text], add_special_tokens)[0]
 
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[Span]]:
-        """Token ids of `text`, and for each the characters `[start, end)` of `text` that it stands for."""
-        encoding = self._encoded(text, False)
-        return encoding.ids, encoding.offsets
-
-    def _encoded(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+    def encode_all(self, texts: list[str], add_special_tokens: bool = False) -> list[list[int]]:
+        """As `encode`, of several texts at once."""
+        for text in texts:
+            _check_length(text)
         try:
-            backend = self._backend if add_special_tokens else self._plain
-            return backend.encode(text, add_special_tokens=add_special_tokens)
-        except Exception as error:  # the library raises plain Exception
-            raise UserError(f"The tokenizer does not take {text!r:.60} ({error}): use the model's own.") from error
+            return self._backend.encode(texts, add_special_tokens)
+        except BackendError as error:
+            raise _not_taken("".join(texts), error) from error
+
+    def encode_with_offsets(self, texts: list[str]) -> list[tuple[list[int], list[Span]]]:
+        """Token ids of each text, and for each id the characters `[start, end)` of the text that it stands for."""
+        for text in texts:
+            _check_length(text)
+        try:
+            return self._backend.encode_with_offsets(texts)
+        except BackendError as error:
+            raise _not_taken("".join(texts), error) from error
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        return self._backend.decode([int(id) for id in ids], skip_special_tokens=skip_special_tokens)
+        try:
+            return self._backend.decode([int(id) for id in ids], skip_special_tokens)
+        except BackendError as error:
+            raise UserError(
+                f"The tokenizer cannot write out what was generated ({error}): use the model's own."
+            ) from error
 
     def token_id(self, token: str) -> int | None:
-        return self._backend.token_to_id(token)
+        try:
+            return self._backend.token_to_id(token)
+        except BackendError as error:
+            raise _not_taken(token, error) from error
 
     def _named_id(self, name: str) -> int | None:
         token = self._special_tokens.get(name)
@@ -140,21 +157,20 @@ class Tokenizer:
     def pad_id(self) -> int | None:
         return self._named_id("pad_token")
 
-    @cached_property
+    @property
     def vocab_size(self) -> int:
         """One more than the greatest token id (a model's embedding may be padded beyond it)."""
-        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        return self._backend.facts.vocab_size
 
     @cached_property
     def special_texts(self) -> tuple[str, ...]:
         """The texts of all special tokens."""
-        added = self._backend.get_added_tokens_decoder().values()
-        return tuple(token.content for token in added if token.special and token.content)
+        return tuple(token.content for token in self._backend.facts.added if token.special and token.content)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """The ids of all special tokens."""
-        return frozenset(id for id, token in self._backend.get_added_tokens_decoder().items() if token.special)
+        return frozenset(token.id for token in self._backend.facts.added if token.special)
 
     @cached_property
     def stop_ids(self) -> set[int]:
@@ -183,21 +199,21 @@ class Tokenizer:
         messages: list[Message],
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = False,
-        **kwargs: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as text, by the chat template; `kwargs` reach the template (`enable_thinking=False`).
+        """The conversation as text, by the chat template, which sees `variables` (`{"enable_thinking": False}`).
 
         Raises:
             UserError: there is no chat template, or it does not take this conversation.
         """
-        return self.render_with_spans(messages, tools, add_generation_prompt, **kwargs)[0]
+        return self.render_with_spans(messages, tools, add_generation_prompt, variables)[0]
 
     def render_with_spans(
         self,
         messages: list[Message],
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = False,
-        **kwargs: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[Span]]:
         """As `render`, with the character spans that the template marks with `{% generation %}`."""
         templates = self._chat_templates
@@ -210,7 +226,7 @@ class Tokenizer:
                 else "The tokenizer has no chat template, so conversations cannot be rendered; "
                 "use rows of text or of prompt and completion, or the tokenizer of a chat model."
             )
-        return template.render(source, messages, tools, add_generation_prompt, **{**self._special_tokens, **kwargs})
+        return template.render(source, messages, tools, add_generation_prompt, variables, self._special_tokens)
 
 
 class StreamDecoder:
@@ -254,74 +270,17 @@ class StreamDecoder:
         return text
 
 
-def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    if not path.is_file() or path.stat().st_size > MAX_BYTES:
-        raise ValueError(f"it is no regular file of at most {MAX_BYTES:,} bytes")
-    if _SUBWORD_PREFIX.search(path.read_bytes()):
-        # WordPiece's, not BPE's: a merge without it ends the process inside of the library.
-        raise ValueError("its continuing_subword_prefix is not supported")
-    backend = tokenizers.Tokenizer.from_file(str(path))
-    # The library goes over all ids up to the greatest, whether they are there or not.
-    if max(backend.get_vocab(with_added_tokens=True).values(), default=0) > MAX_ID:
-        raise ValueError(f"it has a token id beyond {MAX_ID:,}")
-    if backend.normalizer and _growth(json.loads(backend.normalizer.__getstate__())) > MAX_GROWTH:
-        raise ValueError("its normalizers make a text much longer")
-    return backend
+def _is_ours(path: Path) -> bool:
+    """Whether it is the demo's file, byte for byte."""
+    return path.is_file() and path.stat().st_size == _OURS.stat().st_size and path.read_bytes() == _OURS.read_bytes()
 
 
-def _growth(normalizer: dict[str, Any]) -> float:
-    """How many times as long as a text is what the Replace steps may make of it."""
-    if normalizer["type"] == "Sequence":
-        return math.prod(map(_growth, normalizer["normalizers"]))
-    if normalizer["type"] != "Replace":
-        return 1.0
-    return max(1.0, len(normalizer["content"]) / max(1, len(normalizer["pattern"].get("String", ""))))
+def _check_length(text: str) -> None:
+    if len(text) > MAX_TEXT or (not text.isascii() and len(text.encode(errors="replace")) > MAX_TEXT):
+        raise UserError(
+            f"a text of {len(text):,} characters is more than {MAX_TEXT >> 20} MiB: split it into shorter ones."
+        )
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, empty where there is no such file."""
-    return read_json(path) if path.exists() else {}
-
-
-def _special_tokens(config: dict[str, Any], token_map: dict[str, Any]) -> dict[str, str]:
-    # Old checkpoints keep the truth in special_tokens_map.json; those that list `added_tokens_decoder` do not.
-    newer_wins = {**token_map, **config} if "added_tokens_decoder" in config else {**config, **token_map}
-    tokens = {}
-    for name, value in newer_wins.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            tokens[name] = text
-    return tokens
-
-
-def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
-    files = {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
-    if (directory / "chat_template.jinja").exists():
-        files["default"] = directory / "chat_template.jinja"
-    try:
-        if files:
-            return {name: _template(path) for name, path in files.items()}
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"A chat template in {directory} cannot be read ({error}); download it again.") from error
-    source = config.get("chat_template")
-    if isinstance(source, list):
-        try:
-            return {str(entry["name"]): str(entry["template"]) for entry in source}
-        except (TypeError, KeyError) as error:
-            where = directory / "tokenizer_config.json"
-            raise UserError(f"{where}: every entry of 'chat_template' needs a 'name' and a 'template'.") from error
-    return {"default": source} if isinstance(source, str) else {}
-
-
-def _template(path: Path) -> str:
-    if not path.is_file() or path.stat().st_size > MAX_TEMPLATE:
-        raise UserError(f"{path} is no regular file of at most {MAX_TEMPLATE:,} bytes; download it again.")
-    return path.read_text(encoding="utf-8")
-
-
-def _generation_eos(path: Path) -> list[int]:
-    value = _read_object(path).get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(id, int) and not isinstance(id, bool) for id in ids):
-        raise UserError(f"{path}: 'eos_token_id' is {value!r}, but must be a token id or a list of them.")
-    return ids
+def _not_taken(text: str, error: BackendError) -> UserError:
+    return UserError(f"The tokenizer does not take {text!r:.60} ({error}): use the model's own.")

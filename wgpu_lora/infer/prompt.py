@@ -26,7 +26,7 @@ def chat_prompt(tokenizer: Tokenizer, prompt: str, system: str | None = None, **
         return tokenizer.opening + tokenizer.encode(prompt)
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": prompt})
-    return tokenizer.encode(tokenizer.render(messages, add_generation_prompt=True, **template_kwargs))
+    return tokenizer.encode(tokenizer.render(messages, None, True, template_kwargs))
 
 
 def check_text(name: str, value: Any) -> None:

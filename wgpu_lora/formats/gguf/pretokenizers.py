@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tokenizers.models import BPE
-
 from wgpu_lora.errors import UserError
+from wgpu_lora.tokens.backend import BackendError
+from wgpu_lora.tokens.components import DocumentError
+from wgpu_lora.tokens.document import checked
+from wgpu_lora.tokens.process import Child
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -90,11 +92,20 @@ def _checked(name: str, model: Mapping[str, Any]) -> Splitting:
     notes = [MARKS] if name == "tekken" else []
     if bool(model.get("ignore_merges")) == (name in WHOLE_PIECES):
         return Splitting("gpt2", name, notes=tuple(notes))
-    merging = BPE(vocab=model["vocab"], merges=[(left, right) for left, right in merges_of(model)])
-    apart = next((text for text in model["vocab"] if len(merging.tokenize(text)) != 1), None)
+    apart = _made_by_no_merges(model)
     if apart is not None:
         notes.append(f"no merges make {apart!r}, which llama.cpp treats as {name} does: texts with it may differ.")
     return Splitting("gpt2", name, notes=tuple(notes))
+
+
+def _made_by_no_merges(model: Mapping[str, Any]) -> str | None:
+    """The first token that merging alone does not make, if there is one."""
+    texts = list(model["vocab"])
+    try:
+        merging = Child(checked({"model": {**model, "ignore_merges": False}}).text)
+        return next((text for text, ids in zip(texts, merging.encode(texts), strict=True) if len(ids) != 1), None)
+    except (DocumentError, BackendError) as error:
+        raise UserError(f"The tokenizer cannot be read ({error}): use the model's own.") from error
 
 
 def _sentence_piece(pieces: list[dict[str, Any]], changes: list[dict[str, Any]]) -> Splitting | None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.gguf.config import special_ids
 from wgpu_lora.formats.gguf.header import Header
 from wgpu_lora.formats.gguf.pretokenizers import NAMES, WHOLE_PIECES
+from wgpu_lora.tokens.backend import BackendError
+from wgpu_lora.tokens.components import DocumentError
+from wgpu_lora.tokens.document import checked
+from wgpu_lora.tokens.process import Child
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 # The tokens after which llama.cpp ends a generation, whatever the metadata name.
@@ -77,21 +78,19 @@ def read_tokenizer(header: Header, vocab_size: int) -> Tokenizer | None:
         )
     vocabulary = _vocabulary(header, vocab_size)
     try:
-        backend, add_bos = (_byte_level if kind == "gpt2" else _sentencepiece)(vocabulary)
-        _add_tokens(backend, vocabulary)
-        _add_post_processor(backend, vocabulary, add_bos)
+        document, add_bos = (_byte_level if kind == "gpt2" else _sentencepiece)(vocabulary)
+        document["added_tokens"] = _added_tokens(vocabulary)
+        document["post_processor"] = _post_processor(vocabulary, add_bos)
         names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
         special = {f"{name}_token": text for name, theirs in names.items() if (text := vocabulary.special(theirs))}
         ends = [vocabulary.ids[text] for text in vocabulary.of_type(_CONTROL, _USER_DEFINED) if text in _ENDS]
         return Tokenizer(
-            backend,
+            Child(checked(document).text),
             special_tokens=special,
             chat_templates=_chat_templates(header),
             eos_ids=list(dict.fromkeys([*special_ids(header, len(vocabulary.tokens)), *ends])),
         )
-    except UserError:
-        raise
-    except Exception as error:  # the library raises plain Exception
+    except (DocumentError, BackendError) as error:
         raise UserError(
             f"The tokenizer in {header.path} cannot be built ({error!s:.200}): use another conversion of the model."
         ) from None
@@ -114,7 +113,22 @@ def _vocabulary(header: Header, vocab_size: int) -> _Vocabulary:
     return _Vocabulary(header, tokens, types, ids)
 
 
-def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+Document = dict[str, Any]  # a tokenizer.json
+
+
+def _bpe(vocabulary: _Vocabulary, merges: list[tuple[str, str]], **options: Any) -> Document:
+    return {"type": "BPE", "vocab": vocabulary.ids, "merges": [list(pair) for pair in merges], **options}
+
+
+def _replace(text: str, other: str) -> Document:
+    return {"type": "Replace", "pattern": {"String": text}, "content": other}
+
+
+def _bytes_only(use_regex: bool) -> Document:
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
+
+
+def _byte_level(vocabulary: _Vocabulary) -> tuple[Document, bool]:
     """Byte-level BPE, and whether it starts a text with bos where the metadata do not say."""
     header = vocabulary.header
     name = header.values.get("tokenizer.ggml.pre")
@@ -126,40 +140,35 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
             f"{', '.join(_PRES)}."
         )
     pre = _PRES[name]
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocabulary.ids, _stated_merges(vocabulary) or [], ignore_merges=pre in WHOLE_PIECES)
-    )
-    if name in _NFC:
-        backend.normalizer = normalizers.NFC()
-    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
+    steps: list[Document] = [{"type": "Digits", "individual_digits": True}] if pre == "smollm" else []
     if pre in _REGEXES:
-        steps.append(pre_tokenizers.Split(Regex(_REGEXES[pre]), "isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre not in _REGEXES))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    backend.decoder = decoders.ByteLevel()
-    return backend, pre in _ADD_BOS
+        split = {"type": "Split", "pattern": {"Regex": _REGEXES[pre]}, "behavior": "Isolated", "invert": False}
+        steps.append(split)
+    steps.append(_bytes_only(use_regex=pre not in _REGEXES))
+    return {
+        "model": _bpe(vocabulary, _stated_merges(vocabulary) or [], ignore_merges=pre in WHOLE_PIECES),
+        "normalizer": {"type": "NFC"} if name in _NFC else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "decoder": {**_bytes_only(use_regex=True), "add_prefix_space": True},
+    }, pre in _ADD_BOS
 
 
-def _sentencepiece(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+def _sentencepiece(vocabulary: _Vocabulary) -> tuple[Document, bool]:
     """SentencePiece's BPE: whole text with spaces as ▁, unknown characters as bytes."""
     unknown = vocabulary.special("unknown") or next(iter(vocabulary.of_type(_UNKNOWN)), None)
     merges = _stated_merges(vocabulary)
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            vocabulary.ids,
-            _rebuilt_merges(vocabulary) if merges is None else merges,
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
-    prefix = vocabulary.flag("add_space_prefix", True)
+    merges = _rebuilt_merges(vocabulary) if merges is None else merges
     # As llama.cpp has it: a space before the text, and after every added token.
-    replace: list[Any] = [normalizers.Replace(" ", _SPACE)]
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), *replace] if prefix else replace)
-    decoding: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*decoding, decoders.Strip(" ", 1, 0)] if prefix else decoding)
-    return backend, True
+    normalizing = [_replace(" ", _SPACE)]
+    decoding: list[Document] = [_replace(_SPACE, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
+    if vocabulary.flag("add_space_prefix", True):
+        normalizing.insert(0, {"type": "Prepend", "prepend": _SPACE})
+        decoding.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {
+        "model": _bpe(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True),
+        "normalizer": {"type": "Sequence", "normalizers": normalizing},
+        "decoder": {"type": "Sequence", "decoders": decoding},
+    }, True
 
 
 def _stated_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]] | None:
@@ -203,25 +212,30 @@ def _rebuilt_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     return [(left, right) for _, _, left, right in found]
 
 
-def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
+def _added_tokens(vocabulary: _Vocabulary) -> list[Document]:
     """Control tokens are special; both these and what users defined are found in a text before anything else."""
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return [
+        {"id": vocabulary.ids[text], "content": text, **plain, "special": special}
+        for kinds, special in (((_CONTROL, _UNKNOWN), True), ((_USER_DEFINED,), False))
+        for text in vocabulary.of_type(*kinds)
+    ]
 
-    def added(texts: Iterable[str], special: bool) -> list[AddedToken]:
-        return [AddedToken(text, normalized=False, special=special) for text in texts]
 
-    backend.add_special_tokens(added(vocabulary.of_type(_CONTROL, _UNKNOWN), True))
-    backend.add_tokens(added(vocabulary.of_type(_USER_DEFINED), False))
-
-
-def _add_post_processor(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary, add_bos: bool) -> None:
+def _post_processor(vocabulary: _Vocabulary, add_bos: bool) -> Document | None:
     bos = vocabulary.special("bos") if vocabulary.flag("add_bos_token", add_bos) else None
     eos = vocabulary.special("eos") if vocabulary.flag("add_eos_token", False) else None
-    whole = [text for text in (bos, "$A", eos) if text]
-    if len(whole) > 1:
-        ids = [(text, vocabulary.ids[text]) for text in (bos, eos) if text]
-        backend.post_processor = processors.TemplateProcessing(
-            single=whole, pair=[*whole, "$B:1"], special_tokens=list(dict(ids).items())
-        )
+    if not bos and not eos:
+        return None
+
+    def piece(kind: str, name: str, number: int = 0) -> Document:
+        return {kind: {"id": name, "type_id": number}}
+
+    before, after = ([piece("SpecialToken", text)] if text else [] for text in (bos, eos))
+    single = [*before, piece("Sequence", "A"), *after]
+    special = {text: {"id": text, "ids": [vocabulary.ids[text]], "tokens": [text]} for text in (bos, eos) if text}
+    pair = [*single, piece("Sequence", "B", 1)]
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
 
 
 def _chat_templates(header: Header) -> dict[str, str]:

@@ -47,5 +47,5 @@ def run(options: dict[str, Any], device: int, adapter: str | None, allow_unconfi
 def prompt_of(request: Conversation, tokenizer: Tokenizer, template_kwargs: dict[str, Any]) -> list[int]:
     """Token ids that ask for the turn after a request's messages, as training has them: a row's own kwargs win."""
     kwargs = {**template_kwargs, **request.template_kwargs}
-    text = tokenizer.render(request.messages, request.tools, add_generation_prompt=True, **kwargs)
+    text = tokenizer.render(request.messages, request.tools, True, kwargs)
     return tokenizer.encode(text)

@@ -1,0 +1,181 @@
+"""A tokenizer.json, read within bounds and checked before the library sees it.
+
+What is checked is what is opened: the document is written out anew from what was read, so that no two readers of JSON
+can take the same bytes for different things.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.bounded import object_of
+from wgpu_lora.tokens.components import (
+    DECODERS,
+    MAX_ID,
+    NORMALIZERS,
+    PRE_TOKENIZERS,
+    PROCESSORS,
+    Chain,
+    DocumentError,
+    Fields,
+    boolean,
+    check_chain,
+    check_fields,
+    require,
+    text,
+    text_or_null,
+    whole,
+)
+
+MAX_BYTES = 64 << 20  # the largest vocabularies take half of it
+MAX_VALUES = 4 << 20  # commas and opening brackets; the largest have 2.7 million
+MAX_TOKEN = 1024  # characters
+MAX_VOCABULARY = 1 << 20
+MAX_ADDED = 1 << 16
+MAX_WORD = 1000  # characters that WordPiece looks at; its work may be their cube
+
+_DROPOUT = "the tokenizer drops merges at random (dropout), which is ignored: every text is split in one way."
+
+
+@dataclass(frozen=True)
+class Document:
+    """A tokenizer that has been checked: its JSON, and what a person should know about it."""
+
+    text: str
+    notes: tuple[str, ...] = ()
+
+
+def read_document(path: Path) -> Document:
+    """Raises DocumentError where the file is no tokenizer.json that can be taken."""
+    regular = path.is_file() and path.stat().st_size <= MAX_BYTES
+    require(regular, f"it is no regular file of at most {MAX_BYTES:,} bytes")
+    with path.open("rb") as file:
+        data = file.read(path.stat().st_size)
+    require(sum(map(data.count, (b"[", b"{", b","))) <= MAX_VALUES, f"it has more than {MAX_VALUES:,} values")
+    try:
+        stated = json.loads(data.decode(), object_pairs_hook=object_of, parse_constant=_no_constant)
+    except RecursionError:
+        raise DocumentError("it is nested too deeply") from None
+    except ValueError as error:
+        raise DocumentError(f"it is not JSON: {error}") from None
+    return checked(stated)
+
+
+def checked(stated: Any) -> Document:
+    """The document of a tokenizer that is given as an object; DocumentError where it is not taken."""
+    require(isinstance(stated, dict), "it is no JSON object")
+    notes: list[str] = []
+    model = _model(stated.get("model"), notes)
+    added = stated.get("added_tokens") or []
+    require(
+        isinstance(added, list) and len(added) <= MAX_ADDED, f"its added tokens are no list of at most {MAX_ADDED:,}"
+    )
+    for token in added:
+        require(isinstance(token, dict) and {"id", "content"} <= token.keys(), "it has an added token that is none")
+        check_fields("an added token", token, _ADDED)
+    forward = Chain("its normalizer and pre_tokenizer")  # one way that every text goes
+    check_chain(forward, stated.get("normalizer"), NORMALIZERS, "normalizers")
+    check_chain(forward, stated.get("pre_tokenizer"), PRE_TOKENIZERS, "pretokenizers")
+    check_chain(Chain("its post_processor"), stated.get("post_processor"), PROCESSORS, "processors")
+    check_chain(Chain("its decoder"), stated.get("decoder"), DECODERS, "decoders")
+    parts = {name: stated.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")}
+    # How others cut and pad texts for it is none of ours.
+    whole_text = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **parts, "model": model}
+    try:
+        written = json.dumps(whole_text, ensure_ascii=False, allow_nan=False)
+        written.encode()
+    except ValueError as error:  # half a character, escaped, or a number that is none
+        raise DocumentError(f"it holds what JSON cannot: {error}") from None
+    return Document(written, tuple(notes))
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number")
+
+
+_ADDED: Fields = {
+    "id": whole(0, MAX_ID),
+    "content": text(0, MAX_TOKEN),
+    **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), boolean),
+}
+
+
+def _model(model: Any, notes: list[str]) -> dict[str, Any]:
+    require(isinstance(model, dict), "it has no model")
+    kind = model.get("type") or _kind(model)  # files from before 2021 do not name it
+    require(isinstance(kind, str) and kind in _MODELS, f"its model, {kind!r:.40}, is none that is known")
+    check_fields(kind, model, _MODELS[kind])
+    if model.get("dropout") is not None:
+        notes.append(_DROPOUT)
+        model = {**model, "dropout": None}
+    return {**model, "type": kind}
+
+
+def _kind(model: Mapping[str, Any]) -> str:
+    if "merges" in model:
+        return "BPE"
+    if isinstance(model.get("vocab"), list):
+        return "Unigram"
+    return "WordPiece" if "max_input_chars_per_word" in model else "WordLevel"
+
+
+def _vocabulary(value: Any) -> None:
+    require(isinstance(value, dict) and len(value) <= MAX_VOCABULARY, f"must hold at most {MAX_VOCABULARY:,} tokens")
+    require(all(type(id) is int for id in value.values()), "must have a whole number for every token")
+    require(min(value.values(), default=0) >= 0, "has a token id below 0")
+    require(max(value.values(), default=0) <= MAX_ID, f"has a token id beyond {MAX_ID:,}")
+    require(max(map(len, value), default=0) <= MAX_TOKEN, f"has a token of more than {MAX_TOKEN:,} characters")
+
+
+def _scored(value: Any) -> None:
+    require(isinstance(value, list) and len(value) <= MAX_VOCABULARY, f"must hold at most {MAX_VOCABULARY:,} tokens")
+    for entry in value:
+        pair = isinstance(entry, list) and len(entry) == 2
+        require(pair and isinstance(entry[0], str) and type(entry[1]) in (int, float), "must hold tokens and scores")
+        require(len(entry[0]) <= MAX_TOKEN, f"has a token of more than {MAX_TOKEN:,} characters")
+        require(math.isfinite(entry[1]), "must hold tokens and scores")
+
+
+def _merges(value: Any) -> None:
+    require(isinstance(value, list), "must be a list")
+    for entry in value:
+        pair = entry if isinstance(entry, list) else [entry, ""]
+        require(len(pair) == 2 and type(pair[0]) is str and type(pair[1]) is str, "must hold pairs of tokens")
+        require(len(pair[0]) + len(pair[1]) <= 2 * MAX_TOKEN, f"has a token of more than {MAX_TOKEN:,} characters")
+
+
+def _id_or_null(value: Any) -> None:
+    if value is not None:
+        whole(0, MAX_VOCABULARY)(value)
+
+
+def _ignored(value: Any) -> None:
+    require(value is None or type(value) in (int, float), "must be a number or null")
+
+
+def _no_prefix(value: Any) -> None:
+    # WordPiece's, not BPE's: a merge without it ends the process inside of the library.
+    require(value in (None, ""), "is not supported")
+
+
+_MODELS: dict[str, Fields] = {
+    "BPE": {
+        "dropout": _ignored, "unk_token": text_or_null, "continuing_subword_prefix": _no_prefix,
+        "end_of_word_suffix": text_or_null, "fuse_unk": boolean, "byte_fallback": boolean, "ignore_merges": boolean,
+        "vocab": _vocabulary, "merges": _merges,
+    },
+    "WordPiece": {
+        "unk_token": text(), "continuing_subword_prefix": text(), "max_input_chars_per_word": whole(1, MAX_WORD),
+        "vocab": _vocabulary,
+    },
+    "WordLevel": {"unk_token": text(), "vocab": _vocabulary},
+    "Unigram": {
+        "unk_id": _id_or_null, "vocab": _scored,
+        "byte_fallback": boolean,
+    },
+}  # fmt: skip
