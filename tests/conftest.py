@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import zlib
 from dataclasses import replace
@@ -14,6 +15,10 @@ from wgpu_lora.gpu.device import Device, DeviceOptions
 
 os.environ["WGPU_LORA_NO_TUNE"] = "1"  # a shape for every test: tuning would take most of the time
 os.environ["WGPU_LORA_SHARE_DIR"] = tempfile.mkdtemp(prefix="wgpu-lora-share-")  # not the user's own ledger
+# A shell's background jobs ignore SIGINT, and under nohup SIGHUP is ignored: what runs here is to hear both.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP"):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,27 @@ def finetune(tmp_path: Path, *more: str, **options: Any) -> list[str]:
     return [*COMMAND, "finetune", "--no-tune", *flags(**whole), *more]
 
 
-def start(command: list[str], **options: Any) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, **{"stdin": pipe, "stdout": pipe, "stderr": pipe, "text": True, **options})
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts processes that listen to signals, whatever these tests were started with; none is left at the end."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(command: list[str], ignored: Sequence[int] = (), **options: Any) -> subprocess.Popen[str]:
+        def dispose() -> None:
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        started.append(subprocess.Popen(command, **{**pipes, "text": True, "preexec_fn": dispose, **options}))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 def until(happened: Callable[[], bool]) -> None:
@@ -49,7 +67,9 @@ def trained(out: Path, steps: int) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(
+    start: Start, tmp_path: Path, number: signal.Signals
+) -> None:
     process, out = start(finetune(tmp_path)), tmp_path / "out"
     until(trained(out, 3))
     process.send_signal(number)
@@ -65,7 +85,9 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("number", "delay"), [(signal.SIGINT, 0.1), (signal.SIGINT, 0.5), (signal.SIGTERM, 0.3), (signal.SIGHUP, 0.9)]
 )
-def test_a_signal_during_the_start_ends_it_with_its_code(tmp_path: Path, number: signal.Signals, delay: float) -> None:
+def test_a_signal_during_the_start_ends_it_with_its_code(
+    start: Start, tmp_path: Path, number: signal.Signals, delay: float
+) -> None:
     """At whatever moment: while Python imports, the model loads, or the first step compiles."""
     process, out = start(finetune(tmp_path)), tmp_path / "out"
     time.sleep(delay)
@@ -76,12 +98,9 @@ def test_a_signal_during_the_start_ends_it_with_its_code(tmp_path: Path, number:
     assert (out / "adapter_config.json").exists() == (out / "run.json").exists()
 
 
-def test_a_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
+def test_a_signal_that_is_ignored_stays_so(start: Start, tmp_path: Path) -> None:
     """As under nohup, and for what a shell starts in the background."""
-    process = start(
-        finetune(tmp_path, max_steps=40),
-        preexec_fn=lambda: [signal.signal(n, signal.SIG_IGN) for n in (signal.SIGHUP, signal.SIGINT)],
-    )
+    process = start(finetune(tmp_path, max_steps=40), ignored=(signal.SIGHUP, signal.SIGINT))
     until(trained(tmp_path / "out", 2))
     process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGINT)
@@ -89,7 +108,7 @@ def test_a_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
     assert process.returncode == 0
 
 
-def test_a_reader_that_leaves_does_not_end_a_run(tmp_path: Path) -> None:
+def test_a_reader_that_leaves_does_not_end_a_run(start: Start, tmp_path: Path) -> None:
     process, out = start(finetune(tmp_path, max_steps=60)), tmp_path / "out"
     assert process.stdout
     assert process.stderr
@@ -118,7 +137,7 @@ def test_a_log_that_is_full_does_not_end_a_run(
     assert "No space left on device" in capsys.readouterr().err
 
 
-def test_a_terminal_that_closes(tmp_path: Path) -> None:
+def test_a_terminal_that_closes(start: Start, tmp_path: Path) -> None:
     """Closing the window sends SIGHUP, and every write fails from then on."""
     ours, theirs = pty.openpty()
     process = start(finetune(tmp_path), stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
@@ -132,7 +151,7 @@ def test_a_terminal_that_closes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [["info"], ["--help"], ["recipes", "list"], ["finetune", "--help"]])
-def test_output_that_nobody_reads_is_silence(command: list[str]) -> None:
+def test_output_that_nobody_reads_is_silence(start: Start, command: list[str]) -> None:
     process = start([*COMMAND, *command])
     assert process.stdout
     assert process.stderr
