@@ -293,6 +293,22 @@ def test_a_base_that_has_changed_is_refused(device: Device, tmp_path: Path) -> N
             train(device, {**opts, "resume": True})
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"rms_norm_eps": 1e-3}, {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
+     {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["sliding_attention"] * 3}],
+    ids=["eps", "rope", "window"],
+)  # fmt: skip
+def test_a_config_that_has_changed_is_refused(device: Device, tmp_path: Path, change: dict[str, Any]) -> None:
+    base = base_of(tmp_path, lambda tensors: None)
+    opts = options(tmp_path, model=str(base), max_steps=1)
+    train(device, opts)
+    config = base / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    with pytest.raises(UserError, match=f"The configuration of {base} changed after the run in"):
+        train(device, {**opts, "resume": True})
+
+
 @pytest.mark.parametrize("base_dtype", ["nf4", "bf16", "f16", "f32"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_base_that_is_not_finite_is_refused_by_name(
@@ -324,12 +340,14 @@ def test_leftovers_of_killed_processes_are_swept(device: Device, place: Path, ru
     for name in (".log.jsonl.ab12_x9z.tmp", ".adapter_model.safetensors.ab12_x9z.tmp", ".README.md.ab12_x9z.tmp"):
         (run / name).write_text("x")
     (run / "epoch-1").mkdir()
-    theirs = [run / name for name in (".mine.tmp", ".notes.md.ab12_x9z.tmp", ".hidden", "x.tmp", STEPS + "/.mine.old")]
+    own = (".mine.tmp", ".notes.md.ab12_x9z.tmp", ".hidden", "x.tmp", STEPS + "/.mine.old", ".train.jsonl.old",
+           ".notes.json.tmp", ".plot.png.old", ".best.old", ".README.md.old", ".data.json.previous")  # fmt: skip
+    theirs = [run / name for name in own]
     for path in theirs:
         path.write_text("kept")
     train(device, options(run.parent, resume=True, save_total_limit=1))
     hidden = {path.relative_to(run).as_posix() for path in run.rglob(".*")} - {".lock"}
-    assert hidden == {".mine.tmp", ".notes.md.ab12_x9z.tmp", ".hidden", f"{STEPS}/.mine.old"}
+    assert hidden == {*own} - {"x.tmp"}
     assert all(path.read_text() == "kept" for path in theirs)
     assert [path.name for path in (run / STEPS).glob("step-*")] == ["step-7"]
     assert weights(run) == weights(place / "whole")

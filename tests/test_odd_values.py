@@ -134,8 +134,9 @@ def test_budgets_that_are_none(size: str) -> None:
     "text",
     [b"a = " + b"[" * 5000 + b"]" * 5000, b"a." * 4000 + b"b = 1", b"\xff\xfe", b"a = 1\na = 2", b"x" * (2 << 20),
      b'output = "a\\u0000b"', b"lora_r = " + b"9" * 5000, b"lora_r = 1180591620717411303424", b"lora_r = inf",
-     b"[table]\na = 1", b"\0"],
-    ids=range(11),
+     b"[table]\na = 1", b"\0", b"lora_r = 0x" + b"f" * 5000, b"seed = 0b" + b"1" * 9000,
+     b".".join([b"a"] * 60_000) + b" = 1", b"[" + b".".join([b"a"] * 60_000) + b"]"],
+    ids=range(15),
 )  # fmt: skip
 def test_recipes_and_adapters_files_that_are_none(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "odd.toml"
@@ -195,6 +196,14 @@ def poisoned(place: Path, value: float) -> Path:
     tensors[name][0, 0] = value
     save_file(tensors, adapter / WEIGHTS, metadata={"format": "pt"})
     return adapter
+
+
+def test_an_adapter_that_has_diverged_is_no_beginning(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    adapter, data = poisoned(tmp_path / "a", 3e6), write_rows(tmp_path / "rows.jsonl")
+    code, _, err = run("finetune", *flags(**SMALL, model=QWEN2, data=data, output=tmp_path / "o", init_adapter=adapter))
+    assert (code, err.count("\n")) == (2, 1)
+    assert "values beyond 1,048,576" in err
+    assert not (tmp_path / "o").exists()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -299,3 +308,19 @@ def test_a_name_that_is_not_utf8_is_refused_at_the_start(tmp_path: Path) -> None
     assert done.stderr.startswith(b"wgpu-lora: --output must be text in UTF-8")
     assert done.stderr.count(b"\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["a\udcff", "a\udc80b"])
+def test_no_other_output_is_named_so(run: Callable[..., tuple[int, str, str]], tmp_path: Path, name: str) -> None:
+    odd = tmp_path / name
+    odd.mkdir()
+    for command in (
+        ["import", QWEN2, "--output", odd / "m"],
+        ["merge", "--model", QWEN2, "--adapter", save_golden_adapter("qwen2", tmp_path / "a"), "--output", odd / "m"],
+        ["push", odd, "me/x", "--dry-run"],
+        ["demo", "--output", odd / "m", "--max-steps", 1],
+    ):
+        code, _, err = run(*command)
+        assert (code, err.count("\n")) == (2, 1), (command[0], err)
+        assert "UTF-8" in err
+    assert not list(odd.iterdir())

@@ -150,12 +150,20 @@ def test_dry_run_shows_what_would_go(run: Path, capsys: pytest.CaptureFixture[st
         (["checkpoints/*"], [], {"checkpoints/step-1/optimizer.safetensors"}),
         ([], ["*.safetensors", "README.md"], {"adapter_config.json"}),
         (["run.json"], [], {"run.json"}),
+        (["?*"], [], {"README.md", "adapter_config.json", "adapter_model.safetensors", "notes.json"}),
+        (["[!*]*"], ["*.md"], {"adapter_config.json", "adapter_model.safetensors", "notes.json"}),
+        (["r*", "c*", "l*"], [], set()),
+        (["*/run.json"], [], {"sub/run.json"}),
     ],
 )
 def test_patterns(run: Path, include: list[str], exclude: list[str], names: set[str]) -> None:
     (run / "sub").mkdir()
     (run / "sub" / "run.json").write_text("{}")
     (run / "notes.json").write_text("{}")
+    if not names:
+        with pytest.raises(UserError, match="leave nothing"):
+            prepare(run, include, exclude)
+        return
     upload = prepare(run, include, exclude)
     assert set(upload.files) == names
     assert upload.card is None

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import threading
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_helpers import QWEN2, SMALL, flags, share_device, write_rows
 from model_helpers import save_golden_adapter
+from share_helpers import until
 
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import open_model
-from wgpu_lora.share import Budget, DeviceMemory, Ledger, claim, device_key, holding
+from wgpu_lora.share import Budget, DeviceMemory, Entry, Ledger, claim, device_key, holding
 from wgpu_lora.share.lease import take
+from wgpu_lora.share.owner import start_of
 
 BRICKS = ["--brick", "rmsnorm", "--brick", "train_step"]
 COMMANDS: dict[str, Callable[[Path], list[Any]]] = {
@@ -156,3 +163,52 @@ def test_a_failure_leaves_no_lease(at: Path, device: Device, ledger: Ledger) -> 
     with pytest.raises(ZeroDivisionError), claim(device, 1000, "x"):
         raise ZeroDivisionError
     assert sum(entry.bytes for entry in ledger.read()) == before
+
+
+def test_a_device_that_is_gone_holds_nothing(at: Path) -> None:
+    """And what is held keeps no device."""
+    opened = Device()
+    gone, ledger = weakref.ref(opened), Ledger(device_key(opened.info))
+    with claim(opened, 1000, "x"):
+        opened.create_buffer(600)
+    assert sum(entry.bytes for entry in ledger.read()) >= 600
+    del opened
+    gc.collect()
+    assert gone() is None
+    until(lambda: not ledger.read(), 10)
+
+
+def test_claims_of_two_threads_add_up(at: Path, device: Device, ledger: Ledger) -> None:
+    base, inside, done = device.allocated, threading.Event(), threading.Event()
+
+    def other() -> None:
+        with claim(device, 1000, "other"):
+            inside.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    inside.wait(60)
+    with claim(device, 1000, "one"):
+        assert sum(entry.bytes for entry in ledger.read()) == base + 2000
+    done.set()
+    thread.join()
+    assert sum(entry.bytes for entry in ledger.read()) == base
+
+
+def test_what_others_were_granted_just_now_counts(
+    at: Path, device: Device, ledger: Ledger, free: dict[str, int | None]
+) -> None:
+    """It is not allocated yet, so the system still calls it free."""
+    free["free"] = device.allocated + 10_000
+    theirs = replace(
+        Entry.of_this_process(8000, "theirs", holds=True), pid=os.getppid(), started=start_of(os.getppid())
+    )
+    with ledger.changing() as entries:
+        entries.append(theirs)
+    with pytest.raises(UserError, match="the system says that"), claim(device, 3000, "x"):
+        pass
+    with ledger.changing() as entries:
+        entries[:] = [replace(theirs, since=theirs.since - 60)]
+    with claim(device, 3000, "x"):
+        pass

@@ -15,7 +15,7 @@ from wgpu_lora.errors import UserError
 # models have: 64 shards' index takes 0.1 MB, a tokenizer's settings 1 MB, and a tensor of a header 9 of these signs.
 MAX_JSON_BYTES = 8 << 20
 MAX_JSON_PARTS = 200_000
-MAX_TOML_BYTES = 1 << 20
+MAX_TOML_BYTES, MAX_TOML_DOTS, MAX_LINE_DOTS = 1 << 18, 20_000, 256
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES, max_parts: int = MAX_JSON_PARTS) -> dict[str, Any]:
@@ -62,12 +62,27 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
         raise UserError(f"{what} {path} cannot be read ({error.strerror}).") from None
     if len(data) > MAX_TOML_BYTES:
         raise UserError(f"{what} {path} is longer than {MAX_TOML_BYTES:,} bytes: shorten it.")
+    # Keys of many parts cost Python's reader their square.
+    if data.count(b".") > MAX_TOML_DOTS or any(line.count(b".") > MAX_LINE_DOTS for line in data.splitlines()):
+        raise UserError(f"{what} {path} has names of too many parts: write one option a line.")
     try:
-        return tomllib.loads(data.decode("utf-8"))
+        values = tomllib.loads(data.decode("utf-8"))
+        if not _within_64_bits(values):
+            raise ValueError("a whole number is beyond 64 bits")
+        return values
     except RecursionError:
         raise UserError(f"{what} {path} is nested too deeply: write one option a line.") from None
     except ValueError as error:
         raise UserError(f"{what} {path} is not valid TOML: {error}.") from None
+
+
+def _within_64_bits(value: Any) -> bool:
+    """Whether all whole numbers are: larger ones need not even be possible to print."""
+    if isinstance(value, dict):
+        return all(map(_within_64_bits, value.values()))
+    if isinstance(value, list):
+        return all(map(_within_64_bits, value))
+    return not isinstance(value, int) or abs(value) < 1 << 63
 
 
 def is_name(text: str) -> bool:
@@ -76,6 +91,12 @@ def is_name(text: str) -> bool:
         return b"\0" not in text.encode("utf-8")
     except UnicodeEncodeError:  # bytes of the file system that are not
         return False
+
+
+def check_name(path: Path) -> None:
+    """UserError unless a path can be written down in what lies there: cards, records and indices name it."""
+    if not is_name(str(path)):
+        raise UserError(f"{str(path)!a:.200} is no name in UTF-8: give that file or directory another.")
 
 
 def printable(text: str, keep: str = "") -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import io
 import os
@@ -15,18 +16,15 @@ from wgpu_lora.signals import ENDING
 GONE = (errno.EPIPE, errno.EIO, errno.ESHUTDOWN)  # a pipe that nobody reads any more, a terminal that closed
 
 
-def main() -> int:
-    """Runs the command line of this process; returns its exit code."""
+def main() -> NoReturn:
+    """Runs the command line of this process, and ends it."""
     for number in ENDING:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end)
     sys.stdout, sys.stderr = _lasting(sys.stdout), _lasting(sys.stderr)
     from wgpu_lora.cli import main as run
 
-    code = run()
-    if code > 128:  # a KeyboardInterrupt that was caught may still make Python end itself by a signal of its own
-        _leave(code)
-    return code
+    _leave(run())
 
 
 def _end(number: int, frame: object) -> NoReturn:
@@ -39,6 +37,9 @@ def _end(number: int, frame: object) -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
+    """Ends with this code. Python's own way out has moments in which a signal decides it, and a KeyboardInterrupt that
+    was caught long ago may."""
+    atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 # `.NAME.tmp` and `.NAME.previous` of directories, `.NAME.old` of removed ones; tempfile adds eight letters of its own.
-_LEFTOVER = re.compile(r"\.(.+?)(?:\.[a-z0-9_]{8})?\.(tmp|previous|old)")
+_LEFTOVER = re.compile(r"\.(.+?)(\.[a-z0-9_]{8})?\.(tmp|previous|old)")
 
 
 def _read_umask() -> int:
@@ -86,9 +86,9 @@ def sweep(directory: str | Path, name: re.Pattern[str]) -> None:
         if not match or not inner:
             continue
         final = directory / match[1]
-        if match[2] == "previous" and not final.exists():
+        if path.is_dir() and match[3] == "previous" and not final.exists():
             path.rename(final)
-        else:
+        elif path.is_dir() or (match[2] and match[3] == "tmp"):  # files come from tempfile alone
             _remove(path)
 
 

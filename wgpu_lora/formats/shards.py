@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from wgpu_lora.bounded import leads_out
+from wgpu_lora.bounded import check_name, leads_out
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.atomic import replace_directory
 from wgpu_lora.formats.checkpoint import INDEX, SINGLE
@@ -95,6 +95,7 @@ def new_model_directory(output: Path, source: Path) -> Iterator[Path]:
     Raises:
         UserError: `output` holds something already, or cannot be made. Whatever fails, it is then not there.
     """
+    check_name(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} exists already: choose another --output, or remove it.")
     temporary = output.absolute().with_name(f".{output.absolute().name}.tmp")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from wgpu_lora.bounded import leads_out
+from wgpu_lora.bounded import check_name, leads_out
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.cards import CARD, card_of_files
 from wgpu_lora.formats.checkpoint import INDEX, SINGLE, Checkpoint
@@ -21,10 +21,10 @@ TOKENIZER = re.compile(
 )
 TEMPLATE = re.compile(r"chat_template\.(jinja|json)|additional_chat_templates/[\w-]+\.jinja")
 CONFIGURATION = ("config.json", "generation_config.json")
-# What only resuming needs, and what names paths of this machine: at any depth, and only for a pattern that names it.
+# What only resuming needs, and what names paths of this machine, at any depth.
 PRIVATE = re.compile(
-    r"(.*/)?(run|pipeline|state)\.json|(.*/)?log\.jsonl|.*\.(tmp|lock)"
-    r"|(.*/)?(checkpoints|best|last|epoch-\d+|[^/]*\.next)/.*|(.*/)?optimizer\.safetensors"
+    r"(run|pipeline|state|manifest|metadata)\.json|log\.jsonl|optimizer\.safetensors|.*\.(tmp|lock|next)"
+    r"|checkpoints|best|last|epoch-[0-9]+"
 )
 
 
@@ -54,12 +54,13 @@ def prepare(directory: Path, include: list[str] | None = None, exclude: list[str
     Without patterns, what others load: files of known names, and the shards that an index names. The patterns are
     those of `hf buckets sync`: of a path in the directory, `*` for anything (slashes too). What `exclude` matches
     stays; where there are `include` patterns, only what they match goes. Hidden files stay always, a run's own state
-    unless a pattern that does not begin with `*` names it. A model card is made where there is none.
+    unless a pattern has its very name, as `run.json` and `checkpoints/*` do. A model card is made where there is none.
 
     Raises:
         UserError: there is no such directory; it holds neither an adapter, nor a model, nor a GGUF file that can be
             read; a link leads out of it; or nothing is left to send.
     """
+    check_name(directory)
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory: give the directory of an adapter or of a model.")
     found = _files(directory)
@@ -141,6 +142,7 @@ def _reason(name: str, known: dict[str, str], include: list[str], exclude: list[
     if not include:
         return known.get(name)
     matching = [pattern for pattern in include if fnmatch(name, pattern)]
-    if PRIVATE.fullmatch(name):
-        matching = [pattern for pattern in matching if not pattern.startswith("*")]
+    private = next((part for part in name.split("/") if PRIVATE.fullmatch(part)), None)
+    if private:
+        matching = [pattern for pattern in matching if private in pattern.split("/")]
     return f"--include {matching[0]}" if matching else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +129,11 @@ class ModelConfig:
             eos_token_ids=_token_ids(d, where),
             packed=_packed(d, where),
         )
+
+    def digest(self) -> str:
+        """A sha256 (hex) of what decides what the model computes."""
+        facts = {name: value for name, value in asdict(self).items() if name not in ("eos_token_ids", "packed")}
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """(out, in) of each linear layer of a block, keyed by the names LoRA targets ('q_proj', ...)."""

@@ -22,7 +22,7 @@ from wgpu_lora.ops.weights import DenseWeight, NF4Weight
 from wgpu_lora.quant.kernels import nf4_absmax, nf4_encode
 from wgpu_lora.quant.nf4 import BLOCK, DYNAMIC_CODE, double_quantize
 
-F16_MAX = 65504.0
+MOST = {"f16": 65504.0, "bf16": 3.3895313892515355e38}
 STAGING = 32 << 20  # bytes of a piece on its way to the device
 DTYPES = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
 Progress = Callable[[str], None]
@@ -137,8 +137,9 @@ def _rows_as(checkpoint: WeightSource, name: str, dtype: str, start: int, stop: 
         return checkpoint.read_raw(name, start, stop)
     target = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}[dtype]
     values = checkpoint.read_f32(name, start, stop)
-    if dtype == "f16" and F16_MAX < np.abs(values).max() < np.inf:  # what is not finite is said by AuditedSource
-        raise UserError(f"{name} has values beyond f16's range of {F16_MAX:,.0f}: use --base-dtype bf16, nf4 or f32.")
+    most = MOST.get(dtype, np.inf)
+    if most < np.abs(values).max() < np.inf:  # what is not finite is said by AuditedSource
+        raise UserError(f"{name} has values beyond {dtype}'s range of {most:,.6g}: use --base-dtype nf4 or f32.")
     with np.errstate(over="ignore"):
         return values.astype(target)
 

@@ -6,6 +6,9 @@ A model stays on the device between two calls, so a lease outlives the call that
 from __future__ import annotations
 
 import atexit
+import os
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,13 +26,16 @@ if TYPE_CHECKING:
 STAYS = "what stays loaded"
 
 
-@dataclass
+@dataclass(eq=False)
 class _Holding:
-    """leases: of this process on one opened device, in the order in which they were taken. users: claims that go on."""
+    """leases: of this process on one opened device, in the order in which they were taken. claims: by thread, how many
+    go on and what the outermost needs."""
 
     ledger: Ledger
+    owner: int = field(default_factory=os.getpid)
     leases: list[tuple[Entry, ExitStack]] = field(default_factory=list)
-    users: int = 0
+    claims: dict[int, tuple[int, int]] = field(default_factory=dict)
+    lock: threading.RLock = field(default_factory=threading.RLock)
 
     @property
     def bytes(self) -> int:
@@ -37,7 +43,7 @@ class _Holding:
 
     def shrink(self, to: int) -> None:
         """Gives back all but `to` bytes, the newest first."""
-        while self.leases and self.bytes > to:
+        while self.leases and self.bytes > to and self.owner == os.getpid():  # a fork has the parent's in its memory
             entry, stack = self.leases.pop()
             keep = to - self.bytes
             if keep <= 0:
@@ -49,6 +55,7 @@ class _Holding:
 
 
 _HOLDINGS: WeakKeyDictionary[Device, _Holding] = WeakKeyDictionary()
+_NOT_ENDED: list[_Holding] = []  # also of devices that are gone
 
 
 @contextmanager
@@ -63,8 +70,8 @@ def claim(
 ) -> Iterator[None]:
     """Holds room for `new` bytes beside what is allocated on a device, while the block runs.
 
-    What it leaves allocated stays held until a later claim, or this process, ends. Within another claim on the same
-    device it takes no more than that one's plan has left out.
+    What it leaves allocated stays held until a later claim, the device or this process ends. Within another claim of
+    its thread it takes no more than that one's plan has left out; those of other threads add up.
 
     Args:
         budget: by default the device's own. Where it is not the user's word, what the system says is free counts too.
@@ -73,17 +80,38 @@ def claim(
     Raises:
         UserError: see `take`.
     """
-    holding = _HOLDINGS.get(device)
-    if holding is None:
-        holding = _HOLDINGS[device] = _Holding(Ledger(device_key(device.info)))
-    _grow(holding, device, new, what, budget, wait, notice, advise)
-    holding.users += 1
+    holding, thread = _holding(device), threading.get_ident()
+    with holding.lock:
+        _grow(holding, device, new, what, budget, wait, notice, advise)
+        depth, need = holding.claims.get(thread, (0, new))
+        holding.claims[thread] = depth + 1, need
     try:
         yield
     finally:
-        holding.users -= 1
-        if not holding.users:
-            holding.shrink(device.allocated)
+        with holding.lock:
+            depth, need = holding.claims.pop(thread)
+            if depth > 1:
+                holding.claims[thread] = depth - 1, need
+            if not holding.claims:
+                holding.shrink(device.allocated)
+
+
+def _holding(device: Device) -> _Holding:
+    holding = _HOLDINGS.get(device)
+    if holding is None or holding.owner != os.getpid():
+        holding = _HOLDINGS[device] = _Holding(Ledger(device_key(device.info)))
+        _NOT_ENDED.append(holding)
+        # On a thread of its own: a collection may come while this one changes the ledger.
+        gone = weakref.finalize(device, lambda: threading.Thread(target=_end, args=(holding,), daemon=True).start())
+        gone.atexit = False  # _leave does that
+    return holding
+
+
+def _end(holding: _Holding) -> None:
+    with holding.lock:
+        holding.shrink(0)
+        if holding in _NOT_ENDED:
+            _NOT_ENDED.remove(holding)
 
 
 def _grow(
@@ -96,14 +124,16 @@ def _grow(
     notice: Notice,
     advise: Advice,
 ) -> None:
-    more = device.allocated + new - holding.bytes
+    info, thread = device.info, threading.get_ident()  # what is kept must not keep the device
+    others = sum(need for number, (_, need) in holding.claims.items() if number != thread)
+    more = device.allocated + new + others - holding.bytes
     if more <= 0:
         return
     stated = budget is not None and budget.stated
-    limit = (budget or budget_bytes(device.info)).bytes
+    limit = (budget or budget_bytes(info)).bytes
 
     def free() -> int | None:
-        memory = None if stated else device_memory(device.info)
+        memory = None if stated else device_memory(info)
         return None if memory is None else memory.free
 
     stack = ExitStack()
@@ -115,5 +145,5 @@ def _grow(
 
 @atexit.register
 def _leave() -> None:
-    for holding in _HOLDINGS.values():
-        holding.shrink(0)
+    for holding in [*_NOT_ENDED]:
+        _end(holding)

@@ -9,15 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.share.entry import RENEW_SECONDS, Entry
 from wgpu_lora.share.ledger import Ledger
 
-if TYPE_CHECKING:
-    pass
-
+SETTLING = 20.0  # seconds from a lease to when its memory is in use, and seen as such by the system
 NO_QUEUE = -1.0  # where there is no option to wait either
 FIRST_PAUSE, LAST_PAUSE = 1.0, 30.0  # seconds between a waiter's looks; each is a renewal of its place too
 
@@ -104,9 +101,12 @@ def _look(ledger: Ledger, entry: Entry, budget: int | None, queue: bool, free: F
         waiting = [e.id for e in here if not e.holds]
         ahead = waiting.index(entry.id) if entry.id in waiting else len(waiting)
         room = budget is None or sum(e.bytes for e in holders) + entry.bytes <= budget
-        says = free()
+        says, now = free(), time.time()
+        if says is not None:  # what others were granted just now is not allocated yet
+            others = (e for e in holders if (e.host, e.pid) != (entry.host, entry.pid))
+            says = max(0, says - sum(e.bytes for e in others if now - e.since < SETTLING))
         short = says if says is not None and says < entry.bytes else None
-        granted, now = room and not ahead and short is None, time.time()
+        granted = room and not ahead and short is None
         if granted or queue:
             _put(entries, replace(entry, holds=granted, since=now if granted else entry.since, renewed=now))
     return Look(granted, holders, ahead, short)
@@ -122,7 +122,8 @@ def _refusal(entry: Entry, budget: int | None, look: Look, wait: float | None, a
     if look.free is not None:
         reasons.append(f"the system says that {look.free:,} bytes are free now")
     left = None if budget is None or look.ahead else budget - sum(e.bytes for e in look.holders)
-    left = look.free if left is None else min(left, look.free or left)
+    known = [nbytes for nbytes in (left, look.free) if nbytes is not None]
+    left = min(known, default=None)
     of = "" if budget is None else f" of a budget of {budget:,}"
     ways = ["try again when they have ended"]
     if wait != NO_QUEUE:

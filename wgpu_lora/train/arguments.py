@@ -181,7 +181,7 @@ class TrainingArguments:
         for name in names:
             if name not in LINEAR_PATHS:
                 raise UserError(
-                    f"--target-modules has no '{name}': choose among {', '.join(LINEAR_PATHS)}, or 'all-linear'."
+                    f"--target-modules has no '{name:.40}': choose among {', '.join(LINEAR_PATHS)}, or 'all-linear'."
                 )
         if not names:
             raise UserError("--target-modules is empty: name at least one module, or use 'all-linear'.")

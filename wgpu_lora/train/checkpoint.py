@@ -38,7 +38,8 @@ BEST, EPOCH = "best", "epoch-{}"
 NAME = re.compile(r"step-([0-9]{1,15})")
 # What a run, or a pipeline, writes by way of a hidden name beside it.
 WRITTEN = re.compile(
-    rf"{re.escape(WEIGHTS)}|{re.escape(CONFIG)}|README\.md|[a-z]+\.jsonl?|{LAST}|\{NEXT}|{BEST}|epoch-[0-9]+|[a-z]+\.png"
+    rf"{re.escape(WEIGHTS)}|{re.escape(CONFIG)}|README\.md|log\.jsonl|(run|state|pipeline)\.json"
+    rf"|{LAST}|\{NEXT}|{BEST}|epoch-[0-9]+"
 )
 
 

@@ -72,7 +72,8 @@ def read_run(args: TrainingArguments, model: LoadedModel, slot: int = 0, name: s
     stream = DataStream(_prepare(args, model, train_file), args)
     heldout = _prepare(args, model, heldout_file) if heldout_file else None
     spec = spec_of(adapter, initial)
-    return AdapterRun(slot, args, adapter, spec, initial, stream, heldout, model.checkpoint.digest(), name)
+    digests = model.checkpoint.digest(), model.config.digest()
+    return AdapterRun(slot, args, adapter, spec, initial, stream, heldout, *digests, name)
 
 
 def with_options(run: AdapterRun, changes: Mapping[str, Any]) -> AdapterRun:

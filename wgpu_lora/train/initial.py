@@ -14,6 +14,7 @@ from wgpu_lora.formats.hub import stated_name
 from wgpu_lora.formats.peft import AdapterConfig, read_adapter
 from wgpu_lora.models.config import LINEAR_PATHS, ModelConfig
 from wgpu_lora.models.lora import Matrices, Module, SlotSpec
+from wgpu_lora.ops.optimizer import MAX_PARAMETER
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import TrainingArguments, flag
 from wgpu_lora.train.manifest import MANIFEST, damage
@@ -41,6 +42,11 @@ def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingAr
             if not fits:
                 raise UserError(
                     f"The adapter {source} does not fit this model: layer {layer} {module} differs in shape."
+                )
+            if max(np.abs(a).max(initial=0), np.abs(b).max(initial=0)) > MAX_PARAMETER:
+                raise UserError(
+                    f"The adapter {source} has values beyond {MAX_PARAMETER:,.0f} in layer {layer} {module}: it has "
+                    "diverged, so begin with another."
                 )
         args = _as_loaded(args, loaded, matrices, str(source))
         base = stated_name(args.model or "demo")

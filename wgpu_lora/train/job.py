@@ -108,7 +108,7 @@ class Job:
             where = getattr(error, "filename", None) or self.directories()[-1]
             raise UserError(
                 f"Writing to {where} failed ({reason}): earlier checkpoints are whole; "
-                "make room and continue with --resume."
+                "mend that and continue with --resume."
             ) from error
 
     def finish(self, callback: Callback) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class AdapterRun:
     stream: DataStream
     heldout: Prepared | None
     base_digest: str
+    config_digest: str
     name: str = ""
     state: RunState = field(default_factory=RunState)
     resumed_from: Path | None = None
@@ -57,7 +58,7 @@ class AdapterRun:
     def identity(self) -> dict[str, Any]:
         """What a resumed run must share with the one it continues."""
         options = {k: v for k, v in self.args.as_dict().items() if k not in FREE_ON_RESUME and k != "init_adapter"}
-        base = {"base": self.base_digest, "weights": self.weights_sha256}
+        base = {"base": self.base_digest, "config": self.config_digest, "weights": self.weights_sha256}
         return {"options": options, "data": self.stream.rows_digest(), **base}
 
     # -- beginning -------------------------------------------------------------------------------------------------
@@ -93,10 +94,17 @@ class AdapterRun:
                     f"--resume needs the options of the run it continues: {name} was {before['options'][name]!r}, "
                     f"not {value!r}."
                 )
-        for name in ("data", "base"):
+        model = self.args.model
+        named = {
+            "data": f"The rows of {self.stream.prepared.path}",
+            "base": f"The base model {model}",
+            "config": f"The configuration of {model}",
+        }
+        for name, what in named.items():
             if before[name] != now[name]:
                 raise UserError(
-                    f"--resume needs the {name} that the run in {self.directory} began with, but it has changed."
+                    f"{what} changed after the run in {self.directory} had begun, and --resume needs it as it was: "
+                    "restore it, or start a new run."
                 )
         self._check_position()
         self._began_with = before["weights"]
@@ -209,9 +217,9 @@ class AdapterRun:
         else:
             self.state = RunState(total_steps=self.state.total_steps, tiles=self.state.tiles)
             self._place_first(session)
-        for step, path in checkpoint.found(steps):
-            if step > self.state.step:
-                checkpoint.remove(path)
+        for state, place in kept:
+            if state.step > self.state.step and place.name != checkpoint.LAST:  # which the pipeline replaces
+                checkpoint.remove(place)
 
     def write_adapter(self, session: Session, directory: Path) -> None:
         matrices = session.adapters.read(session.device, self.slot)

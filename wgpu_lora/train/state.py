@@ -87,7 +87,7 @@ def _is_identity(value: Any) -> bool:
     return (
         isinstance(value, dict)
         and isinstance(value.get("options"), dict)
-        and all(isinstance(value.get(name), str) for name in ("data", "base"))
+        and all(isinstance(value.get(name), str) for name in ("data", "base", "config"))
         and isinstance(value.get("weights"), str | None)
     )
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 
+from wgpu_lora.bounded import check_name
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.atomic import UMASK
 from wgpu_lora.formats.gguf import metadata, mix
@@ -109,6 +110,7 @@ def _check_range(values: np.ndarray, name: str, target: GGMLQuantizationType) ->
 
 def refuse_existing(output: Path) -> None:
     """UserError where nothing new can be written at `output`."""
+    check_name(output)
     if output.is_dir():
         raise UserError(f"{output} is a directory: name a file in it, such as {output / 'model.gguf'}.")
     if output.exists() or output.is_symlink():
