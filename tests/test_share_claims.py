@@ -196,6 +196,27 @@ def test_claims_of_two_threads_add_up(at: Path, device: Device, ledger: Ledger) 
     assert sum(entry.bytes for entry in ledger.read()) == base
 
 
+def test_a_thread_that_waits_does_not_keep_another_from_ending(at: Path, device: Device, ledger: Ledger) -> None:
+    budget = Budget(device.allocated + 1500, "a test", stated=True)
+    waits: list[int] = []
+    got = threading.Event()
+    with claim(device, 0, "what is there"):
+        pass
+
+    def other() -> None:
+        with claim(device, 1000, "other", budget, 60, lambda *_: waits.append(1)):
+            got.set()
+
+    with take(ledger, 1000, None, "somebody's"):
+        thread = threading.Thread(target=other)
+        thread.start()
+        until(lambda: waits)
+        with claim(device, 0, "one", budget):
+            pass
+    thread.join(60)
+    assert got.is_set()
+
+
 def test_what_others_were_granted_just_now_counts(
     at: Path, device: Device, ledger: Ledger, free: dict[str, int | None]
 ) -> None:

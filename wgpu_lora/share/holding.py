@@ -21,6 +21,7 @@ from wgpu_lora.share.lease import NO_QUEUE, Advice, Notice, take, update
 from wgpu_lora.share.ledger import Ledger, device_key
 
 if TYPE_CHECKING:
+    from wgpu_lora.gpu.adapters import AdapterInfo
     from wgpu_lora.gpu.device import Device
 
 STAYS = "what stays loaded"
@@ -40,6 +41,22 @@ class _Holding:
     @property
     def bytes(self) -> int:
         return sum(entry.bytes for entry, _ in self.leases)
+
+    def begin(self, device: Device, new: int) -> int:
+        """Counts a claim of this thread; returns the bytes that it takes beyond what is held."""
+        thread = threading.get_ident()
+        others = sum(need for number, (_, need) in self.claims.items() if number != thread)
+        depth, need = self.claims.get(thread, (0, new))
+        self.claims[thread] = depth + 1, need
+        return device.allocated + new + others - self.bytes
+
+    def finish(self, device: Device) -> None:
+        """Counts the end of a claim of this thread; after the last one, only what is allocated stays held."""
+        depth, need = self.claims.pop(threading.get_ident())
+        if depth > 1:
+            self.claims[threading.get_ident()] = depth - 1, need
+        if not self.claims:
+            self.shrink(device.allocated)
 
     def shrink(self, to: int) -> None:
         """Gives back all but `to` bytes, the newest first."""
@@ -80,20 +97,18 @@ def claim(
     Raises:
         UserError: see `take`.
     """
-    holding, thread = _holding(device), threading.get_ident()
+    holding = _holding(device)
     with holding.lock:
-        _grow(holding, device, new, what, budget, wait, notice, advise)
-        depth, need = holding.claims.get(thread, (0, new))
-        holding.claims[thread] = depth + 1, need
+        more = holding.begin(device, new)
     try:
+        if more > 0:  # without the lock: others have to end for a wait to end
+            lease = _take(holding, device.info, more, what, budget, wait, notice, advise)
+            with holding.lock:
+                holding.leases.append(lease)
         yield
     finally:
         with holding.lock:
-            depth, need = holding.claims.pop(thread)
-            if depth > 1:
-                holding.claims[thread] = depth - 1, need
-            if not holding.claims:
-                holding.shrink(device.allocated)
+            holding.finish(device)
 
 
 def _holding(device: Device) -> _Holding:
@@ -114,21 +129,16 @@ def _end(holding: _Holding) -> None:
             _NOT_ENDED.remove(holding)
 
 
-def _grow(
+def _take(
     holding: _Holding,
-    device: Device,
-    new: int,
+    info: AdapterInfo,  # and no device: what is kept must not keep it
+    more: int,
     what: str,
     budget: Budget | None,
     wait: float | None,
     notice: Notice,
     advise: Advice,
-) -> None:
-    info, thread = device.info, threading.get_ident()  # what is kept must not keep the device
-    others = sum(need for number, (_, need) in holding.claims.items() if number != thread)
-    more = device.allocated + new + others - holding.bytes
-    if more <= 0:
-        return
+) -> tuple[Entry, ExitStack]:
     stated = budget is not None and budget.stated
     limit = (budget or budget_bytes(info)).bytes
 
@@ -137,10 +147,8 @@ def _grow(
         return None if memory is None else memory.free
 
     stack = ExitStack()
-    entry = stack.enter_context(
-        take(holding.ledger, more, limit, what, wait, notice, advise, held=holding.bytes, free=free)
-    )
-    holding.leases.append((entry, stack))
+    lease = take(holding.ledger, more, limit, what, wait, notice, advise, held=holding.bytes, free=free)
+    return stack.enter_context(lease), stack
 
 
 @atexit.register
