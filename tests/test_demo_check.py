@@ -154,3 +154,21 @@ def test_environment_is_not_inherited(monkeypatch):
     code = "import os\ndef double(x):\n    return 2 * x if 'WGPU_LORA_SECRET' not in os.environ else 0"
     result = run_check(code, CHECK)
     assert result.passed, result.reason
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from collections import Counter\ndef f():\n    return Counter('aab').most_common(1) == [('a', 2)]",
+        "def f(name='1252'):\n    return b'\\x80'.decode('cp' + name) + 'a'.encode('utf-16-le').decode('UTF-16LE') == '€a'",
+        "import codecs\ndef f():\n    return codecs.encode('uryyb', 'rot13') == 'hello' == 'hello'.encode('cp037').decode('cp037')",
+        "import traceback, timeit\ndef f():\n    return timeit.timeit('1', number=1) > 0 and traceback.format_stack() != []",
+        "import warnings\ndef f():\n    return 'UserWarning' in warnings.formatwarning('a', UserWarning, 'b', 1)",
+        "import uuid\ndef f():\n    return uuid.uuid5(uuid.NAMESPACE_DNS, 'a').version == 5",
+        "from functools import singledispatch\n@singledispatch\ndef g(x):\n    return 0\n@g.register\ndef _(x: int):\n"
+        "    return 1\ndef f():\n    return g(1) == 1",
+    ],
+)
+def test_what_the_library_imports_late_is_there(code):
+    result = run_check(code, "assert f() is True")
+    assert result.passed, result.reason
