@@ -33,8 +33,8 @@ ENTRY = "import sys; sys.path.append(sys.argv.pop(1)); from wgpu_lora.demo.confi
 # What an answer can import; imported before the process is confined, which leaves no files to import from.
 IMPORTABLE = (
     "abc array base64 binascii bisect calendar cmath codecs collections contextlib copy dataclasses datetime decimal "
-    "difflib enum fractions functools hashlib heapq io itertools json keyword math numbers operator os pprint queue random re "
-    "reprlib statistics string struct textwrap threading time timeit traceback types typing "
+    "difflib enum fractions functools hashlib heapq io itertools json keyword math numbers operator os pprint queue "
+    "random re reprlib statistics string struct textwrap threading time timeit traceback types typing "
     "unicodedata uuid warnings weakref zlib"
 )
 # What these import only when it is first used, as far as an answer gets there.
