@@ -137,7 +137,8 @@ def test_forms_of_checks(check):
         "", "# nothing", None, 5, "assert", "f(1)", "assert True", "assert 1 == 1", "x = f(1)\nassert x == 1",
         "assert f(x) == 1", "assert f(g(1)) == 1", "assert f(*[1]) == 1", "assert f(**{'a': 1}) == 1", "assert f(...)",
         "assert f(1).real == 1", "assert f.g(1) == 1", "assert f(1)[0] == 1", "assert [f(1)] == [1]", "assert f(1) + 1",
-        "assert f(1) is 2", "assert f([1]) == set([1])", "assert f({[1]}) == 1", "assert f({[1]: 1}) == 1", "assert (lambda: 1)() == 1", "assert (y := f(1))", "import os",
+        "assert f(1) is 2", "assert f([1]) == set([1])", "assert f({[1]}) == 1", "assert f({[1]: 1}) == 1",
+        "assert (lambda: 1)() == 1", "assert (y := f(1))", "import os",
         "assert f(1) == ...", "assert all(f(i) for i in [1])", "assert f(1) == 1\0", "assert f(" + "(" * 9999,
         "assert " + "not " * 9999 + "f(1)", "assert f(1) == " + "-" * 9999 + "1", "#" * 99999 + "\nassert f(1) == 1",
     ],
@@ -176,8 +177,8 @@ f = lambda n: [
     re.match("a", "a"), collections.deque([1]), object, decimal.Decimal("0.1"), collections.deque(),
 ][n]
 """
-    holds = """f(0) == 1; f(1) == 0.5 and f(1) < 1; f(2) == {1}; f(3) == {(1, 2)}; f(4) == b"a"; 2 in f(5) and f(5) != [0, 1, 2]
-        f(6); f(7) != [1]; f(8) is not None and f(8) != 3; f(9) != 0.1; not f(10)"""
+    holds = """f(0) == 1; f(1) == 0.5 and f(1) < 1; f(2) == {1}; f(3) == {(1, 2)}; f(4) == b"a"; 2 in f(5)
+        f(5) != [0, 1, 2]; f(6); f(7) != [1]; f(8) is not None and f(8) != 3; f(9) != 0.1; not f(10)"""
     result = run_check(code, "\n".join(f"assert {one.strip()}" for one in holds.replace("\n", ";").split(";")))
     assert result.passed, result.reason
     for fails in ("f(7) == [1]", "f(7) != f(7)", "f(6) is None", "f(7) < 3", "f(0) == 2", "f(9) == 0.1", "1 in f(7)"):
