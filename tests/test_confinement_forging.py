@@ -241,12 +241,21 @@ NO_PLAIN_DATA = [
     '["dict",[[["dict",[]],1]]]',
     '["bytes","0"]',
     '["complex","1"]',
+    '["ratio","1/0"]',
+    '["ratio","1"]',
+    '["ratio",[]]',
+    '["object","x"]',
+    '["object",1,true]',
+    '["set",[["object","x",true]]]',
+    '["range",[["int","0"],["int","fffffffff"],["int","1"]]]',
+    '["range",[["float","0x1p1"]]]',
     "[null,null]",
     "nullnull",
     "�",
 ]
 NO_PLAIN_DATA += ["", "[" * 10**5, "[" * 40 + "]" * 40, "9" * 5000, '["list", [' + ",".join(["null"] * 10_001) + "]]"]
 NO_PLAIN_DATA += ['["set", [' + ",".join(f'["int", "{i * (2**61 - 1):x}"]' for i in range(5000)) + "]]"]
+NO_PLAIN_DATA += ['["set", [' + ",".join(f'["ratio", "{i * (2**61 - 1):x}/1"]' for i in range(900)) + "]]"]
 
 
 @pytest.mark.parametrize("text", NO_PLAIN_DATA, ids=lambda text: text[:20] or "empty")

@@ -120,6 +120,7 @@ def test_what_parses_is_said():
     "check",
     [
         "assert f(1) == 1, 'message'",
+        "assert f(1) == 1, f'{f(1)} is not 1'",
         "assert f([1, (2,)], key={'a': {1}}) == set()",
         "assert f(-1.5) != None and not f('') or 1 < f(2) <= 3",
         "assert 3 in f() and f() is not None",
@@ -136,7 +137,8 @@ def test_forms_of_checks(check):
         "", "# nothing", None, 5, "assert", "f(1)", "assert True", "assert 1 == 1", "x = f(1)\nassert x == 1",
         "assert f(x) == 1", "assert f(g(1)) == 1", "assert f(*[1]) == 1", "assert f(**{'a': 1}) == 1", "assert f(...)",
         "assert f(1).real == 1", "assert f.g(1) == 1", "assert f(1)[0] == 1", "assert [f(1)] == [1]", "assert f(1) + 1",
-        "assert f(1) is 2", "assert f(1) == 1, f(2)", "assert (lambda: 1)() == 1", "assert (y := f(1))", "import os",
+        "assert f(1) is 2", "assert f([1]) == set([1])", "assert f({[1]}) == 1", "assert f({[1]: 1}) == 1",
+        "assert (lambda: 1)() == 1", "assert (y := f(1))", "import os",
         "assert f(1) == ...", "assert all(f(i) for i in [1])", "assert f(1) == 1\0", "assert f(" + "(" * 9999,
         "assert " + "not " * 9999 + "f(1)", "assert f(1) == " + "-" * 9999 + "1", "#" * 99999 + "\nassert f(1) == 1",
     ],
@@ -149,8 +151,64 @@ def test_a_check_of_another_form_is_an_error_in_the_data(check):
         run_check(RIGHT, check)
 
 
+@pytest.mark.parametrize(
+    ("check", "why"),
+    [
+        ("def g():\n    pass\nassert f(1)", "'def g(): pass' is no assert"),
+        ("assert f(" + "-" * 9999 + "1)", "nested too deeply"),
+        ("assert f(1) == f'{a}'", "is no literal"),
+        ("assert f({[1]})", "'{[1]}' is no literal (unhashable type: 'list')"),
+    ],
+)
+def test_why_a_check_is_not_understood_is_one_line(check, why):
+    with pytest.raises(UserError) as caught:
+        parse_check(check)
+    said = str(caught.value)
+    assert why in said
+    assert said.isprintable()
+    assert " at 0x" not in said
+
+
+def test_what_is_asserted_of_other_values_is_as_in_python():
+    code = """
+import collections, decimal, fractions, re
+f = lambda n: [
+    decimal.Decimal("1"), fractions.Fraction(1, 2), {1: 2}.keys(), {1: 2}.items(), bytearray(b"a"), range(3),
+    re.match("a", "a"), collections.deque([1]), object, decimal.Decimal("0.1"), collections.deque(),
+][n]
+"""
+    holds = """f(0) == 1; f(1) == 0.5 and f(1) < 1; f(2) == {1}; f(3) == {(1, 2)}; f(4) == b"a"; 2 in f(5)
+        f(5) != [0, 1, 2]; f(6); f(7) != [1]; f(8) is not None and f(8) != 3; f(9) != 0.1; not f(10)"""
+    result = run_check(code, "\n".join(f"assert {one.strip()}" for one in holds.replace("\n", ";").split(";")))
+    assert result.passed, result.reason
+    for fails in ("f(7) == [1]", "f(7) != f(7)", "f(6) is None", "f(7) < 3", "f(0) == 2", "f(9) == 0.1", "1 in f(7)"):
+        assert not run_check(code, f"assert {fails}").passed
+    reason = run_check(code, "assert f(7) == [1]").reason
+    assert reason == "assertion failed: f(7) == [1], where f returned <deque object>"
+
+
 def test_environment_is_not_inherited(monkeypatch):
     monkeypatch.setenv("WGPU_LORA_SECRET", "1")
     code = "import os\ndef double(x):\n    return 2 * x if 'WGPU_LORA_SECRET' not in os.environ else 0"
     result = run_check(code, CHECK)
+    assert result.passed, result.reason
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from collections import Counter\ndef f():\n    return Counter('aab').most_common(1) == [('a', 2)]",
+        "def f(name='1252'):\n    return b'\\x80'.decode('cp' + name) == '€'",
+        "def f():\n    return 'a'.encode('utf-16-le').decode('UTF-16LE') == 'a'",
+        "import codecs\ndef f():\n    return codecs.encode('a', 'rot13') == 'n' and 'é'.encode('cp037') == b'Q'",
+        "import traceback, timeit\ndef f():\n"
+        "    return timeit.timeit('1', number=1) > 0 and bool(traceback.format_stack())",
+        "import warnings\ndef f():\n    return 'UserWarning' in warnings.formatwarning('a', UserWarning, 'b', 1)",
+        "import uuid\ndef f():\n    return uuid.uuid5(uuid.NAMESPACE_DNS, 'a').version == 5",
+        "from functools import singledispatch\n@singledispatch\ndef g(x):\n    return 0\n@g.register\ndef _(x: int):\n"
+        "    return 1\ndef f():\n    return g(1) == 1",
+    ],
+)
+def test_what_the_library_imports_late_is_there(code):
+    result = run_check(code, "assert f() is True")
     assert result.passed, result.reason

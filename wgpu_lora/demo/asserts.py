@@ -6,11 +6,13 @@ The calls go to the answer's process; the asserts are decided here, on the plain
 from __future__ import annotations
 
 import ast
+import builtins
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from wgpu_lora.bounded import printable
 from wgpu_lora.demo.confine import plain
 from wgpu_lora.errors import UserError
 
@@ -53,13 +55,14 @@ class Assertion:
         try:
             if self._test(outcomes):
                 return None
-            values = ", ".join(shown(outcome()) for outcome in outcomes)
+            values = [shown(outcome()) for outcome in outcomes]
         except RaisedError as error:
             return str(error)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             return f"{type(error).__name__}: {error}"
         said = "" if self.message is None else f": {self.message}"
-        return f"assertion failed{said}: {self.text}, but it returned {values}"
+        who = f"{self.calls[0][0]} returned" if len(values) == 1 else "the calls returned"
+        return f"assertion failed{said}: {self.text}, where {who} {', '.join(values)}"
 
 
 def parse_check(check: Any, where: str = "A row") -> tuple[Assertion, ...]:
@@ -73,8 +76,11 @@ def parse_check(check: Any, where: str = "A row") -> tuple[Assertion, ...]:
     try:
         body = ast.parse(check).body
         found = tuple(_assertion(statement) for statement in body)
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise UserError(f'{where} has a "check" that is not understood ({error}): {FORM}.') from None
+    except (SyntaxError, ValueError) as error:
+        why = printable(" ".join(str(error).split()))
+        raise UserError(f'{where} has a "check" that is not understood ({why}): {FORM}.') from None
+    except (MemoryError, RecursionError):
+        raise UserError(f'{where} has a "check" that is not understood (nested too deeply): {FORM}.') from None
     if not found:
         raise UserError(f'{where} has a "check" without an assert, which everything would pass: add one.')
     return found
@@ -85,19 +91,18 @@ def shown(value: Any) -> str:
     try:
         text = repr(value)
     except ValueError:  # more digits than Python writes
-        text = f"a {type(value).__name__} with a number of very many digits"
+        text = "a value with very many digits"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def _assertion(statement: ast.stmt) -> Assertion:
-    text = ast.unparse(statement)
     if not isinstance(statement, ast.Assert):
-        raise ValueError(f"'{text[:SHOWN]}' is no assert")
-    message = None if statement.msg is None else str(ast.literal_eval(statement.msg))
+        raise ValueError(f"{_quoted(statement)} is no assert")
+    message = None if statement.msg is None else _message(statement.msg)
     calls: list[tuple[str, str, str]] = []
     test = _compile(statement.test, calls)
     if not calls:
-        raise ValueError(f"'{text[:SHOWN]}' calls nothing")
+        raise ValueError(f"{_quoted(statement)} calls nothing")
     return Assertion(ast.unparse(statement.test), message, tuple(calls), test)
 
 
@@ -106,17 +111,19 @@ def _compile(node: ast.expr, calls: list[tuple[str, str, str]]) -> Test:
     match node:
         case ast.Call(func=ast.Name(id="set"), args=[], keywords=[]):
             pass  # the literal that has no other form
+        case ast.Call(func=ast.Name(id=name)) if hasattr(builtins, name):
+            raise ValueError(f"{_quoted(node)} calls Python's own {name}, which no answer computes")
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
             named = {str(word.arg): _literal(word.value) for word in keywords if word.arg is not None}
             if len(named) < len(keywords):
-                raise ValueError(f"'{ast.unparse(node)[:SHOWN]}' has ** in it, or a name twice")
+                raise ValueError(f"{_quoted(node)} has ** in it, or a name twice")
             calls.append((name, plain.dump([_literal(arg) for arg in args]), plain.dump(named)))
             index = len(calls) - 1
             return lambda outcomes: outcomes[index]()
         case ast.Compare(left=left, ops=ops, comparators=comparators):
             sides = [_compile(side, calls) for side in (left, *comparators)]
             if any(isinstance(op, ast.Is | ast.IsNot) for op in ops) and not all(map(_is_single, comparators)):
-                raise ValueError(f"'{ast.unparse(node)[:SHOWN]}' asks for identity")
+                raise ValueError(f"{_quoted(node)} asks for identity")
             return lambda outcomes: _compare([OPERATORS[type(op)] for op in ops], (side(outcomes) for side in sides))
         case ast.BoolOp(op=op, values=values):
             parts = [_compile(value, calls) for value in values]
@@ -139,9 +146,29 @@ def _compare(operators: list[Callable[[Any, Any], Any]], sides: Iterator[Any]) -
 
 
 def _literal(node: ast.expr) -> Any:
-    value = ast.literal_eval(node)
-    plain.dump(value)  # refuses what is no plain data, as ... is
+    """What a literal says. Raises ValueError."""
+    try:
+        value = ast.literal_eval(node)
+    except (ValueError, TypeError) as error:  # a TypeError says what cannot be in a set or be a key
+        why = f" ({error})" if isinstance(error, TypeError) else ""
+        raise ValueError(f"{_quoted(node)} is no literal{why}") from None
+    if any(isinstance(part, ast.Constant) and part.value is ... for part in ast.walk(node)):
+        raise ValueError(f"{_quoted(node)} has an ellipsis, which is no plain data")
+    plain.dump(value)  # refuses too much of it
     return value
+
+
+def _message(node: ast.expr) -> str:
+    """It decides nothing, so it may be anything; what is no text is shown as it is written."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    return ast.unparse(node)[:SHOWN]
+
+
+def _quoted(node: ast.AST) -> str:
+    """On one line, and not too long."""
+    text = " ".join(ast.unparse(node).split())
+    return f"'{text}'" if len(text) <= SHOWN else f"'{text[:SHOWN]}...'"
 
 
 def _is_single(node: ast.expr) -> bool:

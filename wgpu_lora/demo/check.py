@@ -4,13 +4,13 @@ The answer is text that a model wrote, so nothing about it is trusted. It runs i
 compute (demo/confine): it is called there, its results come back as plain data, and the asserts are decided here. What
 they expect is never in that process, so an answer passes by returning it and by nothing else.
 
-What protects, on Linux (x86-64, arm64): a seccomp filter that allows 19 system calls and refuses files, sockets,
-processes, threads and signals; user, mount, PID, network, IPC, UTS and cgroup namespaces with an empty root, where the
-kernel grants them; no environment, no privileges; limits on CPU time, address space (512 MiB), output (256 KiB) and
-wall-clock time, after which the process is killed with all that it started. What does not: these are the kernel's
-means, so a hole in the kernel is a way out, and time and memory within the limits are the answer's to waste. Elsewhere
-there are only an empty environment, the limits that the system has, and an audit hook against accidents: run_check
-refuses to run there unless `allow_unconfined` is given.
+What protects, on Linux (x86-64, arm64): a seccomp filter that allows 19 system calls (18 on arm64) and refuses files,
+sockets, processes, threads and signals; user, mount, PID, network, IPC, UTS and cgroup namespaces with an empty root,
+where the kernel grants them; no environment, no privileges; limits on CPU time, address space (512 MiB), output (256
+KiB) and wall-clock time, after which the process is killed with all that it started. What does not: these are the
+kernel's means, so a hole in the kernel is a way out, and time and memory within the limits are the answer's to waste.
+Elsewhere there are only an empty environment, the limits that the system has, and an audit hook against accidents:
+run_check refuses to run there unless `allow_unconfined` is given.
 """
 
 from __future__ import annotations

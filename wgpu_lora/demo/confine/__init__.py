@@ -5,6 +5,6 @@
 
 Why not bubblewrap: what it runs still has to start an interpreter, so its filter must allow `execve` and its root must
 have Python's files; and it is refused wherever unprivileged namespaces are (Ubuntu 24.04, Docker). This child starts
-first and then gives everything up. So its filter can be an allow-list of 19 calls and its root can be empty; and
-the filter holds where namespaces are refused, too.
+first and then gives everything up. So its filter can be an allow-list of 19 calls (18 on arm64), and its root can
+be empty; and the filter holds where namespaces are refused, too.
 """

@@ -7,7 +7,6 @@ nothing that an answer finds or changes in here makes it pass: the values it sen
 
 from __future__ import annotations
 
-import ast
 import importlib
 import json
 import os
@@ -95,18 +94,17 @@ def _guard() -> None:
 
 def _serve(code: str, calls: list[tuple[str, str, str]]) -> None:
     try:
-        tree = ast.parse(code, "<answer>")
-        compiled = compile(tree, "<answer>", "exec")
+        compiled = compile(code, "<answer>", "exec")
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         return _say("failed", f"does not parse: {_told(error)}")
     _say("parsed", "")
-    if not any(isinstance(node, ast.FunctionDef) for node in tree.body):
-        return _say("failed", "defines no function")
     module = sys.modules["answer"] = types.ModuleType("answer")
     space = module.__dict__
     reason = _attempt(lambda: exec(compiled, space))[1]
     if reason is not None:
         return _say("failed", reason)
+    if not any(callable(value) for name, value in list(space.items()) if name != "__builtins__"):
+        return _say("failed", "defines no function")
     for name, args, kwargs in calls:
         value, reason = _attempt(lambda: _call(space, name, plain.load(args), plain.load(kwargs)))  # noqa: B023
         if reason is None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import encodings
+import encodings.aliases
 import json
 import math
 import os
+import pkgutil
 import queue
 import re
 import signal
@@ -14,6 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +25,40 @@ import wgpu_lora
 from wgpu_lora.errors import UserError
 
 MEMORY = 512 << 20  # of address space
+LISTENER = "answer-listener"  # name of the thread that reads
 OUTPUT = 1 << 18  # bytes; the demo's answers return a few hundred
 START = 60.0  # seconds until it is confined
 ROOT = str(Path(wgpu_lora.__file__).resolve().parents[1])
 ENTRY = "import sys; sys.path.append(sys.argv.pop(1)); from wgpu_lora.demo.confine.child import main; main()"
 # What an answer can import; imported before the process is confined, which leaves no files to import from.
 IMPORTABLE = (
-    "abc array base64 binascii bisect calendar cmath collections contextlib copy dataclasses datetime decimal enum "
-    "fractions functools hashlib heapq io itertools json keyword math numbers operator os pprint queue random re "
-    "reprlib statistics string struct textwrap threading time types typing unicodedata uuid warnings weakref zlib"
+    "abc array base64 binascii bisect calendar cmath codecs collections contextlib copy dataclasses datetime decimal "
+    "difflib enum fractions functools hashlib heapq io itertools json keyword math numbers operator os pprint queue "
+    "random re reprlib statistics string struct textwrap threading time timeit traceback types typing "
+    "unicodedata uuid warnings weakref zlib"
 )
-NEEDS = {"datetime": "_strptime", "time": "_strptime", "functools": "weakref"}  # imported when first used
-
+# What these import only when it is first used, as far as an answer gets there.
+NEEDS = {
+    "collections": "collections.abc copy heapq",
+    "datetime": "_strptime",
+    "fractions": "decimal",
+    "functools": "types weakref",
+    "hashlib": "_md5 _sha1 _sha2 _sha256 _sha512 _sha3 _blake2",
+    "singledispatch": "typing",
+    "singledispatchmethod": "typing",
+    "time": "_strptime",
+    "timeit": "linecache traceback",
+    "traceback": "ast unicodedata",
+    "types": "functools",
+    "uuid": "hashlib",
+    "warnings": "linecache traceback tracemalloc",
+    "weakref": "copy",
+}
+# Codecs whose name an answer may put together or be given; others are imported where their name stands in it.
+CODECS = (
+    "ascii latin_1 utf_8_sig utf_7 utf_16 utf_16_le utf_16_be utf_32 utf_32_le utf_32_be cp437 cp1252 iso8859_15 "
+    "rot_13 hex_codec base64_codec unicode_escape raw_unicode_escape"
+)
 
 SOMETHING_ELSE = "the answer's process said something else than a result"
 
@@ -99,7 +125,7 @@ class Process:
         )
         self._chunks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._rest = bytearray()
-        self._reader = threading.Thread(target=self._listen, daemon=True)
+        self._reader = threading.Thread(target=self._listen, name=LISTENER, daemon=True)
         self._reader.start()
         try:
             self.confinement = self._started(allow_unconfined)
@@ -239,10 +265,19 @@ class Process:
 
 def modules_for(code: str) -> list[str]:
     """The modules that an answer may be after: those whose names stand in it."""
-    found = set(IMPORTABLE.split()) & set(re.findall(r"\w+", code))
-    found |= {NEEDS[name] for name in found if name in NEEDS}
+    words = set(re.findall(r"\w+", code))
+    found = set(IMPORTABLE.split()) & words
+    found |= {needed for name in words & NEEDS.keys() for needed in NEEDS[name].split()}
+    codecs = set(CODECS.split()) if words & {"encode", "decode", "encoding", "codecs"} else set()
+    for name in re.findall(r"""['"]([\w .-]{2,40})['"]""", code):
+        name = encodings.normalize_encoding(name.lower())
+        codecs.add(encodings.aliases.aliases.get(name, name))
+    found |= {f"encodings.{name}" for name in codecs & _all_codecs()}
     if not code.isascii() or r"\N" in code:
         found |= {"unicodedata"}  # which Python's parser uses
-    if "collections" in found:
-        found |= {"collections.abc"}
     return sorted(found)
+
+
+@cache
+def _all_codecs() -> frozenset[str]:
+    return frozenset(module.name for module in pkgutil.iter_modules(encodings.__path__))

@@ -7,6 +7,7 @@ from, with the values that it really holds; nothing of it runs on this side.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,10 +16,33 @@ MAX_VALUES = 10_000
 MAX_LENGTH = 1 << 15  # of all strings, bytes and hexadecimal digits together
 MAX_MEMBERS = 1000  # of a set or a dict: keys may be chosen so that all of them collide
 CONTAINERS: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+VIEWS: tuple[type, ...] = (type({}.keys()), type({}.items()))
+RATIOS = (("decimal", "Decimal"), ("fractions", "Fraction"))
+RATIO_COST = 128  # characters: these are compared by Python code, so fewer may be in one set
 
 
 class NotPlainError(ValueError):
     """Something that is no plain data, or too much of it."""
+
+
+class Opaque:
+    """Stands for an object that is no plain data: it is not None, and equal to nothing that is plain data."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, name: str, true: bool):
+        self._name, self._true = name, true
+
+    def __repr__(self) -> str:
+        return f"<{self._name} object>"
+
+    def __bool__(self) -> bool:
+        return self._true
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Opaque):
+            raise TypeError(f"{self} and {other} are no plain data, so they cannot be compared")
+        return False
 
 
 def dump(value: Any) -> str:
@@ -34,7 +58,7 @@ def load(text: str | bytes) -> Any:
         raise
     except RecursionError:
         raise NotPlainError(f"nested more than {MAX_DEPTH} deep") from None
-    except (ValueError, TypeError, OverflowError, KeyError) as error:
+    except (ValueError, TypeError, ArithmeticError, KeyError, AttributeError) as error:
         raise NotPlainError(f"no plain data ({type(error).__name__})") from None
 
 
@@ -73,15 +97,37 @@ class _Writer(_Bounded):
         if issubclass(kind, complex):
             real, imaginary = complex.__pos__(value).real, complex.__pos__(value).imag
             return ["complex", real.hex(), imaginary.hex()]
-        if issubclass(kind, bytes):
-            self.measure(bytes.__len__(value))
-            return ["bytes", bytes.hex(value)]
+        for octets in (bytes, bytearray):
+            if issubclass(kind, octets):
+                self.measure(octets.__len__(value))
+                return ["bytes", octets.hex(value)]
+        if kind is range:
+            return ["range", self._all((value.start, value.stop, value.step), depth + 1)]
+        if issubclass(kind, VIEWS):
+            return ["set", self._all(value, depth + 1)]
         if issubclass(kind, dict):
             return ["dict", [self._all(pair, depth + 1) for pair in dict.items(value)]]
         for name, base in CONTAINERS.items():
             if issubclass(kind, base):
                 return [name, self._all(base.__iter__(value), depth + 1)]  # type: ignore[attr-defined]
-        raise NotPlainError(f"a {kind.__name__}, which is no plain data")
+        for module, name in RATIOS:
+            number = getattr(sys.modules.get(module), name, None)  # imported only where the answer did
+            if isinstance(number, type) and issubclass(kind, number):
+                return self._ratio(number, value)
+        name = type.__dict__["__name__"].__get__(kind)
+        self.measure(len(name))
+        return ["object", name, bool(value)]
+
+    def _ratio(self, base: Any, value: Any) -> list[str]:
+        self.measure(RATIO_COST)
+        if base.__name__ == "Decimal":
+            if not base.is_finite(value):
+                return ["float", float.hex(base.__float__(value))]
+            self.measure(abs(base.adjusted(value)))
+        numbers = base.as_integer_ratio(value)
+        for number in numbers:
+            self.measure(number.bit_length() // 4)
+        return ["ratio", "/".join(f"{number:x}" for number in numbers)]
 
     def _all(self, values: Iterable[Any], depth: int) -> list[Any]:
         return [self.write(value, depth) for value in values]
@@ -101,11 +147,23 @@ class _Reader(_Bounded):
         if kind == "complex":
             real, imaginary = parts
             return complex(float.fromhex(real), float.fromhex(imaginary))
+        if kind == "object":
+            name, true = parts
+            if not isinstance(name, str) or not isinstance(true, bool):
+                raise NotPlainError("no plain data (an object without a name)")
+            self.measure(len(name))
+            return Opaque(name, true)
         (content,) = parts
         if isinstance(content, str):
             self.measure(len(content) // 2)  # bytes have two digits each
         if kind == "int":
             return int(content, 16)
+        if kind == "ratio":
+            from fractions import Fraction  # here: the child starts without it
+
+            self.measure(RATIO_COST)
+            numerator, denominator = content.split("/")
+            return Fraction(int(numerator, 16), int(denominator, 16))
         if kind == "float":
             return float.fromhex(content)
         if kind == "bytes":
@@ -114,6 +172,11 @@ class _Reader(_Bounded):
             raise NotPlainError("no plain data (a container of nothing)")
         if kind not in ("list", "tuple") and len(content) > MAX_MEMBERS:
             raise NotPlainError(f"a {kind} of more than {MAX_MEMBERS:,}")
+        if kind == "range":
+            span = range(*(self.read(end, depth + 1) for end in content))
+            if len(span) > MAX_VALUES:  # a search in it may go through all of it
+                raise NotPlainError(f"a range of more than {MAX_VALUES:,}")
+            return span
         if kind == "dict":
             return {self.read(key, depth + 1): self.read(held, depth + 1) for key, held in content}
         return CONTAINERS[kind](self.read(held, depth + 1) for held in content)
