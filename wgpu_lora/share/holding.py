@@ -42,13 +42,16 @@ class _Holding:
     def bytes(self) -> int:
         return sum(entry.bytes for entry, _ in self.leases)
 
-    def begin(self, device: Device, new: int) -> int:
-        """Counts a claim of this thread; returns the bytes that it takes beyond what is held."""
-        thread = threading.get_ident()
-        others = sum(need for number, (_, need) in self.claims.items() if number != thread)
-        depth, need = self.claims.get(thread, (0, new))
-        self.claims[thread] = depth + 1, need
+    def missing(self, device: Device, new: int) -> int:
+        """The bytes that a claim of this thread takes beyond what is held."""
+        others = sum(need for thread, (_, need) in self.claims.items() if thread != threading.get_ident())
         return device.allocated + new + others - self.bytes
+
+    def begin(self, new: int, leases: list[tuple[Entry, ExitStack]]) -> None:
+        """Counts a claim of this thread, which has got its leases."""
+        self.leases += leases
+        depth, need = self.claims.get(threading.get_ident(), (0, new))
+        self.claims[threading.get_ident()] = depth + 1, need
 
     def finish(self, device: Device) -> None:
         """Counts the end of a claim of this thread; after the last one, only what is allocated stays held."""
@@ -99,12 +102,12 @@ def claim(
     """
     holding = _holding(device)
     with holding.lock:
-        more = holding.begin(device, new)
+        more = holding.missing(device, new)
+    # Without the lock: a wait may be for what another thread is about to give back.
+    leases = [_take(holding, device.info, more, what, budget, wait, notice, advise)] if more > 0 else []
+    with holding.lock:
+        holding.begin(new, leases)
     try:
-        if more > 0:  # without the lock: others have to end for a wait to end
-            lease = _take(holding, device.info, more, what, budget, wait, notice, advise)
-            with holding.lock:
-                holding.leases.append(lease)
         yield
     finally:
         with holding.lock:
