@@ -5,12 +5,13 @@ One unit is about what jinja2 does in a quarter of a microsecond, or a character
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import jinja2
+from jinja2.filters import make_multi_attrgetter
 from markupsafe import Markup
 
 from wgpu_lora.data.format_costs import FormatError, conversions_of, fields_of
@@ -22,6 +23,7 @@ CHARACTERS = 4  # that are looked through for one unit
 MAX_BITS = 128  # of a whole number
 MAX_INDENT = 16
 MAX_PRECISION = 15
+MAX_KEY = 1 << 60  # of a whole number as a key: of greater ones any number may have the same hash
 MAX_PATH = 8  # names in `a.b.c`
 ESCAPED = 5  # how much longer a text may get by escaping
 
@@ -44,6 +46,8 @@ def bounded(work: int) -> Iterator[None]:
 
 def charge(work: int) -> None:
     """Takes from the budget; TooMuchError when it is used up."""
+    if work < 0:
+        raise ValueError("nothing costs less than nothing")
     left = _left.get()
     if left is not None:
         left[0] -= work
@@ -81,6 +85,30 @@ def charge_escaped(*values: Any) -> None:
         charge_text(values, times=ESCAPED)
 
 
+def charge_key(value: Any) -> None:
+    """Charges for what is hashed, and refuses what can be made to collide: only the hash of a text is keyed."""
+    charge_items(value)
+    parts = value if isinstance(value, tuple) else (value,)
+    for part in parts:
+        number = isinstance(part, int | float) and (abs(part) > MAX_KEY or isinstance(value, tuple))
+        if number or isinstance(part, tuple):
+            raise TooMuchError("it looks up by numbers that are too large, or by several")
+
+
+def check_pairs(values: Iterable[Any]) -> None:
+    """Of what a dict is made of, where it is not made of dicts."""
+    for value in values:
+        for pair in [] if isinstance(value, dict) else value:
+            if not isinstance(pair, str | list | tuple | dict):
+                raise TooMuchError("it makes a dict of what are no pairs")
+            charge_key(next(iter(pair), None))
+
+
+def check_numbers(*values: Any) -> None:
+    if not all(isinstance(value, int | float) for value in values):
+        raise TooMuchError("it computes with what are no numbers")
+
+
 def extent(value: Any) -> int:
     return len(value) if isinstance(value, str | list | tuple | dict | set) else 0
 
@@ -111,8 +139,8 @@ def charge_format(text: str, values: list[Any], conversions: bool) -> None:
     charge(2 * len(shown))
     fields = 0
     try:
-        for added, lookups in ((n, 0) for n in conversions_of(shown)) if conversions else fields_of(shown):
-            charge(added + TURN * lookups)
+        for added in conversions_of(shown) if conversions else fields_of(shown):
+            charge(added)
             fields += 1
     except FormatError as error:
         raise TooMuchError(str(error)) from None
@@ -162,7 +190,7 @@ def charge_method(value: Any, name: str, given: list[Any]) -> None:
         if name == "rsplit":  # Python searches backwards in quadratic time
             charge(extent(value) * max(map(extent, given), default=0) // 8)
     elif name.endswith("strip"):
-        _strip(value, *given[:1])
+        _trim(value, *given[:1])
 
 
 def _replace(s: Any, old: Any, new: Any, count: Any = None) -> None:
@@ -175,14 +203,14 @@ def _join(value: Any, d: Any = "", attribute: Any = None) -> None:
     charge(extent(value) * len(str(d)))
 
 
-def _strip(value: Any, chars: Any = None) -> None:
-    charge(extent(value) * (1 + extent(chars) // 16))
+def _trim(value: Any, chars: Any = None) -> None:
+    charge_text(value)
+    charge(len(str(value)) * (1 + extent(chars) // 16))
 
 
 def _indent(s: Any, width: Any = 4, first: Any = False, blank: Any = False) -> None:
     _at_most("indent", width, MAX_INDENT)
-    charge_text(s)
-    charge(4 * extent(s))
+    charge_text(s, times=5)
     charge(len(str(s).splitlines()) * MAX_INDENT)  # it goes by all that ends a line
 
 
@@ -190,23 +218,31 @@ def _tojson(value: Any, ensure_ascii: Any = False, indent: Any = 0, separators: 
     _at_most("tojson", indent or 0, MAX_INDENT)
     if any(len(str(part)) > MAX_INDENT for part in separators or ()):
         raise TooMuchError("it gives tojson too long a separator")
-    charge_text(value, 2 * MAX_INDENT if separators else indent or 0)
+    charge_text(value, 2 * MAX_INDENT if separators else max(0, indent or 0))
 
 
 def _round(value: Any, precision: Any = 0, method: Any = "common") -> None:
+    check_numbers(value)
     _at_most("round", precision, MAX_PRECISION)
 
 
 def _sum(iterable: Any, attribute: Any = None, start: Any = 0) -> None:
-    parts = iterable if isinstance(iterable, list | tuple) else []
-    if extent(start) or (attribute is None and any(map(extent, parts))):
-        raise TooMuchError("it adds up what are no numbers")
-    if attribute is not None:
-        charge_items(parts, times=1 + len(parts) // 8)  # the attribute may be a list
+    check_numbers(start, *iterable)
 
 
 def _sorted(value: Any, *args: Any, **kwargs: Any) -> None:
     charge_text(value, times=extent(value).bit_length())
+
+
+def _unique(value: Any, *args: Any, **kwargs: Any) -> None:
+    _sorted(value)
+    for item in value:
+        charge_key(item)
+
+
+def _title(value: Any) -> None:
+    charge_text(value)
+    charge(16 * len(str(value)))
 
 
 def _spread(value: Any) -> None:
@@ -228,26 +264,49 @@ def _at_most(name: str, number: Any, most: int) -> None:
 
 # What filters cost beyond looking at all that they are given; the parameters have jinja2's names.
 COSTS: dict[str, Callable[..., None]] = {
-    "replace": _replace, "join": _join, "trim": _strip, "indent": _indent, "tojson": _tojson, "round": _round,
-    "sum": _sum, "sort": _sorted, "dictsort": _sorted, "groupby": _sorted, "unique": _sorted, "min": _sorted,
-    "max": _sorted, "list": _spread, "title": _spread, "format": _formatted, "string": charge_text,
+    "replace": _replace, "join": _join, "trim": _trim, "indent": _indent, "tojson": _tojson, "round": _round,
+    "sum": _sum, "sort": _sorted, "dictsort": _sorted, "groupby": _sorted, "unique": _unique, "min": _sorted,
+    "max": _sorted, "list": _spread, "title": _title, "safe": charge_text, "format": _formatted, "string": charge_text,
     "escape": _escaped, "e": _escaped, "forceescape": _escaped,
 }  # fmt: skip
-_AT_ONCE = ("length", "count", "first", "last", "default", "d", "items", "safe")  # these look at no item
-_BY_PATH = ("map", "selectattr", "rejectattr", "groupby", "sort", "unique", "min", "max", "sum")
+_AT_ONCE = ("length", "count", "first", "last", "default", "d", "items")  # these look at no item
+_PATHS = {
+    "join": 2,
+    "sum": 1,
+    "groupby": 1,
+    "unique": 2,
+    "min": 2,
+    "max": 2,
+    "sort": 3,
+    "selectattr": 1,
+    "rejectattr": 1,
+}
+_LED_TO = ("join", "sum", "groupby", "unique", "min", "max", "sort")  # these take what a path leads to at once
 
 
-def charge_filter(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def charge_filter(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], environment: Any = None) -> None:
     """Charges for a filter; `args`: its value and what follows."""
     charge(CALL)
-    paths = [kwargs.get("attribute"), *(args[1:2] if name in _BY_PATH else args[2:3] if name == "join" else ())]
-    for path in paths:
-        if isinstance(path, str) and path.count(".") + path.count(",") >= MAX_PATH:
-            raise TooMuchError(f"it gives {name} too long a path")
+    place = _PATHS.get(name, len(args))
+    path = args[place] if place < len(args) else kwargs.get("attribute")
+    if isinstance(path, str) and path.count(".") + path.count(",") >= MAX_PATH:
+        raise TooMuchError(f"it gives {name} too long a path")
     if name in _AT_ONCE and not isinstance(args[0] if args else None, str):
         return
     given = [*args, *kwargs.values()]
     charge_items(given)
-    charge_escaped(*given)
+    if path is not None and name in _LED_TO and args:
+        # What it leads to may lie in what nobody looks into, such as a namespace.
+        args = (_led_to(environment, path, args[0], kwargs.get("default")), *args[1:])
+        charge_items(args[0])
+    charge_escaped(*args, *kwargs.values())
     if name in COSTS:
         COSTS[name](*args, **kwargs)  # by name, as the filter itself takes them
+
+
+def _led_to(environment: Any, path: Any, values: Any, default: Any) -> list[Any]:
+    charge(TURN * MAX_PATH * extent(values))
+    look = make_multi_attrgetter(environment, path)
+    found = [look(value) for value in values]
+    one = [value[0] if len(value) == 1 else value for value in found]
+    return [default if isinstance(value, jinja2.Undefined) else value for value in one]
