@@ -2,7 +2,8 @@
 
 jinja2's own sandbox keeps a template from the machine, but not from running for ever or from filling the memory. Here
 a template may use what published ones are made of and no more; its size is bounded before it is compiled; and all that
-it does is charged to one budget (data/sandbox_costs.py) beforehand. So the bound does not depend on a clock.
+it does is charged to one budget (data/sandbox_costs.py) beforehand, by calls that are written into its syntax tree
+(data/sandbox_tree.py). So the bound does not depend on a clock.
 """
 
 from __future__ import annotations

@@ -101,6 +101,7 @@ def check_pairs(values: Iterable[Any]) -> None:
         for pair in [] if isinstance(value, dict) else value:
             if not isinstance(pair, str | list | tuple | dict):
                 raise TooMuchError("it makes a dict of what are no pairs")
+            charge(TURN)
             charge_key(next(iter(pair), None))
 
 
