@@ -142,6 +142,8 @@ ENDLESS = {
     "safe list": "{{ ([('a'*10000)]*9999)|safe|length }}",
     "trim a list": "{{ ['a'*1000000]|trim('b'*1000000 ~ \"a['\") }}",
     "title of a list": "{{ ['a-'*900000]|title|length }}",
+    "lower of a list": "{{ (['\U000e0001' * 100000] * 30) | lower | length }}",
+    "upper of a list": "{{ (['\U000e0001' * 100000] * 30) is upper }}",
     "differences": NS + "{% set ns.x=1 %}{% for i in range(20000) %}{% set ns.x=ns.x-(0-ns.x) %}"
     "{% set ns.l=[ns.l,ns.x] %}{% endfor %}",
     "colliding members": "{% set ns=namespace(l=[]) %}{% for i in range(9999) %}"

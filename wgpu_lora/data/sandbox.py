@@ -2,8 +2,8 @@
 
 jinja2's own sandbox keeps a template from the machine, but not from running for ever or from filling the memory. Here
 a template may use what published ones are made of and no more; its size is bounded before it is compiled; and all that
-it does is charged to one budget (data/sandbox_costs.py) beforehand, by calls that are written into its syntax tree
-(data/sandbox_tree.py). So the bound does not depend on a clock.
+it does is charged to one budget beforehand (data/sandbox_costs.py, data/sandbox_filters.py), in part by calls that are
+written into its syntax tree (data/sandbox_tree.py). So the bound does not depend on a clock.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from jinja2.utils import Namespace
 
 from wgpu_lora.data import sandbox_costs as costs
 from wgpu_lora.data.sandbox_costs import CALL, TURN, TooMuchError, charge
+from wgpu_lora.data.sandbox_filters import charge_filter, charge_method
 from wgpu_lora.data.sandbox_tree import HOOKS, MAX_NODES, Counting, size
 
 __all__ = ["Sandbox", "TooMuchError", "budget"]
@@ -128,6 +129,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().is_safe_attribute(obj, attr, value)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
+        charge(TURN)
         costs.charge_items(argument)  # it is hashed
         return super().getitem(obj, argument)
 
@@ -144,7 +146,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             if not __self.is_safe_attribute(owner, name, method):
                 raise TooMuchError(f"it calls {name}, which chat templates have no use for")
             args = tuple(map(costs.listed, args))
-            costs.charge_method(owner, name, [*args, *named])
+            charge_method(owner, name, [*args, *named])
         elif not isinstance(__obj, Macro | LoopContext):  # these only hand on
             args = tuple(map(costs.listed, args))
             costs.charge_items([*args, *named] if __obj is not _Namespace else args)
@@ -185,7 +187,7 @@ def _charged(name: str, function: Any) -> Callable[..., Any]:
         args = (*args[:passed], *map(costs.listed, args[passed:]))
         kwargs = {key: costs.listed(value) for key, value in kwargs.items()}
         environment = getattr(args[0], "environment", args[0]) if passed else None
-        costs.charge_filter(name, args[passed:], kwargs, environment)
+        charge_filter(name, args[passed:], kwargs, environment)
         return costs.result(function(*args, **kwargs))
 
     return run

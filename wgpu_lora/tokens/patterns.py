@@ -3,8 +3,8 @@
 The library matches by backtracking (Oniguruma). Here a pattern is read by a grammar that is smaller than Oniguruma's
 and means the same where both take it; what is not in it is refused. Published tokenizers need alternatives, character
 classes, look-around at some characters, and repeats of single characters. A repeat of anything longer is what makes
-backtracking exponential, so it has to be of a fixed form, or of few ways in all; a few repeats behind each other cost a power of the text's
-length, which the child's time limit bounds.
+backtracking exponential, so it has to be of a fixed form, or of few ways in all; a few repeats behind each other cost
+a power of the text's length, which the child's time limit bounds.
 """
 
 from __future__ import annotations
