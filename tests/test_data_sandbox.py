@@ -117,6 +117,40 @@ ENDLESS = {
     "method by name": "{% set x = ''['translate']({}) %}",
     "format_map": "{{ '{a}'.format_map({'a': 1}) }}",
     "source": "a" * (1 << 20) + "b",
+    "refill": "{{ 1|_turn(-1000000000000) }}{{ ('a'*3000000000)|length }}",
+    "refill by name": "{{ [1]|map('<_turn>', -1000000000000)|list }}{{ ('a'*3000000000)|length }}",
+    "refill by indent": "{% set l=[[[[[[1]]]]]] %}{% for i in range(9000) %}{{ (l|tojson(indent=-16))[:0] }}"
+    "{% endfor %}{{ ('a'*999999)|length }}",
+    "odd text": "{{ '%1500000000d' is odd }}",
+    "even texts": "{{ ['%1500000000d']|select('even')|list }}",
+    "divisible text": "{{ [{'a': '%1500000000d'}]|rejectattr('a', 'divisibleby', 3)|list }}",
+    "round text": "{{ 'a'|round(9, 'ceil') }}",
+    "round list": "{{ [[1]]|map('round', 9, 'floor')|list }}",
+    "join of attributes": "{% set ns=namespace(b='a'*150000) %}{{ ([ns]*12000)|join('',attribute='b') }}",
+    "join by places": "{% set ns=namespace(b='a'*150000) %}{{ ([ns]*12000)|join('','b') }}",
+    "join of cyclers": "{% set c=cycler('a'*150000) %}{{ ([c]*12000)|join('',attribute='current') }}",
+    "format of attributes": "{% set ns=namespace(b='a'*150000) %}{{ ('{0.b}'*2000).format(ns)|length }}",
+    "sort of attributes": "{% set ns=namespace(b='A'*150000) %}{{ ([ns]*12000)|sort(false,false,'b')|length }}",
+    "unique of attributes": "{% set ns=namespace(b=('a'*150000,)*9) %}{{ ([ns]*12000)|unique(attribute='b')|list }}",
+    "sum of attributes": "{% set ns=namespace(b=(1,)*9999) %}{{ ([ns]*9999)|sum(attribute='b',start=())|length }}",
+    "sum of keys": "{{ {('a',): 1}|sum(start=()) }}",
+    "namespaces of dicts": NS + "{% set d={} %}{% set t=range(30000)|map('string')|list %}"
+    "{% for i in range(9000) %}{% set ns.l=[ns.l, namespace(t|map('list'))] %}{% endfor %}",
+    "arguments kept": NS + "{% set l=[1]*30000 %}{% macro m() %}{% set ns.l=[ns.l, varargs] %}{% endmacro %}"
+    "{% for i in range(3000) %}{{ m(*l) }}{% endfor %}",
+    "a long name": "{% macro " + "a" * 59999 + "() %}{% endmacro %}{{ ([" + "a" * 59999 + "]*9999)|join|length }}",
+    "safe list": "{{ ([('a'*10000)]*9999)|safe|length }}",
+    "trim a list": "{{ ['a'*1000000]|trim('b'*1000000 ~ \"a['\") }}",
+    "title of a list": "{{ ['a-'*900000]|title|length }}",
+    "lower of a list": "{{ (['\U000e0001' * 100000] * 30) | lower | length }}",
+    "upper of a list": "{{ (['\U000e0001' * 100000] * 30) is upper }}",
+    "differences": NS + "{% set ns.x=1 %}{% for i in range(20000) %}{% set ns.x=ns.x-(0-ns.x) %}"
+    "{% set ns.l=[ns.l,ns.x] %}{% endfor %}",
+    "colliding members": "{% set ns=namespace(l=[]) %}{% for i in range(9999) %}"
+    "{% set ns.l=ns.l+[i*2305843009213693951] %}{% if i>99 %}{{ ns.l|unique|list|length }}{% endif %}{% endfor %}",
+    "colliding keys": "{{ dict([[2305843009213693951, 1], [4611686018427387902, 1]]) }}",
+    "colliding literals": "{{ {2305843009213693951: 1} }}",
+    "colliding tuples": "{{ [(1, 2), (3, 4)]|unique|list }}",
 }
 
 
@@ -162,6 +196,19 @@ def test_what_has_no_end_is_ended(source: str) -> None:
         ("{{ messages[0].get('tool_calls', 'none') }}{{ 'a, b'.split(', ') | reverse | list }}", "none['b', 'a']"),
         ("{{ namespace(a=1).a }}{{ dict(a=1).a }}{{ {'b': 1, 'a': 2} | dictsort }}", "11[('a', 2), ('b', 1)]"),
         ("{% set ns = namespace(a=1) %}{% set l = [ns, ns] %}{{ l }}", "[<Namespace>, <Namespace>]"),
+        (
+            "{{ [{'a': 2}, {'a': 3}]|sum(attribute='a') }}{{ [3, 1, 3]|unique|join }}{{ 1.26|round(1, 'floor') }}",
+            "5311.2",
+        ),
+        (
+            "{{ [{'a': 'x'}, {}]|join('-', attribute='a') }}{{ [{'b': 2, 'a': 'x'}]|sort(attribute='a,b')|length }}",
+            "x-1",
+        ),
+        (
+            "{{ 3 is odd }}{{ [1, 2, 3]|select('odd')|list }}{{ dict([['a', 1]]) }}{{ namespace({'a': 1}).a }}",
+            "True[1, 3]{'a': 1}1",
+        ),
+        ("{{ [{'a': 1}, {'a': 2, 'b': 3}]|groupby('b', default=0)|length }}{{ [1]|tojson(indent=-1)|length }}", "25"),
         ("{{ missing }}{% set x %}a{{ 1 }}{% endset %}{{ x }}{% filter upper %}b{% endfilter %}", "a1B"),
     ],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -67,3 +69,56 @@ def test_dropout_is_ignored_with_a_note(tmp_path: Path) -> None:
     text = "the other thing that the others think " * 20
     assert len({tuple(found.encode(text)) for _ in range(5)}) == 1
     assert json.loads(found.files()["tokenizer.json"])["model"]["dropout"] is None
+
+
+def test_unknown_fields_are_ignored_with_a_note() -> None:
+    stated = deepcopy(document("t5"))
+    stated["added_tokens"][0]["new"] = stated["model"]["new"] = stated["decoder"]["new"] = 1
+    found = checked(stated)
+    assert [note for note in found.notes if "not known" in note] == list(found.notes) != []
+    assert found.text == checked(document("t5")).text
+    assert not checked(document("t5")).notes
+
+
+def test_what_works_on_long_words_is_cut_short_with_a_note() -> None:
+    stated = document("gpt2")
+    stated["model"] = {"type": "WordPiece", "vocab": {"[UNK]": 0, "a": 1}, "unk_token": "[UNK]",
+                       "continuing_subword_prefix": "##", "max_input_chars_per_word": 10**9}  # fmt: skip
+    found = checked(stated)
+    assert "1,000 characters" in found.notes[0]
+    assert json.loads(found.text)["model"]["max_input_chars_per_word"] == 1000
+
+
+def test_as_many_tokens_may_be_added_as_speech_takes() -> None:
+    added = [{"id": 1000 + i, "content": f"<|{i}|>", "special": True} for i in range(70_000)]
+    assert checked({**document("gpt2"), "added_tokens": added})
+
+
+def test_a_long_way_of_a_line_break_is_taken() -> None:
+    stated = document("gpt2")
+    texts = (("String", " ", "\u2581"), ("String", "\n", "<0x0A>"))
+    replaced = [{"type": "Replace", "pattern": {kind: old}, "content": new} for kind, old, new in texts]
+    stated["pre_tokenizer"] = None
+    stated["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"}, *replaced]}
+    assert checked(stated)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"\p{L}+(?:'\p{L}+)*",
+        r"(?:\p{L}\p{M}*)+",
+        "[[:punct:]]",
+        "[^a[:^space:]]+",
+        "((A|B|C){1,4})Z",
+        "(?:[ab]|a){1,4}",
+    ],
+)
+def test_patterns_of_words_are_taken(pattern: str) -> None:
+    stated = document("gpt2")
+    stated["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    begin = time.process_time()
+    Local.opened(checked(stated).text).encode(
+        ["a" * 20_000 + "!", "'a" * 9_999, "A\u0301" * 9_999 + ".", "ABC" * 9_999]
+    )
+    assert time.process_time() - begin < 5

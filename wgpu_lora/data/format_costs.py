@@ -22,16 +22,18 @@ class FormatError(ValueError):
     """A format asks for what templates have no use for; the text says what."""
 
 
-def fields_of(text: str) -> Iterator[tuple[int, int]]:
-    """Of each field of a text for `str.format`: how many characters it adds, and the lookups in its name.
+def fields_of(text: str) -> Iterator[int]:
+    """Of each field of a text for `str.format`: how many characters it adds.
 
     Raises:
-        FormatError: a specification is too long, not ASCII, or computed.
+        FormatError: a field looks into its value, or a specification is too long, not ASCII, or computed.
         ValueError: Python does not take it either.
     """
     for _, name, spec, _ in Formatter().parse(text):
         if name is not None:
-            yield _width(spec or ""), name.count(".") + name.count("[")
+            if "." in name or "[" in name:
+                raise FormatError("it formats with a field that looks into its value")
+            yield _width(spec or "")
 
 
 def conversions_of(text: str) -> Iterator[int]:

@@ -2,7 +2,8 @@
 
 jinja2's own sandbox keeps a template from the machine, but not from running for ever or from filling the memory. Here
 a template may use what published ones are made of and no more; its size is bounded before it is compiled; and all that
-it does is charged to one budget (data/sandbox_costs.py) beforehand. So the bound does not depend on a clock.
+it does is charged to one budget beforehand (data/sandbox_costs.py, data/sandbox_filters.py), in part by calls that are
+written into its syntax tree (data/sandbox_tree.py). So the bound does not depend on a clock.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from jinja2.lexer import Token, TokenStream
 from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import MAX_RANGE, ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
-from jinja2.visitor import NodeTransformer
 
 from wgpu_lora.data import sandbox_costs as costs
 from wgpu_lora.data.sandbox_costs import CALL, TURN, TooMuchError, charge
+from wgpu_lora.data.sandbox_filters import charge_filter, charge_method
+from wgpu_lora.data.sandbox_tree import HOOKS, MAX_NODES, Counting, size
 
 __all__ = ["Sandbox", "TooMuchError", "budget"]
 
 MAX_SOURCE = 1 << 17  # characters of a template; the longest published ones have some 20,000
 MAX_TOKENS = 1 << 14
-MAX_NODES = 3000  # of its syntax tree; published ones have up to 1,300
 MAX_WORK = 1 << 20  # units, beyond what the conversation itself comes to
 WORK_PER_INPUT = 128  # for each character of the conversation,
 MOST_WORK = 1 << 27  # but never more than this: half a minute, and half a gigabyte if all of it were kept
-MACRO = 256
+MAX_NAME = 256  # characters of a name: it may come in what is written out
 
 
 def _names(text: str) -> frozenset[str]:
@@ -48,6 +49,7 @@ TESTS = _names(  # these look at no item
     "boolean defined divisibleby even false float integer iterable mapping none number odd sameas sequence string true "
     "undefined"
 )
+ARITHMETIC = _names("test_divisibleby test_even test_odd")  # of these; `%` would format a text
 COMPARISONS = _names("!= < <= == > >= eq equalto ge greaterthan gt in le lessthan lower lt ne upper")
 METHODS: dict[type, frozenset[str]] = {
     str: _names(
@@ -62,10 +64,6 @@ METHODS: dict[type, frozenset[str]] = {
     type: frozenset(),
 }
 GLOBALS = ("dict", "joiner", "cycler")
-STATEMENTS = (
-    nodes.Template, nodes.Output, nodes.For, nodes.If, nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.With,
-    nodes.Assign, nodes.AssignBlock, nodes.ExprStmt, nodes.Break, nodes.Continue,
-)  # fmt: skip
 
 
 @contextmanager
@@ -82,6 +80,8 @@ class _Bounded(jinja2.ext.Extension):
         for count, token in enumerate(stream):
             if count >= MAX_TOKENS:
                 raise TooMuchError(f"it has more than {MAX_TOKENS:,} words")
+            if token.type == "name" and len(token.value) > MAX_NAME:
+                raise TooMuchError(f"it has a name of more than {MAX_NAME} characters")
             yield token
 
 
@@ -93,7 +93,7 @@ class _Namespace(Namespace):
 class Sandbox(ImmutableSandboxedEnvironment):
     """jinja2's immutable sandbox within a budget (`budget`)."""
 
-    intercepted_binops = frozenset(["+", "*", "**", "%"])
+    intercepted_binops = frozenset(["+", "-", "*", "**", "%", "/", "//"])
 
     def __init__(self, extensions: Iterable[type[jinja2.ext.Extension]] = (), **options: Any) -> None:
         # The optimizer would compute constants while it compiles, with no budget.
@@ -102,7 +102,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.tests = {name: _charged(name, self.tests[name]) for name in COMPARISONS} | {
             name: _called(self.tests[name]) for name in TESTS
         }
-        self.filters |= {f.__name__: f for f in (_turn, _out, _seen, _copied, _concat, _tuple)}
+        self.filters |= HOOKS
         self.globals = {name: self.globals[name] for name in GLOBALS} | {"range": _range, "namespace": _Namespace}
 
     def add_filter(self, name: str, filter: Callable[..., Any]) -> None:
@@ -113,9 +113,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if len(source) > MAX_SOURCE:
             raise TooMuchError(f"it has more than {MAX_SOURCE:,} characters")
         tree = super()._parse(source, name, filename)
-        if _size(tree, MAX_NODES) > MAX_NODES:
+        if size(tree) > MAX_NODES:
             raise TooMuchError(f"it has more than {MAX_NODES:,} parts")
-        return _Counting().visit(tree)
+        return Counting().visit(tree)
+
+    def call_filter(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if name in HOOKS:
+            raise TooMuchError("it names a filter that is not for templates")
+        return super().call_filter(name, *args, **kwargs)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         allowed = next((names for type_, names in METHODS.items() if isinstance(obj, type_)), None)
@@ -124,6 +129,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().is_safe_attribute(obj, attr, value)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
+        charge(TURN)
         costs.charge_items(argument)  # it is hashed
         return super().getitem(obj, argument)
 
@@ -132,7 +138,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return costs.result(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        charge(CALL)
+        charge(CALL + len(args) + len(kwargs))
         method = getattr(__obj, "__wrapped__", __obj)  # str.format comes wrapped
         owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         named = [value for key, value in kwargs.items() if key not in ("_loop_vars", "_block_vars")]  # jinja2's own
@@ -140,123 +146,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
             if not __self.is_safe_attribute(owner, name, method):
                 raise TooMuchError(f"it calls {name}, which chat templates have no use for")
             args = tuple(map(costs.listed, args))
-            costs.charge_method(owner, name, [*args, *named])
-        elif not isinstance(__obj, Macro | LoopContext) and __obj is not _Namespace:  # these only hand on
+            charge_method(owner, name, [*args, *named])
+        elif not isinstance(__obj, Macro | LoopContext):  # these only hand on
             args = tuple(map(costs.listed, args))
-            costs.charge_items([*args, *named])
+            costs.charge_items([*args, *named] if __obj is not _Namespace else args)
+            if __obj in (dict, _Namespace):
+                costs.check_pairs(args)
         return costs.result(super().call(__context, __obj, *args, **kwargs))
-
-
-def _size(node: nodes.Node, most: int) -> int:
-    """How many nodes a tree has; `most`: where to leave off."""
-    stack, count = [node], 0
-    while stack and count <= most:
-        count += 1
-        stack += stack.pop().iter_child_nodes()
-    return count
-
-
-class _Counting(NodeTransformer):
-    """Has a template charge what is not a call: turns, output, comparisons, `~`, tuples and dicts."""
-
-    def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
-        if isinstance(node, nodes.Stmt | nodes.Template) and not isinstance(node, STATEMENTS):
-            raise TooMuchError(f"it has a statement ({type(node).__name__}) that chat templates have no use for")
-        return super().generic_visit(node, *args, **kwargs)
-
-    def visit_Const(self, node: nodes.Const) -> nodes.Node:
-        if isinstance(node.value, int):
-            costs.check_bits(node.value.bit_length())
-        return node
-
-    def _with_turn(self, node: Any, work: int = TURN) -> nodes.Node:
-        work += _size(node, MAX_NODES)
-        self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_call("_turn", nodes.Const(None), work)).set_lineno(node.lineno))
-        if getattr(node, "test", None) is not None:
-            node.test = _call("_turn", node.test, work)
-        return node
-
-    visit_For = _with_turn
-
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-        return self._with_turn(node, MACRO)
-
-    visit_CallBlock = visit_Macro
-
-    def visit_Output(self, node: nodes.Output) -> nodes.Node:
-        self.generic_visit(node)
-        texts = [nodes.Const(n.data) if isinstance(n, nodes.TemplateData) else n for n in node.nodes]
-        node.nodes = [_call("_out", text) for text in texts]
-        return node.set_lineno(node.lineno)
-
-    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
-        self.generic_visit(node)
-        node.expr = _call("_seen", node.expr)
-        for operand in node.ops:
-            operand.expr = _call("_seen", operand.expr)
-        return node
-
-    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
-        self.generic_visit(node)
-        node.key = _call("_seen", node.key)  # it is hashed
-        return node
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
-        self.generic_visit(node)
-        if isinstance(node.arg, nodes.Slice):
-            node.node = _call("_copied", node.node)
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        return _call("_concat", nodes.List(node.nodes))
-
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-        self.generic_visit(node)
-        return _call("_tuple", nodes.List(node.items)) if node.ctx == "load" else node
-
-
-def _call(name: str, argument: nodes.Expr, *args: int) -> nodes.Filter:
-    """A call of one of the functions below: as a filter, because the sandbox looks into every other call."""
-    return nodes.Filter(argument, name, [nodes.Const(arg) for arg in args], [], None, None)
-
-
-# They are given the context so that the compiler does not call them.
-@jinja2.pass_context
-def _turn(_: Any, value: Any, work: int) -> Any:
-    charge(work)
-    return value
-
-
-@jinja2.pass_context
-def _out(_: Any, value: Any) -> Any:
-    costs.charge_text(value)
-    return value
-
-
-@jinja2.pass_context
-def _seen(_: Any, value: Any) -> Any:
-    costs.charge_items(value)
-    return value
-
-
-@jinja2.pass_context
-def _copied(_: Any, value: Any) -> Any:
-    charge(costs.extent(value))
-    return value
-
-
-@jinja2.pass_context
-def _concat(_: Any, values: list[Any]) -> str:
-    costs.charge_text(values)
-    return "".join(map(str, values))
-
-
-@jinja2.pass_context
-def _tuple(_: Any, values: list[Any]) -> tuple[Any, ...]:
-    costs.charge_items(values)  # so that tuples of tuples cannot cost more to hash than they did to make
-    return tuple(values)
 
 
 def _range(*args: int) -> list[int]:
@@ -270,10 +166,13 @@ def _range(*args: int) -> list[int]:
 
 def _called(test: Any) -> Callable[..., Any]:
     """A test that is charged for being called."""
+    name = test.__name__
 
     @wraps(test)
     def run(*args: Any, **kwargs: Any) -> Any:
         charge(CALL)
+        if name in ARITHMETIC:
+            costs.check_numbers(*args, *kwargs.values())
         return test(*args, **kwargs)
 
     return run
@@ -286,7 +185,9 @@ def _charged(name: str, function: Any) -> Callable[..., Any]:
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         args = (*args[:passed], *map(costs.listed, args[passed:]))
-        costs.charge_filter(name, args[passed:], kwargs)
+        kwargs = {key: costs.listed(value) for key, value in kwargs.items()}
+        environment = getattr(args[0], "environment", args[0]) if passed else None
+        charge_filter(name, args[passed:], kwargs, environment)
         return costs.result(function(*args, **kwargs))
 
     return run

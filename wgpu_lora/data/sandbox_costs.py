@@ -5,7 +5,7 @@ One unit is about what jinja2 does in a quarter of a microsecond, or a character
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -20,9 +20,7 @@ CALL = 32
 OPERATOR = 8
 CHARACTERS = 4  # that are looked through for one unit
 MAX_BITS = 128  # of a whole number
-MAX_INDENT = 16
-MAX_PRECISION = 15
-MAX_PATH = 8  # names in `a.b.c`
+MAX_KEY = 1 << 60  # of a whole number as a key: of greater ones any number may have the same hash
 ESCAPED = 5  # how much longer a text may get by escaping
 
 _left: ContextVar[list[int] | None] = ContextVar("chat_template_work", default=None)
@@ -44,6 +42,8 @@ def bounded(work: int) -> Iterator[None]:
 
 def charge(work: int) -> None:
     """Takes from the budget; TooMuchError when it is used up."""
+    if work < 0:
+        raise ValueError("nothing costs less than nothing")
     left = _left.get()
     if left is not None:
         left[0] -= work
@@ -81,6 +81,31 @@ def charge_escaped(*values: Any) -> None:
         charge_text(values, times=ESCAPED)
 
 
+def charge_key(value: Any) -> None:
+    """Charges for what is hashed, and refuses what can be made to collide: only the hash of a text is keyed."""
+    charge_items(value)
+    parts = value if isinstance(value, tuple) else (value,)
+    for part in parts:
+        number = isinstance(part, int | float) and (abs(part) > MAX_KEY or isinstance(value, tuple))
+        if number or isinstance(part, tuple):
+            raise TooMuchError("it looks up by numbers that are too large, or by several")
+
+
+def check_pairs(values: Iterable[Any]) -> None:
+    """Of what a dict is made of, where it is not made of dicts."""
+    for value in values:
+        for pair in [] if isinstance(value, dict) else value:
+            if not isinstance(pair, str | list | tuple | dict):
+                raise TooMuchError("it makes a dict of what are no pairs")
+            charge(TURN)
+            charge_key(next(iter(pair), None))
+
+
+def check_numbers(*values: Any) -> None:
+    if not all(isinstance(value, int | float) for value in values):
+        raise TooMuchError("it computes with what are no numbers")
+
+
 def extent(value: Any) -> int:
     return len(value) if isinstance(value, str | list | tuple | dict | set) else 0
 
@@ -111,8 +136,8 @@ def charge_format(text: str, values: list[Any], conversions: bool) -> None:
     charge(2 * len(shown))
     fields = 0
     try:
-        for added, lookups in ((n, 0) for n in conversions_of(shown)) if conversions else fields_of(shown):
-            charge(added + TURN * lookups)
+        for added in conversions_of(shown) if conversions else fields_of(shown):
+            charge(added)
             fields += 1
     except FormatError as error:
         raise TooMuchError(str(error)) from None
@@ -140,114 +165,3 @@ def _each(values: Iterator[Any]) -> Iterator[Any]:
     for value in values:
         charge(TURN)
         yield value
-
-
-def charge_method(value: Any, name: str, given: list[Any]) -> None:
-    """Charges for a method of a text, a list or a dict; `given`: its arguments, which are all by position but where
-    they make no difference.
-    """
-    if isinstance(value, dict):
-        charge_items(given)
-        return
-    charge_items([value, *given])
-    charge_escaped(value, *given)
-    if name == "format":
-        charge_format(value, given, conversions=False)
-    elif name == "join":
-        _join(value=given[0] if given else (), d=value)
-    elif name == "replace" and len(given) > 1:
-        _replace(value, given[0], given[1])
-    elif name in ("split", "rsplit", "splitlines", "title"):
-        charge(4 * extent(value))
-        if name == "rsplit":  # Python searches backwards in quadratic time
-            charge(extent(value) * max(map(extent, given), default=0) // 8)
-    elif name.endswith("strip"):
-        _strip(value, *given[:1])
-
-
-def _replace(s: Any, old: Any, new: Any, count: Any = None) -> None:
-    charge_text(s)
-    charge(str(s).count(str(old)) * len(str(new)))
-
-
-def _join(value: Any, d: Any = "", attribute: Any = None) -> None:
-    charge_text(value)
-    charge(extent(value) * len(str(d)))
-
-
-def _strip(value: Any, chars: Any = None) -> None:
-    charge(extent(value) * (1 + extent(chars) // 16))
-
-
-def _indent(s: Any, width: Any = 4, first: Any = False, blank: Any = False) -> None:
-    _at_most("indent", width, MAX_INDENT)
-    charge_text(s)
-    charge(4 * extent(s))
-    charge(len(str(s).splitlines()) * MAX_INDENT)  # it goes by all that ends a line
-
-
-def _tojson(value: Any, ensure_ascii: Any = False, indent: Any = 0, separators: Any = None, sort_keys: Any = 0) -> None:
-    _at_most("tojson", indent or 0, MAX_INDENT)
-    if any(len(str(part)) > MAX_INDENT for part in separators or ()):
-        raise TooMuchError("it gives tojson too long a separator")
-    charge_text(value, 2 * MAX_INDENT if separators else indent or 0)
-
-
-def _round(value: Any, precision: Any = 0, method: Any = "common") -> None:
-    _at_most("round", precision, MAX_PRECISION)
-
-
-def _sum(iterable: Any, attribute: Any = None, start: Any = 0) -> None:
-    parts = iterable if isinstance(iterable, list | tuple) else []
-    if extent(start) or (attribute is None and any(map(extent, parts))):
-        raise TooMuchError("it adds up what are no numbers")
-    if attribute is not None:
-        charge_items(parts, times=1 + len(parts) // 8)  # the attribute may be a list
-
-
-def _sorted(value: Any, *args: Any, **kwargs: Any) -> None:
-    charge_text(value, times=extent(value).bit_length())
-
-
-def _spread(value: Any) -> None:
-    charge(4 * extent(value))
-
-
-def _formatted(value: Any, *args: Any, **kwargs: Any) -> None:
-    charge_format(str(value), [*args, *kwargs.values()], conversions=True)
-
-
-def _escaped(value: Any) -> None:
-    charge_escaped(Markup(), value)
-
-
-def _at_most(name: str, number: Any, most: int) -> None:
-    if not isinstance(number, int) or abs(number) > most:
-        raise TooMuchError(f"it gives {name} too large a number")
-
-
-# What filters cost beyond looking at all that they are given; the parameters have jinja2's names.
-COSTS: dict[str, Callable[..., None]] = {
-    "replace": _replace, "join": _join, "trim": _strip, "indent": _indent, "tojson": _tojson, "round": _round,
-    "sum": _sum, "sort": _sorted, "dictsort": _sorted, "groupby": _sorted, "unique": _sorted, "min": _sorted,
-    "max": _sorted, "list": _spread, "title": _spread, "format": _formatted, "string": charge_text,
-    "escape": _escaped, "e": _escaped, "forceescape": _escaped,
-}  # fmt: skip
-_AT_ONCE = ("length", "count", "first", "last", "default", "d", "items", "safe")  # these look at no item
-_BY_PATH = ("map", "selectattr", "rejectattr", "groupby", "sort", "unique", "min", "max", "sum")
-
-
-def charge_filter(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Charges for a filter; `args`: its value and what follows."""
-    charge(CALL)
-    paths = [kwargs.get("attribute"), *(args[1:2] if name in _BY_PATH else args[2:3] if name == "join" else ())]
-    for path in paths:
-        if isinstance(path, str) and path.count(".") + path.count(",") >= MAX_PATH:
-            raise TooMuchError(f"it gives {name} too long a path")
-    if name in _AT_ONCE and not isinstance(args[0] if args else None, str):
-        return
-    given = [*args, *kwargs.values()]
-    charge_items(given)
-    charge_escaped(*given)
-    if name in COSTS:
-        COSTS[name](*args, **kwargs)  # by name, as the filter itself takes them

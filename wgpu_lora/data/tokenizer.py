@@ -62,11 +62,7 @@ class Tokenizer:
             return None
         settings = read_settings(path.parent)
         try:
-            if (
-                path.is_file()
-                and path.stat().st_size == _OURS.stat().st_size
-                and path.read_bytes() == _OURS.read_bytes()
-            ):
+            if _is_ours(path):
                 return cls(Local.opened(path.read_text(encoding="utf-8")), **settings)
             document = read_document(path)
             return cls(Child(document.text), **settings, notes=document.notes)

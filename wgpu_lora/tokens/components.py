@@ -16,7 +16,7 @@ from wgpu_lora.tokens.patterns import PatternError, shape_of
 
 MAX_PARTS = 24  # of a chain; DeepSeek's has ten
 MAX_NESTED = 3  # sequences in sequences
-MAX_GROWTH = 32.0  # of a text by the whole chain; Llama 2's makes at most 12 bytes of one
+MAX_GROWTH = 128.0  # of a text by the whole chain; published ones make up to 72 bytes of one
 MAX_TEXT = 64  # characters of a parameter
 MAX_IDS = 16  # that a template puts around a text
 MAX_ID = 1 << 22  # sixteen times what the largest vocabularies have
@@ -52,9 +52,9 @@ def whole(least: int, most: int) -> Check:
 
 def text(least: int = 0, most: int = MAX_TEXT) -> Check:
     def check(value: Any) -> None:
-        require(
-            isinstance(value, str) and least <= len(value) <= most, f"must be a text of {least} to {most} characters"
-        )
+        size = f"{least} to {most} characters" if least < most else f"{most} character"
+        size = size if least else f"at most {most} characters"
+        require(isinstance(value, str) and least <= len(value) <= most, f"must be a text of {size}")
 
     return check
 
@@ -190,13 +190,13 @@ class Chain:
         kind = part["type"]
         self.parts += 1
         self.kinds[kind] += 1
-        require(self.parts <= MAX_PARTS, f"{self.name} has more than {MAX_PARTS} parts")
+        require(self.parts <= MAX_PARTS, f"there are more than {MAX_PARTS} parts in {self.name}")
         if kind == "Sequence":
             return
         most = _AT_MOST.get(kind, MAX_PARTS)
-        require(self.kinds[kind] <= most, f"{self.name} has more than {most} {kind}")
+        require(self.kinds[kind] <= most, f"there is more than {most} {kind} in {self.name}")
         self.growth *= _growth(part)
-        require(self.growth <= MAX_GROWTH, f"{self.name} makes a text much longer")
+        require(self.growth <= MAX_GROWTH, f"a text becomes much longer in {self.name}")
 
 
 def _growth(part: Mapping[str, Any]) -> float:
@@ -214,40 +214,42 @@ def _growth(part: Mapping[str, Any]) -> float:
     return _GROWTH.get(kind, 1.0)
 
 
-def check_chain(chain: Chain, part: Any, known: Mapping[str, Fields], inner: str, nested: int = 0) -> None:
-    """Checks a component of a chain, or a Sequence of them whose list is called `inner`; None is no component."""
+def check_chain(chain: Chain, part: Any, known: Mapping[str, Fields], inner: str, nested: int = 0) -> Any:
+    """A component of a chain, or a Sequence of them whose list is called `inner`, checked and without fields that are
+    not known; None is no component.
+    """
     if part is None:
-        return
-    require(isinstance(part, dict) and isinstance(part.get("type"), str), f"{chain.name} has a part without a type")
+        return None
+    require(
+        isinstance(part, dict) and isinstance(part.get("type"), str), f"there is a part without a type in {chain.name}"
+    )
     kind = part["type"]
     if kind != "Sequence":
-        require(kind in known, f"{chain.name} has a part, {kind!r:.40}, that is not known")
-        check_fields(kind, part, known[kind])
+        require(kind in known, f"there is a part, {kind!r:.40}, that is not known in {chain.name}")
+        part = check_fields(kind, part, known[kind])
         missing = _NEEDED.get(kind, set()) - part.keys()
         require(not missing, f"{kind} has no {min(missing, default='')}")
         if kind == "TemplateProcessing":
             _check_template(part)
         chain.add(part)
-        return
+        return part
     chain.add(part)
     parts = part.get(inner)
-    require(nested < MAX_NESTED, f"{chain.name} is nested too deeply")
-    require(isinstance(parts, list) and part.keys() <= {"type", inner}, f"{chain.name} has a Sequence of no {inner}")
-    for each in parts:
-        require(each is not None, f"{chain.name} has a part without a type")
-        check_chain(chain, each, known, inner, nested + 1)
+    require(nested < MAX_NESTED, f"parts are nested too deeply in {chain.name}")
+    require(isinstance(parts, list), f"there is a Sequence without {inner} in {chain.name}")
+    require(None not in parts, f"there is a part without a type in {chain.name}")
+    return {"type": kind, inner: [check_chain(chain, each, known, inner, nested + 1) for each in parts]}
 
 
-def check_fields(name: str, part: Mapping[str, Any], known: Fields) -> None:
-    """Checks what an object holds; DocumentError where a field is not known or is not what it should be."""
-    for key, value in part.items():
-        if key == "type":
-            continue
-        require(key in known, f"{name} has a field, {key!r:.40}, that is not known")
+def check_fields(name: str, part: Mapping[str, Any], known: Fields) -> dict[str, Any]:
+    """The fields that are known, which are all that is used; DocumentError where one is not what it should be."""
+    found = {key: value for key, value in part.items() if key in known or key == "type"}
+    for key, value in found.items():
         try:
-            known[key](value)
+            known.get(key, anything)(value)
         except DocumentError as error:
             raise DocumentError(f"{key!r} of {name} {error}") from None
+    return found
 
 
 def _check_template(part: Mapping[str, Any]) -> None:

@@ -36,9 +36,11 @@ MAX_BYTES = 64 << 20  # the largest vocabularies take half of it
 MAX_VALUES = 4 << 20  # commas and opening brackets; the largest have 2.7 million
 MAX_TOKEN = 1024  # characters
 MAX_VOCABULARY = 1 << 20
-MAX_ADDED = 1 << 16
+MAX_ADDED = 1 << 18
 MAX_WORD = 1000  # characters that WordPiece looks at; its work may be their cube
 
+_WORDS = f"the tokenizer reads words of up to {MAX_WORD:,} characters only; longer ones become unknown tokens."
+_FIELDS = "the tokenizer has fields that are not known, which are ignored."
 _DROPOUT = "the tokenizer drops merges at random (dropout), which is ignored: every text is split in one way."
 
 
@@ -53,7 +55,7 @@ class Document:
 def read_document(path: Path) -> Document:
     """Raises DocumentError where the file is no tokenizer.json that can be taken."""
     regular = path.is_file() and path.stat().st_size <= MAX_BYTES
-    require(regular, f"it is no regular file of at most {MAX_BYTES:,} bytes")
+    require(regular, f"it is not a regular file of at most {MAX_BYTES:,} bytes")
     with path.open("rb") as file:
         data = file.read(path.stat().st_size)
     require(sum(map(data.count, (b"[", b"{", b","))) <= MAX_VALUES, f"it has more than {MAX_VALUES:,} values")
@@ -68,7 +70,7 @@ def read_document(path: Path) -> Document:
 
 def checked(stated: Any) -> Document:
     """The document of a tokenizer that is given as an object; DocumentError where it is not taken."""
-    require(isinstance(stated, dict), "it is no JSON object")
+    require(isinstance(stated, dict), "it is not a JSON object")
     notes: list[str] = []
     model = _model(stated.get("model"), notes)
     added = stated.get("added_tokens") or []
@@ -77,13 +79,19 @@ def checked(stated: Any) -> Document:
     )
     for token in added:
         require(isinstance(token, dict) and {"id", "content"} <= token.keys(), "it has an added token that is none")
-        check_fields("an added token", token, _ADDED)
+    added = [check_fields("an added token", token, _ADDED) for token in added]
     forward = Chain("its normalizer and pre_tokenizer")  # one way that every text goes
-    check_chain(forward, stated.get("normalizer"), NORMALIZERS, "normalizers")
-    check_chain(forward, stated.get("pre_tokenizer"), PRE_TOKENIZERS, "pretokenizers")
-    check_chain(Chain("its post_processor"), stated.get("post_processor"), PROCESSORS, "processors")
-    check_chain(Chain("its decoder"), stated.get("decoder"), DECODERS, "decoders")
-    parts = {name: stated.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")}
+    parts = {
+        name: check_chain(chain, stated.get(name), known, inner)
+        for name, chain, known, inner in (
+            ("normalizer", forward, NORMALIZERS, "normalizers"),
+            ("pre_tokenizer", forward, PRE_TOKENIZERS, "pretokenizers"),
+            ("post_processor", Chain("its post_processor"), PROCESSORS, "processors"),
+            ("decoder", Chain("its decoder"), DECODERS, "decoders"),
+        )
+    }
+    if any(part != stated.get(name) for name, part in parts.items()) or added != (stated.get("added_tokens") or []):
+        notes.append(_FIELDS)
     # How others cut and pad texts for it is none of ours.
     whole_text = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **parts, "model": model}
     try:
@@ -91,7 +99,7 @@ def checked(stated: Any) -> Document:
         written.encode()
     except ValueError as error:  # half a character, escaped, or a number that is none
         raise DocumentError(f"it holds what JSON cannot: {error}") from None
-    return Document(written, tuple(notes))
+    return Document(written, tuple(dict.fromkeys(notes)))
 
 
 def _no_constant(name: str) -> Any:
@@ -109,10 +117,16 @@ def _model(model: Any, notes: list[str]) -> dict[str, Any]:
     require(isinstance(model, dict), "it has no model")
     kind = model.get("type") or _kind(model)  # files from before 2021 do not name it
     require(isinstance(kind, str) and kind in _MODELS, f"its model, {kind!r:.40}, is none that is known")
-    check_fields(kind, model, _MODELS[kind])
+    found = check_fields(kind, model, _MODELS[kind])
+    if found != model:
+        notes.append(_FIELDS)
+    model = found
     if model.get("dropout") is not None:
         notes.append(_DROPOUT)
         model = {**model, "dropout": None}
+    if model.get("max_input_chars_per_word", 0) > MAX_WORD:
+        notes.append(_WORDS)
+        model = {**model, "max_input_chars_per_word": MAX_WORD}
     return {**model, "type": kind}
 
 
@@ -170,7 +184,7 @@ _MODELS: dict[str, Fields] = {
         "vocab": _vocabulary, "merges": _merges,
     },
     "WordPiece": {
-        "unk_token": text(), "continuing_subword_prefix": text(), "max_input_chars_per_word": whole(1, MAX_WORD),
+        "unk_token": text(), "continuing_subword_prefix": text(), "max_input_chars_per_word": whole(1, 1 << 63),
         "vocab": _vocabulary,
     },
     "WordLevel": {"unk_token": text(), "vocab": _vocabulary},

@@ -3,8 +3,8 @@
 The library matches by backtracking (Oniguruma). Here a pattern is read by a grammar that is smaller than Oniguruma's
 and means the same where both take it; what is not in it is refused. Published tokenizers need alternatives, character
 classes, look-around at some characters, and repeats of single characters. A repeat of anything longer is what makes
-backtracking exponential, so it has to be of a fixed form; a few repeats behind each other cost a power of the text's
-length, which the child's time limit bounds.
+backtracking exponential, so it has to be of a fixed form, or of few ways in all; a few repeats behind each other cost
+a power of the text's length, which the child's time limit bounds.
 """
 
 from __future__ import annotations
@@ -22,6 +22,12 @@ MAX_WIDTH = 1024  # characters that all fixed repeats make together
 _PROPERTY = re.compile(r"[pP]\{\^?[A-Za-z_ ]{1,40}\}")
 _CODE = re.compile(r"u[0-9A-Fa-f]{4}|x[0-9A-Fa-f]{2}|x\{[0-9A-Fa-f]{1,6}\}")
 _INTERVAL = re.compile(r"\{(\d{1,3})(,(\d{1,3})?)?\}")
+_NAMED = re.compile(r"\[:\^?(?:alnum|alpha|blank|cntrl|digit|graph|lower|print|punct|space|upper|xdigit|word):\]")
+# A repeat of a character and a repeat of others, as in `(?:'\p{L}+)*`: where no character is both, any text is read in
+# one way, as with a repeat of single ones. Without regard to case some letters and marks are the same.
+_UNLIKE = r"(\\p\{[LMN]\}|['_,\u2019-]|\\[-'_,.])"
+_PAIRS = re.compile(rf"\((?:\?:)?{_UNLIKE}(?!\1){_UNLIKE}([*+])\)([*+])(?![*+?{{])")
+_CASELESS = re.compile(r"\(\?[a-z]*i")
 _GROUPS = re.compile(r"\?(?:[imx]{0,3}:|=|!|<=|<!|>)|(?!\?)")
 _FLAGS = re.compile(r"\?[im]{1,2}\)")
 _CLASSES, _CONTROLS, _ANCHORS = "sSdDwW", "rntfv", "bBAzZ"
@@ -106,7 +112,7 @@ class _Reader:
         sign = self.text[self.at]
         self.at += 1
         if sign == "(":
-            return self.group(depth)
+            return self.pairs() or self.group(depth)
         if sign == "[":
             self.character_class(depth)
             return _CHARACTER
@@ -117,6 +123,13 @@ class _Reader:
         if sign in "*+?{":
             raise PatternError(f"a {sign!r} stands where it means nothing, or something else to other libraries")
         return _CHARACTER
+
+    def pairs(self) -> Shape | None:
+        found = _PAIRS.match(self.text, self.at - 1)
+        if not found or _CASELESS.search(self.text) or found[1][-1] == found[2][-1] != "}":
+            return None
+        self.at = found.end()
+        return Shape((found[4] == "+") * (1 + (found[3] == "+")), None, 1)
 
     def group(self, depth: int) -> Shape:
         if self.take(_FLAGS):
@@ -158,6 +171,8 @@ class _Reader:
         while (sign := self.peek()) != "]":
             if not sign:
                 raise PatternError("a bracket is not closed")
+            if self.take(_NAMED):
+                continue
             self.at += 1
             if sign == "[":
                 if self.peek() == ":":
@@ -190,10 +205,12 @@ class _Reader:
             most = None
         if self.peek() and self.peek() in "*+?{":
             raise PatternError("it repeats a repeat")
-        if most != 1 and not (part.ways == 1 and part.most == part.least and part.least > 0 and not part.repeats):
+        endless = most is None or most - least > MAX_RANGE
+        fixed = part.ways == 1 and part.most == part.least and part.least > 0
+        if (endless and not fixed) or (most != 1 and part.repeats):
             raise PatternError("it repeats what is itself of no fixed length")
-        if most is None or most - least > MAX_RANGE:
+        if most is None or endless:
             return Shape(part.least * least, None, part.repeats + 1)
         longest = None if part.most is None else part.most * most
-        ways = part.ways + 1 if most == 1 and not least else part.ways * (most - least + 1)
+        ways = sum(part.ways**count for count in range(least, most + 1))
         return Shape(part.least * least, longest, part.repeats, ways)
