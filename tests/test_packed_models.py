@@ -111,7 +111,15 @@ def test_damage_is_said(device: Device, tmp_path: Path, damage: Callable[..., No
         open_model(str(directory), device)
 
 
+@pytest.fixture
+def plain_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs with AVX-512 for bfloat16, bitsandbytes repacks weights for a kernel that takes multiples of 32 alone."""
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
+
+
 @pytest.mark.reference
+@pytest.mark.usefixtures("plain_bitsandbytes")
 @pytest.mark.parametrize("double", [True, False])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_bitsandbytes_own_files_are_read(device: Device, tmp_path: Path, architecture: str, double: bool) -> None:
@@ -130,6 +138,7 @@ def test_bitsandbytes_own_files_are_read(device: Device, tmp_path: Path, archite
 
 
 @pytest.mark.reference
+@pytest.mark.usefixtures("plain_bitsandbytes")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_transformers_loads_ours(device: Device, tmp_path: Path, architecture: str) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
