@@ -146,8 +146,8 @@ def test_requests_are_all_before_the_last_answer_and_take_template_options() -> 
     assert request_of({"messages": row["messages"][2:3]}) is None
     rendered: list[Any] = []
 
-    def render_(messages: Any, tools: Any, add_generation_prompt: bool, **kwargs: Any) -> str:
-        rendered.append(([m["content"] for m in messages], add_generation_prompt, kwargs))
+    def render_(messages: Any, tools: Any, add_generation_prompt: bool, variables: Any) -> str:
+        rendered.append(([m["content"] for m in messages], add_generation_prompt, variables))
         return ""
 
     tokenizer: Any = SimpleNamespace(render=render_, encode=lambda text: [])
