@@ -71,9 +71,10 @@ prove-wgpu: setup  ## prove on this machine that it all runs on wgpu, without CU
 	esac; \
 	$(BIN)/wgpu-lora prove $(PROVE)
 
-# llama.cpp has no wheels: it is compiled, which takes some minutes.
+# llama.cpp has no wheels: it is compiled, which takes some minutes. Not for this very processor: virtual machines name
+# instructions, such as AMX's, that they then refuse.
 .venv/exchange: .venv/reference
-	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) CMAKE_ARGS='-DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF' \
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) CMAKE_ARGS='-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF' \
 	  $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[exchange]'
 	@touch $@
 
