@@ -100,7 +100,7 @@ def test_a_signal_during_the_start_ends_it_with_its_code(
 
 def test_a_signal_that_is_ignored_stays_so(start: Start, tmp_path: Path) -> None:
     """As under nohup, and for what a shell starts in the background."""
-    process = start(finetune(tmp_path, max_steps=40), ignored=(signal.SIGHUP, signal.SIGINT))
+    process = start(finetune(tmp_path, max_steps=12), ignored=(signal.SIGHUP, signal.SIGINT))
     until(trained(tmp_path / "out", 2))
     process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGINT)
@@ -109,14 +109,14 @@ def test_a_signal_that_is_ignored_stays_so(start: Start, tmp_path: Path) -> None
 
 
 def test_a_reader_that_leaves_does_not_end_a_run(start: Start, tmp_path: Path) -> None:
-    process, out = start(finetune(tmp_path, max_steps=60)), tmp_path / "out"
+    process, out = start(finetune(tmp_path, max_steps=20)), tmp_path / "out"
     assert process.stdout
     assert process.stderr
     until(trained(out, 1))
     process.stdout.close()
     assert process.wait(timeout=120) == 0
     assert process.stderr.read() == ""
-    assert json.loads((out / "run.json").read_text())["state"]["step"] == 60
+    assert json.loads((out / "run.json").read_text())["state"]["step"] == 20
     assert load_file(out / "adapter_model.safetensors")
 
 

@@ -74,6 +74,8 @@ def test_each_takes_what_it_needs_and_no_more(
     own = name in ("profile", "find-max-batch") or name.startswith("bench")  # they open one
     if not own:
         share_device(device, monkeypatch)
+    monkeypatch.setattr("wgpu_lora.bench.ceiling.RUNS", 1)
+    monkeypatch.setattr("wgpu_lora.bench.ceiling.COPY_BYTES", 1 << 22)
     held: list[int] = []
     real = Device.create_buffer
 

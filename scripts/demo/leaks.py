@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -56,12 +57,11 @@ def fingerprints(source: str) -> Iterator[str]:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return
-    # The transformer edits nodes in place and numbers names from the function's own start, so a nested function
-    # needs a copy of its own.
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            copy = ast.parse(ast.unparse(node)).body[0]
-            yield ast.dump(_Canonical().visit(copy))
+    # The transformer edits nodes in place and numbers names from the function's own start, so where functions are
+    # nested each needs a copy of its own.
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    for node in functions:
+        yield ast.dump(_Canonical().visit(node if len(functions) == 1 else deepcopy(node)))
 
 
 def answer(row: dict) -> str:

@@ -123,9 +123,9 @@ def fma_gflops(device: Device, size: int | None = None, iterations: int = 4096) 
     return best
 
 
-def bandwidth_gbs(device: Device, nbytes: int = COPY_BYTES) -> float:
+def bandwidth_gbs(device: Device, nbytes: int | None = None) -> float:
     """The best GB/s of a copy of `nbytes`, or of as much as one binding holds."""
-    size = min(nbytes, device.max_binding) // 32 * 8
+    size = min(nbytes or COPY_BYTES, device.max_binding) // 32 * 8
     x = np.ones(size, np.float32)
     best = 0.0
     for tiles in stream_copy.tilings(device.traits, {}):
