@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-reference test-drivers test-proof test-exchange fuzz prove-wgpu bench bench-reference bench-gpu lint
+.PHONY: help setup demo test test-fast test-rare test-reference test-drivers test-proof test-exchange fuzz prove-wgpu bench bench-reference bench-gpu lint
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -24,11 +24,14 @@ setup: .venv/ready  ## virtual environment in .venv, and a Vulkan driver if ther
 demo: setup  ## fine-tune the demo model and see what it answered before and after
 	$(BIN)/wgpu-lora demo
 
-test: setup  ## every test but those of test-reference
-	$(PYTEST) -n $(JOBS) -m 'not reference'
+test: setup  ## every test but those that have a target of their own
+	$(PYTEST) -n $(JOBS) -m 'not reference and not rare'
 
 test-fast: setup  ## the same without the slow ones
-	$(PYTEST) -n $(JOBS) -m 'not reference and not slow'
+	$(PYTEST) -n $(JOBS) -m 'not reference and not slow and not rare'
+
+test-rare: setup  ## processes killed at random, leases under contention, the demo's data: what is long and seldom changes
+	$(PYTEST) -n $(JOBS) -m rare
 
 .venv/reference: .venv/ready
 	$(BIN)/python -m pip install -q --disable-pip-version-check torch==2.13.0

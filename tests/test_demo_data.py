@@ -88,6 +88,7 @@ def test_no_heldout_function_in_the_training_rows():
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_no_heldout_function_in_the_pretraining_rows():
     assert leaks.find_leaks(HELDOUT, map(leaks.answer, make_demo.pretraining_rows())) == []
 

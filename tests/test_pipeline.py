@@ -215,6 +215,7 @@ def child(tasks: list[dict[str, Any]], opts: dict[str, Any], deadly: int = 0, wh
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize(
     ("schedule", "deadly", "where"),
     [("synchronized", 10, "step"), ("priority-val-loss", 9, "step"), ("synchronized", 5, "move")],

@@ -101,6 +101,7 @@ def test_a_killed_run_resumes_byte_for_byte(device: Device, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_kill_at_random_instants_of_saving_leaves_a_good_checkpoint(tmp_path: Path) -> None:
     """With a checkpoint every step, death at any instant leaves a newest checkpoint that can be read whole."""
     rng = np.random.default_rng(0)

@@ -287,6 +287,7 @@ def contention(budget: int, acquisitions: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_nothing_is_over_committed() -> None:
     seen = contention(UNITS, 10_000)
     assert seen["acquisitions"] >= 10_000
