@@ -188,6 +188,29 @@ def test_a_nan_stops_the_run_without_an_update(device: Device, tmp_path: Path) -
     assert all(np.isfinite(line["loss"]) for line in read_log(tmp_path / "bad" / LOG))
 
 
+def test_a_resumed_run_knows_what_it_began_with(device: Device, tmp_path: Path) -> None:
+    """Where no checkpoint is sound, it falls back to that."""
+    fresh = job(device, options(tmp_path)).run.initial
+    train(device, options(tmp_path, max_steps=1))
+    resumed = job(device, options(tmp_path, max_steps=1, resume=True))
+    run, session = resumed.run, resumed.session
+    run.prepare_directory()
+    session.allocate()
+    try:
+        run.place(session)
+        run.fall_back(session)
+        found = session.adapters.read(device, 0)
+        moments = session.adapters.read(device, 0, session.optimizer.second_moment)
+    finally:
+        session.close()
+    assert run.state.step == 0
+    assert found.keys() == fresh.keys()
+    for key, pair in fresh.items():
+        for have, want in zip(found[key], pair, strict=True):
+            np.testing.assert_array_equal(have, want)
+    assert not any(values.any() for pair in moments.values() for values in pair)
+
+
 def test_target_seconds_fixes_a_budget(device: Device, tmp_path: Path) -> None:
     """The run's last step, known as such only afterwards, gets its log line and held-out loss all the same."""
     rare = {"logging_steps": 10**6, "eval_steps": 10**6, "save_steps": 0}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,6 @@ def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingAr
         args = _as_loaded(args, loaded, matrices, str(source))
         base = stated_name(args.model or "demo")
         return args, replace(loaded, lora_dropout=args.lora_dropout, base_model_name_or_path=base), matrices
-    modules = [(i, m) for i in range(config.num_hidden_layers) for m in args.modules()]
     adapter = AdapterConfig(
         r=args.lora_r,
         lora_alpha=args.lora_alpha,
@@ -60,7 +59,7 @@ def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingAr
         target_modules=args.modules(),
         base_model_name_or_path=stated_name(args.model or "demo"),
     )
-    return args, adapter, SeededMatrices(args, modules, shapes)
+    return args, adapter, SeededMatrices(args, config)
 
 
 def _check_whole(directory: Path) -> None:
@@ -97,8 +96,9 @@ class SeededMatrices(Mapping[Module, tuple[np.ndarray, np.ndarray]]):
     """The factors that a run without --init-adapter begins with. They are made when they are asked for, one module at a
     time, so that planning takes no memory for them."""
 
-    def __init__(self, args: TrainingArguments, modules: Sequence[Module], shapes: Mapping[str, tuple[int, int]]):
-        self._args, self._shapes = args, shapes
+    def __init__(self, args: TrainingArguments, config: ModelConfig):
+        self._args, self._shapes = args, config.linear_shapes()
+        modules = ((layer, module) for layer in range(config.num_hidden_layers) for module in args.modules())
         self._numbers = {key: number for number, key in enumerate(modules)}
 
     def __getitem__(self, key: Module) -> tuple[np.ndarray, np.ndarray]:

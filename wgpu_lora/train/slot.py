@@ -154,8 +154,7 @@ class AdapterRun:
         initial = self.initial
         if self.resumed_from:
             began = checkpoint.read_options(self.resumed_from).get("init_adapter")
-            shapes = session.model.config.linear_shapes()
-            initial = read_adapter(began)[1] if began else SeededMatrices(self.args, list(initial), shapes)
+            initial = read_adapter(began)[1] if began else SeededMatrices(self.args, session.model.config)
         session.adapters.write(session.device, self.slot, initial)
         zero = {key: (np.zeros_like(a), np.zeros_like(b)) for key, (a, b) in initial.items()}
         for pages in (session.optimizer.first_moment, session.optimizer.second_moment):
