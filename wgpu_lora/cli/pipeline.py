@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from wgpu_lora.bounded import printable
 from wgpu_lora.cli.console import Bar, console, is_terminal, line
 from wgpu_lora.cli.finetune import CURES, FAILED, describe, exit_code, waiting
+from wgpu_lora.installed import pip_line
 from wgpu_lora.train.arguments import TrainingArguments
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def train_pipeline(
     if draw_curves({run.name: run.directory for run in job.runs}, job.output / CURVES):
         line("curves", str(job.output / CURVES))
     else:
-        line("curves", "not drawn: pip install 'wgpu-lora[plot]' for them")
+        line("curves", f"not drawn: matplotlib is missing; {pip_line('plot')}")
     return code
 
 
