@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any
 
@@ -15,6 +15,7 @@ from wgpu_lora.naming import flag, setting
 from wgpu_lora.other_names import ALIASES, WORDS
 
 _MARK = re.compile(r"\{(\w+)(?:=([^}]*))?\}")
+CLOSE, NEARLY = 0.87, 0.9  # how alike, of 1, letters have to be
 TRAINING, TRAINS = "\0", "learning_rate"  # what marks training's sentences, and what only a command that trains has
 
 
@@ -41,16 +42,18 @@ def aliases_of(known: Collection[str]) -> dict[str, str]:
     return found
 
 
-def sentence(name: str, known: Collection[str]) -> str | None:
-    """What to do instead of an option that other programs have; None where nothing is said of it, or only of options
-    that this command does not have."""
+def instead(name: str, known: Collection[str]) -> str | None:
+    """What to do instead of an option that other programs have, as a sentence.
+
+    None where nothing is said of it, or of one that is nearly so called, or only of options that this command has not.
+    """
     table = _table()[1]
-    near = difflib.get_close_matches(name, table, n=1, cutoff=0.92)
-    for said in table[near[0]] if near else ():
+    meant = name if name in table else _by_letters(name, [*known, *aliases_of(known), *table], NEARLY)
+    for said in table.get(meant or "", ()):
         plain = said.removeprefix(TRAINING)
         needed = {option for option, _ in _MARK.findall(plain)} | ({TRAINS} if said != plain else set())
         if needed <= set(known):
-            return f"{flag(near[0])} {_MARK.sub(_called, plain)}."
+            return f"{flag(name)} {_MARK.sub(_called, plain)}."
     return None
 
 
@@ -63,24 +66,28 @@ def _called(mark: re.Match[str]) -> str:
         return setting(mark[1], mark[2])
 
 
-def unknown(name: str, known: Iterable[str], otherwise: str) -> str:
-    """The end of a sentence about a name that nobody has: which was meant, by its letters or by its words."""
-    near = nearest(name, list(known))
-    return f": did you mean {' or '.join(near)}?" if near else f"; {otherwise}"
+def advice(name: str, known: Collection[str], otherwise: str) -> str:
+    """What to say of a name that nobody has: the options that may be meant, by its letters or else by its words."""
+    meant = nearest(name, known)
+    return f"did you mean {' or '.join(meant)}?" if meant else otherwise
 
 
 def nearest(name: str, known: Collection[str]) -> list[str]:
-    """The options that a name may mean, as they are called here: by its letters, else by its words."""
+    """The options that a name may mean, as they are called here."""
     others = aliases_of(known)
-    letters = difflib.get_close_matches(name, [*known, *others], n=1, cutoff=0.8)
-    if letters:
-        return [flag(others.get(letters[0], letters[0]))]
-    words = _table()[2]
-    found = [option for word in name.lower().split("_") for option in words.get(word, ()) if option in known]
+    letters = _by_letters(name, [*known, *others], CLOSE)
+    target = others.get(letters or "", letters)
+    if target in known:
+        return [flag(str(target))]
+    found = [option for word in name.lower().split("_") for option in _table()[2].get(word, ()) if option in known]
     # What several words speak of comes first.
-    ranked = sorted(dict.fromkeys(found), key=lambda option: -found.count(option))
-    best = [option for option in ranked if found.count(option) == found.count(ranked[0])]
+    best = [option for option in dict.fromkeys(found) if found.count(option) == max(map(found.count, found))]
     return [flag(option) for option in best[:3]]
+
+
+def _by_letters(name: str, names: Collection[str], least: float) -> str | None:
+    """The name that differs least from another, if they are at least so alike."""
+    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=least)), None)
 
 
 def real_names(
@@ -106,10 +113,10 @@ def real_names(
         typed = str(key).replace("-", "_")
         name = others.get(typed, typed)
         if name not in known:
-            said = sentence(typed, [*known, "recipe"])
+            said = instead(typed, [*known, "recipe"])
             if said:
                 raise UserError(f"{where}: {said}")
-            raise UserError(f"{where} has an unknown {what} '{key}'{unknown(typed, known, otherwise)}")
+            raise UserError(f"{where} has an unknown {what} '{key}': {advice(typed, known, otherwise)}")
         if name in given:
             raise UserError(f"{where}: {flag(called[name])} and {flag(typed)} are the same {what}: leave one out.")
         given[name], called[name] = value, typed

@@ -1,7 +1,8 @@
 """What people who come from other programs call options, and what words of names are about.
 
 The names are those of transformers (TrainingArguments and its example scripts), TRL, PEFT (LoraConfig), Unsloth,
-mlx-lm, axolotl and LLaMA-Factory. An alias has its option's meaning and type; what differs has a sentence (`instead.py`).
+mlx-lm, axolotl and LLaMA-Factory. An alias has its option's meaning and type; what differs has a sentence
+(`instead.py`).
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ WORDS: dict[str, str] = {
     "memory vram ram": "memory_budget gradient_checkpointing",
     "dtype bits bit quant quantization precision 4bit 8bit": "base_dtype compute_dtype quantize dtype",
     "module modules layers target": "target_modules layers",
-    "output out save dir directory folder": "output",
-    "model base checkpoint": "model",
+    "output out dir directory folder path": "output",
+    "model base": "model",
     "data dataset file train training rows": "data",
     "gpu device cuda": "device",
     "adapter lora": "adapter init_adapter adapters",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from wgpu_lora.cli import completion
 from wgpu_lora.cli.console import console, line
 from wgpu_lora.cli.options import RECIPE, AllowUnconfined
 from wgpu_lora.errors import UserError
@@ -18,7 +19,7 @@ COLOURS = {"passed": "green", "failed": "red", "not run": "yellow"}
 
 
 def prove(
-    recipe: Annotated[str, typer.Option(help=RECIPE)] = "wgpu-proof",
+    recipe: Annotated[str, typer.Option(help=RECIPE, autocompletion=completion.RECIPE)] = "wgpu-proof",
     devices: Annotated[
         str | None, typer.Option(help="Devices such as 0,1 (the first trains); left out, the first two different ones.")
     ] = None,

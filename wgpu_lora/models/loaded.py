@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from wgpu_lora.allowed import BASE_DTYPES
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint import WeightSource
@@ -12,7 +13,7 @@ from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import missing_bytes
 from wgpu_lora.models.config import ModelConfig
-from wgpu_lora.models.decoder import BASE_DTYPES, Decoder
+from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.files import read_model
 from wgpu_lora.models.load import Progress, load_weights, staging_bytes, stored_as, table_dtype
 from wgpu_lora.share import claim
