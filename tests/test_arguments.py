@@ -21,25 +21,25 @@ def test_every_option_has_help_and_a_heading():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"lerning_rate": 1e-3}, "unknown option 'lerning_rate': did you mean 'learning_rate'?"),
-        ({"zzz": 1}, "unknown option 'zzz'; 'wgpu-lora finetune --help' lists the options."),
-        ({"max_steps": "3"}, "'max_steps' must be int, not '3'"),
-        ({"max_steps": True}, "'max_steps' must be int, not True"),
-        ({"packing": 1}, "'packing' must be bool"),
-        ({"learning_rate": float("nan")}, "--learning-rate must be 0 or more, not nan"),
-        ({"learning_rate": -1}, "--learning-rate must be 0 or more"),
-        ({"num_train_epochs": float("inf")}, "--num-train-epochs must be greater than 0"),
-        ({"target_seconds": 0}, "--target-seconds must be greater than 0"),
-        ({"lora_dropout": 1.0}, "--lora-dropout must be at least 0 and less than 1"),
-        ({"max_length": 1}, "--max-length must be at least 2"),
-        ({"base_dtype": "int8"}, "--base-dtype must be one of nf4, bf16, f16, f32"),
+        ({"lerning_rate": 1e-3}, "unknown option 'lerning_rate': did you mean learning_rate?"),
+        ({"zzz": 1}, "unknown option 'zzz': 'wgpu-lora finetune --help-all' lists the options."),
+        ({"max_steps": "3"}, "max_steps must be int, not '3'"),
+        ({"max_steps": True}, "max_steps must be int, not True"),
+        ({"packing": 1}, "packing must be bool"),
+        ({"learning_rate": float("nan")}, "learning_rate must be 0 or more, not nan"),
+        ({"learning_rate": -1}, "learning_rate must be 0 or more"),
+        ({"num_train_epochs": float("inf")}, "num_train_epochs must be greater than 0"),
+        ({"target_seconds": 0}, "target_seconds must be greater than 0"),
+        ({"lora_dropout": 1.0}, "lora_dropout must be at least 0 and less than 1"),
+        ({"max_length": 1}, "max_length must be at least 2"),
+        ({"base_dtype": "int8"}, "base_dtype must be one of nf4, bf16, f16, f32"),
         ({"target_modules": "q_proj,zork"}, "no 'zork'"),
-        ({"target_modules": ""}, "--target-modules is empty"),
-        ({"memory_budget": "lots"}, "--memory-budget must be a size such as 4GiB or 800MB, not lots"),
+        ({"target_modules": ""}, "target_modules is empty"),
+        ({"memory_budget": "lots"}, "memory_budget must be a size such as 4GiB or 800MB, not lots"),
     ],
 )
 def test_bad_values_are_refused_by_name(values, message):
-    with pytest.raises(UserError, match=r"^(Here|--)") as caught:
+    with pytest.raises(UserError, match=r"^(Here|[a-z])") as caught:
         from_values(values, "Here")
     assert message in str(caught.value)
 

@@ -15,10 +15,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Naming:
-    """name: an option of TrainingArguments (or of a function) -> what it is called; setting: the same with a value."""
+    """name: an option of TrainingArguments (or of a function) -> what it is called; setting: the same with a value;
+    between: what stands between settings."""
 
     name: Callable[[str], str]
     setting: Callable[[str, Any], str]
+    between: str = ", "
 
 
 def _dashed(name: str) -> str:
@@ -32,7 +34,7 @@ def _dashed_setting(name: str, value: Any) -> str:
 
 
 PYTHON = Naming(lambda name: name, lambda name, value: f"{name}={value!r}")
-COMMAND_LINE = Naming(_dashed, _dashed_setting)
+COMMAND_LINE = Naming(_dashed, _dashed_setting, " ")
 IN_FILE = Naming(
     lambda name: f"'{name}'",
     lambda name, value: f"{name} = {str(value).lower() if isinstance(value, bool) else repr(value)}",
@@ -48,6 +50,11 @@ def flag(name: str) -> str:
 def setting(name: str, value: Any) -> str:
     """An option with its value, as it would be given."""
     return _CURRENT.get().setting(name, value)
+
+
+def settings(values: Mapping[str, Any]) -> str:
+    """Several options with their values, as they would be given together."""
+    return _CURRENT.get().between.join(setting(name, value) for name, value in values.items())
 
 
 def either(*names: str) -> str:
@@ -69,5 +76,7 @@ def renamed(names: Mapping[str, str], base: Naming | None = None) -> Naming:
     """A naming (the current one by default) in which some options have other names."""
     of = base or _CURRENT.get()
     return Naming(
-        lambda name: of.name(names.get(name, name)), lambda name, value: of.setting(names.get(name, name), value)
+        lambda name: of.name(names.get(name, name)),
+        lambda name, value: of.setting(names.get(name, name), value),
+        of.between,
     )

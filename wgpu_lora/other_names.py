@@ -40,7 +40,7 @@ ALIASES: dict[tuple[str, ...], str] = {
     "validation_data val_dataset",
     ("adapter", "output"): "adapter_path",
     ("adapter", "init_adapter"): "adapter_name_or_path adapter_dir lora_path lora_model_dir peft_model lora_adapter",
-    ("output",): "output_dir out_dir save_path save_dir out output_path export_dir outfile",
+    ("output", "checkpoint"): "output output_dir out_dir save_path save_dir out output_path export_dir outfile",
     ("logging_steps",): "steps_per_report log_steps log_every log_interval logging_interval",
     ("save_steps",): "save_every save_interval checkpoint_steps checkpoint_every",
     ("save_total_limit",): "max_checkpoints keep_checkpoints",

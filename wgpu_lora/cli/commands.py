@@ -33,7 +33,7 @@ class Command(TyperCommand):
 
     def make_parser(self, ctx: Any) -> Any:
         parser = super().make_parser(ctx)
-        options = parser._long_opt
+        options: dict[str, Any] = parser._long_opt
         ctx.meta[USED], ctx.meta[TYPED] = {}, {}
         for name, option in list(options.items()):
             positive = _positive(option)
@@ -64,14 +64,14 @@ class Command(TyperCommand):
 
     def _wrong_value(self, ctx: Any, error: Exception) -> str | None:
         """What is said of a value that its option cannot have; None where Typer says it well."""
-        name, option = str(getattr(error, "option_name", "")), getattr(error, "param", None)
+        name, option = str(getattr(error, "option_name", "")), getattr(getattr(error, "param", None), "name", "")
         if "not take a value" in str(error):
             negative = next((n for p in self.get_params(ctx) if name in p.opts for n in p.secondary_opts), None)
             return f"{name} takes no value: give {name}{f' or {negative}' if negative else ' or leave it out'}."
-        value = ctx.meta[TYPED].get(getattr(option, "name", ""))
+        value = ctx.meta[TYPED].get(option)
         if not isinstance(value, str) or not re.search("number|integer|float", str(error)):
             return None
-        return f"{flag(option.name)} must be a {'whole ' if _is_number(value) else ''}number, not {value!a:.80}."
+        return f"{flag(option)} must be a {'whole ' if _is_number(value) else ''}number, not {value!a:.80}."
 
     def invoke(self, ctx: Any) -> Any:
         for name, value in ctx.params.items():

@@ -9,11 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
+from wgpu_lora.allowed import OVERFLOW
 from wgpu_lora.bounded import printable
 from wgpu_lora.cli.console import Bar, line, print_json
-from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Json, Model
+from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Json, Model, choice
 from wgpu_lora.cli.several import as_rows, show_losses
 from wgpu_lora.errors import NotFiniteError
+
+AS_TRAINED = "An adapter's own is how it was trained."
 
 
 def evaluate(
@@ -21,10 +24,13 @@ def evaluate(
     model: Model = None,
     adapter: Adapter = None,
     compare: Annotated[bool, typer.Option("--compare", help="Measure the base beside every adapter.")] = False,
-    max_length: Annotated[int, typer.Option(help="Tokens of a row at most.")] = 1024,
-    on_overflow: Annotated[str, typer.Option(help="What happens to longer rows: truncate or drop.")] = "truncate",
-    completion_only_loss: Annotated[bool, typer.Option(help="Count answers only.")] = True,
-    enable_thinking: Annotated[bool | None, typer.Option(help="Passed to the chat template.")] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(help=f"Tokens of a row at most; 1024, or as many as the model has positions. [x>=2] {AS_TRAINED}"),
+    ] = None,
+    on_overflow: Annotated[str | None, choice(f"What happens to longer rows; truncate. {AS_TRAINED}", OVERFLOW)] = None,
+    completion_only_loss: Annotated[bool | None, typer.Option(help=f"Count answers only. {AS_TRAINED}")] = None,
+    enable_thinking: Annotated[bool | None, typer.Option(help=f"Passed to the chat template. {AS_TRAINED}")] = None,
     device: Device = None,
     base_dtype: BaseDtype = "nf4",
     as_json: Json = False,
@@ -36,6 +42,7 @@ def evaluate(
     from wgpu_lora.api import evaluate as measure
     from wgpu_lora.api import evaluate_several, load
     from wgpu_lora.infer.named import BASE, model_of, named_adapters, slots_of
+    from wgpu_lora.train.length import check_rows, fit_rows
 
     adapters = named_adapters(adapter or [])
     several = compare or len(adapters) > 1
@@ -48,7 +55,12 @@ def evaluate(
         "enable_thinking": enable_thinking,
     }
     try:
+        check_rows(options)  # before anything is opened
         opened = load(model_of(adapters, model), device=device, base_dtype=base_dtype)
+        rows = fit_rows(options, list(adapters.values()), opened.config.max_position_embeddings)
+        options |= {name: getattr(rows, name) for name in options}
+        if rows.note and not as_json:
+            line("rows", rows.note)
         with Bar("loading", len(opened.checkpoint.names())) as bar:
             options["progress"] = lambda name: bar.advance()
             if several:

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from wgpu_lora.allowed import BASE_DTYPES, OVERFLOW
+from wgpu_lora.allowed import BASE_DTYPES
 from wgpu_lora.cli import completion
 from wgpu_lora.cli.commands import Command
 from wgpu_lora.errors import UserError
-from wgpu_lora.train.arguments import MOST_USED, PANELS, TrainingArguments, gather
+from wgpu_lora.train.arguments import PANELS, TrainingArguments, gather
 from wgpu_lora.train.declared import kinds
 from wgpu_lora.train.idle import idle
 
@@ -21,6 +21,19 @@ KINDS = {"str": str, "int": int, "float": float, "bool": bool}
 RECIPE = "Flat TOML file of these options, or the name of a bundled recipe; options given here win over it."
 OF_SEVERAL = ("schedule", "batch_tokens")  # options of a pipeline alone
 MOST, REST = "Options that people change most", "More"
+# In the order in which help shows them.
+MOST_USED = (
+    "model",
+    "data",
+    "output",
+    "eval_data",
+    "lora_r",
+    "learning_rate",
+    "num_train_epochs",
+    "per_device_train_batch_size",
+    "max_length",
+    "resume",
+)
 
 
 def choice(text: str, values: Collection[str], **settings: Any) -> Any:
@@ -44,7 +57,6 @@ Device = Annotated[
     str | None, typer.Option(help="Adapter index or a part of its name, as 'wgpu-lora info' lists them.")
 ]
 BaseDtype = Annotated[str, choice("How the frozen weights are kept.", BASE_DTYPES)]
-OnOverflow = Annotated[str | None, choice("What happens to longer rows; truncate by default.", OVERFLOW)]
 AllowUnconfined = Annotated[
     bool,
     typer.Option("--allow-unconfined", help="Run the model's code even where this system cannot confine it."),

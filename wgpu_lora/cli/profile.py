@@ -117,7 +117,7 @@ def _of_run(
     of_run = {
         "base_dtype": args.base_dtype,
         "batch": args.per_device_train_batch_size,
-        "tokens": args.max_length,
+        "tokens": args.length,
         "rank": args.lora_r,
         "gradient_checkpointing": args.gradient_checkpointing,
     }

@@ -19,42 +19,20 @@ from wgpu_lora.train.declared import Range, check, kinds, option, require
 
 # What may differ between a run and its resumption: it changes what is written, not what is trained.
 FREE_ON_RESUME = {
-    "output",
-    "data",  # what they hold is compared by digest
-    "model",
-    "resume",
-    "device",
-    "memory_budget",
-    "wait",
+    "output", "resume", "device", "memory_budget", "wait",
+    "data", "model",  # what they hold is compared by digest
     "tune",  # a resumed run keeps its tiles
-    "logging_steps",
-    "save_steps",
-    "save_total_limit",
-    "eval_data",
-    "eval_steps",
-    "eval_on_start",
-}
+    "logging_steps", "save_steps", "save_total_limit", "eval_data", "eval_steps", "eval_on_start",
+}  # fmt: skip
 # What may also differ, by which a run is extended: how far it goes.
 PLAN = ("num_train_epochs", "max_steps", "target_seconds")
 # What batches are where nothing is said and the data are not small (train/batching.py).
 OUTPUT, ROWS_PER_BATCH, ACCUMULATION = "output", 2, 4
+LENGTH = 1024  # tokens of a row, where nothing is said and the model has as many positions
 # Headings under which the command line's help lists the options.
 FILES, ADAPTER, OPTIMISATION = "Model, data and device", "Adapter", "Optimisation"
 BATCHES, MEMORY, SAVING = "Length of the run and batches", "Memory", "Logging and saving"
 PANELS = (FILES, ADAPTER, OPTIMISATION, BATCHES, MEMORY, SAVING)
-# Those that people change most, in the order in which help shows them first.
-MOST_USED = (
-    "model",
-    "data",
-    "output",
-    "eval_data",
-    "lora_r",
-    "learning_rate",
-    "num_train_epochs",
-    "per_device_train_batch_size",
-    "max_length",
-    "resume",
-)
 POSITIVE, NOT_NEGATIVE = Range(above=0), Range(at_least=0)
 SIZE = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
@@ -219,6 +197,11 @@ class TrainingArguments:
         rows, batches = self.per_device_train_batch_size, self.gradient_accumulation_steps
         return self.packing is not False, rows or ROWS_PER_BATCH, batches or ACCUMULATION
 
+    @property
+    def length(self) -> int:
+        """Tokens of a row at most; while that is not given, what it will be with a model of enough positions."""
+        return self.max_length or LENGTH
+
     def wait_seconds(self) -> float | None:
         """How long to queue for memory, None not to; 0 says as long as it takes."""
         return math.inf if self.wait == 0 else self.wait
@@ -250,10 +233,13 @@ def from_values(
             except UserError as error:
                 text = str(error)
                 raise UserError(text if text.startswith(where) else f"{where}: {text}") from None
-    given = {
-        name: _typed(name, value, kinds(known[name]), where) for name, value in real_names(values, known, where).items()
-    }
+    given = {name: _typed(name, value, kinds(known[name]), where) for name, value in named(values, where).items()}
     return replace(base or TrainingArguments(), **given)
+
+
+def named(values: Mapping[str, Any], where: str, *more: str) -> dict[str, Any]:
+    """Values by the names of options, and of `more` than those; UserError as `from_values`."""
+    return real_names(values, [*(f.name for f in fields(TrainingArguments)), *more], where)
 
 
 def gather(
@@ -264,11 +250,12 @@ def gather(
     With `demo`, where neither a recipe nor data nor another model is named, it is the demo's recipe. `beside` is a
     pipeline's first checkpoint directory, which finds the pipeline's record where no output is named.
     """
+    given = named(given, where)
     if given.get("resume"):
         from wgpu_lora.train.resume import take_up
 
         path = find_recipe(recipe) if recipe else None
-        values = {**(read_recipe(path) if path else {}), **given}
+        values = {**(named(read_recipe(path), f"The recipe {path}") if path else {}), **given}
         return take_up(values, Path(values.get("output") or beside or _last_output()), where), path
     if demo and recipe is None and not given.get("data") and given.get("model") in (None, "demo"):
         recipe = "demo"

@@ -10,7 +10,7 @@ from wgpu_lora.train.arguments import TrainingArguments
 
 def idle(given: Collection[str], args: TrainingArguments) -> list[str]:
     """A sentence for each option of `given` that does nothing in `args`. As in transformers, that is no mistake."""
-    found = []
+    found: list[str] = []
 
     def say(names: Collection[str], holds: bool, why: str) -> None:
         found.extend(f"{flag(name)} does nothing: {why}." for name in names if holds and name in given)
