@@ -126,7 +126,7 @@ def test_names_that_are_none(name: str, value: str) -> None:
 
 @pytest.mark.parametrize("size", ["9" * 400 + "GiB", "1e400", "0x10", "١٠GB", "1" + "0" * 15 + ".1TiB", "", "-1GB"])
 def test_budgets_that_are_none(size: str) -> None:
-    with pytest.raises(UserError, match="^memory_budget"):
+    with pytest.raises(UserError, match=r"^memory_budget"):
         TrainingArguments(memory_budget=size)
 
 

@@ -100,7 +100,7 @@ def check_rows(given: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_longer(length: int, positions: int) -> None:
     if length > positions:
         raise UserError(
-            f"{setting('max_length', length)} is more than this model's {positions:,} positions: lower it to "
+            f"{setting('max_length', length)} is more than this model's {positions} positions: lower it to "
             f"{positions}, or leave {flag('max_length')} out."
         )
 

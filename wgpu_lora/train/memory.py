@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -57,8 +58,8 @@ def check_adapters(runs: Sequence[TrainingArguments], config: ModelConfig, budge
     if rank * a_rank > available:
         advice = f"lower it to at most {available // a_rank:,}" if available >= a_rank else "choose a smaller model"
         raise UserError(
-            f"{setting('lora_r', rank)} needs {readable(rank * a_rank)} of device memory for the adapter's training alone, but "
-            f"there is {readable(available)}: {advice}."
+            f"{setting('lora_r', rank)} needs {readable(rank * a_rank)} of device memory for the adapter's training "
+            f"alone, but there is {readable(available)}: {advice}."
         )
 
 
@@ -67,11 +68,11 @@ def without_a_way(base: int, available: int, args: TrainingArguments, replan: Re
     smaller = f"lower {flag('lora_r')}, or choose a smaller model"
     if base > available and args.base_dtype == "nf4":
         return f"the base alone takes {base:,} bytes, so choose a smaller model"
-    least = {**_savings(args), "per_device_train_batch_size": 1, "max_length": min(SHORTEST, args.length)}
-    try:
-        return f"even with {settings(least)} it would need {replan(least):,} bytes, so {smaller}"
-    except UserError:
-        return smaller
+    for savings in (_savings(args), {}):
+        least = {**savings, "per_device_train_batch_size": 1, "max_length": min(SHORTEST, args.length)}
+        with suppress(UserError):  # something in it is larger than the device can bind or dispatch
+            return f"even with {settings(least)} it would need {replan(least):,} bytes, so {smaller}"
+    return smaller
 
 
 def options_that_fit(available: int, args: TrainingArguments, replan: Replan) -> str:
