@@ -13,7 +13,8 @@ SENTENCES: tuple[tuple[str, str], ...] = (
         "push_to_hub_model_id",
     ),
     (
-        "does not exist here: every step is in log.jsonl in {output}, and 'wgpu-lora report DIR' draws it",
+        "does not exist here: every step is in log.jsonl in the {output} directory, and 'wgpu-lora report DIR' draws "
+        "them",
         "report_to run_name logging_dir wandb wandb_project wandb_run_name wandb_entity use_wandb tensorboard "
         "use_swanlab swanlab_project use_mlflow trackio_space_id project plot_loss",
     ),
@@ -53,12 +54,12 @@ SENTENCES: tuple[tuple[str, str], ...] = (
         "logging_strategy logging_first_step log_level verbose",
     ),
     (
-        "does not exist here: best/ in {output} always keeps the adapter of the best held-out loss",
+        "does not exist here: best/ in the {output} directory keeps the adapter of the best held-out loss",
         "load_best_model_at_end metric_for_best_model greater_is_better save_best",
     ),
     (
-        "does not exist here: best/ in {output} keeps the adapter of the best held-out loss, and a run may be "
-        "stopped at any time (Ctrl-C)",
+        "does not exist here: best/ in the {output} directory keeps the adapter of the best held-out loss, and a run "
+        "may be stopped at any time (Ctrl-C)",
         "early_stopping early_stopping_patience early_stopping_threshold patience",
     ),
     (
@@ -159,13 +160,13 @@ SENTENCES: tuple[tuple[str, str], ...] = (
         "overwrite_output_dir overwrite force",
     ),
     (
-        "is {resume}: it goes on from the last checkpoint in {output}",
+        "is {resume}: it goes on from the last checkpoint in the {output} directory",
         "resume_from_checkpoint resume_from auto_resume_from_checkpoints load_checkpoint continue_training "
         "ckpt_path checkpoint",
     ),
     (
-        "is {resume} or {init_adapter}: the one goes on with the run in {output}, the other begins a new run from "
-        "an adapter",
+        "is {resume} or {init_adapter}: the one goes on with the run in the {output} directory, the other begins a new "
+        "run from an adapter",
         "load_adapter lora_weights peft_path pretrained_adapter resume_adapter_file",
     ),
     (

@@ -15,6 +15,7 @@ import typer
 from wgpu_lora.bounded import printable
 from wgpu_lora.cli.bench import bench
 from wgpu_lora.cli.commands import Command, Group, dashes
+from wgpu_lora.cli.completion import dashed
 from wgpu_lora.cli.demo import demo
 from wgpu_lora.cli.evaluate import evaluate
 from wgpu_lora.cli.export import export
@@ -98,6 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0, 1 (the run failed), 2 (a mistake), or 128 and the number of the signal that ended it: 130 of Ctrl-C.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
+    for name in ("COMP_WORDS", "_TYPER_COMPLETE_ARGS"):  # what shells hand over, bash by the one, others by the other
+        if name in os.environ and "_WGPU_LORA_COMPLETE" in os.environ:
+            os.environ[name] = dashed(os.environ[name])
     number = signal.SIGINT
 
     def end(which: int) -> None:

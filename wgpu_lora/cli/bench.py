@@ -24,12 +24,12 @@ SHAPE = (
     "runs on the CPU and qwen2.5-0.5b on any other."
 )
 COMPARE = "Two result files, older first: how much each brick's time has changed, and whether that is more than noise."
-TOKENS = "Tokens of a training batch of bricks, or of a row of one; of a recipe's rows at most."
+TOKENS = "Tokens of a training batch of bricks, or of a row of one; of a recipe's rows at most. [x>=2]"
 BASE_DTYPE = "How the frozen weights are kept."
 COMPUTE_DTYPE = "What training's products round activations to."
 TIME_LIMIT = (
     "Seconds of measuring each brick's case, instead of what its contract says; or of running batches that "
-    "--find-max-batch finds, with and without checkpointing each (600)."
+    "--find-max-batch finds, with and without checkpointing each (600). [x>0]"
 )
 
 
@@ -57,9 +57,11 @@ def bench(
         str | None,
         option("Model directory, GGUF file, hub id or 'demo', not a shape.", WITH, autocompletion=completion.MODEL),
     ] = None,
-    layers: Annotated[int | None, option("Keep only so many of the model's layers.", WITH)] = None,
+    layers: Annotated[int | None, option("Keep only so many of the model's layers. [x>=1]", WITH)] = None,
     tokens: Annotated[int | None, option(TOKENS, WITH, show_default="512, or the recipe's")] = None,
-    rank: Annotated[int | None, option("Rank of the adapters.", WITH, show_default="16, or the recipe's")] = None,
+    rank: Annotated[
+        int | None, option("Rank of the adapters. [x>=1]", WITH, show_default="16, or the recipe's")
+    ] = None,
     base_dtype: Annotated[
         str | None, option(BASE_DTYPE, WITH, choices=BASE_DTYPES, show_default="nf4, or the recipe's")
     ] = None,
@@ -76,18 +78,18 @@ def bench(
         str | None,
         option("Recipe to train, by default the demo's; or give --shape.", RUNS, autocompletion=completion.RECIPE),
     ] = None,
-    repeat: Annotated[int, option("How often to train.", RUNS)] = 2,
-    max_steps: Annotated[int | None, option("Optimizer steps of a training.", RUNS)] = None,
+    repeat: Annotated[int, option("How often to train. [x>=1]", RUNS)] = 2,
+    max_steps: Annotated[int | None, option("Optimizer steps of a training. [x>=3]", RUNS)] = None,
     project: Annotated[
         bool, option("Project --training to models of 1.5B, 3B, 7B and 13B.", RUNS, "--project")
     ] = False,
     data: Annotated[str | None, option("Rows for a recipe that names none.", RUNS)] = None,
-    batch: Annotated[int | None, option("Rows of a batch of --training.", RUNS)] = None,
-    accumulation: Annotated[int | None, option("Batches of an optimizer step of --training.", RUNS)] = None,
+    batch: Annotated[int | None, option("Rows of a batch of --training. [x>=1]", RUNS)] = None,
+    accumulation: Annotated[int | None, option("Batches of an optimizer step of --training. [x>=1]", RUNS)] = None,
     max_batch: Annotated[
-        int | None, option("Rows that --find-max-batch goes to at most; left out, as many as fit.", RUNS)
+        int | None, option("Rows that --find-max-batch goes to at most; left out, as many as fit. [x>=1]", RUNS)
     ] = None,
-    memory_limit: Annotated[int | None, option("Bytes that --find-max-batch may use at most.", RUNS)] = None,
+    memory_limit: Annotated[int | None, option("Bytes that --find-max-batch may use at most. [x>=1]", RUNS)] = None,
 ) -> int:
     """Measure bricks: pieces of training and serving with a performance contract.
 

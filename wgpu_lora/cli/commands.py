@@ -16,6 +16,7 @@ from wgpu_lora.naming import flag
 MAY_BE_EMPTY = {"prompt", "system"}  # an empty prompt has a message of its own, an empty system message is one
 TRUE, FALSE = ("true", "yes"), ("false", "no")
 USED, TYPED = "wgpu_lora.used", "wgpu_lora.typed"  # in a context's `meta`: parameter -> the name and value it has
+OPTIONS = "Options"  # the heading of those without one
 DATA = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 
 
@@ -85,9 +86,9 @@ class Command(TyperCommand):
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record:
-                default = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                default = "Arguments" if parameter.param_type_name == "argument" else OPTIONS
                 panels.setdefault(getattr(parameter, "rich_help_panel", None) or default, []).append(record)
-        for title, records in panels.items():
+        for title, records in sorted(panels.items(), key=lambda panel: panel[0] == OPTIONS):  # which come last
             with formatter.section(title):
                 formatter.write_dl(records)
 

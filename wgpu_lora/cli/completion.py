@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from glob import escape, glob
 from pathlib import Path
@@ -11,6 +12,11 @@ from wgpu_lora.allowed import LINEAR_PATHS
 from wgpu_lora.gpu.assets import asset_dir
 
 Completer = Callable[[str], list[Any]]  # what is typed so far -> values, or (value, help)
+
+
+def dashed(words: str) -> str:
+    """A line that a shell asks to complete, with dashes in its options where underscores were typed."""
+    return re.sub(r"(?<!\S)--[\w-]+", lambda option: option[0].replace("_", "-"), words)
 
 
 def one_of(values: Iterable[str]) -> Completer:

@@ -16,8 +16,6 @@ from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Json, Model, choic
 from wgpu_lora.cli.several import as_rows, show_losses
 from wgpu_lora.errors import NotFiniteError
 
-AS_TRAINED = "An adapter's own is how it was trained."
-
 
 def evaluate(
     data: Annotated[str, typer.Option(help="JSONL file, or a folder with valid.jsonl or train.jsonl.")],
@@ -26,18 +24,19 @@ def evaluate(
     compare: Annotated[bool, typer.Option("--compare", help="Measure the base beside every adapter.")] = False,
     max_length: Annotated[
         int | None,
-        typer.Option(help=f"Tokens of a row at most; 1024, or as many as the model has positions. [x>=2] {AS_TRAINED}"),
+        typer.Option(help="Tokens of a row at most; otherwise 1024, or as many as the model has positions. [x>=2]"),
     ] = None,
-    on_overflow: Annotated[str | None, choice(f"What happens to longer rows; truncate. {AS_TRAINED}", OVERFLOW)] = None,
-    completion_only_loss: Annotated[bool | None, typer.Option(help=f"Count answers only. {AS_TRAINED}")] = None,
-    enable_thinking: Annotated[bool | None, typer.Option(help=f"Passed to the chat template. {AS_TRAINED}")] = None,
+    on_overflow: Annotated[str | None, choice("What happens to longer rows; otherwise truncate.", OVERFLOW)] = None,
+    completion_only_loss: Annotated[bool | None, typer.Option(help="Count answers only; otherwise on.")] = None,
+    enable_thinking: Annotated[bool | None, typer.Option(help="Passed to the chat template.")] = None,
     device: Device = None,
     base_dtype: BaseDtype = "nf4",
     as_json: Json = False,
 ) -> int:
     """Measure loss and perplexity on a JSONL file.
 
-    Several adapters are loaded at once and measured in turn.
+    Several adapters are loaded at once and measured in turn. Where options do not say otherwise, rows are made as they
+    were in the adapter's training, if its run.json is there.
     """
     from wgpu_lora.api import evaluate as measure
     from wgpu_lora.api import evaluate_several, load
@@ -60,7 +59,7 @@ def evaluate(
         rows = fit_rows(options, list(adapters.values()), opened.config.max_position_embeddings)
         options |= {name: getattr(rows, name) for name in options}
         if rows.note and not as_json:
-            line("rows", rows.note)
+            line("note", rows.note)
         with Bar("loading", len(opened.checkpoint.names())) as bar:
             options["progress"] = lambda name: bar.advance()
             if several:

@@ -11,7 +11,7 @@ import typer
 
 from wgpu_lora.allowed import BASE_DTYPES
 from wgpu_lora.cli import completion
-from wgpu_lora.cli.commands import Command
+from wgpu_lora.cli.commands import OPTIONS, Command
 from wgpu_lora.errors import UserError
 from wgpu_lora.train.arguments import PANELS, TrainingArguments, gather
 from wgpu_lora.train.declared import kinds
@@ -136,7 +136,7 @@ def _recipe() -> Any:
 
 def _help_all(options: int) -> Any:
     text = f"Show all {options} options: --recipe, --adapters, memory, batches, saving and so on."
-    return typer.Option("--help-all", help=text, is_eager=True, callback=_show_all, rich_help_panel="Options")
+    return typer.Option("--help-all", help=text, is_eager=True, callback=_show_all, rich_help_panel=OPTIONS)
 
 
 def _option(item: Any) -> inspect.Parameter:

@@ -26,7 +26,7 @@ def prove(
     out: Annotated[Path, typer.Option(help="Directory for it; one in use gets a number.")] = Path("proof"),
     only: Annotated[str | None, typer.Option(help="Numbers of the checks to do, such as 1,6.")] = None,
     require_discrete: Annotated[
-        int, typer.Option(help="Discrete GPUs that have to be used; with fewer, nothing is proven.")
+        int, typer.Option(help="Discrete GPUs that have to be used; with fewer, nothing is proven. [x>=0]")
     ] = 0,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 unless everything is proven.")] = False,
     allow_unconfined: AllowUnconfined = False,

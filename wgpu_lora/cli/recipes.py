@@ -50,7 +50,7 @@ def show(
 def data(
     name: Annotated[str, typer.Argument(help="A recipe that has a generator: hive-mind-0.5b.")],
     output: Annotated[Path, typer.Argument(help="The JSONL file to write; it must be new.")],
-    rows: Annotated[int, typer.Option(help="How many.")] = 1500,
+    rows: Annotated[int, typer.Option(help="How many. [x>=1]")] = 1500,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
 ) -> int:
     """Write made-up training rows for a recipe."""

@@ -130,7 +130,7 @@ def _refusal(entry: Entry, budget: int | None, look: Look, wait: float | None, a
     ways = ["try again when they have ended"]
     if wait != NO_QUEUE:
         smaller = (left is not None and advise(left)) or f"lower {flag('per_device_train_batch_size')}"
-        ways = ["wait longer" if wait else f"wait with {flag('wait')}", smaller]
+        ways = ["wait longer" if wait else f"queue for it with {flag('wait')}", smaller]
     after = f"After {wait:g} s of waiting, this" if wait and wait != NO_QUEUE else "This"
     return (
         f"{after} run cannot have the {entry.bytes:,} bytes of device memory that it needs{of}, since "

@@ -147,7 +147,7 @@ def apart(directories: Sequence[Path]) -> list[Path]:
 
 def _check(args: TrainingArguments, tasks: Sequence[AdapterTask], schedule: str, batch_tokens: int | None) -> None:
     if not tasks:
-        raise UserError(f"A pipeline needs at least one adapter: give {flag('adapters')} DATA:CHECKPOINT.")
+        raise UserError(f"A pipeline needs at least one adapter: name it with {flag('adapters')}.")
     if schedule not in SCHEDULES:
         raise UserError(f"{flag('schedule')} must be one of {', '.join(SCHEDULES)}, not {schedule}.")
     if batch_tokens is not None and batch_tokens < 1:
