@@ -9,6 +9,7 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 
 from wgpu_lora.aliases import advice, aliases_of, instead
+from wgpu_lora.allowed import LINEAR_PATHS
 from wgpu_lora.cli.elsewhere import command_instead
 from wgpu_lora.errors import UserError
 from wgpu_lora.naming import flag
@@ -16,6 +17,7 @@ from wgpu_lora.naming import flag
 MAY_BE_EMPTY = {"prompt", "system"}  # an empty prompt has a message of its own, an empty system message is one
 TRUE, FALSE = ("true", "yes"), ("false", "no")
 USED, TYPED = "wgpu_lora.used", "wgpu_lora.typed"  # in a context's `meta`: parameter -> the name and value it has
+MORE = 4  # sentences about further options of other programs
 OPTIONS = "Options"  # the heading of those without one
 DATA = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 
@@ -55,12 +57,12 @@ class Command(TyperCommand):
             name = _not_known(error)
             if name is not None:
                 raise UserError(_unknown(name, typed, self._names(ctx), ctx.command_path)) from None
-            said = self._wrong_value(ctx, error)
+            said = self._wrong_value(ctx, error) or self._missing(ctx, error, typed)
             if said is None:
                 raise
             raise UserError(said) from None
         if rest and not ctx.resilient_parsing:
-            raise UserError(_extra(rest[0], self._names(ctx), ctx.command_path))
+            raise UserError(_extra(rest[0], self._names(ctx), ctx.meta[TYPED], ctx.command_path))
         return rest
 
     def _wrong_value(self, ctx: Any, error: Exception) -> str | None:
@@ -73,6 +75,14 @@ class Command(TyperCommand):
         if not isinstance(value, str) or not re.search("number|integer|float", str(error)):
             return None
         return f"{flag(option)} must be a {'whole ' if _is_number(value) else ''}number, not {value!a:.80}."
+
+    def _missing(self, ctx: Any, error: Exception, args: list[str]) -> str | None:
+        """What is said where an option is missing, but a word is there that may be its value; else None."""
+        name = getattr(getattr(error, "param", None), "name", "")
+        meant = f"did you mean {flag(name)} "
+        words = [word for word in args if "Missing" in type(error).__name__ and not word.startswith("-")]
+        said = [_extra(word, self._names(ctx), ctx.meta[TYPED], ctx.command_path) for word in words]
+        return next((text for text in said if meant in text), None)
 
     def invoke(self, ctx: Any) -> Any:
         for name, value in ctx.params.items():
@@ -194,12 +204,23 @@ def _unknown(typed: str, args: list[str], known: list[str], command: str) -> str
             return f"No such option: {whole}; options have two dashes, as {flag(name)} has."
         typed = whole
     said = instead(name, known)
-    return said or f"No such option: {typed}; {advice(name, known, otherwise)}"
+    if not said:
+        return f"No such option: {typed}; {advice(name, known, otherwise)}"
+    # A line that was written for another program may have several: they are said at once.
+    words = dict.fromkeys(arg[2:].split("=")[0].replace("-", "_") for arg in args if arg.startswith("--"))
+    taken = {*known, *aliases_of(known), name}
+    more = [text for word in words if word not in taken and (text := instead(word, known))]
+    return " ".join([said, *more[:MORE], *([f"{len(more) - MORE} more are not here."] if len(more) > MORE else [])])
 
 
-def _extra(word: str, known: list[str], command: str) -> str:
-    """What is said of a word that belongs to no option."""
-    meant = ""
+def _extra(word: str, known: list[str], given: dict[str, Any], command: str) -> str:
+    """What is said of a word that belongs to no option.
+
+    given: what options were given, by their parameters' names.
+    """
+    meant, modules = "", given.get("target_modules")
+    if word in LINEAR_PATHS and modules:
+        return f"'{word}' belongs to no option of '{command}': did you mean {flag('target_modules')} {modules},{word}?"
     if word.lower().endswith(DATA) or os.path.isfile(os.path.join(word, "train.jsonl")):
         meant = "data"
     elif word.lower().endswith((".toml", ".yaml", ".yml")):
@@ -211,6 +232,8 @@ def _extra(word: str, known: list[str], command: str) -> str:
     elif "prompt" in known:
         meant = "prompt"
     where = f"'{word:.60}' belongs to no option of '{command}'"
+    if meant in given:
+        return f"{where}: {flag(meant)} takes one value, and is {given[meant]!s:.60} already."
     if meant in known:
         shown = f"'{word:.60}'" if " " in word else f"{word:.60}"
         return f"{where}: did you mean {flag(meant)} {shown}?"
