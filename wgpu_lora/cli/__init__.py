@@ -14,6 +14,7 @@ import typer
 
 from wgpu_lora.bounded import printable
 from wgpu_lora.cli.bench import bench
+from wgpu_lora.cli.chat import chat
 from wgpu_lora.cli.demo import demo
 from wgpu_lora.cli.evaluate import evaluate
 from wgpu_lora.cli.export import export
@@ -73,6 +74,7 @@ app.command(cls=GroupedHelp)(training_options(finetune))
 app.command(cls=GroupedHelp)(training_options(plan))
 app.command(cls=Command)(profile)
 app.command(cls=Command)(generate)
+app.command(cls=Command)(chat)
 app.command(cls=Command)(evaluate)
 app.command("import", cls=Command)(import_model)
 app.command(cls=Command)(merge)

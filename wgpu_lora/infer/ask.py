@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
@@ -11,7 +11,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.infer.answer import Answer, OnAnswer, OnDone, OnText, answer_slots, stream_slot, tokenizer_of
 from wgpu_lora.infer.named import slots_of
 from wgpu_lora.infer.prompt import Messages, Prompt, check_prompt
-from wgpu_lora.infer.settings import AnswerOptions, settings_of
+from wgpu_lora.infer.settings import AnswerOptions, Settings, settings_of
 from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel, open_model
 
@@ -199,52 +199,57 @@ def compare(
     Raises:
         UserError: there is no adapter, one is named "base" beside the base, or anything that `answer` refuses.
     """
-    return compare_all(
-        model,
-        [prompt],
-        adapters,
-        include_base=include_base,
-        on_done=on_done,
-        progress=progress,
-        progress_bar=progress_bar,
-        **options,
-    )[0]
-
-
-def compare_all(
-    model: Model,
-    prompts: Sequence[Prompt],
-    adapters: Mapping[str, str | Path],
-    *,
-    include_base: bool = True,
-    batch: int | None = None,
-    on_done: OnDone | None = None,
-    on_answer: OnAnswer | None = None,
-    progress: Progress | None = None,
-    progress_bar: bool | None = None,
-    **options: Any,
-) -> list[dict[str, Answer]]:
-    """As `compare`, for several prompts: one dict each. Numbers of answers go through the names, then the prompts."""
     settings = settings_of(options, "compare()")
     slots = slots_of(adapters, include_base)
-    for prompt in prompts:
-        check_prompt(prompt)
+    check_prompt(prompt)
     opened = _opened(model)
-    own = any(call is not None for call in (on_done, on_answer, progress))
+    own = on_done is not None or progress is not None
     with Bars(False if own and progress_bar is None else progress_bar) as bars:
-        found = answer_slots(
+        (found,) = answer_table(
             opened,
-            [prompt for prompt in prompts for _ in slots],
-            list(adapters.values()),
-            [slot for _ in prompts for slot in slots.values()],
+            [prompt],
+            adapters,
+            slots,
             settings,
-            batch=len(slots) if len(prompts) == 1 else batch,
+            batch=len(slots),
             on_done=on_done or (lambda number: None),
-            on_answer=on_answer or (lambda number, answer: None),
             progress=progress or bars.loading(opened),
         )
+    return found
+
+
+def answer_table(
+    model: LoadedModel,
+    prompts: Sequence[Prompt],
+    adapters: Mapping[str, str | Path],
+    slots: Mapping[str, int | None],
+    settings: Settings,
+    *,
+    batch: int | None = None,
+    on_done: OnDone = lambda number: None,
+    on_answer: Callable[[int, str, Answer], None] = lambda number, name, answer: None,
+    progress: Progress = lambda name: None,
+) -> list[dict[str, Answer]]:
+    """Answers each prompt under every name: a dict by name for each.
+
+    Args:
+        slots: by name, its place among the adapters; None is the base alone.
+        on_answer: called with a prompt's number, a name and the answer, once those answered together are.
+    """
+    names = list(slots)
+    found = answer_slots(
+        model,
+        [prompt for prompt in prompts for _ in names],
+        list(adapters.values()),
+        [slot for _ in prompts for slot in slots.values()],
+        settings,
+        batch=batch,
+        on_done=on_done,
+        on_answer=lambda number, answer: on_answer(number // len(names), names[number % len(names)], answer),
+        progress=progress,
+    )
     rows = iter(found)
-    return [{name: next(rows) for name in slots} for _ in prompts]
+    return [{name: next(rows) for name in names} for _ in prompts]
 
 
 def _opened(model: Model) -> LoadedModel:
