@@ -14,6 +14,7 @@ from wgpu_lora.data import Prepared
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.atomic import file_digest
 from wgpu_lora.formats.peft import AdapterConfig, read_adapter, write_adapter
+from wgpu_lora.formats.tokenizer_files import write_tokenizer
 from wgpu_lora.models.lora import Matrices, SlotSpec
 from wgpu_lora.train import checkpoint, output
 from wgpu_lora.train.arguments import FREE_ON_RESUME, TrainingArguments
@@ -251,6 +252,8 @@ class AdapterRun:
         stop_signal: the name of the signal that interrupted it, if one did.
         """
         self.write_adapter(session, self.directory)
+        for place in (self.directory, self.directory / BEST):
+            write_tokenizer(place, session.model.path, session.model.tokenizer)
         prepared, plan = self.stream.prepared, session.memory()
         state = asdict(self.state)
         if self.args.target_seconds and not self.state.calibrated:
