@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -41,7 +40,7 @@ class SideBySide:
         from rich.live import Live
 
         self._console, self.texts = console, dict.fromkeys(names, "")
-        self._live = Live(console=console, transient=True, refresh_per_second=8, vertical_overflow="ellipsis")
+        self._live = Live(self._grid(), console=console, transient=True, refresh_per_second=8)
 
     def __enter__(self) -> SideBySide:
         self._live.start()
@@ -49,13 +48,13 @@ class SideBySide:
 
     def __exit__(self, *exception: object) -> None:
         self._live.stop()
-        self._console.print(self._grid({}))
+        self._console.print(self._grid())
 
     def add(self, name: str, piece: str) -> None:
         self.texts[name] += printable(piece, "\n\t")
-        self._live.update(self._grid({}))
+        self._live.update(self._grid())
 
-    def _grid(self, notes: Mapping[str, str]) -> Any:
+    def _grid(self) -> Any:
         from rich.panel import Panel
         from rich.table import Table
         from rich.text import Text

@@ -202,7 +202,8 @@ class Talk:
             first = [piece for piece in [next(pieces, None)] if piece]
         for _, piece in chain(first, pieces):
             print(for_stdout(piece), end="", flush=True)
-        print(flush=True)
+        if first or not self._seen:  # on a pipe, an empty answer is an empty line
+            print(flush=True)
 
     def _show_several(self, pieces: Iterator[tuple[str, str]]) -> None:
         if self._seen:

@@ -58,7 +58,9 @@ class Chat:
         limit = model.config.max_position_embeddings
         self._stated = max_length is not None
         if max_length is not None and not 2 <= max_length <= limit:
-            raise UserError(f"--max-length must be from 2 to {limit:,}, as many as {model.name} is made for.")
+            raise UserError(
+                f"--max-length must be from 2 to {limit:,}, as many as {model.name} is made for, not {max_length:,}."
+            )
         self.capacity = max_length or min(CAPACITY, limit)
         self._progress = progress
 
