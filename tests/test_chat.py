@@ -242,6 +242,26 @@ def test_a_conversation_takes_no_more_than_there_is(talk: Any, model: LoadedMode
         talk("base", max_length=129)
 
 
+def test_whoever_has_no_room_does_not_join(talk: Any, monkeypatch: pytest.MonkeyPatch):
+    from wgpu_lora.infer import chat as module
+
+    whole = module.Generator
+
+    def narrow(model: LoadedModel, adapters: Any, capacity: int, batch: int, **more: Any) -> Any:
+        if batch > 1:
+            raise NoRoomError("too many")
+        return whole(model, adapters, capacity, batch, **more)
+
+    monkeypatch.setattr(module, "Generator", narrow)
+    chat = talk("a", max_length=64)
+    heard = say(chat, "w7")
+    with pytest.raises(UserError, match="too many"):
+        chat.select(["a", "base"])
+    assert list(chat.lanes) == ["a"]
+    chat.undo()
+    assert say(chat, "w7") == heard
+
+
 def test_stop_strings_are_cut_off_wherever_tokens_part():
     tokenizer = small_tokenizer()
     text = "The sky is blue, and the sea is blue too."

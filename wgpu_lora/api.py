@@ -124,21 +124,24 @@ def evaluate(
     on_overflow: str = "truncate",
     completion_only_loss: bool = True,
     enable_thinking: bool | None = None,
-    progress: Progress = lambda name: None,
+    progress: Progress | None = None,
+    progress_bar: bool | None = None,
 ) -> Evaluation:
     """Loss and perplexity of a JSONL file (of a folder's valid.jsonl, where it has one), with an adapter or without.
 
     Args:
         max_length: tokens of a row at most; longer ones are cut or, where `on_overflow` is drop, left out.
         enable_thinking: passed to the chat template where it is not None.
+        progress: called with the name of each tensor that is loaded.
+        progress_bar: whether to show that loading; None does on a terminal and in a notebook.
 
     Raises:
         UserError: a value is out of range, the data cannot be read or have nothing to predict, or the adapter does not
             fit.
     """
     opened, prepared = _heldout(model, data, max_length, on_overflow, completion_only_loss, enable_thinking)
-    with on_device(opened, [] if adapter is None else [adapter]) as loaded:
-        return evaluate_rows(opened, prepared, loaded, 0 if loaded else None, progress=progress)
+    with Bars(progress_bar) as bars, on_device(opened, [] if adapter is None else [adapter]) as loaded:
+        return evaluate_rows(opened, prepared, loaded, 0 if loaded else None, progress=progress or bars.loading(opened))
 
 
 def evaluate_several(
@@ -151,7 +154,8 @@ def evaluate_several(
     on_overflow: str = "truncate",
     completion_only_loss: bool = True,
     enable_thinking: bool | None = None,
-    progress: Progress = lambda name: None,
+    progress: Progress | None = None,
+    progress_bar: bool | None = None,
 ) -> dict[str, Evaluation]:
     """Loss and perplexity of the same data under each of several adapters, which are all loaded at once.
 
@@ -169,8 +173,9 @@ def evaluate_several(
     """
     slots = slots_of(adapters, include_base)
     opened, prepared = _heldout(model, data, max_length, on_overflow, completion_only_loss, enable_thinking)
-    with on_device(opened, list(adapters.values())) as loaded:
-        return {name: evaluate_rows(opened, prepared, loaded, slot, progress=progress) for name, slot in slots.items()}
+    with Bars(progress_bar) as bars, on_device(opened, list(adapters.values())) as loaded:
+        told = progress or bars.loading(opened)
+        return {name: evaluate_rows(opened, prepared, loaded, slot, progress=told) for name, slot in slots.items()}
 
 
 def _opened(model: LoadedModel | str | Path) -> LoadedModel:

@@ -63,7 +63,7 @@ def chat(
     """Talk to a model, with or without an adapter.
 
     Several adapters all answer, each in a conversation of its own. /help lists what can be done besides talking. Where
-    stdin is no terminal, every line is a message.
+    stdin is no terminal, every line is a message; where it is, lines are kept for the arrow keys in a private file.
     """
     settings = {
         "system": system,
@@ -144,6 +144,9 @@ class Talk:
 
     def _turn(self) -> bool:
         """Reads a message and sees to it; False at the end."""
+        if self.chat.shrunk:
+            self.chat.shrunk = False
+            self.say(f"[the device has room for a conversation of {self.chat.capacity:,} tokens only]")
         try:
             text = self.reader.read()
         except KeyboardInterrupt:
@@ -182,7 +185,7 @@ class Talk:
     def _answer(self, text: str) -> None:
         chat, again = self.chat, self.commands.retry
         self.commands.retry = False
-        self.answering, self.stopped, held = True, False, chat.capacity
+        self.answering, self.stopped = True, False
         try:
             pieces = chat.retry(lambda: self.stopped) if again else chat.ask(text, lambda: self.stopped)
             if len(chat.lanes) == 1:
@@ -191,8 +194,6 @@ class Talk:
                 self._show_several(pieces)
         finally:
             self.answering = False
-        if chat.capacity < held:
-            self.say(f"[the device has room for a conversation of {chat.capacity:,} tokens]")
         for note in self._notes():
             self.say(note)
 

@@ -78,7 +78,6 @@ class Commands:
             return self._adapters(rest)
         names = list(dict.fromkeys(name for text in _words(rest) for name in self._named(text)))
         self.chat.select(names)
-        self.chat.open()
         self.say(f"{' and '.join(names)} answer{'s' if len(names) == 1 else ''} from now on")
 
     def _named(self, text: str) -> list[str]:

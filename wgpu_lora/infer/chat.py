@@ -62,6 +62,7 @@ class Chat:
                 f"--max-length must be from 2 to {limit:,}, as many as {model.name} is made for, not {max_length:,}."
             )
         self.capacity = max_length or min(CAPACITY, limit)
+        self.shrunk = False  # because memory is short, and not said yet
         self._progress = progress
 
     @property
@@ -137,9 +138,18 @@ class Chat:
     # -- who answers -----------------------------------------------------------------------------------------------
 
     def select(self, names: Sequence[str]) -> None:
-        """Lets these answer from now on. Whoever joins goes on from the first one's conversation."""
-        first = next(iter(self.lanes.values()))
-        self.lanes = {name: self.lanes.get(name) or first.joined(name) for name in names}
+        """Lets these answer from now on. Whoever joins goes on from the first one's conversation.
+
+        Raises:
+            UserError: the device has no room for so many; then it stays as it is.
+        """
+        before, first = self.lanes, next(iter(self.lanes.values()))
+        self.lanes = {name: before.get(name) or first.joined(name) for name in names}
+        try:
+            self.open()
+        except UserError:
+            self.lanes = before
+            raise
 
     def add(self, name: str, directory: Path) -> None:
         """Loads another adapter.
@@ -182,7 +192,7 @@ class Chat:
             except NoRoomError:
                 if self._stated or self.capacity <= LEAST:
                     raise
-            self.capacity = max(LEAST, self.capacity // 2)
+            self.capacity, self.shrunk = max(LEAST, self.capacity // 2), True
 
     def close(self) -> None:
         """Frees the adapters and the caches; the model stays."""
