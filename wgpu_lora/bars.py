@@ -55,7 +55,10 @@ class Bars:
             return
         if self._bar is None or text != self._text:
             self.close()
-            self._bar, self._text = _tqdm()(desc=text, total=total, unit=unit, dynamic_ncols=True), text
+            self._bar, self._text = (
+                _tqdm()(desc=text, total=total, unit=unit, initial=max(0, count - 1), dynamic_ncols=True),
+                text,
+            )
         if total != self._bar.total:
             self._bar.total = total
         if facts:
