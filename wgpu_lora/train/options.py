@@ -10,7 +10,7 @@ class TrainingOptions(TypedDict, total=False):
     """What `finetune()` takes by name: the command line's options, paths and lists where it has text."""
 
     data: str | Path | None
-    output: str | Path
+    output: str | Path | None
     model: str | Path | None
     eval_data: str | Path | None
     device: str | int | None
@@ -29,14 +29,14 @@ class TrainingOptions(TypedDict, total=False):
     warmup_ratio: float
     weight_decay: float
     max_grad_norm: float
-    per_device_train_batch_size: int
-    gradient_accumulation_steps: int
+    per_device_train_batch_size: int | None
+    gradient_accumulation_steps: int | None
     num_train_epochs: float
     max_steps: int
     target_seconds: float | None
     max_length: int
     on_overflow: str
-    packing: bool
+    packing: bool | None
     completion_only_loss: bool
     enable_thinking: bool | None
     shuffle: bool
@@ -44,7 +44,8 @@ class TrainingOptions(TypedDict, total=False):
     memory_budget: str | None
     wait: float | None
     seed: int
-    logging_steps: int
+    logging_steps: int | None
     save_steps: int
     save_total_limit: int
     eval_steps: int
+    eval_on_start: bool
