@@ -7,6 +7,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -174,8 +175,9 @@ def gguf(place: Path) -> Target:
 
 
 def rows(place: Path) -> Target:
-    """Lines of training data, through formats, template and masks."""
+    """Training data of any format, by its bytes, through formats, template and masks."""
     from wgpu_lora.data import Tokenizer, prepare
+    from wgpu_lora.errors import UserError
 
     for path in DEMO.iterdir():
         if path.suffix in (".json", ".jinja"):
@@ -183,8 +185,10 @@ def rows(place: Path) -> Target:
     found = Tokenizer.load(place)
 
     def run(data: bytes) -> None:
-        (place / "rows.jsonl").write_bytes(data)
-        prepare(place / "rows.jsonl", found, max_length=32)
+        for name in ("rows.jsonl", "rows.csv", "rows.parquet"):
+            (place / name).write_bytes(data)
+            with suppress(UserError):
+                prepare(place / name, found, max_length=32)
 
     return run
 

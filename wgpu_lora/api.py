@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.data import Prepared, prepare, resolve_data
+from wgpu_lora.data import Prepared, given_rows, heldout_data, prepare, rows_given
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer import Evaluation
 from wgpu_lora.infer import evaluate as evaluate_rows
@@ -47,7 +48,8 @@ def finetune(
         model: a loaded one, or what `load` takes; may be given by name too.
         callback: called after every step with a StepResult.
         progress: called with the name of each tensor that is loaded.
-        options: those of `wgpu-lora finetune`, with underscores; `recipe` names a TOML file of them.
+        options: those of `wgpu-lora finetune`, with underscores; `recipe` names a TOML file of them. `data` and
+            `eval_data` may be rows too: a list of dicts, an iterator of them, or a data set of `datasets`.
 
     Raises:
         UserError: an option is unknown or out of range, or something about the model, the data or the device is wrong.
@@ -56,16 +58,17 @@ def finetune(
     if model is not None and named is not None:
         raise UserError("finetune() was given two models: name one of them.")
     model = named if model is None else model
+    options, rows = given_rows(options)
     given = {name: _plain(name, value) for name, value in options.items()}
     recipe = given.pop("recipe", None)
     if isinstance(model, LoadedModel):
         for name, fixed in (("model", model.name), ("base_dtype", model.decoder.base_dtype)):
             if given.setdefault(name, fixed) != fixed:
                 raise UserError(f"The model was loaded with {name} {fixed!r}: load another for {given[name]!r}.")
-        return prepare_job(gather(given, recipe, "finetune()")[0], model).train(callback, progress)
+        return prepare_job(gather(given, recipe, "finetune()")[0], model, rows=rows).train(callback, progress)
     if model is not None:
         given["model"] = _plain("model", str(model))
-    return prepare_job(gather(given, recipe, "finetune()")[0]).train(callback, progress)
+    return prepare_job(gather(given, recipe, "finetune()")[0], rows=rows).train(callback, progress)
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -192,8 +195,11 @@ def compare(
 
 def evaluate(
     model: LoadedModel | str | Path,
-    data: str | Path,
+    data: str | Path | Iterable[Mapping[str, Any]],
     *,
+    split: str | None = None,
+    dataset_config: str | None = None,
+    skip_bad_rows: bool = False,
     adapter: str | Path | None = None,
     max_length: int = 1024,
     on_overflow: str = "truncate",
@@ -201,9 +207,12 @@ def evaluate(
     enable_thinking: bool | None = None,
     progress: Progress = lambda name: None,
 ) -> Evaluation:
-    """Loss and perplexity of a JSONL file (of a folder's valid.jsonl, where it has one), with an adapter or without.
+    """Loss and perplexity of data, with an adapter or without.
 
     Args:
+        data: what `finetune` takes: a file, a folder, a data set of Hugging Face, or rows. Of a folder or a data set,
+            its validation split where it has one, else the test split, else what there is; or what `split` names.
+        skip_bad_rows: go on without rows that cannot be read.
         max_length: tokens of a row at most; longer ones are cut or, where `on_overflow` is drop, left out.
         enable_thinking: passed to the chat template where it is not None.
 
@@ -211,17 +220,22 @@ def evaluate(
         UserError: a value is out of range, the data cannot be read or have nothing to predict, or the adapter does not
             fit.
     """
-    opened, prepared = _heldout(model, data, max_length, on_overflow, completion_only_loss, enable_thinking)
+    which: dict[str, Any] = {"split": split, "dataset_config": dataset_config, "skip_bad_rows": skip_bad_rows}
+    opened, prepared = _heldout(model, data, max_length, on_overflow, completion_only_loss, enable_thinking, **which)
     with on_device(opened, [] if adapter is None else [adapter]) as loaded:
-        return evaluate_rows(opened, prepared, loaded, 0 if loaded else None, progress=progress)
+        found = evaluate_rows(opened, prepared, loaded, 0 if loaded else None, progress=progress)
+    return replace(found, data=prepared.summary())
 
 
 def evaluate_several(
     model: LoadedModel | str | Path,
-    data: str | Path,
+    data: str | Path | Iterable[Mapping[str, Any]],
     adapters: Mapping[str, str | Path],
     *,
     include_base: bool = True,
+    split: str | None = None,
+    dataset_config: str | None = None,
+    skip_bad_rows: bool = False,
     max_length: int = 1024,
     on_overflow: str = "truncate",
     completion_only_loss: bool = True,
@@ -243,9 +257,11 @@ def evaluate_several(
         UserError: there is no adapter, one is named "base" beside the base, or anything that `evaluate` refuses.
     """
     slots = slots_of(adapters, include_base)
-    opened, prepared = _heldout(model, data, max_length, on_overflow, completion_only_loss, enable_thinking)
+    which: dict[str, Any] = {"split": split, "dataset_config": dataset_config, "skip_bad_rows": skip_bad_rows}
+    opened, prepared = _heldout(model, data, max_length, on_overflow, completion_only_loss, enable_thinking, **which)
     with on_device(opened, list(adapters.values())) as loaded:
-        return {name: evaluate_rows(opened, prepared, loaded, slot, progress=progress) for name, slot in slots.items()}
+        found = {name: evaluate_rows(opened, prepared, loaded, slot, progress=progress) for name, slot in slots.items()}
+    return {name: replace(one, data=prepared.summary()) for name, one in found.items()}
 
 
 def _opened(model: LoadedModel | str | Path) -> LoadedModel:
@@ -254,11 +270,15 @@ def _opened(model: LoadedModel | str | Path) -> LoadedModel:
 
 def _heldout(
     model: LoadedModel | str | Path,
-    data: str | Path,
+    data: str | Path | Iterable[Mapping[str, Any]],
     max_length: int,
     on_overflow: str,
     completion_only_loss: bool,
     enable_thinking: bool | None,
+    *,
+    split: str | None,
+    dataset_config: str | None,
+    skip_bad_rows: bool,
 ) -> tuple[LoadedModel, Prepared]:
     """The opened model, and the rows that are evaluated; mistakes in the options are said before it is opened."""
     if on_overflow not in OVERFLOW:
@@ -269,14 +289,14 @@ def _heldout(
     limit = opened.config.max_position_embeddings
     if max_length > limit:
         raise UserError(f"--max-length {max_length} is more than this model's {limit} positions: lower it to {limit}.")
-    train, valid = resolve_data(Path(data))
     prepared = prepare(
-        valid or train,
+        heldout_data(data, split, dataset_config) if isinstance(data, str | Path) else rows_given(data),
         opened.tokenizer,
         max_length=max_length,
         completion_only_loss=completion_only_loss,
         on_overflow="drop" if on_overflow == "drop" else "truncate",
         chat_template_kwargs={} if enable_thinking is None else {"enable_thinking": enable_thinking},
         vocab_size=opened.config.vocab_size,
+        skip_bad_rows=skip_bad_rows,
     )
     return opened, prepared

@@ -25,13 +25,17 @@ from wgpu_lora.share import claim
 
 @dataclass(frozen=True)
 class Evaluation:
-    """loss: mean over `tokens` trained tokens of `rows` rows, in nats; perplexity = exp(loss)."""
+    """loss: mean over `tokens` trained tokens of `rows` rows, in nats; perplexity = exp(loss).
+
+    data: what was read, and what became of its rows, in a line.
+    """
 
     loss: float
     perplexity: float
     tokens: int
     rows: int
     seconds: float
+    data: str = ""
 
 
 class Evaluator:

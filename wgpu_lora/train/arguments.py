@@ -21,6 +21,9 @@ OVERFLOW = ("truncate", "drop")
 FREE_ON_RESUME = {
     "output",
     "data",  # what they hold is compared by digest
+    "split",
+    "dataset_config",
+    "skip_bad_rows",
     "model",
     "resume",
     "device",
@@ -31,6 +34,7 @@ FREE_ON_RESUME = {
     "save_steps",
     "save_total_limit",
     "eval_data",
+    "eval_split",
     "eval_steps",
 }
 # Headings under which the command line's help lists the options.
@@ -49,7 +53,12 @@ def option(default: Any, panel: str, text: str) -> Any:
 class TrainingArguments:
     """Names and meanings are those of TRL, PEFT and transformers wherever they have them."""
 
-    data: str | None = option(None, FILES, "JSONL file, or a folder with train.jsonl and perhaps valid.jsonl.")
+    data: str | None = option(
+        None,
+        FILES,
+        "File of rows (JSONL, JSON array, CSV, Parquet), folder with train.jsonl and perhaps valid.jsonl, or data set "
+        "of Hugging Face.",
+    )
     output: str = option(
         "output",
         FILES,
@@ -57,7 +66,13 @@ class TrainingArguments:
     )
     model: str | None = option(None, FILES, "Model directory, GGUF file, hub id, or 'demo'.")
     eval_data: str | None = option(
-        None, FILES, "Held-out JSONL file: its loss is logged, and best/ keeps the best adapter."
+        None, FILES, "Held-out data, as --data: their loss is logged, and best/ keeps the best adapter."
+    )
+    split: str | None = option(None, FILES, "Split of --data to train on, such as train or 'train[:90%]'.")
+    eval_split: str | None = option(None, FILES, "Split to hold out, of --eval-data or else of --data.")
+    dataset_config: str | None = option(None, FILES, "Configuration of a data set of Hugging Face that has several.")
+    skip_bad_rows: bool = option(
+        False, FILES, "Go on without rows that cannot be read; they are set aside in skipped_rows.jsonl in --output."
     )
     device: str | None = option(None, FILES, "Adapter index or a part of its name, as 'wgpu-lora info' lists them.")
     base_dtype: str = option("nf4", MEMORY, "How the frozen weights are kept: nf4, bf16, f16 or f32.")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.data import Prepared, prepare, resolve_data
+from wgpu_lora.data import Prepared, Source, prepare, training_data
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.load import table_dtype
@@ -27,19 +27,26 @@ def with_demo_data(args: TrainingArguments) -> TrainingArguments:
     """Fills in what was left out: the demo model, and for it the demo's own data."""
     if args.data is None:
         if args.model not in (None, "demo"):
-            raise UserError("--data is missing: give a JSONL file, or a folder with train.jsonl.")
+            raise UserError("--data is missing: give a file of rows, a folder with train.jsonl, or a data set.")
         from wgpu_lora.demo import HELDOUT_FILE, TRAIN_FILE
 
         args = replace(args, data=str(TRAIN_FILE), eval_data=args.eval_data or str(HELDOUT_FILE))
     return replace(args, model=args.model or "demo")
 
 
-def prepare_job(args: TrainingArguments, model: LoadedModel | None = None, *, planning: bool = False) -> Job:
+def prepare_job(
+    args: TrainingArguments,
+    model: LoadedModel | None = None,
+    *,
+    planning: bool = False,
+    rows: Mapping[str, Source] | None = None,
+) -> Job:
     """Reads the data and the model's files and records the programs. Allocates nothing on the device.
 
     Args:
         model: an opened model to train on, instead of the one that the options name.
         planning: the job will not be run, so that --output may be in use.
+        rows: rows from Python by the options, data and eval_data, that they are given for.
 
     Raises:
         UserError: anything that a person can mend, from the data, the model, the options or the device.
@@ -49,7 +56,7 @@ def prepare_job(args: TrainingArguments, model: LoadedModel | None = None, *, pl
         refuse_used(Path(args.output))  # before the work of reading data, and again under the lock
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
     check_adapters([args], model.config, budget_bytes(model.device.info, args.budget()))
-    run = read_run(args, model)
+    run = read_run(args, model, rows=rows)
 
     def replan(changes: Mapping[str, Any]) -> int:
         other = with_options(run, changes)
@@ -58,19 +65,31 @@ def prepare_job(args: TrainingArguments, model: LoadedModel | None = None, *, pl
     return Job(session_of(model, [run]), [run], replan)
 
 
-def read_run(args: TrainingArguments, model: LoadedModel, slot: int = 0, name: str = "") -> AdapterRun:
+def read_run(
+    args: TrainingArguments,
+    model: LoadedModel,
+    slot: int = 0,
+    name: str = "",
+    rows: Mapping[str, Source] | None = None,
+) -> AdapterRun:
     """One slot's run: its rows, its adapter and where it begins.
 
     Raises:
         UserError: the data or the adapter cannot be read, or do not fit the model.
     """
     assert args.data is not None
-    train_file, valid_file = resolve_data(Path(args.data))
-    heldout_file = Path(args.eval_data) if args.eval_data else valid_file
+    training, held_out = training_data(
+        args.data,
+        args.eval_data,
+        split=args.split,
+        eval_split=args.eval_split,
+        dataset_config=args.dataset_config,
+        given=rows,
+    )
     _check_length(args, model)
     args, adapter, initial = adapter_of(args, model.config)
-    stream = DataStream(_prepare(args, model, train_file), args)
-    heldout = _prepare(args, model, heldout_file) if heldout_file else None
+    stream = DataStream(_prepare(args, model, training), args)
+    heldout = _prepare(args, model, held_out) if held_out else None
     spec = spec_of(adapter, initial)
     digests = model.checkpoint.digest(), model.config.digest()
     return AdapterRun(slot, args, adapter, spec, initial, stream, heldout, *digests, name)
@@ -120,13 +139,14 @@ def _check_length(args: TrainingArguments, model: LoadedModel) -> None:
         )
 
 
-def _prepare(args: TrainingArguments, model: LoadedModel, path: Path) -> Prepared:
+def _prepare(args: TrainingArguments, model: LoadedModel, source: Source) -> Prepared:
     return prepare(
-        path,
+        source,
         model.tokenizer,
         max_length=args.max_length,
         completion_only_loss=args.completion_only_loss,
         on_overflow="drop" if args.on_overflow == "drop" else "truncate",
         chat_template_kwargs=args.template_kwargs(),
         vocab_size=model.config.vocab_size,
+        skip_bad_rows=args.skip_bad_rows,
     )

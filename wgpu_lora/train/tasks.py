@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.bounded import is_name, read_toml
+from wgpu_lora.data import Source
 from wgpu_lora.errors import UserError
 from wgpu_lora.train.arguments import TrainingArguments, flag, from_values
 
@@ -20,7 +21,7 @@ OPTIONS = {
     "dropout": "lora_dropout",
     "epochs": "num_train_epochs",
     **{name: name for name in ("target_modules", "learning_rate", "max_steps", "max_length")},
-    **{name: name for name in ("eval_data", "init_adapter")},
+    **{name: name for name in ("eval_data", "split", "eval_split", "dataset_config", "init_adapter")},
 }
 OWN = ("data", "checkpoint", "name", "weight", "objective")
 OBJECTIVES = ("sft",)
@@ -32,7 +33,8 @@ class AdapterTask:
     """One adapter of a pipeline.
 
     name: by default the checkpoint directory's. weight: batches a step, by those of an adapter of weight 1.
-    options: training options of its own, by the names of TrainingArguments.
+    options: training options of its own, by the names of TrainingArguments. rows: rows from Python, by data and
+        eval_data.
     """
 
     data: str
@@ -41,6 +43,7 @@ class AdapterTask:
     weight: float = 1.0
     objective: str = "sft"
     options: Mapping[str, Any] = field(default_factory=dict)
+    rows: Mapping[str, Source] = field(default_factory=dict)
 
     def arguments(self, base: TrainingArguments) -> TrainingArguments:
         """The options of a run by itself that trains this adapter as the pipeline does."""
