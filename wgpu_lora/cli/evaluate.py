@@ -68,8 +68,6 @@ def evaluate(
         if as_json:
             print_json({"loss": None, "error": str(error)})
         return _fail(str(error))
-    if not as_json:
-        line("data", next(iter(losses.values())).data)
     if several:
         if as_json:
             print_json(as_rows(losses, adapters))
@@ -84,6 +82,8 @@ def evaluate(
         else:
             line("loss", f"{found.loss:.6f}, perplexity {found.perplexity:.4f}")
             line("over", f"{found.tokens:,} trained tokens of {found.rows:,} rows in {found.seconds:.1f} s")
+    if not as_json:
+        line("data", next(iter(losses.values())).data)
     bad = [name for name, found in losses.items() if not math.isfinite(found.loss)]
     return _fail(f"The loss of {', '.join(bad)} is not finite: its weights are damaged, or too large.") if bad else 0
 

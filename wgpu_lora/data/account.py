@@ -107,16 +107,16 @@ class Account:
 
     def refuse_nothing(self, max_length: int) -> None:
         """Raises UserError: no row is left; why."""
-        parts = [f"{self.untrained.count:,} have no token to learn ({self.lost_by_cut.count:,} of them after the cut at "
-                 f"{max_length:,} tokens)", f"{self.too_long.count:,} are too long"]  # fmt: skip
+        by_cut = f"{self.lost_by_cut.count:,} of them after the cut at {max_length:,} tokens"
+        parts = [f"{self.untrained.count:,} have no token to learn ({by_cut})", f"{self.too_long.count:,} are too long"]
         if self.empty.count:
             parts.insert(0, f"{self.empty.count:,} have an empty answer")
         if self.bad:
             parts.insert(0, f"{len(self.bad):,} cannot be used ({self.bad[0][0]}: {self.bad[0][1].reason.rstrip('.')})")
         rows = counted(self.expanded, "row")
         raise UserError(
-            f"{self.source.path} leaves nothing to train on: of {rows} {listed(parts)}; check that there are answers in "
-            "it, or raise the greatest length."
+            f"{self.source.path} leaves nothing to train on: of {rows} {listed(parts)}; check that there are answers "
+            "in it, or raise the greatest length."
         )
 
     def summary(self, rows: int, max_length: int) -> str:

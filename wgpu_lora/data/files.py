@@ -145,6 +145,6 @@ class _Bounded(io.RawIOBase):
         self._left -= count
         if self._left < 0:
             raise UserError(
-                f"{self._path} holds more than {MAX_GROWTH} times its own size; decompress it yourself if that is right."
+                f"{self._path} holds more than {MAX_GROWTH} times its own size; if that is right, decompress it."
             )
         return count

@@ -173,6 +173,6 @@ def _lacks(named: _Named, what: str, option: str) -> NoReturn:
     names = [path.name for path in sorted(Path(named.data).iterdir()) if bare_name(path).suffix.lower() in SUFFIXES]
     there = f"it holds {listed(names[:_SHOWN], max(0, len(names) - _SHOWN))}" if names else "it holds no data"
     raise UserError(
-        f"The folder {named.data} has no {what}.jsonl (or {', '.join(SUFFIXES[2:])}), and {there}: name the file itself, "
-        "or rename it."
+        f"The folder {named.data} has no {what}.jsonl (or {', '.join(SUFFIXES[2:])}), and {there}: name the file "
+        "itself, or rename it."
     )

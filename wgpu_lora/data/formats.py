@@ -123,10 +123,7 @@ def parse_example(row: dict[str, Any]) -> Example:
         case ("text",):
             return Text(_string(row, "text"))
     keys = ", ".join(repr(key[:80]) for key in list(row)[:12]) or "none"
-    raise UserError(
-        f"the row fits no format: its keys are {keys}, and the formats have {_KEYS}"
-        + (f"; {found}." if (found := remedy(row)) else ".")
-    )
+    raise UserError(f"the row fits no format: its keys are {keys}, and the formats have {_KEYS}{_instead(row)}.")
 
 
 def remedy(row: dict[str, Any]) -> str | None:
@@ -140,11 +137,16 @@ def remedy(row: dict[str, Any]) -> str | None:
     return None
 
 
+def _instead(row: dict[str, Any]) -> str:
+    found = remedy(row)
+    return f"; {found}" if found else ""
+
+
 def _completion(row: dict[str, Any]) -> Conversation | Completion:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        if wrong := remedy(row):
-            raise UserError(f"{wrong}.")
+        if prompt and isinstance(prompt[0], str):
+            raise UserError(f"'prompt' is a list of strings{_instead(row)}.")
         before, after = _messages(prompt, "prompt"), _messages(completion, "completion")
         return _conversation(before + after, len(before), row)
     if isinstance(prompt, str) and isinstance(completion, str):
@@ -171,10 +173,8 @@ def _string(row: dict[str, Any], name: str) -> str:
     value = row.get(name)
     if value is None and name in ("input", "system"):
         return ""
-    if isinstance(value, list) and (wrong := remedy(row)):
-        raise UserError(f"{wrong}.")
     if not isinstance(value, str):
-        raise UserError(f"'{name}' is {kind_of(value)}, but must be a string.")
+        raise UserError(f"'{name}' is {kind_of(value)}, but must be a string{_instead(row)}.")
     return value
 
 

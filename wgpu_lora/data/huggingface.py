@@ -13,7 +13,7 @@ from typing import Any
 
 from wgpu_lora.data.files import SUFFIXES
 from wgpu_lora.data.parquet import BATCH, known_columns, rows_of
-from wgpu_lora.data.source import Place, Rows, Source
+from wgpu_lora.data.source import Place, Rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.installed import pip_line
 from wgpu_lora.words import listed
@@ -69,7 +69,7 @@ def is_saved(folder: Path) -> bool:
     )
 
 
-def load_splits(data: str, split: str | None, config: str | None) -> dict[str, Source]:
+def load_splits(data: str, split: str | None, config: str | None) -> dict[str, HubSource]:
     """The splits of a data set of the hub, or of a folder that `is_saved`, by name; only `split`, where it is given.
 
     Raises:

@@ -31,7 +31,7 @@ def read_lines(path: Path) -> Rows:
         for number, line in enumerate(_lines(file), start=1):
             if number == 1:
                 line = line.removeprefix(BOM)
-            if not line.strip():
+            if len(line) <= MAX_LINE and not line.strip():
                 continue
             row = parse_line(line)
             if first and isinstance(row, Problem) and (wrong := _of_several_lines(path, line)):
