@@ -93,7 +93,10 @@ class _Lines:
 
 def _delimiter(lines: _Lines) -> str:
     """What divides the header's names such that they fit a format; else what divides it into most."""
-    found = {mark: next(csv.reader([lines.first], delimiter=mark), []) for mark in DELIMITERS}
+    try:
+        found = {mark: next(csv.reader([lines.first], delimiter=mark), []) for mark in DELIMITERS}
+    except csv.Error:  # which reading it will tell with its line
+        return DELIMITERS[0]
     fitting = [mark for mark, names in found.items() if format_of(dict.fromkeys(map(str.strip, names), ""))]
     return fitting[0] if fitting else max(DELIMITERS, key=lambda mark: len(found[mark]))
 

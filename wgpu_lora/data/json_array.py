@@ -12,7 +12,7 @@ from wgpu_lora.data.jsonl import BOM, MAX_LINE, parse_line, too_long
 from wgpu_lora.data.source import Place, Rows
 from wgpu_lora.errors import UserError
 
-_CHUNK = 1 << 16
+_CHUNK, _MOST = 1 << 16, 1 << 20
 _NO_SPACE = re.compile(rb"[^ \t\r\n]")
 _OUTSIDE = re.compile(rb'["\[\]{},]')  # what ends an element, changes the depth or begins a string
 _WITHIN = re.compile(rb'["\[\]{}]')
@@ -49,7 +49,7 @@ def _elements(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes | None]]
                 is_long = True
                 line += held.count(b"\n", begin, at)
                 begin = at
-            more = file.read(max(_CHUNK, len(held) - begin))
+            more = file.read(min(max(_CHUNK, at - begin), _MOST))  # more for a long element, which is copied each time
             if not more:
                 raise UserError(
                     f"{path} is a list that does not end: row {count + 1}, in line {_behind_space(held, begin, line)}, "
