@@ -114,9 +114,9 @@ def test_arrays_are_read_as_json_reads_them(tmp_path_factory, rows, indent, chun
         ('[{"text": "a"}]\n\n[{"text": "b"}]', "goes on behind its list, in line 3"),
         ('[{"text": "a"}\n}]', "line 2: there is a closing brace too many"),
         ('[{"text": "a"},\n\n {"text": 1}]', r"row 2 \(line 3\): 'text' is a number"),
-        ('[{"text": "a"}, {"text": \'b\'}]', r"row 2 \(line 1\): not JSON: expecting value at character 10"),
-        ('[{"text": "a"},]', r"row 2 \(line 1\): not JSON"),
-        ('[{"text": "a"}, ["b"]]', r"row 2 \(line 1\): holds a list"),
+        ('[{"text": "a"}, {"text": \'b\'}]', r"row 2: not JSON: expecting value at character 10"),
+        ('[{"text": "a"},]', r"row 2: not JSON"),
+        ('[{"text": "a"}, ["b"]]', r"row 2: holds a list"),
         ('{"data": [{"text": "a"}]}', r"line 1: .*list under 'data': write that list alone"),
         ('{\n"version": 1,\n"rows": [{"text": "a"}]}', "one JSON object over several lines; .*list under 'rows'"),
         ('{\n"text": "a"\n}', "one JSON object over several lines; put it into a list"),
@@ -512,8 +512,8 @@ def test_bad_rows_are_told_together_or_set_aside(tmp_path: Path) -> None:
     kept = [json.loads(line) for line in aside.read_text().splitlines()]
     assert [row["line"] for row in kept] == [2, 3, 4, 5, 6]
     reason = "'text' is a number, but must be a string."
-    assert kept[0] == {"data": str(path), "line": 2, "reason": reason, "row": {"text": 1}}
-    assert kept[1]["row"] == "{"
+    assert kept[0] == {"data": str(path), "line": 2, "reason": reason, "content": {"text": 1}}
+    assert kept[1]["content"] == "{"
     assert write_skipped(tmp_path, [prepared(file_source(written(path)), skip_bad_rows=True).account]) is None
     assert not aside.exists()
     path.write_text("no\n1")

@@ -74,6 +74,6 @@ def test_bad_rows_are_set_aside_in_the_output(tmp_path: Path, capsys: pytest.Cap
     assert "3 bad rows skipped (lines 1, " in shown
     assert f"set aside in {tmp_path / 'out' / SKIPPED}" in shown
     aside = [json.loads(line) for line in (tmp_path / "out" / SKIPPED).read_text().splitlines()]
-    assert [row["row"] for row in aside] == [{"input_ids": [1, "2"]}, {}, [1]]
+    assert [row["content"] for row in aside] == [{"input_ids": [1, "2"]}, {}, [1]]
     assert main(["evaluate", "--model", QWEN2, "--data", str(file), "--max-length", "16", "--skip-bad-rows"]) == 0
     assert "3 bad rows skipped" in capsys.readouterr().out

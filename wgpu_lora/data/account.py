@@ -17,7 +17,9 @@ from wgpu_lora.strict_json import to_json
 from wgpu_lora.words import counted, listed
 
 SKIPPED = "skipped_rows.jsonl"
-_NAMED, _TOLD = 3, 10  # places that a summary names; bad rows that an error does
+# Places that a summary names; bad rows that an error does, and of how many these are the first: those of a block of
+# rows come in no order.
+_NAMED, _TOLD, _HELD = 3, 10, 1000
 
 
 @dataclass
@@ -47,8 +49,8 @@ class Account:
     cut: rows kept, cut to the greatest length. too_long: rows dropped for their length.
     empty: examples left out since their answers are empty. silent: turns that are not learnt for that, of rows kept.
     untrained: other rows dropped because nothing is learnt in them. lost_by_cut: those of them that the cut left so.
-    repeated: examples that say what an earlier one says, and are kept. bad: rows that cannot be used, and why;
-        with `keep_bad`, what they are too.
+    repeated: examples that say what an earlier one says, and are kept. bad: rows that cannot be used, and why; with
+        `keep_bad`, all of them and what they are, else the first of `bad_count`.
     """
 
     source: Source
@@ -63,6 +65,7 @@ class Account:
     lost_by_cut: Tally = field(default_factory=Tally)
     repeated: Tally = field(default_factory=Tally)
     bad: list[tuple[Place, Problem]] = field(default_factory=list)
+    bad_count: int = 0
     _digest: Any = field(default_factory=hashlib.sha256)
     _seen: set[bytes] = field(default_factory=set)
 
@@ -82,17 +85,21 @@ class Account:
         return None
 
     def add_bad(self, place: Place, problem: Problem) -> None:
-        self.bad.append((place, problem if self.keep_bad else Problem(problem.reason)))
+        """Counts a row that cannot be used; without `keep_bad` no more are held than are told of."""
+        self.bad_count += 1
+        if self.keep_bad or len(self.bad) < _HELD:
+            self.bad.append((place, problem if self.keep_bad else Problem(problem.reason)))
 
-    def digest(self) -> str:
-        """SHA-256 of what the rows come from, else of the rows themselves."""
+    def close(self) -> str:
+        """Puts things in order when all rows are read; SHA-256 of what they come from, else of the rows themselves."""
+        self.bad.sort(key=lambda found: found[0].number)
+        self._seen.clear()
         return self.source.digest() or self._digest.hexdigest()
 
     def refuse_bad(self) -> None:
         """Raises UserError where a row cannot be used: one by itself, else the first ones and how many there are."""
         if not self.bad:
             return
-        self.bad.sort(key=lambda found: found[0].number)
         if len(self.bad) == 1:
             [(place, problem)] = self.bad
             raise UserError(f"{self.source.where(place)}: {problem.reason}")
@@ -100,9 +107,9 @@ class Account:
         for place, problem in self.bad[:_TOLD]:
             by_reason.setdefault(problem.reason, []).append(place)
         told = [f"{_at(places)}: {printable(reason)}" for reason, places in by_reason.items()]
-        if len(self.bad) > _TOLD:
-            told.append(f"and {len(self.bad) - _TOLD:,} more")
-        what = f"{self.source.path} has {counted(len(self.bad), 'row')} that cannot be used"
+        if self.bad_count > _TOLD:
+            told.append(f"and {self.bad_count - _TOLD:,} more")
+        what = f"{self.source.path} has {counted(self.bad_count, 'row')} that cannot be used"
         raise UserError(f"{what}; mend them, or set them aside with --skip-bad-rows:", told)
 
     def refuse_nothing(self, max_length: int) -> None:
@@ -112,7 +119,9 @@ class Account:
         if self.empty.count:
             parts.insert(0, f"{self.empty.count:,} have an empty answer")
         if self.bad:
-            parts.insert(0, f"{len(self.bad):,} cannot be used ({self.bad[0][0]}: {self.bad[0][1].reason.rstrip('.')})")
+            parts.insert(
+                0, f"{self.bad_count:,} cannot be used ({self.bad[0][0]}: {self.bad[0][1].reason.rstrip('.')})"
+            )
         rows = counted(self.expanded, "row")
         raise UserError(
             f"{self.source.path} leaves nothing to train on: of {rows} {listed(parts)}; check that there are answers "
@@ -137,30 +146,35 @@ class Account:
             verb = "repeats" if self.repeated.count == 1 else "repeat"
             parts.append(f"{self.repeated.count:,} {verb} an earlier row{self.repeated}")
         if self.bad:
-            first = Tally(len(self.bad), [place for place, _ in self.bad[:_NAMED]])
-            parts.append(f"{counted(len(self.bad), 'bad row')} skipped{first}")
+            first = Tally(self.bad_count, [place for place, _ in self.bad[:_NAMED]])
+            parts.append(f"{counted(self.bad_count, 'bad row')} skipped{first}")
         return ", ".join(parts)
 
 
 def write_skipped(directory: Path, accounts: Sequence[Account]) -> Path | None:
     """Sets the bad rows aside in a directory's `skipped_rows.jsonl`, and returns its path; None without any.
 
-    A line has what the row is in, its place, the reason, and the row, or its text where it is none. Raises OSError.
+    A line has what the row is in, its place, the reason, and the row as content, or its text where it is none.
+    Raises OSError.
     """
     path = directory / SKIPPED
     lines = [
-        to_json(
-            {"data": account.source.path, place.unit: place.number, "reason": problem.reason, "row": problem.content},
-            ensure_ascii=True, default=repr,
-        )
+        _aside({"data": account.source.path, place.unit: place.number, "reason": problem.reason}, problem.content)
         for account in accounts
         for place, problem in account.bad
-    ]  # fmt: skip
+    ]
     if not lines:
         path.unlink(missing_ok=True)
         return None
     write_bytes_atomic(path, ("\n".join(lines) + "\n").encode())
     return path
+
+
+def _aside(told: dict[str, Any], content: Any) -> str:
+    try:
+        return to_json({**told, "content": content}, default=repr)
+    except RecursionError:  # so deep that the reason is all that can be said
+        return to_json({**told, "content": None})
 
 
 def _at(places: Sequence[Place]) -> str:

@@ -111,10 +111,11 @@ def _told(data: str) -> Iterator[None]:
         raise
     except Exception as error:
         kind, text = type(error).__name__, " ".join(str(error).split("Example of usage")[0].split())[:300].rstrip(". ")
+        absent = "is no file or folder here, and as a data set of Hugging Face not in the local cache"
         if "OfflineMode" in text or (isinstance(error, ConnectionError) and os.environ.get("HF_HUB_OFFLINE")):
-            wrong = "is not in the local cache, and HF_HUB_OFFLINE is set: unset it, or give a file"
+            wrong = f"{absent}, and HF_HUB_OFFLINE is set: check the path, or unset it"
         elif isinstance(error, ConnectionError):
-            wrong = "is not in the local cache, and Hugging Face cannot be reached: check the network, or give a file"
+            wrong = f"{absent}, and Hugging Face cannot be reached: check the path, or the network"
         elif "gated" in text.lower():
             wrong = (
                 f"is gated: accept its terms at https://huggingface.co/datasets/{data} and log in with `hf auth login`"

@@ -37,7 +37,7 @@ def read_parquet(path: Path) -> Rows:
                 raise UserError(f"{path} is empty; training needs at least one row.")
             names = known_columns(file.schema_arrow.names, str(path))
             yield from rows_of(file.iter_batches(BATCH, columns=names))
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as Parquet ({_first_line(error)}): write it again.") from error
 
 

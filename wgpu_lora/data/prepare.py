@@ -117,6 +117,7 @@ def prepare(
             kept = list(_kept(pairs, place, account, max_length, on_overflow == "drop"))
             if skip_bad_rows or not account.bad:
                 rows += kept
+    digest = account.close()
     if not skip_bad_rows:
         account.refuse_bad()
     if not rows:
@@ -124,7 +125,7 @@ def prepare(
     return Prepared(
         path=source.path,
         rows=rows,
-        digest=account.digest(),
+        digest=digest,
         max_length=max_length,
         account=account,
         trained_tokens=sum(row.trained_tokens for row in rows),

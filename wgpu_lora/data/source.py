@@ -10,14 +10,14 @@ from wgpu_lora.errors import UserError
 
 
 class Place(NamedTuple):
-    """Where a row is. unit: 'line' or 'row'; number: from 1; line: where the row begins, if that says more."""
+    """Where a row is. unit: 'line' or 'row'; number: from 1; line: the one that a row of another unit begins in."""
 
     unit: str
     number: int
     line: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.unit} {self.number}" + (f" (line {self.line})" if self.line else "")
+        return f"{self.unit} {self.number}" + (f" (line {self.line})" if self.line and self.line > 1 else "")
 
 
 @dataclass(frozen=True)
