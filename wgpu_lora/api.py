@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.data import Prepared, given_rows, heldout_data, prepare, rows_given
+from wgpu_lora.data import Prepared, Source, given_rows, heldout_data, prepare, rows_given
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer import Evaluation
 from wgpu_lora.infer import evaluate as evaluate_rows
@@ -268,6 +268,14 @@ def _opened(model: LoadedModel | str | Path) -> LoadedModel:
     return model if isinstance(model, LoadedModel) else load(model)
 
 
+def _source(data: str | Path | Iterable[Mapping[str, Any]], split: str | None, config: str | None) -> Source:
+    if isinstance(data, str | Path):
+        return heldout_data(data, split, config)
+    if split:
+        raise UserError("'split' is of a data set or a folder, not of rows: leave it out.")
+    return rows_given(data)
+
+
 def _heldout(
     model: LoadedModel | str | Path,
     data: str | Path | Iterable[Mapping[str, Any]],
@@ -290,7 +298,7 @@ def _heldout(
     if max_length > limit:
         raise UserError(f"--max-length {max_length} is more than this model's {limit} positions: lower it to {limit}.")
     prepared = prepare(
-        heldout_data(data, split, dataset_config) if isinstance(data, str | Path) else rows_given(data),
+        _source(data, split, dataset_config),
         opened.tokenizer,
         max_length=max_length,
         completion_only_loss=completion_only_loss,
