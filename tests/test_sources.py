@@ -351,7 +351,7 @@ def test_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     hub.answer = {"a": table, "b": table}
     with pytest.raises(UserError, match="has no split 'train' but a and b: choose one with --split"):
         training_data("some-one/some-rows")
-    with pytest.raises(UserError, match="give the same rows again"):
+    with pytest.raises(UserError, match=r"give them again, as data=\[\.\.\.\]"):
         training_data("rows from Python")
     for error, words in (
         (ConnectionError("Couldn't reach 'x' on the Hub (OfflineModeIsEnabled)"), "HF_HUB_OFFLINE is set"),

@@ -49,8 +49,8 @@ def test_rows_from_python_train_as_a_file_does(tmp_path: Path) -> None:
     for extra in (tmp_path / "rows" / "checkpoints").glob("step-2"):
         extra.rename(tmp_path / "last")
     with pytest.raises(wgpu_lora.UserError, match=rf"The rows of {len(rows) - 1} rows from Python changed after"):
-        train(rows[1:], "rows", resume=True)
-    train(file, "rows", resume=True)
+        train(rows[1:], "rows", eval_data=rows, resume=True)
+    train(file, "rows", eval_data=file, resume=True)
     assert same(tmp_path / "file", tmp_path / "rows")
 
     tasks = [{"data": rows, "checkpoint": tmp_path / "a"}, {"data": file, "checkpoint": tmp_path / "b"}]

@@ -147,7 +147,7 @@ def _look_up(data: str, split: str | None, config: str | None) -> _Named:
                 found.splits[_stem(file)] = file
         return found
     if data == ROWS:
-        raise UserError(f"The data were {ROWS}: give the same rows again, as data=[...] in Python.")
+        raise UserError(f"The data were {ROWS}: give them again, as data=[...] or eval_data=[...] in Python.")
     if not is_hub_id(data):
         near = "" if "/" in data or path.suffix else " (a data set of Hugging Face is OWNER/NAME)"
         raise UserError(f"There is no data at {data}{near}; give a file ({FORMATS}) or a folder with a train.jsonl.")

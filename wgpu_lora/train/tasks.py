@@ -139,10 +139,12 @@ def read_tasks(path: Path) -> list[AdapterTask]:
 
 def request_of(tasks: Sequence[AdapterTask], home: Path) -> list[dict[str, Any]]:
     """The tasks as a pipeline's record keeps them: checkpoints relative to the record."""
-    return [
-        {**vars(task), "options": dict(task.options), "checkpoint": os.path.relpath(Path(task.checkpoint), home)}
-        for task in tasks
-    ]
+    found = []
+    for task in tasks:
+        said = {name: value for name, value in vars(task).items() if name != "rows"}
+        place = os.path.relpath(Path(task.checkpoint), home)
+        found.append({**said, "options": dict(task.options), "checkpoint": place})
+    return found
 
 
 def tasks_of_request(request: Mapping[str, Any], home: Path) -> list[AdapterTask]:
