@@ -185,10 +185,11 @@ def rows(place: Path) -> Target:
     found = Tokenizer.load(place)
 
     def run(data: bytes) -> None:
-        for name in ("rows.jsonl", "rows.csv", "rows.parquet"):
+        for name in ("rows.csv", "rows.json"):
             (place / name).write_bytes(data)
-            with suppress(UserError):
-                prepare(place / name, found, max_length=32)
+        with suppress(UserError):
+            prepare(place / "rows.csv", found, max_length=32)
+        prepare(place / "rows.json", found, max_length=32)
 
     return run
 
@@ -243,7 +244,8 @@ def seeds(target: str) -> list[bytes]:
     if target == "chat_template":
         return [path.read_bytes() for path in [*TEMPLATES.glob("*.jinja"), DEMO / "chat_template.jinja"]]
     if target == "rows":
-        return [b"\n".join(json.dumps(row).encode() for row in ROWS)]
+        table = b'prompt,completion,tools\r\n"a, b","c ""d""\ne",\r\nf,g,[]\r\n'
+        return [b"\n".join(json.dumps(row).encode() for row in ROWS), json.dumps(ROWS, indent=1).encode(), table]
     with tempfile.TemporaryDirectory() as directory:
         return _made(target, Path(directory))
 
