@@ -173,6 +173,11 @@ def test_a_pipeline_lives_with_its_adapters(pipeline: Path, capsys: pytest.Captu
     assert printed.count("as one run of 6 steps would have gone") == 2
     for name in "ab":
         assert json.loads((pipeline / "moved" / name / "run.json").read_text())["state"]["step"] == 6
+    again = ["--adapters", "rows.jsonl:moved/a", "--adapters", "rows.jsonl:moved/b", "--resume"]
+    assert main(["finetune", *again, "--seed", "5"]) == 2
+    assert "seed was 42, not 5" in capsys.readouterr().err
+    assert main(["finetune", *again]) == 0
+    assert capsys.readouterr().out.count("finished already") == 2
     shutil.move(pipeline / "moved" / "b", pipeline / "b")
     assert main(["finetune", "--output", "b", "--resume"]) == 2
     assert "does not say where the record of its pipeline is" in capsys.readouterr().err

@@ -14,6 +14,7 @@ import typer
 
 from wgpu_lora.bounded import printable
 from wgpu_lora.cli.bench import bench
+from wgpu_lora.cli.chat import chat
 from wgpu_lora.cli.commands import Command, Group, dashes
 from wgpu_lora.cli.completion import dashed
 from wgpu_lora.cli.demo import demo
@@ -80,6 +81,7 @@ app.command(cls=TrainingCommand)(training_options(finetune))
 app.command(cls=TrainingCommand)(training_options(plan))
 app.command(cls=Command)(profile)
 app.command(cls=Command)(generate)
+app.command(cls=Command)(chat)
 app.command(cls=Command)(evaluate)
 app.command("import", cls=Command)(import_model)
 app.command(cls=Command)(merge)

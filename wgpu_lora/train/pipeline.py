@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.bars import Bars
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel, open_model
@@ -22,6 +23,7 @@ from wgpu_lora.train.length import fit_length
 from wgpu_lora.train.memory import check_adapters
 from wgpu_lora.train.pipeline_state import MEMBER, PIPELINE, PipelineState, home_of, read_pipeline_state
 from wgpu_lora.train.policy import POLICIES, make_policy
+from wgpu_lora.train.progress import StepResult
 from wgpu_lora.train.record import PipelineRecord, recover, write_pipeline
 from wgpu_lora.train.session import MemoryPlan
 from wgpu_lora.train.slot import AdapterRun, refuse_used
@@ -33,7 +35,7 @@ SCHEDULES = tuple(POLICIES)
 BATCH_TOKENS = 1024  # of a shared batch, where one adapter's own is not larger: enough for a GPU's tiles
 
 
-@dataclass
+@dataclass(repr=False)
 class PipelineJob(Job):
     """The runs of all adapters, in slots 0, 1, ...
 
@@ -265,8 +267,9 @@ class MultiAdapterPipeline:
     def train(
         self,
         callback: Callback = lambda result: None,
-        progress: Progress = lambda name: None,
+        progress: Progress | None = None,
         waiting: Notice = lambda place, holders, seconds: None,
+        progress_bar: bool | None = None,
     ) -> dict[str, Any]:
         """Trains to the end and returns what pipeline.json holds.
 
@@ -274,8 +277,15 @@ class MultiAdapterPipeline:
             callback: called with a StepResult after every step of every adapter.
             progress: called with the name of each tensor that is loaded.
             waiting: called at each look of a run that queues for memory.
+            progress_bar: whether to show progress; None does on a terminal and in a notebook.
 
         Raises:
             UserError: the memory is not to be had, a directory is in use, or the disk is full.
         """
-        return self.job.train(callback, progress, waiting)
+        with Bars(progress_bar) as bars:
+
+            def step(result: StepResult) -> None:
+                bars.step(result)
+                callback(result)
+
+            return self.job.train(step, progress or bars.loading(self.job.session.model), waiting)
