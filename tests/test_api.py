@@ -148,7 +148,7 @@ def test_how_the_model_and_the_device_are_given(tmp_path: Path, monkeypatch: pyt
     class Reached(Exception):
         pass
 
-    def stop(args, model=None):
+    def stop(args, model=None, rows=None):
         seen.append((args.model, args.device, model))
         raise Reached
 

@@ -21,7 +21,7 @@ from wgpu_lora.models.loaded import LoadedModel
 
 PROMPT, TOKENS = "w7 w3 w11 w5", 6
 ONE_ANSWER = {"prompt", "text", "token_ids", "stop_reason", "tokens_per_second"}
-ONE_LOSS = {"loss", "perplexity", "tokens", "rows", "seconds", "max_length"}
+ONE_LOSS = {"loss", "perplexity", "tokens", "rows", "seconds", "data", "max_length"}
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,8 @@ def test_evaluate_prints_a_table(run: Any, model: LoadedModel, made: Path):
     options = ["evaluate", "--base-dtype", "f32", "--data", "rows.jsonl", "--max-length", "16", "--adapter", "x=a"]
     several = [*options, "--adapter", "b"]
     expected = wgpu_lora.evaluate_several(model, made / "rows.jsonl", {"x": made / "a", "b": made / "b"}, max_length=16)
-    head, *lines, over = run(*several, "--compare")[1].splitlines()
+    head, *lines, over, data = run(*several, "--compare")[1].splitlines()
+    assert data.split()[:3] == ["data", "rows.jsonl:", "8"]
     assert head.split() == ["name", "loss", "perplexity", "tokens"]
     cells = [[name, f"{e.loss:.6f}", f"{e.perplexity:.4f}", f"{e.tokens:,}"] for name, e in expected.items()]
     assert [line.split() for line in lines] == cells

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
 from wgpu_lora.bars import Bars
-from wgpu_lora.data import Prepared, prepare, resolve_data
+from wgpu_lora.data import Prepared, Source, given_rows, heldout_data, prepare, rows_given
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer import Evaluation
 from wgpu_lora.infer import evaluate as evaluate_rows
@@ -89,6 +90,7 @@ def finetune(
     if model is not None and also is not None:
         raise UserError("finetune() was given two models: name one of them.")
     model = also if model is None else model
+    said, rows = given_rows(said)
     given = {name: _plain(name, value) for name, value in said.items()}
     chosen = None if recipe is None else str(_plain("recipe", recipe))
     loaded = model if isinstance(model, LoadedModel) else None
@@ -101,7 +103,7 @@ def finetune(
     args, _ = gather(given, chosen, "finetune()")
     for text in idle(given, args):
         warnings.warn(text, stacklevel=2)
-    job = prepare_job(args, loaded)
+    job = prepare_job(args, loaded, rows=rows)
     with Bars(progress_bar) as bars:
 
         def step(result: StepResult) -> bool | None:
@@ -122,8 +124,11 @@ def _plain(name: str, value: Any) -> Any:
 
 def evaluate(
     model: LoadedModel | str | Path,
-    data: str | Path,
+    data: str | Path | Iterable[Mapping[str, Any]],
     *,
+    split: str | None = None,
+    dataset_config: str | None = None,
+    skip_bad_rows: bool = False,
     adapter: str | Path | None = None,
     max_length: int | None = None,
     on_overflow: str | None = None,
@@ -132,9 +137,12 @@ def evaluate(
     progress: Progress | None = None,
     progress_bar: bool | None = None,
 ) -> Evaluation:
-    """Loss and perplexity of a JSONL file (of a folder's valid.jsonl, where it has one), with an adapter or without.
+    """Loss and perplexity of data, with an adapter or without.
 
     Args:
+        data: what `finetune` takes: a file, a folder, a data set of Hugging Face, or rows. Of a folder or a data set,
+            its validation split where it has one, else the test split, else what there is; or what `split` names.
+        skip_bad_rows: go on without rows that cannot be read.
         max_length: tokens of a row at most; longer ones are cut or, where `on_overflow` is drop, left out. Where it is
             None, it is what the adapter was trained with, as its run.json says, else 1024 or, if the model has fewer,
             its positions; the result has it.
@@ -148,17 +156,24 @@ def evaluate(
             fit.
     """
     adapters = [] if adapter is None else [adapter]
-    opened, prepared = _heldout(model, data, adapters, max_length, on_overflow, completion_only_loss, enable_thinking)
+    source = _source(data, split, dataset_config)
+    given = _given(max_length, on_overflow, completion_only_loss, enable_thinking)
+    opened, prepared = _heldout(model, source, adapters, given, skip_bad_rows)
     with Bars(progress_bar) as bars, on_device(opened, adapters) as loaded:
-        return evaluate_rows(opened, prepared, loaded, 0 if loaded else None, progress=progress or bars.loading(opened))
+        told = progress or bars.loading(opened)
+        found = evaluate_rows(opened, prepared, loaded, 0 if loaded else None, progress=told)
+    return replace(found, data=prepared.summary())
 
 
 def evaluate_several(
     model: LoadedModel | str | Path,
-    data: str | Path,
+    data: str | Path | Iterable[Mapping[str, Any]],
     adapters: Mapping[str, str | Path],
     *,
     include_base: bool = True,
+    split: str | None = None,
+    dataset_config: str | None = None,
+    skip_bad_rows: bool = False,
     max_length: int | None = None,
     on_overflow: str | None = None,
     completion_only_loss: bool | None = None,
@@ -182,28 +197,27 @@ def evaluate_several(
     """
     slots = slots_of(adapters, include_base)
     directories = list(adapters.values())
-    opened, prepared = _heldout(
-        model, data, directories, max_length, on_overflow, completion_only_loss, enable_thinking
-    )
+    source = _source(data, split, dataset_config)
+    given = _given(max_length, on_overflow, completion_only_loss, enable_thinking)
+    opened, prepared = _heldout(model, source, directories, given, skip_bad_rows)
     with Bars(progress_bar) as bars, on_device(opened, directories) as loaded:
         told = progress or bars.loading(opened)
-        return {name: evaluate_rows(opened, prepared, loaded, slot, progress=told) for name, slot in slots.items()}
+        found = {name: evaluate_rows(opened, prepared, loaded, slot, progress=told) for name, slot in slots.items()}
+    return {name: replace(one, data=prepared.summary()) for name, one in found.items()}
 
 
-def _opened(model: LoadedModel | str | Path) -> LoadedModel:
-    return model if isinstance(model, LoadedModel) else load(model)
+def _source(data: str | Path | Iterable[Mapping[str, Any]], split: str | None, config: str | None) -> Source:
+    if isinstance(data, str | Path):
+        return heldout_data(data, split, config)
+    if split:
+        raise UserError("'split' is of a data set or a folder, not of rows: leave it out.")
+    return rows_given(data)
 
 
-def _heldout(
-    model: LoadedModel | str | Path,
-    data: str | Path,
-    adapters: Sequence[str | Path],
-    max_length: int | None,
-    on_overflow: str | None,
-    completion_only_loss: bool | None,
-    enable_thinking: bool | None,
-) -> tuple[LoadedModel, Prepared]:
-    """The opened model, and the rows that are evaluated; mistakes in the options are said before it is opened."""
+def _given(
+    max_length: int | None, on_overflow: str | None, completion_only_loss: bool | None, enable_thinking: bool | None
+) -> dict[str, Any]:
+    """What is said of rows, checked before a model is opened."""
     given = {
         "max_length": max_length,
         "on_overflow": on_overflow,
@@ -211,16 +225,27 @@ def _heldout(
         "enable_thinking": enable_thinking,
     }
     check_rows(given)
-    opened = _opened(model)
+    return given
+
+
+def _heldout(
+    model: LoadedModel | str | Path,
+    source: Source,
+    adapters: Sequence[str | Path],
+    given: Mapping[str, Any],
+    skip_bad_rows: bool,
+) -> tuple[LoadedModel, Prepared]:
+    """The opened model, and the rows that are evaluated."""
+    opened = model if isinstance(model, LoadedModel) else load(model)
     rows = fit_rows(given, adapters, opened.config.max_position_embeddings)
-    train, valid = resolve_data(Path(data))
     prepared = prepare(
-        valid or train,
+        source,
         opened.tokenizer,
         max_length=rows.max_length,
         completion_only_loss=rows.completion_only_loss,
         on_overflow="drop" if rows.on_overflow == "drop" else "truncate",
         chat_template_kwargs={} if rows.enable_thinking is None else {"enable_thinking": rows.enable_thinking},
         vocab_size=opened.config.vocab_size,
+        skip_bad_rows=skip_bad_rows,
     )
     return opened, prepared

@@ -38,6 +38,9 @@ ALIASES: dict[tuple[str, ...], str] = {
     "data_dir data_files train_path",
     ("eval_data",): "eval_dataset validation_file valid_file eval_file val_file val_data valid_data eval_path "
     "validation_data val_dataset",
+    ("split",): "dataset_train_split train_split dataset_split",
+    ("eval_split",): "dataset_test_split dataset_eval_split",
+    ("dataset_config",): "dataset_config_name dataset_subset subset",
     ("adapter", "output"): "adapter_path",
     ("adapter", "init_adapter"): "adapter_name_or_path adapter_dir lora_path lora_model_dir peft_model lora_adapter",
     ("output", "checkpoint"): "output output_dir out_dir save_path save_dir out output_path export_dir outfile",

@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _ended(number)
         return code if isinstance(code, int) else 0
     except UserError as error:
-        return _refuse(str(error))
+        return _refuse(*error.lines)
     except (KeyboardInterrupt, typer.Abort):
         return _ended(number)
     except BrokenPipeError:
@@ -143,14 +143,15 @@ def _ended(number: signal.Signals) -> int:
     return 128 + number
 
 
-def _refuse(message: str) -> int:
-    _say(message)
+def _refuse(message: str, *details: str) -> int:
+    _say(message, *details)
     return 2
 
 
-def _say(message: str) -> None:
+def _say(message: str, *details: str) -> None:
+    lines = [printable(" ".join(text.split())) for text in (message, *details)]
     with suppress(OSError):  # where stderr cannot be written to either, the exit code says it
-        typer.echo(f"wgpu-lora: {printable(' '.join(message.split()))}", err=True)
+        typer.echo("wgpu-lora: " + "\n  ".join(lines), err=True)
 
 
 def _settle() -> None:

@@ -19,7 +19,7 @@ LICENCES = re.compile(r"(LICEN[CS]E|NOTICE|COPYING)(\.(md|txt))?")
 CONFIGURATION = ("config.json", "generation_config.json")
 # What only resuming needs, and what names paths of this machine, at any depth.
 PRIVATE = re.compile(
-    r"(run|pipeline|state|manifest|metadata)\.json|log\.jsonl|optimizer\.safetensors|.*\.(tmp|lock|next)"
+    r"(run|pipeline|state|manifest|metadata)\.json|(log|skipped_rows)\.jsonl|optimizer\.safetensors|.*\.(tmp|lock|next)"
     r"|checkpoints|best|last|epoch-[0-9]+"
 )
 

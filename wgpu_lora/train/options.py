@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 
 class TrainingOptions(TypedDict, total=False):
     """What `finetune()` takes by name: the command line's options, paths and lists where it has text."""
 
-    data: str | Path | None
+    data: str | Path | Iterable[Mapping[str, Any]] | None
     output: str | Path | None
     model: str | Path | None
-    eval_data: str | Path | None
+    eval_data: str | Path | Iterable[Mapping[str, Any]] | None
+    split: str | None
+    eval_split: str | None
+    dataset_config: str | None
+    skip_bad_rows: bool
     device: str | int | None
     base_dtype: str
     compute_dtype: str

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.bars import Bars
+from wgpu_lora.data import Source, given_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel, open_model
@@ -98,7 +99,7 @@ def prepare_pipeline(
     # Without a checkpoint yet, an adapter of a resumed pipeline begins.
     starts = [task.name in state.steps for task in tasks]
     runs = [
-        read_run(replace(one, resume=resumed), model, slot, task.name, task.weight)
+        read_run(replace(one, resume=resumed), model, slot, task.name, task.weight, task.rows)
         for slot, (task, one, resumed) in enumerate(zip(tasks, per_task, starts, strict=True))
     ]
     if schedule == "priority-val-loss":
@@ -215,6 +216,13 @@ def _refuse_used(directory: Path) -> None:
     refuse_used(directory)
 
 
+def _task(values: Mapping[str, Any], where: str, shared: Mapping[str, Source]) -> AdapterTask:
+    """An adapter whose data may be rows; `shared` are those of all adapters that do not have their own."""
+    plain, rows = given_rows(values)
+    own = {name: source for name, source in shared.items() if name not in values}
+    return replace(task_of(plain, where), rows={**own, **rows})
+
+
 class MultiAdapterPipeline:
     """Trains several LoRA adapters at once over one frozen base.
 
@@ -227,7 +235,7 @@ class MultiAdapterPipeline:
     Each adapter comes out as a fine-tune by itself would make it, to within float rounding.
 
     Args:
-        adapters: an AdapterTask or a dict with the keys of an [[adapter]] table each.
+        adapters: an AdapterTask or a dict with the keys of an [[adapter]] table each; its data may be a list of dicts.
         model: a directory, a GGUF file, a hub id, `demo`, or a loaded model.
         schedule: synchronized, round-robin or priority-val-loss.
         batch_tokens: see `prepare_pipeline`.
@@ -246,8 +254,9 @@ class MultiAdapterPipeline:
         batch_tokens: int | None = None,
         **options: Any,
     ):
+        options, shared = given_rows(options)
         tasks = [
-            task if isinstance(task, AdapterTask) else task_of(task, f"Adapter {number}")
+            task if isinstance(task, AdapterTask) else _task(task, f"Adapter {number}", shared)
             for number, task in enumerate(adapters, 1)
         ]
         given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}

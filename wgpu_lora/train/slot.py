@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.data import Prepared
+from wgpu_lora.data import Prepared, write_skipped
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.atomic import file_digest
 from wgpu_lora.formats.peft import AdapterConfig, read_adapter, write_adapter
@@ -91,6 +91,7 @@ class AdapterRun:
             self._find_checkpoint()
         else:
             refuse_used(directory)
+        write_skipped(directory, [data.account for data in (self.stream.prepared, self.heldout) if data])
 
     def _find_checkpoint(self) -> None:
         self.resumed_from = checkpoint.newest(self.directory)
@@ -292,8 +293,8 @@ class AdapterRun:
             "damaged_log_lines": self.log.damaged,
             "options": self.args.as_dict(),
             "state": state,
-            "data": {"path": str(prepared.path), "digest": prepared.digest, "summary": prepared.summary()},
-            "eval_data": self.heldout and {"path": str(self.heldout.path), "digest": self.heldout.digest},
+            "data": {"path": prepared.path, "digest": prepared.digest, "summary": prepared.summary()},
+            "eval_data": self.heldout and {"path": self.heldout.path, "digest": self.heldout.digest},
             "base_digest": self.base_digest,
             "base_sha256": self.weights_sha256,
             "init_adapter_sha256": self.args.init_adapter and output.adapter_digest(self.args.init_adapter),
