@@ -65,7 +65,7 @@ def evaluate(
         check_rows(options)  # before anything is opened
         opened = load(model_of(adapters, model), device=device, base_dtype=base_dtype)
         rows = fit_rows(options, list(adapters.values()), opened.config.max_position_embeddings)
-        options |= {name: getattr(rows, name) for name in options}
+        options |= rows.as_options()
         if rows.note and not as_json:
             line("note", rows.note)
         with Bar("loading", len(opened.checkpoint.names())) as bar:
