@@ -36,11 +36,11 @@ ALIASES: dict[tuple[str, ...], str] = {
     "pretrained_model_name_or_path hf_path",
     ("data",): "dataset dataset_name dataset_path dataset_name_or_path train_file train_data train_dataset data_path "
     "data_dir data_files train_path",
+    ("split",): "dataset_split dataset_train_split train_split",
+    ("eval_split",): "dataset_test_split dataset_eval_split test_split",
+    ("dataset_config",): "dataset_config_name dataset_subset",
     ("eval_data",): "eval_dataset validation_file valid_file eval_file val_file val_data valid_data eval_path "
     "validation_data val_dataset",
-    ("split",): "dataset_train_split train_split dataset_split",
-    ("eval_split",): "dataset_test_split dataset_eval_split",
-    ("dataset_config",): "dataset_config_name dataset_subset subset",
     ("adapter", "output"): "adapter_path",
     ("adapter", "init_adapter"): "adapter_name_or_path adapter_dir lora_path lora_model_dir peft_model lora_adapter",
     ("output", "checkpoint"): "output output_dir out_dir save_path save_dir out output_path export_dir outfile",

@@ -52,20 +52,18 @@ def evaluate(
     several = compare or len(adapters) > 1
     if several:
         slots_of(adapters, compare)  # before anything is opened
-    options: dict[str, Any] = {
-        "split": split,
-        "dataset_config": dataset_config,
-        "skip_bad_rows": skip_bad_rows,
+    options: dict[str, Any] = {"split": split, "dataset_config": dataset_config, "skip_bad_rows": skip_bad_rows}
+    given: dict[str, Any] = {
         "max_length": max_length,
         "on_overflow": on_overflow,
         "completion_only_loss": completion_only_loss,
         "enable_thinking": enable_thinking,
     }
     try:
-        check_rows(options)  # before anything is opened
+        check_rows(given)  # before anything is opened
         opened = load(model_of(adapters, model), device=device, base_dtype=base_dtype)
-        rows = fit_rows(options, list(adapters.values()), opened.config.max_position_embeddings)
-        options |= rows.as_options()
+        rows = fit_rows(given, list(adapters.values()), opened.config.max_position_embeddings)
+        options |= {name: getattr(rows, name) for name in given}
         if rows.note and not as_json:
             line("note", rows.note)
         with Bar("loading", len(opened.checkpoint.names())) as bar:

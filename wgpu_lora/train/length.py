@@ -30,10 +30,6 @@ class RowOptions:
     enable_thinking: bool | None
     note: str
 
-    def as_options(self) -> dict[str, Any]:
-        """By the names that `evaluate` takes."""
-        return {name: value for name, value in vars(self).items() if name != "note"}
-
 
 def fit_length(args: TrainingArguments, positions: int) -> tuple[TrainingArguments, str]:
     """The options with a max_length that a model of so many positions can have, and what to say of it.
