@@ -16,6 +16,7 @@ from wgpu_lora.bench.ceiling import Ceilings
 from wgpu_lora.bench.check import Checked
 from wgpu_lora.bench.contract import Bound, Contract, load_contract
 from wgpu_lora.bench.header import header
+from wgpu_lora.bench.report import WHICH, share
 from wgpu_lora.bench.results import SCHEMA, Header, Result, options_of
 from wgpu_lora.bench.stats import Timings, repeat
 from wgpu_lora.bench.step import largest
@@ -146,7 +147,8 @@ def judge(contract: Contract, result: Result, names: dict[str, float], device_cl
     result.budget["asked"] = asked
     if asked is not None and reached < asked:
         short = f"{1 - reached / asked:.0%} short"
-        broken.append(f"reaches {reached:.3g} of the {contract.budget.of} ceiling, at least {asked:g} ({short})")
+        ceiling = f"the device's {WHICH[contract.budget.of]} ceiling"
+        broken.append(f"reaches {share(reached)} of {ceiling}, at least {share(asked)} ({short})")
     figures = {**result.extra, "seconds": result.seconds, "gflops": result.gflops, "gbs": result.gbs}
     for bound in contract.bounds:
         if bound.device in (None, device_class) and contract.applies(bound.when, names):

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.cli.console import console, line
+from wgpu_lora.cli.finetune import speed
 
 if TYPE_CHECKING:
     from wgpu_lora.bench.max_batch import Batches
     from wgpu_lora.bench.training import Work
 
 FINISHED = ("epochs", "max steps", "target seconds")
+# What others count as tokens per second differs, so it is said which.
+SPREAD_NAMES = {"tokens_per_second": "processed tokens/s", "trained_tokens_per_second": "trained tokens/s"}
 Record = dict[str, Any]
 
 
@@ -111,7 +114,7 @@ def _show_training(record: Record) -> None:
         line(
             "run",
             f"{record['number'] + 1}: {record['seconds']:.2f} s, {record['samples_per_second']:,.2f} samples/s, "
-            f"{record['tokens_per_second']:,.0f} tokens/s ({record['trained_tokens_per_second']:,.0f} trained), "
+            f"{speed(record['trained_tokens_per_second'], record['tokens_per_second'], 1.0)}, "
             f"loss {_number(record['final_loss'])}, memory {memory}; {record['stop_reason']}",
         )
     else:
@@ -123,12 +126,12 @@ def _spread_table(spreads: Record) -> Any:
 
     table = Table(box=None, pad_edge=False)
     table.add_column("over the runs")
-    for name in ("median", "min", "max", "variance", "CV"):
+    for name in ("median", "min", "max", "variance", "spread"):
         table.add_column(name, justify="right")
     for name, spread in spreads.items():
         cv = "one run" if spread["variance"] is None else _share(spread["cv"])
         values = [_number(spread[key]) for key in ("median", "min", "max", "variance")]
-        table.add_row(name.replace("_", " "), *values, cv)
+        table.add_row(SPREAD_NAMES.get(name, name.replace("_", " ")), *values, cv)
     return table
 
 
@@ -138,7 +141,7 @@ def _projection_table(records: list[Record]) -> Any:
     from wgpu_lora.train.memory import readable
 
     table = Table(box=None, pad_edge=False)
-    for name in ("projected for", "memory", "fits here", "operations", "samples/s", "tokens/s", "seconds"):
+    for name in ("projected for", "memory", "fits here", "operations", "samples/s", "processed tokens/s", "seconds"):
         table.add_column(name, justify="left" if name == "projected for" else "right")
     for record in records:
         peak, fits = record["peak_planned"], {True: "yes", False: "no", None: "not known"}[record["fits"]]
@@ -160,7 +163,7 @@ def _batch_table(rows: list[Record]) -> Any:
     from wgpu_lora.train.memory import readable
 
     table = Table(box=None, pad_edge=False)
-    for name in ("batch", "checkpointing", "s a step", "tokens/s", "planned", "allocated"):
+    for name in ("batch", "checkpointing", "s a step", "processed tokens/s", "planned", "allocated"):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(

@@ -14,7 +14,9 @@ from wgpu_lora.cli.console import line
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="Output directories of finished runs; a pipeline's stands for its adapters'.", metavar="DIR..."),
+        typer.Argument(
+            help="Output directories of finished runs; a pipeline's stands for its adapters'.", metavar="DIR..."
+        ),
     ],
     output: Annotated[Path, typer.Option(help="Directory for the page, report.html.")] = Path("report"),
 ) -> int:

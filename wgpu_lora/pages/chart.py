@@ -10,15 +10,15 @@ from itertools import pairwise
 from wgpu_lora.pages.scale import Scale, Ticks
 
 SIDE = 1000  # of the SVG's own square
-COLUMNS = 400  # that lines are thinned to: more points cannot be seen
-FEW = 40  # points that are each marked, and say what they are
+COLUMNS = 250  # that lines are thinned to: more points cannot be seen
+FEW, MANY = 40, 200  # points that are each a dot, which says what it is, and of a line that is to have dots
 COLOURS = 8  # of base.html.j2
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Line:
-    """style: `line`, `faint` or `dashed`; marked: whether each point is a dot too, as it is where they are few."""
+    """style: `line`, `faint` or `dashed`; marked: whether each point is a dot too, unless there are very many; few always are."""
 
     name: str
     points: Sequence[Point]
@@ -66,23 +66,22 @@ def _drawn(line: Line, points: Sequence[Point], across: Scale, up: Scale, x_labe
     places = [(across.place(x), 1 - up.place(y)) for x, y in points]
     path = "L".join(f"{_number(x)} {_number(y)}" for x, y in thinned(places))
     dots = []
-    if line.style != "faint" and (line.marked or len(points) <= FEW):
+    if line.style != "faint" and len(points) <= (MANY if line.marked else FEW):
         for (x, y), (at, value) in zip(places, points, strict=True):
             dots.append((_number(x), _number(y), f"{line.name}: {value:.4g} ({x_label} {at:,.6g})"))
     return Drawn(line.name, line.colour % COLOURS, line.style, f"M{path}", dots)
 
 
 def thinned(places: Sequence[Point]) -> list[Point]:
-    """The first, lowest, highest and last of every column of a picture, in order; all where they are few."""
-    if len(places) <= 4 * COLUMNS:
+    """The lowest and the highest of every column of a picture, and the ends, in order; all where they are few."""
+    if len(places) <= 2 * COLUMNS:
         return list(places)
     columns: dict[int, list[int]] = {}
     for number, (x, _) in enumerate(places):
         columns.setdefault(int(x * COLUMNS), []).append(number)
-    kept: set[int] = set()
+    kept = {0, len(places) - 1}
     for numbers in columns.values():
-        kept |= {numbers[0], numbers[-1], min(numbers, key=lambda n: places[n][1])}
-        kept.add(max(numbers, key=lambda n: places[n][1]))
+        kept |= {min(numbers, key=lambda n: places[n][1]), max(numbers, key=lambda n: places[n][1])}
     return [places[number] for number in sorted(kept)]
 
 

@@ -50,7 +50,7 @@ class Scale:
         values = self._even() if self.unit is None else self._decades(self.unit)
         found: Ticks = []
         for value in values:
-            place = self.place(value)
+            place = round(self.place(value), 9)
             if not found or place - found[-1][0] >= APART:
                 found.append((place, short(value)))
         return found
@@ -64,7 +64,7 @@ class Scale:
         first, last = math.floor(math.log10(unit)), math.floor(math.log10(self.high))
         factors = DECADE if last - first < 3 else (1,)
         found = (factor * 10.0**power for power in range(first, last + 1) for factor in factors)
-        return [0.0, *(value for value in found if unit <= value <= self.high)]
+        return [0.0, *(value for value in found if value <= self.high)]
 
 
 def short(value: float) -> str:

@@ -90,7 +90,9 @@ class Result:
         for check in self.checks:
             left_out = check.finding.reason == LEFT_OUT
             numbers.setdefault(LEFT_OUT if left_out else check.finding.status, []).append(str(check.number))
-        said += [f"{status}: {', '.join(numbers[status])}" for status in (FAILED, NOT_RUN, LEFT_OUT) if status in numbers]
+        said += [
+            f"{status}: {', '.join(numbers[status])}" for status in (FAILED, NOT_RUN, LEFT_OUT) if status in numbers
+        ]
         on = f" on {self.devices}" if self.devices else ""
         partly = self.outcome == OPEN and LEFT_OUT in numbers and self.count(PASSED)
         passed = f"{self.count(PASSED)} of {len(self.checks)} checks passed{on}"

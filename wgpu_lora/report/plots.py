@@ -97,7 +97,10 @@ def plots(runs: Sequence[Run]) -> list[Plot]:
         for axis, x_label in axes_of(runs).items():
             unit = _unit(runs)[1] if axis == "seconds" else 1.0
             lines = [
-                line for n, run in enumerate(runs) for line in draw(run, partial(_points, run, axis, unit), n) if line.points
+                line
+                for n, run in enumerate(runs)
+                for line in draw(run, partial(_points, run, axis, unit), n)
+                if line.points
             ]
             if lines:
                 scales = (False,) if axis == "progress" else (False, True)
@@ -160,7 +163,7 @@ def kernels(runs: Sequence[Run]) -> dict[str, list[Bar]]:
     for kernel in sorted(most, key=lambda name: -most[name])[:KERNELS]:
         found[kernel] = []
         for number, name, seconds in profiled:
-            value = f"{1e3 * seconds.get(kernel, 0.0):,.2f} ms"
+            said = f"{1e3 * seconds.get(kernel, 0.0):,.2f} ms"
             ((start, width),) = parts([seconds.get(kernel, 0.0)], longest)
-            found[kernel].append(Bar(name, [(start, width, number % COLOURS, f"{name}: {value}")], value))
+            found[kernel].append(Bar(name, [(start, width, number % COLOURS, f"{name}: {said}")], said))
     return found
