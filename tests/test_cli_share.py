@@ -60,7 +60,7 @@ def test_status(run: Run, ledger: Ledger) -> None:
     assert [(e["id"], e["alive"]) for e in device["leases"]] == [(holder.id, True), (dead.id, False)]
     assert [e["id"] for e in device["queue"]] == [waiter.id]
     out = run("status")
-    for words in (("holds", "6", "holder"), ("dead", "7", "died"), ("waits", "8", "waiter")):
+    for words in (("in use", "6", "holder"), ("ended", "7", "died"), ("waiting", "8", "waiter")):
         assert any(all(word in row.split() for word in words) for row in out.splitlines()), out
     assert len(ledger.read()) == 3  # looking changes nothing
 

@@ -17,6 +17,7 @@ from wgpu_lora.gpu.program import Dispatch, Program
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.train.arguments import TrainingArguments, from_values
 from wgpu_lora.train.output import RUN
+from wgpu_lora.words import counted
 
 SCHEMA = "wgpu-lora-profile/1"
 MICROSECONDS = 1e6
@@ -145,7 +146,8 @@ class TrainedAs:
 
 def described(work: Mapping[str, Any]) -> str:
     """What was profiled, from a profile's `work`, in a line."""
-    layers = f"{work['layers']} layers" if work["whole"] else f"its first {work['layers']} layers alone"
+    count = work["layers"]
+    layers = counted(count, "layer") if work["whole"] else f"its first {counted(count, 'layer')} alone"
     checkpointing = ", gradient checkpointing" if work["gradient_checkpointing"] else ""
     batch, on = f"{work['batch']} x {work['tokens']} tokens", work["target_modules"]
     return f"{work['model']}, {layers} in {work['base_dtype']}, {batch}, rank {work['rank']} on {on}{checkpointing}"

@@ -26,7 +26,7 @@ from wgpu_lora.bench.workloads import WORKLOADS
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.tuner import Tuner
 from wgpu_lora.share import budget_bytes, claim
-from wgpu_lora.train.memory import readable
+from wgpu_lora.train.memory import both
 
 NUMPY_SHARE = 0.9  # of NumPy's matmul that FMA chains on the same cores must reach, or they are no ceiling
 Progress = Callable[[str, str], None]
@@ -195,8 +195,8 @@ def check_fit(context: Context, name: str, available: int | None = None) -> None
                 fits = largest(partial(_fits, context, name, index, room), context.config.num_hidden_layers - 1)
                 advice = f"it fits with --layers {fits}" if fits else "choose a smaller --shape or fewer --tokens"
                 raise UserError(
-                    f"The brick {name} of {context.name} needs {readable(need)} ({need:,} bytes) of device memory, but "
-                    f"{readable(room)} ({room:,} bytes) are available: {advice}."
+                    f"The brick {name} of {context.name} needs {both(need)} of device memory, but "
+                    f"{both(room)} are available: {advice}."
                 )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.cli.console import console, line
 from wgpu_lora.cli.finetune import speed
+from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
     from wgpu_lora.bench.max_batch import Batches
@@ -64,7 +65,10 @@ def max_batch(
             _show_device(record)
         elif record["kind"] == "batch":
             ways = "with" if record["gradient_checkpointing"] else "without"
-            line("measured", f"{record['batch']} rows {ways} checkpointing: {record['step_seconds']:.4f} s a step")
+            line(
+                "measured",
+                f"{counted(record['batch'], 'row')} {ways} gradient checkpointing: {record['step_seconds']:.4f} s a step",
+            )
 
     found = find_max_batch(opened, batches, note)
     console().print(_batch_table(found["rows"]))
@@ -79,12 +83,12 @@ def _largest(summary: Record) -> str:
     ways = "with" if summary["gradient_checkpointing"] else "without"
     planned, confirmed = summary["planned"], summary["confirmed"]
     why = f" ({summary['why']})" if summary["why"] else ""
-    bound = f"{ways} gradient checkpointing, bounded by {summary['bounded_by']}{why}"
+    bound = f"{ways} gradient checkpointing, limited by {summary['bounded_by']}{why}"
     if confirmed == planned:
-        return f"{planned:,} rows {bound}; {'a step of them ran' if planned else 'not even one fits'}"
+        return f"{counted(planned, 'row')} {bound}; {'a step of them ran' if planned else 'not even one fits'}"
     if summary["not_run"] is None:
-        return f"{confirmed:,} rows {bound}; {planned:,} by the plan"
-    return f"{planned:,} rows by the plan, {bound}; {confirmed:,} ran: {summary['not_run']}"
+        return f"{counted(confirmed, 'row')} {bound}; {planned:,} by the plan"
+    return f"{counted(planned, 'row')} by the plan, {bound}; {confirmed:,} ran: {summary['not_run']}"
 
 
 def _lines_to(path: str | None) -> Callable[[Record], None]:
@@ -107,7 +111,11 @@ def _show_training(record: Record) -> None:
     if record["kind"] == "header":
         _show_device(record)
         work = record["work"]
-        name = f"recipe {work['recipe']}" if work["recipe"] else f"shape {work['shape']}, {work['layers']} layers"
+        name = (
+            f"recipe {work['recipe']}"
+            if work["recipe"]
+            else f"shape {work['shape']}, {counted(work['layers'], 'layer')}"
+        )
         line("work", f"{name}; not counted: {record['excluded']}")
     elif record["kind"] == "run":
         memory = f"{readable(record['peak_allocated'])} of {readable(record['peak_planned'])} planned"

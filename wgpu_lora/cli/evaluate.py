@@ -14,6 +14,7 @@ from wgpu_lora.cli.console import Bar, line, print_json
 from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Json, Model
 from wgpu_lora.cli.several import as_rows, show_losses
 from wgpu_lora.errors import NotFiniteError
+from wgpu_lora.words import counted
 
 
 def evaluate(
@@ -73,7 +74,10 @@ def evaluate(
             print_json(asdict(found) | {"device": device_facts})
         else:
             line("loss", f"{found.loss:.6f}, perplexity {found.perplexity:.4f}")
-            line("over", f"{found.tokens:,} trained tokens of {found.rows:,} rows in {found.seconds:.1f} s")
+            line(
+                "over",
+                f"{counted(found.tokens, 'token')} with a loss, of {counted(found.rows, 'row')}, in {found.seconds:.1f} s",
+            )
     bad = [name for name, found in losses.items() if not math.isfinite(found.loss)]
     return _fail(f"The loss of {', '.join(bad)} is not finite: its weights are damaged, or too large.") if bad else 0
 
