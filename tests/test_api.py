@@ -74,7 +74,7 @@ def test_generate_with_the_demo():
 
 def test_options_are_checked(tmp_path: Path):
     model = wgpu_lora.load(QWEN2)
-    with pytest.raises(wgpu_lora.UserError, match=r"unknown option 'lerning_rate': did you mean 'learning_rate'\?"):
+    with pytest.raises(wgpu_lora.UserError, match=r"unknown option 'lerning_rate': did you mean learning_rate\?"):
         wgpu_lora.finetune(model, lerning_rate=1)
     with pytest.raises(wgpu_lora.UserError, match="loaded with base_dtype 'nf4'"):
         wgpu_lora.finetune(model, base_dtype="f32")
@@ -103,7 +103,7 @@ def test_how_the_model_and_the_device_are_given(tmp_path: Path, monkeypatch: pyt
     assert seen == [("demo", "0", None), (QWEN2, None, None), (QWEN2, "0", None), (QWEN2, None, loaded)]
     for given, options, message in (
         (("demo",), {"model": "demo"}, "two models"),
-        (("demo",), {"device": True}, "'device' must be str"),
+        (("demo",), {"device": True}, "device must be str"),
         (("demo",), {"output": ""}, "'output' is empty"),
         (("",), {}, "'model' is empty"),
     ):

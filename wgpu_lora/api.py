@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from wgpu_lora.infer.named import on_device, slots_of
 from wgpu_lora.infer.prompt import check_text
 from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.train.arguments import OVERFLOW, gather
+from wgpu_lora.train.arguments import gather, named
 from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.train.idle import idle
+from wgpu_lora.train.length import check_rows, fit_rows
 from wgpu_lora.train.pipeline import MultiAdapterPipeline as MultiAdapterPipeline
 from wgpu_lora.train.trainer import Callback
 
@@ -52,20 +55,23 @@ def finetune(
     Raises:
         UserError: an option is unknown or out of range, or something about the model, the data or the device is wrong.
     """
-    named = options.pop("model", None)
-    if model is not None and named is not None:
+    options = named(options, "finetune()", "recipe")
+    also = options.pop("model", None)
+    if model is not None and also is not None:
         raise UserError("finetune() was given two models: name one of them.")
-    model = named if model is None else model
+    model = also if model is None else model
     given = {name: _plain(name, value) for name, value in options.items()}
     recipe = given.pop("recipe", None)
     if isinstance(model, LoadedModel):
         for name, fixed in (("model", model.name), ("base_dtype", model.decoder.base_dtype)):
             if given.setdefault(name, fixed) != fixed:
                 raise UserError(f"The model was loaded with {name} {fixed!r}: load another for {given[name]!r}.")
-        return prepare_job(gather(given, recipe, "finetune()")[0], model).train(callback, progress)
-    if model is not None:
+    elif model is not None:
         given["model"] = _plain("model", str(model))
-    return prepare_job(gather(given, recipe, "finetune()")[0]).train(callback, progress)
+    args, _ = gather(given, recipe, "finetune()")
+    for text in idle(given, args):
+        warnings.warn(text, stacklevel=2)
+    return prepare_job(args, model if isinstance(model, LoadedModel) else None).train(callback, progress)
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -195,24 +201,28 @@ def evaluate(
     data: str | Path,
     *,
     adapter: str | Path | None = None,
-    max_length: int = 1024,
-    on_overflow: str = "truncate",
-    completion_only_loss: bool = True,
+    max_length: int | None = None,
+    on_overflow: str | None = None,
+    completion_only_loss: bool | None = None,
     enable_thinking: bool | None = None,
     progress: Progress = lambda name: None,
 ) -> Evaluation:
     """Loss and perplexity of a JSONL file (of a folder's valid.jsonl, where it has one), with an adapter or without.
 
     Args:
-        max_length: tokens of a row at most; longer ones are cut or, where `on_overflow` is drop, left out.
-        enable_thinking: passed to the chat template where it is not None.
+        max_length: tokens of a row at most; longer ones are cut or, where `on_overflow` is drop, left out. Where it is
+            None, it is what the adapter was trained with, as its run.json says, else 1024 or, if the model has fewer,
+            its positions; the result has it.
+        on_overflow, completion_only_loss, enable_thinking: as in training; where they are None, as the adapter was
+            trained, else truncate, True, and nothing for the chat template.
 
     Raises:
         UserError: a value is out of range, the data cannot be read or have nothing to predict, or the adapter does not
             fit.
     """
-    opened, prepared = _heldout(model, data, max_length, on_overflow, completion_only_loss, enable_thinking)
-    with on_device(opened, [] if adapter is None else [adapter]) as loaded:
+    adapters = [] if adapter is None else [adapter]
+    opened, prepared = _heldout(model, data, adapters, max_length, on_overflow, completion_only_loss, enable_thinking)
+    with on_device(opened, adapters) as loaded:
         return evaluate_rows(opened, prepared, loaded, 0 if loaded else None, progress=progress)
 
 
@@ -222,9 +232,9 @@ def evaluate_several(
     adapters: Mapping[str, str | Path],
     *,
     include_base: bool = True,
-    max_length: int = 1024,
-    on_overflow: str = "truncate",
-    completion_only_loss: bool = True,
+    max_length: int | None = None,
+    on_overflow: str | None = None,
+    completion_only_loss: bool | None = None,
     enable_thinking: bool | None = None,
     progress: Progress = lambda name: None,
 ) -> dict[str, Evaluation]:
@@ -243,8 +253,11 @@ def evaluate_several(
         UserError: there is no adapter, one is named "base" beside the base, or anything that `evaluate` refuses.
     """
     slots = slots_of(adapters, include_base)
-    opened, prepared = _heldout(model, data, max_length, on_overflow, completion_only_loss, enable_thinking)
-    with on_device(opened, list(adapters.values())) as loaded:
+    directories = list(adapters.values())
+    opened, prepared = _heldout(
+        model, data, directories, max_length, on_overflow, completion_only_loss, enable_thinking
+    )
+    with on_device(opened, directories) as loaded:
         return {name: evaluate_rows(opened, prepared, loaded, slot, progress=progress) for name, slot in slots.items()}
 
 
@@ -255,28 +268,30 @@ def _opened(model: LoadedModel | str | Path) -> LoadedModel:
 def _heldout(
     model: LoadedModel | str | Path,
     data: str | Path,
-    max_length: int,
-    on_overflow: str,
-    completion_only_loss: bool,
+    adapters: Sequence[str | Path],
+    max_length: int | None,
+    on_overflow: str | None,
+    completion_only_loss: bool | None,
     enable_thinking: bool | None,
 ) -> tuple[LoadedModel, Prepared]:
     """The opened model, and the rows that are evaluated; mistakes in the options are said before it is opened."""
-    if on_overflow not in OVERFLOW:
-        raise UserError(f"--on-overflow must be one of {', '.join(OVERFLOW)}, not {on_overflow}.")
-    if max_length < 2:
-        raise UserError(f"--max-length must be at least 2, not {max_length}.")
+    given = {
+        "max_length": max_length,
+        "on_overflow": on_overflow,
+        "completion_only_loss": completion_only_loss,
+        "enable_thinking": enable_thinking,
+    }
+    check_rows(given)
     opened = _opened(model)
-    limit = opened.config.max_position_embeddings
-    if max_length > limit:
-        raise UserError(f"--max-length {max_length} is more than this model's {limit} positions: lower it to {limit}.")
+    rows = fit_rows(given, adapters, opened.config.max_position_embeddings)
     train, valid = resolve_data(Path(data))
     prepared = prepare(
         valid or train,
         opened.tokenizer,
-        max_length=max_length,
-        completion_only_loss=completion_only_loss,
-        on_overflow="drop" if on_overflow == "drop" else "truncate",
-        chat_template_kwargs={} if enable_thinking is None else {"enable_thinking": enable_thinking},
+        max_length=rows.max_length,
+        completion_only_loss=rows.completion_only_loss,
+        on_overflow="drop" if rows.on_overflow == "drop" else "truncate",
+        chat_template_kwargs={} if rows.enable_thinking is None else {"enable_thinking": rows.enable_thinking},
         vocab_size=opened.config.vocab_size,
     )
     return opened, prepared

@@ -154,9 +154,8 @@ def check_fits(model: LoadedModel, needs: Callable[[LoadedModel], int], limit: i
         return
     most = largest(lambda count: needs(cut_model(model, count)) <= available, layers - 1)
     advice = f"--layers {most} would fit" if most else "not even one layer would fit, so use fewer tokens"
-    raise UserError(
-        f"{model.name} with {counted(layers, 'layer')} needs {both(need)}, but {both(available)} are available: {advice}."
-    )
+    whole = f"{model.name} with {counted(layers, 'layer')}"
+    raise UserError(f"{whole} needs {both(need)}, but {both(available)} are available: {advice}.")
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:

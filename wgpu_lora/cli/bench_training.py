@@ -65,10 +65,8 @@ def max_batch(
             _show_device(record)
         elif record["kind"] == "batch":
             ways = "with" if record["gradient_checkpointing"] else "without"
-            line(
-                "measured",
-                f"{counted(record['batch'], 'row')} {ways} gradient checkpointing: {record['step_seconds']:.4f} s a step",
-            )
+            rows = f"{counted(record['batch'], 'row')} {ways} gradient checkpointing"
+            line("measured", f"{rows}: {record['step_seconds']:.4f} s a step")
 
     found = find_max_batch(opened, batches, note)
     console().print(_batch_table(found["rows"]))

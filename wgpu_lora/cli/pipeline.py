@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from wgpu_lora.bounded import printable
 from wgpu_lora.cli.console import Bar, console, is_terminal, line
 from wgpu_lora.cli.finetune import CURES, describe, exit_code, losses, waiting
+from wgpu_lora.installed import pip_line
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.words import counted
 
@@ -56,7 +57,7 @@ def _train(args: TrainingArguments, tasks: list[AdapterTask], schedule: str, bat
     if draw_curves({run.name: run.directory for run in job.runs}, job.home / CURVES):
         line("curves", str(job.home / CURVES))
     else:
-        line("curves", "not drawn: pip install 'wgpu-lora[plot]' for them")
+        line("curves", f"not drawn: matplotlib is missing; {pip_line('plot')}")
     return code
 
 

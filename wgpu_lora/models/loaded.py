@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from wgpu_lora.allowed import BASE_DTYPES
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint import WeightSource
@@ -12,9 +13,10 @@ from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import missing_bytes
 from wgpu_lora.models.config import ModelConfig
-from wgpu_lora.models.decoder import BASE_DTYPES, Decoder
+from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.files import read_model
 from wgpu_lora.models.load import Progress, load_weights, staging_bytes, stored_as, table_dtype
+from wgpu_lora.naming import setting
 from wgpu_lora.share import claim
 
 
@@ -62,12 +64,14 @@ def open_model(model: str, device: Device | str | int | None = None, base_dtype:
         UserError: the model cannot be had or read, or is of a kind that is not supported.
     """
     if base_dtype not in BASE_DTYPES:
-        raise UserError(f"--base-dtype {base_dtype} is not known: choose one of {', '.join(BASE_DTYPES)}.")
+        raise UserError(f"{setting('base_dtype', base_dtype)} is not known: choose one of {', '.join(BASE_DTYPES)}.")
     path = resolve_model(model)
     files = read_model(path)
     config, checkpoint = files.config, files.checkpoint
     if config.packed and base_dtype != "nf4":
-        raise UserError(f"--base-dtype {base_dtype} is not possible: the linears of {model} are stored in NF4.")
+        raise UserError(
+            f"{setting('base_dtype', base_dtype)} is not possible: the linears of {model} are stored in NF4."
+        )
     opened = device if isinstance(device, Device) else Device(device)
     decoder = Decoder.declare(config, base_dtype, table_dtype(checkpoint), opened.max_binding, stored_as(checkpoint))
     return LoadedModel(model, path, config, checkpoint, files.tokenizer, opened, decoder)

@@ -11,14 +11,14 @@ from wgpu_lora.pages.scale import Scale, Ticks
 
 SIDE = 1000  # of the SVG's own square
 COLUMNS = 250  # that lines are thinned to: more points cannot be seen
-FEW, MANY = 40, 200  # points that are each a dot, which says what it is, and of a line that is to have dots
+FEW, MANY = 40, 200  # points that are each a dot that says what it is; the second of a line that is to have dots
 COLOURS = 8  # of base.html.j2
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Line:
-    """style: `line`, `faint` or `dashed`; marked: whether each point is a dot too, unless there are very many; few always are."""
+    """style: `line`, `faint` or `dashed`; marked: whether each point is a dot too, as few always are, very many never."""
 
     name: str
     points: Sequence[Point]

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.naming import either, flag
 from wgpu_lora.share.entry import RENEW_SECONDS, Entry
 from wgpu_lora.share.ledger import Ledger
 
@@ -54,7 +55,8 @@ def take(
     if budget is not None and held + need > budget:
         raise UserError(
             f"This run needs {held + need:,} bytes of device memory, but the budget is {budget:,}: lower "
-            "--per-device-train-batch-size or --max-length, or raise --memory-budget if the device has more."
+            f"{either('per_device_train_batch_size', 'max_length')}, or raise {flag('memory_budget')} if the device "
+            "has more."
         )
     entry, stop = Entry.of_this_process(need, what), threading.Event()
     try:
@@ -127,8 +129,8 @@ def _refusal(entry: Entry, budget: int | None, look: Look, wait: float | None, a
     of = "" if budget is None else f" of a budget of {budget:,}"
     ways = ["try again when they have ended"]
     if wait != NO_QUEUE:
-        smaller = (left is not None and advise(left)) or "lower --per-device-train-batch-size"
-        ways = ["wait longer" if wait else "wait with --wait", smaller]
+        smaller = (left is not None and advise(left)) or f"lower {flag('per_device_train_batch_size')}"
+        ways = ["wait longer" if wait else f"queue for it with {flag('wait')}", smaller]
     after = f"After {wait:g} s of waiting, this" if wait and wait != NO_QUEUE else "This"
     return (
         f"{after} run cannot have the {entry.bytes:,} bytes of device memory that it needs{of}, since "

@@ -25,15 +25,13 @@ def fitted(args: TrainingArguments, lengths: Sequence[int], weight: float = 1.0)
     """
     packing, rows, accumulation = args.batching
     said = args.packing, args.per_device_train_batch_size, args.gradient_accumulation_steps
-    steps = sum(lengths) / (rows * args.max_length * accumulation) if packing else len(lengths) / (rows * accumulation)
+    steps = sum(lengths) / (rows * args.length * accumulation) if packing else len(lengths) / (rows * accumulation)
     note = ""
     if None in said and not args.packing and steps < FEW:
         packing = False
-        rows, accumulation = _sizes(said[1], said[2], lengths, ROWS_PER_BATCH * args.max_length, weight)
-        count = f"{counted(rows * accumulation, 'row')} a step"
-        note = (
-            f"{count}, not packed, since the data are small ({counted(len(lengths), 'row')}, {sum(lengths):,} tokens)"
-        )
+        rows, accumulation = _sizes(said[1], said[2], lengths, ROWS_PER_BATCH * args.length, weight)
+        data = f"{counted(len(lengths), 'row')}, {sum(lengths):,} tokens"
+        note = f"{counted(rows * accumulation, 'row')} a step, not packed, since the data are small ({data})"
     if said[2] is None:
         accumulation = max(1, round(accumulation * weight))
     filled = replace(args, packing=packing, per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation)

@@ -26,6 +26,7 @@ from wgpu_lora.formats.peft import (
     tensor_name,
 )
 from wgpu_lora.models.lora import AdapterSet, Matrices
+from wgpu_lora.naming import flag
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.manifest import damage, write_manifest
 from wgpu_lora.train.session import Session
@@ -149,7 +150,9 @@ def refuse(directory: Path, wrong: str) -> UserError:
     others = [path for path in (*run.glob(EPOCH.format("*")), run / BEST) if path.is_dir() and not fault(path)]
     if others:
         latest = max(others, key=lambda path: read_state(path)[0].step)
-        return UserError(f"{said}; start a new run from the adapter in {latest}, which is whole, with --init-adapter.")
+        return UserError(
+            f"{said}; start a new run from the adapter in {latest}, which is whole, with {flag('init_adapter')}."
+        )
     return UserError(f"{said}; there is no other that is whole, so start again in another directory.")
 
 

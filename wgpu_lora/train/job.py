@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.tuner import Tuner, wanted
 from wgpu_lora.models.load import Progress
+from wgpu_lora.naming import setting
 from wgpu_lora.share import Notice, budget_bytes, claim
 from wgpu_lora.train.memory import Replan, check_memory, options_that_fit
 from wgpu_lora.train.session import Session
@@ -108,7 +109,7 @@ class Job:
             where = getattr(error, "filename", None) or self.directories()[-1]
             raise UserError(
                 f"Writing to {where} failed ({reason}): earlier checkpoints are whole; "
-                "mend that and continue with --resume."
+                f"mend that and continue with {setting('resume', True)}."
             ) from error
 
     def finish(self, callback: Callback) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.formats.atomic import file_digest
 from wgpu_lora.formats.peft import AdapterConfig, read_adapter, write_adapter
 from wgpu_lora.models.lora import Matrices, SlotSpec
+from wgpu_lora.naming import flag, setting
 from wgpu_lora.train import checkpoint, output
 from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments
 from wgpu_lora.train.card import write_card
@@ -83,7 +84,7 @@ class AdapterRun:
         except OSError as error:
             raise UserError(f"The output directory {directory} cannot be made: {error.strerror}.") from error
         if not os.access(directory, os.W_OK):
-            raise UserError(f"The output directory {directory} cannot be written: choose another --output.")
+            raise UserError(f"The output directory {directory} cannot be written: choose another {flag('output')}.")
         checkpoint.sweep_run(directory)
         if self.args.resume:
             self._find_checkpoint()
@@ -108,8 +109,8 @@ class AdapterRun:
         for name, what in named.items():
             if before[name] != now[name]:
                 raise UserError(
-                    f"{what} changed after the run in {self.directory} had begun, and --resume needs it as it was: "
-                    "restore it, or start a new run."
+                    f"{what} changed after the run in {self.directory} had begun, and {flag('resume')} needs it as it "
+                    "was: restore it, or start a new run."
                 )
         self._go_on(before["options"])
         self._began_with = before["weights"]
@@ -307,5 +308,5 @@ def refuse_used(directory: Path) -> None:
     if used or checkpoint.newest(directory):
         raise UserError(
             f"The output directory {directory} already holds a run: choose another directory, or continue it with "
-            "--resume."
+            f"{setting('resume', True)}."
         )
