@@ -202,6 +202,8 @@ def test_charts_take_what_they_get() -> None:
     assert not line_chart([], "x", "y").lines
     close = line_chart([Line("a", [(1, 1.7), (2, 1.5)])], "x", "y")
     assert "0" not in [text for _, text in close.y_ticks]  # else it would be one flat line
+    far = [(0, -1e308), (1, 1e308), (2, 5e-324), (3, 1e-320)]
+    assert line_chart([Line("a", far)], "x", "y", log=True).lines[0].path.count("L") == 1
     flat = line_chart([Line("a", [(0, 0.0), (5, 0.0)])], "x", "y")
     assert flat.lines[0].path == "M0 1000L1000 1000"
     spike = [(i / 10_000, 9.0 if i == 777 else 0.0) for i in range(10_000)]
@@ -385,3 +387,21 @@ def test_a_signal_while_it_writes_leaves_nothing(runs: Path, tmp_path: Path) -> 
     done = subprocess.run([sys.executable, "-c", ENDED, *arguments], capture_output=True, text=True)
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_odd_values_are_drawn_or_named(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = copied(runs, tmp_path / "run")
+    facts = json.loads((run / "run.json").read_text())
+    facts["data"]["summary"] = "\ud800.jsonl: <1 row>"
+    (run / "run.json").write_text(json.dumps(facts))
+    odd = [{"step": 4, "epoch": 1, "loss": 1e308, "tokens": -9, "seconds": -1e308}]
+    odd += [{"step": 5, "epoch": 1, "loss": -1e308, "tokens": 5e-324, "seconds": 1e308}]
+    (run / "log.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in odd))
+    (run / "profile.json").write_text(json.dumps(profile_of(run) | {"kernels": [{"kernel": "k", "seconds": -1}]}))
+    assert main(["report", str(run), "--output", str(tmp_path / "out")]) == 0
+    assert any("-1.0 is no amount" in text for text in page_of(tmp_path / "out").text)
+    facts["memory"]["groups"]["base"] = math.nan
+    (run / "run.json").write_text(json.dumps(facts))
+    capsys.readouterr()
+    assert main(["report", str(run), "--output", str(tmp_path / "out")]) == 2
+    assert "nan is no amount" in capsys.readouterr().err

@@ -85,8 +85,8 @@ def evaluate(
             print_json(asdict(found) | {"device": device_facts})
         else:
             line("loss", f"{found.loss:.6f}, perplexity {found.perplexity:.4f}")
-            tokens, rows = counted(found.tokens, "token"), counted(found.rows, "row")
-            line("over", f"{tokens} with a loss, of {rows}, in {found.seconds:.1f} s")
+            tokens, over = counted(found.tokens, "token"), counted(found.rows, "row")
+            line("over", f"{tokens} with a loss, of {over}, in {found.seconds:.1f} s")
     bad = [name for name, found in losses.items() if not math.isfinite(found.loss)]
     return _fail(f"The loss of {', '.join(bad)} is not finite: its weights are damaged, or too large.") if bad else 0
 

@@ -15,7 +15,7 @@ def report(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            help="Output directories of finished runs; a pipeline's stands for its adapters'.", metavar="DIR..."
+            help="Output directories of finished runs, or a pipeline's, for all of its adapters.", metavar="DIR"
         ),
     ],
     output: Annotated[Path, typer.Option(help="Directory for the page, report.html.")] = Path("report"),

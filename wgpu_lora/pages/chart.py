@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,12 +12,13 @@ SIDE = 1000  # of the SVG's own square
 COLUMNS = 250  # that lines are thinned to: more points cannot be seen
 FEW, MANY = 40, 200  # points that are each a dot that says what it is; the second of a line that is to have dots
 COLOURS = 8  # of base.html.j2
+LARGEST = 1e300  # of a value that is drawn: differences stay finite, and NaN is left out too
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Line:
-    """style: `line`, `faint` or `dashed`; marked: whether each point is a dot too, as few always are, very many never."""
+    """style: `line`, `faint` or `dashed`; marked: whether each point is a dot too, as few always are and many never."""
 
     name: str
     points: Sequence[Point]
@@ -50,12 +50,12 @@ class Chart:
 
 
 def line_chart(lines: Sequence[Line], x_label: str, y_label: str, log: bool = False) -> Chart:
-    """Lays out lines over each other; x begins at 0, and what is not finite is left out.
+    """Lays out lines over each other; x begins at 0, and what is not a finite number is left out.
 
     Args:
         log: whether x is logarithmic.
     """
-    kept = [(line, [p for p in line.points if math.isfinite(p[0]) and math.isfinite(p[1])]) for line in lines]
+    kept = [(line, [p for p in line.points if all(abs(value) <= LARGEST for value in p)]) for line in lines]
     across = Scale.from_zero((x for _, points in kept for x, _ in points), log)
     up = Scale.around(y for _, points in kept for _, y in points)
     drawn = [_drawn(line, points, across, up, x_label) for line, points in kept if points]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 TICKS = 7  # at most, and the ends
 APART = 0.09  # of an axis that ticks' numbers need, so that they can be read apart on a telephone
+TINY = 1e-300  # less is not a number's whole precision
 DECADE = (1, 2, 5)
 Ticks = list[tuple[float, str]]
 
@@ -77,6 +78,6 @@ def short(value: float) -> str:
 
 def _step(span: float) -> float:
     """Between round numbers: the least of 1, 2, 5, 10, 20, 50 ... at its scale that is not too small for TICKS."""
-    least = span / TICKS
+    least = max(span / TICKS, TINY)
     scale = 10.0 ** math.floor(math.log10(least))
     return next(scale * factor for factor in (1, 2, 5, 10) if least <= scale * factor * (1 + 1e-9))

@@ -22,7 +22,7 @@ def write_report(runs: Sequence[Run], output: Path) -> Path:
     Raises:
         UserError: `output` cannot be written.
     """
-    page = render_report(runs).encode()
+    page = render_report(runs).encode("utf-8", "replace")  # a path in it may not be text
     try:
         with made(output):
             write_bytes_atomic(output / PAGE, page)

@@ -18,6 +18,8 @@ from wgpu_lora.train.output import LOG, RUN, read_log
 
 PROFILE = "profile.json"
 ADVICE = f"'wgpu-lora profile --run RUN --json > RUN/{PROFILE}'"
+AXES = ("step", "tokens", "seconds")  # keys of a log that things are drawn by
+MOST = 1e18  # bytes, or seconds
 SPEEDS = {"trained": "tokens_per_second", "processed": "processed_tokens_per_second"}
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 Point = tuple[float, float]
@@ -91,7 +93,7 @@ def _read(name: str, directory: Path) -> Run:
         costs["device"] = costs.pop("device")  # the longest, so the last
         last = facts["state"]["last_eval_loss"]
         held_out = None if last is None else (record["held-out data, SHA-256"], float(last))
-        memory = {str(group): float(count) for group, count in facts["memory"]["groups"].items()}
+        memory = {str(group): _amount(count) for group, count in facts["memory"]["groups"].items()}
         kernels, profiled = _profile(name, directory / PROFILE, facts)
         line = summary(name, facts, [f"{value:,.0f} {kind}" for kind, value in speeds.items()])
         options = settings(facts)
@@ -106,7 +108,16 @@ def _log(path: Path) -> list[dict[str, float]]:
     """The lines by step; one of before the first step says nothing of tokens."""
     lines = read_log(path) if path.is_file() else []
     whole = [{"tokens": 0, **line} if line["step"] == 0 else line for line in lines]
-    return sorted((line for line in whole if {"tokens", "seconds"} <= line.keys()), key=lambda line: line["step"])
+    known = [line for line in whole if {"tokens", "seconds"} <= line.keys()]
+    return sorted((line for line in known if min(line[axis] for axis in AXES) >= 0), key=lambda line: line["step"])
+
+
+def _amount(value: Any) -> float:
+    """Bytes or seconds. ValueError where it cannot be that many."""
+    amount = float(value)
+    if not 0 <= amount <= MOST:
+        raise ValueError(f"{amount} is no amount")
+    return amount
 
 
 def _speeds(log: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -123,7 +134,7 @@ def _profile(name: str, path: Path, facts: Mapping[str, Any]) -> tuple[dict[str,
         profile = json.loads(path.read_text(encoding="utf-8"))
         work, seconds = profile.get("work", {}), dict[str, float]()
         for kernel in profile["kernels"]:  # one has several lines where shapes are kept apart
-            seconds[str(kernel["kernel"])] = seconds.get(str(kernel["kernel"]), 0.0) + float(kernel["seconds"])
+            seconds[str(kernel["kernel"])] = seconds.get(str(kernel["kernel"]), 0.0) + _amount(kernel["seconds"])
         if "base_digest" not in work:
             why = f"its {PROFILE} does not say what it is of; {ADVICE} makes one that does"
             return None, f"{name}: not drawn, since {why}."
