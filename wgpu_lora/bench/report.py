@@ -11,9 +11,9 @@ from wgpu_lora.words import counted
 
 COLUMNS = ("brick", "time", "spread", "rate", "of ceiling", "limit", "verdict")
 KEY = """\
-time: the median of the runs. spread: their standard deviation, as a share of the
-mean. of ceiling: how much the work reaches of what this device can do at best,
-as measured above. limit: the least of it that passes, where there is one.
+time: the median of the runs. spread: their standard deviation over the mean.
+of ceiling: how much the work reaches of what this device can do at best, as
+measured above. limit: the least of it that passes, where there is one.
 noisy: the times vary too much to tell."""
 VERDICTS = {HOLDS: "passed", NOISY: "noisy", BROKEN: "failed"}  # of a result -> as people know them
 STYLES = {HOLDS: None, NOISY: "yellow", BROKEN: "red"}

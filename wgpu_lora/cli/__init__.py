@@ -14,6 +14,7 @@ import typer
 
 from wgpu_lora.bounded import printable
 from wgpu_lora.cli.bench import bench
+from wgpu_lora.cli.chat import chat
 from wgpu_lora.cli.commands import Command, Group, dashes
 from wgpu_lora.cli.completion import dashed
 from wgpu_lora.cli.demo import demo
@@ -80,6 +81,7 @@ app.command(cls=TrainingCommand)(training_options(finetune))
 app.command(cls=TrainingCommand)(training_options(plan))
 app.command(cls=Command)(profile)
 app.command(cls=Command)(generate)
+app.command(cls=Command)(chat)
 app.command(cls=Command)(evaluate)
 app.command("import", cls=Command)(import_model)
 app.command(cls=Command)(merge)
@@ -118,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _ended(number)
         return code if isinstance(code, int) else 0
     except UserError as error:
-        return _refuse(str(error))
+        return _refuse(*error.lines)
     except (KeyboardInterrupt, typer.Abort):
         return _ended(number)
     except BrokenPipeError:
@@ -141,14 +143,15 @@ def _ended(number: signal.Signals) -> int:
     return 128 + number
 
 
-def _refuse(message: str) -> int:
-    _say(message)
+def _refuse(message: str, *details: str) -> int:
+    _say(message, *details)
     return 2
 
 
-def _say(message: str) -> None:
+def _say(message: str, *details: str) -> None:
+    lines = [printable(" ".join(text.split())) for text in (message, *details)]
     with suppress(OSError):  # where stderr cannot be written to either, the exit code says it
-        typer.echo(f"wgpu-lora: {printable(' '.join(message.split()))}", err=True)
+        typer.echo("wgpu-lora: " + "\n  ".join(lines), err=True)
 
 
 def _settle() -> None:

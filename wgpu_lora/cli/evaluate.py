@@ -1,4 +1,4 @@
-"""wgpu-lora evaluate: the loss of a data file."""
+"""wgpu-lora evaluate: the loss of data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ from wgpu_lora.words import counted
 
 
 def evaluate(
-    data: Annotated[str, typer.Option(help="JSONL file, or a folder with valid.jsonl or train.jsonl.")],
+    data: Annotated[str, typer.Option(help="File of rows, folder with valid.jsonl or test.jsonl, or hub id.")],
+    split: Annotated[str | None, typer.Option(help="Split of --data; its validation split by default.")] = None,
+    dataset_config: Annotated[str | None, typer.Option(help="Configuration of a data set that has several.")] = None,
+    skip_bad_rows: Annotated[
+        bool, typer.Option("--skip-bad-rows", help="Go on without rows that cannot be read.")
+    ] = False,
     model: Model = None,
     adapter: Adapter = None,
     compare: Annotated[bool, typer.Option("--compare", help="Measure the base beside every adapter.")] = False,
@@ -34,7 +39,7 @@ def evaluate(
     base_dtype: BaseDtype = "nf4",
     as_json: Json = False,
 ) -> int:
-    """Measure loss and perplexity on a JSONL file.
+    """Measure loss and perplexity on data.
 
     Several adapters are loaded at once and measured in turn. Where options do not say otherwise, rows are made as they
     were in the adapter's training, if its run.json is there.
@@ -49,6 +54,9 @@ def evaluate(
     if several:
         slots_of(adapters, compare)  # before anything is opened
     options: dict[str, Any] = {
+        "split": split,
+        "dataset_config": dataset_config,
+        "skip_bad_rows": skip_bad_rows,
         "max_length": max_length,
         "on_overflow": on_overflow,
         "completion_only_loss": completion_only_loss,
@@ -87,6 +95,8 @@ def evaluate(
             line("loss", f"{found.loss:.6f}, perplexity {found.perplexity:.4f}")
             tokens, over = counted(found.tokens, "token"), counted(found.rows, "row")
             line("over", f"{tokens} with a loss, of {over}, in {found.seconds:.1f} s")
+    if not as_json:
+        line("data", next(iter(losses.values())).data)
     bad = [name for name, found in losses.items() if not math.isfinite(found.loss)]
     return _fail(f"The loss of {', '.join(bad)} is not finite: its weights are damaged, or too large.") if bad else 0
 

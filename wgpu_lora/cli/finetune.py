@@ -1,4 +1,4 @@
-"""wgpu-lora finetune: from a model and a JSONL file to an adapter."""
+"""wgpu-lora finetune: from a model and a data file to an adapter."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def finetune(
     schedule: Schedule = "synchronized",
     batch_tokens: BatchTokens = None,
 ) -> int:
-    """Train a LoRA adapter on a JSONL file, or several over one base.
+    """Train a LoRA adapter on a data file, or several over one base.
 
     Without --model and --data, it trains the demo model on the demo's own data.
     """
@@ -92,14 +92,20 @@ def waiting(place: int, holders: list[Entry], seconds: float) -> None:
 
 def describe(job: Job) -> None:
     """What is about to run, a line each."""
+    from wgpu_lora.data.account import SKIPPED
+
     describe_model(job)
     for note in job.session.model.tokenizer.notes if job.session.model.tokenizer else ():
         line("note", note)
     for run in job.runs:
         mark = f"{run.name}: " if run.name else ""
-        line("data", mark + run.stream.prepared.summary())
-        if run.heldout:
-            line("held out", mark + run.heldout.summary())
+        for label, data in (("data", run.stream.prepared), ("held out", run.heldout)):
+            if data:
+                line(label, mark + data.summary())
+                for note in data.notes:
+                    line("note", mark + note)
+                if data.account.bad:
+                    line("skipped", f"{mark}bad rows are set aside in {run.directory / SKIPPED}")
         trained = job.session.adapters.trainable(run.slot, job.session.model.config)
         modules = run.args.target_modules
         line("adapter", f"{mark}rank {run.spec.rank} on {modules}: {trained:,} trained parameters")

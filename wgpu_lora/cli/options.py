@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -108,7 +109,8 @@ def training_options(run: Callable[..., int]) -> Callable[..., int]:
         own_data = any(values.get(name) for name in ("adapters", "adapters_config"))
         if not own_data:
             refuse_idle(ctx, OF_SEVERAL, "without --adapters or --adapters-config")
-        args, path = gather(given, recipe, "The command line", demo=not own_data)
+        beside = _first_checkpoint(**values) if own_data and given.get("resume") else None
+        args, path = gather(given, recipe, "The command line", demo=not own_data, beside=beside)
         for text in idle(given, args):
             typer.echo(f"wgpu-lora: note: {text}", err=True)
         note = None
@@ -128,6 +130,13 @@ def training_options(run: Callable[..., int]) -> Callable[..., int]:
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command
+
+
+def _first_checkpoint(adapters: list[str] | None, adapters_config: Path | None, **others: Any) -> str:
+    """Where the record of a pipeline is that is resumed, or what says so."""
+    from wgpu_lora.cli.pipeline import tasks_of
+
+    return tasks_of(adapters or [], adapters_config)[0].checkpoint
 
 
 def _recipe() -> Any:

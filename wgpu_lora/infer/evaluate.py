@@ -28,6 +28,7 @@ class Evaluation:
     """loss: mean over `tokens` trained tokens of `rows` rows, in nats; perplexity = exp(loss).
 
     max_length: tokens that a row had at most.
+    data: what was read, and what became of its rows, in a line.
     """
 
     loss: float
@@ -36,6 +37,7 @@ class Evaluation:
     rows: int
     seconds: float
     max_length: int
+    data: str = ""
 
 
 class Evaluator:

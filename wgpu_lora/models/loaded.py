@@ -20,7 +20,7 @@ from wgpu_lora.naming import setting
 from wgpu_lora.share import claim
 
 
-@dataclass
+@dataclass(repr=False)
 class LoadedModel:
     """What training and inference work on. `decoder`'s weights are on `device` once `load_weights` has run.
 
@@ -36,6 +36,14 @@ class LoadedModel:
     decoder: Decoder
     weights_loaded: bool = False
     weights_sha256: str | None = None
+
+    def __repr__(self) -> str:
+        config, where = self.config, self.device.info.name
+        return (
+            f"LoadedModel({self.name!r}, {config.architecture}, {config.num_hidden_layers} layers of "
+            f"{config.hidden_size}, {self.decoder.base_dtype} weights {'on' if self.weights_loaded else 'not yet on'} "
+            f"{where})"
+        )
 
     def load_weights(self, progress: Progress = lambda name: None) -> None:
         """Streams the weights onto the device, once."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.naming import either, flag
 from wgpu_lora.share.entry import RENEW_SECONDS, Entry
 from wgpu_lora.share.ledger import Ledger
@@ -49,14 +49,17 @@ def take(
         free: bytes that the system says are free now, None where it does not say: programs that take no lease count.
 
     Raises:
-        UserError: `need` is over the budget, which no waiting mends; the memory is held by others, or still is at the
-            end of the wait; or the ledger is damaged or cannot be written.
+        NoRoomError: `need` is over the budget, which no waiting mends; or the memory is held by others, or still is at
+            the end of the wait.
+        UserError: the ledger is damaged or cannot be written.
     """
     if budget is not None and held + need > budget:
-        raise UserError(
-            f"This run needs {held + need:,} bytes of device memory, but the budget is {budget:,}: lower "
-            f"{either('per_device_train_batch_size', 'max_length')}, or raise {flag('memory_budget')} if the device "
-            "has more."
+        ways = "use a smaller batch, fewer tokens or a smaller model"  # where there are no options of a run
+        if wait != NO_QUEUE:
+            lower = either("per_device_train_batch_size", "max_length")
+            ways = f"lower {lower}, or raise {flag('memory_budget')} if the device has more"
+        raise NoRoomError(
+            f"This run needs {held + need:,} bytes of device memory, but the budget is {budget:,}: {ways}."
         )
     entry, stop = Entry.of_this_process(need, what), threading.Event()
     try:
@@ -89,7 +92,7 @@ def _wait_for_turn(
         waited = time.monotonic() - begin
         left = seconds - waited
         if left <= 0:
-            raise UserError(_refusal(entry, budget, look, wait, advise))
+            raise NoRoomError(_refusal(entry, budget, look, wait, advise))
         notice(look.ahead + 1, look.holders, waited)
         time.sleep(min(pause, left))
         pause = min(2 * pause, LAST_PAUSE)

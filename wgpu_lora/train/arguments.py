@@ -20,9 +20,10 @@ from wgpu_lora.train.declared import Range, check, kinds, option, require
 # What may differ between a run and its resumption: it changes what is written, not what is trained.
 FREE_ON_RESUME = {
     "output", "resume", "device", "memory_budget", "wait",
-    "data", "model",  # what they hold is compared by digest
+    "data", "split", "dataset_config", "skip_bad_rows", "model",  # what they hold is compared by digest
     "tune",  # a resumed run keeps its tiles
-    "logging_steps", "save_steps", "save_total_limit", "eval_data", "eval_steps", "eval_on_start",
+    "logging_steps", "save_steps", "save_total_limit", "eval_data", "eval_split",
+    "eval_steps", "eval_on_start",
 }  # fmt: skip
 # What may also differ, by which a run is extended: how far it goes.
 PLAN = ("num_train_epochs", "max_steps", "target_seconds")
@@ -41,7 +42,12 @@ SIZE = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([kmgt]?)(i?)b?\s*", re
 class TrainingArguments:
     """Names and meanings are those of TRL, PEFT and transformers wherever they have them."""
 
-    data: str | None = option(None, FILES, "JSONL file, or a folder with train.jsonl and perhaps valid.jsonl.")
+    data: str | None = option(
+        None,
+        FILES,
+        "File of rows (JSONL, JSON array, CSV, Parquet), folder with train.jsonl and perhaps valid.jsonl, or data set "
+        "of Hugging Face.",
+    )
     output: str | None = option(
         None,
         FILES,
@@ -50,7 +56,13 @@ class TrainingArguments:
     )
     model: str | None = option(None, FILES, "Model directory, GGUF file, hub id, or 'demo'.")
     eval_data: str | None = option(
-        None, FILES, "Held-out JSONL file: its loss is logged, and best/ keeps the best adapter."
+        None, FILES, "Held-out data, as --data: their loss is logged, and best/ keeps the best adapter."
+    )
+    split: str | None = option(None, FILES, "Split of --data to train on, such as train or 'train[:90%]'.")
+    eval_split: str | None = option(None, FILES, "Split to hold out, of --eval-data or else of --data.")
+    dataset_config: str | None = option(None, FILES, "Configuration of a data set of Hugging Face that has several.")
+    skip_bad_rows: bool = option(
+        False, FILES, "Go on without rows that cannot be read; they are set aside in skipped_rows.jsonl in --output."
     )
     device: str | None = option(None, FILES, "Adapter index or a part of its name, as 'wgpu-lora info' lists them.")
     base_dtype: str = option("nf4", MEMORY, "How the frozen weights are kept.", choices=BASE_DTYPES)

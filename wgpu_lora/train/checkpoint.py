@@ -25,6 +25,7 @@ from wgpu_lora.formats.peft import (
     read_adapter,
     tensor_name,
 )
+from wgpu_lora.formats.tokenizer_files import TEMPLATE, TOKENIZER
 from wgpu_lora.models.lora import AdapterSet, Matrices
 from wgpu_lora.naming import flag
 from wgpu_lora.strict_json import to_json
@@ -41,7 +42,7 @@ EPOCH_NAME = re.compile(r"epoch-([0-9]{1,15})")
 # What a run, or a pipeline, writes by way of a hidden name beside it.
 WRITTEN = re.compile(
     rf"{re.escape(WEIGHTS)}|{re.escape(CONFIG)}|README\.md|log\.jsonl|(run|state|pipeline|member)\.json"
-    rf"|{LAST}|\{NEXT}|{BEST}|epoch-[0-9]+"
+    rf"|{LAST}|\{NEXT}|{BEST}|epoch-[0-9]+|{TOKENIZER.pattern}|{TEMPLATE.pattern}"
 )
 
 

@@ -24,7 +24,7 @@ from wgpu_lora.train.trainer import Callback, Trainer
 LOCK = ".lock"
 
 
-@dataclass
+@dataclass(repr=False)
 class Job:
     """A session and the runs of its slots, with nothing allocated yet."""
 
@@ -36,6 +36,9 @@ class Job:
     def run(self) -> AdapterRun:
         """The only one, or the first."""
         return self.runs[0]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(repr(str(run.directory)) for run in self.runs)})"
 
     def directories(self) -> list[Path]:
         """What the job writes to, and nobody else may meanwhile."""

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.bars import Bars
+from wgpu_lora.data import Source, given_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel, open_model
@@ -22,6 +24,7 @@ from wgpu_lora.train.length import fit_length
 from wgpu_lora.train.memory import check_adapters
 from wgpu_lora.train.pipeline_state import MEMBER, PIPELINE, PipelineState, home_of, read_pipeline_state
 from wgpu_lora.train.policy import POLICIES, make_policy
+from wgpu_lora.train.progress import StepResult
 from wgpu_lora.train.record import PipelineRecord, recover, write_pipeline
 from wgpu_lora.train.session import MemoryPlan
 from wgpu_lora.train.slot import AdapterRun, refuse_used
@@ -33,7 +36,7 @@ SCHEDULES = tuple(POLICIES)
 BATCH_TOKENS = 1024  # of a shared batch, where one adapter's own is not larger: enough for a GPU's tiles
 
 
-@dataclass
+@dataclass(repr=False)
 class PipelineJob(Job):
     """The runs of all adapters, in slots 0, 1, ...
 
@@ -96,7 +99,7 @@ def prepare_pipeline(
     # Without a checkpoint yet, an adapter of a resumed pipeline begins.
     starts = [task.name in state.steps for task in tasks]
     runs = [
-        read_run(replace(one, resume=resumed), model, slot, task.name, task.weight)
+        read_run(replace(one, resume=resumed), model, slot, task.name, task.weight, task.rows)
         for slot, (task, one, resumed) in enumerate(zip(tasks, per_task, starts, strict=True))
     ]
     if schedule == "priority-val-loss":
@@ -213,6 +216,13 @@ def _refuse_used(directory: Path) -> None:
     refuse_used(directory)
 
 
+def _task(values: Mapping[str, Any], where: str, shared: Mapping[str, Source]) -> AdapterTask:
+    """An adapter whose data may be rows; `shared` are those of all adapters that do not have their own."""
+    plain, rows = given_rows(values)
+    own = {name: source for name, source in shared.items() if name not in values}
+    return replace(task_of(plain, where), rows={**own, **rows})
+
+
 class MultiAdapterPipeline:
     """Trains several LoRA adapters at once over one frozen base.
 
@@ -225,7 +235,7 @@ class MultiAdapterPipeline:
     Each adapter comes out as a fine-tune by itself would make it, to within float rounding.
 
     Args:
-        adapters: an AdapterTask or a dict with the keys of an [[adapter]] table each.
+        adapters: an AdapterTask or a dict with the keys of an [[adapter]] table each; its data may be a list of dicts.
         model: a directory, a GGUF file, a hub id, `demo`, or a loaded model.
         schedule: synchronized, round-robin or priority-val-loss.
         batch_tokens: see `prepare_pipeline`.
@@ -244,8 +254,9 @@ class MultiAdapterPipeline:
         batch_tokens: int | None = None,
         **options: Any,
     ):
+        options, shared = given_rows(options)
         tasks = [
-            task if isinstance(task, AdapterTask) else task_of(task, f"Adapter {number}")
+            task if isinstance(task, AdapterTask) else _task(task, f"Adapter {number}", shared)
             for number, task in enumerate(adapters, 1)
         ]
         given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
@@ -265,8 +276,9 @@ class MultiAdapterPipeline:
     def train(
         self,
         callback: Callback = lambda result: None,
-        progress: Progress = lambda name: None,
+        progress: Progress | None = None,
         waiting: Notice = lambda place, holders, seconds: None,
+        progress_bar: bool | None = None,
     ) -> dict[str, Any]:
         """Trains to the end and returns what pipeline.json holds.
 
@@ -274,8 +286,15 @@ class MultiAdapterPipeline:
             callback: called with a StepResult after every step of every adapter.
             progress: called with the name of each tensor that is loaded.
             waiting: called at each look of a run that queues for memory.
+            progress_bar: whether to show progress; None does on a terminal and in a notebook.
 
         Raises:
             UserError: the memory is not to be had, a directory is in use, or the disk is full.
         """
-        return self.job.train(callback, progress, waiting)
+        with Bars(progress_bar) as bars:
+
+            def step(result: StepResult) -> None:
+                bars.step(result)
+                callback(result)
+
+            return self.job.train(step, progress or bars.loading(self.job.session.model), waiting)

@@ -125,8 +125,8 @@ def outlook(state: RunState, planned: TrainingArguments, stream: DataStream) -> 
         done = f"finished already; more of {either('num_train_epochs', 'max_steps')} extends it"
         return done if state.step >= total else text
     text += f", to {total:,} steps"
-    kind, ratio = args.lr_scheduler_type, args.warmup_ratio
-    warm = [warmup_steps(count, ratio) for count in (state.total_steps, total)]
+    kind = args.lr_scheduler_type
+    warm = [warmup_steps(count, args.warmup_ratio, args.warmup_steps) for count in (state.total_steps, total)]
     if kind == "constant" or (kind == "constant_with_warmup" and warm[0] == warm[1]):
         return f"{text}, as one run of {total:,} steps would have gone"
     rate = learning_rate(kind, args.learning_rate, state.step, total, warm[1])

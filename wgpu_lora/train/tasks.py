@@ -11,6 +11,7 @@ from typing import Any
 
 from wgpu_lora.aliases import real_names
 from wgpu_lora.bounded import is_name, read_toml
+from wgpu_lora.data import Source
 from wgpu_lora.errors import UserError
 from wgpu_lora.naming import IN_FILE, flag, naming, renamed
 from wgpu_lora.train.arguments import TrainingArguments, from_values
@@ -23,7 +24,7 @@ OPTIONS = {
     "dropout": "lora_dropout",
     "epochs": "num_train_epochs",
     **{name: name for name in ("target_modules", "learning_rate", "max_steps", "max_length")},
-    **{name: name for name in ("eval_data", "init_adapter")},
+    **{name: name for name in ("eval_data", "split", "eval_split", "dataset_config", "init_adapter")},
 }
 KEYS = {option: key for key, option in OPTIONS.items()}
 OWN = ("data", "checkpoint", "name", "weight", "objective")
@@ -36,7 +37,8 @@ class AdapterTask:
     """One adapter of a pipeline.
 
     name: by default the checkpoint directory's. weight: batches a step, by those of an adapter of weight 1.
-    options: training options of its own, by the names of TrainingArguments.
+    options: training options of its own, by the names of TrainingArguments. rows: rows from Python, by data and
+        eval_data.
     """
 
     data: str
@@ -45,6 +47,7 @@ class AdapterTask:
     weight: float = 1.0
     objective: str = "sft"
     options: Mapping[str, Any] = field(default_factory=dict)
+    rows: Mapping[str, Source] = field(default_factory=dict)
 
     def arguments(self, base: TrainingArguments) -> TrainingArguments:
         """The options of a run by itself that trains this adapter as the pipeline does.
@@ -142,10 +145,12 @@ def read_tasks(path: Path) -> list[AdapterTask]:
 
 def request_of(tasks: Sequence[AdapterTask], home: Path) -> list[dict[str, Any]]:
     """The tasks as a pipeline's record keeps them: checkpoints relative to the record."""
-    return [
-        {**vars(task), "options": dict(task.options), "checkpoint": os.path.relpath(Path(task.checkpoint), home)}
-        for task in tasks
-    ]
+    found = []
+    for task in tasks:
+        said = {name: value for name, value in vars(task).items() if name != "rows"}
+        place = os.path.relpath(Path(task.checkpoint), home)
+        found.append({**said, "options": dict(task.options), "checkpoint": place})
+    return found
 
 
 def tasks_of_request(request: Mapping[str, Any], home: Path) -> list[AdapterTask]:
