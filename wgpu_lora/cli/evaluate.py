@@ -15,6 +15,7 @@ from wgpu_lora.cli.console import Bar, line, print_json
 from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Json, Model, choice
 from wgpu_lora.cli.several import as_rows, show_losses
 from wgpu_lora.errors import NotFiniteError
+from wgpu_lora.words import counted
 
 
 def evaluate(
@@ -90,7 +91,8 @@ def evaluate(
             print_json(asdict(found) | {"device": device_facts})
         else:
             line("loss", f"{found.loss:.6f}, perplexity {found.perplexity:.4f}")
-            line("over", f"{found.tokens:,} trained tokens of {found.rows:,} rows in {found.seconds:.1f} s")
+            tokens, over = counted(found.tokens, "token"), counted(found.rows, "row")
+            line("over", f"{tokens} with a loss, of {over}, in {found.seconds:.1f} s")
     if not as_json:
         line("data", next(iter(losses.values())).data)
     bad = [name for name, found in losses.items() if not math.isfinite(found.loss)]
