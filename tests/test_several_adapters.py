@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
-from cli_helpers import MODELS, share_device, write_rows
-from model_helpers import save_golden_adapter
-from tokenizers import models, pre_tokenizers
+from cli_helpers import share_device, write_rows
+from model_helpers import save_golden_adapter, words_model
 
 import wgpu_lora
 from wgpu_lora.cli import main
@@ -31,10 +28,7 @@ ONE_LOSS = {"loss", "perplexity", "tokens", "rows", "seconds", "data"}
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a model of words and two adapters of it, whose ranks differ."""
     directory = tmp_path_factory.mktemp("several")
-    shutil.copytree(MODELS / "mistral", directory / "model")
-    words = tokenizers.Tokenizer(models.WordLevel({f"w{i}": i for i in range(211)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.save(str(directory / "model" / "tokenizer.json"))
+    words_model(directory / "model")
     base = {"base_model_name_or_path": str(directory / "model")}
     save_golden_adapter("mistral", directory / "a", **base)
     save_golden_adapter("mistral", directory / "b", -2.0, rank=2, **base)
@@ -78,16 +72,16 @@ def test_a_single_batch_says_what_each_says_alone(
     model: LoadedModel, made: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ):
     batches = []
-    whole = Generator.generate
+    whole = Generator.tokens
 
-    def spy(self: Generator, prompts: Any, slots: Any, **rest: Any) -> Any:
+    def spy(self: Generator, prompts: Any, slots: Any, *rest: Any, **more: Any) -> Any:
         batches.append((self.batch, slots))
-        return whole(self, prompts, slots, **rest)
+        return whole(self, prompts, slots, *rest, **more)
 
     model.load_weights()
     before = model.device.allocated
     with monkeypatch.context() as patch:
-        patch.setattr(Generator, "generate", spy)
+        patch.setattr(Generator, "tokens", spy)
         adapters = {"first": made / "a", "second": str(made / "b")}
         heard: list[int] = []
         found = wgpu_lora.compare(model, PROMPT, adapters, max_new_tokens=TOKENS, on_done=heard.append, **options)

@@ -279,7 +279,7 @@ def test_files_beside_the_training_file(tmp_path: Path) -> None:
     train = written(tmp_path / "train.jsonl")
     assert found(train) == found(tmp_path) == ("train.jsonl", None, ())
     written(tmp_path / "test.csv")
-    unused = "{} beside train.jsonl {} not used; --eval-data names another file to hold out"
+    unused = "{} beside train.jsonl {} not used; eval_data names another file to hold out"
     assert found(tmp_path) == ("train.jsonl", None, (unused.format("test.csv", "is"),))
     for name in ("dev.jsonl", "val.parquet", "val.json", "validation.jsonl", "train.csv"):
         written(tmp_path / name)
@@ -349,7 +349,7 @@ def test_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     source, _ = training_data("some-one/some-rows")
     assert "some-one/some-rows (all): the columns are 'question', 'completion', 'picture', but" in refused(source)
     hub.answer = {"a": table, "b": table}
-    with pytest.raises(UserError, match="has no split 'train' but a and b: choose one with --split"):
+    with pytest.raises(UserError, match="has no split 'train' but a and b: choose one with split"):
         training_data("some-one/some-rows")
     with pytest.raises(UserError, match=r"give them again, as data=\[\.\.\.\]"):
         training_data("rows from Python")
@@ -357,8 +357,8 @@ def test_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (ConnectionError("Couldn't reach 'x' on the Hub (OfflineModeIsEnabled)"), "HF_HUB_OFFLINE is set"),
         (ConnectionError("Couldn't reach 'x' on the Hub (LocalEntryNotFoundError)"), "cannot be reached"),
         (type("DatasetNotFoundError", (FileNotFoundError,), {})("x"), "neither a file or folder here nor a data set"),
-        (ValueError("Config name is missing: ['a']\nExample of usage:\nx"), r"\['a'\]\): name a .*--dataset-config"),
-        (ValueError('Unknown split "b". Should be one of [\'a\'].'), r"\['a'\]\): name one of these with --split"),
+        (ValueError("Config name is missing: ['a']\nExample of usage:\nx"), r"\['a'\]\): name a .*dataset_config"),
+        (ValueError('Unknown split "b". Should be one of [\'a\'].'), r"\['a'\]\): name one of these with split"),
         (RuntimeError("odd\nthings"), r"cannot be read \(odd things\)"),
     ):  # fmt: skip
         hub.answer = error
@@ -495,7 +495,7 @@ def test_bad_rows_are_told_together_or_set_aside(tmp_path: Path) -> None:
     lines = ['{"text": "a"}', *bad, '{"text": "b"}']
     path.write_text("\n".join(lines))
     told = refused(path).split("\n  ")
-    assert told[0] == f"{path} has 5 rows that cannot be used; mend them, or set them aside with --skip-bad-rows:"
+    assert told[0] == f"{path} has 5 rows that cannot be used; mend them, or set them aside by skip_bad_rows=True:"
     assert [line.split(":")[0] for line in told[1:]] == [f"line {i}" for i in range(2, 7)]
     path.write_text("\n".join([*lines, *['{"text": 2}'] * 200]))
     told = refused(path).split("\n  ")

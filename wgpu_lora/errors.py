@@ -20,3 +20,7 @@ class UserError(Exception):
 
 class NotFiniteError(UserError):
     """Weights or a loss hold NaN or infinity."""
+
+
+class NoRoomError(UserError):
+    """A device has no room for what is asked for; less of it may fit."""

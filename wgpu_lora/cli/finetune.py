@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from wgpu_lora.allowed import SCHEDULES
 from wgpu_lora.cli.console import Bar, is_terminal, line
+from wgpu_lora.cli.options import choice
 from wgpu_lora.train.arguments import ADAPTER, FILES, TrainingArguments
 
 if TYPE_CHECKING:
@@ -39,12 +41,10 @@ AdaptersConfig = Annotated[
 ]
 Schedule = Annotated[
     str,
-    typer.Option(
-        help="Which adapters take a step: synchronized, round-robin or priority-val-loss.", rich_help_panel=ADAPTER
-    ),
+    choice("Which adapters take a step.", SCHEDULES, rich_help_panel=ADAPTER),
 ]
 BatchTokens = Annotated[
-    int | None, typer.Option(help="Most tokens of a batch that several adapters share.", rich_help_panel=ADAPTER)
+    int | None, typer.Option(help="Most tokens of a batch that several adapters share. [x>0]", rich_help_panel=ADAPTER)
 ]
 
 

@@ -12,6 +12,7 @@ from wgpu_lora.data.given import ROWS
 from wgpu_lora.data.huggingface import HubSource, is_hub_id, is_saved, load_splits
 from wgpu_lora.data.source import Source
 from wgpu_lora.errors import UserError
+from wgpu_lora.naming import flag
 from wgpu_lora.words import listed
 
 # What files and splits are called, the likeliest first.
@@ -81,35 +82,36 @@ def training_data(
     heldout = given.get("eval_data")
     if heldout is None and (eval_data or eval_split):
         if not eval_data and "data" in given:
-            raise UserError("--eval-split is of a data set or a folder: name it with --eval-data.")
-        heldout = heldout_data(eval_data or data, eval_split, dataset_config, "--eval-split")
+            raise UserError(f"{flag('eval_split')} is of a data set or a folder: name it with {flag('eval_data')}.")
+        heldout = heldout_data(eval_data or data, eval_split, dataset_config, "eval_split")
     if "data" in given:
         if split:
-            raise UserError("--split is of a data set or a folder, not of rows from Python: leave it out.")
+            raise UserError(f"{flag('split')} is of a data set or a folder, not of rows: leave it out.")
         return given["data"], heldout
     named = _named(str(data), split, dataset_config)
     if split:
         return named.take_split(split), heldout
-    source = named.take(named.first(TRAIN) or named.only() or _lacks(named, "train", "--split"))
+    source = named.take(named.first(TRAIN) or named.only() or _lacks(named, "train", "split"))
     valid = named.first(VALID)
     if heldout is None and valid is not None:
         heldout = named.take(valid)
     unused = named.unused()
     if unused and not (eval_data or eval_split or "eval_data" in given):
         verb = "is" if len(unused) == 1 else "are"
-        how = "--eval-data names another file" if isinstance(source, FileSource) else "--eval-split names another split"
+        is_file = isinstance(source, FileSource)
+        how = f"{flag('eval_data' if is_file else 'eval_split')} names another {'file' if is_file else 'split'}"
         note = f"{listed(unused)} beside {source.name} {verb} not used; {how} to hold out"
         source = replace(source, notes=(*source.notes, note))
     return source, heldout
 
 
 def heldout_data(
-    data: str | Path, split: str | None = None, dataset_config: str | None = None, option: str = "--split"
+    data: str | Path, split: str | None = None, dataset_config: str | None = None, option: str = "split"
 ) -> Source:
     """What a loss is measured on: a file, or of a folder or data set its validation split, else test, else train.
 
     Args:
-        option: what `split` is called where it would have to be given.
+        option: that a person gives `split` by.
 
     Raises:
         UserError: there are no such data.
@@ -131,7 +133,7 @@ def _look_up(data: str, split: str | None, config: str | None) -> _Named:
     path = Path(data)
     if path.is_file() or (path.exists() and not path.is_dir()):
         if split:
-            raise UserError(f"--split is of a data set or a folder, and {data} is a file: leave it out.")
+            raise UserError(f"{flag('split')} is of a data set or a folder, and {data} is a file: leave it out.")
         named = _Named(data, {"train": path})
         if _stem(path) in TRAIN:
             named.also = [other.name for other in _files(path.parent) if other != path and _stem(other) not in TRAIN]
@@ -169,7 +171,7 @@ def _stem(path: Path) -> str:
 def _lacks(named: _Named, what: str, option: str) -> NoReturn:
     if not named.folder:
         there = listed([*named.splits][:_SHOWN], max(0, len(named.splits) - _SHOWN))
-        raise UserError(f"{named.data} has no split {what!r} but {there}: choose one with {option}.")
+        raise UserError(f"{named.data} has no split {what!r} but {there}: choose one with {flag(option)}.")
     names = [path.name for path in sorted(Path(named.data).iterdir()) if bare_name(path).suffix.lower() in SUFFIXES]
     there = f"it holds {listed(names[:_SHOWN], max(0, len(names) - _SHOWN))}" if names else "it holds no data"
     raise UserError(

@@ -16,6 +16,7 @@ from wgpu_lora.data.parquet import BATCH, known_columns, rows_of
 from wgpu_lora.data.source import Place, Rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.installed import pip_line
+from wgpu_lora.naming import flag
 from wgpu_lora.words import listed
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
@@ -99,7 +100,7 @@ def load_splits(data: str, split: str | None, config: str | None) -> dict[str, H
 
 
 def _no_split(data: str, split: str, found: Mapping[str, Any]) -> Any:
-    raise UserError(f"{data} has no split {split!r:.80}: choose one of {listed([*found])} with --split.")
+    raise UserError(f"{data} has no split {split!r:.80}: choose one of {listed([*found])} with {flag('split')}.")
 
 
 @contextmanager
@@ -126,9 +127,9 @@ def _told(data: str) -> Iterator[None]:
                 "needs `hf auth login`)"
             )
         elif "config" in text.lower():
-            wrong = f"cannot be opened ({text}): name a configuration with --dataset-config"
+            wrong = f"cannot be opened ({text}): name a configuration with {flag('dataset_config')}"
         elif text.startswith("Unknown split"):
-            wrong = f"cannot be opened ({text}): name one of these with --split"
+            wrong = f"cannot be opened ({text}): name one of these with {flag('split')}"
         else:
             wrong = f"cannot be read ({text or kind}): check it, or save it as a file of rows"
         raise UserError(f"{data} {wrong}.") from error

@@ -12,12 +12,14 @@ from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.load import table_dtype
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.naming import flag, setting
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import OUTPUT, TrainingArguments
 from wgpu_lora.train.batching import fitted
 from wgpu_lora.train.initial import adapter_of, spec_of
 from wgpu_lora.train.job import Job
+from wgpu_lora.train.length import fit_length, shortened
 from wgpu_lora.train.memory import check_adapters
 from wgpu_lora.train.resume import outlook, plan_of
 from wgpu_lora.train.session import Session
@@ -29,7 +31,9 @@ def with_demo_data(args: TrainingArguments) -> TrainingArguments:
     """Fills in what was left out: the demo model, and for it the demo's own data."""
     if args.data is None:
         if args.model not in (None, "demo"):
-            raise UserError("--data is missing: give a file of rows, a folder with train.jsonl, or a data set.")
+            raise UserError(
+                f"{flag('data')} is missing: give a file of rows, a folder with train.jsonl, or a data set."
+            )
         from wgpu_lora.demo import HELDOUT_FILE, TRAIN_FILE
 
         args = replace(args, data=str(TRAIN_FILE), eval_data=args.eval_data or str(HELDOUT_FILE))
@@ -89,13 +93,16 @@ def read_run(
         dataset_config=args.dataset_config,
         given=rows,
     )
-    _check_length(args, model)
+    args, length = fit_length(args, model.config.max_position_embeddings)
     args, adapter, initial = adapter_of(args, model.config)
     prepared = _prepare(args, model, training)
     args, note = fitted(args, prepared.lengths, weight)
     stream = DataStream(prepared, args)
-    notes = [*([f"batches: {note}"] if note else []), *_standing(stream)]
     heldout = _prepare(args, model, held_out) if held_out else None
+    notes = [*([f"length: {length}"] if length else []), *([f"batches: {note}"] if note else []), *_standing(stream)]
+    if args.eval_steps and not heldout:
+        eval_steps, eval_data = setting("eval_steps", args.eval_steps), flag("eval_data")
+        notes.append(f"note: {eval_steps} does nothing, since no rows are held out; {eval_data} names some")
     spec = spec_of(adapter, initial)
     digests = model.checkpoint.digest(), model.config.digest()
     return AdapterRun(slot, args, adapter, spec, initial, stream, heldout, *digests, name, tuple(notes))
@@ -117,7 +124,10 @@ def _standing(stream: DataStream) -> list[str]:
 def with_options(run: AdapterRun, changes: Mapping[str, Any]) -> AdapterRun:
     """The same run under changed options, for planning."""
     args = replace(run.args, **changes)
-    return replace(run, args=args, stream=DataStream(run.stream.prepared, args))
+    if args.length == run.args.length:
+        return replace(run, args=args, stream=DataStream(run.stream.prepared, args))
+    heldout = shortened(run.heldout, args) if run.heldout else None
+    return replace(run, args=args, stream=DataStream(shortened(run.stream.prepared, args), args), heldout=heldout)
 
 
 def declared_as(model: LoadedModel, base_dtype: str) -> LoadedModel:
@@ -150,19 +160,11 @@ def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int
     )
 
 
-def _check_length(args: TrainingArguments, model: LoadedModel) -> None:
-    limit = model.config.max_position_embeddings
-    if args.max_length > limit:
-        raise UserError(
-            f"--max-length {args.max_length} is more than this model's {limit} positions: lower it to {limit}."
-        )
-
-
 def _prepare(args: TrainingArguments, model: LoadedModel, source: Source) -> Prepared:
     return prepare(
         source,
         model.tokenizer,
-        max_length=args.max_length,
+        max_length=args.length,
         completion_only_loss=args.completion_only_loss,
         on_overflow="drop" if args.on_overflow == "drop" else "truncate",
         chat_template_kwargs=args.template_kwargs(),
