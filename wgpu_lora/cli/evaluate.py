@@ -53,9 +53,6 @@ def evaluate(
     if several:
         slots_of(adapters, compare)  # before anything is opened
     options: dict[str, Any] = {
-        "split": split,
-        "dataset_config": dataset_config,
-        "skip_bad_rows": skip_bad_rows,
         "max_length": max_length,
         "on_overflow": on_overflow,
         "completion_only_loss": completion_only_loss,
@@ -66,6 +63,7 @@ def evaluate(
         opened = load(model_of(adapters, model), device=device, base_dtype=base_dtype)
         rows = fit_rows(options, list(adapters.values()), opened.config.max_position_embeddings)
         options |= {name: getattr(rows, name) for name in options}
+        options |= {"split": split, "dataset_config": dataset_config, "skip_bad_rows": skip_bad_rows}
         if rows.note and not as_json:
             line("note", rows.note)
         with Bar("loading", len(opened.checkpoint.names())) as bar:
