@@ -46,7 +46,7 @@ def written(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
     else:
         text.writelines(json.dumps(row) + "\n" for row in rows)
     data = text.getvalue().encode()
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
     return path
 
 
@@ -251,8 +251,8 @@ def test_what_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         (b"PK\x03\x04...", "zip archive or an Excel workbook"),
         (b"\x28\xb5\x2f\xfd...", "zstd"),
         (b"Once upon a time", "is not a file of rows"),
-        (gzip.compress(b'{"text": "a"}\n' * 9)[:-9], "cannot be decompressed"),
-        (gzip.compress(b" " * (MIN_GROWN + 9)), "holds more than 200 times its own size"),
+        (gzip.compress(b'{"text": "a"}\n' * 9, mtime=0)[:-9], "cannot be decompressed"),
+        (gzip.compress(b" " * (MIN_GROWN + 9), mtime=0), "holds more than 200 times its own size"),
     ],
 )
 def test_files_of_other_kinds(tmp_path: Path, data: bytes, words: str) -> None:
@@ -279,7 +279,7 @@ def test_files_beside_the_training_file(tmp_path: Path) -> None:
     train = written(tmp_path / "train.jsonl")
     assert found(train) == found(tmp_path) == ("train.jsonl", None, ())
     written(tmp_path / "test.csv")
-    unused = "{} beside train.jsonl {} not used; eval_data names another file to hold out"
+    unused = "{} beside train.jsonl {} not used; eval_data names rows to hold out"
     assert found(tmp_path) == ("train.jsonl", None, (unused.format("test.csv", "is"),))
     for name in ("dev.jsonl", "val.parquet", "val.json", "validation.jsonl", "train.csv"):
         written(tmp_path / name)
@@ -495,7 +495,7 @@ def test_bad_rows_are_told_together_or_set_aside(tmp_path: Path) -> None:
     lines = ['{"text": "a"}', *bad, '{"text": "b"}']
     path.write_text("\n".join(lines))
     told = refused(path).split("\n  ")
-    assert told[0] == f"{path} has 5 rows that cannot be used; mend them, or set them aside by skip_bad_rows=True:"
+    assert told[0] == f"{path} has 5 rows that cannot be used; mend them, or set them aside with skip_bad_rows:"
     assert [line.split(":")[0] for line in told[1:]] == [f"line {i}" for i in range(2, 7)]
     path.write_text("\n".join([*lines, *['{"text": 2}'] * 200]))
     told = refused(path).split("\n  ")

@@ -21,7 +21,6 @@ from wgpu_lora.infer.named import on_device, slots_of
 from wgpu_lora.infer.settings import AnswerOptions, Settings
 from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.naming import flag
 from wgpu_lora.signatures import listing
 from wgpu_lora.train.arguments import TrainingArguments, gather, named
 from wgpu_lora.train.finetune import prepare_job
@@ -156,11 +155,10 @@ def evaluate(
         UserError: a value is out of range, the data cannot be read or have nothing to predict, or the adapter does not
             fit.
     """
-    which: dict[str, Any] = {"split": split, "dataset_config": dataset_config, "skip_bad_rows": skip_bad_rows}
     adapters = [] if adapter is None else [adapter]
-    opened, prepared = _heldout(
-        model, data, adapters, max_length, on_overflow, completion_only_loss, enable_thinking, **which
-    )
+    source = _source(data, split, dataset_config)
+    given = _given(max_length, on_overflow, completion_only_loss, enable_thinking)
+    opened, prepared = _heldout(model, source, adapters, given, skip_bad_rows)
     with Bars(progress_bar) as bars, on_device(opened, adapters) as loaded:
         told = progress or bars.loading(opened)
         found = evaluate_rows(opened, prepared, loaded, 0 if loaded else None, progress=told)
@@ -198,43 +196,28 @@ def evaluate_several(
         UserError: there is no adapter, one is named "base" beside the base, or anything that `evaluate` refuses.
     """
     slots = slots_of(adapters, include_base)
-    which: dict[str, Any] = {"split": split, "dataset_config": dataset_config, "skip_bad_rows": skip_bad_rows}
     directories = list(adapters.values())
-    opened, prepared = _heldout(
-        model, data, directories, max_length, on_overflow, completion_only_loss, enable_thinking, **which
-    )
+    source = _source(data, split, dataset_config)
+    given = _given(max_length, on_overflow, completion_only_loss, enable_thinking)
+    opened, prepared = _heldout(model, source, directories, given, skip_bad_rows)
     with Bars(progress_bar) as bars, on_device(opened, directories) as loaded:
         told = progress or bars.loading(opened)
         found = {name: evaluate_rows(opened, prepared, loaded, slot, progress=told) for name, slot in slots.items()}
     return {name: replace(one, data=prepared.summary()) for name, one in found.items()}
 
 
-def _opened(model: LoadedModel | str | Path) -> LoadedModel:
-    return model if isinstance(model, LoadedModel) else load(model)
-
-
 def _source(data: str | Path | Iterable[Mapping[str, Any]], split: str | None, config: str | None) -> Source:
     if isinstance(data, str | Path):
         return heldout_data(data, split, config)
     if split:
-        raise UserError(f"{flag('split')} is of a data set or a folder, not of rows: leave it out.")
+        raise UserError("'split' is of a data set or a folder, not of rows: leave it out.")
     return rows_given(data)
 
 
-def _heldout(
-    model: LoadedModel | str | Path,
-    data: str | Path | Iterable[Mapping[str, Any]],
-    adapters: Sequence[str | Path],
-    max_length: int | None,
-    on_overflow: str | None,
-    completion_only_loss: bool | None,
-    enable_thinking: bool | None,
-    *,
-    split: str | None,
-    dataset_config: str | None,
-    skip_bad_rows: bool,
-) -> tuple[LoadedModel, Prepared]:
-    """The opened model, and the rows that are evaluated; mistakes in the options are said before it is opened."""
+def _given(
+    max_length: int | None, on_overflow: str | None, completion_only_loss: bool | None, enable_thinking: bool | None
+) -> dict[str, Any]:
+    """What is said of rows, checked before a model is opened."""
     given = {
         "max_length": max_length,
         "on_overflow": on_overflow,
@@ -242,10 +225,21 @@ def _heldout(
         "enable_thinking": enable_thinking,
     }
     check_rows(given)
-    opened = _opened(model)
+    return given
+
+
+def _heldout(
+    model: LoadedModel | str | Path,
+    source: Source,
+    adapters: Sequence[str | Path],
+    given: Mapping[str, Any],
+    skip_bad_rows: bool,
+) -> tuple[LoadedModel, Prepared]:
+    """The opened model, and the rows that are evaluated."""
+    opened = model if isinstance(model, LoadedModel) else load(model)
     rows = fit_rows(given, adapters, opened.config.max_position_embeddings)
     prepared = prepare(
-        _source(data, split, dataset_config),
+        source,
         opened.tokenizer,
         max_length=rows.max_length,
         completion_only_loss=rows.completion_only_loss,

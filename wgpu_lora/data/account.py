@@ -13,7 +13,7 @@ from wgpu_lora.bounded import printable
 from wgpu_lora.data.source import Place, Problem, Source
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.atomic import write_bytes_atomic
-from wgpu_lora.naming import setting
+from wgpu_lora.naming import flag
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.words import counted, listed
 
@@ -111,7 +111,7 @@ class Account:
         if self.bad_count > _TOLD:
             told.append(f"and {self.bad_count - _TOLD:,} more")
         what = f"{self.source.path} has {counted(self.bad_count, 'row')} that cannot be used"
-        raise UserError(f"{what}; mend them, or set them aside by {setting('skip_bad_rows', True)}:", told)
+        raise UserError(f"{what}; mend them, or set them aside with {flag('skip_bad_rows')}:", told)
 
     def refuse_nothing(self, max_length: int) -> None:
         """Raises UserError: no row is left; why."""

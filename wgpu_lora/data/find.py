@@ -86,7 +86,7 @@ def training_data(
         heldout = heldout_data(eval_data or data, eval_split, dataset_config, "eval_split")
     if "data" in given:
         if split:
-            raise UserError(f"{flag('split')} is of a data set or a folder, not of rows: leave it out.")
+            raise UserError(f"{flag('split')} is of a data set or a folder, not of rows from Python: leave it out.")
         return given["data"], heldout
     named = _named(str(data), split, dataset_config)
     if split:
@@ -98,9 +98,8 @@ def training_data(
     unused = named.unused()
     if unused and not (eval_data or eval_split or "eval_data" in given):
         verb = "is" if len(unused) == 1 else "are"
-        is_file = isinstance(source, FileSource)
-        how = f"{flag('eval_data' if is_file else 'eval_split')} names another {'file' if is_file else 'split'}"
-        note = f"{listed(unused)} beside {source.name} {verb} not used; {how} to hold out"
+        named_by = "eval_data" if isinstance(source, FileSource) else "eval_split"
+        note = f"{listed(unused)} beside {source.name} {verb} not used; {flag(named_by)} names rows to hold out"
         source = replace(source, notes=(*source.notes, note))
     return source, heldout
 
@@ -111,7 +110,7 @@ def heldout_data(
     """What a loss is measured on: a file, or of a folder or data set its validation split, else test, else train.
 
     Args:
-        option: that a person gives `split` by.
+        option: by which it would have to be given.
 
     Raises:
         UserError: there are no such data.

@@ -22,7 +22,8 @@ FREE_ON_RESUME = {
     "output", "resume", "device", "memory_budget", "wait",
     "data", "split", "dataset_config", "skip_bad_rows", "model",  # what they hold is compared by digest
     "tune",  # a resumed run keeps its tiles
-    "logging_steps", "save_steps", "save_total_limit", "eval_data", "eval_split", "eval_steps", "eval_on_start",
+    "logging_steps", "save_steps", "save_total_limit", "eval_data", "eval_split",
+    "eval_steps", "eval_on_start",
 }  # fmt: skip
 # What may also differ, by which a run is extended: how far it goes.
 PLAN = ("num_train_epochs", "max_steps", "target_seconds")
