@@ -1,0 +1,16 @@
+"""Counts and lists as a sentence has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """`1 row`, `2 rows`, `1,024 rows`; `plural` where it is not the noun with an s."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def listed(items: Sequence[object], more: int = 0) -> str:
+    """`a`, `a and b`, `a, b and c`; with `more`, `a, b and 40 more`."""
+    texts = [str(item) for item in items] + ([f"{more:,} more"] if more else [])
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
