@@ -258,7 +258,7 @@ def test_plan_allocates_nothing(run: Run, data: Path, monkeypatch: pytest.Monkey
     options = flags(**SMALL, model=QWEN2, data=data)
     found = json.loads(run("plan", "--json", *options).out)
     assert found["peak"] == max(sum(found["groups"].values()), found["loading"])
-    assert [bucket["tokens"] for bucket in found["buckets"]] == [32]
+    assert [bucket["tokens"] for bucket in found["buckets"]] == [16, 32]
     assert found["fits"]
     text = run("plan", *options).out
     assert f"{found['peak']:,}" in text
@@ -328,9 +328,10 @@ def test_interrupt_saves_and_resume_goes_on(run: Run, tmp_path: Path, data: Path
         patch.setattr(command.Watcher, "step", lambda *_: os.kill(os.getpid(), signal.SIGINT))
         stopped = run("finetune", *options)
     assert stopped.code == 130
-    assert "continue with --resume" in stopped.out
+    assert f"finetune --output {out} --resume" in stopped.out
     assert (out / "checkpoints" / "step-1").is_dir()
-    assert run("finetune", *options, "--resume").code == 0
+    assert "learning_rate was" in refused(run("finetune", "--output", out, "--resume", "--learning-rate", "0.5"))
+    assert run("finetune", "--output", out, "--resume").code == 0
     assert json.loads((out / "run.json").read_text())["state"]["step"] == 3
 
 
@@ -345,15 +346,16 @@ def test_speed_is_that_of_training_alone(monkeypatch: pytest.MonkeyPatch, capsys
     command = import_module("wgpu_lora.cli.finetune")
     monkeypatch.setattr(command, "is_terminal", lambda stream: False)
     session = SimpleNamespace(model=SimpleNamespace(checkpoint=SimpleNamespace(names=list)))
-    run = SimpleNamespace(args=TrainingArguments(logging_steps=1))
+    run = SimpleNamespace(logs=lambda step, heldout: True)
     with command.Watcher(SimpleNamespace(session=session, run=run)) as watcher:
-        for step, (tokens, seconds) in enumerate([(100, 60.0), (300, 1.0), (400, 0.5), *[(500, 0.0)] * 9, (650, 1.0)]):
-            watcher.step(StepResult(step + 1, 99, 0.0, 1.0, 1e-3, 1.0, tokens=tokens, seconds=seconds, eval_loss=None))
+        for step, (tokens, seconds) in enumerate([(100, 60.0), (200, 1.0), (100, 0.5), *[(100, 0.0)] * 9, (150, 1.0)]):
+            counts = {"tokens": 0, "step_tokens": tokens, "step_processed_tokens": 2 * tokens}
+            watcher.step(StepResult(step + 1, 99, 0.0, 1.0, 1e-3, 1.0, seconds=seconds, eval_loss=None, **counts))
     lines = capsys.readouterr().out.splitlines()
     assert "tokens/s" not in lines[0]  # it compiles
-    assert lines[1].endswith(" 200 tokens/s")
-    assert lines[2].endswith(" 200 tokens/s")
-    assert lines[-1].endswith(" 250 tokens/s")  # of the last ten steps
+    assert lines[1].endswith(" 200 trained, 400 processed tokens/s")
+    assert lines[2].endswith(" 200 trained, 400 processed tokens/s")
+    assert lines[-1].endswith(" 1,050 trained, 2,100 processed tokens/s")  # of the last ten steps
 
 
 def test_a_run_that_is_not_finite_fails(run: Run, tmp_path: Path, data: Path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -45,11 +46,13 @@ def finetune(*more: str, steps: int = 2) -> int:
 def test_it_trains_and_says_so(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert finetune("--eval-data", "a.jsonl") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:3] for line in lines if line.startswith("step")] == [
+    assert [line.split()[:3] for line in lines if line.startswith("step ")] == [
         ["step", name, f"{step}/2"] for step in (1, 2) for name in "ab"
     ]
-    ended = [line for line in lines if line.startswith("stopped")]
-    assert ["a: the step limit" in ended[0], "b: the step limit" in ended[1], len(ended)] == [True, True, 2]
+    ended = [line for line in lines if line.startswith("finished")]
+    assert [f"{name}: 2 of 2 steps (the step limit" in line for name, line in zip("ab", ended, strict=True)] == [
+        True
+    ] * 2
     assert (rows / "out/both/losses.png").read_bytes()[:4] == b"\x89PNG"
     record = json.loads((rows / "out/both/pipeline.json").read_text())
     assert [a["checkpoint"] for a in record["adapters"]] == ["out/a", "out/b"]
@@ -58,7 +61,7 @@ def test_it_trains_and_says_so(rows: Path, capsys: pytest.CaptureFixture[str]) -
         for file in ("adapter_config.json", "run.json", "README.md", "log.jsonl", "best/metadata.json"):
             assert (rows / "out" / name / file).is_file()
     assert finetune() == 2  # what is there is not written over
-    assert "already holds a pipeline" in capsys.readouterr().err
+    assert "already belongs to a pipeline" in capsys.readouterr().err
 
 
 def test_a_poisoned_adapter_is_exit_code_1(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,15 +115,17 @@ def test_the_table(rows: Path) -> None:
 
     def result(step: int, **more: Any) -> StepResult:
         values: dict[str, Any] = {"epoch": 0.5, "learning_rate": 1e-3, "grad_norm": 1.0, "seconds": 0.5} | more
-        return StepResult(step, 4, loss=1.25, tokens=80, adapter="a", step_tokens=20, **values)
+        return StepResult(
+            step, 4, loss=1.25, tokens=80, adapter="a", step_tokens=20, step_processed_tokens=30, **values
+        )
 
     table.step(result(1, eval_loss=2.5))
     table.step(result(2, eval_loss=None))
     stream = io.StringIO()
     Console(file=stream, width=100).print(table.table())
     header, first, second = stream.getvalue().splitlines()
-    assert header.split()[:6] == ["adapter", "step", "epoch", "loss", "held-out", "tokens"]
-    assert first.split() == ["a", "2/4", "0.50", "1.2500", "2.5000", "80", "40", "100%"]
+    assert header.split()[:6] == ["adapter", "step", "epoch", "loss", "held-out", "trained"]
+    assert first.split() == ["a", "2/4", "0.50", "1.2500", "2.5000", "80", "40", "60", "100%"]
     assert second.split() == ["b", "0", "0%"]
 
 
@@ -131,9 +136,11 @@ def test_interrupt_keeps_everything(
     with monkeypatch.context() as patch:
         patch.setattr(Table, "step", lambda *_: os.kill(os.getpid(), signal.SIGINT))
         assert finetune(steps=3) == 130
-    assert capsys.readouterr().out.count("interrupted; continue with --resume after 1 steps") == 2
-    assert finetune("--resume", steps=3) == 0
-    ended = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    printed = capsys.readouterr().out
+    assert len(re.findall(r"^interrupted [ab]: 1 of 3 steps", printed, re.MULTILINE)) == 2
+    assert f"finetune --output {Path('out/both')} --resume" in printed
+    assert main(["finetune", "--output", "out/both", "--resume"]) == 0
+    ended = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert [line.split()[1:3] for line in ended] == [[name, f"{step}/3"] for step in (2, 3) for name in "ab"]
     for name in "ab":
         assert json.loads((rows / "out" / name / "run.json").read_text())["stop_reason"] == "max steps"

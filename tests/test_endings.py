@@ -75,7 +75,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(
     process.send_signal(number)
     printed, err = process.communicate(timeout=120)
     assert process.returncode == 128 + number, err
-    assert "continue with --resume" in printed
+    assert f"finetune --output {out} --resume" in printed
     assert "Traceback" not in err
     facts = json.loads((out / "run.json").read_text())
     assert (facts["stop_reason"], facts["signal"]) == ("interrupt", number.name)
@@ -127,7 +127,7 @@ def test_a_log_that_is_full_does_not_end_a_run(
     share_device(device, monkeypatch)
 
     def full(label: str, text: str) -> None:
-        if label in ("step", "stopped"):
+        if label in ("step", "finished"):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(import_module("wgpu_lora.cli.finetune"), "line", full)

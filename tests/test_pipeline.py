@@ -41,6 +41,7 @@ def options(**changes: Any) -> dict[str, Any]:
         "max_length": 16,
         "packing": False,
         "learning_rate": 1e-3,
+        "warmup_ratio": 0.5,  # the first updates of Adam are all of one size, and rounding may turn the smallest round
         "num_train_epochs": 2.0,
         "logging_steps": 1,
         "save_steps": 3,
@@ -144,7 +145,7 @@ def test_a_poisoned_adapter_stops_alone(model: LoadedModel, trained: Path, sched
     poisoned = trained / place / "b"
     for directory in (poisoned, poisoned / "last"):
         assert max(np.abs(values).max() for values in load_file(directory / WEIGHTS).values()) < 1
-    assert [entry["step"] for entry in read_log(poisoned / LOG)] == [1]
+    assert [entry["step"] for entry in read_log(poisoned / LOG)] == [0]
 
 
 def test_ruined_weights_fall_back_to_the_last_sound_ones(model: LoadedModel, trained: Path) -> None:
@@ -248,10 +249,10 @@ def test_resuming_asks_for_the_same(model: LoadedModel, trained: Path) -> None:
         return MultiAdapterPipeline(tasks, model, output=output, **options(max_steps=1) | changes)
 
     tasks = adapters(trained, place)
-    with pytest.raises(UserError, match="There is no pipeline"):
+    with pytest.raises(UserError, match="There is no checkpoint"):
         pipeline(tasks, resume=True)
     pipeline(tasks).train()
-    with pytest.raises(UserError, match="already holds a pipeline"):
+    with pytest.raises(UserError, match="already belongs to a pipeline"):
         pipeline(tasks)
     with pytest.raises(UserError, match="schedule was 'synchronized', not 'round-robin'"):
         pipeline(tasks, resume=True, schedule="round-robin")

@@ -123,7 +123,9 @@ def _curve(model: PreTrainedModel, adapter: Arrays, data: tuple[np.ndarray, np.n
     optimizer = torch.optim.AdamW(
         parameters.values(), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=WEIGHT_DECAY
     )
-    schedule = get_cosine_schedule_with_warmup(optimizer, WARMUP, STEPS)
+    # Without its first step, whose rate is 0: one more of warm-up, and of all.
+    schedule = get_cosine_schedule_with_warmup(optimizer, WARMUP + 1, STEPS + 1)
+    schedule.step()
     losses, norms, rates = [], [], []
     for step in range(STEPS):
         rows = (np.arange(ROWS_PER_STEP) + step * ROWS_PER_STEP) % len(DATA_LENGTHS)

@@ -156,15 +156,13 @@ def _synthetic(work: Work, given: Record, place: Path, opened: Device | None) ->
     args = TrainingArguments(**{**SYNTHETIC, **given})
     args = replace(args, lora_alpha=2 * args.lora_r, save_steps=0)
     model = chosen_model(None, work.shape, work.layers, opened or Device(args.device), args.base_dtype)
-    rows, tokens = args.per_device_train_batch_size, args.max_length
+    (_, rows, accumulation), tokens = args.batching, args.max_length
 
     def step(of: LoadedModel) -> TrainingStep:  # refuses sizes that are not possible
         return TrainingStep(of, rows, tokens, args.lora_r, compute_dtype=args.compute_dtype)
 
     check_fits(model, lambda of: step(of).session.memory().peak)
-    ids = made_up_rows(
-        min(args.max_steps, 64) * rows * args.gradient_accumulation_steps, tokens, model.config.vocab_size
-    )
+    ids = made_up_rows(min(args.max_steps, 64) * rows * accumulation, tokens, model.config.vocab_size)
     lines = (json.dumps({"input_ids": row, "labels": row}) for row in ids.tolist())
     data = place / "rows.jsonl"
     data.write_text("".join(f"{line}\n" for line in lines))

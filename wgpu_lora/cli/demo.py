@@ -41,7 +41,7 @@ def demo(
     line("before", _score(comparison.before))
     with Watcher(job) as watcher:
         facts = job.train(watcher.step, watcher.loaded)
-    code = report(facts, job.run.args.output)
+    code = report(facts, job.run.directory)
     if code:
         return code
     with Bar("held-out requests, after", None) as bar:

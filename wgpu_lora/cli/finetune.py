@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 from collections import deque
@@ -18,9 +19,10 @@ if TYPE_CHECKING:
     from wgpu_lora.share import Entry
     from wgpu_lora.train.job import Job
     from wgpu_lora.train.progress import StepResult
+    from wgpu_lora.train.slot import AdapterRun
 
 SMOOTHED = 10  # steps whose speed is shown
-FAILED = ("non-finite", "diverged")
+FEW = 50  # steps in all: with fewer, an adapter hardly moves
 CURES = "lower --learning-rate, or look for odd rows in the data"
 # Options of a pipeline, which `plan` has too.
 Adapters = Annotated[
@@ -64,13 +66,21 @@ def finetune(
         from wgpu_lora.cli.pipeline import train_pipeline
 
         return train_pipeline(args, adapters or [], adapters_config, schedule, batch_tokens)
+    if args.resume:
+        from wgpu_lora.train.pipeline_state import home_of
+
+        home = home_of(args.directory)
+        if home:
+            from wgpu_lora.cli.pipeline import resume_pipeline
+
+            return resume_pipeline(args, home)
     from wgpu_lora.train.finetune import prepare_job
 
     job = prepare_job(args)
     describe(job)
     with Watcher(job) as watcher:
         facts = job.train(watcher.step, watcher.loaded, waiting)
-    return report(facts, args.output)
+    return report(facts, job.run.directory)
 
 
 def waiting(place: int, holders: list[Entry], seconds: float) -> None:
@@ -92,7 +102,36 @@ def describe(job: Job) -> None:
         trained = job.session.adapters.trainable(run.slot, job.session.model.config)
         modules = run.args.target_modules
         line("adapter", f"{mark}rank {run.spec.rank} on {modules}: {trained:,} trained parameters")
+        for note in run.notes:
+            label, _, said = note.partition(": ")
+            line(label, mark + said)
+        describe_steps(run, mark)
     describe_memory(job)
+
+
+def describe_steps(run: AdapterRun, mark: str) -> None:
+    """How long it will be, and a warning where that is too short to learn much."""
+    args, stream = run.args, run.stream
+    an_epoch, (packing, rows, accumulation) = stream.epoch(0), args.batching
+    lengths = stream.prepared.lengths
+    a_step = [sum(lengths[row] for batch in step for row in batch) for step in an_epoch]
+    each = f"{len(an_epoch):,} an epoch, of {sum(a_step) / len(a_step):,.0f} tokens"
+    if args.target_seconds:
+        line("steps", f"{mark}as many as {args.target_seconds:g} s allow; {each}")
+        return
+    total = stream.total_steps()
+    warmup = run.warmup(total)
+    rate = f"{args.lr_scheduler_type} from {args.learning_rate:.2e}"
+    rate += f" after {warmup:,} of warm-up" if warmup else ""
+    line("steps", f"{mark}{total:,}; {each}; {rate}")
+    if total >= FEW or args.max_steps > 0:
+        return
+    levers = ["--no-packing"] if packing else []
+    levers += ["a smaller --gradient-accumulation-steps"] if accumulation > 1 else []
+    levers += ["a smaller --per-device-train-batch-size"] if rows > 1 else []
+    levers += ["more --num-train-epochs"]
+    levers += ["--lr-scheduler-type constant"] if args.lr_scheduler_type in ("cosine", "linear") else []
+    line("warning", f"{mark}{total:,} steps teach little: try {', '.join(levers[:-1])} or {levers[-1]}")
 
 
 def describe_model(job: Job) -> None:
@@ -124,12 +163,12 @@ class Watcher:
     """Shows loading and training: bars on a terminal, else a line at every logging step."""
 
     def __init__(self, job: Job):
-        self._every = job.run.args.logging_steps
+        self._run = job.run
         self._loading = Bar("loading", len(job.session.model.checkpoint.names()))
         self._training = Bar("training", None)
         self._quiet = not is_terminal(sys.stderr)
-        self._tokens: int | None = None  # up to the step before
-        self._recent: deque[tuple[int, float]] = deque(maxlen=SMOOTHED)  # tokens and seconds of the last steps
+        self._first = True
+        self._recent: deque[tuple[int, int, float]] = deque(maxlen=SMOOTHED)  # trained, processed and seconds of a step
 
     def __enter__(self) -> Watcher:
         return self
@@ -143,10 +182,11 @@ class Watcher:
 
     def step(self, result: StepResult) -> None:
         text = f"loss {result.loss:.4f}  lr {result.learning_rate:.2e}"
-        if self._tokens is not None:  # the first step compiles, so its time says nothing
-            self._recent.append((result.tokens - self._tokens, result.seconds))
-            text += f"  {self._speed():,.0f} tokens/s"
-        self._tokens = result.tokens
+        if not self._first:  # the first step compiles, so its time says nothing
+            self._recent.append((result.step_tokens, result.step_processed_tokens, result.seconds))
+            trained, processed, seconds = (sum(values) for values in zip(*self._recent, strict=True))
+            text += "  " + speed(trained, processed, seconds)
+        self._first = False
         if result.eval_loss is not None:
             text += f"  held-out {result.eval_loss:.4f}"
         with suppress(OSError):  # a log that is full or gone does not end a run
@@ -155,39 +195,48 @@ class Watcher:
     def _show(self, result: StepResult, text: str) -> None:
         self._loading.close()
         self._training.advance(text, result.step, result.total_steps or None)
-        due = result.step % self._every == 0 or result.step == result.total_steps or result.eval_loss is not None
-        if due and self._quiet:
+        if self._quiet and self._run.logs(result.step, result.eval_loss is not None):
             line("step", f"{result.step}/{result.total_steps}  epoch {result.epoch:.2f}  {text}")
 
-    def _speed(self) -> float:
-        return sum(tokens for tokens, _ in self._recent) / max(sum(seconds for _, seconds in self._recent), 1e-9)
+
+def speed(trained: int, processed: int, seconds: float) -> str:
+    """Both rates, since others count either."""
+    seconds = max(seconds, 1e-9)
+    return f"{trained / seconds:,.0f} trained, {processed / seconds:,.0f} processed tokens/s"
 
 
-def report(facts: dict[str, Any], output: str) -> int:
-    """Why the run ended and where its adapter is; returns the exit code."""
-    from wgpu_lora.train.trainer import STOP_TEXT
+def report(facts: dict[str, Any], output: Path) -> int:
+    """How the run ended and where its adapter is; returns the exit code."""
+    from wgpu_lora.train.trainer import OUTCOMES, STOP_TEXT
 
     state, reason = facts["state"], facts["stop_reason"]
-    losses = [
-        f"{name} {value:.4f}"
-        for name, value in (
-            ("loss", state["last_loss"]),
-            ("held-out loss", state["last_eval_loss"]),
-            ("best held-out loss", state["best_eval_loss"]),
-        )
-        if value is not None
-    ]
-    why = f"{STOP_TEXT[reason]} after {state['step']:,} steps and {state['seconds']:,.1f} s"
-    line("stopped", "; ".join([why, *losses, f"the adapter is in {output}"]))
-    if reason in FAILED:
+    outcome = OUTCOMES[reason]
+    count = f"{state['step']:,} of {state['total_steps']:,} steps"
+    why = f"{count} in {state['seconds']:,.1f} s ({STOP_TEXT[reason]})"
+    line(outcome, "; ".join([why, *losses(state), f"the adapter is in {output}"]))
+    if state["best_step"] and state["best_step"] < state["step"]:
+        best = f"held-out loss {state['best_eval_loss']:.4f} after step {state['best_step']:,}"
+        line("best", f"{output / 'best'} is better than the last: {best}")
+    if outcome == "interrupted":
+        line("go on", f"wgpu-lora finetune --output {shlex.quote(str(output))} --resume")
+    if outcome == "failed":
         print(f"wgpu-lora: {STOP_TEXT[reason]}: {CURES}.", file=sys.stderr)
     if facts["damaged_log_lines"]:
         line("log", f"damaged lines of log.jsonl that were left out: {facts['damaged_log_lines']}")
     return exit_code(reason, facts["signal"])
 
 
+def losses(state: dict[str, Any]) -> list[str]:
+    """The training loss and the held-out loss, before and after, as far as they are known."""
+    found = [] if state["last_loss"] is None else [f"loss {state['last_loss']:.4f}"]
+    first, last = state["first_eval_loss"], state["last_eval_loss"]
+    if last is not None and state["step"]:
+        found.append(f"held-out loss {last:.4f}" + ("" if first is None else f" ({first:.4f} before)"))
+    return found
+
+
 def exit_code(reason: str, signal_name: str | None) -> int:
     """0, 1 for a run that failed, or what a shell gives a program that a signal ended."""
     if reason == "interrupt":
         return 128 + (signal.Signals[signal_name] if signal_name else signal.SIGINT)
-    return 1 if reason in FAILED else 0
+    return 1 if reason in ("non-finite", "diverged") else 0

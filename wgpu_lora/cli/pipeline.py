@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.bounded import printable
 from wgpu_lora.cli.console import Bar, console, is_terminal, line
-from wgpu_lora.cli.finetune import CURES, FAILED, describe, exit_code, waiting
+from wgpu_lora.cli.finetune import CURES, describe, exit_code, losses, waiting
 from wgpu_lora.train.arguments import TrainingArguments
 
 if TYPE_CHECKING:
@@ -29,37 +30,49 @@ def train_pipeline(
     args: TrainingArguments, pairs: list[str], config: Path | None, schedule: str, batch_tokens: int | None
 ) -> int:
     """Trains, shows and reports; returns the exit code."""
+    return _train(args, tasks_of(pairs, config), schedule, batch_tokens)
+
+
+def resume_pipeline(args: TrainingArguments, home: Path) -> int:
+    """Goes on with the pipeline whose record is in a directory, as it says itself."""
+    from wgpu_lora.train.pipeline_state import read_pipeline_state
+    from wgpu_lora.train.tasks import tasks_of_request
+
+    request = read_pipeline_state(home).request
+    return _train(args, tasks_of_request(request, home), request["schedule"], request["batch_tokens"])
+
+
+def _train(args: TrainingArguments, tasks: list[AdapterTask], schedule: str, batch_tokens: int | None) -> int:
     from wgpu_lora.train.curves import CURVES, draw_curves
     from wgpu_lora.train.pipeline import prepare_pipeline
 
-    job = prepare_pipeline(args, tasks_of(pairs, config), schedule, batch_tokens)
+    job = prepare_pipeline(args, tasks, schedule, batch_tokens)
     describe(job)
     line("pipeline", f"{len(job.runs)} adapters, {schedule}, batches of up to {job.batch_tokens:,} tokens")
     with Table(job) as table:
         record = job.train(table.step, table.loaded, waiting)
-    code = report(record)
-    if draw_curves({run.name: run.directory for run in job.runs}, job.output / CURVES):
-        line("curves", str(job.output / CURVES))
+    code = report(record, job.home)
+    if draw_curves({run.name: run.directory for run in job.runs}, job.home / CURVES):
+        line("curves", str(job.home / CURVES))
     else:
         line("curves", "not drawn: pip install 'wgpu-lora[plot]' for them")
     return code
 
 
-def report(record: dict[str, Any]) -> int:
+def report(record: dict[str, Any], home: Path) -> int:
     """How each adapter ended, and where it is; returns the exit code."""
-    from wgpu_lora.train.trainer import STOP_TEXT
+    from wgpu_lora.train.trainer import OUTCOMES, STOP_TEXT
 
+    outcomes = []
     for adapter in record["adapters"]:
-        losses = {"loss": "train", "held-out loss": "held_out", "best held-out loss": "best"}
-        known = [
-            f"{text} {adapter['losses'][key]:.4f}" for text, key in losses.items() if adapter["losses"][key] is not None
-        ]
-        why = f"{adapter['name']}: {STOP_TEXT[adapter['stop_reason']]} after {adapter['step']:,} steps"
-        line("stopped", "; ".join([why, *known, f"the adapter is in {adapter['checkpoint']}"]))
-        if adapter["stop_reason"] in FAILED:
-            print(
-                f"wgpu-lora: adapter {adapter['name']}: {STOP_TEXT[adapter['stop_reason']]}: {CURES}.", file=sys.stderr
-            )
+        outcome, text = OUTCOMES[adapter["stop_reason"]], STOP_TEXT[adapter["stop_reason"]]
+        outcomes.append(outcome)
+        why = f"{adapter['name']}: {adapter['step']:,} of {adapter['total_steps']:,} steps ({text})"
+        line(outcome, "; ".join([why, *losses(adapter["state"]), f"the adapter is in {adapter['checkpoint']}"]))
+        if outcome == "failed":
+            print(f"wgpu-lora: adapter {adapter['name']}: {text}: {CURES}.", file=sys.stderr)
+    if "interrupted" in outcomes:
+        line("go on", f"wgpu-lora finetune --output {shlex.quote(str(home))} --resume")
     return max(exit_code(adapter["stop_reason"], record["signal"]) for adapter in record["adapters"])
 
 
@@ -67,7 +80,7 @@ class Table:
     """A live table on a terminal, a row for each adapter; else a line at every logging step."""
 
     def __init__(self, job: PipelineJob):
-        self._every = job.run.args.logging_steps
+        self._runs = {run.name: run for run in job.runs}
         self._loading = Bar("loading", len(job.session.model.checkpoint.names()))
         self._rows: dict[str, StepResult | None] = {run.name: None for run in job.runs}
         self._heldout: dict[str, float] = {}
@@ -99,7 +112,7 @@ class Table:
         if is_terminal(sys.stderr):
             self._show()
             return
-        if result.step % self._every == 0 or result.step == result.total_steps or result.eval_loss is not None:
+        if self._runs[result.adapter].logs(result.step, result.eval_loss is not None):
             text = f"{result.adapter}  {result.step}/{result.total_steps}  epoch {result.epoch:.2f}"
             text += f"  loss {result.loss:.4f}  lr {result.learning_rate:.2e}"
             line("step", text + (f"  held-out {result.eval_loss:.4f}" if result.eval_loss is not None else ""))
@@ -119,18 +132,16 @@ class Table:
 
         table = RichTable(box=None, pad_edge=False)
         table.add_column("adapter")
-        for name in ("step", "epoch", "loss", "held-out", "tokens", "tokens/s", "share of steps"):
+        for name in ("step", "epoch", "loss", "held-out", "trained", "trained/s", "processed/s", "share of steps"):
             table.add_column(name, justify="right")
         total = max(1, sum(self._own.values()))
         for name, result in self._rows.items():
             share = f"{self._own[name] / total:.0%}"
             if result is None:
-                table.add_row(Text(printable(name)), str(self._own[name]), "", "", "", "", "", share)
+                table.add_row(Text(printable(name)), str(self._own[name]), *[""] * 6, share)
                 continue
             heldout = f"{self._heldout[name]:.4f}" if name in self._heldout else ""
-            speed = ""
-            with suppress(ZeroDivisionError):
-                speed = f"{result.step_tokens / result.seconds:,.0f}"
+            seconds = max(result.seconds, 1e-9)
             table.add_row(
                 Text(printable(name)),
                 f"{result.step}/{result.total_steps}",
@@ -138,7 +149,8 @@ class Table:
                 f"{result.loss:.4f}",
                 heldout,
                 f"{result.tokens:,}",
-                speed,
+                f"{result.step_tokens / seconds:,.0f}",
+                f"{result.step_processed_tokens / seconds:,.0f}",
                 share,
             )
         return table

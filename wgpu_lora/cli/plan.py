@@ -36,7 +36,7 @@ def plan(
     budget = budget_bytes(session.device.info, args.budget())
     available = budget.bytes
     fits = available is None or memory.peak <= available
-    ways = [] if available is None or fits else ways_to_fit(available, args, job.replan)
+    ways = [] if available is None or fits else ways_to_fit(available, job.run.args, job.replan)
     buckets = sorted(session.steps)
     steps = {run.name: run.stream.total_steps() for run in job.runs}
     if as_json:

@@ -32,7 +32,12 @@ FREE_ON_RESUME = {
     "save_total_limit",
     "eval_data",
     "eval_steps",
+    "eval_on_start",
 }
+# What may also differ, by which a run is extended: how far it goes.
+PLAN = ("num_train_epochs", "max_steps", "target_seconds")
+# What batches are where nothing is said and the data are not small (train/batching.py).
+OUTPUT, ROWS_PER_BATCH, ACCUMULATION = "output", 2, 4
 # Headings under which the command line's help lists the options.
 FILES, ADAPTER, OPTIMISATION = "Model, data and device", "Adapter", "Optimisation"
 BATCHES, MEMORY, SAVING = "Length of the run and batches", "Memory", "Logging and saving"
@@ -50,10 +55,11 @@ class TrainingArguments:
     """Names and meanings are those of TRL, PEFT and transformers wherever they have them."""
 
     data: str | None = option(None, FILES, "JSONL file, or a folder with train.jsonl and perhaps valid.jsonl.")
-    output: str = option(
-        "output",
+    output: str | None = option(
+        None,
         FILES,
-        "Directory for the adapter, log, card and checkpoints.",
+        "Directory for the adapter, log, card and checkpoints; 'output' if not given, and with --adapters no other "
+        "than theirs.",
     )
     model: str | None = option(None, FILES, "Model directory, GGUF file, hub id, or 'demo'.")
     eval_data: str | None = option(
@@ -79,16 +85,25 @@ class TrainingArguments:
     warmup_ratio: float = option(0.03, OPTIMISATION, "Share of the steps over which the learning rate rises.")
     weight_decay: float = option(0.0, OPTIMISATION, "Decoupled weight decay of AdamW.")
     max_grad_norm: float = option(1.0, OPTIMISATION, "Clip the gradient's global norm to this; 0 does not clip.")
-    per_device_train_batch_size: int = option(
-        2, BATCHES, "Rows a batch; with packing, the batch holds this many times max-length tokens."
+    per_device_train_batch_size: int | None = option(
+        None,
+        BATCHES,
+        "Rows a batch; with packing, the batch holds this many times max-length tokens. 2 if not given, or what suits "
+        "small data.",
     )
-    gradient_accumulation_steps: int = option(4, BATCHES, "Batches an optimizer step.")
+    gradient_accumulation_steps: int | None = option(
+        None, BATCHES, "Batches an optimizer step; 4 if not given, or what suits small data."
+    )
     num_train_epochs: float = option(3.0, BATCHES, "Passes over the data.")
     max_steps: int = option(-1, BATCHES, "Optimizer steps, instead of epochs, if positive.")
     target_seconds: float | None = option(None, BATCHES, "Wall-clock seconds to train for, instead of epochs.")
     max_length: int = option(1024, BATCHES, "Tokens of a row at most.")
     on_overflow: str = option("truncate", BATCHES, "What happens to longer rows: truncate or drop.")
-    packing: bool = option(True, BATCHES, "Pack several rows into one batch; no row sees another.")
+    packing: bool | None = option(
+        None,
+        BATCHES,
+        "Pack several rows into one batch; no row sees another. If not given, on unless the data are small.",
+    )
     completion_only_loss: bool = option(True, BATCHES, "Train on answers only.")
     enable_thinking: bool | None = option(None, BATCHES, "Passed to the chat template.")
     shuffle: bool = option(True, BATCHES, "Draw a new order every epoch.")
@@ -102,10 +117,13 @@ class TrainingArguments:
         None, MEMORY, "Seconds to queue for device memory that others hold; without a number, as long as it takes."
     )
     seed: int = option(42, OPTIMISATION, "Of the initial adapter, the order and dropout.")
-    logging_steps: int = option(10, SAVING, "Steps between log lines.")
+    logging_steps: int | None = option(
+        None, SAVING, "Steps between log lines; if not given, 10, or 1 in a run of at most 100 steps."
+    )
     save_steps: int = option(200, SAVING, "Steps between checkpoints; 0 saves only at the end.")
     save_total_limit: int = option(3, SAVING, "Checkpoints kept.")
     eval_steps: int = option(0, SAVING, "Steps between held-out losses; 0 means after every epoch.")
+    eval_on_start: bool = option(True, SAVING, "Measure the held-out loss before the first step too.")
 
     def __post_init__(self) -> None:
         self._check_values()
@@ -119,7 +137,8 @@ class TrainingArguments:
             "num_train_epochs",
         )
         for name in positive:
-            self._require(0 < getattr(self, name) < math.inf, name, "must be greater than 0")
+            value = getattr(self, name)
+            self._require(value is None or 0 < value < math.inf, name, "must be greater than 0")
         for name in (
             "warmup_ratio",
             "weight_decay",
@@ -197,6 +216,17 @@ class TrainingArguments:
         power = " kmgt".index(found[2].lower() or " ")
         return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
+    @property
+    def directory(self) -> Path:
+        """Where the run writes."""
+        return Path(self.output or OUTPUT)
+
+    @property
+    def batching(self) -> tuple[bool, int, int]:
+        """Whether rows are packed, rows a batch, and batches a step."""
+        rows, batches = self.per_device_train_batch_size, self.gradient_accumulation_steps
+        return self.packing is not False, rows or ROWS_PER_BATCH, batches or ACCUMULATION
+
     def wait_seconds(self) -> float | None:
         """How long to queue for memory, None not to; 0 says as long as it takes."""
         return math.inf if self.wait == 0 else self.wait
@@ -231,18 +261,31 @@ def from_values(values: Mapping[str, Any], where: str, base: TrainingArguments |
 
 
 def gather(
-    given: Mapping[str, Any], recipe: str | None, where: str, demo: bool = True
+    given: Mapping[str, Any], recipe: str | None, where: str, demo: bool = True, beside: str | None = None
 ) -> tuple[TrainingArguments, Path | None]:
-    """The options that were given, over a recipe's; also the recipe's path.
+    """The options that were given, over a recipe's or those of a run that is resumed; also the recipe's path.
 
-    With `demo`, where neither a recipe nor data nor another model is named, it is the demo's recipe.
+    With `demo`, where neither a recipe nor data nor another model is named, it is the demo's recipe. `beside` is a
+    pipeline's first checkpoint directory, which finds the pipeline's record where no output is named.
     """
+    if given.get("resume"):
+        from wgpu_lora.train.resume import take_up
+
+        path = find_recipe(recipe) if recipe else None
+        values = {**(read_recipe(path) if path else {}), **given}
+        return take_up(values, Path(values.get("output") or beside or _last_output()), where), path
     if demo and recipe is None and not given.get("data") and given.get("model") in (None, "demo"):
         recipe = "demo"
     if recipe is None:
         return from_values(given, where), None
     path = find_recipe(recipe)
     return from_values(given, where, from_values(read_recipe(path), f"The recipe {path}")), path
+
+
+def _last_output() -> str:
+    """Where a run that nobody named is: the demo's or, where there is none, the directory that is taken by default."""
+    demo = read_recipe(find_recipe("demo"))["output"]
+    return demo if Path(demo).exists() else OUTPUT
 
 
 def find_recipe(name: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,29 @@ from wgpu_lora.formats.hub import hub_id
 PATHS = ("data", "eval_data", "output", "model", "init_adapter")
 
 MOMENTS = (("first", "before"), ("last", "after"), ("best", "at best"))
+USE = """With wgpu-lora, on any GPU:
+
+```sh
+wgpu-lora generate --model {base} --adapter {adapter} --prompt "..."
+```
+
+With [PEFT](https://github.com/huggingface/peft):
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+base = AutoModelForCausalLM.from_pretrained("{place}")
+model = PeftModel.from_pretrained(base, "{adapter}")
+tokenizer = AutoTokenizer.from_pretrained("{adapter}")
+```
+
+With [llama.cpp](https://github.com/ggml-org/llama.cpp), merged into the base:
+
+```sh
+wgpu-lora export gguf --model {base} --adapter {adapter} --quantize q4_k_m --output {adapter}.gguf
+llama-cli -m {adapter}.gguf
+```"""
 
 
 def write_card(directory: Path, facts: dict[str, Any]) -> None:
@@ -32,6 +56,10 @@ def card(facts: dict[str, Any]) -> str:
 Trained with wgpu-lora {environment["versions"]["wgpu-lora"]} on {device["name"]}
 ({device["backend"]}, {device["driver"]}).
 
+## Use
+
+{_use(stated, name, facts)}
+
 ## Data
 
 {table(_data(facts))}
@@ -39,7 +67,7 @@ Trained with wgpu-lora {environment["versions"]["wgpu-lora"]} on {device["name"]
 ## Result
 
 {table(_result(facts))}
-
+{_better(facts)}
 ## Options
 
 {table({name: _shown(name, value) for name, value in options.items() if value is not None})}
@@ -48,6 +76,26 @@ Trained with wgpu-lora {environment["versions"]["wgpu-lora"]} on {device["name"]
 
 {table(_digests(facts))}
 """
+
+
+def _use(stated: str, name: str, facts: dict[str, Any]) -> str:
+    """How others load it; a base that is a directory has only its name, which whoever has it completes."""
+    adapter = Path(str(facts["options"]["output"])).resolve().name
+    place = stated if hub_id(stated) else "wgpu_lora/demo/model" if stated == "demo" else f"path/to/{name}"
+    base = "demo" if stated == "demo" else place
+    return USE.format(base=shlex.quote(base), place=place, adapter=adapter)
+
+
+def _better(facts: dict[str, Any]) -> str:
+    """That best/ is better than the adapter itself, where it is."""
+    state = facts["state"]
+    best, last = state["best_eval_loss"], state["last_eval_loss"]
+    if best is None or last is None or best >= last:
+        return ""
+    return (
+        f"\n`best/` has the adapter after step {state['best_step']:,}, whose held-out loss is lower: {best:.4f}, by "
+        f"{last:.4f} after the last step.\n"
+    )
 
 
 def _data(facts: dict[str, Any]) -> dict[str, str]:

@@ -36,9 +36,10 @@ FILES = (WEIGHTS, CONFIG, OPTIMIZER, METADATA, STATE)
 STEPS, LAST, NEXT = "checkpoints", "last", ".next"  # where a run by itself and where a pipeline's slot keep theirs
 BEST, EPOCH = "best", "epoch-{}"
 NAME = re.compile(r"step-([0-9]{1,15})")
+EPOCH_NAME = re.compile(r"epoch-([0-9]{1,15})")
 # What a run, or a pipeline, writes by way of a hidden name beside it.
 WRITTEN = re.compile(
-    rf"{re.escape(WEIGHTS)}|{re.escape(CONFIG)}|README\.md|log\.jsonl|(run|state|pipeline)\.json"
+    rf"{re.escape(WEIGHTS)}|{re.escape(CONFIG)}|README\.md|log\.jsonl|(run|state|pipeline|member)\.json"
     rf"|{LAST}|\{NEXT}|{BEST}|epoch-[0-9]+"
 )
 
@@ -90,6 +91,12 @@ def remove_old(root: Path, keep: int) -> None:
         remove(old)
 
 
+def remove_old_epochs(run: Path, keep: int) -> None:
+    """Removes all of a run's epoch-N but the newest `keep`."""
+    for _, old in found(run, EPOCH_NAME)[:-keep]:
+        remove(old)
+
+
 def remove(directory: Path) -> None:
     """Renames before it deletes: a crash half way must not leave something that looks like a checkpoint."""
     hidden = directory.with_name(f".{directory.name}.old")
@@ -98,11 +105,11 @@ def remove(directory: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def found(root: Path) -> list[tuple[int, Path]]:
-    """Checkpoints by step, ascending. What a crash left half-written has another name."""
+def found(root: Path, name: re.Pattern[str] = NAME) -> list[tuple[int, Path]]:
+    """Checkpoints by step, or by what else their names count, ascending. What a crash left half-written has another."""
     if not root.is_dir():
         return []
-    return sorted((int(m[1]), p) for p in root.iterdir() if (m := NAME.fullmatch(p.name)) and p.is_dir())
+    return sorted((int(m[1]), p) for p in root.iterdir() if (m := name.fullmatch(p.name)) and p.is_dir())
 
 
 def newest(run: Path) -> Path | None:
@@ -154,10 +161,9 @@ def check(directory: Path) -> tuple[RunState, dict[str, Any]]:
     return read_state(directory)
 
 
-def read_options(directory: Path) -> dict[str, Any]:
-    """The options of the run that wrote a checkpoint which is whole."""
-    options = read_json(directory / METADATA).get("options")
-    return options if isinstance(options, dict) else {}
+def read_metadata(directory: Path) -> dict[str, Any]:
+    """What metadata.json says of a checkpoint that is whole: the run's options among others."""
+    return read_json(directory / METADATA)
 
 
 def restore(directory: Path, session: Session, slot: int) -> None:

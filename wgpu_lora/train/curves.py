@@ -34,7 +34,8 @@ def _draw(axes: Any, runs: Mapping[str, Path]) -> None:
     for number, (name, directory) in enumerate(runs.items()):
         log = read_log(directory / LOG) if (directory / LOG).is_file() else []
         colour, shown = f"C{number % 10}", printable(name)
-        axes.plot([entry["step"] for entry in log], [entry["loss"] for entry in log], color=colour, label=shown)
+        trained = [(entry["step"], entry["loss"]) for entry in log if "loss" in entry]
+        axes.plot(*zip(*trained, strict=True) if trained else ([], []), color=colour, label=shown)
         heldout = [(entry["step"], entry["eval_loss"]) for entry in log if "eval_loss" in entry]
         if heldout:
             steps, losses = zip(*heldout, strict=True)

@@ -14,10 +14,13 @@ from wgpu_lora.models.load import table_dtype
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.share import budget_bytes
-from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train import checkpoint
+from wgpu_lora.train.arguments import OUTPUT, TrainingArguments
+from wgpu_lora.train.batching import fitted
 from wgpu_lora.train.initial import adapter_of, spec_of
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.memory import check_adapters
+from wgpu_lora.train.resume import outlook, plan_of
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun, refuse_used
 from wgpu_lora.train.stream import DataStream, quarters
@@ -31,7 +34,7 @@ def with_demo_data(args: TrainingArguments) -> TrainingArguments:
         from wgpu_lora.demo import HELDOUT_FILE, TRAIN_FILE
 
         args = replace(args, data=str(TRAIN_FILE), eval_data=args.eval_data or str(HELDOUT_FILE))
-    return replace(args, model=args.model or "demo")
+    return replace(args, model=args.model or "demo", output=args.output or OUTPUT)
 
 
 def prepare_job(args: TrainingArguments, model: LoadedModel | None = None, *, planning: bool = False) -> Job:
@@ -46,7 +49,7 @@ def prepare_job(args: TrainingArguments, model: LoadedModel | None = None, *, pl
     """
     args = with_demo_data(args)
     if not (planning or args.resume):
-        refuse_used(Path(args.output))  # before the work of reading data, and again under the lock
+        refuse_used(args.directory)  # before the work of reading data, and again under the lock
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
     check_adapters([args], model.config, budget_bytes(model.device.info, args.budget()))
     run = read_run(args, model)
@@ -58,8 +61,10 @@ def prepare_job(args: TrainingArguments, model: LoadedModel | None = None, *, pl
     return Job(session_of(model, [run]), [run], replan)
 
 
-def read_run(args: TrainingArguments, model: LoadedModel, slot: int = 0, name: str = "") -> AdapterRun:
-    """One slot's run: its rows, its adapter and where it begins.
+def read_run(
+    args: TrainingArguments, model: LoadedModel, slot: int = 0, name: str = "", weight: float = 1.0
+) -> AdapterRun:
+    """One slot's run: its rows, its batches, its adapter and where it begins.
 
     Raises:
         UserError: the data or the adapter cannot be read, or do not fit the model.
@@ -69,11 +74,27 @@ def read_run(args: TrainingArguments, model: LoadedModel, slot: int = 0, name: s
     heldout_file = Path(args.eval_data) if args.eval_data else valid_file
     _check_length(args, model)
     args, adapter, initial = adapter_of(args, model.config)
-    stream = DataStream(_prepare(args, model, train_file), args)
+    prepared = _prepare(args, model, train_file)
+    args, note = fitted(args, prepared.lengths, weight)
+    stream = DataStream(prepared, args)
+    notes = [*([f"batches: {note}"] if note else []), *_standing(stream)]
     heldout = _prepare(args, model, heldout_file) if heldout_file else None
     spec = spec_of(adapter, initial)
     digests = model.checkpoint.digest(), model.config.digest()
-    return AdapterRun(slot, args, adapter, spec, initial, stream, heldout, *digests, name)
+    return AdapterRun(slot, args, adapter, spec, initial, stream, heldout, *digests, name, tuple(notes))
+
+
+def _standing(stream: DataStream) -> list[str]:
+    """Where a run that is resumed stands, and what it is about to do; nothing for one that begins."""
+    newest = checkpoint.newest(stream.args.directory) if stream.args.resume else None
+    if not newest:
+        return []
+    state, identity = checkpoint.check(newest)
+    try:
+        planned = plan_of(identity["options"], stream.args)
+    except ValueError as error:
+        raise checkpoint.refuse(newest, str(error)) from None
+    return [f"resumed: {outlook(state, planned, stream)}"]
 
 
 def with_options(run: AdapterRun, changes: Mapping[str, Any]) -> AdapterRun:

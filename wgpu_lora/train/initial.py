@@ -29,7 +29,7 @@ def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingAr
         UserError: the adapter does not fit the model, or an option contradicts it.
     """
     shapes = config.linear_shapes()
-    resumed = checkpoint.newest(Path(args.output)) if args.resume else None
+    resumed = checkpoint.newest(args.directory) if args.resume else None
     if resumed:
         checkpoint.check(resumed)
     elif args.init_adapter:

@@ -103,7 +103,7 @@ def _way(options: str, peak: int | None) -> Way | None:
 
 def _largest_batch(args: TrainingArguments, fitting: Fitting, before: str, changes: Mapping[str, Any]) -> Way | None:
     """The most rows a batch that fit, fewer than now, after other options; None where not even one does."""
-    found, fits, too_many = None, 0, args.per_device_train_batch_size
+    found, fits, (_, too_many, _) = None, 0, args.batching
     middle = 1
     while too_many - fits > 1:
         peak = fitting({**changes, "per_device_train_batch_size": middle})

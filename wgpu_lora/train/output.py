@@ -17,7 +17,7 @@ from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.state import is_number
 
 LOG, RUN = "log.jsonl", "run.json"
-NEEDED = {"step", "epoch", "loss"}  # of a line
+NEEDED = {"step", "epoch"}  # of a line, and a loss or, before the first step, a held-out loss
 PACKAGES = ("wgpu-lora", "wgpu", "numpy", "safetensors", "tokenizers", "jinja2")
 
 
@@ -27,9 +27,9 @@ class Log:
     damaged: lines that were no lines of a log, and were dropped too.
     """
 
-    def __init__(self, path: Path, resume_step: int = 0):
+    def __init__(self, path: Path, resume_step: int | None = None):
         self.path, self.damaged = path, 0
-        if resume_step and path.is_file():
+        if resume_step is not None and path.is_file():
             lines = _lines(path)
             self.damaged = sum(entry is None for _, entry in lines[:-1])  # the last one may be what a crash cut short
             kept = [line + b"\n" for line, entry in lines if entry and entry["step"] <= resume_step]
@@ -57,7 +57,9 @@ def _entry(line: bytes) -> dict[str, Any] | None:
         entry = parse_object(line, "the line")
     except UserError:
         return None
-    whole = set(entry) >= NEEDED and type(entry["step"]) is int and all(map(is_number, entry.values()))
+    kinds = set(entry)
+    whole = kinds >= NEEDED and kinds & {"loss", "eval_loss"} and type(entry["step"]) is int
+    whole = whole and ("loss" in kinds or entry["step"] == 0) and all(map(is_number, entry.values()))
     return entry if whole else None
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,19 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.share import Notice, budget_bytes
-from wgpu_lora.train.arguments import FREE_ON_RESUME, TrainingArguments, from_values
+from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments, gather
 from wgpu_lora.train.checkpoint import sweep_run
 from wgpu_lora.train.finetune import declared_as, read_run, session_of, with_options
 from wgpu_lora.train.job import Job, locked
 from wgpu_lora.train.memory import check_adapters
+from wgpu_lora.train.pipeline_state import MEMBER, PIPELINE, PipelineState, home_of, read_pipeline_state
 from wgpu_lora.train.policy import POLICIES, make_policy
-from wgpu_lora.train.record import PIPELINE, PipelineRecord, PipelineState, read_pipeline_state, recover, write_pipeline
+from wgpu_lora.train.record import PipelineRecord, recover, write_pipeline
 from wgpu_lora.train.session import MemoryPlan
 from wgpu_lora.train.slot import AdapterRun, refuse_used
 from wgpu_lora.train.state import STATE
-from wgpu_lora.train.tasks import AdapterTask, check_apart, named_apart, task_of
-from wgpu_lora.train.trainer import Callback, Trainer
+from wgpu_lora.train.tasks import AdapterTask, check_apart, named_apart, request_of, task_of
+from wgpu_lora.train.trainer import FINISHED, Callback, Trainer
 
 SCHEDULES = tuple(POLICIES)
 BATCH_TOKENS = 1024  # of a shared batch, where one adapter's own is not larger: enough for a GPU's tiles
@@ -31,24 +33,27 @@ BATCH_TOKENS = 1024  # of a shared batch, where one adapter's own is not larger:
 
 @dataclass
 class PipelineJob(Job):
-    """The runs of all adapters, in slots 0, 1, ..."""
+    """The runs of all adapters, in slots 0, 1, ...
 
-    output: Path
+    home: where the pipeline's own record is.
+    """
+
+    home: Path
     schedule: str
     batch_tokens: int
     options: dict[str, Any]
     state: PipelineState
 
     def directories(self) -> list[Path]:
-        return [*super().directories(), self.output]
+        return apart([*super().directories(), self.home])
 
     def finish(self, callback: Callback) -> dict[str, Any]:
         policy = make_policy(self.schedule, self.state.policy or None)
-        record = PipelineRecord(self.output, self.run.args.save_steps, self.state)
+        record = PipelineRecord(self.home, self.run.args.save_steps, self.state)
         trainer = Trainer(self.session, self.runs, callback, policy, record, self.state.step)
         trainer.end(self.state.ended)
         trainer.train()
-        return write_pipeline(self.output, self.runs, trainer, self.options)
+        return write_pipeline(self.home, self.runs, trainer, self.options)
 
 
 def prepare_pipeline(
@@ -63,7 +68,8 @@ def prepare_pipeline(
     """Reads every adapter's data and the model's files and records the programs. Allocates nothing on the device.
 
     Args:
-        args: options of all adapters, where a task has none of its own; `output` is the pipeline's own directory.
+        args: options of all adapters, where a task has none of its own; `output` is where the pipeline's own record
+            goes, by default the first adapter's checkpoint directory.
         schedule: one of SCHEDULES.
         batch_tokens: the most tokens of a batch that adapters share; by default what all of one step need, but no more
             than BATCH_TOKENS or the largest batch of one adapter.
@@ -74,20 +80,20 @@ def prepare_pipeline(
     """
     tasks = named_apart(tasks)
     _check(args, tasks, schedule, batch_tokens)
-    output = Path(args.output)
+    home = _home(args, tasks)
     per_task = [task.arguments(args) for task in tasks]
     state = PipelineState()
     if args.resume:
-        state = _recovered(output, tasks)
+        state = _recovered(home, tasks)
     elif not planning:
-        for directory in (output, *(Path(task.checkpoint) for task in tasks)):
+        for directory in apart([home, *(Path(task.checkpoint) for task in tasks)]):
             _refuse_used(directory)
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
     check_adapters(per_task, model.config, budget_bytes(model.device.info, args.budget()))
     # Without a checkpoint yet, an adapter of a resumed pipeline begins.
     starts = [task.name in state.steps for task in tasks]
     runs = [
-        read_run(TrainingArguments(**{**one.as_dict(), "resume": resumed}), model, slot, task.name)
+        read_run(replace(one, resume=resumed), model, slot, task.name, task.weight)
         for slot, (task, one, resumed) in enumerate(zip(tasks, per_task, starts, strict=True))
     ]
     if schedule == "priority-val-loss":
@@ -101,14 +107,19 @@ def prepare_pipeline(
     identity = _identity(args, schedule, tokens, tasks)
     if args.resume and state.identity != identity:
         raise UserError(
-            f"--resume needs the adapters, the schedule and the options that the pipeline in {output} began with: "
+            f"--resume needs the adapters, the schedule and the options that the pipeline in {home} began with: "
             f"{_difference(state.identity, identity)}."
         )
+    for run in runs:  # one that had finished goes on where it is to go further now
+        if state.ended.get(run.name) in FINISHED and state.steps[run.name] < run.stream.total_steps():
+            del state.ended[run.name]
     try:
         make_policy(schedule, state.policy)
     except ValueError as error:
-        raise UserError(f"The pipeline's state {output / STATE} is not what was written ({error}).") from None
+        raise UserError(f"The pipeline's state {home / STATE} is not what was written ({error}).") from None
     state.identity = identity
+    said = {"options": args.as_dict(), "schedule": schedule, "batch_tokens": tokens, "directory": os.getcwd()}
+    state.request = {**said, "adapters": request_of(tasks, home)}
 
     def replan(changes: Mapping[str, Any]) -> int:
         others = [with_options(run, changes) for run in runs]
@@ -116,7 +127,19 @@ def prepare_pipeline(
         return session_of(declared_as(model, others[0].args.base_dtype), others, most).memory().peak
 
     options = {**args.as_dict(), "schedule": schedule, "batch_tokens": tokens}
-    return PipelineJob(session_of(model, runs, tokens), runs, replan, output, schedule, tokens, options, state)
+    return PipelineJob(session_of(model, runs, tokens), runs, replan, home, schedule, tokens, options, state)
+
+
+def _home(args: TrainingArguments, tasks: Sequence[AdapterTask]) -> Path:
+    """Where the pipeline's record is, or is to be."""
+    first = Path(tasks[0].checkpoint)
+    named = args.directory if args.output else first
+    return (home_of(named) or named) if args.resume else named
+
+
+def apart(directories: Sequence[Path]) -> list[Path]:
+    """The directories, each once."""
+    return list({directory.resolve(): directory for directory in directories}.values())
 
 
 def _check(args: TrainingArguments, tasks: Sequence[AdapterTask], schedule: str, batch_tokens: int | None) -> None:
@@ -130,7 +153,7 @@ def _check(args: TrainingArguments, tasks: Sequence[AdapterTask], schedule: str,
         raise UserError("--target-seconds is for one adapter: give --max-steps, or --num-train-epochs.")
     if args.data is not None:
         raise UserError("--data and --adapters contradict each other: every adapter names its own data.")
-    check_apart(tasks, args.output)
+    check_apart(tasks)
 
 
 def _batch_tokens(runs: Sequence[AdapterRun], schedule: str, given: int | None) -> int:
@@ -146,7 +169,7 @@ def _batch_tokens(runs: Sequence[AdapterRun], schedule: str, given: int | None) 
 
 def _identity(args: TrainingArguments, schedule: str, tokens: int, tasks: Sequence[AdapterTask]) -> dict[str, Any]:
     """What a resumed pipeline must share; every adapter's own options are compared with its checkpoint's."""
-    options = {name: value for name, value in args.as_dict().items() if name not in FREE_ON_RESUME}
+    options = {k: v for k, v in args.as_dict().items() if k not in FREE_ON_RESUME and k not in PLAN}
     adapters = [{"name": task.name, "weight": task.weight, "objective": task.objective} for task in tasks]
     return {"schedule": schedule, "batch_tokens": tokens, "adapters": adapters, "options": options}
 
@@ -158,25 +181,24 @@ def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:
     return f"{name} was {flat_before.get(name)!r}, not {flat_now.get(name)!r}"
 
 
-def _recovered(output: Path, tasks: Sequence[AdapterTask]) -> PipelineState:
-    state = read_pipeline_state(output)
+def _recovered(home: Path, tasks: Sequence[AdapterTask]) -> PipelineState:
+    state = read_pipeline_state(home)
     directories = {task.name: Path(task.checkpoint) for task in tasks}
     missing = [name for name in state.steps if name not in directories]
     if missing:
-        raise UserError(f"--resume: the pipeline in {output} has an adapter '{missing[0]}' too: name it again.")
+        raise UserError(f"--resume: the pipeline in {home} has an adapter '{missing[0]}' too: name it again.")
     with ExitStack() as stack:
-        for directory in (*(directories[name] for name in state.steps), output):
+        for directory in apart([*(directories[name] for name in state.steps), home]):
             stack.enter_context(locked(directory))
-        sweep_run(output)
+        sweep_run(home)
         recover(state, directories)
     return state
 
 
 def _refuse_used(directory: Path) -> None:
-    if (directory / PIPELINE).exists() or (directory / STATE).exists():
+    if any((directory / name).exists() for name in (PIPELINE, STATE, MEMBER)):
         raise UserError(
-            f"The output directory {directory} already holds a pipeline: choose another --output, or continue it with "
-            "--resume."
+            f"The directory {directory} already belongs to a pipeline: choose another, or continue it with --resume."
         )
     refuse_used(directory)
 
@@ -222,7 +244,8 @@ class MultiAdapterPipeline:
             given |= {"model": opened.name, "base_dtype": opened.decoder.base_dtype}
         elif model is not None:
             given["model"] = str(model)
-        args = from_values(given, "MultiAdapterPipeline()")
+        first = tasks[0].checkpoint if tasks else None
+        args, _ = gather(given, None, "MultiAdapterPipeline()", demo=False, beside=first)
         self.job = prepare_pipeline(args, tasks, schedule, batch_tokens, opened)
 
     def memory(self) -> MemoryPlan:

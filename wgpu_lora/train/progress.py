@@ -21,7 +21,8 @@ CALIBRATION_STEPS = 3  # timed after one that pays for compilation
 class StepResult:
     """What a callback sees of a slot's step.
 
-    adapter: its name in a pipeline, "" for a run by itself. tokens: trained so far; step_tokens: in this step.
+    adapter: its name in a pipeline, "" for a run by itself. tokens: trained so far; step_tokens: in this step;
+    step_processed_tokens: that went through the model in this step, prompts included.
     seconds: of the step alone, held-out loss excluded; where slots share a step, this one's part of it by tokens.
     """
 
@@ -37,6 +38,7 @@ class StepResult:
     adapter: str = ""
     slot: int = 0
     step_tokens: int = 0
+    step_processed_tokens: int = 0
 
 
 @dataclass
@@ -66,6 +68,7 @@ class Progress:
             # Until the budget is fixed, the number of steps says nothing.
             used = state.calibrated and state.step >= state.total_steps
             spent = state.seconds + state.heldout_seconds >= args.target_seconds  # the last held-out loss takes as long
+            spent = spent and state.step > 0
             return "target seconds" if used or spent else None
         return "epochs" if state.step >= state.total_steps else None
 
@@ -94,19 +97,22 @@ class Progress:
     def advance(self, report: StepReport, update: SlotUpdate, seconds: float) -> None:
         """Counts the step that was taken; `logged` follows."""
         state, step, tokens = self.run.state, self.step, self.trained_tokens
+        processed = self.run.stream.processed_tokens(step)
         loss = report.loss_sum / tokens
         state.step += 1
         state.epoch, state.index = (step.epoch + 1, 0) if step.last_of_epoch else (step.epoch, step.index + 1)
         state.tokens += tokens
+        state.processed_tokens += processed
         state.seconds += seconds
         state.pending_tokens += tokens
+        state.pending_processed_tokens += processed
         state.pending_seconds += seconds  # tokens/s are of training alone
         state.pending.append(loss)
         state.last_loss = loss
         self._calibrate(seconds)
         self._epoch = round(step.epoch + (step.index + 1) / len(self.run.stream.epoch(step.epoch)), 4)
         self._line = {"loss": loss, "learning_rate": update.learning_rate, "grad_norm": report.grad_norm}
-        self._seconds, self._tokens = seconds, tokens
+        self._seconds, self._tokens, self._processed = seconds, tokens, processed
         self.step = next(self._steps)
 
     @property
@@ -121,6 +127,15 @@ class Progress:
         # With a time to keep to, what a held-out loss takes has to be known.
         timing = state.calibrated and self.run.args.target_seconds and not state.heldout_seconds and self.run.heldout
         return last or bool(timing) or (state.step % every == 0 if every else self.epoch_done is not None)
+
+    def measure_start(self) -> None:
+        """The held-out loss before the first step, which has a line of the log to itself."""
+        begin = time.perf_counter()
+        loss = self.run.measure_heldout(self.session)
+        state = self.run.state
+        state.seconds += time.perf_counter() - begin
+        if loss is not None:
+            self.run.log.write({"step": 0, "epoch": 0.0, "eval_loss": loss, "seconds": round(state.seconds, 4)})
 
     def measure_heldout(self) -> None:
         begin = time.perf_counter()
@@ -159,8 +174,7 @@ class Progress:
         """What the step came to; writes a line of the log where one is due."""
         run, state, line = self.run, self.run.state, self._line
         self._last_line = line
-        last = state.step >= state.total_steps
-        if state.step % run.args.logging_steps == 0 or last or "eval_loss" in line:
+        if run.logs(state.step, "eval_loss" in line):
             self._write(line)
         return StepResult(
             state.step,
@@ -175,6 +189,7 @@ class Progress:
             run.name,
             run.slot,
             self._tokens,
+            self._processed,
         )
 
     def write_pending(self) -> None:
@@ -200,7 +215,9 @@ class Progress:
             "loss": statistics.fmean(state.pending),  # since the last line
             "tokens": state.tokens,
             "tokens_per_second": round(state.pending_tokens / max(state.pending_seconds, 1e-9), 2),
+            "processed_tokens": state.processed_tokens,
+            "processed_tokens_per_second": round(state.pending_processed_tokens / max(state.pending_seconds, 1e-9), 2),
             "seconds": round(state.seconds, 4),
         }
         self.run.log.write(entry)
-        state.pending, state.pending_tokens, state.pending_seconds = [], 0, 0.0
+        state.pending, state.pending_tokens, state.pending_processed_tokens, state.pending_seconds = [], 0, 0, 0.0

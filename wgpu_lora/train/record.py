@@ -1,4 +1,4 @@
-"""What a pipeline leaves in --output: state.json to resume from, pipeline.json and the loss curves.
+"""What a pipeline leaves in its home: state.json to resume from, pipeline.json and the loss curves.
 
 Slots' checkpoints and the pipeline's state must agree, though a crash may fall between any two writes. So every slot
 first writes `.next`; then state.json, replaced atomically, says which steps count; then each `.next` becomes `last`.
@@ -7,71 +7,22 @@ first writes `.next`; then state.json, replaced atomically, says which steps cou
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.atomic import replace_directory, write_bytes_atomic
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train import checkpoint, output
 from wgpu_lora.train.checkpoint import LAST, NEXT
+from wgpu_lora.train.pipeline_state import PIPELINE, PipelineState, link_members, write_pipeline_state
 from wgpu_lora.train.policy import policy_state
 from wgpu_lora.train.slot import AdapterRun
-from wgpu_lora.train.state import STATE, is_count, read_state
-from wgpu_lora.train.trainer import Trainer
-
-PIPELINE = "pipeline.json"
-
-
-@dataclass
-class PipelineState:
-    """Where a pipeline stood: steps of the whole, what its policy remembers, and by name each adapter's own steps and
-    why it ended, if it did for good."""
-
-    identity: dict[str, Any] = field(default_factory=dict)
-    step: int = 0
-    policy: dict[str, Any] = field(default_factory=dict)
-    steps: dict[str, int] = field(default_factory=dict)
-    ended: dict[str, str] = field(default_factory=dict)
-
-
-def write_pipeline_state(directory: Path, state: PipelineState) -> None:
-    """Replaces the state, with the SHA-256 of what it says."""
-    said = vars(state)
-    write_bytes_atomic(directory / STATE, (to_json({"sha256": _digest(said), "state": said}, indent=1) + "\n").encode())
-
-
-def read_pipeline_state(directory: Path) -> PipelineState:
-    """Raises UserError where there is none, or it is damaged."""
-    path = directory / STATE
-    if not path.is_file():
-        raise UserError(f"There is no pipeline in {directory} to resume: start without --resume.")
-    advice = "start again elsewhere; every adapter's own checkpoint can be given to --init-adapter"
-    try:
-        found = read_json(path)
-    except UserError as error:
-        raise UserError(f"The pipeline's state is damaged ({str(error).partition(':')[0]}): {advice}.") from None
-    said = found.get("state")
-    if not isinstance(said, dict) or found.get("sha256") != _digest(said) or not _is_state(said):
-        raise UserError(f"The pipeline's state {path} is not what was written: {advice}.")
-    return PipelineState(**said)
-
-
-def _digest(said: Mapping[str, Any]) -> str:
-    return hashlib.sha256(to_json(said).encode()).hexdigest()
-
-
-def _is_state(said: Mapping[str, Any]) -> bool:
-    if set(said) != {f.name for f in fields(PipelineState)} or not is_count(said["step"]):
-        return False
-    if not all(isinstance(said[name], dict) for name in ("identity", "policy", "steps", "ended")):
-        return False
-    return all(map(is_count, said["steps"].values())) and all(isinstance(why, str) for why in said["ended"].values())
+from wgpu_lora.train.state import read_state
+from wgpu_lora.train.trainer import RESUMABLE, Trainer
 
 
 def recover(state: PipelineState, directories: Mapping[str, Path]) -> None:
@@ -105,18 +56,18 @@ class PipelineRecord:
         return bool(self.save_steps) and trainer.step % self.save_steps == 0
 
     def save(self, trainer: Trainer) -> None:
-        for_good = {p.run.name: p.ended for p in trainer.all if p.ended and p.ended != "interrupt"}
-        state = PipelineState(
-            self.state.identity,
-            trainer.step,
-            policy_state(trainer.policy),
-            {run.name: run.state.step for run in trainer.runs},
-            for_good,
+        state = replace(
+            self.state,
+            step=trainer.step,
+            policy=policy_state(trainer.policy),
+            steps={run.name: run.state.step for run in trainer.runs},
+            ended={p.run.name: p.ended for p in trainer.all if p.ended and p.ended not in RESUMABLE},
         )
         moved = [run for run in trainer.runs if self.state.steps.get(run.name) != run.state.step]
         for run in moved:
             run.write_checkpoint(trainer.session, run.directory / NEXT)
         write_pipeline_state(self.directory, state)
+        link_members(self.directory, (run.directory for run in trainer.runs))
         for run in moved:
             replace_directory(run.directory / NEXT, run.directory / LAST)
         self.state = state
@@ -144,6 +95,7 @@ def write_pipeline(
                 "tokens": state.tokens,
                 "seconds": state.seconds,
                 "losses": {"train": state.last_loss, "held_out": state.last_eval_loss, "best": state.best_eval_loss},
+                "state": {name: value for name, value in facts["state"].items() if name not in ("tiles", "pending")},
                 "trainable_parameters": facts["trainable_parameters"],
                 "adapter_sha256": facts["adapter_sha256"],
             }

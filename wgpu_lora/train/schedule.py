@@ -1,4 +1,4 @@
-"""Learning rates, step by step, as transformers has them."""
+"""Learning rates, step by step: transformers' schedules, but for a first step that is never at rate 0."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import math
 
 
 def learning_rate(kind: str, peak: float, step: int, total: int, warmup: int) -> float:
-    """The rate of the 0-based `step` of `total`, rising linearly over the first `warmup`.
+    """The rate of the 0-based `step` of `total`, rising linearly over the first `warmup` to reach its peak after them.
 
-    cosine falls to 0 along half a cosine, linear along a line; `constant` does not even rise.
+    cosine falls to 0 along half a cosine, linear along a line; `constant` does not even rise. transformers' first step
+    has the rate 0 and trains nothing: these are its schedules of `warmup` + 1 and `total` + 1 steps without that one.
     """
     if kind == "constant":
         return peak
     if step < warmup:
-        return peak * step / max(1, warmup)
+        return peak * (step + 1) / (warmup + 1)
     if kind == "constant_with_warmup":
         return peak
     progress = (step - warmup) / max(1, total - warmup)
@@ -22,5 +23,6 @@ def learning_rate(kind: str, peak: float, step: int, total: int, warmup: int) ->
     return peak * max(0.0, 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def warmup_steps(total: int, ratio: float) -> int:
-    return math.ceil(total * ratio)
+def warmup_steps(total: int, ratio: float, steps: int = 0) -> int:
+    """Steps of warm-up: `steps`, or else `ratio` of all, but never all of them."""
+    return min(steps or math.ceil(total * ratio), max(0, total - 1))

@@ -16,17 +16,18 @@ from wgpu_lora.formats.atomic import file_digest
 from wgpu_lora.formats.peft import AdapterConfig, read_adapter, write_adapter
 from wgpu_lora.models.lora import Matrices, SlotSpec
 from wgpu_lora.train import checkpoint, output
-from wgpu_lora.train.arguments import FREE_ON_RESUME, TrainingArguments
+from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments
 from wgpu_lora.train.card import write_card
 from wgpu_lora.train.checkpoint import BEST, EPOCH, adapter_tensors
 from wgpu_lora.train.initial import SeededMatrices
 from wgpu_lora.train.output import Log
+from wgpu_lora.train.resume import UNTIMED_STEPS, differs, extended, nothing_in, plan_of
 from wgpu_lora.train.schedule import learning_rate, warmup_steps
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.state import RunState
 from wgpu_lora.train.stream import DataStream
 
-UNTIMED_STEPS = 100  # what a timed run's schedule assumes until its steps have been timed
+LOGGING_STEPS, SHORT = 10, 100  # a run of no more steps than SHORT logs every one
 
 
 @dataclass
@@ -34,6 +35,7 @@ class AdapterRun:
     """Slot `slot` of a session. A fine-tune by itself is a pipeline of one.
 
     name: what a pipeline calls it; "" by itself, and then checkpoints are kept by step, not by epoch.
+    notes: what was chosen for it, and how it goes on, for a person.
     """
 
     slot: int
@@ -46,6 +48,7 @@ class AdapterRun:
     base_digest: str
     config_digest: str
     name: str = ""
+    notes: tuple[str, ...] = ()
     state: RunState = field(default_factory=RunState)
     resumed_from: Path | None = None
     weights_sha256: str | None = None  # of the base, once it is loaded
@@ -53,10 +56,15 @@ class AdapterRun:
 
     @property
     def directory(self) -> Path:
-        return Path(self.args.output)
+        return self.args.directory
+
+    def logs(self, step: int, heldout: bool) -> bool:
+        """Whether a step has a line in the log: one of the last, and of a held-out loss, always has."""
+        every = self.args.logging_steps or (1 if self.state.total_steps <= SHORT else LOGGING_STEPS)
+        return heldout or step % every == 0 or step >= self.state.total_steps
 
     def identity(self) -> dict[str, Any]:
-        """What a resumed run must share with the one it continues."""
+        """What a resumed run must share with the one it continues, and how far it was to go."""
         options = {k: v for k, v in self.args.as_dict().items() if k not in FREE_ON_RESUME and k != "init_adapter"}
         base = {"base": self.base_digest, "config": self.config_digest, "weights": self.weights_sha256}
         return {"options": options, "data": self.stream.rows_digest(), **base}
@@ -85,15 +93,12 @@ class AdapterRun:
     def _find_checkpoint(self) -> None:
         self.resumed_from = checkpoint.newest(self.directory)
         if self.resumed_from is None:
-            raise UserError(f"There is no checkpoint in {self.directory} to resume from: start without --resume.")
+            raise nothing_in(self.directory)
         self.state, before = checkpoint.check(self.resumed_from)
         now = self.identity()
         for name, value in now["options"].items():
-            if name in before["options"] and before["options"][name] != value:
-                raise UserError(
-                    f"--resume needs the options of the run it continues: {name} was {before['options'][name]!r}, "
-                    f"not {value!r}."
-                )
+            if name not in PLAN and name in before["options"] and before["options"][name] != value:
+                raise differs(name, before["options"][name], value)
         model = self.args.model
         named = {
             "data": f"The rows of {self.stream.prepared.path}",
@@ -106,22 +111,30 @@ class AdapterRun:
                     f"{what} changed after the run in {self.directory} had begun, and --resume needs it as it was: "
                     "restore it, or start a new run."
                 )
-        self._check_position()
+        self._go_on(before["options"])
         self._began_with = before["weights"]
         checkpoint.remove_old(self.directory / checkpoint.STEPS, self.args.save_total_limit)
 
-    def _check_position(self) -> None:
-        """Raises UserError where the resumed state is not one that these data lead to."""
+    def _go_on(self, options: dict[str, Any]) -> None:
+        """As far as the options say; raises UserError where the resumed state is not one that these data lead to."""
         state, stream = self.state, self.stream
         assert self.resumed_from
-        total = state.total_steps if self.args.target_seconds else stream.total_steps()
+        try:
+            planned = plan_of(options, self.args)
+        except ValueError as error:
+            raise checkpoint.refuse(self.resumed_from, str(error)) from None
+        before = DataStream(stream.prepared, planned)
+        total = state.total_steps if planned.target_seconds else before.total_steps()
         if state.total_steps != total:
             wrong = f"{checkpoint.STATE} says {state.total_steps} steps in all, but there are {total}"
-        elif state.step > total and not self.args.target_seconds:
+        elif state.step > total and not planned.target_seconds:
             wrong = f"{checkpoint.STATE} says step {state.step} of {total}"
         elif stream.position(state.step) != (state.epoch, state.index) or len(state.pending) > state.step:
             wrong = f"{checkpoint.STATE} says step {state.step}, epoch {state.epoch} and index {state.index}"
         else:
+            total = extended(state, planned, stream)
+            state.calibrated = state.calibrated and self.args.target_seconds == planned.target_seconds
+            state.total_steps = total
             return
         raise checkpoint.refuse(self.resumed_from, wrong)
 
@@ -144,7 +157,7 @@ class AdapterRun:
             self.state.total_steps = self.stream.total_steps()
             if self.args.target_seconds:
                 self.state.total_steps = max(self.state.total_steps, UNTIMED_STEPS)
-        self.log = Log(self.directory / output.LOG, self.state.step)
+        self.log = Log(self.directory / output.LOG, self.state.step if self.resumed_from else None)
 
     def place_initial(self, session: Session) -> None:
         session.adapters.write(session.device, self.slot, self.initial)
@@ -153,7 +166,7 @@ class AdapterRun:
         """Puts what the run began with on the device, also where it was resumed; its moments become zero."""
         initial = self.initial
         if self.resumed_from:
-            began = checkpoint.read_options(self.resumed_from).get("init_adapter")
+            began = (checkpoint.read_metadata(self.resumed_from).get("options") or {}).get("init_adapter")
             initial = read_adapter(began)[1] if began else SeededMatrices(self.args, session.model.config)
         session.adapters.write(session.device, self.slot, initial)
         zero = {key: (np.zeros_like(a), np.zeros_like(b)) for key, (a, b) in initial.items()}
@@ -164,9 +177,12 @@ class AdapterRun:
 
     def rate(self) -> float:
         """The learning rate of the step that is about to be taken."""
-        total = self.state.total_steps
-        warmup = warmup_steps(total, self.args.warmup_ratio)
-        return learning_rate(self.args.lr_scheduler_type, self.args.learning_rate, self.state.step, total, warmup)
+        args, total = self.args, self.state.total_steps
+        return learning_rate(args.lr_scheduler_type, args.learning_rate, self.state.step, total, self.warmup(total))
+
+    def warmup(self, total: int) -> int:
+        """Steps of `total` over which the rate rises."""
+        return 0 if self.args.lr_scheduler_type == "constant" else warmup_steps(total, self.args.warmup_ratio)
 
     def save(self, session: Session) -> None:
         """Keeps a checkpoint of this step, and the newest --save-total-limit of those before."""
@@ -175,6 +191,11 @@ class AdapterRun:
         if not final.is_dir():  # else saved, or resumed from, at this very step
             self.write_checkpoint(session, final)
         checkpoint.remove_old(steps, self.args.save_total_limit)
+
+    def save_epoch(self, session: Session, number: int) -> None:
+        """Keeps what a pipeline's adapter is after an epoch, and the newest --save-total-limit of those."""
+        self.write_checkpoint(session, self.directory / EPOCH.format(number))
+        checkpoint.remove_old_epochs(self.directory, self.args.save_total_limit)
 
     def write_checkpoint(self, session: Session, final: Path) -> None:
         facts = {"identity": self.identity(), "metadata": self._metadata()}
@@ -191,6 +212,7 @@ class AdapterRun:
             "tokens": state.tokens,
             "losses": {"train": state.last_loss, "held_out": state.last_eval_loss, "best": state.best_eval_loss},
             "options": self.args.as_dict(),
+            "directory": os.getcwd(),  # that relative paths among them are of
             "digests": {
                 "rows": self.stream.rows_digest(),
                 "data": self.stream.prepared.digest,
@@ -214,7 +236,10 @@ class AdapterRun:
             self.state, place = max(sound, key=lambda found: found[0].step)
             checkpoint.restore(place, session, self.slot)
         else:
-            self.state = RunState(total_steps=self.state.total_steps, tiles=self.state.tiles)
+            first = self.state.first_eval_loss
+            self.state = RunState(
+                total_steps=self.state.total_steps, tiles=self.state.tiles, first_eval_loss=first, last_eval_loss=first
+            )
             self._place_first(session)
         for state, place in kept:
             if state.step > self.state.step and place.name != checkpoint.LAST:  # which the pipeline replaces
@@ -236,10 +261,10 @@ class AdapterRun:
             return None
         state = self.state
         state.last_eval_loss = loss
-        if state.first_eval_loss is None:
+        if not state.step:
             state.first_eval_loss = loss
-        if state.step and (state.best_eval_loss is None or loss < state.best_eval_loss):
-            state.best_eval_loss = loss
+        elif state.best_eval_loss is None or loss < state.best_eval_loss:
+            state.best_eval_loss, state.best_step = loss, state.step
             self.write_checkpoint(session, self.directory / BEST)
         return loss
 

@@ -23,17 +23,20 @@ class RunState:
     epoch: int = 0
     index: int = 0  # the next step within the epoch
     total_steps: int = 0
-    tokens: int = 0
+    tokens: int = 0  # learnt
+    processed_tokens: int = 0  # that went through the model, prompts included
     seconds: float = 0.0
     calibrated: bool = False
     heldout_seconds: float = 0.0  # of one held-out loss, where there is a time to keep to
-    first_eval_loss: float | None = None
+    first_eval_loss: float | None = None  # before the first step
     best_eval_loss: float | None = None
+    best_step: int = 0
     last_loss: float | None = None
     last_eval_loss: float | None = None
     tiles: Choices = field(default_factory=dict)  # another tiling rounds differently, so a resumed run keeps its own
     pending: list[float] = field(default_factory=list)  # losses of the steps since the last log line
     pending_tokens: int = 0
+    pending_processed_tokens: int = 0
     pending_seconds: float = 0.0
 
 
@@ -93,7 +96,8 @@ def _is_identity(value: Any) -> bool:
 
 
 _RULES: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("step", "epoch", "index", "total_steps", "tokens", "pending_tokens"), is_count),
+    **dict.fromkeys(("step", "epoch", "index", "total_steps", "best_step"), is_count),
+    **dict.fromkeys(("tokens", "processed_tokens", "pending_tokens", "pending_processed_tokens"), is_count),
     **dict.fromkeys(("seconds", "heldout_seconds", "pending_seconds"), _is_seconds),
     **dict.fromkeys(("first_eval_loss", "best_eval_loss", "last_loss", "last_eval_loss"), _is_loss),
     "calibrated": lambda value: isinstance(value, bool),

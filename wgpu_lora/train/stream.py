@@ -36,15 +36,15 @@ class DataStream:
         """The optimizer steps of an epoch; the last may have fewer micro-batches."""
         if number not in self._epochs:
             args = self.args
+            packing, rows, group = args.batching
             order = epoch_order(len(self.prepared.rows), args.seed, number, args.shuffle)
             made = batches(
                 self.prepared.lengths,
                 order.tolist(),
-                batch_size=args.per_device_train_batch_size,
+                batch_size=rows,
                 max_length=args.max_length,
-                packing=args.packing,
+                packing=packing,
             )
-            group = args.gradient_accumulation_steps
             self._epochs = {number: [made[i : i + group] for i in range(0, len(made), group)]}
         return self._epochs[number]
 
@@ -83,7 +83,12 @@ class DataStream:
         return Step(epoch, index - 1, index == len(made), made[index - 1])
 
     def trained_tokens(self, step: Step) -> int:
+        """Tokens that are learnt."""
         return sum(self.prepared.rows[row].trained_tokens for batch in step.micro_batches for row in batch)
+
+    def processed_tokens(self, step: Step) -> int:
+        """Tokens that go through the model, prompts included."""
+        return sum(len(self.prepared.rows[row].input_ids) for batch in step.micro_batches for row in batch)
 
     def segments(self, step: Step, batch: list[int], weight: float, slot: int = 0) -> list[Segment]:
         rows = [self.prepared.rows[i] for i in batch]
@@ -115,11 +120,11 @@ class DataStream:
 
     def buckets(self) -> list[int]:
         """Tokens of the batches to record programs for, ascending; every batch fits the last."""
-        args, lengths = self.args, sorted(self.prepared.lengths)
-        if args.packing:
-            return [_rounded(min(args.per_device_train_batch_size * args.max_length, sum(lengths)))]
-        most = sum(lengths[-args.per_device_train_batch_size :])
-        return quarters(most)
+        lengths = sorted(self.prepared.lengths)
+        packing, rows, _ = self.args.batching
+        if packing:
+            return [_rounded(min(rows * self.args.max_length, sum(lengths)))]
+        return quarters(sum(lengths[-rows:]))
 
 
 def quarters(most: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from wgpu_lora.bounded import is_name, read_toml
 from wgpu_lora.errors import UserError
 from wgpu_lora.train.arguments import TrainingArguments, flag, from_values
+from wgpu_lora.train.resume import found_from
 
 # Keys of an [[adapter]] table, and the training options that they stand for.
 OPTIONS = {
@@ -43,9 +45,12 @@ class AdapterTask:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def arguments(self, base: TrainingArguments) -> TrainingArguments:
-        """The options of a run by itself that trains this adapter as the pipeline does."""
-        batches = base.gradient_accumulation_steps * self.weight
-        if batches < 1:
+        """The options of a run by itself that trains this adapter as the pipeline does.
+
+        Batches a step that `base` leaves open stay open: `train.batching` chooses them, and knows the weight.
+        """
+        given = base.gradient_accumulation_steps
+        if given and given * self.weight < 1:
             raise UserError(
                 f"The adapter {self.name} of weight {self.weight:g} has less than a batch a step: set "
                 f"--gradient-accumulation-steps to at least {math.ceil(1 / self.weight)}, or raise the weight."
@@ -57,7 +62,8 @@ class AdapterTask:
             for key, option in OPTIONS.items():  # the file's own names
                 text = text.replace(flag(option), f"'{key}'").replace(f"'{option}'", f"'{key}'")
             raise UserError(text if self.name in text else f"The adapter {self.name}: {text}") from None
-        return replace(own, data=self.data, output=self.checkpoint, gradient_accumulation_steps=round(batches))
+        batches = round(given * self.weight) if given else None
+        return replace(own, data=self.data, output=self.checkpoint, gradient_accumulation_steps=batches)
 
 
 def task_of(values: Mapping[str, Any], where: str) -> AdapterTask:
@@ -128,6 +134,34 @@ def read_tasks(path: Path) -> list[AdapterTask]:
     return [task_of(table, f"{path}: adapter {number}") for number, table in enumerate(tables, 1)]
 
 
+def request_of(tasks: Sequence[AdapterTask], home: Path) -> list[dict[str, Any]]:
+    """The tasks as a pipeline's record keeps them: checkpoints relative to the record."""
+    return [
+        {**vars(task), "options": dict(task.options), "checkpoint": os.path.relpath(Path(task.checkpoint), home)}
+        for task in tasks
+    ]
+
+
+def tasks_of_request(request: Mapping[str, Any], home: Path) -> list[AdapterTask]:
+    """The tasks that a pipeline's record names, as they are found from here.
+
+    Raises:
+        UserError: the record does not have them.
+    """
+    tasks = []
+    for number, said in enumerate(request.get("adapters") or [], 1):
+        options = said.get("options") if isinstance(said, dict) else None
+        if not isinstance(options, dict):
+            raise UserError(f"The record of the pipeline in {home} has no adapter {number}: name all with --adapters.")
+        task = task_of({k: v for k, v in said.items() if k != "options"}, f"The record in {home}")
+        began_in, known = request.get("directory"), {k: v for k, v in options.items() if k in OPTIONS.values()}
+        known |= {name: found_from(began_in, known[name]) for name in ("eval_data", "init_adapter") if known.get(name)}
+        data = found_from(began_in, task.data) or task.data
+        checkpoint = os.path.relpath(os.path.normpath(home / task.checkpoint))
+        tasks.append(replace(task, data=data, checkpoint=checkpoint, options=known))
+    return tasks
+
+
 def named_apart(tasks: Sequence[AdapterTask]) -> list[AdapterTask]:
     """The tasks, those that took their names from like-named directories renamed to the whole paths."""
     names = [task.name for task in tasks]
@@ -139,10 +173,10 @@ def named_apart(tasks: Sequence[AdapterTask]) -> list[AdapterTask]:
     ]
 
 
-def check_apart(tasks: Sequence[AdapterTask], output: str) -> None:
-    """Raises UserError where two adapters, or an adapter and the pipeline's record, would write to one directory."""
+def check_apart(tasks: Sequence[AdapterTask]) -> None:
+    """Raises UserError where two adapters would write to one directory."""
     names: dict[str, AdapterTask] = {}
-    places = {Path(output).resolve(): "--output, the pipeline's own record"}
+    places: dict[Path, str] = {}
     for task in tasks:
         place = Path(task.checkpoint).resolve()
         if place.exists() and not place.is_dir():

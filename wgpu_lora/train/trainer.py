@@ -14,7 +14,6 @@ from wgpu_lora.data import pack
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.ops.optimizer import MAX_PARAMETER
 from wgpu_lora.signals import handled
-from wgpu_lora.train.checkpoint import EPOCH
 from wgpu_lora.train.policy import Policy, Standing, Synchronized
 from wgpu_lora.train.progress import Progress, StepResult
 from wgpu_lora.train.session import Session
@@ -24,13 +23,23 @@ STOP_TEXT = {
     "epochs": "all epochs are done",
     "max steps": "the step limit is reached",
     "target seconds": "the time budget is used",
-    "interrupt": "interrupted; continue with --resume",
+    "interrupt": "a signal, or Ctrl-C",
+    "callback": "the callback asked for it",
     "non-finite": "the loss or the gradient is not finite; no update was applied, and the adapter is the last good one",
     "diverged": f"the next update would have left weights not finite, or beyond {MAX_PARAMETER:,.0f}; it was not "
     "applied, and the adapter is the last good one",
 }
 
-Callback = Callable[[StepResult], None]
+FINISHED = ("epochs", "max steps", "target seconds")
+RESUMABLE = ("interrupt", "callback")
+OUTCOMES = {
+    **dict.fromkeys(FINISHED, "finished"),
+    "interrupt": "interrupted",
+    "callback": "stopped early",
+    "non-finite": "failed",
+    "diverged": "failed",
+}
+Callback = Callable[[StepResult], bool | None]  # what is True ends the run after this step
 
 
 class Keeper(Protocol):
@@ -76,6 +85,7 @@ class Trainer:
     signal: str | None = None
     facts: dict[int, dict[str, Any]] = field(default_factory=dict)
     _stop: threading.Event = field(default_factory=threading.Event)
+    _asked: bool = False  # whether it was the callback that stopped it
 
     def __post_init__(self) -> None:
         self.all = [Progress(run, self.session, self.policy.eval_steps) for run in self.runs]
@@ -91,7 +101,7 @@ class Trainer:
             self._measure_start()
             while live := self._live():
                 if self._stop.is_set():
-                    self._retire(dict.fromkeys((p.run.slot for p in live), "interrupt"))
+                    self._retire(dict.fromkeys((p.run.slot for p in live), "callback" if self._asked else "interrupt"))
                 else:
                     self._take(live)
             return self.facts
@@ -105,11 +115,12 @@ class Trainer:
                 self.facts[progress.run.slot] = progress.run.finish(self.session, reason)
 
     def _measure_start(self) -> None:
-        """The held-out losses that a policy compares later ones with."""
+        """The held-out losses that later ones are compared with, by people and by policies."""
         for progress in self.all:
-            run = progress.run
-            if self.policy.eval_steps and run.state.first_eval_loss is None and not progress.ended:
-                progress.run.measure_heldout(self.session)
+            run, state = progress.run, progress.run.state
+            wanted = run.args.eval_on_start or self.policy.eval_steps
+            if wanted and not state.step and state.first_eval_loss is None and not progress.ended:
+                progress.measure_start()
 
     def _live(self) -> list[Progress]:
         """Those that have work left; the others are ended, if they are not yet."""
@@ -173,10 +184,11 @@ class Trainer:
     def _after(self, progress: Progress) -> None:
         if progress.heldout_due():
             progress.measure_heldout()
-        self.callback(progress.logged())
-        run = progress.run
-        if run.name and progress.epoch_done:
-            run.write_checkpoint(self.session, run.directory / EPOCH.format(progress.epoch_done))
+        if self.callback(progress.logged()) is True:
+            self._asked = True
+            self._stop.set()
+        if progress.run.name and progress.epoch_done:
+            progress.run.save_epoch(self.session, progress.epoch_done)
 
     def _retire(self, reasons: dict[int, str]) -> None:
         """Ends slots: saves, then writes what they leave behind."""

@@ -1,0 +1,95 @@
+"""Where a pipeline stands, and where its record is: in --output if that was given, else with its first adapter.
+
+Every other adapter's directory has a small file that says where, so that the pipeline is found from any of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.bounded import is_name, read_json
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.atomic import write_bytes_atomic
+from wgpu_lora.strict_json import to_json
+from wgpu_lora.train.state import STATE, is_count
+
+PIPELINE, MEMBER = "pipeline.json", "member.json"
+
+
+@dataclass
+class PipelineState:
+    """Where a pipeline stood: steps of the whole, what its policy remembers, and by name each adapter's own steps and
+    why it ended, if it did for good.
+
+    request: what was asked for: options, schedule, batch_tokens, the working directory, and the adapters, whose
+        checkpoints are relative to the record.
+    """
+
+    identity: dict[str, Any] = field(default_factory=dict)
+    request: dict[str, Any] = field(default_factory=dict)
+    step: int = 0
+    policy: dict[str, Any] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
+    ended: dict[str, str] = field(default_factory=dict)
+
+
+def home_of(directory: Path) -> Path | None:
+    """Where the record is of the pipeline that a directory belongs to; None for one that belongs to none."""
+    if (directory / STATE).is_file():
+        return directory
+    if not (directory / MEMBER).is_file():
+        return None
+    home = read_json(directory / MEMBER).get("pipeline")
+    if not isinstance(home, str) or not is_name(home) or not (directory / home / STATE).is_file():
+        raise UserError(
+            f"{directory / MEMBER} does not say where the record of its pipeline is: it was moved, or the adapters' "
+            "directories were moved apart."
+        )
+    return Path(os.path.normpath(directory / home))
+
+
+def link_members(home: Path, members: Iterable[Path]) -> None:
+    """Says in every adapter's directory where the record is."""
+    for member in members:
+        if member.resolve() != home.resolve():
+            said = {"pipeline": os.path.relpath(home.resolve(), member.resolve())}
+            write_bytes_atomic(member / MEMBER, (to_json(said) + "\n").encode())
+
+
+def write_pipeline_state(directory: Path, state: PipelineState) -> None:
+    """Replaces the state, with the SHA-256 of what it says."""
+    said = vars(state)
+    write_bytes_atomic(directory / STATE, (to_json({"sha256": _digest(said), "state": said}, indent=1) + "\n").encode())
+
+
+def read_pipeline_state(directory: Path) -> PipelineState:
+    """Raises UserError where there is none, or it is damaged."""
+    path = directory / STATE
+    if not path.is_file():
+        raise UserError(f"There is no pipeline in {directory} to resume: start without --resume.")
+    advice = "start again elsewhere; every adapter's own checkpoint can be given to --init-adapter"
+    try:
+        found = read_json(path)
+    except UserError as error:
+        raise UserError(f"The pipeline's state is damaged ({str(error).partition(':')[0]}): {advice}.") from None
+    said = found.get("state")
+    if not isinstance(said, dict) or found.get("sha256") != _digest(said) or not _is_state(said):
+        raise UserError(f"The pipeline's state {path} is not what was written: {advice}.")
+    return PipelineState(**said)
+
+
+def _digest(said: Mapping[str, Any]) -> str:
+    return hashlib.sha256(to_json(said).encode()).hexdigest()
+
+
+def _is_state(said: Mapping[str, Any]) -> bool:
+    if set(said) != {f.name for f in fields(PipelineState)} or not is_count(said["step"]):
+        return False
+    if not all(isinstance(said[name], dict) for name in ("identity", "request", "policy", "steps", "ended")):
+        return False
+    return all(map(is_count, said["steps"].values())) and all(isinstance(why, str) for why in said["ended"].values())

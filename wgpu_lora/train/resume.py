@@ -1,0 +1,135 @@
+"""Going on with a run: whose options hold, what may differ, and how far it goes now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.train import checkpoint
+from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments, flag, from_values
+from wgpu_lora.train.pipeline_state import home_of, read_pipeline_state
+from wgpu_lora.train.schedule import learning_rate, warmup_steps
+from wgpu_lora.train.state import STATE, RunState
+from wgpu_lora.train.stream import DataStream
+
+UNTIMED_STEPS = 100  # what a timed run's schedule assumes until its steps have been timed
+FILES = ("data", "eval_data", "model", "init_adapter")
+MAY_CHANGE = sorted((FREE_ON_RESUME | set(PLAN)) - {"resume"})
+
+
+def take_up(given: Mapping[str, Any], directory: Path, where: str) -> TrainingArguments:
+    """The options of the run, or the pipeline, in a directory, under those given again that may differ.
+
+    Raises:
+        UserError: there is no run to go on with, its checkpoint is damaged, or an option contradicts the run's.
+    """
+    home = home_of(directory)
+    if home:
+        request = read_pipeline_state(home).request
+        return continued(given, request.get("options"), request.get("directory"), home, where)
+    newest = checkpoint.newest(directory)
+    if newest is None:
+        raise nothing_in(directory)
+    checkpoint.check(newest)
+    said = checkpoint.read_metadata(newest)
+    return continued(given, said.get("options"), said.get("directory"), directory, where)
+
+
+def continued(given: Mapping[str, Any], options: Any, began_in: Any, directory: Path, where: str) -> TrainingArguments:
+    """Recorded options, under those that are given again and may differ.
+
+    Args:
+        options, began_in: what the record says, and the working directory that its relative paths are of.
+    """
+    if not isinstance(options, dict):
+        raise UserError(f"The record of the run in {directory} has no options: start again in another directory.")
+    before = from_values(options, f"The record of the run in {directory}")
+    asked = from_values({name: value for name, value in given.items() if value is not None}, where, before)
+    for name, value in asdict(asked).items():
+        if name not in FREE_ON_RESUME and name not in PLAN and value != getattr(before, name):
+            raise differs(name, getattr(before, name), value)
+    moved: dict[str, Any] = {name: found_from(began_in, getattr(asked, name)) for name in FILES if name not in given}
+    return replace(asked, resume=True, output=str(directory), **moved)
+
+
+def found_from(began_in: Any, path: str | None) -> str | None:
+    """A recorded path as it is found from here: a relative one may be of the directory where the run began."""
+    if path is None or Path(path).exists() or not isinstance(began_in, str):
+        return path
+    there = Path(began_in) / path
+    return str(there) if there.exists() else path
+
+
+def nothing_in(directory: Path) -> UserError:
+    return UserError(f"There is no checkpoint in {directory} to resume from: start without --resume.")
+
+
+def differs(name: str, before: Any, now: Any) -> UserError:
+    return UserError(
+        f"--resume needs the options of the run it continues: {name} was {before!r}, not {now!r}; leave it out, since "
+        f"only these may change: {', '.join(map(flag, MAY_CHANGE))}."
+    )
+
+
+def plan_of(options: Mapping[str, Any], args: TrainingArguments) -> TrainingArguments:
+    """`args` with what a checkpoint's record says of how far the run was to go.
+
+    Raises:
+        ValueError: the record says nothing of it, or what cannot be.
+    """
+    try:
+        planned = from_values({name: options[name] for name in PLAN}, STATE, args)
+    except (KeyError, UserError) as error:
+        raise ValueError(f"the options in {STATE} are not those of a run") from error
+    return planned
+
+
+def extended(state: RunState, planned: TrainingArguments, stream: DataStream) -> int:
+    """Steps in all of a run that goes on, by its options now; those of its record where they are the same.
+
+    Raises:
+        UserError: more have been taken already, or a time has become a number of steps.
+    """
+    args = stream.args
+    changed = [name for name in PLAN if getattr(args, name) != getattr(planned, name)]
+    if not changed:
+        return state.total_steps
+    if bool(args.target_seconds) != bool(planned.target_seconds):
+        raise differs("target_seconds", planned.target_seconds, args.target_seconds)
+    if args.target_seconds:
+        return max(state.total_steps, state.step + UNTIMED_STEPS)
+    total = stream.total_steps()
+    if total < state.step:
+        raise UserError(
+            f"The run in {args.directory} has taken {state.step:,} steps already, but "
+            f"{' and '.join(f'{flag(name)} {getattr(args, name):g}' for name in changed)} make {total:,}: ask for more."
+        )
+    return total
+
+
+def outlook(state: RunState, planned: TrainingArguments, stream: DataStream) -> str:
+    """What a resumed run is about to do, for a person.
+
+    Raises:
+        UserError: as `extended`.
+    """
+    args, total = stream.args, extended(state, planned, stream)
+    if args.target_seconds:
+        return f"goes on after step {state.step:,}"
+    text = f"goes on after step {state.step:,} of {state.total_steps:,}"
+    if total == state.total_steps:
+        done = "finished already; more of --num-train-epochs or --max-steps extends it"
+        return done if state.step >= total else text
+    text += f", to {total:,} steps"
+    kind, ratio = args.lr_scheduler_type, args.warmup_ratio
+    warm = [warmup_steps(count, ratio) for count in (state.total_steps, total)]
+    if kind == "constant" or (kind == "constant_with_warmup" and warm[0] == warm[1]):
+        return f"{text}, as one run of {total:,} steps would have gone"
+    rate = learning_rate(kind, args.learning_rate, state.step, total, warm[1])
+    return (
+        f"{text}: the {kind} schedule is now that of {total:,} steps, so the learning rate of the next is {rate:.2e}, "
+        "and the result is not that of one run (a constant schedule's is)"
+    )
