@@ -345,7 +345,7 @@ def test_evaluate_takes_what_training_takes(run: Run, tmp_path: Path):
 def test_speed_is_that_of_training_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     command = import_module("wgpu_lora.cli.finetune")
     monkeypatch.setattr(command, "is_terminal", lambda stream: False)
-    session = SimpleNamespace(model=SimpleNamespace(checkpoint=SimpleNamespace(names=list)))
+    session = SimpleNamespace(model=SimpleNamespace(tensors_to_load=lambda: 1))
     run = SimpleNamespace(logs=lambda step, heldout: True)
     with command.Watcher(SimpleNamespace(session=session, run=run)) as watcher:
         for step, (tokens, seconds) in enumerate([(100, 60.0), (200, 1.0), (100, 0.5), *[(100, 0.0)] * 9, (150, 1.0)]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -48,7 +49,6 @@ class Bar:
         self._begun = time.monotonic()
         self._said = self._begun + SOON - OFTEN
         self._progress: Any = None
-        self._task: Any = None
 
     def __enter__(self) -> Bar:
         return self
@@ -56,8 +56,14 @@ class Bar:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def advance(self, text: str | None = None, to: float | None = None, total: float | None = None) -> None:
-        """One further, or to a position; shown from the first call on."""
+    def advance(
+        self, text: str | None = None, to: float | None = None, total: float | None = None, detail: str = ""
+    ) -> None:
+        """One further, or to a position; shown from the first call on.
+
+        Args:
+            text, total: from now on. detail: of a terminal's second line.
+        """
         self._text = text or self._text
         self._total = total or self._total
         self._done = self._done + 1 if to is None else to
@@ -66,20 +72,21 @@ class Bar:
             return
         if self._progress is None:
             self._progress = _progress(self._unit)
-            self._task = self._progress.add_task("", total=self._total)
+            self._progress.add_task("", total=self._total)
             self._progress.start()
-        self._progress.update(self._task, description=self._text, completed=self._done, total=self._total)
+        (task,) = self._progress.task_ids
+        self._progress.update(task, description=self._text, completed=self._done, total=self._total, detail=detail)
 
     def _say(self) -> None:
         now = time.monotonic()
         if now - self._said < OFTEN or sys.stderr is None:
             return
-        self._said = now
+        self._said, spent = now, now - self._begun
         count = f"{self._done:,.0f}" + (f" of {self._total:,.0f}" if self._total else "") + self._unit
-        left = (now - self._begun) * ((self._total or 0) - self._done) / max(self._done, 1e-9)
+        left = spent * ((self._total or 0) - self._done) / max(self._done, 1e-9)
         more = f", about {duration(left)} left" if self._done and left > 0 else ""
         with suppress(OSError):  # nobody reads it any more
-            print(f"{printable(self._text)}: {count} after {duration(now - self._begun)}{more}", file=sys.stderr, flush=True)
+            print(f"{printable(self._text)}: {count} after {duration(spent)}{more}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._progress is not None:
@@ -91,6 +98,10 @@ def _progress(unit: str) -> Any:
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
     from rich.text import Text
 
+    class Count(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(f"{task.completed:,.0f}" + ("" if task.total is None else f"/{task.total:,.0f}") + unit)
+
     class Left(ProgressColumn):
         max_refresh = 0.5
 
@@ -98,12 +109,15 @@ def _progress(unit: str) -> Any:
             left = task.time_remaining
             return Text("" if left is None or task.finished else f"{duration(left)} left")
 
-    class Count(ProgressColumn):
-        def render(self, task: Task) -> Text:
-            return Text(f"{task.completed:,.0f}" + ("" if task.total is None else f"/{task.total:,.0f}") + unit)
+    class WithDetail(Progress):
+        def get_renderables(self) -> Iterable[Any]:
+            yield from super().get_renderables()
+            for task in self.tasks:
+                if task.fields.get("detail"):
+                    yield Text(task.fields["detail"], no_wrap=True, overflow="ellipsis")
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=None), Count(), Left())
-    return Progress(*columns, console=console(stderr=True), transient=True, expand=True)
+    return WithDetail(*columns, console=console(stderr=True), transient=True, expand=True)
 
 
 def duration(seconds: float) -> str:

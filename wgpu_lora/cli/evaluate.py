@@ -49,7 +49,7 @@ def evaluate(
     }
     try:
         opened = load(model_of(adapters, model), device=device, base_dtype=base_dtype)
-        with Bar("loading", len(opened.checkpoint.names())) as bar:
+        with Bar("loading", opened.tensors_to_load()) as bar:
             options["progress"] = lambda name: bar.advance()
             if several:
                 losses = evaluate_several(opened, data, adapters, include_base=compare, **options)

@@ -64,7 +64,7 @@ def generate(
         "top_k": top_k,
         "seed": seed,
     }
-    with Bar("loading", len(opened.checkpoint.names())) as bar:
+    with Bar("loading", opened.tensors_to_load()) as bar:
         options["progress"] = lambda name: bar.advance()
         if several:
 

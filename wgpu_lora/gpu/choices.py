@@ -42,7 +42,7 @@ def choice_key(kernel: Kernel, present: tuple[str, ...], constants: dict[str, An
 def _parts(key: str) -> tuple[list[Any], dict[str, int], int]:
     """(what neighbours share, their rows, adapters of a batch) of a key. Raises ValueError, TypeError or KeyError.
 
-    Neighbours multiply by matrices of one size, and differ in rows of the batch or in the adapters that these belong to.
+    Neighbours multiply by matrices of one size, and differ in the batch's rows or in the adapters these belong to.
     """
     name, present, compiled, dims = json.loads(key)
     facts = dict(compiled)
@@ -86,6 +86,13 @@ def shader_digest(kernel: Kernel) -> str:
     return sha.hexdigest()[:16]
 
 
+def _is_entry(entry: Any) -> bool:
+    """Whether it may be one. Raises KeyError, TypeError or AttributeError where it is none."""
+    timed, took = entry.get("seconds", []), entry.get("took", 0.0)
+    whole = entry["kernel"] and entry["digest"] and entry["tiles"]
+    return bool(whole) and isinstance(timed, list) and isinstance(took, int | float)
+
+
 class ChoiceFile:
     """The choices of one device and driver. Damaged files count as empty; entries of other shaders are dropped."""
 
@@ -104,7 +111,7 @@ class ChoiceFile:
         try:
             content = json.loads(self.path.read_text())
             entries = content["entries"] if content["schema"] == SCHEMA else {}
-            return {k: e for k, e in entries.items() if e["kernel"] and e["digest"] and e["tiles"]}
+            return {key: entry for key, entry in entries.items() if _is_entry(entry)}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {}
 
@@ -113,7 +120,9 @@ class ChoiceFile:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(self.path.with_suffix(".lock"), timeout=10):
-                kept = {k: e for k, e in self._entries().items() if digests.get(e["kernel"], e["digest"]) == e["digest"]}
+                kept = {
+                    k: e for k, e in self._entries().items() if digests.get(e["kernel"], e["digest"]) == e["digest"]
+                }
                 partial = self.path.with_suffix(f".{os.getpid()}.tmp")
                 partial.write_text(json.dumps({"schema": SCHEMA, "entries": kept | entries}, indent=1))
                 partial.replace(self.path)

@@ -35,6 +35,7 @@ class Tuning:
         each: seconds that a tiling took here so far, compilation included; None before the first ever.
         kernel: the one at hand.
         sizes_done, tilings_done, seconds: since the beginning.
+        over: whether this is the last that is heard of it.
     """
 
     sizes: int
@@ -45,6 +46,7 @@ class Tuning:
     sizes_done: int = 0
     tilings_done: int = 0
     seconds: float = 0.0
+    over: bool = False
 
     @property
     def expected(self) -> float | None:
@@ -108,7 +110,7 @@ class Tuner:
             if fresh:
                 self.file.add(fresh, digests)
         if tuning.tilings_done:
-            tuning.seconds = time.perf_counter() - begin
+            tuning.seconds, tuning.over = time.perf_counter() - begin, True
             watch(tuning)
         return {key: known[key]["tiles"] for key in calls if key in known}
 
@@ -140,7 +142,7 @@ class Tuner:
                 seen[key] = {"seconds": [0.0]}  # those like it will follow it
                 sizes, tilings = sizes + 1, tilings + count
         timed = [(entry["took"], len(entry["seconds"])) for entry in known.values() if entry.get("took")]
-        each = sum(took for took, _ in timed) / sum(count for _, count in timed) if timed else None
+        each = sum(took for took, _ in timed) / max(1, sum(count for _, count in timed)) if timed else None
         return Tuning(sizes, tilings, self.seconds, each)
 
     def _taken_over(self, key: str, call: Dispatch, known: dict[str, Entry]) -> Entry | None:

@@ -1,0 +1,101 @@
+"""How this package was installed, so that the commands that messages name work as printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+from urllib.request import url2pathname
+
+NAME = "wgpu-lora"
+
+
+def pip_line(extra: str) -> str:
+    """The command that installs an optional dependency beside this installation, such as `pip install -e '.[plot]'`.
+
+    Args:
+        extra: a name under `[project.optional-dependencies]` of pyproject.toml.
+    """
+    options, what = _source(extra)
+    return " ".join([*_installer(what.startswith(NAME)), *options, _quoted(what)])
+
+
+def program(name: str = NAME) -> str:
+    """How a program that lies beside this Python is called from the current directory: `wgpu-lora` where that finds it,
+    else its path, such as `.venv/bin/wgpu-lora`."""
+    beside = _beside(name)
+    if beside is None:
+        return name
+    found = shutil.which(name)
+    if found and Path(found).resolve() == beside.resolve():
+        return name
+    shorter = beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside
+    return _quoted(str(shorter))
+
+
+def _source(extra: str) -> tuple[list[str], str]:
+    """pip's options and requirement: as the package came here (PEP 610), else by its name."""
+    origin, editable = _origin()
+    if origin is None:
+        return [], f"{NAME}[{extra}]"
+    if isinstance(origin, Path):
+        place = "." if origin == Path.cwd() else str(origin)
+        return ["-e"] if editable else [], f"{place}[{extra}]"
+    return [], f"{NAME}[{extra}] @ {origin}"
+
+
+def _origin() -> tuple[Path | str | None, bool]:
+    """(the directory or URL that the package was installed from, whether in place); (None, False) from an index."""
+    try:
+        text = distribution(NAME).read_text("direct_url.json")
+    except PackageNotFoundError:  # run from its source, not installed
+        checkout = Path(__file__).resolve().parent.parent
+        return (checkout, True) if (checkout / "pyproject.toml").is_file() else (None, False)
+    try:
+        said: dict[str, Any] = json.loads(text or "{}")
+        url, information = str(said["url"]), said.get("dir_info")
+        if information is not None:
+            directory = Path(url2pathname(unquote(urlsplit(url).path)))
+            whole = (directory / "pyproject.toml").is_file()
+            return (directory, bool(information.get("editable"))) if whole else (None, False)
+        if "vcs_info" in said:
+            version = said["vcs_info"]
+            return f"{version['vcs']}+{url}@{version.get('requested_revision') or version['commit_id']}", False
+        remote = "archive_info" in said and not url.startswith("file:")
+        return (url if remote else None), False
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None, False
+
+
+def _installer(by_name: bool) -> list[str]:
+    """The program that installs into the environment of this Python."""
+    prefix = Path(sys.prefix)
+    if by_name and (prefix / "uv-receipt.toml").is_file():
+        return ["uv", "tool", "install"]
+    if by_name and (prefix / "pipx_metadata.json").is_file():
+        return ["pipx", "install", "--force"]
+    if _beside("pip"):
+        return [program("pip"), "install"]
+    if sys.prefix != sys.base_prefix and shutil.which("uv"):
+        return ["uv", "pip", "install", "--python", _quoted(sys.executable)]
+    return ["pip", "install"]
+
+
+def _beside(name: str) -> Path | None:
+    """A program in the directory of this Python's own scripts; not through links, which lead out of an environment."""
+    directory = Path(sys.executable).absolute().parent
+    names = (f"{name}.exe", f"Scripts/{name}.exe") if os.name == "nt" else (name,)
+    return next((directory / each for each in names if (directory / each).is_file()), None)
+
+
+def _quoted(text: str) -> str:
+    """Text as one word for the shell that people use on this system."""
+    if os.name != "nt":
+        return shlex.quote(text)
+    return f'"{text}"' if any(mark in text for mark in " []&@") else text
