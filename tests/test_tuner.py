@@ -136,6 +136,7 @@ def test_what_there_is_no_time_for_keeps_the_default_for_good(
     assert Tuner(device, seconds=0, directory=tmp_path).tune([program]) == default
     assert Tuner(device, directory=tmp_path).outlook([program]).sizes == 0
     assert Tuner(device, directory=tmp_path).tune([program]) == default
+    assert Tuner(device, directory=tmp_path).outlook([product(device, m=40)[0]]).sizes == 0  # nor at another batch
 
 
 @pytest.fixture
@@ -186,9 +187,10 @@ def test_what_is_taken_over_by_another_shader_is_checked(
     one, three, small = (choice_key(*lora_call(slots)) for slots in (1, 3, 1))
     assert small == one != three
     assert nearest(three, {one: {"seconds": [[1.0, {}]]}}) == one
-    assert nearest(three, {one: {"seconds": []}}) is None  # what was taken over itself says nothing
+    assert nearest(three, {one: {"seconds": [], "like": "x"}}) is None
     near = choice_key(*lora_call(3, 500))
     assert nearest(three, {one: {"seconds": [1]}, near: {"seconds": [1]}}) == one  # as many rows
+    assert nearest(three, {one: {"seconds": []}, near: {"seconds": [1]}}) == near  # rather what was timed
     assert same_shader(three, near)
     assert not same_shader(three, one)
     tuner, checked = Tuner(device, directory=tmp_path), []

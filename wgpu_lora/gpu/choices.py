@@ -24,7 +24,8 @@ SCHEMA = 2
 REACH = 2  # octaves of a batch's rows over which a choice holds: up to four times as many, or as few
 SIZES = ("m", "n", "k", "rows", "keys")
 Choices = dict[str, Tiles]
-# tiles: the choice. seconds: of each tiling that was timed, none where the choice was taken over. took: to find it.
+# tiles: the choice. seconds: of each tiling that was timed, and took: all of that; none where there was no time, or where
+# the choice is that of the entry `like`.
 Entry = dict[str, Any]
 
 
@@ -59,18 +60,21 @@ def same_shader(one: str, other: str) -> bool:
 
 
 def nearest(key: str, entries: Mapping[str, Entry]) -> str | None:
-    """The key of the timed entry whose batch is most like this call's, of those whose choice holds here."""
+    """The key of the entry whose batch is most like this call's, of those whose choice holds here.
+
+    One that was timed comes before one that there was no time for; what was taken over itself says nothing.
+    """
     shared, size, slots = _parts(key)
-    found: list[tuple[int, bool, str]] = []
+    found: list[tuple[bool, int, bool, str]] = []
     for other, entry in entries.items():
         try:
             its, its_size, its_slots = _parts(other)
             octaves = max((abs(_octaves(value, its_size[dim])) for dim, value in size.items()), default=0)
         except (ValueError, TypeError, KeyError):  # a damaged file
             continue
-        if its == shared and octaves <= REACH and entry.get("seconds"):
-            found.append((octaves, its_slots != slots, other))
-    return min(found)[2] if found else None
+        if its == shared and octaves <= REACH and "like" not in entry:
+            found.append((not entry.get("seconds"), octaves, its_slots != slots, other))
+    return min(found)[-1] if found else None
 
 
 def _octaves(one: int, other: int) -> int:
