@@ -312,6 +312,7 @@ def test_a_card_states_the_run_and_no_paths() -> None:
     assert "/home/me" not in text
     for fact in ("3 of 9 (max steps)", "1,234", "5,678", "d1", "d2", "d3", "2.0000 before, 1.5000 after",
                  "--model Qwen/Qwen2.5-0.5B --adapter out --prompt", 'from_pretrained(base, "out")',
-                 "export gguf --model Qwen/Qwen2.5-0.5B --adapter out", "after step 2, whose held-out loss is lower: 1.0000",
+                 "export gguf --model Qwen/Qwen2.5-0.5B --adapter out",
+                 "after step 2, whose held-out loss is lower: 1.0000",
                  "rows&#124;1.jsonl", "| learning_rate |"):  # fmt: skip
         assert fact in text

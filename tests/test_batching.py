@@ -1,0 +1,60 @@
+"""What batches are where nobody says, how steps are counted, and what their learning rates are."""
+
+from __future__ import annotations
+
+import pytest
+
+from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.batching import FEW, fitted
+from wgpu_lora.train.schedule import learning_rate, warmup_steps
+
+
+def sizes(rows: int, tokens: int = 100, weight: float = 1.0, **said: object) -> tuple[bool | None, int, int, bool]:
+    """(packing, rows a batch, batches a step, whether there is a note) for so many rows of so many tokens."""
+    args, note = fitted(TrainingArguments(**said), [tokens] * rows, weight)
+    packing, a_batch, batches = args.batching
+    assert (args.packing, args.per_device_train_batch_size, args.gradient_accumulation_steps) == args.batching
+    return packing, a_batch, batches, bool(note)
+
+
+def test_small_data_have_small_steps() -> None:
+    assert sizes(296) == (False, 8, 1, True)
+    assert sizes(200) == (False, 4, 1, True)
+    assert sizes(50) == (False, 2, 1, True)
+    assert sizes(1) == (False, 2, 1, True)
+    assert sizes(FEW * 2 * 1024 * 4 // 100 + 1) == (True, 2, 4, False)
+
+
+def test_a_batch_is_no_longer_than_a_packed_one() -> None:
+    assert sizes(296, 1000) == (True, 2, 4, False)
+    assert sizes(200, 1000) == (False, 2, 2, True)
+    assert sizes(270, 600) == (False, 2, 4, True)
+
+
+def test_what_was_said_holds() -> None:
+    assert sizes(50, packing=True) == (True, 2, 4, False)
+    assert sizes(50, per_device_train_batch_size=4) == (False, 4, 1, True)
+    assert sizes(50, gradient_accumulation_steps=4) == (False, 1, 4, True)
+    three = {"packing": False, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 3}
+    assert sizes(50, **three) == (False, 16, 3, False)
+    assert sizes(50, per_device_train_batch_size=2, gradient_accumulation_steps=8) == (False, 2, 8, True)
+
+
+def test_a_weight_multiplies_what_was_left_open() -> None:
+    assert sizes(50, weight=2) == (False, 2, 2, True)
+    assert sizes(50, weight=0.5) == (False, 1, 1, True)
+    assert sizes(100_000, weight=2) == (True, 2, 8, False)
+    assert sizes(50, weight=2, gradient_accumulation_steps=6) == (False, 1, 6, True)  # multiplied already
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant", "constant_with_warmup"])
+@pytest.mark.parametrize(("total", "ratio"), [(1, 0.03), (1, 1.0), (2, 1.0), (12, 0.5), (12, 1.0), (100, 0.03)])
+def test_every_step_trains_and_the_peak_is_reached(kind: str, total: int, ratio: float) -> None:
+    warmup = warmup_steps(total, ratio)
+    rates = [learning_rate(kind, 1e-3, step, total, warmup) for step in range(total)]
+    assert min(rates) > 0
+    assert max(rates) == pytest.approx(1e-3)
+
+
+def test_a_warmup_that_is_said_in_steps() -> None:
+    assert (warmup_steps(100, 0.03, 20), warmup_steps(10, 0.03, 20)) == (20, 9)
