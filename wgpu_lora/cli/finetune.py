@@ -212,10 +212,10 @@ class Watcher(Starting):
         evaluated, now = result.eval_loss is not None, time.monotonic()
         if self._first or self._run.logs(result.step, evaluated) or now - self._said >= OFTEN:
             self._said = now
-            more = self._left(result) + (self._heldout if evaluated else "")
+            more = self._remaining(result) + (self._heldout if evaluated else "")
             line("step", f"{result.step}/{result.total_steps}  epoch {result.epoch:.2f}  {text}{more}")
 
-    def _left(self, result: StepResult) -> str:
+    def _remaining(self, result: StepResult) -> str:
         """How long the steps that are left take if they take as long as the last ones."""
         if not self._recent or result.step >= result.total_steps:
             return ""

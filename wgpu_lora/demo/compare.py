@@ -98,22 +98,20 @@ class Comparison:
             watch: called with how many requests are answered and checked, and how many tokens have come.
         """
         checked: list[Checked] = []
-        before = 0
+        tokens = 0
+
+        def came(count: int) -> None:
+            watch(len(checked), tokens + count)
+
         for start in range(0, len(self.rows), BATCH):
             rows = self.rows[start : start + BATCH]
-            found = answer(
-                self.model,
-                [request_of(row) for row in rows],
-                adapter=adapter,
-                max_new_tokens=NEW_TOKENS,
-                batch=BATCH,
-                on_done=lambda tokens, before=before: watch(len(checked), before + tokens),
-            )
-            before += sum(len(one.token_ids) for one in found)
+            requests = [request_of(row) for row in rows]
+            found = answer(self.model, requests, adapter=adapter, max_new_tokens=NEW_TOKENS, batch=BATCH, on_done=came)
             for one, row in zip(found, rows, strict=True):
                 verdict = run_check(one.text, row["check"], allow_unconfined=self.allow_unconfined)
                 checked.append(Checked(one.text, verdict.passed, verdict.reason))
-                watch(len(checked), before)
+                came(sum(len(one.token_ids) for one in found))
+            tokens += sum(len(one.token_ids) for one in found)
         return Measured(checked)
 
     def trained(self, facts: dict[str, Any], watch: Watch = lambda requests, tokens: None) -> None:

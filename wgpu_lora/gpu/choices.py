@@ -24,8 +24,8 @@ SCHEMA = 2
 REACH = 2  # octaves of a batch's rows over which a choice holds: up to four times as many, or as few
 SIZES = ("m", "n", "k", "rows", "keys")
 Choices = dict[str, Tiles]
-# tiles: the choice. seconds: of each tiling that was timed, and took: all of that; none where there was no time, or where
-# the choice is that of the entry `like`.
+# tiles: the choice. seconds: of each tiling that was timed, none where there was no time for it, or where the choice is
+# that of the entry `like`. took: the seconds of all of that.
 Entry = dict[str, Any]
 
 
