@@ -73,7 +73,7 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what it counts, its total and the time that is left, in 80 columns; and a second line where there is more."""
+    """With what it counts, its total and the time that is left; and a second line where there is more to say."""
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("COLUMNS", "80")

@@ -40,7 +40,7 @@ def test_its_last_line_works_as_printed(
     assert found["before"]["loss"] != loss
     assert "knows one task" in said[-3]
     assert "generate --adapter 'the run' --prompt " in said[-1]
-    done = subprocess.run(said[-1], shell=True, capture_output=True, text=True, timeout=120)  # noqa: S602
+    done = subprocess.run(said[-1], shell=True, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     after = dict(zip(found["requests"], found["after"]["answers"], strict=True))
     request = next(text for text in after if text in said[-1].replace("'\"'\"'", "'"))
