@@ -15,6 +15,7 @@ import typer
 
 from wgpu_lora.cli.console import OFTEN, Bar, duration, is_terminal, line
 from wgpu_lora.cli.starting import Starting, describe_tuning
+from wgpu_lora.installed import program
 from wgpu_lora.train.arguments import ADAPTER, FILES, TrainingArguments
 
 if TYPE_CHECKING:
@@ -242,7 +243,7 @@ def report(facts: dict[str, Any], output: Path) -> int:
         best = f"held-out loss {state['best_eval_loss']:.4f} after step {state['best_step']:,}"
         line("best", f"{output / 'best'} is better than the last: {best}")
     if outcome == "interrupted":
-        line("go on", f"wgpu-lora finetune --output {shlex.quote(str(output))} --resume")
+        line("go on", f"{program()} finetune --output {shlex.quote(str(output))} --resume")
     if outcome == "failed":
         print(f"wgpu-lora: {STOP_TEXT[reason]}: {CURES}.", file=sys.stderr)
     if facts["damaged_log_lines"]:

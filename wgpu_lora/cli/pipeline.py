@@ -13,6 +13,7 @@ from wgpu_lora.bounded import printable
 from wgpu_lora.cli.console import OFTEN, console, is_terminal, line
 from wgpu_lora.cli.finetune import CURES, describe, exit_code, losses, waiting
 from wgpu_lora.cli.starting import Starting
+from wgpu_lora.installed import program
 from wgpu_lora.train.arguments import TrainingArguments
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def report(record: dict[str, Any], home: Path) -> int:
         if outcome == "failed":
             print(f"wgpu-lora: adapter {adapter['name']}: {text}: {CURES}.", file=sys.stderr)
     if "interrupted" in outcomes:
-        line("go on", f"wgpu-lora finetune --output {shlex.quote(str(home))} --resume")
+        line("go on", f"{program()} finetune --output {shlex.quote(str(home))} --resume")
     return max(exit_code(adapter["stop_reason"], record["signal"]) for adapter in record["adapters"])
 
 
