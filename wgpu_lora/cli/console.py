@@ -70,12 +70,14 @@ class Bar:
         if not is_terminal(sys.stderr):
             self._say()
             return
-        if self._progress is None:
+        begins = self._progress is None
+        if begins:
             self._progress = _progress(self._unit)
             self._progress.add_task("", total=self._total)
-            self._progress.start()
         (task,) = self._progress.task_ids
         self._progress.update(task, description=self._text, completed=self._done, total=self._total, detail=detail)
+        if begins:
+            self._progress.start()
 
     def _say(self) -> None:
         now = time.monotonic()

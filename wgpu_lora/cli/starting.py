@@ -27,9 +27,8 @@ class Starting:
     """Bars of tuning and of loading, one after the other, and then what `ready` shows."""
 
     def __init__(self, job: Job):
-        self._tuning = Bar("tuning", None, " s")
         self._left = job.session.model.tensors_to_load()
-        self._loading = Bar("loading", self._left)
+        self._bar: Bar | None = None
 
     def ready(self) -> None:
         """Called when the weights are loaded: the first step compiles its kernels, which takes a while."""
@@ -42,19 +41,22 @@ class Starting:
             line("tuned", f"{counted(tuning.sizes_done, 'kernel size')} in {duration(tuning.seconds)}{kept}")
             if not self._left:
                 self.ready()
-        else:
-            if not tuning.tilings_done:
-                self.close()
-            text = f"tuning: {tuning.kernel}, size {tuning.sizes_done + 1} of {tuning.sizes}"
-            self._tuning.advance(text, tuning.seconds, tuning.expected or tuning.limit)
+            return
+        if not self._bar:
+            self.close()
+            self._bar = Bar("tuning", None, " s")
+        text = f"tuning: {tuning.kernel}, size {tuning.sizes_done + 1} of {tuning.sizes}"
+        self._bar.advance(text, tuning.seconds, tuning.expected or tuning.limit)
 
     def loaded(self, name: str) -> None:
-        self._tuning.close()
-        self._loading.advance()
+        if not self._bar:
+            self._bar = Bar("loading", self._left)
+        self._bar.advance()
         self._left -= 1
         if not self._left:
             self.ready()
 
     def close(self) -> None:
-        self._tuning.close()
-        self._loading.close()
+        if self._bar:
+            self._bar.close()
+            self._bar = None
