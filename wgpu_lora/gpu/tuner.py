@@ -18,7 +18,7 @@ from wgpu_lora.gpu.kernel import Tiles
 from wgpu_lora.gpu.program import Dispatch, Program
 from wgpu_lora.gpu.single import SingleKernel, nmse, widened
 
-SECONDS = 15.0  # after which no further tiling is begun; compiling counts
+SECONDS = 15.0  # of tuning, compilation included
 RUNS = 3  # timed runs of a tiling, after two that are not
 GAIN = 0.03  # a tiling must be so much faster than the default to replace it
 NMSE = 1e-10  # of a tiling's result against the float64 reference; half operands are rounded before
@@ -31,8 +31,9 @@ class Tuning:
 
     Attributes:
         sizes: kernel sizes that have to be timed on this device, and `tilings` of them in all.
-        limit: seconds after which nothing further is begun.
+        limit: seconds that tuning may take; nothing is begun that would take longer.
         each: seconds that a tiling took here so far, compilation included; None before the first ever.
+        longest: seconds of the one that took longest since the beginning, so that the next keeps to the limit.
         kernel: the one at hand.
         sizes_done, tilings_done, seconds: since the beginning.
         over: whether this is the last that is heard of it.
@@ -42,6 +43,7 @@ class Tuning:
     tilings: int
     limit: float
     each: float | None = None
+    longest: float = 0.0
     kernel: str = ""
     sizes_done: int = 0
     tilings_done: int = 0
@@ -71,7 +73,7 @@ class Tuner:
     being timed. What the time does not suffice for keeps the default, and is not timed in later runs either.
 
     Args:
-        seconds: begin no further tiling after so long.
+        seconds: begin no tiling that would take longer than this in all.
         directory: of the cache, instead of the user's own (or WGPU_LORA_CACHE_DIR).
     """
 
@@ -161,7 +163,7 @@ class Tuner:
         timed: list[tuple[float, Tiles]] = []
         for done, tiles in enumerate(tilings):
             tuning.seconds = time.perf_counter() - begin
-            if tuning.seconds >= tuning.limit:
+            if tuning.seconds + tuning.longest >= tuning.limit:
                 if not done:
                     return {"tiles": tilings[0], "seconds": []}
                 break
@@ -170,7 +172,8 @@ class Tuner:
             if self._is_right(call, tiles):
                 timed.append((self._seconds(call, tiles), tiles))
             tuning.tilings_done += 1
-            tuning.each = (time.perf_counter() - begin) / tuning.tilings_done
+            now = time.perf_counter() - begin
+            tuning.each, tuning.longest = now / tuning.tilings_done, max(tuning.longest, now - tuning.seconds)
         tuning.sizes_done += 1
         if not timed:
             return None
