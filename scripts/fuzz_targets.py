@@ -7,6 +7,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -174,8 +175,9 @@ def gguf(place: Path) -> Target:
 
 
 def rows(place: Path) -> Target:
-    """Lines of training data, through formats, template and masks."""
+    """Training data of any format, by its bytes, through formats, template and masks."""
     from wgpu_lora.data import Tokenizer, prepare
+    from wgpu_lora.errors import UserError
 
     for path in DEMO.iterdir():
         if path.suffix in (".json", ".jinja"):
@@ -183,8 +185,11 @@ def rows(place: Path) -> Target:
     found = Tokenizer.load(place)
 
     def run(data: bytes) -> None:
-        (place / "rows.jsonl").write_bytes(data)
-        prepare(place / "rows.jsonl", found, max_length=32)
+        for name in ("rows.csv", "rows.json"):
+            (place / name).write_bytes(data)
+        with suppress(UserError):
+            prepare(place / "rows.csv", found, max_length=32)
+        prepare(place / "rows.json", found, max_length=32)
 
     return run
 
@@ -239,7 +244,8 @@ def seeds(target: str) -> list[bytes]:
     if target == "chat_template":
         return [path.read_bytes() for path in [*TEMPLATES.glob("*.jinja"), DEMO / "chat_template.jinja"]]
     if target == "rows":
-        return [b"\n".join(json.dumps(row).encode() for row in ROWS)]
+        table = b'prompt,completion,tools\r\n"a, b","c ""d""\ne",\r\nf,g,[]\r\n'
+        return [b"\n".join(json.dumps(row).encode() for row in ROWS), json.dumps(ROWS, indent=1).encode(), table]
     with tempfile.TemporaryDirectory() as directory:
         return _made(target, Path(directory))
 

@@ -3,12 +3,15 @@
 All forward passes here have ROWS rows, so that the tests of one process share their compiled kernels.
 """
 
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import tokenizers
 from safetensors.numpy import load_file
+from tokenizers import models, pre_tokenizers
 
 from wgpu_lora.formats.peft import AdapterConfig, tensor_name, write_adapter
 from wgpu_lora.gpu.device import Device
@@ -38,6 +41,17 @@ def load(architecture: str, device: Device, base_dtype: str = "f32") -> LoadedMo
     model = open_model(str(FIXTURES / "models" / architecture), device, base_dtype)
     model.load_weights()
     return model
+
+
+def words_model(directory: Path, template: str | None = None) -> Path:
+    """The golden mistral with a tokenizer of words, w0 to w210."""
+    shutil.copytree(FIXTURES / "models" / "mistral", directory)
+    words = tokenizers.Tokenizer(models.WordLevel({f"w{i}": i for i in range(211)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(directory / "tokenizer.json"))
+    if template:
+        (directory / "chat_template.jinja").write_text(template)
+    return directory
 
 
 def save_golden_adapter(

@@ -85,7 +85,7 @@ def test_memory_that_is_held(rows: Path, capsys: pytest.CaptureFixture[str]) -> 
     printed = capsys.readouterr()
     first, second = printed.err.splitlines()
     assert "somebody's run" in first
-    assert "wait with --wait" in first
+    assert "queue for it with --wait" in first
     assert second.startswith("wgpu-lora: After 0.5 s of waiting")
     assert "waiting   place 1 in the queue" in printed.out
     assert not (rows / "out/a").exists()
@@ -100,9 +100,9 @@ def test_a_budget_that_is_too_small(rows: Path, capsys: pytest.CaptureFixture[st
     tasks = [task_of_pair("a.jsonl:out/a"), task_of_pair("b.jsonl:out/b")]
     peak = prepare_pipeline(args, tasks).session.memory().peak
     job = prepare_pipeline(replace(args, memory_budget=str(peak - 1)), tasks)
-    with pytest.raises(UserError, match=r"it would fit with --gradient-checkpointing \([\d,]+ bytes\)") as refusal:
+    with pytest.raises(UserError, match=r"it would fit with gradient_checkpointing=True \([\d,]+ bytes\)") as refusal:
         job.check_memory()
-    nbytes = int(str(refusal.value).split("checkpointing (")[1].split(" bytes")[0].replace(",", ""))
+    nbytes = int(str(refusal.value).split("checkpointing=True (")[1].split(" bytes")[0].replace(",", ""))
     assert job.replan({"gradient_checkpointing": True}) == nbytes < peak
 
 

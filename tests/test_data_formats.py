@@ -9,7 +9,8 @@ from data_helpers import chat, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wgpu_lora.data import parse_example, read_examples, read_jsonl, resolve_data
+from wgpu_lora.data import parse_example, read_examples, read_jsonl
+from wgpu_lora.data.files import file_source
 from wgpu_lora.data.formats import Alpaca, Completion, Conversation, Text, Tokens
 from wgpu_lora.errors import UserError
 
@@ -34,7 +35,7 @@ def test_reading_is_lazy(tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (b"{'text': 1}", "not JSON .*character 2"),
+        (b"{'text': 1}", "not JSON: expecting property name .*at character 2;"),
         (b'[{"text": "a"}]', "holds a list"),
         (b'"text"', "holds a string"),
         (b'{"text": "\xff"}', "not valid UTF-8 .byte 11"),
@@ -68,18 +69,6 @@ def test_a_file_that_cannot_be_read(tmp_path):
         list(read_jsonl(tmp_path / "none"))
     with pytest.raises(UserError, match="cannot be read"):
         list(read_jsonl(tmp_path))
-
-
-def test_resolve_data(tmp_path):
-    with pytest.raises(UserError, match="no data at"):
-        resolve_data(tmp_path / "none")
-    with pytest.raises(UserError, match=r"no train\.jsonl"):
-        resolve_data(tmp_path)
-    train = write_jsonl(tmp_path / "train.jsonl", {"text": "a"})
-    assert resolve_data(train) == (train, None)
-    assert resolve_data(tmp_path) == (train, None)
-    valid = write_jsonl(tmp_path / "valid.jsonl", {"text": "a"})
-    assert resolve_data(tmp_path) == (train, valid)
 
 
 def test_each_format():
@@ -168,7 +157,7 @@ def test_what_is_made_of_messages():
 def test_a_bad_row_is_told_in_words(tmp_path, row, words):
     path = write_jsonl(tmp_path / "a.jsonl", {"text": "a"}, row)
     with pytest.raises(UserError, match=words) as raised:
-        list(read_examples(path))
+        list(read_examples(file_source(path)))
     assert str(raised.value).startswith(f"{path}, line 2: ")
 
 

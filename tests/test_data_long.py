@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 from data_helpers import chat, small_tokenizer, write_jsonl
 
-from wgpu_lora.data import Tokenizer, asking, masks, parse_example, prepare, read_jsonl, resolve_data, tokenize_example
+from wgpu_lora.data import (
+    Tokenizer,
+    asking,
+    masks,
+    parse_example,
+    prepare,
+    read_jsonl,
+    tokenize_example,
+    training_data,
+)
 from wgpu_lora.data.template import GIVEN
 from wgpu_lora.errors import UserError
 
@@ -102,13 +111,14 @@ def test_rows_together_are_the_rows_alone(monkeypatch: pytest.MonkeyPatch, templ
 @pytest.mark.parametrize(
     ("line", "words"), [(2, "the row fits no format"), (3, "not JSON"), (70, "'text' is a number")]
 )
-def test_the_first_mistake_is_told(tmp_path: Path, line: int, words: str) -> None:
+def test_all_mistakes_are_told_in_their_order(tmp_path: Path, line: int, words: str) -> None:
     rows = [json.dumps(SHORT)] * 150
     rows[140] = rows[100] = '{"text": 1}'
     rows[line - 1] = {2: "{}", 3: "{", 70: '{"text": 1}'}[line]
     path = tmp_path / "train.jsonl"
     path.write_text("\n".join(rows))
-    with pytest.raises(UserError, match=rf"line {line}: .*{words}"):
+    told = rf"3 rows .*\n  lines? {line}(:|,).*{words}"
+    with pytest.raises(UserError, match=f"(?s){told}"):
         prepare(path, small_tokenizer(), max_length=64)
     rows[line - 2] = '{"messages": [{"role": "user", "content": "no template"}]}'
     path.write_text("\n".join(rows))
@@ -153,4 +163,4 @@ def test_data_from_a_pipe_or_a_device(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.jsonl")
     for path in (tmp_path / "a.jsonl", Path("/dev/zero")):
         with pytest.raises(UserError, match="not a regular file"):
-            resolve_data(path)
+            training_data(path)

@@ -28,21 +28,28 @@ def test_rows_and_counts_when_long_rows_are_cut(path):
     assert [row.index for row in prepared.rows] == [0, 3]
     assert [row.input_ids.tolist() for row in prepared.rows] == [[1, 2, 3], [0, 1, 2, 3, 4]]
     assert all(row.input_ids.dtype == row.labels.dtype == np.int32 for row in prepared.rows)
-    assert (prepared.examples, prepared.expanded, prepared.cut, prepared.too_long) == (5, 5, 1, 0)
-    assert (prepared.untrained, prepared.lost_by_cut) == (3, 1)
+    account = prepared.account
+    assert (account.examples, account.expanded, account.cut.count, account.too_long.count) == (5, 5, 1, 0)
+    assert (account.untrained.count, account.lost_by_cut.count) == (3, 1)
     assert (prepared.trained_tokens, prepared.total_tokens) == (2 + 4, 3 + 5)
     assert prepared.lengths == [3, 5]
     assert prepared.digest == hashlib.sha256(path.read_bytes()).hexdigest()
     assert prepared.summary() == (
-        "train.jsonl: 5 examples, 2 rows, 1 cut at 5 tokens, 3 dropped with nothing to learn (1 of them by the cut); "
-        "6 of 8 tokens are learnt"
+        "train.jsonl: 5 examples, 2 rows, 1 cut at 5 tokens (line 4), "
+        "3 dropped with nothing to learn, 1 of them by the cut (lines 2, 3, 5); 6 of 8 tokens are learnt"
     )
 
 
 def test_rows_and_counts_when_long_rows_are_dropped(path):
     prepared = prepare(path, None, max_length=5, on_overflow="drop")
     assert [row.index for row in prepared.rows] == [0]
-    assert (prepared.cut, prepared.too_long, prepared.untrained, prepared.lost_by_cut) == (0, 2, 2, 0)
+    account = prepared.account
+    assert (account.cut.count, account.too_long.count, account.untrained.count, account.lost_by_cut.count) == (
+        0,
+        2,
+        2,
+        0,
+    )
     assert "2 dropped as longer than 5 tokens" in prepared.summary()
 
 
@@ -57,10 +64,10 @@ def test_mixed_formats_and_conversations_of_several_rows(tmp_path):
         tmp_path / "a.jsonl", {"text": "The sky"}, {"messages": chat("a", "b", "c", "d")}, {"input_ids": [1, 2]}
     )
     prepared = prepare(path, small_tokenizer("thinking"), max_length=500)
-    assert (prepared.examples, prepared.expanded) == (3, 4)
+    assert (prepared.account.examples, prepared.account.expanded) == (3, 4)
     assert [row.index for row in prepared.rows] == [0, 1, 2, 3]
     one_row = prepare(path, small_tokenizer("thinking"), max_length=500, completion_only_loss=False)
-    assert one_row.expanded == 3
+    assert one_row.account.expanded == 3
     assert one_row.trained_tokens == one_row.total_tokens - 3
     quiet = prepare(path, small_tokenizer("thinking"), max_length=500, chat_template_kwargs={"enable_thinking": False})
     assert quiet.trained_tokens < prepared.trained_tokens

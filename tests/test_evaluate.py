@@ -7,6 +7,8 @@ import pytest
 from model_helpers import ARCHITECTURES, ROWS, allocated, full_logits, golden, golden_rows, load, save_golden_adapter
 
 from wgpu_lora.data import Prepared, Row
+from wgpu_lora.data.account import Account
+from wgpu_lora.data.files import FileSource
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer import Evaluator, evaluate, load_adapters
 from wgpu_lora.models.inputs import Segment
@@ -20,7 +22,7 @@ def rows_of(architecture):
 
 def prepared(rows):
     trained, total = sum(row.trained_tokens for row in rows), sum(len(row.input_ids) for row in rows)
-    return Prepared(Path("rows.jsonl"), rows, "", 64, len(rows), len(rows), 0, 0, 0, 0, trained, total)
+    return Prepared("rows.jsonl", rows, "", 64, Account(FileSource(Path("rows.jsonl"))), trained, total)
 
 
 def two_adapters(model, architecture, directory):

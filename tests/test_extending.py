@@ -81,7 +81,7 @@ def test_a_constant_rate_goes_on_as_one_run(device: Device, tmp_path: Path, fini
     [
         ("constant", {"num_train_epochs": 3.0}, "step 4 of 4, to 6 steps, as one run of 6 steps would have gone"),
         ("cosine", {"max_steps": 20}, "the cosine schedule is now that of 20 steps, so the learning rate of the next"),
-        ("cosine", {}, "finished already; more of --num-train-epochs"),
+        ("cosine", {}, "finished already; more of num_train_epochs"),
     ],
 )
 def test_what_a_longer_plan_does_is_said(
@@ -98,9 +98,9 @@ def test_what_a_longer_plan_does_is_said(
     [
         (
             {"learning_rate": 0.5},
-            "was 0.001, not 0.5; leave it out, since only these may change: --data,",
+            "was 0.001, not 0.5; leave it out, since only these may change: data,",
         ),
-        ({"num_train_epochs": 1.0}, "taken 4 steps already, but --num-train-epochs 1 make 2: ask for more"),
+        ({"num_train_epochs": 1.0}, "taken 4 steps already, but num_train_epochs=1.0 make 2: ask for more"),
         ({"target_seconds": 9.0}, "target_seconds was None, not 9.0"),
     ],
 )
@@ -173,6 +173,11 @@ def test_a_pipeline_lives_with_its_adapters(pipeline: Path, capsys: pytest.Captu
     assert printed.count("as one run of 6 steps would have gone") == 2
     for name in "ab":
         assert json.loads((pipeline / "moved" / name / "run.json").read_text())["state"]["step"] == 6
+    again = ["--adapters", "rows.jsonl:moved/a", "--adapters", "rows.jsonl:moved/b", "--resume"]
+    assert main(["finetune", *again, "--seed", "5"]) == 2
+    assert "seed was 42, not 5" in capsys.readouterr().err
+    assert main(["finetune", *again]) == 0
+    assert capsys.readouterr().out.count("finished already") == 2
     shutil.move(pipeline / "moved" / "b", pipeline / "b")
     assert main(["finetune", "--output", "b", "--resume"]) == 2
     assert "does not say where the record of its pipeline is" in capsys.readouterr().err

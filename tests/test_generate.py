@@ -7,7 +7,7 @@ from model_helpers import full_logits, golden, golden_rows, load, relative_error
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft import AdapterConfig, tensor_name, write_adapter
-from wgpu_lora.infer import Generator, chat_prompt, load_adapters
+from wgpu_lora.infer import Generation, Generator, Sampler, chat_prompt, load_adapters
 from wgpu_lora.models.inputs import Segment
 
 # Prefill pieces are as long as a decode step has rows, so that both share their compiled kernels.
@@ -118,6 +118,55 @@ def test_a_stop_token_ends_its_own_sequence_and_is_left_out(mistral, prompts):
         assert result.token_ids == before.token_ids[:cut]
         assert result.stop_reason == ("length" if cut is None else "stop")
     assert results[0].stop_reason == "stop"
+
+
+def test_what_the_cache_holds_is_not_computed_again(mistral, prompts, monkeypatch):
+    generator = mistral[0]
+    (first,) = ask(generator, prompts[:1], [0])
+    longer = prompts[0] + first.token_ids + [3, 4]
+    computed = []
+    whole = Generator._run_prompts
+    monkeypatch.setattr(
+        Generator,
+        "_run_prompts",
+        lambda self, p, slots, starts, *rest: computed.append(starts) or whole(self, p, slots, starts, *rest),
+    )
+    for prompt, slot, start in (
+        (longer, 0, len(longer) - 3),  # its last token is in the cache only once another followed
+        (longer, 0, len(longer) - 1),  # the last one's logits are asked for
+        (prompts[0][:3], 0, 2),
+        (longer, 0, 3),
+        (longer, 1, 0),  # another adapter has other keys
+        ([9, *longer[1:]], 1, 0),
+    ):
+        (found,) = ask(generator, [prompt], [slot])
+        assert computed.pop() == [start]
+        (expected,) = generator.generate([prompt], [slot], max_new_tokens=4)
+        assert found.token_ids == expected.token_ids
+        computed.clear()
+        ask(generator, [prompt], [slot])
+        computed.clear()
+
+
+def test_stopping_is_heard_between_tokens_and_before_the_prompt(mistral, prompts):
+    generator = mistral[0]
+    results = [Generation(len(prompt)) for prompt in prompts[:2]]
+    seen = []
+    for event in generator.tokens(prompts[:2], None, results, Sampler(), 9, stopped=lambda: len(seen) >= 3):
+        seen.append(event)
+    assert [len(result.token_ids) for result in results] == [2, 2]
+    assert {result.stop_reason for result in results} == {"interrupt"}
+    (result,) = results = [Generation(len(prompts[0]))]
+    assert not list(generator.tokens(prompts[:1], None, results, Sampler(), 9, stopped=lambda: True))
+    assert (result.token_ids, result.stop_reason) == ([], "interrupt")
+    assert generator.generate(prompts[:1], max_new_tokens=3)[0].stop_reason == "length"  # and nothing is left behind
+
+
+def ask(generator, prompts, slots):
+    results = [Generation(len(prompt)) for prompt in prompts]
+    for _ in generator.tokens(prompts, slots, results, Sampler(), 4, reuse=True):
+        pass
+    return results
 
 
 def test_a_full_cache_ends_a_sequence_and_not_its_neighbour(mistral, prompts):

@@ -120,13 +120,13 @@ def test_no_number_of_an_option_is_taken_on_trust(name: str) -> None:
 @pytest.mark.parametrize("name", ["output", "data", "model", "eval_data", "init_adapter", "device", "memory_budget"])
 @pytest.mark.parametrize("value", ["a\0b", "a\udcffb"])
 def test_names_that_are_none(name: str, value: str) -> None:
-    with pytest.raises(UserError, match=f"--{name.replace('_', '-')} must be text in UTF-8"):
+    with pytest.raises(UserError, match=f"^{name} must be text in UTF-8"):
         TrainingArguments(**{name: value})
 
 
 @pytest.mark.parametrize("size", ["9" * 400 + "GiB", "1e400", "0x10", "١٠GB", "1" + "0" * 15 + ".1TiB", "", "-1GB"])
 def test_budgets_that_are_none(size: str) -> None:
-    with pytest.raises(UserError, match="--memory-budget"):
+    with pytest.raises(UserError, match=r"^memory_budget"):
         TrainingArguments(memory_budget=size)
 
 

@@ -77,7 +77,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["import", source, "--output", str(output)]) == 2
     assert main(["import", str(output), "--output", str(tmp_path / "again")]) == 2
     assert "packed on loading" in capsys.readouterr().err
-    with pytest.raises(UserError, match="--base-dtype bf16 is not possible"):
+    with pytest.raises(UserError, match="base_dtype='bf16' is not possible"):
         open_model(str(output), base_dtype="bf16")
     with pytest.raises(UserError, match="are stored in NF4"):
         merge_adapter(output, tmp_path / "adapter", tmp_path / "merged")

@@ -65,7 +65,7 @@ def test_a_full_arena_is_followed_by_another() -> None:
 
 @pytest.mark.parametrize("limits", [(MAX_ARENA, 1 << 30), (1 << 30, MAX_ARENA)])
 def test_a_tensor_that_cannot_be_bound_is_named(limits: tuple[int, int]) -> None:
-    with pytest.raises(UserError, match=r"'0' needs 2,049 bytes.*--per-device-train-batch-size"):
+    with pytest.raises(UserError, match=r"'0' needs 2,049 bytes.*per_device_train_batch_size"):
         plan_arenas(lifetimes([(MAX_ARENA + 1, 0, 1)]), *limits)
 
 

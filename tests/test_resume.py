@@ -250,7 +250,7 @@ def test_an_initial_adapter_sets_the_options_and_survives_resuming(device: Devic
     train(device, options(tmp_path, "parts", **changes), stop)
     train(device, options(tmp_path, "parts", lora_r=16, resume=True))
     assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
-    with pytest.raises(UserError, match="--lora-r 4 contradicts the adapter"):
+    with pytest.raises(UserError, match="lora_r=4 contradicts the adapter"):
         train(device, options(tmp_path, "other", init_adapter=str(tmp_path / "first"), lora_r=4))
 
 

@@ -57,6 +57,56 @@ def test_top_p_counts_what_top_k_left():
     assert chances(Sampler(1.0, 2, 0.6), logits_of(0.1, 0.5, 0.15, 0.25)) == {1: 1.0}
 
 
+def test_min_p_keeps_what_is_as_likely_as_a_share_of_the_likeliest():
+    logits = logits_of(0.1, 0.5, 0.15, 0.25)
+    assert list(chances(Sampler(1.0, 0, min_p=0.29), logits)) == [1, 3, 2]
+    assert chances(Sampler(1.0, 0, min_p=0.49), logits) == pytest.approx({1: 2 / 3, 3: 1 / 3}, abs=1e-6)
+    assert chances(Sampler(1.0, 0, min_p=1.0), logits) == {1: 1.0}
+    assert chances(Sampler(1.0, 0, min_p=0.0), logits) == chances(Sampler(1.0, 0), logits)
+
+
+def reference_warped(logits, before, penalty, temperature, top_k, top_p, min_p):
+    """transformers' processors in float64, one after the other, as their documentation has them."""
+    scores = logits.astype(np.float64)
+    for token in set(before):
+        scores[token] = scores[token] * penalty if scores[token] < 0 else scores[token] / penalty
+    scores = scores / temperature
+
+    def softmax(values):
+        weights = np.exp(values - values.max())
+        return weights / weights.sum()
+
+    if top_k:
+        scores = np.where(scores < np.sort(scores)[-min(top_k, scores.size)], -np.inf, scores)
+    ascending = np.argsort(scores)
+    removed = np.cumsum(softmax(scores)[ascending]) <= 1 - top_p
+    removed[-1] = False
+    scores[ascending[removed]] = -np.inf
+    probabilities = softmax(scores)
+    scores[probabilities < min_p * probabilities.max()] = -np.inf
+    return softmax(scores)
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3, 0.7])
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(0, 1.0, 0.0), (20, 0.9, 0.0), (0, 0.8, 0.1), (12, 1.0, 0.3)])
+def test_all_together_are_what_transformers_makes_of_them(rng, penalty, top_k, top_p, min_p):
+    logits, before = 2 * rng.standard_normal(60, np.float32), rng.integers(0, 60, 25).tolist()
+    sampler = Sampler(0.7, top_k, top_p, min_p=min_p, repetition_penalty=penalty)
+    ids, found = sampler.distribution(sampler.penalised(logits, before))
+    expected = reference_warped(logits, before, penalty, 0.7, top_k, top_p, min_p)
+    assert set(ids) == set(np.flatnonzero(expected))
+    np.testing.assert_allclose(found, expected[ids], rtol=1e-9)
+
+
+def test_the_penalty_holds_for_greedy_choice_and_never_overflows():
+    logits = np.array([2.0, 1.9, -1.0], np.float32)
+    assert Sampler()(logits, 0, [0]) == 0
+    assert Sampler(repetition_penalty=1.2)(logits, 0, [0, 0]) == 1
+    assert Sampler(repetition_penalty=1e-300)(np.array([3e38, -3e38], np.float32), 0, [0, 1]) == 0
+    assert Sampler(1.0, repetition_penalty=1e-300)(np.array([3e38, -3e38], np.float32), 0, [0, 1]) == 0
+    assert Sampler(1.0, repetition_penalty=1e300)(np.array([3e38, -3e38], np.float32), 0, [0, 1]) == 0
+
+
 def test_frequencies_follow_the_distribution():
     logits, sampler = logits_of(0.1, 0.5, 0.15, 0.25), Sampler(1.0, seed=3)
     counts = np.bincount([sampler(logits, position) for position in range(4000)], minlength=4)
@@ -71,6 +121,10 @@ def test_frequencies_follow_the_distribution():
         ({"top_k": -1}, "top-k of -1"),
         ({"top_p": 0.0}, "top-p of 0.0"),
         ({"top_p": 1.5}, "top-p of 1.5"),
+        ({"min_p": -0.1}, "min-p of -0.1"),
+        ({"min_p": float("nan")}, "min-p of nan"),
+        ({"repetition_penalty": 0.0}, "repetition penalty of 0.0"),
+        ({"repetition_penalty": float("inf")}, "repetition penalty of inf"),
     ],
 )
 def test_impossible_parameters_are_refused(options, message):

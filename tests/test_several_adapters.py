@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
-from cli_helpers import MODELS, share_device, write_rows
-from model_helpers import save_golden_adapter
-from tokenizers import models, pre_tokenizers
+from cli_helpers import share_device, write_rows
+from model_helpers import save_golden_adapter, words_model
 
 import wgpu_lora
 from wgpu_lora.cli import main
@@ -24,17 +21,14 @@ from wgpu_lora.models.loaded import LoadedModel
 
 PROMPT, TOKENS = "w7 w3 w11 w5", 6
 ONE_ANSWER = {"prompt", "text", "token_ids", "stop_reason", "tokens_per_second"}
-ONE_LOSS = {"loss", "perplexity", "tokens", "rows", "seconds"}
+ONE_LOSS = {"loss", "perplexity", "tokens", "rows", "seconds", "data"}
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a model of words and two adapters of it, whose ranks differ."""
     directory = tmp_path_factory.mktemp("several")
-    shutil.copytree(MODELS / "mistral", directory / "model")
-    words = tokenizers.Tokenizer(models.WordLevel({f"w{i}": i for i in range(211)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.save(str(directory / "model" / "tokenizer.json"))
+    words_model(directory / "model")
     base = {"base_model_name_or_path": str(directory / "model")}
     save_golden_adapter("mistral", directory / "a", **base)
     save_golden_adapter("mistral", directory / "b", -2.0, rank=2, **base)
@@ -78,16 +72,16 @@ def test_a_single_batch_says_what_each_says_alone(
     model: LoadedModel, made: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ):
     batches = []
-    whole = Generator.generate
+    whole = Generator.tokens
 
-    def spy(self: Generator, prompts: Any, slots: Any, **rest: Any) -> Any:
+    def spy(self: Generator, prompts: Any, slots: Any, *rest: Any, **more: Any) -> Any:
         batches.append((self.batch, slots))
-        return whole(self, prompts, slots, **rest)
+        return whole(self, prompts, slots, *rest, **more)
 
     model.load_weights()
     before = model.device.allocated
     with monkeypatch.context() as patch:
-        patch.setattr(Generator, "generate", spy)
+        patch.setattr(Generator, "tokens", spy)
         adapters = {"first": made / "a", "second": str(made / "b")}
         heard: list[int] = []
         found = wgpu_lora.compare(model, PROMPT, adapters, max_new_tokens=TOKENS, on_done=heard.append, **options)
@@ -229,7 +223,8 @@ def test_evaluate_prints_a_table(run: Any, model: LoadedModel, made: Path):
     options = ["evaluate", "--base-dtype", "f32", "--data", "rows.jsonl", "--max-length", "16", "--adapter", "x=a"]
     several = [*options, "--adapter", "b"]
     expected = wgpu_lora.evaluate_several(model, made / "rows.jsonl", {"x": made / "a", "b": made / "b"}, max_length=16)
-    head, *lines, over = run(*several, "--compare")[1].splitlines()
+    head, *lines, over, data = run(*several, "--compare")[1].splitlines()
+    assert data.split()[:3] == ["data", "rows.jsonl:", "8"]
     assert head.split() == ["name", "loss", "perplexity", "tokens"]
     cells = [[name, f"{e.loss:.6f}", f"{e.perplexity:.4f}", f"{e.tokens:,}"] for name, e in expected.items()]
     assert [line.split() for line in lines] == cells

@@ -145,7 +145,7 @@ def test_the_budget_says_where_it_is_from() -> None:
     assert budget.bytes == int(0.6 * total)
     assert f"0.60 of {total:,} bytes" in budget.source
     assert budget_bytes(adapter(kind="software"), 5).bytes == 5
-    assert budget_bytes(adapter(kind="software"), 5).source == "--memory-budget"
+    assert budget_bytes(adapter(kind="software"), 5).source == "memory_budget"
     unknown = budget_bytes(adapter(vendor_id=0x8086))
     assert unknown.bytes is None
-    assert "--memory-budget" in unknown.source
+    assert "memory_budget" in unknown.source

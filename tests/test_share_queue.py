@@ -62,10 +62,10 @@ def test_refusals(ledger: Ledger) -> None:
         pass
     assert not ledger.path.exists()  # it was never queued
     with take(ledger, 6, 10, "one"):
-        held = rf"6 bytes are held \(6 by pid {os.getpid()} \(one\)\): wait with --wait, .*share status"
+        held = rf"6 bytes are held \(6 by pid {os.getpid()} \(one\)\): queue for it with wait, .*share status"
         with pytest.raises(UserError, match=held), take(ledger, 5, 10, "two"):
             pytest.fail("given beyond the budget")
-        less = r"wait with --wait, run with less than 4 bytes, or see"
+        less = r"queue for it with wait, run with less than 4 bytes, or see"
         advice = {"advise": lambda free: f"run with less than {free} bytes"}
         with pytest.raises(UserError, match=less), take(ledger, 5, 10, "two", **advice):
             pass

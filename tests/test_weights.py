@@ -54,5 +54,5 @@ def test_weights_beyond_f16_are_refused_by_name() -> None:
         def read_f32(self, name: str, start: int, stop: int) -> np.ndarray:
             return np.array([[1.0, 7e4]], np.float32)
 
-    with pytest.raises(UserError, match=r"^up has values beyond f16's range of 65,504: use --base-dtype nf4 or f32"):
+    with pytest.raises(UserError, match=r"^up has values beyond f16's range of 65,504: use base_dtype='nf4' or f32"):
         _rows_as(Loud(), "up", "f16", 0, 1)

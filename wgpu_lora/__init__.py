@@ -40,6 +40,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     # Lazily, so that importing the package needs no GPU library.
     if name == "__version__":

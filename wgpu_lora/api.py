@@ -2,25 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from wgpu_lora.data import Prepared, prepare, resolve_data
+from wgpu_lora.bars import Bars
+from wgpu_lora.data import Prepared, Source, given_rows, heldout_data, prepare, rows_given
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer import Evaluation
 from wgpu_lora.infer import evaluate as evaluate_rows
-from wgpu_lora.infer.answer import Answer, OnDone, OnText, answer_slots
+from wgpu_lora.infer.answer import Answer as Answer
+from wgpu_lora.infer.ask import answer as answer
+from wgpu_lora.infer.ask import compare as compare
+from wgpu_lora.infer.ask import generate as generate
 from wgpu_lora.infer.named import on_device, slots_of
-from wgpu_lora.infer.prompt import check_text
+from wgpu_lora.infer.settings import AnswerOptions, Settings
 from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.train.arguments import OVERFLOW, gather
+from wgpu_lora.signatures import listing
+from wgpu_lora.train.arguments import TrainingArguments, gather, named
 from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.train.idle import idle
+from wgpu_lora.train.length import check_rows, fit_rows
+from wgpu_lora.train.options import TrainingOptions
 from wgpu_lora.train.pipeline import MultiAdapterPipeline as MultiAdapterPipeline
+from wgpu_lora.train.progress import StepResult
 from wgpu_lora.train.trainer import Callback
 
 __all__ = ["Answer", "answer", "compare", "evaluate", "evaluate_several", "finetune", "generate", "load"]
+
+for _asking in (answer, compare, generate):
+    listing(Settings, AnswerOptions)(_asking)
+
+
+class RunResult(dict[str, Any]):
+    """What run.json holds, shown in a line."""
+
+    def __repr__(self) -> str:
+        state = self["state"]
+        losses = {"loss": state["last_loss"], "held_out_loss": state["last_eval_loss"]}
+        shown = "".join(f", {name}={value:.4f}" for name, value in losses.items() if value is not None)
+        return (
+            f"RunResult(stop_reason={self['stop_reason']!r}, steps={state['step']}{shown}, "
+            f"output={self['options']['output']!r})"
+        )
 
 
 def load(model: str | Path = "demo", *, device: str | int | None = None, base_dtype: str = "nf4") -> LoadedModel:
@@ -33,39 +60,57 @@ def load(model: str | Path = "demo", *, device: str | int | None = None, base_dt
     return open_model(str(model), device, base_dtype)
 
 
+@listing(TrainingArguments, TrainingOptions, leave_out=("model",))
 def finetune(
     model: LoadedModel | str | Path | None = None,
     /,
     *,
-    callback: Callback = lambda result: None,
-    progress: Progress = lambda name: None,
-    **options: Any,
+    recipe: str | Path | None = None,
+    callback: Callback | None = None,
+    progress: Progress | None = None,
+    progress_bar: bool | None = None,
+    **options: Unpack[TrainingOptions],
 ) -> dict[str, Any]:
     """Trains an adapter and writes it to `output`; returns what run.json holds.
 
+    The options are those of `wgpu-lora finetune`, with underscores.
+
     Args:
         model: a loaded one, or what `load` takes; may be given by name too.
+        recipe: a TOML file of options, or the name of a bundled one; options given here win over it.
         callback: called after every step with a StepResult.
         progress: called with the name of each tensor that is loaded.
-        options: those of `wgpu-lora finetune`, with underscores; `recipe` names a TOML file of them.
+        progress_bar: whether to show progress; None does on a terminal and in a notebook.
 
     Raises:
         UserError: an option is unknown or out of range, or something about the model, the data or the device is wrong.
     """
-    named = options.pop("model", None)
-    if model is not None and named is not None:
+    said = named(options, "finetune()", "recipe")
+    also = said.pop("model", None)
+    if model is not None and also is not None:
         raise UserError("finetune() was given two models: name one of them.")
-    model = named if model is None else model
-    given = {name: _plain(name, value) for name, value in options.items()}
-    recipe = given.pop("recipe", None)
-    if isinstance(model, LoadedModel):
-        for name, fixed in (("model", model.name), ("base_dtype", model.decoder.base_dtype)):
+    model = also if model is None else model
+    said, rows = given_rows(said)
+    given = {name: _plain(name, value) for name, value in said.items()}
+    chosen = None if recipe is None else str(_plain("recipe", recipe))
+    loaded = model if isinstance(model, LoadedModel) else None
+    if loaded:
+        for name, fixed in (("model", loaded.name), ("base_dtype", loaded.decoder.base_dtype)):
             if given.setdefault(name, fixed) != fixed:
                 raise UserError(f"The model was loaded with {name} {fixed!r}: load another for {given[name]!r}.")
-        return prepare_job(gather(given, recipe, "finetune()")[0], model).train(callback, progress)
-    if model is not None:
+    elif model is not None:
         given["model"] = _plain("model", str(model))
-    return prepare_job(gather(given, recipe, "finetune()")[0]).train(callback, progress)
+    args, _ = gather(given, chosen, "finetune()")
+    for text in idle(given, args):
+        warnings.warn(text, stacklevel=2)
+    job = prepare_job(args, loaded, rows=rows)
+    with Bars(progress_bar) as bars:
+
+        def step(result: StepResult) -> bool | None:
+            bars.step(result)
+            return callback(result) if callback else None
+
+        return RunResult(job.train(step, progress or bars.loading(job.session.model)))
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -77,156 +122,64 @@ def _plain(name: str, value: Any) -> Any:
     return value
 
 
-def generate(model: LoadedModel | str | Path, prompt: str, **options: Any) -> str:
-    """The model's answer to a prompt; options are those of `answer`."""
-    return answer(model, [prompt], **options)[0].text
-
-
-def answer(
-    model: LoadedModel | str | Path,
-    prompts: Sequence[str],
-    *,
-    adapter: str | Path | None = None,
-    system: str | None = None,
-    enable_thinking: bool | None = None,
-    max_new_tokens: int = 256,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    seed: int = 0,
-    batch: int = 1,
-    on_text: OnText | None = None,
-    on_done: OnDone = lambda number: None,
-    progress: Progress = lambda name: None,
-) -> list[Answer]:
-    """Answers prompts, each for itself.
-
-    Args:
-        adapter: a PEFT adapter directory; None asks the base alone.
-        enable_thinking: passed to the chat template where it is not None; give what the adapter was trained with.
-        batch: prompts that are answered at a time.
-        on_text: called with every piece of text as it comes; for a single prompt only.
-        on_done: called with how many tokens have come so far.
-
-    Raises:
-        UserError: there is no tokenizer, a prompt is too long, the adapter does not fit, or a value is out of range.
-    """
-    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
-        raise UserError(f"The prompts must be a list of texts, not {prompts!r:.100}.")
-    for prompt in prompts:
-        check_text("prompt", prompt)
-    if not prompts:
-        return []
-    return answer_slots(
-        _opened(model),
-        prompts,
-        [] if adapter is None else [adapter],
-        [None if adapter is None else 0] * len(prompts),
-        system=system,
-        enable_thinking=enable_thinking,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        batch=batch,
-        on_text=on_text,
-        on_done=on_done,
-        progress=progress,
-    )
-
-
-def compare(
-    model: LoadedModel | str | Path,
-    prompt: str,
-    adapters: Mapping[str, str | Path],
-    *,
-    include_base: bool = True,
-    system: str | None = None,
-    enable_thinking: bool | None = None,
-    max_new_tokens: int = 256,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    seed: int = 0,
-    on_done: OnDone = lambda number: None,
-    progress: Progress = lambda name: None,
-) -> dict[str, Answer]:
-    """Answers one prompt under each of several adapters, all in a single batch over one base.
-
-    No answer depends on the others: each is the one that `answer` gives with that adapter alone (where two tokens are
-    as likely as each other, rounding may decide). With a temperature, all draw the same numbers.
-
-    Args:
-        adapters: PEFT adapter directories by name; their ranks and modules may differ.
-        include_base: whether the base alone answers too, as "base".
-        on_done: called with how many tokens have come so far, of all answers together.
-
-    Returns:
-        An answer by name: "base" first, then the adapters in their order.
-
-    Raises:
-        UserError: there is no adapter, one is named "base" beside the base, or anything that `answer` refuses.
-    """
-    slots = slots_of(adapters, include_base)
-    check_text("prompt", prompt)
-    found = answer_slots(
-        _opened(model),
-        [prompt] * len(slots),
-        list(adapters.values()),
-        list(slots.values()),
-        system=system,
-        enable_thinking=enable_thinking,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        batch=len(slots),
-        on_text=None,
-        on_done=on_done,
-        progress=progress,
-    )
-    return dict(zip(slots, found, strict=True))
-
-
 def evaluate(
     model: LoadedModel | str | Path,
-    data: str | Path,
+    data: str | Path | Iterable[Mapping[str, Any]],
     *,
+    split: str | None = None,
+    dataset_config: str | None = None,
+    skip_bad_rows: bool = False,
     adapter: str | Path | None = None,
-    max_length: int = 1024,
-    on_overflow: str = "truncate",
-    completion_only_loss: bool = True,
+    max_length: int | None = None,
+    on_overflow: str | None = None,
+    completion_only_loss: bool | None = None,
     enable_thinking: bool | None = None,
-    progress: Progress = lambda name: None,
+    progress: Progress | None = None,
+    progress_bar: bool | None = None,
 ) -> Evaluation:
-    """Loss and perplexity of a JSONL file (of a folder's valid.jsonl, where it has one), with an adapter or without.
+    """Loss and perplexity of data, with an adapter or without.
 
     Args:
-        max_length: tokens of a row at most; longer ones are cut or, where `on_overflow` is drop, left out.
-        enable_thinking: passed to the chat template where it is not None.
+        data: what `finetune` takes: a file, a folder, a data set of Hugging Face, or rows. Of a folder or a data set,
+            its validation split where it has one, else the test split, else what there is; or what `split` names.
+        skip_bad_rows: go on without rows that cannot be read.
+        max_length: tokens of a row at most; longer ones are cut or, where `on_overflow` is drop, left out. Where it is
+            None, it is what the adapter was trained with, as its run.json says, else 1024 or, if the model has fewer,
+            its positions; the result has it.
+        on_overflow, completion_only_loss, enable_thinking: as in training; where they are None, as the adapter was
+            trained, else truncate, True, and nothing for the chat template.
+        progress: called with the name of each tensor that is loaded.
+        progress_bar: whether to show that loading; None does on a terminal and in a notebook.
 
     Raises:
         UserError: a value is out of range, the data cannot be read or have nothing to predict, or the adapter does not
             fit.
     """
-    opened, prepared = _heldout(model, data, max_length, on_overflow, completion_only_loss, enable_thinking)
-    with on_device(opened, [] if adapter is None else [adapter]) as loaded:
-        return evaluate_rows(opened, prepared, loaded, 0 if loaded else None, progress=progress)
+    adapters = [] if adapter is None else [adapter]
+    source = _source(data, split, dataset_config)
+    given = _given(max_length, on_overflow, completion_only_loss, enable_thinking)
+    opened, prepared = _heldout(model, source, adapters, given, skip_bad_rows)
+    with Bars(progress_bar) as bars, on_device(opened, adapters) as loaded:
+        told = progress or bars.loading(opened)
+        found = evaluate_rows(opened, prepared, loaded, 0 if loaded else None, progress=told)
+    return replace(found, data=prepared.summary())
 
 
 def evaluate_several(
     model: LoadedModel | str | Path,
-    data: str | Path,
+    data: str | Path | Iterable[Mapping[str, Any]],
     adapters: Mapping[str, str | Path],
     *,
     include_base: bool = True,
-    max_length: int = 1024,
-    on_overflow: str = "truncate",
-    completion_only_loss: bool = True,
+    split: str | None = None,
+    dataset_config: str | None = None,
+    skip_bad_rows: bool = False,
+    max_length: int | None = None,
+    on_overflow: str | None = None,
+    completion_only_loss: bool | None = None,
     enable_thinking: bool | None = None,
-    progress: Progress = lambda name: None,
+    progress: Progress | None = None,
+    progress_bar: bool | None = None,
 ) -> dict[str, Evaluation]:
     """Loss and perplexity of the same data under each of several adapters, which are all loaded at once.
 
@@ -243,40 +196,56 @@ def evaluate_several(
         UserError: there is no adapter, one is named "base" beside the base, or anything that `evaluate` refuses.
     """
     slots = slots_of(adapters, include_base)
-    opened, prepared = _heldout(model, data, max_length, on_overflow, completion_only_loss, enable_thinking)
-    with on_device(opened, list(adapters.values())) as loaded:
-        return {name: evaluate_rows(opened, prepared, loaded, slot, progress=progress) for name, slot in slots.items()}
+    directories = list(adapters.values())
+    source = _source(data, split, dataset_config)
+    given = _given(max_length, on_overflow, completion_only_loss, enable_thinking)
+    opened, prepared = _heldout(model, source, directories, given, skip_bad_rows)
+    with Bars(progress_bar) as bars, on_device(opened, directories) as loaded:
+        told = progress or bars.loading(opened)
+        found = {name: evaluate_rows(opened, prepared, loaded, slot, progress=told) for name, slot in slots.items()}
+    return {name: replace(one, data=prepared.summary()) for name, one in found.items()}
 
 
-def _opened(model: LoadedModel | str | Path) -> LoadedModel:
-    return model if isinstance(model, LoadedModel) else load(model)
+def _source(data: str | Path | Iterable[Mapping[str, Any]], split: str | None, config: str | None) -> Source:
+    if isinstance(data, str | Path):
+        return heldout_data(data, split, config)
+    if split:
+        raise UserError("'split' is of a data set or a folder, not of rows: leave it out.")
+    return rows_given(data)
+
+
+def _given(
+    max_length: int | None, on_overflow: str | None, completion_only_loss: bool | None, enable_thinking: bool | None
+) -> dict[str, Any]:
+    """What is said of rows, checked before a model is opened."""
+    given = {
+        "max_length": max_length,
+        "on_overflow": on_overflow,
+        "completion_only_loss": completion_only_loss,
+        "enable_thinking": enable_thinking,
+    }
+    check_rows(given)
+    return given
 
 
 def _heldout(
     model: LoadedModel | str | Path,
-    data: str | Path,
-    max_length: int,
-    on_overflow: str,
-    completion_only_loss: bool,
-    enable_thinking: bool | None,
+    source: Source,
+    adapters: Sequence[str | Path],
+    given: Mapping[str, Any],
+    skip_bad_rows: bool,
 ) -> tuple[LoadedModel, Prepared]:
-    """The opened model, and the rows that are evaluated; mistakes in the options are said before it is opened."""
-    if on_overflow not in OVERFLOW:
-        raise UserError(f"--on-overflow must be one of {', '.join(OVERFLOW)}, not {on_overflow}.")
-    if max_length < 2:
-        raise UserError(f"--max-length must be at least 2, not {max_length}.")
-    opened = _opened(model)
-    limit = opened.config.max_position_embeddings
-    if max_length > limit:
-        raise UserError(f"--max-length {max_length} is more than this model's {limit} positions: lower it to {limit}.")
-    train, valid = resolve_data(Path(data))
+    """The opened model, and the rows that are evaluated."""
+    opened = model if isinstance(model, LoadedModel) else load(model)
+    rows = fit_rows(given, adapters, opened.config.max_position_embeddings)
     prepared = prepare(
-        valid or train,
+        source,
         opened.tokenizer,
-        max_length=max_length,
-        completion_only_loss=completion_only_loss,
-        on_overflow="drop" if on_overflow == "drop" else "truncate",
-        chat_template_kwargs={} if enable_thinking is None else {"enable_thinking": enable_thinking},
+        max_length=rows.max_length,
+        completion_only_loss=rows.completion_only_loss,
+        on_overflow="drop" if rows.on_overflow == "drop" else "truncate",
+        chat_template_kwargs={} if rows.enable_thinking is None else {"enable_thinking": rows.enable_thinking},
         vocab_size=opened.config.vocab_size,
+        skip_bad_rows=skip_bad_rows,
     )
     return opened, prepared

@@ -69,7 +69,7 @@ def project(found: Record, config: ModelConfig, device: Device, shapes: Sequence
 
 def _peak(config: ModelConfig, shape: str, args: TrainingArguments, device: Device) -> int:
     model = synthetic_model(config, device, args.base_dtype, shape)
-    rows, tokens = args.batching[1], min(args.max_length, config.max_position_embeddings)
+    rows, tokens = args.batching[1], min(args.length, config.max_position_embeddings)
     step = TrainingStep(
         model, rows, tokens, args.lora_r, args.gradient_checkpointing, args.modules(), args.compute_dtype
     )

@@ -23,6 +23,7 @@ from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.train.arguments import TrainingArguments, gather
 from wgpu_lora.train.finetune import Job, prepare_job, with_demo_data
+from wgpu_lora.train.length import fit_length
 from wgpu_lora.train.progress import StepResult
 
 SCHEMA = "wgpu-lora-bench-training/1"
@@ -149,14 +150,15 @@ def _prepared(work: Work, place: Path, opened: Device | None) -> tuple[TrainingA
     args = with_demo_data(gather(given, work.recipe or "demo", "The command line")[0])
     # A resumed run would have its steps behind it, and would write where somebody keeps it.
     args = replace(args, resume=False)
-    return args, chosen_model(args.model, None, None, opened or Device(args.device), args.base_dtype)
+    model = chosen_model(args.model, None, None, opened or Device(args.device), args.base_dtype)
+    return fit_length(args, model.config.max_position_embeddings)[0], model
 
 
 def _synthetic(work: Work, given: Record, place: Path, opened: Device | None) -> tuple[TrainingArguments, LoadedModel]:
     args = TrainingArguments(**{**SYNTHETIC, **given})
     args = replace(args, lora_alpha=2 * args.lora_r, save_steps=0)
     model = chosen_model(None, work.shape, work.layers, opened or Device(args.device), args.base_dtype)
-    (_, rows, accumulation), tokens = args.batching, args.max_length
+    (_, rows, accumulation), tokens = args.batching, args.length
 
     def step(of: LoadedModel) -> TrainingStep:  # refuses sizes that are not possible
         return TrainingStep(of, rows, tokens, args.lora_r, compute_dtype=args.compute_dtype)

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
-from wgpu_lora.errors import UserError
+from wgpu_lora.naming import COMMAND_LINE, naming, renamed
 
-SIZES = "--per-device-train-batch-size or --max-length"  # what the plan says to lower
-ROW = {SIZES: "--tokens", "--lora-r": "--rank"}
+ROW = {"per_device_train_batch_size": "tokens", "max_length": "tokens", "lora_r": "rank"}
 TRAINING = {
-    "--per-device-train-batch-size": "--batch",
-    "--gradient-accumulation-steps": "--accumulation",
-    "--max-length": "--tokens",
-    "--lora-r": "--rank",
+    "per_device_train_batch_size": "batch",
+    "gradient_accumulation_steps": "accumulation",
+    "max_length": "tokens",
+    "lora_r": "rank",
 }
 
 
-@contextmanager
-def own_words(names: Mapping[str, str]) -> Iterator[None]:
-    """Says a UserError with other names of options: a training run's -> those of the command at hand."""
-    try:
-        yield
-    except UserError as error:
-        text = str(error)
-        for theirs, ours in names.items():
-            text = text.replace(theirs, ours)
-        if text == str(error):
-            raise
-        raise UserError(text) from None
+def own_words(names: dict[str, str]) -> AbstractContextManager[None]:
+    """Calls options by other names meanwhile: a training run's -> those of the command at hand."""
+    return naming(renamed(names, COMMAND_LINE))

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from wgpu_lora.allowed import BASE_DTYPES, COMPUTE_DTYPES
 from wgpu_lora.bench.check import Checked, check, poison
 from wgpu_lora.bench.contract import numbers_of
 from wgpu_lora.bench.recording import Recording
@@ -19,12 +20,11 @@ from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, relea
 from wgpu_lora.gpu.tensor import Storage
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.models.config import ModelConfig
-from wgpu_lora.models.decoder import BASE_DTYPES, Decoder
+from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.load import table_dtype
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.shapes import cut, shape_config
 from wgpu_lora.models.synthetic import synthetic_model
-from wgpu_lora.ops.half import COMPUTE_DTYPES
 from wgpu_lora.quant.nf4 import BLOCK, NESTED_BLOCK
 
 Extra = dict[str, float]

@@ -14,6 +14,9 @@ import typer
 
 from wgpu_lora.bounded import printable
 from wgpu_lora.cli.bench import bench
+from wgpu_lora.cli.chat import chat
+from wgpu_lora.cli.commands import Command, Group, dashes
+from wgpu_lora.cli.completion import dashed
 from wgpu_lora.cli.demo import demo
 from wgpu_lora.cli.evaluate import evaluate
 from wgpu_lora.cli.export import export
@@ -22,7 +25,7 @@ from wgpu_lora.cli.generate import generate
 from wgpu_lora.cli.import_ import import_model
 from wgpu_lora.cli.info import info
 from wgpu_lora.cli.merge import merge
-from wgpu_lora.cli.options import Command, GroupedHelp, training_options
+from wgpu_lora.cli.options import TrainingCommand, training_options
 from wgpu_lora.cli.plan import plan
 from wgpu_lora.cli.profile import profile
 from wgpu_lora.cli.prove import prove
@@ -31,6 +34,7 @@ from wgpu_lora.cli.recipes import recipes
 from wgpu_lora.cli.report import report
 from wgpu_lora.cli.share import share
 from wgpu_lora.errors import UserError
+from wgpu_lora.naming import COMMAND_LINE, naming
 from wgpu_lora.signals import handled
 
 # What the system refuses for reasons that a person can mend. Any other OSError is a fault of ours and shown as such.
@@ -42,10 +46,14 @@ MENDABLE = {
 app = typer.Typer(
     name="wgpu-lora",
     help="Fine-tune language models on any GPU: QLoRA over Vulkan, Metal and DX12.",
-    add_completion=False,
+    cls=Group,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 110,
+        "token_normalize_func": dashes,  # --learning_rate is --learning-rate
+    },
 )
 
 
@@ -69,17 +77,18 @@ def _root(
 
 
 app.command(cls=Command)(info)
-app.command(cls=GroupedHelp)(training_options(finetune))
-app.command(cls=GroupedHelp)(training_options(plan))
+app.command(cls=TrainingCommand)(training_options(finetune))
+app.command(cls=TrainingCommand)(training_options(plan))
 app.command(cls=Command)(profile)
 app.command(cls=Command)(generate)
+app.command(cls=Command)(chat)
 app.command(cls=Command)(evaluate)
 app.command("import", cls=Command)(import_model)
 app.command(cls=Command)(merge)
 app.command(cls=Command)(push)
 app.command(cls=Command)(demo)
 app.command(cls=Command)(prove)
-app.command(cls=GroupedHelp)(bench)
+app.command(cls=Command)(bench)
 app.command(cls=Command)(report)
 app.add_typer(export)
 app.add_typer(recipes)
@@ -92,6 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0, 1 (the run failed), 2 (a mistake), or 128 and the number of the signal that ended it: 130 of Ctrl-C.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
+    for name in ("COMP_WORDS", "_TYPER_COMPLETE_ARGS"):  # what shells hand over, bash by the one, others by the other
+        if name in os.environ and "_WGPU_LORA_COMPLETE" in os.environ:
+            os.environ[name] = dashed(os.environ[name])
     number = signal.SIGINT
 
     def end(which: int) -> None:
@@ -100,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise KeyboardInterrupt
 
     try:
-        with handled(end):
+        with handled(end), naming(COMMAND_LINE):
             code = app(list(arguments), prog_name="wgpu-lora", standalone_mode=False)
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -108,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _ended(number)
         return code if isinstance(code, int) else 0
     except UserError as error:
-        return _refuse(str(error))
+        return _refuse(*error.lines)
     except (KeyboardInterrupt, typer.Abort):
         return _ended(number)
     except BrokenPipeError:
@@ -131,14 +143,15 @@ def _ended(number: signal.Signals) -> int:
     return 128 + number
 
 
-def _refuse(message: str) -> int:
-    _say(message)
+def _refuse(message: str, *details: str) -> int:
+    _say(message, *details)
     return 2
 
 
-def _say(message: str) -> None:
+def _say(message: str, *details: str) -> None:
+    lines = [printable(" ".join(text.split())) for text in (message, *details)]
     with suppress(OSError):  # where stderr cannot be written to either, the exit code says it
-        typer.echo(f"wgpu-lora: {printable(' '.join(message.split()))}", err=True)
+        typer.echo("wgpu-lora: " + "\n  ".join(lines), err=True)
 
 
 def _settle() -> None:

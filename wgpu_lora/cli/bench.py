@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
+from wgpu_lora.allowed import BASE_DTYPES, COMPUTE_DTYPES
+from wgpu_lora.cli import completion
 from wgpu_lora.cli.bench_modes import check_bricks, check_mode
 from wgpu_lora.cli.bench_training import max_batch as search_batches
 from wgpu_lora.cli.bench_training import training as train
@@ -21,22 +24,27 @@ SHAPE = (
     "runs on the CPU and qwen2.5-0.5b on any other."
 )
 COMPARE = "Two result files, older first: how much each brick's time has changed, and whether that is more than noise."
-TOKENS = "Tokens of a training batch of bricks, or of a row of one; of a recipe's rows at most."
-BASE_DTYPE = "How the frozen weights are kept: nf4, bf16, f16 or f32."
-COMPUTE_DTYPE = "What training's products round activations to: f32, bf16 or f16."
+TOKENS = "Tokens of a training batch of bricks, or of a row of one; of a recipe's rows at most. [x>=2]"
+BASE_DTYPE = "How the frozen weights are kept."
+COMPUTE_DTYPE = "What training's products round activations to."
 TIME_LIMIT = (
     "Seconds of measuring each brick's case, instead of what its contract says; or of running batches that "
-    "--find-max-batch finds, with and without checkpointing each (600)."
+    "--find-max-batch finds, with and without checkpointing each (600). [x>0]"
 )
 
 
-def option(text: str, panel: str, *names: str, **settings: Any) -> Any:
+def option(text: str, panel: str, *names: str, choices: Sequence[str] = (), **settings: Any) -> Any:
+    if choices:
+        settings |= {"metavar": "|".join(choices), "autocompletion": completion.one_of(choices)}
     return typer.Option(*names, help=text, rich_help_panel=panel, **settings)
 
 
 def bench(
     ctx: typer.Context,
-    brick: Annotated[list[str] | None, option("Brick to measure; can be given several times.", WHAT)] = None,
+    brick: Annotated[
+        list[str] | None,
+        option("Brick to measure; can be given several times.", WHAT, autocompletion=completion.bricks),
+    ] = None,
     everything: Annotated[bool, option("Measure every brick.", WHAT, "--all")] = False,
     listing: Annotated[bool, option("List the bricks and shapes that there are.", WHAT, "--list")] = False,
     compare: Annotated[tuple[str, str] | None, option(COMPARE, WHAT, metavar="OLD NEW")] = None,
@@ -44,32 +52,44 @@ def bench(
     find_max_batch: Annotated[
         bool, option("Find the largest batch of a training step.", WHAT, "--find-max-batch")
     ] = False,
-    shape: Annotated[str | None, option(SHAPE, WITH)] = None,
-    model: Annotated[str | None, option("Model directory, GGUF file, hub id or 'demo', not a shape.", WITH)] = None,
-    layers: Annotated[int | None, option("Keep only so many of the model's layers.", WITH)] = None,
+    shape: Annotated[str | None, option(SHAPE, WITH, autocompletion=completion.shapes)] = None,
+    model: Annotated[
+        str | None,
+        option("Model directory, GGUF file, hub id or 'demo', not a shape.", WITH, autocompletion=completion.MODEL),
+    ] = None,
+    layers: Annotated[int | None, option("Keep only so many of the model's layers. [x>=1]", WITH)] = None,
     tokens: Annotated[int | None, option(TOKENS, WITH, show_default="512, or the recipe's")] = None,
-    rank: Annotated[int | None, option("Rank of the adapters.", WITH, show_default="16, or the recipe's")] = None,
-    base_dtype: Annotated[str | None, option(BASE_DTYPE, WITH, show_default="nf4, or the recipe's")] = None,
-    compute_dtype: Annotated[str | None, option(COMPUTE_DTYPE, WITH, show_default="f32, or the recipe's")] = None,
+    rank: Annotated[
+        int | None, option("Rank of the adapters. [x>=1]", WITH, show_default="16, or the recipe's")
+    ] = None,
+    base_dtype: Annotated[
+        str | None, option(BASE_DTYPE, WITH, choices=BASE_DTYPES, show_default="nf4, or the recipe's")
+    ] = None,
+    compute_dtype: Annotated[
+        str | None, option(COMPUTE_DTYPE, WITH, choices=COMPUTE_DTYPES, show_default="f32, or the recipe's")
+    ] = None,
     tune: Annotated[
         bool | None, option("Choose tilings as a training run does; by default, unless the recipe says no.", WITH)
     ] = None,
     device: Device = None,
     time_limit: Annotated[float | None, option(TIME_LIMIT, WITH)] = None,
     json: Annotated[str | None, option("File for the results, as JSON lines.", WITH, metavar="FILE")] = None,
-    recipe: Annotated[str | None, option("Recipe to train, by default the demo's; or give --shape.", RUNS)] = None,
-    repeat: Annotated[int, option("How often to train.", RUNS)] = 2,
-    max_steps: Annotated[int | None, option("Optimizer steps of a training.", RUNS)] = None,
+    recipe: Annotated[
+        str | None,
+        option("Recipe to train, by default the demo's; or give --shape.", RUNS, autocompletion=completion.RECIPE),
+    ] = None,
+    repeat: Annotated[int, option("How often to train. [x>=1]", RUNS)] = 2,
+    max_steps: Annotated[int | None, option("Optimizer steps of a training. [x>=3]", RUNS)] = None,
     project: Annotated[
         bool, option("Project --training to models of 1.5B, 3B, 7B and 13B.", RUNS, "--project")
     ] = False,
     data: Annotated[str | None, option("Rows for a recipe that names none.", RUNS)] = None,
-    batch: Annotated[int | None, option("Rows of a batch of --training.", RUNS)] = None,
-    accumulation: Annotated[int | None, option("Batches of an optimizer step of --training.", RUNS)] = None,
+    batch: Annotated[int | None, option("Rows of a batch of --training. [x>=1]", RUNS)] = None,
+    accumulation: Annotated[int | None, option("Batches of an optimizer step of --training. [x>=1]", RUNS)] = None,
     max_batch: Annotated[
-        int | None, option("Rows that --find-max-batch goes to at most; left out, as many as fit.", RUNS)
+        int | None, option("Rows that --find-max-batch goes to at most; left out, as many as fit. [x>=1]", RUNS)
     ] = None,
-    memory_limit: Annotated[int | None, option("Bytes that --find-max-batch may use at most.", RUNS)] = None,
+    memory_limit: Annotated[int | None, option("Bytes that --find-max-batch may use at most. [x>=1]", RUNS)] = None,
 ) -> int:
     """Measure bricks: pieces of training and serving with a performance contract.
 

@@ -1,4 +1,4 @@
-"""wgpu-lora evaluate: the loss of a data file."""
+"""wgpu-lora evaluate: the loss of data."""
 
 from __future__ import annotations
 
@@ -9,46 +9,65 @@ from typing import Annotated, Any
 
 import typer
 
+from wgpu_lora.allowed import OVERFLOW
 from wgpu_lora.bounded import printable
 from wgpu_lora.cli.console import Bar, line, print_json
-from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Json, Model
+from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Json, Model, choice
 from wgpu_lora.cli.several import as_rows, show_losses
 from wgpu_lora.errors import NotFiniteError
 
 
 def evaluate(
-    data: Annotated[str, typer.Option(help="JSONL file, or a folder with valid.jsonl or train.jsonl.")],
+    data: Annotated[str, typer.Option(help="File of rows, folder with valid.jsonl or test.jsonl, or hub id.")],
+    split: Annotated[str | None, typer.Option(help="Split of --data; its validation split by default.")] = None,
+    dataset_config: Annotated[str | None, typer.Option(help="Configuration of a data set that has several.")] = None,
+    skip_bad_rows: Annotated[
+        bool, typer.Option("--skip-bad-rows", help="Go on without rows that cannot be read.")
+    ] = False,
     model: Model = None,
     adapter: Adapter = None,
     compare: Annotated[bool, typer.Option("--compare", help="Measure the base beside every adapter.")] = False,
-    max_length: Annotated[int, typer.Option(help="Tokens of a row at most.")] = 1024,
-    on_overflow: Annotated[str, typer.Option(help="What happens to longer rows: truncate or drop.")] = "truncate",
-    completion_only_loss: Annotated[bool, typer.Option(help="Count answers only.")] = True,
+    max_length: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a row at most; otherwise 1024, or as many as the model has positions. [x>=2]"),
+    ] = None,
+    on_overflow: Annotated[str | None, choice("What happens to longer rows; otherwise truncate.", OVERFLOW)] = None,
+    completion_only_loss: Annotated[bool | None, typer.Option(help="Count answers only; otherwise on.")] = None,
     enable_thinking: Annotated[bool | None, typer.Option(help="Passed to the chat template.")] = None,
     device: Device = None,
     base_dtype: BaseDtype = "nf4",
     as_json: Json = False,
 ) -> int:
-    """Measure loss and perplexity on a JSONL file.
+    """Measure loss and perplexity on data.
 
-    Several adapters are loaded at once and measured in turn.
+    Several adapters are loaded at once and measured in turn. Where options do not say otherwise, rows are made as they
+    were in the adapter's training, if its run.json is there.
     """
     from wgpu_lora.api import evaluate as measure
     from wgpu_lora.api import evaluate_several, load
     from wgpu_lora.infer.named import BASE, model_of, named_adapters, slots_of
+    from wgpu_lora.train.length import check_rows, fit_rows
 
     adapters = named_adapters(adapter or [])
     several = compare or len(adapters) > 1
     if several:
         slots_of(adapters, compare)  # before anything is opened
     options: dict[str, Any] = {
+        "split": split,
+        "dataset_config": dataset_config,
+        "skip_bad_rows": skip_bad_rows,
         "max_length": max_length,
         "on_overflow": on_overflow,
         "completion_only_loss": completion_only_loss,
         "enable_thinking": enable_thinking,
     }
     try:
+        check_rows(options)  # before anything is opened
         opened = load(model_of(adapters, model), device=device, base_dtype=base_dtype)
+        rows = fit_rows(options, list(adapters.values()), opened.config.max_position_embeddings)
+        options |= {name: getattr(rows, name) for name in options}
+        if rows.note and not as_json:
+            line("note", rows.note)
         with Bar("loading", opened.tensors_to_load()) as bar:
             options["progress"] = lambda name: bar.advance()
             if several:
@@ -74,6 +93,8 @@ def evaluate(
         else:
             line("loss", f"{found.loss:.6f}, perplexity {found.perplexity:.4f}")
             line("over", f"{found.tokens:,} trained tokens of {found.rows:,} rows in {found.seconds:.1f} s")
+    if not as_json:
+        line("data", next(iter(losses.values())).data)
     bad = [name for name, found in losses.items() if not math.isfinite(found.loss)]
     return _fail(f"The loss of {', '.join(bad)} is not finite: its weights are damaged, or too large.") if bad else 0
 

@@ -7,11 +7,13 @@ from typing import Annotated
 
 import typer
 
+from wgpu_lora.allowed import GGUF_TYPES
+from wgpu_lora.cli.commands import Command, Group
 from wgpu_lora.cli.console import Bar, line
-from wgpu_lora.cli.options import Command, Model
+from wgpu_lora.cli.options import Model, choice
 from wgpu_lora.errors import UserError
 
-export = typer.Typer(name="export", help="Models and adapters for other programs.", rich_markup_mode=None)
+export = typer.Typer(cls=Group, name="export", help="Models and adapters for other programs.", rich_markup_mode=None)
 
 
 @export.command("gguf", cls=Command)
@@ -21,10 +23,7 @@ def gguf(
     adapter: Annotated[Path | None, typer.Option(help="PEFT adapter directory, merged into the model.")] = None,
     quantize: Annotated[
         str | None,
-        typer.Option(
-            help="Type of the matrices: f16 (the default), q8_0, q6_k, q5_k_m, q4_k_m, q5_1, q5_0, q4_1 or q4_0.",
-            metavar="TYPE",
-        ),
+        choice("Type of the matrices; f16 by default.", GGUF_TYPES),
     ] = None,
     lora: Annotated[
         bool, typer.Option("--lora", help="Write the adapter alone, for llama.cpp's own --lora, in f32.")

@@ -1,4 +1,4 @@
-"""wgpu-lora finetune: from a model and a JSONL file to an adapter."""
+"""wgpu-lora finetune: from a model and a data file to an adapter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from wgpu_lora.allowed import SCHEDULES
 from wgpu_lora.cli.console import OFTEN, Bar, duration, is_terminal, line
+from wgpu_lora.cli.options import choice
 from wgpu_lora.cli.starting import Starting, describe_tuning
 from wgpu_lora.installed import program
 from wgpu_lora.train.arguments import ADAPTER, FILES, TrainingArguments
@@ -42,12 +44,10 @@ AdaptersConfig = Annotated[
 ]
 Schedule = Annotated[
     str,
-    typer.Option(
-        help="Which adapters take a step: synchronized, round-robin or priority-val-loss.", rich_help_panel=ADAPTER
-    ),
+    choice("Which adapters take a step.", SCHEDULES, rich_help_panel=ADAPTER),
 ]
 BatchTokens = Annotated[
-    int | None, typer.Option(help="Most tokens of a batch that several adapters share.", rich_help_panel=ADAPTER)
+    int | None, typer.Option(help="Most tokens of a batch that several adapters share. [x>0]", rich_help_panel=ADAPTER)
 ]
 
 
@@ -59,7 +59,7 @@ def finetune(
     schedule: Schedule = "synchronized",
     batch_tokens: BatchTokens = None,
 ) -> int:
-    """Train a LoRA adapter on a JSONL file, or several over one base.
+    """Train a LoRA adapter on a data file, or several over one base.
 
     Without --model and --data, it trains the demo model on the demo's own data.
     """
@@ -94,14 +94,20 @@ def waiting(place: int, holders: list[Entry], seconds: float) -> None:
 
 def describe(job: Job) -> None:
     """What is about to run, a line each."""
+    from wgpu_lora.data.account import SKIPPED
+
     describe_model(job)
     for note in job.session.model.tokenizer.notes if job.session.model.tokenizer else ():
         line("note", note)
     for run in job.runs:
         mark = f"{run.name}: " if run.name else ""
-        line("data", mark + run.stream.prepared.summary())
-        if run.heldout:
-            line("held out", mark + run.heldout.summary())
+        for label, data in (("data", run.stream.prepared), ("held out", run.heldout)):
+            if data:
+                line(label, mark + data.summary())
+                for note in data.notes:
+                    line("note", mark + note)
+                if data.account.bad:
+                    line("skipped", f"{mark}bad rows are set aside in {run.directory / SKIPPED}")
         trained = job.session.adapters.trainable(run.slot, job.session.model.config)
         modules = run.args.target_modules
         line("adapter", f"{mark}rank {run.spec.rank} on {modules}: {trained:,} trained parameters")

@@ -1,96 +1,219 @@
-"""wgpu-lora generate: a prompt in, the model's words out as they come."""
+"""wgpu-lora generate: a prompt in, the model's words out as they come; or many prompts, and a file of answers."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from wgpu_lora.bounded import printable
+from wgpu_lora.cli.answering import (
+    EnableThinking,
+    MaxNewTokens,
+    MinP,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    System,
+    Temperature,
+    TopK,
+    TopP,
+    for_stdout,
+)
 from wgpu_lora.cli.console import Bar, is_terminal, print_json
 from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Json, Model, refuse_idle
 from wgpu_lora.cli.several import as_rows, show_answers
 from wgpu_lora.errors import UserError
 
-DRAWING = ("top_p", "top_k")  # a --seed is often given whether it is needed or not
+if TYPE_CHECKING:
+    from wgpu_lora.infer.answer import Answer
+    from wgpu_lora.infer.prompt_file import Request
+    from wgpu_lora.infer.settings import Settings
+    from wgpu_lora.models.loaded import LoadedModel
+
+TITLE = 60  # characters of a prompt above its answer
+DRAWING = ("top_p", "top_k", "min_p")  # a --seed is often given whether it is needed or not
 
 
 def generate(
     ctx: typer.Context,
-    prompt: Annotated[str | None, typer.Option(help="What to ask; read from stdin where that is piped.")] = None,
-    system: Annotated[str | None, typer.Option(help="System message of the chat template.")] = None,
-    enable_thinking: Annotated[
-        bool | None, typer.Option(help="Passed to the chat template; what the adapter was trained with.")
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What to ask, read from stdin where that is piped; given several times, all are answered at once."
+        ),
     ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="File of prompts: JSONL with 'prompt' or 'messages', or lines of text.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="File for the answers, as JSONL; without it, --prompts prints them.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Prompts answered at a time; by default as many as fit, at most 16.")
+    ] = None,
+    system: System = None,
+    enable_thinking: EnableThinking = None,
     model: Model = None,
     adapter: Adapter = None,
     compare: Annotated[bool, typer.Option("--compare", help="Show the base's answer beside every adapter's.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens of the answer at most.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; higher is more varied.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Only the likeliest tokens up to this sum; 1 keeps all.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Only this many of the likeliest tokens; 0 keeps all.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    stop: Stop = None,
+    seed: Seed = 0,
     device: Device = None,
     base_dtype: BaseDtype = "nf4",
     as_json: Json = False,
 ) -> int:
-    """Answer a prompt, with or without an adapter.
+    """Answer prompts, with or without an adapter; on a terminal, without a prompt, chat.
 
     Several adapters all answer, in a single batch.
     """
-    if temperature == 0:
-        refuse_idle(ctx, DRAWING, "at --temperature 0, which takes the likeliest token")
-    if prompt is None:
-        prompt = _piped()
-    if not prompt:
-        raise UserError("The prompt is empty: say what to ask.")
-    from wgpu_lora.api import answer, load
-    from wgpu_lora.api import compare as answer_each
-    from wgpu_lora.infer.named import model_of, named_adapters, slots_of
-    from wgpu_lora.infer.prompt import check_text
-
-    check_text("prompt", prompt)  # before anything is opened
-    adapters = named_adapters(adapter or [])
-    several = compare or len(adapters) > 1
-    slots = slots_of(adapters, compare) if several else {}
-    opened = load(model_of(adapters, model), device=device, base_dtype=base_dtype)
-    options: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "system": system,
         "enable_thinking": enable_thinking,
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "stop": stop or [],
         "seed": seed,
     }
+    nothing = not prompt and prompts is None
+    if nothing and not (as_json or output or batch_size) and is_terminal(sys.stdin) and is_terminal(sys.stdout):
+        from wgpu_lora.cli.chat import run_chat
+
+        return run_chat(model, adapter or [], compare, settings, None, device, base_dtype)
+    if temperature == 0:
+        refuse_idle(ctx, DRAWING, "at --temperature 0, which takes the likeliest token")
+    if output or prompts:
+        refuse_idle(ctx, ("as_json",), "beside --output or --prompts, whose answers are JSONL")
+    if prompt and prompts:
+        raise UserError("--prompt and --prompts contradict each other: give one of them.")
+    from wgpu_lora.formats.atomic import write_new_bytes
+    from wgpu_lora.infer.ask import answer_table
+    from wgpu_lora.infer.named import BASE, model_of, named_adapters, slots_of
+    from wgpu_lora.infer.prompt import check_text
+    from wgpu_lora.infer.prompt_file import Request, check_new, kept_on_failure, read_requests, row_of, to_jsonl
+    from wgpu_lora.infer.settings import settings_of
+    from wgpu_lora.models.loaded import open_model
+
+    # Mistakes are said before anything is opened.
+    chosen = settings_of(settings, "The command line")
+    if batch_size is not None and batch_size < 1:
+        raise UserError(f"--batch-size must be at least 1, not {batch_size}.")
+    if prompts:
+        requests = read_requests(prompts)
+        anew = sum(request.answered for request in requests)
+        if anew:
+            which = "a row ends" if anew == 1 else f"{anew:,} rows end"
+            _note(f"{which} with an assistant's message, which is left out and answered anew")
+    else:
+        texts = prompt or [_piped()]
+        if not all(texts):
+            raise UserError("The prompt is empty: say what to ask.")
+        for text in texts:
+            check_text("prompt", text)
+        requests = [Request(text, {"prompt": text}) for text in texts]
+    if output:
+        check_new(output)
+    adapters = named_adapters(adapter or [])
+    several = compare or len(adapters) > 1
+    slots = slots_of(adapters, compare) if several else {next(iter(adapters), BASE): 0 if adapters else None}
+    opened = open_model(model_of(adapters, model), device, base_dtype)
     with Bar("loading", opened.tensors_to_load()) as bar:
-        options["progress"] = lambda name: bar.advance()
-        if several:
+        if len(requests) == 1 and not (several or output or prompts):
+            _answer_one(opened, requests[0], adapters, chosen, as_json, bar)
+            return 0
+        rows: list[dict[str, Any]] = []
 
-            def count(tokens: int) -> None:
-                bar.advance("answering", to=tokens, total=len(slots) * max_new_tokens)
+        def answered(number: int, name: str, answer: Answer) -> None:
+            rows.append(row_of(requests[number], answer, name if several else None))
 
-            answers = answer_each(opened, prompt, adapters, include_base=compare, on_done=count, **options)
-        else:
+        def came(tokens: int) -> None:
+            text = f"answering, {tokens:,} tokens so far"
+            bar.advance(text, to=len(rows), total=len(requests) * len(slots))
 
-            def show(text: str) -> None:
-                bar.close()
-                # What a model writes may be meant for the terminal; a pipe gets it as it is.
-                print(printable(text, "\n\t") if is_terminal(sys.stdout) else text, end="", flush=True)
+        def loaded(name: str) -> None:
+            bar.advance()
 
-            only = next(iter(adapters.values()), None)
-            (found,) = answer(opened, [prompt], adapter=only, on_text=None if as_json else show, **options)
-    if several:
-        if as_json:
-            print_json(as_rows(answers, adapters))
-        else:
-            show_answers(answers)
+        asked = [request.prompt for request in requests]
+        with kept_on_failure(output, lambda: rows, _note):
+            found = answer_table(
+                opened,
+                asked,
+                adapters,
+                slots,
+                chosen,
+                batch=batch_size or (len(slots) if len(asked) == 1 else None),
+                on_done=came,
+                on_answer=answered,
+                progress=loaded,
+            )
+            if output:
+                write_new_bytes(output, to_jsonl(rows), "--output")
+    if output:
+        count = len(rows)
+        _note(f"{count:,} answer{'' if count == 1 else 's'} written to {output}")
+    elif prompts:
+        print(to_jsonl(rows).decode(), end="", flush=True)
     elif as_json:
+        listed = [
+            as_rows(answers, adapters) if several else [one.as_dict() for one in answers.values()] for answers in found
+        ]
+        print_json([row for rows in listed for row in rows])
+    else:
+        show_answers(_titled(requests, found, several))
+    return 0
+
+
+def _answer_one(
+    model: LoadedModel, request: Request, adapters: dict[str, Path], settings: Settings, as_json: bool, bar: Bar
+) -> None:
+    """Streams the only answer, or prints it as JSON."""
+    from wgpu_lora.infer.answer import answer_slots
+
+    def show(text: str) -> None:
+        bar.close()
+        print(for_stdout(text), end="", flush=True)
+
+    (found,) = answer_slots(
+        model,
+        [request.prompt],
+        list(adapters.values()),
+        [0 if adapters else None],
+        settings,
+        on_text=None if as_json else show,
+        progress=lambda name: bar.advance(),
+    )
+    if as_json:
         print_json(found.as_dict())
     else:
         print(flush=True)
-    return 0
+
+
+def _titled(requests: list[Request], found: list[dict[str, Answer]], several: bool) -> dict[str, Answer]:
+    """Answers under what tells them apart: names, prompts, or both."""
+    if len(requests) == 1:
+        return found[0]
+    titled: dict[str, Answer] = {}
+    for number, (request, answers) in enumerate(zip(requests, found, strict=True), 1):
+        line = " ".join(str(request.prompt).split())
+        short = line if len(line) <= TITLE else f"{line[: TITLE - 3]}..."
+        titled |= {f"{number}. {short}{f' ({name})' if several else ''}": answer for name, answer in answers.items()}
+    return titled
+
+
+def _note(text: str) -> None:
+    print(f"wgpu-lora: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def _piped() -> str:

@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
+from wgpu_lora.cli.completion import MODEL
 from wgpu_lora.cli.console import Bar, line
 from wgpu_lora.cli.options import Device
 
 
 def import_model(
-    model: Annotated[str, typer.Argument(help="Model directory, GGUF file, hub id, or 'demo'.")],
+    model: Annotated[str, typer.Argument(help="Model directory, GGUF file, hub id, or 'demo'.", autocompletion=MODEL)],
     output: Annotated[Path, typer.Option(help="Directory for the packed model; it must be new.")],
     device: Device = None,
 ) -> int:

@@ -7,15 +7,16 @@ from typing import Annotated
 
 import typer
 
+from wgpu_lora.allowed import MERGED_DTYPES
 from wgpu_lora.cli.console import Bar, line
-from wgpu_lora.cli.options import Model
+from wgpu_lora.cli.options import Model, choice
 
 
 def merge(
     adapter: Annotated[Path, typer.Option(help="PEFT adapter directory.")],
     output: Annotated[Path, typer.Option(help="Directory for the merged model; it must be new.")],
     model: Model = None,
-    dtype: Annotated[str, typer.Option(help="Of the written weights: bf16, f16 or f32.")] = "bf16",
+    dtype: Annotated[str, choice("Of the written weights.", MERGED_DTYPES)] = "bf16",
 ) -> int:
     """Merge an adapter into its base model, in the format of Hugging Face.
 

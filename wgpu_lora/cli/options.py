@@ -5,20 +5,48 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
+from wgpu_lora.allowed import BASE_DTYPES
+from wgpu_lora.cli import completion
+from wgpu_lora.cli.commands import OPTIONS, Command
 from wgpu_lora.errors import UserError
-from wgpu_lora.train.arguments import PANELS, TrainingArguments, flag, gather
+from wgpu_lora.train.arguments import PANELS, TrainingArguments, gather
+from wgpu_lora.train.declared import kinds
+from wgpu_lora.train.idle import idle
 
 KINDS = {"str": str, "int": int, "float": float, "bool": bool}
 RECIPE = "Flat TOML file of these options, or the name of a bundled recipe; options given here win over it."
-MAY_BE_EMPTY = {"prompt", "system"}  # an empty prompt has a message of its own, an empty system message is one
 OF_SEVERAL = ("schedule", "batch_tokens")  # options of a pipeline alone
+MOST, REST = "Options that people change most", "More"
+# In the order in which help shows them.
+MOST_USED = (
+    "model",
+    "data",
+    "output",
+    "eval_data",
+    "lora_r",
+    "learning_rate",
+    "num_train_epochs",
+    "per_device_train_batch_size",
+    "max_length",
+    "resume",
+)
+
+
+def choice(text: str, values: Collection[str], **settings: Any) -> Any:
+    """An option whose value is one of a few names."""
+    return typer.Option(help=text, metavar="|".join(values), autocompletion=completion.one_of(values), **settings)
+
+
 # Options that several commands have.
-Model = Annotated[str | None, typer.Option(help="Model directory, GGUF file, hub id, or 'demo' (the default).")]
+Model = Annotated[
+    str | None,
+    typer.Option(help="Model directory, GGUF file, hub id, or 'demo' (the default).", autocompletion=completion.MODEL),
+]
 Adapter = Annotated[
     list[str] | None,
     typer.Option(
@@ -29,7 +57,7 @@ Adapter = Annotated[
 Device = Annotated[
     str | None, typer.Option(help="Adapter index or a part of its name, as 'wgpu-lora info' lists them.")
 ]
-BaseDtype = Annotated[str, typer.Option(help="How the frozen weights are kept: nf4, bf16, f16 or f32.")]
+BaseDtype = Annotated[str, choice("How the frozen weights are kept.", BASE_DTYPES)]
 AllowUnconfined = Annotated[
     bool,
     typer.Option("--allow-unconfined", help="Run the model's code even where this system cannot confine it."),
@@ -37,18 +65,8 @@ AllowUnconfined = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 
 
-class Command(TyperCommand):
-    """A command that takes an empty value for a mistake, such as a shell's unset variable leaves."""
-
-    def invoke(self, ctx: Any) -> Any:
-        for name, value in ctx.params.items():
-            if isinstance(value, str) and not value.strip() and name not in MAY_BE_EMPTY:
-                raise UserError(f"{flag(name)} is empty: give it a value, or leave it out.")
-        return super().invoke(ctx)
-
-
-class GroupedHelp(Command):
-    """A command whose help lists its options under headings, one column, nothing cut off on a narrow terminal.
+class TrainingCommand(Command):
+    """A command with all training options: --help shows those that people change most, --help-all the rest too.
 
     --wait may be given without a number, which stands for 0.
     """
@@ -62,14 +80,21 @@ class GroupedHelp(Command):
         return super().parse_args(ctx, [f"{a}=0" if is_bare else a for a, is_bare in zip(args, bare, strict=True)])
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        panels: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record:
-                panels.setdefault(getattr(parameter, "rich_help_panel", None) or "Other", []).append(record)
-        for title, records in panels.items():
-            with formatter.section(title):
-                formatter.write_dl(records)
+        if ctx.params.get("help_all"):
+            super().format_options(ctx, formatter)
+            return
+        by_name = {parameter.name: parameter for parameter in self.get_params(ctx)}
+        with formatter.section(MOST):
+            formatter.write_dl([by_name[name].get_help_record(ctx) for name in MOST_USED])
+        with formatter.section(REST):
+            formatter.write_dl([by_name[name].get_help_record(ctx) for name in ("help_all", "help")])
+
+
+def _show_all(ctx: typer.Context, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        ctx.params["help_all"] = True
+        typer.echo(ctx.get_help())
+        raise typer.Exit()
 
 
 def training_options(run: Callable[..., int]) -> Callable[..., int]:
@@ -79,23 +104,27 @@ def training_options(run: Callable[..., int]) -> Callable[..., int]:
     """
     names = [f.name for f in fields(TrainingArguments)]
 
-    def command(ctx: typer.Context, recipe: str | None, **values: Any) -> int:
+    def command(ctx: typer.Context, recipe: str | None, help_all: bool, **values: Any) -> int:
         given = {name: values.pop(name) for name in names if is_given(ctx, name)}
         own_data = any(values.get(name) for name in ("adapters", "adapters_config"))
         if not own_data:
             refuse_idle(ctx, OF_SEVERAL, "without --adapters or --adapters-config")
-        args, path = gather(given, recipe, "The command line", demo=not own_data)
+        beside = _first_checkpoint(**values) if own_data and given.get("resume") else None
+        args, path = gather(given, recipe, "The command line", demo=not own_data, beside=beside)
+        for text in idle(given, args):
+            typer.echo(f"wgpu-lora: note: {text}", err=True)
         note = None
         if path is not None:
-            note = f"{path}" if recipe else f"{path} (the demo, since neither --data nor --recipe is given)"
+            note = f"{path}" if recipe else f"{path}: no --data is given, so the demo model learns from the demo's rows"
         return run(args, note, **{name: value for name, value in values.items() if name not in names})
 
     own = list(inspect.signature(run, eval_str=True).parameters.values())[2:]
     parameters = [
         _parameter("ctx", typer.Context, inspect.Parameter.empty),
-        _parameter("recipe", Annotated[str | None, typer.Option(help=RECIPE, rich_help_panel=PANELS[0])], None),
+        _parameter("recipe", Annotated[str | None, _recipe()], None),
         *map(_option, sorted(fields(TrainingArguments), key=lambda f: PANELS.index(f.metadata["panel"]))),
         *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own),
+        _parameter("help_all", Annotated[bool, _help_all(len(names) + len(own) + 1)], False),
     ]
     command.__name__, command.__doc__ = run.__name__, run.__doc__
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -103,17 +132,44 @@ def training_options(run: Callable[..., int]) -> Callable[..., int]:
     return command
 
 
+def _first_checkpoint(adapters: list[str] | None, adapters_config: Path | None, **others: Any) -> str:
+    """Where the record of a pipeline is that is resumed, or what says so."""
+    from wgpu_lora.cli.pipeline import tasks_of
+
+    return tasks_of(adapters or [], adapters_config)[0].checkpoint
+
+
+def _recipe() -> Any:
+    return typer.Option(help=RECIPE, rich_help_panel=PANELS[0], autocompletion=completion.RECIPE)
+
+
+def _help_all(options: int) -> Any:
+    text = f"Show all {options} options: --recipe, --adapters, memory, batches, saving and so on."
+    return typer.Option("--help-all", help=text, is_eager=True, callback=_show_all, rich_help_panel=OPTIONS)
+
+
 def _option(item: Any) -> inspect.Parameter:
-    kinds = [part.strip() for part in str(item.type).split("|")]
-    kind: Any = KINDS[kinds[0]]
-    name = flag(item.name)
+    parts, metadata = kinds(item), item.metadata
+    kind: Any = KINDS[parts[0]]
+    name = f"--{item.name.replace('_', '-')}"
     # A switch that is off has its opposite too: a recipe may have turned it on.
     declared = f"{name}/--no-{name[2:]}" if kind is bool else name
-    said = item.default is not None and item.default is not False
+    within, choices = metadata["within"], metadata["choices"]
+    said = item.default not in (None, False, within.unset if within else None)
+    complete = completion.BY_NAME.get(item.name)
+    if choices:
+        complete = completion.one_of(choices)
+    elif kind in (int, float):
+        complete = completion.number(item.default, within)
     settings = typer.Option(
-        declared, help=item.metadata["help"], rich_help_panel=item.metadata["panel"], show_default=said
+        declared,
+        help=f"{metadata['help']} [{within}]" if within else metadata["help"],
+        metavar="|".join(choices) if choices else None,
+        rich_help_panel=metadata["panel"],
+        show_default=said,
+        autocompletion=complete,
     )
-    return _parameter(item.name, Annotated[kind | None if "None" in kinds else kind, settings], item.default)
+    return _parameter(item.name, Annotated[kind | None if "None" in parts else kind, settings], item.default)
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:

@@ -13,7 +13,7 @@ from wgpu_lora.bounded import printable
 from wgpu_lora.cli.console import OFTEN, console, is_terminal, line
 from wgpu_lora.cli.finetune import CURES, describe, exit_code, losses, waiting
 from wgpu_lora.cli.starting import Starting
-from wgpu_lora.installed import program
+from wgpu_lora.installed import pip_line, program
 from wgpu_lora.train.arguments import TrainingArguments
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _train(args: TrainingArguments, tasks: list[AdapterTask], schedule: str, bat
     if draw_curves({run.name: run.directory for run in job.runs}, job.home / CURVES):
         line("curves", str(job.home / CURVES))
     else:
-        line("curves", "not drawn: pip install 'wgpu-lora[plot]' for them")
+        line("curves", f"not drawn: matplotlib is missing; {pip_line('plot')}")
     return code
 
 

@@ -72,7 +72,9 @@ def plan(
         line("batch", f"of up to {tokens:,} tokens: {readable(session.steps[tokens][1].plan().nbytes)} of activations")
     known = budget.source if available is None else f"{readable(available)}: {budget.source}"
     verdict = "" if available is None else "; it fits" if fits else "; it does not fit"
-    advice = f"; {without_a_way(memory.groups['base'], available)}" if available and not fits and not ways else ""
+    advice = ""
+    if available and not fits and not ways:
+        advice = f"; {without_a_way(memory.groups['base'], available, job.run.args, job.replan)}"
     line("budget", f"{known}{verdict}{advice}")
     for way in ways:
         line("would fit", f"with {way.options}: {readable(way.peak)} ({way.peak:,} bytes)")

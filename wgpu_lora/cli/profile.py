@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from wgpu_lora.cli import completion
 from wgpu_lora.cli.console import console, line, print_json
 from wgpu_lora.cli.options import BaseDtype, Device, Json, Model, is_given
 from wgpu_lora.errors import UserError
@@ -15,7 +16,12 @@ if TYPE_CHECKING:
     from wgpu_lora.bench.profile import Profile
     from wgpu_lora.train.arguments import TrainingArguments
 
-Shape = Annotated[str | None, typer.Option(help="A real model's shape with made-up weights, such as qwen2.5-0.5b.")]
+Shape = Annotated[
+    str | None,
+    typer.Option(
+        help="A real model's shape with made-up weights, such as qwen2.5-0.5b.", autocompletion=completion.shapes
+    ),
+]
 Layers = Annotated[int | None, typer.Option(help="Its first layers alone, for a device that cannot hold it whole.")]
 Run = Annotated[
     Path | None,
@@ -32,14 +38,14 @@ def profile(
     model: Model = None,
     shape: Shape = None,
     layers: Layers = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
-    batch: Annotated[int, typer.Option(help="Rows of the step.")] = 1,
-    rank: Annotated[int, typer.Option(help="Rank of the adapter, on all seven projections.")] = 16,
+    tokens: Annotated[int, typer.Option(help="Tokens of a row. [x>=2]")] = 512,
+    batch: Annotated[int, typer.Option(help="Rows of the step. [x>=1]")] = 1,
+    rank: Annotated[int, typer.Option(help="Rank of the adapter, on all seven projections. [x>=1]")] = 16,
     base_dtype: BaseDtype = "nf4",
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Recompute activations in the backward pass.")
     ] = False,
-    rounds: Annotated[int, typer.Option(help="Steps that are measured.")] = 5,
+    rounds: Annotated[int, typer.Option(help="Steps that are measured. [x>=1]")] = 5,
     by_shape: Annotated[bool, typer.Option("--by-shape", help="A line for every shape of a kernel.")] = False,
     trace: Annotated[str | None, typer.Option(help="Chrome trace file to write, for Perfetto.")] = None,
     device: Device = None,
@@ -111,7 +117,7 @@ def _of_run(
     of_run = {
         "base_dtype": args.base_dtype,
         "batch": args.per_device_train_batch_size,
-        "tokens": args.max_length,
+        "tokens": args.length,
         "rank": args.lora_r,
         "gradient_checkpointing": args.gradient_checkpointing,
     }

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from wgpu_lora.cli import completion
 from wgpu_lora.cli.console import console, line
 from wgpu_lora.cli.options import RECIPE, AllowUnconfined
 from wgpu_lora.errors import UserError
@@ -18,14 +19,14 @@ COLOURS = {"passed": "green", "failed": "red", "not run": "yellow"}
 
 
 def prove(
-    recipe: Annotated[str, typer.Option(help=RECIPE)] = "wgpu-proof",
+    recipe: Annotated[str, typer.Option(help=RECIPE, autocompletion=completion.RECIPE)] = "wgpu-proof",
     devices: Annotated[
         str | None, typer.Option(help="Devices such as 0,1 (the first trains); left out, the first two different ones.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Directory for it; one in use gets a number.")] = Path("proof"),
     only: Annotated[str | None, typer.Option(help="Numbers of the checks to do, such as 1,6.")] = None,
     require_discrete: Annotated[
-        int, typer.Option(help="Discrete GPUs that have to be used; with fewer, nothing is proven.")
+        int, typer.Option(help="Discrete GPUs that have to be used; with fewer, nothing is proven. [x>=0]")
     ] = 0,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 unless everything is proven.")] = False,
     allow_unconfined: AllowUnconfined = False,

@@ -7,11 +7,14 @@ from typing import Annotated
 
 import typer
 
+from wgpu_lora.cli.commands import Command, Group
+from wgpu_lora.cli.completion import RECIPE
 from wgpu_lora.cli.console import console, line
-from wgpu_lora.cli.options import Command
 from wgpu_lora.errors import UserError
 
-recipes = typer.Typer(name="recipes", help="Training set-ups that come with the package.", rich_markup_mode=None)
+recipes = typer.Typer(
+    cls=Group, name="recipes", help="Training set-ups that come with the package.", rich_markup_mode=None
+)
 
 
 @recipes.command("list", cls=Command)
@@ -31,12 +34,14 @@ def list_recipes() -> int:
 
 
 @recipes.command("show", cls=Command)
-def show(name: Annotated[str, typer.Argument(help="A bundled recipe's name, or a path.")]) -> int:
+def show(
+    name: Annotated[str, typer.Argument(help="A bundled recipe's name, or a path.", autocompletion=RECIPE)],
+) -> int:
     """Print a recipe, with what it reproduces and needs."""
-    from wgpu_lora.train.arguments import find_recipe, from_values, read_recipe
+    from wgpu_lora.train.arguments import find_recipe, recipe_arguments
 
     path = find_recipe(name)
-    from_values(read_recipe(path), f"The recipe {path}")
+    recipe_arguments(path)
     print(path.read_text(encoding="utf-8"), end="", flush=True)
     return 0
 
@@ -45,7 +50,7 @@ def show(name: Annotated[str, typer.Argument(help="A bundled recipe's name, or a
 def data(
     name: Annotated[str, typer.Argument(help="A recipe that has a generator: hive-mind-0.5b.")],
     output: Annotated[Path, typer.Argument(help="The JSONL file to write; it must be new.")],
-    rows: Annotated[int, typer.Option(help="How many.")] = 1500,
+    rows: Annotated[int, typer.Option(help="How many. [x>=1]")] = 1500,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
 ) -> int:
     """Write made-up training rows for a recipe."""

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from wgpu_lora.cli.commands import Command, Group
 from wgpu_lora.cli.console import console, line, print_json
-from wgpu_lora.cli.options import Command, Json
+from wgpu_lora.cli.options import Json
 from wgpu_lora.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from wgpu_lora.share import Entry
 
 share = typer.Typer(
+    cls=Group,
     name="share",
     help="See and mend who holds how much of each device's memory.",
     rich_markup_mode=None,

@@ -1,30 +1,41 @@
-"""Training data on the CPU: JSONL formats, tokenizer and chat template, loss masks, packing.
+"""Training data on the CPU: sources of rows, formats, tokenizer and chat template, loss masks, packing.
 
-jsonl -> formats -> masks -> prepare          a file becomes rows of token ids and labels
-template -> tokenizer                         text to tokens and back
-packing                                       which rows go together in a step
+find -> jsonl, json_array, delimited, parquet, huggingface, given      a name, or rows from Python, becomes a source
+source -> formats -> empty -> masks -> prepare                         its rows become token ids and labels
+account                                                                what became of every row
+template -> tokenizer                                                  text to tokens and back
+packing                                                                which rows go together in a step
 """
 
+from wgpu_lora.data.account import write_skipped
+from wgpu_lora.data.find import heldout_data, training_data
 from wgpu_lora.data.formats import parse_example, read_examples
-from wgpu_lora.data.jsonl import read_jsonl, resolve_data
+from wgpu_lora.data.given import given_rows, rows_given
+from wgpu_lora.data.jsonl import read_jsonl
 from wgpu_lora.data.masks import UNTRAINED, tokenize_example
 from wgpu_lora.data.packing import batches, epoch_order, pack
 from wgpu_lora.data.prepare import Prepared, Row, prepare
+from wgpu_lora.data.source import Source
 from wgpu_lora.data.tokenizer import StreamDecoder, Tokenizer
 
 __all__ = [
     "UNTRAINED",
     "Prepared",
     "Row",
+    "Source",
     "StreamDecoder",
     "Tokenizer",
     "batches",
     "epoch_order",
+    "given_rows",
+    "heldout_data",
     "pack",
     "parse_example",
     "prepare",
     "read_examples",
     "read_jsonl",
-    "resolve_data",
+    "rows_given",
     "tokenize_example",
+    "training_data",
+    "write_skipped",
 ]

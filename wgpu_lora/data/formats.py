@@ -1,7 +1,7 @@
-"""The JSONL formats of training data: from a path to checked examples.
+"""The formats of rows: from the objects of a source to checked examples.
 
-Each row is one JSON object and fits one format by its keys. Where keys of several formats stand in a row
-(Alpaca's own file repeats itself under "text", say) the first in this order counts:
+Each row is an object and fits one format by its keys. Where keys of several formats stand in a row
+(Alpaca's own file repeats itself under "text", say) the first in this order counts whose keys are not null:
 
     input_ids [labels, attention_mask]      tokens, labels with -100 where nothing is learnt
     messages [tools]                        a conversation as OpenAI and TRL have it
@@ -14,17 +14,23 @@ Each row is one JSON object and fits one format by its keys. Where keys of sever
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from wgpu_lora.data.jsonl import kind_of, read_jsonl
+from wgpu_lora.data.source import Place, Source, kind_of, strict_rows
 from wgpu_lora.errors import UserError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} | {role: role for role in ROLES}
-_FORMATS = "input_ids; messages; conversations; prompt and completion; instruction and output; text"
+# What a row of each format must have, in the order in which formats are looked for, and what it may have.
+_FORMATS = (
+    ("input_ids",), ("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"), ("text",),
+)  # fmt: skip
+# Of these, text is JSON: tables have one type to a column.
+LISTS = ("input_ids", "labels", "attention_mask", "messages", "conversations", "tools")
+COLUMNS = {*(key for keys in _FORMATS for key in keys), *LISTS, "input", "system", "chat_template_kwargs"}
+_KEYS = "; ".join(" and ".join(keys) for keys in _FORMATS)
 
 
 @dataclass(frozen=True)
@@ -67,18 +73,34 @@ class Text:
 Example = Tokens | Conversation | Completion | Alpaca | Text
 
 
-def read_examples(path: Path) -> Iterator[tuple[int, Example]]:
-    """Yields (line number, checked example) for every row of a file.
+def read_examples(source: Source) -> Iterator[tuple[Place, Example]]:
+    """Yields (place, checked example) for every row of a source.
 
     Raises:
-        UserError: as `read_jsonl` and `parse_example`, with file and line.
+        UserError: a row cannot be read or fits no format, with its place.
     """
-    for number, row in read_jsonl(path):
+    for place, row in strict_rows(source):
         try:
             example = parse_example(row)
         except UserError as error:
-            raise UserError(f"{path}, line {number}: {error}") from error
-        yield number, example
+            raise UserError(f"{source.where(place)}: {error}") from error
+        yield place, example
+
+
+def format_of(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys by which a row fits a format; () where it fits none."""
+    given = [key for key, value in row.items() if value is not None]
+    return next((keys for names in (given, row) for keys in _FORMATS if all(key in names for key in keys)), ())
+
+
+def check_columns(names: Sequence[str]) -> None:
+    """Raises UserError unless a table with these columns has rows of some format; the message lists them."""
+    if format_of(dict.fromkeys(names, "")):
+        return
+    lower = [name.strip().lower() for name in names]
+    hint = " (in lower case)" if format_of(dict.fromkeys(lower, "")) else ""
+    shown = ", ".join(repr(name[:80]) for name in names[:20]) or "none"
+    raise UserError(f"the columns are {shown}, but the formats have {_KEYS}{hint}; rename them.")
 
 
 def parse_example(row: dict[str, Any]) -> Example:
@@ -87,30 +109,63 @@ def parse_example(row: dict[str, Any]) -> Example:
     Raises:
         UserError: the row fits no format or a field has the wrong type. The message says which field, not which line.
     """
-    if "input_ids" in row:
-        return _tokens(row)
-    if "messages" in row:
-        messages = _messages(row["messages"], "messages")
-        return _conversation(messages, 0, row)
-    if "conversations" in row:
-        return _sharegpt(row)
-    if "prompt" in row and "completion" in row:
-        prompt, completion = row["prompt"], row["completion"]
-        if isinstance(prompt, list) and isinstance(completion, list):
-            before, after = _messages(prompt, "prompt"), _messages(completion, "completion")
-            return _conversation(before + after, len(before), row)
-        if isinstance(prompt, str) and isinstance(completion, str):
-            return Completion(prompt, completion)
-        raise UserError(
-            f"'prompt' is {kind_of(prompt)} and 'completion' {kind_of(completion)}, "
-            "but both must be strings or both lists of messages."
-        )
-    if "instruction" in row and "output" in row:
-        return Alpaca(*(_string(row, name) for name in ("instruction", "input", "output", "system")))
-    if "text" in row:
-        return Text(_string(row, "text"))
-    keys = ", ".join(repr(key) for key in list(row)[:12]) or "none"
-    raise UserError(f"the row fits no format: its keys are {keys}, and the formats have {_FORMATS}.")
+    match format_of(row):
+        case ("input_ids",):
+            return _tokens(row)
+        case ("messages",):
+            return _conversation(_messages(_list(row, "messages"), "messages"), 0, row)
+        case ("conversations",):
+            return _sharegpt(row)
+        case ("prompt", "completion"):
+            return _completion(row)
+        case ("instruction", "output"):
+            return Alpaca(*(_string(row, name) for name in ("instruction", "input", "output", "system")))
+        case ("text",):
+            return Text(_string(row, "text"))
+    keys = ", ".join(repr(key[:80]) for key in list(row)[:12]) or "none"
+    raise UserError(f"the row fits no format: its keys are {keys}, and the formats have {_KEYS}{_instead(row)}.")
+
+
+def remedy(row: dict[str, Any]) -> str | None:
+    """What to do with an object that is no row but holds rows; None where it is one, or holds none."""
+    for name, value in row.items():
+        if name not in COLUMNS and isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            return f"its rows seem to be the list under {name[:80]!r}: write that list alone into the file"
+    texts = [value for name, value in row.items() if name in COLUMNS and name not in LISTS]
+    if texts and all(isinstance(value, list) and value and isinstance(value[0], str) for value in texts):
+        return "it holds columns, not rows: write a list of objects, one for each row"
+    return None
+
+
+def _instead(row: dict[str, Any]) -> str:
+    found = remedy(row)
+    return f"; {found}" if found else ""
+
+
+def _completion(row: dict[str, Any]) -> Conversation | Completion:
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        if prompt and isinstance(prompt[0], str):
+            raise UserError(f"'prompt' is a list of strings{_instead(row)}.")
+        before, after = _messages(prompt, "prompt"), _messages(completion, "completion")
+        return _conversation(before + after, len(before), row)
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return Completion(prompt, completion)
+    raise UserError(
+        f"'prompt' is {kind_of(prompt)} and 'completion' {kind_of(completion)}, "
+        "but both must be strings or both lists of messages."
+    )
+
+
+def _list(row: dict[str, Any], name: str) -> Any:
+    """A field that is a list, or JSON of one in a string, as datasets with one type to a column have it."""
+    value = row.get(name)
+    if not isinstance(value, str) or not value.strip().startswith("["):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"'{name}' is a string that is not JSON; give a list, as json.dumps writes it.") from error
 
 
 def _string(row: dict[str, Any], name: str) -> str:
@@ -119,18 +174,18 @@ def _string(row: dict[str, Any], name: str) -> str:
     if value is None and name in ("input", "system"):
         return ""
     if not isinstance(value, str):
-        raise UserError(f"'{name}' is {kind_of(value)}, but must be a string.")
+        raise UserError(f"'{name}' is {kind_of(value)}, but must be a string{_instead(row)}.")
     return value
 
 
 def _tokens(row: dict[str, Any]) -> Tokens:
-    ids = _integers(row["input_ids"], "input_ids", least=0)
-    labels = ids if row.get("labels") is None else _integers(row["labels"], "labels", least=-100)
+    ids = _integers(_list(row, "input_ids"), "input_ids", least=0)
+    labels = ids if row.get("labels") is None else _integers(_list(row, "labels"), "labels", least=-100)
     if len(labels) != len(ids):
         raise UserError(f"'labels' has {len(labels)} entries and 'input_ids' {len(ids)}; give one for each token.")
     if any(-100 < label < 0 for label in labels):
         raise UserError("'labels' has a negative entry that is not -100, the mark for what is not learnt.")
-    mask = row.get("attention_mask")
+    mask = _list(row, "attention_mask")
     if mask is not None and _integers(mask, "attention_mask", least=0) != [1] * len(ids):
         raise UserError("'attention_mask' must be a 1 for every token; leave padding out, rows are packed later.")
     return Tokens(ids, labels)
@@ -213,9 +268,10 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
 
 
 def _sharegpt(row: dict[str, Any]) -> Conversation:
-    turns: Sequence[Any] = row["conversations"] if isinstance(row["conversations"], list) else ()
+    given = _list(row, "conversations")
+    turns: Sequence[Any] = given if isinstance(given, list) else ()
     if not turns:
-        raise UserError(f"'conversations' is {kind_of(row['conversations'])}, but must be a list of at least one turn.")
+        raise UserError(f"'conversations' is {kind_of(given)}, but must be a list of at least one turn.")
     messages = []
     for i, turn in enumerate(turns):
         if isinstance(turn, dict) and "from" in turn:

@@ -5,88 +5,104 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from wgpu_lora.bounded import object_of
+from wgpu_lora.data.files import FileSource, opened
+from wgpu_lora.data.formats import remedy
+from wgpu_lora.data.source import Place, Problem, Rows, kind_of, strict_rows
 from wgpu_lora.errors import UserError
 
 MAX_LINE = 16 << 20  # bytes; as lists of lists, the worst there is, Python takes half a gigabyte for them
+MAX_SHOWN = 1 << 16  # bytes of a row that is not JSON, where it is kept
+BOM = b"\xef\xbb\xbf"
 
 
-def resolve_data(path: Path) -> tuple[Path, Path | None]:
-    """The training file and, where there is one, the validation file: `path` itself or what is in that folder.
+def read_lines(path: Path) -> Rows:
+    """Every line that is not blank, reading line by line.
 
-    Raises:
-        UserError: there is nothing at `path`, or the folder has no train.jsonl.
-    """
-    path = Path(path)
-    if path.is_dir():
-        train, valid = path / "train.jsonl", path / "valid.jsonl"
-        if not train.is_file():
-            raise UserError(f"The folder {path} has no train.jsonl; name the file itself or rename it to that.")
-        return train, valid if valid.is_file() else None
-    if not path.is_file():
-        wrong = f"{path} is not a regular file" if path.exists() else f"There is no data at {path}"
-        raise UserError(f"{wrong}; give a .jsonl file or a folder with a train.jsonl.")
-    return path, None
-
-
-def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields (line number from 1, object) for every line that is not blank, reading line by line.
+    A line that is too long, not UTF-8, not JSON, not an object, or names a key twice is a Problem.
 
     Raises:
-        UserError: the file cannot be read or is empty, or a line is too long, not UTF-8, not JSON, not an object,
-            or names a key twice.
+        UserError: the file cannot be read, is empty, or is a JSON object of another form.
     """
-    empty = True
-    try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), start=1):
-                if len(line) > MAX_LINE:
-                    raise UserError(
-                        f"{path}, line {number}: longer than {MAX_LINE >> 20} MiB; split the row into several."
-                    )
-                if number == 1:
-                    line = line.removeprefix(b"\xef\xbb\xbf")
-                if line.strip():
-                    empty = False
-                    yield number, _parse_line(line, f"{path}, line {number}")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error}).") from error
-    if empty:
+    first = True
+    with opened(path) as file:
+        for number, line in enumerate(_lines(file), start=1):
+            if number == 1:
+                line = line.removeprefix(BOM)
+            if len(line) <= MAX_LINE and not line.strip():
+                continue
+            row = parse_line(line)
+            if first and isinstance(row, Problem) and (wrong := _of_several_lines(path, line)):
+                raise UserError(f"{path} {wrong}.")
+            first = False
+            yield Place("line", number), row
+    if first:
         raise UserError(f"{path} is empty; training needs at least one row.")
 
 
-def _parse_line(line: bytes, where: str) -> dict[str, Any]:
+def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number from 1, object) of every line of a file in which all are right; UserError where one is not."""
+    for place, row in strict_rows(FileSource(path, read_lines)):
+        yield place.number, row
+
+
+def _lines(file: IO[bytes]) -> Iterator[bytes]:
+    """The lines; of one that is longer than MAX_LINE, its beginning, longer than that."""
+    while line := file.readline(MAX_LINE + 1):
+        yield line
+        while len(line) > MAX_LINE and not line.endswith(b"\n"):
+            line = file.readline(MAX_LINE + 1)
+
+
+def parse_line(line: bytes) -> dict[str, Any] | Problem:
+    """The object that a row's bytes are, or what is wrong with them."""
+    if len(line) > MAX_LINE:
+        return too_long()
     try:
         row = json.loads(line.decode("utf-8"), object_pairs_hook=object_of, parse_constant=_no_constant)
         if b"\\u" in line:  # an escape can spell half of a surrogate pair, which no tokenizer takes
             json.dumps(row, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not valid UTF-8 (byte {error.start + 1}); save the file as UTF-8.") from error
-    except UnicodeEncodeError as error:
-        raise UserError(f"{where}: a \\u escape is half of a surrogate pair; write the character out.") from error
+        reason = f"not valid UTF-8 (byte {error.start + 1}); save the file as UTF-8."
+    except UnicodeEncodeError:
+        reason = "a \\u escape is half of a surrogate pair; write the character out."
     except json.JSONDecodeError as error:
-        raise UserError(
-            f"{where}: not JSON ({error.msg}, character {error.pos + 1}); each line must be one JSON object."
-        ) from error
-    except RecursionError as error:
-        raise UserError(f"{where}: nested too deeply to read; a row needs only a few levels.") from error
+        reason = f"not JSON: {said(error)}; each row must be one JSON object."
+    except RecursionError:
+        reason = "nested too deeply to read; a row needs only a few levels."
     except ValueError as error:
-        raise UserError(f"{where}: {error}.") from error
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: holds {kind_of(row)}, but each line must be one JSON object.")
-    return row
+        reason = f"{error}."
+    else:
+        if isinstance(row, dict):
+            return row
+        return Problem(f"holds {kind_of(row)}, but each row must be one JSON object.", row)
+    return Problem(reason, line[:MAX_SHOWN].decode("utf-8", "replace").strip())
+
+
+def too_long() -> Problem:
+    return Problem(f"longer than {MAX_LINE >> 20} MiB; split the row into several.")
+
+
+def said(error: json.JSONDecodeError) -> str:
+    """What Python's reader says, as a part of a sentence: 'invalid control character at character 216'."""
+    text = error.msg.removesuffix(" at").removesuffix(" starting")
+    return f"{text[:1].lower()}{text[1:]} at character {error.pos + 1}"
+
+
+def _of_several_lines(path: Path, line: bytes) -> str | None:
+    """What to say of a file that is not JSONL, but JSON over several lines; None where it is something else."""
+    if not line.lstrip().startswith(b"{"):
+        return None
+    with opened(path) as file:
+        data = file.read(MAX_LINE + 1)
+    if len(data) <= MAX_LINE and isinstance(row := parse_line(data.removeprefix(BOM)), dict):
+        return f"is one JSON object over several lines; {remedy(row) or 'put it into a list, as [{...}]'}"
+    if line.strip() == b"{":
+        return "has JSON objects over several lines; write one to a line (`jq -c . FILE`), or all of them as one list"
+    return None
 
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON; use a number or null")
-
-
-def kind_of(value: Any) -> str:
-    """A JSON value in the words of an error message."""
-    if isinstance(value, list | dict):
-        name = "list" if isinstance(value, list) else "object"
-        return f"an empty {name}" if not value else "a list" if name == "list" else "an object"
-    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string"}
-    return names.get(type(value), type(value).__name__)

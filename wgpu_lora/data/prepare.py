@@ -1,4 +1,4 @@
-"""From a data file to the rows that training reads, with an account of what became of every row."""
+"""From data to the rows that training reads, with an account of what became of every row."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from wgpu_lora.data.formats import Example, Tokens, read_examples
+from wgpu_lora.data.account import Account
+from wgpu_lora.data.empty import without_empty_answers
+from wgpu_lora.data.files import file_source
+from wgpu_lora.data.formats import Example, Tokens, parse_example
 from wgpu_lora.data.masks import UNTRAINED, Pair, tokenize_examples
+from wgpu_lora.data.source import Place, Problem, Source
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import file_digest
 
-_BLOCK_LINES, _BLOCK_SIZE = 64, 1 << 19  # that are tokenised together, at most; characters
+_BLOCK_ROWS, _BLOCK_SIZE = 64, 1 << 19  # that are tokenised together, at most; characters
+_Read = tuple[Place, dict[str, Any] | Problem, Example | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +27,7 @@ class Row:
     """One sequence to train on.
 
     input_ids, labels: int32, both [tokens]; labels unshifted, -100 where nothing is learnt.
-    index: which row of the file this is, counting every row that an example gives, dropped ones too;
+    index: which row of the data this is, counting every row that an example gives, dropped ones too;
         random draws hang on it, so it must not change with `max_length`.
     """
 
@@ -39,27 +43,21 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A data file, ready to train on.
+    """Data, ready to train on.
 
-    digest: sha256 of the file's bytes, hexadecimal.
-    examples: rows in the file. expanded: rows that they gave (more, where a conversation gives one for each turn).
-    cut: rows kept, cut to the greatest length. too_long: rows dropped for their length.
-    untrained: rows dropped because nothing is learnt in them. lost_by_cut: those of them that the cut left so.
+    path: what they are called. digest: sha256 of the file's bytes or of the rows, hexadecimal.
+    account: what became of every row. notes: what a person should know of how they were read.
     trained_tokens, total_tokens: over `rows`.
     """
 
-    path: Path
+    path: str
     rows: list[Row]
     digest: str
     max_length: int
-    examples: int
-    expanded: int
-    cut: int
-    too_long: int
-    untrained: int
-    lost_by_cut: int
+    account: Account
     trained_tokens: int
     total_tokens: int
+    notes: tuple[str, ...] = ()
 
     @property
     def lengths(self) -> list[int]:
@@ -68,19 +66,12 @@ class Prepared:
 
     def summary(self) -> str:
         """One line for a person: what was read, what was lost and what is learnt."""
-        parts = [f"{self.path.name}: {self.examples:,} examples, {len(self.rows):,} rows"]
-        if self.cut:
-            parts.append(f"{self.cut:,} cut at {self.max_length:,} tokens")
-        if self.too_long:
-            parts.append(f"{self.too_long:,} dropped as longer than {self.max_length:,} tokens")
-        if self.untrained:
-            by_cut = f" ({self.lost_by_cut:,} of them by the cut)" if self.lost_by_cut else ""
-            parts.append(f"{self.untrained:,} dropped with nothing to learn{by_cut}")
-        return f"{', '.join(parts)}; {self.trained_tokens:,} of {self.total_tokens:,} tokens are learnt"
+        found = self.account.summary(len(self.rows), self.max_length)
+        return f"{found}; {self.trained_tokens:,} of {self.total_tokens:,} tokens are learnt"
 
 
 def prepare(
-    path: Path,
+    data: Source | Path,
     tokenizer: Tokenizer | None,
     *,
     max_length: int,
@@ -88,100 +79,114 @@ def prepare(
     on_overflow: Literal["truncate", "drop"] = "truncate",
     chat_template_kwargs: dict[str, Any] | None = None,
     vocab_size: int | None = None,
+    skip_bad_rows: bool = False,
 ) -> Prepared:
-    """Reads, tokenises and masks a JSONL file.
+    """Reads, tokenises and masks the rows of a source, or of a file.
 
     Args:
         tokenizer: None will do where all rows are tokenised already.
         max_length: tokens of the longest row; longer ones are cut at the end or dropped, as `on_overflow` says.
         vocab_size: rows of the model's embedding; the tokenizer's vocabulary where it is not given.
+        skip_bad_rows: go on without the rows that cannot be used; the account has them.
 
     Raises:
-        UserError: the file or one of its rows is wrong (with the line), a token lies outside of the vocabulary,
-            or no row is left to train on.
+        UserError: the source cannot be read, rows of it are wrong (with their places) or have a token outside of the
+            vocabulary, or no row is left to train on.
     """
-    path = Path(path)
     if max_length < 2:
         raise UserError(f"The greatest length is {max_length} tokens, but a row needs two to learn one from the other.")
     if on_overflow not in ("truncate", "drop"):
         raise UserError(f"on_overflow is {on_overflow!r}, but rows that are too long can only 'truncate' or 'drop'.")
     if vocab_size is None and tokenizer is not None:
         vocab_size = tokenizer.vocab_size
+    source = file_source(data) if isinstance(data, Path) else data
+    account = Account(source, keep_bad=skip_bad_rows)
     rows: list[Row] = []
-    examples = expanded = cut = too_long = untrained = lost_by_cut = 0
-    for line, pairs in _tokenized(path, tokenizer, completion_only_loss, chat_template_kwargs):
-        examples += 1
-        try:
-            for ids, labels in pairs:
-                _check_vocabulary(ids, labels, vocab_size)
-        except UserError as error:
-            raise UserError(f"{path}, line {line}: {error}") from error
-        for ids, labels in pairs:
-            row = Row(np.asarray(ids, np.int32), np.asarray(labels, np.int32), expanded)
-            expanded += 1
-            if row.trained_tokens == 0:
-                untrained += 1
+    for block in _blocks(source, account, completion_only_loss):
+        examples = [example for _, _, example in block if example is not None]
+        found = iter(tokenize_examples(examples, tokenizer, completion_only_loss, chat_template_kwargs))
+        for place, row, example in block:
+            pairs = [] if example is None else next(found)
+            wrong = str(pairs) if isinstance(pairs, UserError) else _outside(pairs, vocab_size)
+            if wrong:
+                account.add_bad(place, Problem(wrong, row))
+            if wrong or example is None:
+                account.expanded += 1  # an index must not hang on what becomes of other rows
                 continue
-            if len(ids) > max_length:
-                if on_overflow == "drop":
-                    too_long += 1
-                    continue
-                row = Row(row.input_ids[:max_length].copy(), row.labels[:max_length].copy(), row.index)
-                if row.trained_tokens == 0:
-                    untrained += 1
-                    lost_by_cut += 1
-                    continue
-                cut += 1
-            rows.append(row)
+            assert not isinstance(pairs, UserError)
+            kept = list(_kept(pairs, place, account, max_length, on_overflow == "drop"))
+            if skip_bad_rows or not account.bad:
+                rows += kept
+    digest = account.close()
+    if not skip_bad_rows:
+        account.refuse_bad()
     if not rows:
-        raise UserError(
-            f"{path} leaves nothing to train on: of {expanded:,} rows {untrained:,} have no token to learn "
-            f"({lost_by_cut:,} of them after the cut at {max_length:,} tokens) and {too_long:,} are too long; "
-            "check that there are answers in it, or raise the greatest length."
-        )
+        account.refuse_nothing(max_length)
     return Prepared(
-        path=path,
+        path=source.path,
         rows=rows,
-        digest=file_digest(path),
+        digest=digest,
         max_length=max_length,
-        examples=examples,
-        expanded=expanded,
-        cut=cut,
-        too_long=too_long,
-        untrained=untrained,
-        lost_by_cut=lost_by_cut,
+        account=account,
         trained_tokens=sum(row.trained_tokens for row in rows),
         total_tokens=sum(len(row.input_ids) for row in rows),
+        notes=source.notes,
     )
 
 
-def _tokenized(
-    path: Path, tokenizer: Tokenizer | None, completion_only_loss: bool, chat_template_kwargs: dict[str, Any] | None
-) -> Iterator[tuple[int, list[Pair]]]:
-    """Every line's number and rows, some lines at a time; a mistake comes after what stands before it."""
-    lines = read_examples(path)
-    wrong: UserError | None = None
-    while wrong is None:
-        block: list[tuple[int, Example]] = []
-        size = 0
-        try:
-            for line, example in lines:
-                block.append((line, example))
-                size += _size(example)
-                if len(block) >= _BLOCK_LINES or size >= _BLOCK_SIZE:
-                    break
-        except UserError as error:
-            wrong = error
-        if not block:
-            break
-        examples = [example for _, example in block]
-        found = tokenize_examples(examples, tokenizer, completion_only_loss, chat_template_kwargs)
-        for (line, _), pairs in zip(block, found, strict=True):
-            if isinstance(pairs, UserError):
-                raise UserError(f"{path}, line {line}: {pairs}") from pairs
-            yield line, pairs
-    if wrong:
-        raise wrong
+def _kept(pairs: list[Pair], place: Place, account: Account, max_length: int, drop: bool) -> Iterator[Row]:
+    """The rows of an example that there is something to learn in, no longer than they may be."""
+    for ids, labels in pairs:
+        row = Row(np.asarray(ids, np.int32), np.asarray(labels, np.int32), account.expanded)
+        account.expanded += 1
+        if row.trained_tokens == 0:
+            account.untrained.add(place)
+            continue
+        if len(ids) > max_length:
+            if drop:
+                account.too_long.add(place)
+                continue
+            row = Row(row.input_ids[:max_length].copy(), row.labels[:max_length].copy(), row.index)
+            if row.trained_tokens == 0:
+                account.untrained.add(place)
+                account.lost_by_cut.add(place)
+                continue
+            account.cut.add(place)
+        yield row
+
+
+def _blocks(source: Source, account: Account, completion_only_loss: bool) -> Iterator[list[_Read]]:
+    """Rows that are tokenised together; None is the example of one with nothing to tokenise, which is accounted for."""
+    block: list[_Read] = []
+    size = 0
+    for place, row in source.rows():
+        account.examples += 1
+        example = _example(place, row, account, completion_only_loss)
+        block.append((place, row, example))
+        size += 0 if example is None else _size(example)
+        if len(block) >= _BLOCK_ROWS or size >= _BLOCK_SIZE:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
+
+
+def _example(place: Place, row: dict[str, Any] | Problem, account: Account, completion_only: bool) -> Example | None:
+    try:
+        problem = row if isinstance(row, Problem) else account.note(place, row)
+        example = None if isinstance(row, Problem) or problem else parse_example(row)
+    except UserError as error:
+        problem, example = Problem(str(error), row), None
+    if problem:
+        account.add_bad(place, problem)
+    if example is None:
+        return None
+    kept, silent = without_empty_answers(example, completion_only)
+    if kept is None:
+        account.empty.add(place)
+    if silent:
+        account.silent.add(place, silent)
+    return kept
 
 
 def _size(example: Example) -> int:
@@ -194,10 +199,12 @@ def _size(example: Example) -> int:
         return _BLOCK_SIZE
 
 
-def _check_vocabulary(ids: list[int], labels: list[int], vocab_size: int | None) -> None:
-    greatest = max(max(ids, default=-1), max(labels, default=-1))
-    if vocab_size is not None and greatest >= vocab_size:
-        raise UserError(
-            f"token id {greatest} lies outside of the vocabulary of {vocab_size}; "
-            "the data or the tokenizer belongs to another model."
-        )
+def _outside(pairs: list[Pair], vocab_size: int | None) -> str | None:
+    """What is wrong where a token lies outside of the vocabulary."""
+    greatest = max((max(part, default=-1) for pair in pairs for part in pair), default=-1)
+    if vocab_size is None or greatest < vocab_size:
+        return None
+    return (
+        f"token id {greatest} lies outside of the vocabulary of {vocab_size}; "
+        "the data or the tokenizer belongs to another model."
+    )

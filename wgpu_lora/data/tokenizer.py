@@ -14,6 +14,7 @@ from wgpu_lora.data import template
 from wgpu_lora.data.template import Message, Span
 from wgpu_lora.data.tokenizer_settings import read_settings
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.atomic import file_digest
 from wgpu_lora.tokens.backend import Backend, BackendError, Local
 from wgpu_lora.tokens.components import DocumentError
 from wgpu_lora.tokens.document import read_document
@@ -33,6 +34,7 @@ class Tokenizer:
         chat_templates: jinja2 source by name; "default" is used, "tool_use" instead of it when tools are given.
         eos_ids: further ids that end a generation (`generation_config.json`).
         notes: what a person should know about it.
+        digest: the SHA-256 of the `tokenizer.json` that it was read from.
     """
 
     def __init__(
@@ -43,9 +45,10 @@ class Tokenizer:
         chat_templates: dict[str, str] | None = None,
         eos_ids: list[int] | None = None,
         notes: Iterable[str] = (),
+        digest: str | None = None,
     ) -> None:
         self._backend: Backend = Local(backend) if isinstance(backend, tokenizers.Tokenizer) else backend
-        self.notes = tuple(notes)
+        self.notes, self.digest = tuple(notes), digest
         self._special_tokens = dict(special_tokens or {})
         self._chat_templates = dict(chat_templates or {})
         self._eos_ids = list(eos_ids or [])
@@ -63,9 +66,10 @@ class Tokenizer:
         settings = read_settings(path.parent)
         try:
             if _is_ours(path):
-                return cls(Local.opened(path.read_text(encoding="utf-8")), **settings)
+                backend = Local.opened(path.read_text(encoding="utf-8"))
+                return cls(backend, **settings, digest=file_digest(path))
             document = read_document(path)
-            return cls(Child(document.text), **settings, notes=document.notes)
+            return cls(Child(document.text), **settings, notes=document.notes, digest=file_digest(path))
         except (OSError, DocumentError, BackendError) as error:
             raise UserError(f"{path} is not a tokenizer that can be read ({error}); download it again.") from error
 

@@ -9,6 +9,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from wgpu_lora.errors import UserError
+
 # `.NAME.tmp` and `.NAME.previous` of directories, `.NAME.old` of removed ones; tempfile adds eight letters of its own.
 _LEFTOVER = re.compile(r"\.(.+?)(\.[a-z0-9_]{8})?\.(tmp|previous|old)")
 
@@ -41,6 +43,40 @@ def write_bytes_atomic(path: str | Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     _sync_directory(path.parent)
+
+
+def write_new_bytes(path: str | Path, data: bytes, option: str, replacing: bytes | None = None) -> None:
+    """As `write_bytes_atomic`, to a path where nothing is, not even from a moment ago.
+
+    Args:
+        option: what named the path, for the message.
+        replacing: what may lie there: these bytes.
+
+    Raises:
+        UserError: something else is there, or the directory is missing or cannot be written.
+    """
+    path = Path(path)
+    taken = UserError(f"{path} exists already: give {option} another name, or remove it.")
+    try:
+        if replacing is not None and path.is_file() and path.read_bytes() == replacing:
+            write_bytes_atomic(path, data)
+            return
+        if path.is_symlink() or path.exists():
+            raise taken
+        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+        try:
+            write_bytes_atomic(temporary / path.name, data)
+            try:
+                os.link(temporary / path.name, path)  # which refuses where something is
+            except FileExistsError:
+                raise taken from None
+            except OSError:  # a file system without links
+                (temporary / path.name).rename(path)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        _sync_directory(path.parent)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}): give {option} another place.") from None
 
 
 def replace_directory(tmp: str | Path, final: str | Path) -> None:

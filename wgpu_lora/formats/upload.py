@@ -13,17 +13,13 @@ from wgpu_lora.formats.cards import CARD, card_of_files
 from wgpu_lora.formats.checkpoint import INDEX, SINGLE, Checkpoint
 from wgpu_lora.formats.hub import hub_id
 from wgpu_lora.formats.peft import CONFIG, WEIGHTS, read_adapter
+from wgpu_lora.formats.tokenizer_files import TEMPLATE, TOKENIZER
 
 LICENCES = re.compile(r"(LICEN[CS]E|NOTICE|COPYING)(\.(md|txt))?")
-TOKENIZER = re.compile(
-    r"tokenizer(_config)?\.json|tokenizer\.model|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)"
-    r"|merges\.txt|spiece\.model|sentencepiece\.bpe\.model"
-)
-TEMPLATE = re.compile(r"chat_template\.(jinja|json)|additional_chat_templates/[\w-]+\.jinja")
 CONFIGURATION = ("config.json", "generation_config.json")
 # What only resuming needs, and what names paths of this machine, at any depth.
 PRIVATE = re.compile(
-    r"(run|pipeline|state|manifest|metadata)\.json|log\.jsonl|optimizer\.safetensors|.*\.(tmp|lock|next)"
+    r"(run|pipeline|state|manifest|metadata)\.json|(log|skipped_rows)\.jsonl|optimizer\.safetensors|.*\.(tmp|lock|next)"
     r"|checkpoints|best|last|epoch-[0-9]+"
 )
 

@@ -16,6 +16,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.adapters import AdapterInfo, choose
 from wgpu_lora.gpu.choices import Choices
 from wgpu_lora.gpu.kernel import Traits
+from wgpu_lora.naming import either
 
 WRITE_CHUNK = 16 << 20  # a queued write is staged by the driver; larger ones would double a tensor's memory
 INTEL = 0x8086
@@ -105,7 +106,7 @@ class Device:
         except (MemoryError, wgpu.GPUValidationError, wgpu.GPUError) as error:
             raise UserError(
                 f"The device could not allocate {size:,} bytes for {label or 'a buffer'} ({self.allocated:,} bytes are "
-                "in use): lower --per-device-train-batch-size or --max-length, or choose a smaller model."
+                f"in use): lower {either('per_device_train_batch_size', 'max_length')}, or choose a smaller model."
             ) from error
         self.allocated += size
         self.peak_allocated = max(self.peak_allocated, self.allocated)

@@ -9,6 +9,7 @@ import numpy as np
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.tensor import Storage, align
+from wgpu_lora.naming import either
 
 
 @dataclass
@@ -43,7 +44,8 @@ def plan_arenas(lifetimes: dict[Storage, tuple[int, int]], max_arena: int, max_b
         if size > min(max_arena, max_binding):
             raise UserError(
                 f"The tensor '{storage.name}' needs {storage.nbytes:,} bytes, but one binding of this device holds at "
-                f"most {min(max_arena, max_binding):,}: lower --per-device-train-batch-size or --max-length."
+                f"most {min(max_arena, max_binding):,}: lower "
+                f"{either('per_device_train_batch_size', 'max_length')}."
             )
         start, stop = lifetimes[storage]
         overlapping = (first[:i] <= stop) & (last[:i] >= start)

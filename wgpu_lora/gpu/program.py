@@ -16,6 +16,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import Grid, Kernel, Tiles
 from wgpu_lora.gpu.plan import ArenaPlan, plan_arenas
 from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Storage, Tensor
+from wgpu_lora.naming import either
 
 SUBMIT_SECONDS = 0.4  # work in one submit, for watchdogs and for Ctrl-C
 FIRST_SUBMIT = 24  # dispatches a submit before anything has been timed
@@ -73,7 +74,7 @@ class Program:
         if max(groups) > 65535:
             raise UserError(
                 f"{kernel.name} would need a grid of {groups}, more than WebGPU's 65535: lower "
-                "--per-device-train-batch-size or --max-length."
+                f"{either('per_device_train_batch_size', 'max_length')}."
             )
         tensors = tuple(t for t in args if t is not None)
         self.dispatches.append(Dispatch(kernel, tensors, present, constants, tiles, groups, fixed))

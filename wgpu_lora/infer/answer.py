@@ -1,32 +1,38 @@
-"""Prompts in, answers out: texts, each under an adapter of its own or none."""
+"""Prompts in, answers out: texts or conversations, each under an adapter of its own or none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.data import StreamDecoder
-from wgpu_lora.errors import UserError
+from wgpu_lora.data import Tokenizer
+from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.infer.generate import Generator
 from wgpu_lora.infer.named import on_device
-from wgpu_lora.infer.prompt import chat_prompt
+from wgpu_lora.infer.prompt import Prompt, chat_prompt
+from wgpu_lora.infer.reply import Reply
+from wgpu_lora.infer.settings import Settings
 from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.models.lora import AdapterSet
 
 OnText = Callable[[str], None]
 OnDone = Callable[[int], None]
+OnAnswer = Callable[[int, "Answer"], None]
+MOST = 16  # prompts at a time where nothing else is said
+SHOWN = 60  # characters of a text where an answer is shown in one line
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Answer:
     """What a model said to a prompt, and how it came to an end: stop, length or capacity.
 
-    tokens_per_second: of all prompts that were answered together.
+    token_ids: all that came, those of a stop string too. tokens_per_second: of all prompts that were answered together.
     """
 
-    prompt: str
+    prompt: Prompt
     text: str
     token_ids: list[int]
     stop_reason: str
@@ -35,68 +41,149 @@ class Answer:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= SHOWN else self.text[: SHOWN - 3] + "..."
+        count = len(self.token_ids)
+        return f"Answer({text!r}, {count} token{'' if count == 1 else 's'}, stop_reason={self.stop_reason!r})"
+
+
+def tokenizer_of(model: LoadedModel) -> Tokenizer:
+    """UserError where the model has none."""
+    if model.tokenizer is None:
+        raise UserError(
+            f"The model {model.name} has no tokenizer.json, so it cannot read text: add one to its directory."
+        )
+    return model.tokenizer
+
 
 def answer_slots(
     model: LoadedModel,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     directories: Sequence[str | Path],
     slots: Sequence[int | None],
+    settings: Settings,
     *,
-    system: str | None,
-    enable_thinking: bool | None,
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    seed: int,
-    batch: int,
-    on_text: OnText | None,
-    on_done: OnDone,
-    progress: Progress,
+    batch: int | None = None,
+    on_text: OnText | None = None,
+    on_done: OnDone = lambda number: None,
+    on_answer: OnAnswer = lambda number, answer: None,
+    progress: Progress = lambda name: None,
 ) -> list[Answer]:
     """Answers prompts[i] under the adapter of directories[slots[i]], or under the base alone where that is None.
+
+    Args:
+        batch: prompts that are answered at a time; None takes as many as the device has room for, of at most 16.
+        on_text: called with every piece of text as it comes. on_done: with how many tokens have come so far.
+        on_answer: called with each prompt's number and answer once those that are answered together are.
 
     Raises:
         UserError: there is no tokenizer, a prompt is too long, an adapter does not fit, or a value is out of range.
     """
-    tokenizer = model.tokenizer
-    if tokenizer is None:
-        raise UserError(
-            f"The model {model.name} has no tokenizer.json, so it cannot read text: add one to its directory."
-        )
-    kwargs = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-    ids = [chat_prompt(tokenizer, prompt, system, **kwargs) for prompt in prompts]
-    decoder = StreamDecoder(tokenizer)
-    count = 0
-
-    def on_token(number: int, token: int) -> None:
-        nonlocal count
-        count += 1
-        on_done(count)
-        if on_text:
-            on_text(decoder.push(token))
-
-    # No more cache than these prompts can use.
-    longest = max(map(len, ids)) + max(1, max_new_tokens)
-    capacity = min(longest, model.config.max_position_embeddings)
+    if batch is not None and batch < 1:
+        raise UserError(f"A batch of {batch} prompts cannot be answered: answer at least one at a time.")
+    tokenizer = tokenizer_of(model)
+    ids = prompt_ids(tokenizer, prompts, settings)
+    found: list[Answer] = []
+    done = 0
     with (
         on_device(model, directories) as adapters,
-        Generator(model, adapters, capacity, min(batch, len(ids)), progress=progress) as generator,
+        open_generator(model, adapters, capacity_for(model, ids, settings), len(ids), batch, progress) as generator,
     ):
-        found = generator.generate(
-            ids,
-            slots,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            seed=seed,
-            stop_ids=tokenizer.stop_ids,
-            on_token=on_token,
-        )
-    if on_text:
-        on_text(decoder.flush())
-    return [
-        Answer(prompt, tokenizer.decode(g.token_ids), g.token_ids, g.stop_reason, round(g.decode_speed, 2))
-        for prompt, g in zip(prompts, found, strict=True)
-    ]
+        for start in range(0, len(ids), generator.batch):
+            part = slice(start, start + generator.batch)
+            made = [Reply(tokenizer, len(one), settings.stop) for one in ids[part]]
+            for _, piece in replies(generator, made, ids[part], slots[part], settings, bool(on_text)):
+                if on_text and piece:
+                    on_text(piece)
+                on_done(done + sum(len(reply.generation.token_ids) for reply in made))
+            done += sum(len(reply.generation.token_ids) for reply in made)
+            for prompt, reply in zip(prompts[part], made, strict=True):
+                found.append(answer_of(prompt, reply))
+                on_answer(len(found) - 1, found[-1])
+    return found
+
+
+def stream_slot(
+    model: LoadedModel, prompt: Prompt, directory: str | Path | None, settings: Settings, progress: Progress
+) -> Iterator[str]:
+    """The answer to one prompt in pieces, as they come; what is on the device for it stays until the last is taken."""
+    tokenizer = tokenizer_of(model)
+    ids = prompt_ids(tokenizer, [prompt], settings)
+    with (
+        on_device(model, [] if directory is None else [directory]) as adapters,
+        open_generator(model, adapters, capacity_for(model, ids, settings), 1, 1, progress) as generator,
+    ):
+        made = [Reply(tokenizer, len(ids[0]), settings.stop)]
+        for _, piece in replies(generator, made, ids, [0 if adapters else None], settings):
+            if piece:
+                yield piece
+
+
+def open_generator(
+    model: LoadedModel,
+    adapters: AdapterSet | None,
+    capacity: int,
+    prompts: int,
+    batch: int | None = None,
+    progress: Progress = lambda name: None,
+) -> Generator:
+    """A generator for so many prompts; where no batch is stated, the largest of at most
+    MOST that the device has room for.
+
+    Raises:
+        UserError: as for Generator.
+    """
+    size = min(prompts, batch or MOST)
+    while True:
+        try:
+            return Generator(model, adapters, capacity, size, progress=progress)
+        except NoRoomError:
+            if batch or size == 1:
+                raise
+        size = (size + 1) // 2
+
+
+def prompt_ids(tokenizer: Tokenizer, prompts: Sequence[Prompt], settings: Settings) -> list[list[int]]:
+    return [chat_prompt(tokenizer, prompt, settings.system, **settings.template_kwargs) for prompt in prompts]
+
+
+def capacity_for(model: LoadedModel, ids: Sequence[Sequence[int]], settings: Settings) -> int:
+    """Tokens of the longest prompt and its answer: no more cache than these prompts can use."""
+    return min(max(map(len, ids)) + settings.max_new_tokens, model.config.max_position_embeddings)
+
+
+def replies(
+    generator: Generator,
+    made: Sequence[Reply],
+    ids: Sequence[Sequence[int]],
+    slots: Sequence[int | None],
+    settings: Settings,
+    streamed: bool = True,
+    reuse: bool = False,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Iterator[tuple[int, str]]:
+    """Fills the replies to at most a batch of prompts, yielding (prompt's number, piece of text) after every token.
+
+    Args:
+        streamed: where false, and there is no stop string, the pieces are empty.
+        reuse, stopped: see Generator.tokens.
+    """
+    assert len(ids) <= generator.batch
+    read = streamed or bool(settings.stop)
+    results = [reply.generation for reply in made]
+    stop_ids = made[0].stop_ids
+    tokens = generator.tokens(
+        ids, slots, results, settings.sampler, settings.max_new_tokens, stop_ids, reuse=reuse, stopped=stopped
+    )
+    for number, token in tokens:
+        yield number, made[number].push(token) if read else ""
+    for number, reply in enumerate(made):
+        if read and (rest := reply.finish()):
+            yield number, rest
+
+
+def answer_of(prompt: Prompt, reply: Reply) -> Answer:
+    generation = reply.generation
+    assert generation.stop_reason
+    speed = round(generation.decode_speed, 2)
+    return Answer(prompt, reply.text, generation.token_ids, generation.stop_reason, speed)

@@ -25,13 +25,19 @@ from wgpu_lora.share import claim
 
 @dataclass(frozen=True)
 class Evaluation:
-    """loss: mean over `tokens` trained tokens of `rows` rows, in nats; perplexity = exp(loss)."""
+    """loss: mean over `tokens` trained tokens of `rows` rows, in nats; perplexity = exp(loss).
+
+    max_length: tokens that a row had at most.
+    data: what was read, and what became of its rows, in a line.
+    """
 
     loss: float
     perplexity: float
     tokens: int
     rows: int
     seconds: float
+    max_length: int
+    data: str = ""
 
 
 class Evaluator:
@@ -139,7 +145,8 @@ def evaluate(
         arena.free()
         release(model.device, mine)
         stack.close()
-    return Evaluation(loss, _perplexity(loss), trained, len(prepared.rows), time.perf_counter() - begin)
+    seconds = time.perf_counter() - begin
+    return Evaluation(loss, _perplexity(loss), trained, len(prepared.rows), seconds, prepared.max_length)
 
 
 def _perplexity(loss: float) -> float:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
 from wgpu_lora.gpu.tensor import Storage
+from wgpu_lora.infer.running import Generation, Run, check_requests
 from wgpu_lora.infer.sampling import Sampler
 from wgpu_lora.infer.step import Programs, Step
 from wgpu_lora.models.inputs import NOWHERE
@@ -24,25 +23,7 @@ from wgpu_lora.share import claim
 CAPACITY = 2048  # tokens of a sequence where nothing else is said
 BUCKETS = (16, 64, 256, 1024)  # rows of the prefill programs; each is compiled only when a prompt needs it
 
-StopReason = Literal["stop", "length", "capacity"]
-OnToken = Callable[[int, int], None]
-
-
-@dataclass
-class Generation:
-    """What became of one prompt.
-
-    token_ids: without the prompt and without the stop token.
-    stop_reason: "stop" (a stop token), "length" (max_new_tokens) or "capacity" (the cache is full).
-    prefill_speed, decode_speed: tokens a second of all sequences that ran together; 0 where there was nothing to time.
-        The first prompt of a length is slower, since drivers compile on first use; decoding leaves its first step out.
-    """
-
-    prompt_tokens: int
-    token_ids: list[int] = field(default_factory=list)
-    stop_reason: StopReason = "length"
-    prefill_speed: float = 0.0
-    decode_speed: float = 0.0
+OnToken = Callable[[int, int], object]
 
 
 class Generator:
@@ -93,6 +74,8 @@ class Generator:
             raise
         self.state.upload(self.device, model.config)
         self._built: set[Program] = set()
+        # By sequence, the adapter and the tokens whose keys and values are in the cache.
+        self._held: dict[int, tuple[int | None, np.ndarray]] = {}
         self._build(programs.kept)
         programs.kept.run()
 
@@ -115,14 +98,16 @@ class Generator:
         seed: int = 0,
         stop_ids: Collection[int] = (),
         on_token: OnToken = lambda sequence, token: None,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
     ) -> list[Generation]:
         """Continues every prompt; more prompts than `batch` run in turns.
 
         Args:
             prompts: token ids, at least one each.
             slots: which adapter each prompt uses, None for the base alone; left out, no prompt uses any.
-            temperature, top_p, top_k, seed: see Sampler. Draws depend on seed and position alone, so that equal
-                prompts give equal answers.
+            temperature, top_p, top_k, seed, min_p, repetition_penalty: see Sampler. Draws depend on seed and position
+                alone, so that equal prompts give equal answers.
             stop_ids: tokens that end a sequence; they are not part of it.
             on_token: called with (prompt's number, token id) as soon as a token is known.
 
@@ -130,24 +115,51 @@ class Generator:
             UserError: a prompt is empty, too long, or not of this model's vocabulary; there is no such slot; a sampling
                 parameter is out of range.
         """
-        chosen = [None] * len(prompts) if slots is None else list(slots)
-        sampler = Sampler(temperature, top_k, top_p, seed)
-        self._check(prompts, chosen, max_new_tokens)
+        sampler = Sampler(temperature, top_k, top_p, seed, min_p, repetition_penalty)
         results = [Generation(len(prompt)) for prompt in prompts]
+        for number, token in self.tokens(prompts, slots, results, sampler, max_new_tokens, stop_ids):
+            on_token(number, token)
+        return results
+
+    def tokens(
+        self,
+        prompts: Sequence[Sequence[int]],
+        slots: Sequence[int | None] | None,
+        results: Sequence[Generation],
+        sampler: Sampler,
+        max_new_tokens: int,
+        stop_ids: Collection[int] = (),
+        reuse: bool = False,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Iterator[tuple[int, int]]:
+        """As `generate`, yielding (prompt's number, token id) as soon as a token is known.
+
+        Args:
+            results: one for each prompt, which is filled. Whoever takes the tokens ends a sequence by giving its result
+                a stop reason.
+            reuse: begin after what the cache holds from before. Whether keys were computed together with others or one
+                by one changes their rounding.
+            stopped: asked between a prompt's pieces and between tokens; where it says so, all come to their end.
+        """
+        chosen = [None] * len(prompts) if slots is None else list(slots)
+        available = len(self.adapters.specs) if self.adapters else 0
+        vocab = self.model.config.vocab_size
+        check_requests(prompts, chosen, max_new_tokens, vocab, available, self.capacity)
         # By slot, None last: rows of a slot must lie side by side.
         order = sorted(range(len(prompts)), key=lambda i: (chosen[i] is None, chosen[i] or 0))
         for start in range(0, len(order), self.batch):
             together = order[start : start + self.batch]
             ids = [np.asarray(prompts[i], np.int64) for i in together]
-            run = _Run(together, ids, [chosen[i] for i in together], [results[i] for i in together])
-            self._generate(run, sampler, max_new_tokens, frozenset(stop_ids), on_token)
-        return results
+            run = Run(together, ids, [chosen[i] for i in together], [results[i] for i in together])
+            yield from self._generate(run, sampler, max_new_tokens, frozenset(stop_ids), reuse, stopped)
 
     def next_logits(self, prompts: Sequence[Sequence[int]], slots: Sequence[int | None]) -> np.ndarray:
         """Logits f32 [prompts, vocab] of what follows each of at most `batch` prompts, which are ordered by slot."""
         assert len(prompts) <= self.batch
-        self._check(prompts, slots, 1)
-        self._run_prompts([np.asarray(prompt, np.int64) for prompt in prompts], slots)
+        available = len(self.adapters.specs) if self.adapters else 0
+        check_requests(prompts, slots, 1, self.model.config.vocab_size, available, self.capacity)
+        self._held.clear()
+        self._run_prompts([np.asarray(prompt, np.int64) for prompt in prompts], slots, [0] * len(prompts))
         return self.state.read_logits(self.device)[: len(prompts)]
 
     def close(self) -> None:
@@ -166,66 +178,88 @@ class Generator:
     # -- one batch -------------------------------------------------------------------------------------------------
 
     def _generate(
-        self, run: _Run, sampler: Sampler, max_new_tokens: int, stop_ids: frozenset[int], on_token: OnToken
-    ) -> None:
-        seconds = self._run_prompts(run.prompts, run.slots)
-        tokens = sum(prompt.size for prompt in run.prompts)
+        self,
+        run: Run,
+        sampler: Sampler,
+        max_new_tokens: int,
+        stop_ids: frozenset[int],
+        reuse: bool,
+        stopped: Callable[[], bool],
+    ) -> Iterator[tuple[int, int]]:
+        starts = [self._known(i, run) if reuse else 0 for i in range(len(run.prompts))]
+        self._held.clear()  # whatever interrupts this leaves the cache in between
+        seconds = self._run_prompts(run.prompts, run.slots, starts, stopped)
+        if seconds is None:
+            for result in run.results:
+                result.stop_reason = "interrupt"
+            return
+        tokens = sum(prompt.size - start for prompt, start in zip(run.prompts, starts, strict=True))
         for result in run.results:
             result.prefill_speed = tokens / seconds
         live = list(range(len(run.prompts)))
         decoded, decode_seconds = 0, 0.0
-        while True:
-            logits = self.state.read_logits(self.device)
-            live = [i for i in live if self._extend(run, i, logits[i], sampler, max_new_tokens, stop_ids, on_token)]
-            if not live:
-                break
-            fresh = self._build(self._decode.program)
-            begin = time.perf_counter()
-            newest = np.array([run.results[i].token_ids[-1] for i in live])
-            positions = np.array([run.length(i) - 1 for i in live])
-            picked = np.full(self.batch, NOWHERE, np.int64)
-            picked[live] = np.arange(len(live))
-            self._decode.upload(newest, positions, np.array(live), run.slots, picked)
-            self._decode.program.run()
-            self._head.run()
-            self.device.wait()
-            if not fresh:  # a program's first run compiles inside the driver
-                decoded, decode_seconds = decoded + len(live), decode_seconds + time.perf_counter() - begin
-        for result in run.results:
-            result.decode_speed = decoded / decode_seconds if decoded else 0.0
+        try:
+            while True:
+                logits = self.state.read_logits(self.device)
+                going = []
+                for i in live:
+                    token = run.extend(i, logits[i], sampler, max_new_tokens, stop_ids, self.capacity)
+                    if token is not None:
+                        yield run.numbers[i], token
+                    if run.results[i].stop_reason is None:
+                        going.append(i)
+                live = going
+                if not live or stopped():
+                    return
+                fresh = self._build(self._decode.program)
+                begin = time.perf_counter()
+                self._run_decode(run, live)
+                if not fresh:  # a program's first run compiles inside the driver
+                    decoded, decode_seconds = decoded + len(live), decode_seconds + time.perf_counter() - begin
+        finally:
+            for i, result in enumerate(run.results):
+                result.stop_reason = result.stop_reason or "interrupt"
+                result.decode_speed = decoded / decode_seconds if decoded else 0.0
+                # The newest token is in the cache only once the one after it has been computed.
+                self._held[i] = run.slots[i], run.ids(i)[: run.length(i) - 1]
 
-    def _extend(
+    def _known(self, index: int, run: Run) -> int:
+        """How many tokens of a prompt are in the cache where its sequence will be; never the last, which is asked."""
+        slot, held = self._held.get(index, (None, np.zeros(0, np.int64)))
+        prompt = run.prompts[index]
+        if slot != run.slots[index]:
+            return 0
+        size = min(held.size, prompt.size - 1)
+        differing = np.flatnonzero(held[:size] != prompt[:size])
+        return int(differing[0]) if differing.size else size
+
+    def _run_decode(self, run: Run, live: Sequence[int]) -> None:
+        """Computes the logits after the newest token of each live sequence."""
+        newest = np.array([run.results[i].token_ids[-1] for i in live])
+        positions = np.array([run.length(i) - 1 for i in live])
+        picked = np.full(self.batch, NOWHERE, np.int64)
+        picked[live] = np.arange(len(live))
+        self._decode.upload(newest, positions, np.array(live), run.slots, picked)
+        self._decode.program.run()
+        self._head.run()
+        self.device.wait()
+
+    def _run_prompts(
         self,
-        run: _Run,
-        index: int,
-        logits: np.ndarray,
-        sampler: Sampler,
-        max_new_tokens: int,
-        stop_ids: frozenset[int],
-        on_token: OnToken,
-    ) -> bool:
-        """Adds a token to a sequence; False where that was its last."""
-        result = run.results[index]
-        token = sampler(logits, run.length(index))
-        if token in stop_ids:
-            result.stop_reason = "stop"
-            return False
-        result.token_ids.append(token)
-        on_token(run.numbers[index], token)
-        if len(result.token_ids) == max_new_tokens:
-            return False
-        if run.length(index) > self.capacity:  # this token has no row in the cache any more
-            result.stop_reason = "capacity"
-            return False
-        return True
+        prompts: Sequence[np.ndarray],
+        slots: Sequence[int | None],
+        starts: Sequence[int],
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> float | None:
+        """Fills the cache from each prompt's start and computes the next logits.
 
-    def _run_prompts(self, prompts: Sequence[np.ndarray], slots: Sequence[int | None]) -> float:
-        """Fills the cache and computes the next logits; returns the seconds that took, without compiling."""
-        ids = np.concatenate(prompts)
-        lengths = np.array([prompt.size for prompt in prompts])
+        Returns the seconds that took, without compiling; None where it was stopped.
+        """
+        ids = np.concatenate([prompt[start:] for prompt, start in zip(prompts, starts, strict=True)])
+        lengths = np.array([prompt.size - start for prompt, start in zip(prompts, starts, strict=True)])
         sequences = np.repeat(np.arange(len(prompts)), lengths)
         ends = np.cumsum(lengths) - 1
-        positions = np.arange(ids.size) - (ends - lengths + 1)[sequences]
+        positions = np.arange(ids.size) - (ends - lengths + 1)[sequences] + np.asarray(starts)[sequences]
         pieces: list[tuple[Step, int]] = []
         at = 0
         while at < ids.size:
@@ -236,6 +270,8 @@ class Generator:
             self._build(program)
         begin = time.perf_counter()
         for step, at in pieces:
+            if stopped():
+                return None
             piece = slice(at, at + step.tokens)
             picked = np.full(self.batch, NOWHERE, np.int64)
             here = np.flatnonzero((ends >= at) & (ends < at + step.tokens))
@@ -258,40 +294,3 @@ class Generator:
         program.build(self._arena)
         self._built.add(program)
         return True
-
-    def _check(self, prompts: Sequence[Sequence[int]], slots: Sequence[int | None], max_new_tokens: int) -> None:
-        assert len(prompts) == len(slots), f"{len(prompts)} prompts, but {len(slots)} slots"
-        vocab, available = self.model.config.vocab_size, len(self.adapters.specs) if self.adapters else 0
-        if max_new_tokens < 1:
-            raise UserError(f"{max_new_tokens} new tokens cannot be generated: ask for at least one.")
-        for number, (prompt, slot) in enumerate(zip(prompts, slots, strict=True), 1):
-            if not len(prompt):
-                raise UserError(f"Prompt {number} has no tokens: give some text to go on from.")
-            if len(prompt) > self.capacity:
-                raise UserError(
-                    f"Prompt {number} has {len(prompt):,} tokens, but the cache holds {self.capacity:,}: "
-                    "shorten it, or raise the capacity."
-                )
-            if min(prompt) < 0 or max(prompt) >= vocab:
-                raise UserError(
-                    f"Prompt {number} has a token outside of the model's vocabulary of {vocab:,}: "
-                    "use the model's own tokenizer."
-                )
-            if slot is not None and not 0 <= slot < available:
-                raise UserError(
-                    f"Prompt {number} asks for adapter {slot}, but {available} are loaded, counted from 0: "
-                    "choose one of them, or None for the base alone."
-                )
-
-
-@dataclass
-class _Run:
-    """The sequences that run together, ordered by slot; `numbers` are the caller's."""
-
-    numbers: list[int]
-    prompts: list[np.ndarray]
-    slots: list[int | None]
-    results: list[Generation]
-
-    def length(self, index: int) -> int:
-        return self.prompts[index].size + len(self.results[index].token_ids)

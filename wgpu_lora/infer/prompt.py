@@ -1,32 +1,63 @@
-"""A person's words as the token ids that ask for an answer."""
+"""A person's words, or a conversation, as the token ids that ask for an answer."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wgpu_lora.data import Tokenizer
+from wgpu_lora.data.formats import Conversation, parse_example
 from wgpu_lora.errors import UserError
 
+Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Messages  # a text, or the messages of a conversation
 
-def chat_prompt(tokenizer: Tokenizer, prompt: str, system: str | None = None, **template_kwargs: Any) -> list[int]:
+
+def chat_prompt(tokenizer: Tokenizer, prompt: Prompt, system: str | None = None, **template_kwargs: Any) -> list[int]:
     """Token ids that ask for an answer: through the chat template if there is one, else the text as training has it.
 
     Args:
+        prompt: a text, or messages such as {"role": "user", "content": "Hello"}.
         template_kwargs: reach the chat template (`enable_thinking=False`).
 
     Raises:
-        UserError: what is given is not text, or a system prompt has no chat template or one that refuses it.
+        UserError: what is given is neither, or a system prompt or messages have no chat template or one that refuses
+            them.
     """
-    check_text("prompt", prompt)
     if system is not None:
         check_text("system prompt", system)
+    messages = check_prompt(prompt)
     if not tokenizer.has_chat_template:
         if system is not None:
             raise UserError("The model has no chat template, so it cannot be given a system prompt: leave it out.")
+        if not isinstance(prompt, str):
+            raise UserError("The model has no chat template, so it cannot be given messages: give it a text.")
         return tokenizer.opening + tokenizer.encode(prompt)
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    messages.append({"role": "user", "content": prompt})
+    if system is not None:
+        if messages[0]["role"] == "system":
+            raise UserError("The messages begin with a system message already: leave out one of the two.")
+        messages = [{"role": "system", "content": system}, *messages]
     return tokenizer.encode(tokenizer.render(messages, None, True, template_kwargs))
+
+
+def check_prompt(prompt: Prompt) -> list[dict[str, Any]]:
+    """The messages that a prompt is; UserError where it is neither a text nor messages that can be answered."""
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+        check_text("prompt", prompt)
+        return [{"role": "user", "content": prompt}]
+    if not prompt:
+        raise UserError("The prompt has no messages: give at least one.")
+    try:
+        example = parse_example({"messages": [{**message} for message in prompt]})  # type: ignore[dict-item]
+    except TypeError:
+        raise UserError(f"The prompt must be text or a list of messages, not {prompt!r:.100}.") from None
+    assert isinstance(example, Conversation)
+    if example.messages[-1]["role"] == "assistant":
+        raise UserError("The last message is the assistant's, so there is nothing to answer: end with the user's.")
+    for message in example.messages:
+        if isinstance(message.get("content"), str):
+            check_text("prompt", message["content"])
+    return example.messages
 
 
 def check_text(name: str, value: Any) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import NoRoomError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, persistent
@@ -56,10 +56,10 @@ class State:
         )
 
     def check(self, max_binding: int) -> None:
-        """Raises UserError where a layer's keys cannot be bound whole."""
+        """Raises NoRoomError where a layer's keys cannot be bound whole."""
         nbytes = self.cache.keys[0].nbytes
         if nbytes > max_binding:
-            raise UserError(
+            raise NoRoomError(
                 f"The keys of {self.batch} sequences of {self.capacity:,} tokens take {nbytes:,} bytes a layer, but a "
                 f"binding of this device holds at most {max_binding:,}: use a smaller capacity or batch."
             )
@@ -185,7 +185,7 @@ class Programs:
         """For `batch` sequences of `capacity` tokens; buckets: rows of the prefill steps, ascending.
 
         Raises:
-            UserError: a layer's keys cannot be bound whole.
+            NoRoomError: a layer's keys cannot be bound whole.
         """
         state, kept = State.declare(decoder, batch, capacity), Kept(device)
         state.check(device.max_binding)

@@ -9,26 +9,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.allowed import LINEAR_PATHS
 from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.rope import RopeScaling, parse_rope
 
 SUPPORTED_ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral")
 
-# The seven linear layers of a decoder block, by the names LoRA targets, with their path inside the block.
-LINEAR_PATHS = {
-    "q_proj": "self_attn.q_proj",
-    "k_proj": "self_attn.k_proj",
-    "v_proj": "self_attn.v_proj",
-    "o_proj": "self_attn.o_proj",
-    "gate_proj": "mlp.gate_proj",
-    "up_proj": "mlp.up_proj",
-    "down_proj": "mlp.down_proj",
-}
-
 # What transformers takes where config.json is silent, for the fields whose default depends on the architecture.
 _MAX_POSITIONS = {"qwen2": 32768, "qwen3": 32768, "llama": 2048, "mistral": 131072}
-
 
 # What a config may say: several times the largest model that was published, so that nothing is built from a typing
 # error or a trap.

@@ -17,7 +17,6 @@ from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.rope import rope
 from wgpu_lora.ops.weights import DenseWeight, NF4Weight, Weight
 
-BASE_DTYPES = ("nf4", "bf16", "f16", "f32")
 Adapters = Mapping[tuple[int, str], LoraSlots]  # (layer, module name) -> its adapters
 
 

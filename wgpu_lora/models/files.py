@@ -14,6 +14,7 @@ from wgpu_lora.formats.gguf.config import read_config
 from wgpu_lora.formats.gguf.header import read_header
 from wgpu_lora.formats.gguf.tokenizer import read_tokenizer
 from wgpu_lora.formats.hub import is_gguf
+from wgpu_lora.formats.peft import CONFIG
 from wgpu_lora.models.config import ModelConfig
 
 
@@ -40,6 +41,11 @@ def _read_directory(directory: Path) -> ModelFiles:
     if not (directory / "config.json").exists() and (files := sorted(directory.glob("*.gguf"))):
         raise UserError(
             f"{directory} has no config.json but holds GGUF files: give the path of one, such as {files[0]}."
+        )
+    if not (directory / "config.json").exists() and (directory / CONFIG).exists():
+        raise UserError(
+            f"{directory} is an adapter, not a model: give it as --adapter, and the model that it was trained on as "
+            "--model."
         )
     config = ModelConfig.load(directory)
     return ModelFiles(config, open_checkpoint(directory, config), Tokenizer.load(directory))

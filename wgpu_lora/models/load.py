@@ -18,6 +18,7 @@ from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Tensor, align, persisten
 from wgpu_lora.models.audit import AuditedSource
 from wgpu_lora.models.config import LINEAR_PATHS
 from wgpu_lora.models.decoder import Decoder
+from wgpu_lora.naming import setting
 from wgpu_lora.ops.weights import DenseWeight, NF4Weight
 from wgpu_lora.quant.kernels import nf4_absmax, nf4_encode
 from wgpu_lora.quant.nf4 import BLOCK, DYNAMIC_CODE, double_quantize
@@ -147,7 +148,9 @@ def _rows_as(checkpoint: WeightSource, name: str, dtype: str, start: int, stop: 
     values = checkpoint.read_f32(name, start, stop)
     most = MOST.get(dtype, np.inf)
     if most < np.abs(values).max() < np.inf:  # what is not finite is said by AuditedSource
-        raise UserError(f"{name} has values beyond {dtype}'s range of {most:,.6g}: use --base-dtype nf4 or f32.")
+        raise UserError(
+            f"{name} has values beyond {dtype}'s range of {most:,.6g}: use {setting('base_dtype', 'nf4')} or f32."
+        )
     with np.errstate(over="ignore"):
         return values.astype(target)
 

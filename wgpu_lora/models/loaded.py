@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from wgpu_lora.allowed import BASE_DTYPES
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint import WeightSource
@@ -12,13 +13,14 @@ from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import missing_bytes
 from wgpu_lora.models.config import ModelConfig
-from wgpu_lora.models.decoder import BASE_DTYPES, Decoder
+from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.files import read_model
 from wgpu_lora.models.load import Progress, load_weights, staging_bytes, stored_as, table_dtype, tensor_count
+from wgpu_lora.naming import setting
 from wgpu_lora.share import claim
 
 
-@dataclass
+@dataclass(repr=False)
 class LoadedModel:
     """What training and inference work on. `decoder`'s weights are on `device` once `load_weights` has run.
 
@@ -34,6 +36,14 @@ class LoadedModel:
     decoder: Decoder
     weights_loaded: bool = False
     weights_sha256: str | None = None
+
+    def __repr__(self) -> str:
+        config, where = self.config, self.device.info.name
+        return (
+            f"LoadedModel({self.name!r}, {config.architecture}, {config.num_hidden_layers} layers of "
+            f"{config.hidden_size}, {self.decoder.base_dtype} weights {'on' if self.weights_loaded else 'not yet on'} "
+            f"{where})"
+        )
 
     def load_weights(self, progress: Progress = lambda name: None) -> None:
         """Streams the weights onto the device, once."""
@@ -66,12 +76,14 @@ def open_model(model: str, device: Device | str | int | None = None, base_dtype:
         UserError: the model cannot be had or read, or is of a kind that is not supported.
     """
     if base_dtype not in BASE_DTYPES:
-        raise UserError(f"--base-dtype {base_dtype} is not known: choose one of {', '.join(BASE_DTYPES)}.")
+        raise UserError(f"{setting('base_dtype', base_dtype)} is not known: choose one of {', '.join(BASE_DTYPES)}.")
     path = resolve_model(model)
     files = read_model(path)
     config, checkpoint = files.config, files.checkpoint
     if config.packed and base_dtype != "nf4":
-        raise UserError(f"--base-dtype {base_dtype} is not possible: the linears of {model} are stored in NF4.")
+        raise UserError(
+            f"{setting('base_dtype', base_dtype)} is not possible: the linears of {model} are stored in NF4."
+        )
     opened = device if isinstance(device, Device) else Device(device)
     decoder = Decoder.declare(config, base_dtype, table_dtype(checkpoint), opened.max_binding, stored_as(checkpoint))
     return LoadedModel(model, path, config, checkpoint, files.tokenizer, opened, decoder)

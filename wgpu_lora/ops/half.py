@@ -12,8 +12,6 @@ from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.rows import by_subgroup, row_grid
 
-COMPUTE_DTYPES = ("f32", "bf16", "f16")
-
 
 @kernel("to_half.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
 def to_half(x: In, y: Out, scale: Out = None, *, rows: U32, cols: U32, kind: Word) -> Any:

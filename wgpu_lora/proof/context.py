@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.data import resolve_data
+from wgpu_lora.data import training_data
+from wgpu_lora.data.files import FileSource
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.proof.children import Children, finish
@@ -103,8 +104,7 @@ class Proof:
     def seen_rows(self) -> tuple[int, int]:
         """How many of the held-out rows are training rows too, and how many there are."""
         assert self.args.data
-        train = resolve_data(Path(self.args.data))[0]
-        return self._once("seen", lambda: seen_rows(train, Path(str(self.args.eval_data))))
+        return self._once("seen", lambda: seen_rows(*map(Path, _files(self.args))))
 
     def answers(self, name: str, adapter: str | None) -> list[dict[str, Any]]:
         """Answers to the held-out requests with an adapter, and their checks' verdicts."""
@@ -142,11 +142,20 @@ def read_recipe(recipe: str) -> tuple[TrainingArguments, Path]:
     assert path
     args = with_demo_data(args)
     assert args.data
-    heldout = args.eval_data or resolve_data(Path(args.data))[1]
-    if heldout is None:
+    files = _files(args)
+    if len(files) < 2:
         raise UserError(f"The recipe {path} has no held-out data, which a proof needs: give it eval_data.")
     if args.base_dtype != "nf4":
         raise UserError(f"The recipe {path} keeps the base in {args.base_dtype}: a proof is of NF4, so leave it out.")
-    resolve_data(Path(heldout))
     resolve_model(args.model or "demo")
-    return replace(args, eval_data=str(heldout), resume=False), path
+    return replace(args, data=files[0], split=None, eval_data=files[1], eval_split=None, resume=False), path
+
+
+def _files(args: TrainingArguments) -> list[str]:
+    """The files that a run trains on and holds out. Raises UserError where they are no files."""
+    assert args.data
+    sources = training_data(args.data, args.eval_data, split=args.split, eval_split=args.eval_split)
+    for source in sources:
+        if source and not isinstance(source, FileSource):
+            raise UserError(f"A proof reads files, and {source.path} is a data set: save it as one.")
+    return [source.path for source in sources if source]

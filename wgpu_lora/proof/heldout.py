@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.data import parse_example, read_examples
+from wgpu_lora.data.files import file_source
 from wgpu_lora.data.formats import Conversation, Example
+from wgpu_lora.data.source import strict_rows
 
 UNSEEN = {"labels", "trained", "template_kwargs"}  # of an example: how it is learnt, not what it says
 SAID = ("role", "content", "tool_calls")
@@ -21,9 +23,15 @@ def seen_rows(train: Path, heldout: Path) -> tuple[int, int]:
     Raises:
         UserError: a file cannot be read.
     """
-    known = {digest(example) for _, example in read_examples(train)}
-    held = [digest(example) in known for _, example in read_examples(heldout)]
+    known = {digest(example) for _, example in read_examples(file_source(train))}
+    held = [digest(example) in known for _, example in read_examples(file_source(heldout))]
     return sum(held), len(held)
+
+
+def rows_of(path: str) -> dict[str, dict[str, Any]]:
+    """The rows of a file by their places, such as 'data.jsonl, line 3'; UserError where one cannot be read."""
+    source = file_source(Path(path))
+    return {source.where(place): row for place, row in strict_rows(source)}
 
 
 def digest(example: Example) -> bytes:

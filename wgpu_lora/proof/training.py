@@ -55,7 +55,8 @@ class Training:
 def evaluate_options(args: TrainingArguments, device: int) -> list[object]:
     """The `evaluate` command that measures what the run calls its held-out loss."""
     options: list[object] = ["evaluate", "--json", "--model", args.model, "--data", args.eval_data, "--device", device]
-    options += ["--max-length", args.max_length, "--on-overflow", args.on_overflow, "--base-dtype", args.base_dtype]
+    options += ["--max-length", args.max_length] if args.max_length else []
+    options += ["--on-overflow", args.on_overflow, "--base-dtype", args.base_dtype]
     options.append("--completion-only-loss" if args.completion_only_loss else "--no-completion-only-loss")
     if args.enable_thinking is not None:
         options.append("--enable-thinking" if args.enable_thinking else "--no-enable-thinking")

@@ -9,6 +9,7 @@ from typing import Any
 
 from wgpu_lora.bounded import printable
 from wgpu_lora.errors import UserError
+from wgpu_lora.installed import pip_line
 from wgpu_lora.report.runs import Run
 
 KERNELS = 12  # that get a bar of their own
@@ -115,7 +116,7 @@ def draw(runs: Sequence[Run], directory: Path) -> dict[str, Path]:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError:
-        raise UserError("Reports need matplotlib: pip install 'wgpu-lora[plot]'.") from None
+        raise UserError(f"Reports need matplotlib: {pip_line('plot')}") from None
     found = {}
     with rc_context({"text.parse_math": False}):  # a directory's name may have dollars in it
         for name, plot in PLOTS.items():

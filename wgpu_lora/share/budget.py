@@ -6,10 +6,14 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
+
+from wgpu_lora.installed import pip_line
+from wgpu_lora.naming import flag
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.adapters import AdapterInfo
@@ -41,10 +45,12 @@ class Budget:
 def budget_bytes(info: AdapterInfo, explicit: int | None = None) -> Budget:
     """The budget of a device, in bytes: `explicit` (--memory-budget) where it is given, else what the system says."""
     if explicit is not None:
-        return Budget(explicit, "--memory-budget", stated=True)
+        return Budget(explicit, flag("memory_budget"), stated=True)
     memory = device_memory(info)
     if memory is None:
-        return Budget(None, "the system does not say: only --memory-budget guards this device")
+        unasked = info.vendor_id == NVIDIA and find_spec("pynvml") is None
+        install = f", or let NVML say: {pip_line('nvml')}" if unasked else ""
+        return Budget(None, f"the system does not say: only {flag('memory_budget')} guards this device{install}")
     share = UNIFIED if is_unified(info) else DISCRETE
     return Budget(int(share * memory.total), f"{share:.2f} of {memory.total:,} bytes ({memory.source})")
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import NoRoomError, UserError
+from wgpu_lora.naming import either, flag
 from wgpu_lora.share.entry import RENEW_SECONDS, Entry
 from wgpu_lora.share.ledger import Ledger
 
@@ -48,13 +49,17 @@ def take(
         free: bytes that the system says are free now, None where it does not say: programs that take no lease count.
 
     Raises:
-        UserError: `need` is over the budget, which no waiting mends; the memory is held by others, or still is at the
-            end of the wait; or the ledger is damaged or cannot be written.
+        NoRoomError: `need` is over the budget, which no waiting mends; or the memory is held by others, or still is at
+            the end of the wait.
+        UserError: the ledger is damaged or cannot be written.
     """
     if budget is not None and held + need > budget:
-        raise UserError(
-            f"This run needs {held + need:,} bytes of device memory, but the budget is {budget:,}: lower "
-            "--per-device-train-batch-size or --max-length, or raise --memory-budget if the device has more."
+        ways = "use a smaller batch, fewer tokens or a smaller model"  # where there are no options of a run
+        if wait != NO_QUEUE:
+            lower = either("per_device_train_batch_size", "max_length")
+            ways = f"lower {lower}, or raise {flag('memory_budget')} if the device has more"
+        raise NoRoomError(
+            f"This run needs {held + need:,} bytes of device memory, but the budget is {budget:,}: {ways}."
         )
     entry, stop = Entry.of_this_process(need, what), threading.Event()
     try:
@@ -87,7 +92,7 @@ def _wait_for_turn(
         waited = time.monotonic() - begin
         left = seconds - waited
         if left <= 0:
-            raise UserError(_refusal(entry, budget, look, wait, advise))
+            raise NoRoomError(_refusal(entry, budget, look, wait, advise))
         notice(look.ahead + 1, look.holders, waited)
         time.sleep(min(pause, left))
         pause = min(2 * pause, LAST_PAUSE)
@@ -127,8 +132,8 @@ def _refusal(entry: Entry, budget: int | None, look: Look, wait: float | None, a
     of = "" if budget is None else f" of a budget of {budget:,}"
     ways = ["try again when they have ended"]
     if wait != NO_QUEUE:
-        smaller = (left is not None and advise(left)) or "lower --per-device-train-batch-size"
-        ways = ["wait longer" if wait else "wait with --wait", smaller]
+        smaller = (left is not None and advise(left)) or f"lower {flag('per_device_train_batch_size')}"
+        ways = ["wait longer" if wait else f"queue for it with {flag('wait')}", smaller]
     after = f"After {wait:g} s of waiting, this" if wait and wait != NO_QUEUE else "This"
     return (
         f"{after} run cannot have the {entry.bytes:,} bytes of device memory that it needs{of}, since "

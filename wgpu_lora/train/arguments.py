@@ -2,59 +2,52 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bounded import is_name, read_toml
+from wgpu_lora.aliases import real_names
+from wgpu_lora.allowed import BASE_DTYPES, COMPUTE_DTYPES, LINEAR_PATHS, LR_SCHEDULERS, OVERFLOW
+from wgpu_lora.bounded import read_toml
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.assets import asset_dir
-from wgpu_lora.models.config import LINEAR_PATHS
+from wgpu_lora.naming import IN_FILE, Naming, flag, naming
+from wgpu_lora.train.declared import Range, check, kinds, option, require
 
-SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup")
-OVERFLOW = ("truncate", "drop")
 # What may differ between a run and its resumption: it changes what is written, not what is trained.
 FREE_ON_RESUME = {
-    "output",
-    "data",  # what they hold is compared by digest
-    "model",
-    "resume",
-    "device",
-    "memory_budget",
-    "wait",
+    "output", "resume", "device", "memory_budget", "wait",
+    "data", "split", "dataset_config", "skip_bad_rows", "model",  # what they hold is compared by digest
     "tune",  # a resumed run keeps its tiles
-    "logging_steps",
-    "save_steps",
-    "save_total_limit",
-    "eval_data",
-    "eval_steps",
-    "eval_on_start",
-}
+    "logging_steps", "save_steps", "save_total_limit", "eval_data", "eval_split",
+    "eval_steps", "eval_on_start",
+}  # fmt: skip
 # What may also differ, by which a run is extended: how far it goes.
 PLAN = ("num_train_epochs", "max_steps", "target_seconds")
 # What batches are where nothing is said and the data are not small (train/batching.py).
 OUTPUT, ROWS_PER_BATCH, ACCUMULATION = "output", 2, 4
+LENGTH = 1024  # tokens of a row, where nothing is said and the model has as many positions
 # Headings under which the command line's help lists the options.
 FILES, ADAPTER, OPTIMISATION = "Model, data and device", "Adapter", "Optimisation"
 BATCHES, MEMORY, SAVING = "Length of the run and batches", "Memory", "Logging and saving"
 PANELS = (FILES, ADAPTER, OPTIMISATION, BATCHES, MEMORY, SAVING)
-F32_TINY, F32_MAX = 1.1754943508222875e-38, 3.4028234663852886e38
+POSITIVE, NOT_NEGATIVE = Range(above=0), Range(at_least=0)
 SIZE = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
-
-
-def option(default: Any, panel: str, text: str) -> Any:
-    return field(default=default, metadata={"help": text, "panel": panel})
 
 
 @dataclass(frozen=True)
 class TrainingArguments:
     """Names and meanings are those of TRL, PEFT and transformers wherever they have them."""
 
-    data: str | None = option(None, FILES, "JSONL file, or a folder with train.jsonl and perhaps valid.jsonl.")
+    data: str | None = option(
+        None,
+        FILES,
+        "File of rows (JSONL, JSON array, CSV, Parquet), folder with train.jsonl and perhaps valid.jsonl, or data set "
+        "of Hugging Face.",
+    )
     output: str | None = option(
         None,
         FILES,
@@ -63,42 +56,78 @@ class TrainingArguments:
     )
     model: str | None = option(None, FILES, "Model directory, GGUF file, hub id, or 'demo'.")
     eval_data: str | None = option(
-        None, FILES, "Held-out JSONL file: its loss is logged, and best/ keeps the best adapter."
+        None, FILES, "Held-out data, as --data: their loss is logged, and best/ keeps the best adapter."
+    )
+    split: str | None = option(None, FILES, "Split of --data to train on, such as train or 'train[:90%]'.")
+    eval_split: str | None = option(None, FILES, "Split to hold out, of --eval-data or else of --data.")
+    dataset_config: str | None = option(None, FILES, "Configuration of a data set of Hugging Face that has several.")
+    skip_bad_rows: bool = option(
+        False, FILES, "Go on without rows that cannot be read; they are set aside in skipped_rows.jsonl in --output."
     )
     device: str | None = option(None, FILES, "Adapter index or a part of its name, as 'wgpu-lora info' lists them.")
-    base_dtype: str = option("nf4", MEMORY, "How the frozen weights are kept: nf4, bf16, f16 or f32.")
+    base_dtype: str = option("nf4", MEMORY, "How the frozen weights are kept.", choices=BASE_DTYPES)
     compute_dtype: str = option(
-        "f32", MEMORY, "What activations are rounded to before a frozen matrix: f32, bf16 or f16. Sums stay f32."
+        "f32",
+        MEMORY,
+        "What activations are rounded to before a frozen matrix; sums stay f32.",
+        choices=COMPUTE_DTYPES,
     )
     tune: bool = option(
         True, FILES, "Time the kernels' tilings on this device before the first run, and remember the fastest."
     )
     init_adapter: str | None = option(None, FILES, "PEFT adapter directory to start from.")
     resume: bool = option(False, SAVING, "Continue the run in --output from its last checkpoint.")
-    lora_r: int = option(16, ADAPTER, "Rank of the adapters.")
-    lora_alpha: float = option(32, ADAPTER, "Scale: alpha / r multiplies the adapter's output.")
-    lora_dropout: float = option(0.0, ADAPTER, "Dropout on the adapter's input.")
+    lora_r: int = option(16, ADAPTER, "Rank of the adapters.", within=POSITIVE)
+    lora_alpha: float = option(32, ADAPTER, "Scale: alpha / r multiplies the adapter's output.", within=POSITIVE)
+    lora_dropout: float = option(0.0, ADAPTER, "Dropout on the adapter's input.", within=Range(at_least=0, below=1))
     use_rslora: bool = option(False, ADAPTER, "Scale by alpha / sqrt(r) instead.")
     target_modules: str = option("all-linear", ADAPTER, "'all-linear', or names such as q_proj,v_proj.")
-    learning_rate: float = option(2e-4, OPTIMISATION, "Peak learning rate.")
-    lr_scheduler_type: str = option("cosine", OPTIMISATION, "cosine, linear, constant or constant_with_warmup.")
-    warmup_ratio: float = option(0.03, OPTIMISATION, "Share of the steps over which the learning rate rises.")
-    weight_decay: float = option(0.0, OPTIMISATION, "Decoupled weight decay of AdamW.")
-    max_grad_norm: float = option(1.0, OPTIMISATION, "Clip the gradient's global norm to this; 0 does not clip.")
+    learning_rate: float = option(2e-4, OPTIMISATION, "Peak learning rate.", within=NOT_NEGATIVE)
+    lr_scheduler_type: str = option(
+        "cosine", OPTIMISATION, "How the learning rate changes over the steps.", choices=LR_SCHEDULERS
+    )
+    warmup_ratio: float = option(
+        0.03,
+        OPTIMISATION,
+        "Share of the steps over which the learning rate rises.",
+        within=Range(at_least=0, at_most=1),
+    )
+    warmup_steps: int = option(
+        0,
+        OPTIMISATION,
+        "Steps over which the learning rate rises, instead of a share of them, if positive.",
+        within=NOT_NEGATIVE,
+    )
+    weight_decay: float = option(0.0, OPTIMISATION, "Decoupled weight decay of AdamW.", within=NOT_NEGATIVE)
+    max_grad_norm: float = option(
+        1.0, OPTIMISATION, "Clip the gradient's global norm to this; 0 does not clip.", within=NOT_NEGATIVE
+    )
     per_device_train_batch_size: int | None = option(
         None,
         BATCHES,
         "Rows a batch; with packing, the batch holds this many times max-length tokens. 2 if not given, or what suits "
         "small data.",
+        within=POSITIVE,
     )
     gradient_accumulation_steps: int | None = option(
-        None, BATCHES, "Batches an optimizer step; 4 if not given, or what suits small data."
+        None, BATCHES, "Batches an optimizer step; 4 if not given, or what suits small data.", within=POSITIVE
     )
-    num_train_epochs: float = option(3.0, BATCHES, "Passes over the data.")
-    max_steps: int = option(-1, BATCHES, "Optimizer steps, instead of epochs, if positive.")
-    target_seconds: float | None = option(None, BATCHES, "Wall-clock seconds to train for, instead of epochs.")
-    max_length: int = option(1024, BATCHES, "Tokens of a row at most.")
-    on_overflow: str = option("truncate", BATCHES, "What happens to longer rows: truncate or drop.")
+    num_train_epochs: float = option(
+        3.0, BATCHES, "Passes over the data.", within=Range(above=0, at_most=1000), hint="max_steps"
+    )
+    max_steps: int = option(
+        -1, BATCHES, "Optimizer steps, instead of epochs, if positive.", within=Range(above=0, unset=-1)
+    )
+    target_seconds: float | None = option(
+        None, BATCHES, "Wall-clock seconds to train for, instead of epochs.", within=POSITIVE
+    )
+    max_length: int | None = option(
+        None,
+        BATCHES,
+        "Tokens of a row at most; if not given, 1024, or as many as the model has positions.",
+        within=Range(at_least=2),
+    )
+    on_overflow: str = option("truncate", BATCHES, "What happens to longer rows.", choices=OVERFLOW)
     packing: bool | None = option(
         None,
         BATCHES,
@@ -114,83 +143,35 @@ class TrainingArguments:
         None, MEMORY, "Refuse a run that needs more device memory than this, such as 4GiB."
     )
     wait: float | None = option(
-        None, MEMORY, "Seconds to queue for device memory that others hold; without a number, as long as it takes."
+        None,
+        MEMORY,
+        "Seconds to queue for device memory that others hold; without a number, as long as it takes.",
+        within=NOT_NEGATIVE,
     )
-    seed: int = option(42, OPTIMISATION, "Of the initial adapter, the order and dropout.")
+    seed: int = option(
+        42,
+        OPTIMISATION,
+        "Of the initial adapter, the order and dropout.",
+        within=Range(at_least=0, below=2**32, top="2^32"),
+    )
     logging_steps: int | None = option(
-        None, SAVING, "Steps between log lines; if not given, 10, or 1 in a run of at most 100 steps."
+        None,
+        SAVING,
+        "Steps between log lines; if not given, 10, or 1 in a run of at most 100 steps.",
+        within=POSITIVE,
     )
-    save_steps: int = option(200, SAVING, "Steps between checkpoints; 0 saves only at the end.")
-    save_total_limit: int = option(3, SAVING, "Checkpoints kept.")
-    eval_steps: int = option(0, SAVING, "Steps between held-out losses; 0 means after every epoch.")
+    save_steps: int = option(200, SAVING, "Steps between checkpoints; 0 saves only at the end.", within=NOT_NEGATIVE)
+    save_total_limit: int = option(3, SAVING, "Checkpoints kept.", within=POSITIVE)
+    eval_steps: int = option(
+        0, SAVING, "Steps between held-out losses; 0 means after every epoch.", within=NOT_NEGATIVE
+    )
     eval_on_start: bool = option(True, SAVING, "Measure the held-out loss before the first step too.")
 
     def __post_init__(self) -> None:
-        self._check_values()
-        positive = (
-            "lora_r",
-            "per_device_train_batch_size",
-            "gradient_accumulation_steps",
-            "logging_steps",
-            "save_total_limit",
-            "lora_alpha",
-            "num_train_epochs",
-        )
-        for name in positive:
-            value = getattr(self, name)
-            self._require(value is None or 0 < value < math.inf, name, "must be greater than 0")
-        for name in (
-            "warmup_ratio",
-            "weight_decay",
-            "max_grad_norm",
-            "learning_rate",
-            "save_steps",
-            "eval_steps",
-            "seed",
-        ):
-            value = getattr(self, name)
-            self._require(math.isfinite(value) and value >= 0, name, "must be 0 or more")
-        self._require(self.wait is None or 0 <= self.wait < math.inf, "wait", "must be 0 or more")
-        self._require(self.max_length >= 2, "max_length", "must be at least 2")
-        self._require(0 <= self.lora_dropout < 1, "lora_dropout", "must be at least 0 and less than 1")
-        self._require(self.warmup_ratio <= 1, "warmup_ratio", "must be at most 1")
-        self._require(
-            self.target_seconds is None or 0 < self.target_seconds < math.inf,
-            "target_seconds",
-            "must be greater than 0",
-        )
-        # Here, because they bring the GPU's library: --help needs none.
-        from wgpu_lora.models.decoder import BASE_DTYPES
-        from wgpu_lora.ops.half import COMPUTE_DTYPES
-
-        choices = {
-            "lr_scheduler_type": SCHEDULERS,
-            "base_dtype": BASE_DTYPES,
-            "compute_dtype": COMPUTE_DTYPES,
-            "on_overflow": OVERFLOW,
-        }
-        for name, allowed in choices.items():
-            self._require(getattr(self, name) in allowed, name, f"must be one of {', '.join(allowed)}")
-        self._require(self.max_steps == -1 or self.max_steps > 0, "max_steps", "must be greater than 0")
-        self._require(self.seed < 2**32, "seed", "must be less than 2^32")
-        self._require(self.num_train_epochs <= 1000, "num_train_epochs", "must be at most 1000 (use --max-steps)")
+        for item in fields(self):
+            check(item.name, getattr(self, item.name), item.metadata)
         self.modules()
         self.budget()
-
-    def _check_values(self) -> None:
-        """Refuses what no option can hold: text that names no file, numbers that the device cannot."""
-        for name, value in asdict(self).items():
-            if isinstance(value, str):
-                self._require(is_name(value), name, "must be text in UTF-8 without NUL", shown=ascii(value))
-            elif isinstance(value, int) and not isinstance(value, bool):
-                self._require(-(2**31) <= value < 2**32, name, "must be a whole number of 32 bits")
-            elif isinstance(value, float) and math.isfinite(value):
-                fits = value == 0 or F32_TINY <= abs(value) <= F32_MAX
-                self._require(fits, name, "must be a number within float32's range")
-
-    def _require(self, fine: bool, name: str, rule: str, shown: str | None = None) -> None:
-        if not fine:
-            raise UserError(f"{flag(name)} {rule}, not {shown or getattr(self, name)!s:.80}.")
 
     def modules(self) -> tuple[str, ...]:
         """The module names that target_modules stands for."""
@@ -200,10 +181,11 @@ class TrainingArguments:
         for name in names:
             if name not in LINEAR_PATHS:
                 raise UserError(
-                    f"--target-modules has no '{name:.40}': choose among {', '.join(LINEAR_PATHS)}, or 'all-linear'."
+                    f"{flag('target_modules')} has no '{name:.40}': choose among {', '.join(LINEAR_PATHS)}, or "
+                    "'all-linear'."
                 )
         if not names:
-            raise UserError("--target-modules is empty: name at least one module, or use 'all-linear'.")
+            raise UserError(f"{flag('target_modules')} is empty: name at least one module, or use 'all-linear'.")
         return tuple(n for n in LINEAR_PATHS if n in names)
 
     def budget(self) -> int | None:
@@ -211,7 +193,7 @@ class TrainingArguments:
         if self.memory_budget is None:
             return None
         found = SIZE.fullmatch(self.memory_budget)
-        self._require(found is not None, "memory_budget", "must be a size such as 4GiB or 800MB")
+        require(found is not None, "memory_budget", "must be a size such as 4GiB or 800MB", self.memory_budget)
         assert found
         power = " kmgt".index(found[2].lower() or " ")
         return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
@@ -227,6 +209,11 @@ class TrainingArguments:
         rows, batches = self.per_device_train_batch_size, self.gradient_accumulation_steps
         return self.packing is not False, rows or ROWS_PER_BATCH, batches or ACCUMULATION
 
+    @property
+    def length(self) -> int:
+        """Tokens of a row at most; while that is not given, what it will be with a model of enough positions."""
+        return self.max_length or LENGTH
+
     def wait_seconds(self) -> float | None:
         """How long to queue for memory, None not to; 0 says as long as it takes."""
         return math.inf if self.wait == 0 else self.wait
@@ -238,26 +225,33 @@ class TrainingArguments:
         return asdict(self)
 
 
-def flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def from_values(
+    values: Mapping[str, Any], where: str, base: TrainingArguments | None = None, names: Naming | None = None
+) -> TrainingArguments:
+    """Arguments from names and values such as a recipe has; names that other programs use are understood.
 
-
-def from_values(values: Mapping[str, Any], where: str, base: TrainingArguments | None = None) -> TrainingArguments:
-    """Arguments from names and values such as a recipe has.
+    Args:
+        where: what the values are of; it begins the errors.
+        names: what options are called there, by default as they are called already.
 
     Raises:
-        UserError: a name is unknown (the nearest is suggested) or a value is of the wrong type.
+        UserError: a name is unknown (the nearest is suggested), given twice, or a value cannot be.
     """
     known = {f.name: f for f in fields(TrainingArguments)}
-    given: dict[str, Any] = {}
-    for key, value in values.items():
-        name = key.replace("-", "_")
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f": did you mean '{near[0]}'?" if near else "; 'wgpu-lora finetune --help' lists the options."
-            raise UserError(f"{where} has an unknown option '{key}'{hint}")
-        given[name] = _typed(name, value, str(known[name].type), where)
+    if names is not None:
+        with naming(names):
+            try:
+                return from_values(values, where, base)
+            except UserError as error:
+                text = str(error)
+                raise UserError(text if text.startswith(where) else f"{where}: {text}") from None
+    given = {name: _typed(name, value, kinds(known[name]), where) for name, value in named(values, where).items()}
     return replace(base or TrainingArguments(), **given)
+
+
+def named(values: Mapping[str, Any], where: str, *more: str) -> dict[str, Any]:
+    """Values by the names of options, and of `more` than those; UserError as `from_values`."""
+    return real_names(values, [*(f.name for f in fields(TrainingArguments)), *more], where)
 
 
 def gather(
@@ -268,18 +262,24 @@ def gather(
     With `demo`, where neither a recipe nor data nor another model is named, it is the demo's recipe. `beside` is a
     pipeline's first checkpoint directory, which finds the pipeline's record where no output is named.
     """
+    given = named(given, where)
     if given.get("resume"):
         from wgpu_lora.train.resume import take_up
 
         path = find_recipe(recipe) if recipe else None
-        values = {**(read_recipe(path) if path else {}), **given}
+        values = {**(named(read_recipe(path), f"The recipe {path}") if path else {}), **given}
         return take_up(values, Path(values.get("output") or beside or _last_output()), where), path
     if demo and recipe is None and not given.get("data") and given.get("model") in (None, "demo"):
         recipe = "demo"
     if recipe is None:
         return from_values(given, where), None
     path = find_recipe(recipe)
-    return from_values(given, where, from_values(read_recipe(path), f"The recipe {path}")), path
+    return from_values(given, where, recipe_arguments(path)), path
+
+
+def recipe_arguments(path: Path) -> TrainingArguments:
+    """The options of a recipe's file, over the defaults."""
+    return from_values(read_recipe(path), f"The recipe {path}", names=IN_FILE)
 
 
 def _last_output() -> str:
@@ -306,10 +306,9 @@ def read_recipe(path: Path) -> dict[str, Any]:
     return values
 
 
-def _typed(name: str, value: Any, kind: str, where: str) -> Any:
+def _typed(name: str, value: Any, parts: list[str], where: str) -> Any:
     allowed: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "bool": bool}
-    parts = [p.strip() for p in kind.split("|")]
-    if name == "target_modules" and isinstance(value, list):
+    if name == "target_modules" and isinstance(value, list | tuple):
         value = ",".join(map(str, value))
     if value is None and "None" in parts:
         return None
@@ -317,5 +316,5 @@ def _typed(name: str, value: Any, kind: str, where: str) -> Any:
         isinstance(value, allowed[p]) and (p == "bool" or not isinstance(value, bool)) for p in parts if p != "None"
     )
     if not fits:
-        raise UserError(f"{where}: '{name}' must be {' or '.join(p for p in parts if p != 'None')}, not {value!r}.")
+        raise UserError(f"{where}: {flag(name)} must be {' or '.join(p for p in parts if p != 'None')}, not {value!r}.")
     return value

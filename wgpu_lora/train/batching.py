@@ -24,11 +24,11 @@ def fitted(args: TrainingArguments, lengths: Sequence[int], weight: float = 1.0)
     """
     packing, rows, accumulation = args.batching
     said = args.packing, args.per_device_train_batch_size, args.gradient_accumulation_steps
-    steps = sum(lengths) / (rows * args.max_length * accumulation) if packing else len(lengths) / (rows * accumulation)
+    steps = sum(lengths) / (rows * args.length * accumulation) if packing else len(lengths) / (rows * accumulation)
     note = ""
     if None in said and not args.packing and steps < FEW:
         packing = False
-        rows, accumulation = _sizes(said[1], said[2], lengths, ROWS_PER_BATCH * args.max_length, weight)
+        rows, accumulation = _sizes(said[1], said[2], lengths, ROWS_PER_BATCH * args.length, weight)
         count = f"{rows * accumulation} row{'s' * (rows * accumulation > 1)} a step"
         note = f"{count}, not packed, since the data are small ({len(lengths):,} rows, {sum(lengths):,} tokens)"
     if said[2] is None:

@@ -25,7 +25,9 @@ from wgpu_lora.formats.peft import (
     read_adapter,
     tensor_name,
 )
+from wgpu_lora.formats.tokenizer_files import TEMPLATE, TOKENIZER
 from wgpu_lora.models.lora import AdapterSet, Matrices
+from wgpu_lora.naming import flag
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.manifest import damage, write_manifest
 from wgpu_lora.train.session import Session
@@ -40,7 +42,7 @@ EPOCH_NAME = re.compile(r"epoch-([0-9]{1,15})")
 # What a run, or a pipeline, writes by way of a hidden name beside it.
 WRITTEN = re.compile(
     rf"{re.escape(WEIGHTS)}|{re.escape(CONFIG)}|README\.md|log\.jsonl|(run|state|pipeline|member)\.json"
-    rf"|{LAST}|\{NEXT}|{BEST}|epoch-[0-9]+"
+    rf"|{LAST}|\{NEXT}|{BEST}|epoch-[0-9]+|{TOKENIZER.pattern}|{TEMPLATE.pattern}"
 )
 
 
@@ -149,7 +151,9 @@ def refuse(directory: Path, wrong: str) -> UserError:
     others = [path for path in (*run.glob(EPOCH.format("*")), run / BEST) if path.is_dir() and not fault(path)]
     if others:
         latest = max(others, key=lambda path: read_state(path)[0].step)
-        return UserError(f"{said}; start a new run from the adapter in {latest}, which is whole, with --init-adapter.")
+        return UserError(
+            f"{said}; start a new run from the adapter in {latest}, which is whole, with {flag('init_adapter')}."
+        )
     return UserError(f"{said}; there is no other that is whole, so start again in another directory.")
 
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from wgpu_lora.data import Prepared, prepare, resolve_data
+from wgpu_lora.data import Prepared, Source, prepare, training_data
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.load import table_dtype
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.naming import flag, setting
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import OUTPUT, TrainingArguments
 from wgpu_lora.train.batching import fitted
 from wgpu_lora.train.initial import adapter_of, spec_of
 from wgpu_lora.train.job import Job
+from wgpu_lora.train.length import fit_length, shortened
 from wgpu_lora.train.memory import check_adapters
 from wgpu_lora.train.resume import outlook, plan_of
 from wgpu_lora.train.session import Session
@@ -30,19 +31,28 @@ def with_demo_data(args: TrainingArguments) -> TrainingArguments:
     """Fills in what was left out: the demo model, and for it the demo's own data."""
     if args.data is None:
         if args.model not in (None, "demo"):
-            raise UserError("--data is missing: give a JSONL file, or a folder with train.jsonl.")
+            raise UserError(
+                f"{flag('data')} is missing: give a file of rows, a folder with train.jsonl, or a data set."
+            )
         from wgpu_lora.demo import HELDOUT_FILE, TRAIN_FILE
 
         args = replace(args, data=str(TRAIN_FILE), eval_data=args.eval_data or str(HELDOUT_FILE))
     return replace(args, model=args.model or "demo", output=args.output or OUTPUT)
 
 
-def prepare_job(args: TrainingArguments, model: LoadedModel | None = None, *, planning: bool = False) -> Job:
+def prepare_job(
+    args: TrainingArguments,
+    model: LoadedModel | None = None,
+    *,
+    planning: bool = False,
+    rows: Mapping[str, Source] | None = None,
+) -> Job:
     """Reads the data and the model's files and records the programs. Allocates nothing on the device.
 
     Args:
         model: an opened model to train on, instead of the one that the options name.
         planning: the job will not be run, so that --output may be in use.
+        rows: rows from Python by the options, data and eval_data, that they are given for.
 
     Raises:
         UserError: anything that a person can mend, from the data, the model, the options or the device.
@@ -52,7 +62,7 @@ def prepare_job(args: TrainingArguments, model: LoadedModel | None = None, *, pl
         refuse_used(args.directory)  # before the work of reading data, and again under the lock
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
     check_adapters([args], model.config, budget_bytes(model.device.info, args.budget()))
-    run = read_run(args, model)
+    run = read_run(args, model, rows=rows)
 
     def replan(changes: Mapping[str, Any]) -> int:
         other = with_options(run, changes)
@@ -62,7 +72,12 @@ def prepare_job(args: TrainingArguments, model: LoadedModel | None = None, *, pl
 
 
 def read_run(
-    args: TrainingArguments, model: LoadedModel, slot: int = 0, name: str = "", weight: float = 1.0
+    args: TrainingArguments,
+    model: LoadedModel,
+    slot: int = 0,
+    name: str = "",
+    weight: float = 1.0,
+    rows: Mapping[str, Source] | None = None,
 ) -> AdapterRun:
     """One slot's run: its rows, its batches, its adapter and where it begins.
 
@@ -70,15 +85,24 @@ def read_run(
         UserError: the data or the adapter cannot be read, or do not fit the model.
     """
     assert args.data is not None
-    train_file, valid_file = resolve_data(Path(args.data))
-    heldout_file = Path(args.eval_data) if args.eval_data else valid_file
-    _check_length(args, model)
+    training, held_out = training_data(
+        args.data,
+        args.eval_data,
+        split=args.split,
+        eval_split=args.eval_split,
+        dataset_config=args.dataset_config,
+        given=rows,
+    )
+    args, length = fit_length(args, model.config.max_position_embeddings)
     args, adapter, initial = adapter_of(args, model.config)
-    prepared = _prepare(args, model, train_file)
+    prepared = _prepare(args, model, training)
     args, note = fitted(args, prepared.lengths, weight)
     stream = DataStream(prepared, args)
-    notes = [*([f"batches: {note}"] if note else []), *_standing(stream)]
-    heldout = _prepare(args, model, heldout_file) if heldout_file else None
+    heldout = _prepare(args, model, held_out) if held_out else None
+    notes = [*([f"length: {length}"] if length else []), *([f"batches: {note}"] if note else []), *_standing(stream)]
+    if args.eval_steps and not heldout:
+        eval_steps, eval_data = setting("eval_steps", args.eval_steps), flag("eval_data")
+        notes.append(f"note: {eval_steps} does nothing, since no rows are held out; {eval_data} names some")
     spec = spec_of(adapter, initial)
     digests = model.checkpoint.digest(), model.config.digest()
     return AdapterRun(slot, args, adapter, spec, initial, stream, heldout, *digests, name, tuple(notes))
@@ -100,7 +124,10 @@ def _standing(stream: DataStream) -> list[str]:
 def with_options(run: AdapterRun, changes: Mapping[str, Any]) -> AdapterRun:
     """The same run under changed options, for planning."""
     args = replace(run.args, **changes)
-    return replace(run, args=args, stream=DataStream(run.stream.prepared, args))
+    if args.length == run.args.length:
+        return replace(run, args=args, stream=DataStream(run.stream.prepared, args))
+    heldout = shortened(run.heldout, args) if run.heldout else None
+    return replace(run, args=args, stream=DataStream(shortened(run.stream.prepared, args), args), heldout=heldout)
 
 
 def declared_as(model: LoadedModel, base_dtype: str) -> LoadedModel:
@@ -133,21 +160,14 @@ def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int
     )
 
 
-def _check_length(args: TrainingArguments, model: LoadedModel) -> None:
-    limit = model.config.max_position_embeddings
-    if args.max_length > limit:
-        raise UserError(
-            f"--max-length {args.max_length} is more than this model's {limit} positions: lower it to {limit}."
-        )
-
-
-def _prepare(args: TrainingArguments, model: LoadedModel, path: Path) -> Prepared:
+def _prepare(args: TrainingArguments, model: LoadedModel, source: Source) -> Prepared:
     return prepare(
-        path,
+        source,
         model.tokenizer,
-        max_length=args.max_length,
+        max_length=args.length,
         completion_only_loss=args.completion_only_loss,
         on_overflow="drop" if args.on_overflow == "drop" else "truncate",
         chat_template_kwargs=args.template_kwargs(),
         vocab_size=model.config.vocab_size,
+        skip_bad_rows=args.skip_bad_rows,
     )

@@ -14,9 +14,10 @@ from wgpu_lora.formats.hub import stated_name
 from wgpu_lora.formats.peft import AdapterConfig, read_adapter
 from wgpu_lora.models.config import LINEAR_PATHS, ModelConfig
 from wgpu_lora.models.lora import Matrices, Module, SlotSpec
+from wgpu_lora.naming import setting
 from wgpu_lora.ops.optimizer import MAX_PARAMETER
 from wgpu_lora.train import checkpoint
-from wgpu_lora.train.arguments import TrainingArguments, flag
+from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.manifest import MANIFEST, damage
 
 
@@ -88,7 +89,9 @@ def _as_loaded(args: TrainingArguments, loaded: AdapterConfig, matrices: Matrice
         given = getattr(args, name)
         same = set(args.modules()) == present if name == "target_modules" else given == value
         if not same and given != getattr(default, name):
-            raise UserError(f"{flag(name)} {given} contradicts the adapter {source}, which has {value}: leave it out.")
+            raise UserError(
+                f"{setting(name, given)} contradicts the adapter {source}, which has {value}: leave it out."
+            )
     return replace(args, **has)
 
 

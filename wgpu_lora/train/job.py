@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.tuner import Tuner, Watch, wanted
 from wgpu_lora.models.load import Progress
+from wgpu_lora.naming import setting
 from wgpu_lora.share import Notice, budget_bytes, claim
 from wgpu_lora.train.memory import Replan, check_memory, options_that_fit
 from wgpu_lora.train.session import Session
@@ -23,7 +24,7 @@ from wgpu_lora.train.trainer import Callback, Trainer
 LOCK = ".lock"
 
 
-@dataclass
+@dataclass(repr=False)
 class Job:
     """A session and the runs of its slots, with nothing allocated yet."""
 
@@ -35,6 +36,9 @@ class Job:
     def run(self) -> AdapterRun:
         """The only one, or the first."""
         return self.runs[0]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(repr(str(run.directory)) for run in self.runs)})"
 
     def directories(self) -> list[Path]:
         """What the job writes to, and nobody else may meanwhile."""
@@ -110,7 +114,7 @@ class Job:
             where = getattr(error, "filename", None) or self.directories()[-1]
             raise UserError(
                 f"Writing to {where} failed ({reason}): earlier checkpoints are whole; "
-                "mend that and continue with --resume."
+                f"mend that and continue with {setting('resume', True)}."
             ) from error
 
     def finish(self, callback: Callback) -> dict[str, Any]:

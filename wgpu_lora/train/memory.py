@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from psutil import virtual_memory
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.naming import flag, setting, settings
 
 if TYPE_CHECKING:
     from wgpu_lora.models.config import ModelConfig
     from wgpu_lora.share import Budget
     from wgpu_lora.train.arguments import TrainingArguments
 
-NO_WAY = "lower --max-length or --lora-r, or choose a smaller model"
+SHORTEST = 64  # tokens of a row: with fewer, most data have nothing left to learn
 Replan = Callable[[Mapping[str, Any]], int]  # changed options -> the peak they would give, in bytes
 Fitting = Callable[[Mapping[str, Any]], int | None]  # the same, but None where that does not fit
 
@@ -41,7 +43,7 @@ def check_memory(peak: int, base: int, budget: Budget, args: TrainingArguments, 
     )
     need += f"({budget.source})"
     found = options_that_fit(available, args, replan)
-    advice = f"it would fit with {found}" if found else without_a_way(base, available)
+    advice = f"it would fit with {found}" if found else without_a_way(base, available, args, replan)
     raise UserError(f"{need}: {advice}.")
 
 
@@ -56,14 +58,21 @@ def check_adapters(runs: Sequence[TrainingArguments], config: ModelConfig, budge
     if rank * a_rank > available:
         advice = f"lower it to at most {available // a_rank:,}" if available >= a_rank else "choose a smaller model"
         raise UserError(
-            f"--lora-r {rank} needs {readable(rank * a_rank)} of device memory for the adapter's training alone, but "
-            f"there is {readable(available)}: {advice}."
+            f"{setting('lora_r', rank)} needs {readable(rank * a_rank)} of device memory for the adapter's training "
+            f"alone, but there is {readable(available)}: {advice}."
         )
 
 
-def without_a_way(base: int, available: int) -> str:
+def without_a_way(base: int, available: int, args: TrainingArguments, replan: Replan) -> str:
     """Advice where no option makes a run fit."""
-    return f"the base alone takes {base:,} bytes, so choose a smaller model" if base > available else NO_WAY
+    smaller = f"lower {flag('lora_r')}, or choose a smaller model"
+    if base > available and args.base_dtype == "nf4":
+        return f"the base alone takes {base:,} bytes, so choose a smaller model"
+    for savings in (_savings(args), {}):
+        least = {**savings, "per_device_train_batch_size": 1, "max_length": min(SHORTEST, args.length)}
+        with suppress(UserError):  # something in it is larger than the device can bind or dispatch
+            return f"even with {settings(least)} it would need {replan(least):,} bytes, so {smaller}"
+    return smaller
 
 
 def options_that_fit(available: int, args: TrainingArguments, replan: Replan) -> str:
@@ -72,7 +81,8 @@ def options_that_fit(available: int, args: TrainingArguments, replan: Replan) ->
 
 
 def ways_to_fit(available: int, args: TrainingArguments, replan: Replan) -> list[Way]:
-    """Options that make the run fit, each enough by itself; where none is, all of them together."""
+    """Options that make the run fit, each enough by itself; where none is, all of them together, with as long rows as
+    then fit."""
 
     def fitting(changes: Mapping[str, Any]) -> int | None:
         try:
@@ -81,41 +91,55 @@ def ways_to_fit(available: int, args: TrainingArguments, replan: Replan) -> list
             return None
         return peak if peak <= available else None
 
-    single: list[tuple[str, dict[str, Any]]] = []
-    if args.base_dtype != "nf4":
-        single.append(("--base-dtype nf4", {"base_dtype": "nf4"}))
-    if not args.gradient_checkpointing:
-        single.append(("--gradient-checkpointing", {"gradient_checkpointing": True}))
-    tried = [_way(text, fitting(changes)) for text, changes in single]
-    found = [way for way in [*tried, _largest_batch(args, fitting, "", {})] if way]
-    if found or not single:
-        return found
-    text = " ".join(text for text, _ in single)
-    everything = {name: value for _, changes in single for name, value in changes.items()}
-    together = _way(text, fitting(everything)) if len(single) > 1 else None
-    together = together or _largest_batch(args, fitting, f"{text} ", everything)
+    savings = _savings(args)
+    single = {name: _way({name: value}, fitting) for name, value in savings.items()}
+    batch = _largest_batch(args, fitting, {})
+    found = [single.get("gradient_checkpointing"), batch, single.get("base_dtype")]
+    ways = [way for way in found if way]
+    if ways:
+        return ways
+    together = _way(savings, fitting) if len(savings) > 1 else None
+    together = together or (_largest_batch(args, fitting, savings) if savings else None)
+    together = together or _longest_rows(args, fitting, savings)
     return [together] if together else []
 
 
-def _way(options: str, peak: int | None) -> Way | None:
-    return None if peak is None else Way(options, peak)
+def _savings(args: TrainingArguments) -> dict[str, Any]:
+    """What would save memory and change little of what is learnt, where it is not chosen yet."""
+    found: dict[str, Any] = {} if args.gradient_checkpointing else {"gradient_checkpointing": True}
+    return found if args.base_dtype == "nf4" else found | {"base_dtype": "nf4"}
 
 
-def _largest_batch(args: TrainingArguments, fitting: Fitting, before: str, changes: Mapping[str, Any]) -> Way | None:
-    """The most rows a batch that fit, fewer than now, after other options; None where not even one does."""
-    found, fits, (_, too_many, _) = None, 0, args.batching
+def _way(changes: Mapping[str, Any], fitting: Fitting) -> Way | None:
+    peak = fitting(changes)
+    return None if peak is None else Way(settings(changes), peak)
+
+
+def _largest_batch(args: TrainingArguments, fitting: Fitting, changes: Mapping[str, Any]) -> Way | None:
+    """The most rows a batch that fit, fewer than now, beside other options; None where not even one does."""
+    found, fits, too_many = None, 0, args.batching[1]
     middle = 1
     while too_many - fits > 1:
-        peak = fitting({**changes, "per_device_train_batch_size": middle})
-        if peak is None:
+        way = _way({**changes, "per_device_train_batch_size": middle}, fitting)
+        if way is None:
             if not found:
                 return None
             too_many = middle
         else:
-            found = Way(f"{before}--per-device-train-batch-size {middle}", peak)
-            fits = middle
+            found, fits = way, middle
         middle = (fits + too_many) // 2
     return found
+
+
+def _longest_rows(args: TrainingArguments, fitting: Fitting, changes: Mapping[str, Any]) -> Way | None:
+    """Half as long rows as now, or a half of that and so on, one a batch."""
+    length = args.length // 2
+    while length >= SHORTEST:
+        way = _way({**changes, "per_device_train_batch_size": 1, "max_length": length}, fitting)
+        if way:
+            return way
+        length //= 2
+    return None
 
 
 def readable(nbytes: int) -> str:

@@ -9,17 +9,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.bars import Bars
+from wgpu_lora.data import Source, given_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel, open_model
+from wgpu_lora.naming import flag, setting
 from wgpu_lora.share import Notice, budget_bytes
 from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments, gather
 from wgpu_lora.train.checkpoint import sweep_run
 from wgpu_lora.train.finetune import declared_as, read_run, session_of, with_options
 from wgpu_lora.train.job import Job, locked
+from wgpu_lora.train.length import fit_length
 from wgpu_lora.train.memory import check_adapters
 from wgpu_lora.train.pipeline_state import MEMBER, PIPELINE, PipelineState, home_of, read_pipeline_state
 from wgpu_lora.train.policy import POLICIES, make_policy
+from wgpu_lora.train.progress import StepResult
 from wgpu_lora.train.record import PipelineRecord, recover, write_pipeline
 from wgpu_lora.train.session import MemoryPlan
 from wgpu_lora.train.slot import AdapterRun, refuse_used
@@ -31,7 +36,7 @@ SCHEDULES = tuple(POLICIES)
 BATCH_TOKENS = 1024  # of a shared batch, where one adapter's own is not larger: enough for a GPU's tiles
 
 
-@dataclass
+@dataclass(repr=False)
 class PipelineJob(Job):
     """The runs of all adapters, in slots 0, 1, ...
 
@@ -89,26 +94,27 @@ def prepare_pipeline(
         for directory in apart([home, *(Path(task.checkpoint) for task in tasks)]):
             _refuse_used(directory)
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
+    args, _ = fit_length(args, model.config.max_position_embeddings)
     check_adapters(per_task, model.config, budget_bytes(model.device.info, args.budget()))
     # Without a checkpoint yet, an adapter of a resumed pipeline begins.
     starts = [task.name in state.steps for task in tasks]
     runs = [
-        read_run(replace(one, resume=resumed), model, slot, task.name, task.weight)
+        read_run(replace(one, resume=resumed), model, slot, task.name, task.weight, task.rows)
         for slot, (task, one, resumed) in enumerate(zip(tasks, per_task, starts, strict=True))
     ]
     if schedule == "priority-val-loss":
         blind = [run.name for run in runs if not run.heldout]
         if blind:
             raise UserError(
-                f"--schedule priority-val-loss needs held-out data, but adapter '{blind[0]}' has none: give it "
+                f"{setting('schedule', schedule)} needs held-out data, but adapter '{blind[0]}' has none: give it "
                 "'eval_data', or use another schedule."
             )
     tokens = _batch_tokens(runs, schedule, batch_tokens)
     identity = _identity(args, schedule, tokens, tasks)
     if args.resume and state.identity != identity:
         raise UserError(
-            f"--resume needs the adapters, the schedule and the options that the pipeline in {home} began with: "
-            f"{_difference(state.identity, identity)}."
+            f"{flag('resume')} needs the adapters, the schedule and the options that the pipeline in {home} began "
+            f"with: {_difference(state.identity, identity)}."
         )
     for run in runs:  # one that had finished goes on where it is to go further now
         if state.ended.get(run.name) in FINISHED and state.steps[run.name] < run.stream.total_steps():
@@ -144,15 +150,19 @@ def apart(directories: Sequence[Path]) -> list[Path]:
 
 def _check(args: TrainingArguments, tasks: Sequence[AdapterTask], schedule: str, batch_tokens: int | None) -> None:
     if not tasks:
-        raise UserError("A pipeline needs at least one adapter: give --adapters DATA:CHECKPOINT.")
+        raise UserError(f"A pipeline needs at least one adapter: name it with {flag('adapters')}.")
     if schedule not in SCHEDULES:
-        raise UserError(f"--schedule must be one of {', '.join(SCHEDULES)}, not {schedule}.")
+        raise UserError(f"{flag('schedule')} must be one of {', '.join(SCHEDULES)}, not {schedule}.")
     if batch_tokens is not None and batch_tokens < 1:
-        raise UserError(f"--batch-tokens must be greater than 0, not {batch_tokens}.")
+        raise UserError(f"{flag('batch_tokens')} must be greater than 0, not {batch_tokens}.")
     if args.target_seconds:
-        raise UserError("--target-seconds is for one adapter: give --max-steps, or --num-train-epochs.")
+        raise UserError(
+            f"{flag('target_seconds')} is for one adapter: give {flag('max_steps')}, or {flag('num_train_epochs')}."
+        )
     if args.data is not None:
-        raise UserError("--data and --adapters contradict each other: every adapter names its own data.")
+        raise UserError(
+            f"{flag('data')} and {flag('adapters')} contradict each other: every adapter names its own data."
+        )
     check_apart(tasks)
 
 
@@ -161,7 +171,9 @@ def _batch_tokens(runs: Sequence[AdapterRun], schedule: str, given: int | None) 
     longest = max(length for run in runs for length in run.stream.prepared.lengths)
     if given is not None:
         if given < longest:
-            raise UserError(f"--batch-tokens {given} is less than the longest row's {longest:,}: give at least that.")
+            raise UserError(
+                f"{setting('batch_tokens', given)} is less than the longest row's {longest:,}: give at least that."
+            )
         return given
     together = sum(largest) if schedule == "synchronized" else max(largest)
     return min(together, max(BATCH_TOKENS, *largest))
@@ -186,7 +198,7 @@ def _recovered(home: Path, tasks: Sequence[AdapterTask]) -> PipelineState:
     directories = {task.name: Path(task.checkpoint) for task in tasks}
     missing = [name for name in state.steps if name not in directories]
     if missing:
-        raise UserError(f"--resume: the pipeline in {home} has an adapter '{missing[0]}' too: name it again.")
+        raise UserError(f"{flag('resume')}: the pipeline in {home} has an adapter '{missing[0]}' too: name it again.")
     with ExitStack() as stack:
         for directory in apart([*(directories[name] for name in state.steps), home]):
             stack.enter_context(locked(directory))
@@ -198,9 +210,17 @@ def _recovered(home: Path, tasks: Sequence[AdapterTask]) -> PipelineState:
 def _refuse_used(directory: Path) -> None:
     if any((directory / name).exists() for name in (PIPELINE, STATE, MEMBER)):
         raise UserError(
-            f"The directory {directory} already belongs to a pipeline: choose another, or continue it with --resume."
+            f"The directory {directory} already belongs to a pipeline: choose another, or continue it with "
+            f"{setting('resume', True)}."
         )
     refuse_used(directory)
+
+
+def _task(values: Mapping[str, Any], where: str, shared: Mapping[str, Source]) -> AdapterTask:
+    """An adapter whose data may be rows; `shared` are those of all adapters that do not have their own."""
+    plain, rows = given_rows(values)
+    own = {name: source for name, source in shared.items() if name not in values}
+    return replace(task_of(plain, where), rows={**own, **rows})
 
 
 class MultiAdapterPipeline:
@@ -215,7 +235,7 @@ class MultiAdapterPipeline:
     Each adapter comes out as a fine-tune by itself would make it, to within float rounding.
 
     Args:
-        adapters: an AdapterTask or a dict with the keys of an [[adapter]] table each.
+        adapters: an AdapterTask or a dict with the keys of an [[adapter]] table each; its data may be a list of dicts.
         model: a directory, a GGUF file, a hub id, `demo`, or a loaded model.
         schedule: synchronized, round-robin or priority-val-loss.
         batch_tokens: see `prepare_pipeline`.
@@ -234,8 +254,9 @@ class MultiAdapterPipeline:
         batch_tokens: int | None = None,
         **options: Any,
     ):
+        options, shared = given_rows(options)
         tasks = [
-            task if isinstance(task, AdapterTask) else task_of(task, f"Adapter {number}")
+            task if isinstance(task, AdapterTask) else _task(task, f"Adapter {number}", shared)
             for number, task in enumerate(adapters, 1)
         ]
         given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
@@ -255,8 +276,9 @@ class MultiAdapterPipeline:
     def train(
         self,
         callback: Callback = lambda result: None,
-        progress: Progress = lambda name: None,
+        progress: Progress | None = None,
         waiting: Notice = lambda place, holders, seconds: None,
+        progress_bar: bool | None = None,
     ) -> dict[str, Any]:
         """Trains to the end and returns what pipeline.json holds.
 
@@ -264,8 +286,15 @@ class MultiAdapterPipeline:
             callback: called with a StepResult after every step of every adapter.
             progress: called with the name of each tensor that is loaded.
             waiting: called at each look of a run that queues for memory.
+            progress_bar: whether to show progress; None does on a terminal and in a notebook.
 
         Raises:
             UserError: the memory is not to be had, a directory is in use, or the disk is full.
         """
-        return self.job.train(callback, progress, waiting)
+        with Bars(progress_bar) as bars:
+
+            def step(result: StepResult) -> None:
+                bars.step(result)
+                callback(result)
+
+            return self.job.train(step, progress or bars.loading(self.job.session.model), waiting)

@@ -15,6 +15,7 @@ from typing import Any
 from wgpu_lora.bounded import is_name, read_json
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.atomic import write_bytes_atomic
+from wgpu_lora.naming import flag
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.state import STATE, is_count
 
@@ -71,8 +72,8 @@ def read_pipeline_state(directory: Path) -> PipelineState:
     """Raises UserError where there is none, or it is damaged."""
     path = directory / STATE
     if not path.is_file():
-        raise UserError(f"There is no pipeline in {directory} to resume: start without --resume.")
-    advice = "start again elsewhere; every adapter's own checkpoint can be given to --init-adapter"
+        raise UserError(f"There is no pipeline in {directory} to resume: start without {flag('resume')}.")
+    advice = f"start again elsewhere; every adapter's own checkpoint can be given to {flag('init_adapter')}"
     try:
         found = read_json(path)
     except UserError as error:

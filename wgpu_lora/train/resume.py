@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.naming import either, flag, setting
 from wgpu_lora.train import checkpoint
-from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments, flag, from_values
+from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments, from_values
 from wgpu_lora.train.pipeline_state import home_of, read_pipeline_state
 from wgpu_lora.train.schedule import learning_rate, warmup_steps
 from wgpu_lora.train.state import STATE, RunState
@@ -64,13 +65,13 @@ def found_from(began_in: Any, path: str | None) -> str | None:
 
 
 def nothing_in(directory: Path) -> UserError:
-    return UserError(f"There is no checkpoint in {directory} to resume from: start without --resume.")
+    return UserError(f"There is no checkpoint in {directory} to resume from: start without {flag('resume')}.")
 
 
 def differs(name: str, before: Any, now: Any) -> UserError:
     return UserError(
-        f"--resume needs the options of the run it continues: {name} was {before!r}, not {now!r}; leave it out, since "
-        f"only these may change: {', '.join(map(flag, MAY_CHANGE))}."
+        f"{flag('resume')} needs the options of the run it continues: {name} was {before!r}, not {now!r}; leave it "
+        f"out, since only these may change: {', '.join(map(flag, MAY_CHANGE))}."
     )
 
 
@@ -105,7 +106,7 @@ def extended(state: RunState, planned: TrainingArguments, stream: DataStream) ->
     if total < state.step:
         raise UserError(
             f"The run in {args.directory} has taken {state.step:,} steps already, but "
-            f"{' and '.join(f'{flag(name)} {getattr(args, name):g}' for name in changed)} make {total:,}: ask for more."
+            f"{' and '.join(setting(name, getattr(args, name)) for name in changed)} make {total:,}: ask for more."
         )
     return total
 
@@ -121,11 +122,11 @@ def outlook(state: RunState, planned: TrainingArguments, stream: DataStream) -> 
         return f"goes on after step {state.step:,}"
     text = f"goes on after step {state.step:,} of {state.total_steps:,}"
     if total == state.total_steps:
-        done = "finished already; more of --num-train-epochs or --max-steps extends it"
+        done = f"finished already; more of {either('num_train_epochs', 'max_steps')} extends it"
         return done if state.step >= total else text
     text += f", to {total:,} steps"
-    kind, ratio = args.lr_scheduler_type, args.warmup_ratio
-    warm = [warmup_steps(count, ratio) for count in (state.total_steps, total)]
+    kind = args.lr_scheduler_type
+    warm = [warmup_steps(count, args.warmup_ratio, args.warmup_steps) for count in (state.total_steps, total)]
     if kind == "constant" or (kind == "constant_with_warmup" and warm[0] == warm[1]):
         return f"{text}, as one run of {total:,} steps would have gone"
     rate = learning_rate(kind, args.learning_rate, state.step, total, warm[1])

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.data import Prepared
+from wgpu_lora.data import Prepared, write_skipped
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.atomic import file_digest
 from wgpu_lora.formats.peft import AdapterConfig, read_adapter, write_adapter
+from wgpu_lora.formats.tokenizer_files import write_tokenizer
 from wgpu_lora.models.lora import Matrices, SlotSpec
+from wgpu_lora.naming import flag, setting
 from wgpu_lora.train import checkpoint, output
 from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments
 from wgpu_lora.train.card import write_card
@@ -83,12 +85,13 @@ class AdapterRun:
         except OSError as error:
             raise UserError(f"The output directory {directory} cannot be made: {error.strerror}.") from error
         if not os.access(directory, os.W_OK):
-            raise UserError(f"The output directory {directory} cannot be written: choose another --output.")
+            raise UserError(f"The output directory {directory} cannot be written: choose another {flag('output')}.")
         checkpoint.sweep_run(directory)
         if self.args.resume:
             self._find_checkpoint()
         else:
             refuse_used(directory)
+        write_skipped(directory, [data.account for data in (self.stream.prepared, self.heldout) if data])
 
     def _find_checkpoint(self) -> None:
         self.resumed_from = checkpoint.newest(self.directory)
@@ -108,8 +111,8 @@ class AdapterRun:
         for name, what in named.items():
             if before[name] != now[name]:
                 raise UserError(
-                    f"{what} changed after the run in {self.directory} had begun, and --resume needs it as it was: "
-                    "restore it, or start a new run."
+                    f"{what} changed after the run in {self.directory} had begun, and {flag('resume')} needs it as it "
+                    "was: restore it, or start a new run."
                 )
         self._go_on(before["options"])
         self._began_with = before["weights"]
@@ -182,7 +185,9 @@ class AdapterRun:
 
     def warmup(self, total: int) -> int:
         """Steps of `total` over which the rate rises."""
-        return 0 if self.args.lr_scheduler_type == "constant" else warmup_steps(total, self.args.warmup_ratio)
+        args = self.args
+        rises = args.lr_scheduler_type != "constant"
+        return warmup_steps(total, args.warmup_ratio, args.warmup_steps) if rises else 0
 
     def save(self, session: Session) -> None:
         """Keeps a checkpoint of this step, and the newest --save-total-limit of those before."""
@@ -276,6 +281,8 @@ class AdapterRun:
         stop_signal: the name of the signal that interrupted it, if one did.
         """
         self.write_adapter(session, self.directory)
+        for place in (self.directory, self.directory / BEST):
+            write_tokenizer(place, session.model.path, session.model.tokenizer)
         prepared, plan = self.stream.prepared, session.memory()
         state = asdict(self.state)
         if self.args.target_seconds and not self.state.calibrated:
@@ -286,8 +293,8 @@ class AdapterRun:
             "damaged_log_lines": self.log.damaged,
             "options": self.args.as_dict(),
             "state": state,
-            "data": {"path": str(prepared.path), "digest": prepared.digest, "summary": prepared.summary()},
-            "eval_data": self.heldout and {"path": str(self.heldout.path), "digest": self.heldout.digest},
+            "data": {"path": prepared.path, "digest": prepared.digest, "summary": prepared.summary()},
+            "eval_data": self.heldout and {"path": self.heldout.path, "digest": self.heldout.digest},
             "base_digest": self.base_digest,
             "base_sha256": self.weights_sha256,
             "init_adapter_sha256": self.args.init_adapter and output.adapter_digest(self.args.init_adapter),
@@ -307,5 +314,5 @@ def refuse_used(directory: Path) -> None:
     if used or checkpoint.newest(directory):
         raise UserError(
             f"The output directory {directory} already holds a run: choose another directory, or continue it with "
-            "--resume."
+            f"{setting('resume', True)}."
         )

@@ -42,7 +42,7 @@ class DataStream:
                 self.prepared.lengths,
                 order.tolist(),
                 batch_size=rows,
-                max_length=args.max_length,
+                max_length=args.length,
                 packing=packing,
             )
             self._epochs = {number: [made[i : i + group] for i in range(0, len(made), group)]}
@@ -123,7 +123,7 @@ class DataStream:
         lengths = sorted(self.prepared.lengths)
         packing, rows, _ = self.args.batching
         if packing:
-            return [_rounded(min(rows * self.args.max_length, sum(lengths)))]
+            return [_rounded(min(rows * self.args.length, sum(lengths)))]
         return quarters(sum(lengths[-rows:]))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -10,9 +9,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.aliases import real_names
 from wgpu_lora.bounded import is_name, read_toml
+from wgpu_lora.data import Source
 from wgpu_lora.errors import UserError
-from wgpu_lora.train.arguments import TrainingArguments, flag, from_values
+from wgpu_lora.naming import IN_FILE, flag, naming, renamed
+from wgpu_lora.train.arguments import TrainingArguments, from_values
 from wgpu_lora.train.resume import found_from
 
 # Keys of an [[adapter]] table, and the training options that they stand for.
@@ -22,8 +24,9 @@ OPTIONS = {
     "dropout": "lora_dropout",
     "epochs": "num_train_epochs",
     **{name: name for name in ("target_modules", "learning_rate", "max_steps", "max_length")},
-    **{name: name for name in ("eval_data", "init_adapter")},
+    **{name: name for name in ("eval_data", "split", "eval_split", "dataset_config", "init_adapter")},
 }
+KEYS = {option: key for key, option in OPTIONS.items()}
 OWN = ("data", "checkpoint", "name", "weight", "objective")
 OBJECTIVES = ("sft",)
 MAX_WEIGHT = 1_000_000
@@ -34,7 +37,8 @@ class AdapterTask:
     """One adapter of a pipeline.
 
     name: by default the checkpoint directory's. weight: batches a step, by those of an adapter of weight 1.
-    options: training options of its own, by the names of TrainingArguments.
+    options: training options of its own, by the names of TrainingArguments. rows: rows from Python, by data and
+        eval_data.
     """
 
     data: str
@@ -43,6 +47,7 @@ class AdapterTask:
     weight: float = 1.0
     objective: str = "sft"
     options: Mapping[str, Any] = field(default_factory=dict)
+    rows: Mapping[str, Source] = field(default_factory=dict)
 
     def arguments(self, base: TrainingArguments) -> TrainingArguments:
         """The options of a run by itself that trains this adapter as the pipeline does.
@@ -53,15 +58,9 @@ class AdapterTask:
         if given and given * self.weight < 1:
             raise UserError(
                 f"The adapter {self.name} of weight {self.weight:g} has less than a batch a step: set "
-                f"--gradient-accumulation-steps to at least {math.ceil(1 / self.weight)}, or raise the weight."
+                f"{flag('gradient_accumulation_steps')} to at least {math.ceil(1 / self.weight)}, or raise the weight."
             )
-        try:
-            own = from_values(self.options, f"The adapter {self.name}", base)
-        except UserError as error:
-            text = str(error)
-            for key, option in OPTIONS.items():  # the file's own names
-                text = text.replace(flag(option), f"'{key}'").replace(f"'{option}'", f"'{key}'")
-            raise UserError(text if self.name in text else f"The adapter {self.name}: {text}") from None
+        own = from_values(self.options, f"The adapter {self.name}", base, renamed(KEYS, IN_FILE))
         batches = round(given * self.weight) if given else None
         return replace(own, data=self.data, output=self.checkpoint, gradient_accumulation_steps=batches)
 
@@ -72,11 +71,7 @@ def task_of(values: Mapping[str, Any], where: str) -> AdapterTask:
     Raises:
         UserError: a key is unknown or missing, or a value is not of its kind.
     """
-    for key in values:
-        if key not in OPTIONS and key not in OWN:
-            near = difflib.get_close_matches(key, [*OPTIONS, *OWN], n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"choose among {', '.join([*OWN, *OPTIONS])}."
-            raise UserError(f"{where} has an unknown key '{key}': {hint}")
+    values = _by_keys(values, where)
     for key in ("data", "checkpoint", "name", "objective"):
         given = values.get(key, "some")
         if not (isinstance(given, str | Path) and str(given).strip() and is_name(str(given))):
@@ -96,6 +91,20 @@ def task_of(values: Mapping[str, Any], where: str) -> AdapterTask:
     options = {OPTIONS[key]: _plain(value) for key, value in values.items() if key in OPTIONS}
     name = values.get("name") or Path(checkpoint).resolve().name
     return AdapterTask(str(values["data"]), checkpoint, name, float(weight), objective, options)
+
+
+def _by_keys(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A table's values by the names in OWN and OPTIONS, options' own names and other programs' understood."""
+    found: dict[str, Any] = {}
+    with naming(IN_FILE):
+        otherwise = f"choose among {', '.join([*OWN, *OPTIONS])}."
+        named = real_names(values, [*OWN, *OPTIONS, *KEYS], where, "key", otherwise)
+    for name, value in named.items():
+        key = KEYS.get(name, name)
+        if key in found:
+            raise UserError(f"{where}: '{key}' and '{name}' are the same key: leave one out.")
+        found[key] = value
+    return found
 
 
 def _plain(value: Any) -> Any:
@@ -136,10 +145,12 @@ def read_tasks(path: Path) -> list[AdapterTask]:
 
 def request_of(tasks: Sequence[AdapterTask], home: Path) -> list[dict[str, Any]]:
     """The tasks as a pipeline's record keeps them: checkpoints relative to the record."""
-    return [
-        {**vars(task), "options": dict(task.options), "checkpoint": os.path.relpath(Path(task.checkpoint), home)}
-        for task in tasks
-    ]
+    found = []
+    for task in tasks:
+        said = {name: value for name, value in vars(task).items() if name != "rows"}
+        place = os.path.relpath(Path(task.checkpoint), home)
+        found.append({**said, "options": dict(task.options), "checkpoint": place})
+    return found
 
 
 def tasks_of_request(request: Mapping[str, Any], home: Path) -> list[AdapterTask]:
@@ -152,7 +163,9 @@ def tasks_of_request(request: Mapping[str, Any], home: Path) -> list[AdapterTask
     for number, said in enumerate(request.get("adapters") or [], 1):
         options = said.get("options") if isinstance(said, dict) else None
         if not isinstance(options, dict):
-            raise UserError(f"The record of the pipeline in {home} has no adapter {number}: name all with --adapters.")
+            raise UserError(
+                f"The record of the pipeline in {home} has no adapter {number}: name all with {flag('adapters')}."
+            )
         task = task_of({k: v for k, v in said.items() if k != "options"}, f"The record in {home}")
         began_in, known = request.get("directory"), {k: v for k, v in options.items() if k in OPTIONS.values()}
         known |= {name: found_from(began_in, known[name]) for name in ("eval_data", "init_adapter") if known.get(name)}

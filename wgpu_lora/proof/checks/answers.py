@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from wgpu_lora.data import read_jsonl
 from wgpu_lora.demo.asserts import parse_check
 from wgpu_lora.demo.confine.parent import confinement
 from wgpu_lora.errors import UserError
 from wgpu_lora.proof.context import Proof
 from wgpu_lora.proof.finding import Finding, NotRun
-from wgpu_lora.proof.heldout import request_of
+from wgpu_lora.proof.heldout import request_of, rows_of
 from wgpu_lora.train.arguments import TrainingArguments
 
 MARGIN = 0.1  # of the requests, that more have to pass after
@@ -20,7 +18,7 @@ MARGIN = 0.1  # of the requests, that more have to pass after
 def answers_pass_their_checks(proof: Proof) -> Finding:
     """Passes where more answers pass after training, by the margin."""
     assert proof.args.eval_data
-    rows = [row for _, row in read_jsonl(Path(proof.args.eval_data))]
+    rows = list(rows_of(proof.args.eval_data).values())
     if not all("check" in row for row in rows):
         raise NotRun("the held-out rows have no unit checks")
     if not all(request_of(row) for row in rows):
@@ -48,10 +46,10 @@ def check_answers_can_run(args: TrainingArguments, allow_unconfined: bool) -> No
         UserError: a unit check is not understood, or answers cannot be confined and that is not allowed.
     """
     assert args.eval_data
-    rows = list(read_jsonl(Path(args.eval_data)))
-    if all("check" in row for _, row in rows):
-        for number, row in rows:
-            parse_check(row["check"], f"{args.eval_data}, line {number},")
+    rows = rows_of(args.eval_data)
+    if all("check" in row for row in rows.values()):
+        for where, row in rows.items():
+            parse_check(row["check"], f"{where},")
         try:
             confinement(allow_unconfined)
         except UserError as error:

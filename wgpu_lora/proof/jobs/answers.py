@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from wgpu_lora.api import load
-from wgpu_lora.data import Tokenizer, read_jsonl
+from wgpu_lora.data import Tokenizer
 from wgpu_lora.data.formats import Conversation
 from wgpu_lora.demo.check import run_check
 from wgpu_lora.demo.compare import BATCH, NEW_TOKENS
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer import Generator
 from wgpu_lora.infer.named import on_device
-from wgpu_lora.proof.heldout import request_of, shown
+from wgpu_lora.proof.heldout import request_of, rows_of, shown
 from wgpu_lora.train.arguments import TrainingArguments
 
 
 def run(options: dict[str, Any], device: int, adapter: str | None, allow_unconfined: bool = False) -> dict[str, Any]:
     args = TrainingArguments(**options)
     assert args.eval_data, "a proof's recipe has held-out data"
-    rows = [row for _, row in read_jsonl(Path(args.eval_data))]
+    rows = list(rows_of(args.eval_data).values())
     requests = [request for row in rows if (request := request_of(row))]
     model = load(args.model or "demo", device=device, base_dtype=args.base_dtype)
     tokenizer = model.tokenizer

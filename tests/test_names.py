@@ -1,0 +1,236 @@
+"""Names that people type on the command line: other programs' options and commands, help, completion."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import wgpu_lora
+from wgpu_lora import allowed
+from wgpu_lora.aliases import aliases_of
+from wgpu_lora.cli import app, main
+from wgpu_lora.cli.elsewhere import INSTEAD
+from wgpu_lora.cli.options import MOST_USED
+from wgpu_lora.formats.gguf.mix import FILE_TYPES
+from wgpu_lora.formats.merge import DTYPES
+from wgpu_lora.instead import ANYWHERE, SENTENCES
+from wgpu_lora.other_names import ALIASES, WORDS
+from wgpu_lora.train.arguments import TrainingArguments, from_values
+from wgpu_lora.train.policy import POLICIES
+
+POSITIONS = 128  # of the models among the fixtures
+OPTIONS = set(TrainingArguments.__dataclass_fields__)
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command line that is refused; returns its one line."""
+
+    def call(*arguments: Any) -> str:
+        assert main([str(argument) for argument in arguments]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line.removeprefix("wgpu-lora: ")
+
+    return call
+
+
+def commands() -> dict[str, set[str]]:
+    """Every command of the root -> its options."""
+    import typer
+
+    group: Any = typer.main.get_command(app)
+    found = {}
+    for name, command in group.commands.items():
+        flat = [p for c in getattr(command, "commands", {"": command}).values() for p in c.params]
+        found[name] = {opt[2:].replace("-", "_") for p in flat for opt in p.opts if opt.startswith("--")}
+    return found
+
+
+# -- the tables ------------------------------------------------------------------------------------------------------
+
+
+def test_the_tables_agree_with_the_commands() -> None:
+    """Nothing has two meanings, and what a sentence or an alias speaks of is there."""
+    here = commands()
+    everywhere = set().union(*here.values()) | {"checkpoint"}
+    aliases = [name for names in ALIASES.values() for name in names.split()]
+    training, others = ([name for _, names in table for name in names.split()] for table in (SENTENCES, ANYWHERE))
+    words = [word for together in WORDS for word in together.split()]
+    for names in (aliases, training, others, words):
+        assert not [name for name, count in Counter(names).items() if count > 1]
+    assert not set(aliases) & {*training, *others}
+    assert not OPTIONS & {*aliases, *training, *others} - {"output"}  # an adapter's table calls it checkpoint
+    assert {option for options in ALIASES for option in options} <= everywhere
+    assert {option for options in WORDS.values() for option in options.split()} <= everywhere
+    for text, _ in (*SENTENCES, *ANYWHERE):
+        assert set(re.findall(r"\{(\w+)", text)) <= everywhere, text
+    for group, table in INSTEAD.items():
+        known = [w for _, names in table for w in names.split()]
+        assert len(known) == len(set(known)), group
+        for text, _ in table:
+            named = re.findall(r"'wgpu-lora ([a-z]+)", text)
+            assert set(named) <= here.keys(), text
+
+
+def test_an_alias_has_the_type_of_its_option() -> None:
+    """In Python as on the command line: a switch stands for a switch, and so on (they are the same parameter)."""
+    for alias, option in aliases_of(OPTIONS).items():
+        value = getattr(TrainingArguments(), option)
+        if value is not None:
+            assert getattr(from_values({alias: value}, "Here"), option) == value
+
+
+def test_choices_are_those_that_are_there() -> None:
+    assert tuple(POLICIES) == allowed.SCHEDULES
+    assert tuple(DTYPES) == allowed.MERGED_DTYPES
+    assert set(FILE_TYPES) == set(allowed.GGUF_TYPES)
+
+
+# -- the command line ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("finetune --lr -1", "--learning-rate must be 0 or more, not -1.0."),
+        ("finetune --learning_rate -1", "--learning-rate must be 0 or more, not -1.0."),
+        ("plan --max_seq_length 1", "--max-length must be at least 2, not 1."),
+        ("finetune --iters 0", "--max-steps must be greater than 0, not 0."),
+        ("finetune --lora_rank x", "--lora-r must be a number, not 'x'."),
+        ("finetune --rank 1.5", "--lora-r must be a whole number, not '1.5'."),
+        ("finetune --warmup_steps -2", "--warmup-steps must be 0 or more, not -2."),
+        ("finetune --lr 1 --learning-rate 2", "--lr and --learning-rate are the same option: leave one out."),
+        ("finetune --learning-rate 2 --lr 1", "--learning-rate and --lr are the same option: leave one out."),
+        ("finetune --no-sample-packing --no-packing", "--sample-packing and --packing are the same option"),
+        ("finetune --load_in_4bit", "--load-in-4bit is not needed: the base is NF4 by default"),
+        ("finetune --load-in-4bits", "--load-in-4bits is not needed: the base is NF4 by default"),
+        ("generate --load_in_4bit", "--load-in-4bit is not needed: the base is NF4 by default"),
+        ("finetune --bf16 True", "--compute-dtype bf16 rounds activations, and --base-dtype bf16 keeps the base so."),
+        ("finetune --optim=adamw_torch", "--optim does not exist here: the optimizer is AdamW"),
+        ("finetune --report_to none", "--report-to does not exist here: every step is in log.jsonl"),
+        ("finetune --eval_strategy steps", "every --eval-steps steps."),
+        ("finetune --packing_strategy bfd", "--packing-strategy does not exist here"),
+        ("finetune --train --mask-prompt", "--train is not needed: what is trained is always LoRA"),
+        ("finetune --batch 3", "did you mean --per-device-train-batch-size or --gradient-accumulation-steps?"),
+        ("finetune --warmup 3", "did you mean --warmup-ratio or --warmup-steps?"),
+        ("finetune --learning-rte 3", "No such option: --learning-rte; did you mean --learning-rate?"),
+        ("finetune --zork", "No such option: --zork; 'wgpu-lora finetune --help' lists the options."),
+        ("generate --max-length 3", "did you mean --max-new-tokens?"),
+        ("finetune -lr 3", "No such option: -lr; options have two dashes, as --lr has."),
+        ("finetune --packing=False", "--packing takes no value: give --packing or --no-packing."),
+        ("generate --json=1", "--json takes no value: give --json or leave it out."),
+        ("finetune rows.jsonl", "did you mean --data rows.jsonl?"),
+        ("finetune --data a.jsonl b.jsonl", "--data takes one value, and is a.jsonl already."),
+        ("finetune --lora_target_modules q_proj v_proj", "did you mean --target-modules q_proj,v_proj?"),
+        ("finetune --fp16 True --lr 1 --report_to=x --use_peft", "the base so. --report-to does not exist here"),
+        ("finetune --fp16 True --lr 1 --report_to=x --use_peft", "draws them. --use-peft is not needed"),
+        ("evaluate --lr rows.jsonl", "No such option: --lr"),
+        ("evaluate rows.jsonl", "did you mean --data rows.jsonl?"),
+        ("evaluate --max-length 3", "Missing option '--data'."),
+        ("generate words", "did you mean --prompt words?"),
+        ("finetune --data x word", "'word' belongs to no option of 'wgpu-lora finetune'"),
+        ("--model x", "--model stands after a command, such as 'wgpu-lora finetune --model ...'."),
+        ("--zork", "No such option: --zork"),
+        ("serve", "there is no server: 'wgpu-lora export gguf'"),
+        ("train", "No such command 'train': use 'wgpu-lora finetune'."),
+        ("fuse", "use 'wgpu-lora merge'"),
+        ("finetun", "did you mean 'wgpu-lora finetune'?"),
+        ("zork", "No such command 'zork': choose among info, "),
+        ("export", "'wgpu-lora export' needs a command: gguf"),
+        ("export safetensors", "use 'wgpu-lora merge'"),
+        ("recipes train", "use 'wgpu-lora finetune --recipe NAME'"),
+    ],
+)
+def test_what_is_said(said: Callable[..., str], line: str, message: str) -> None:
+    assert message in said(*line.split())
+
+
+def test_other_names_and_true_or_false_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[TrainingArguments] = []
+
+    class Reached(Exception):
+        pass
+
+    def stop(args: TrainingArguments, **_: Any) -> None:
+        seen.append(args)
+        raise Reached
+
+    monkeypatch.setattr("wgpu_lora.train.finetune.prepare_job", stop)
+    line = "plan --data x --model_name_or_path m --epochs 2 --lr=1e-3 --batch_size 3 --packing False --use_rslora true"
+    with pytest.raises(Reached):
+        main([*line.split(), "--grad-checkpoint", "--output_dir", "--o_dd", "--no-shuffle", "false"])
+    (args,) = seen
+    assert (args.model, args.num_train_epochs, args.learning_rate) == ("m", 2.0, 1e-3)
+    assert (args.per_device_train_batch_size, args.packing, args.use_rslora) == (3, False, True)
+    assert (args.gradient_checkpointing, args.output, args.shuffle) == (True, "--o_dd", True)
+
+
+def test_help_starts_with_what_people_change(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("finetune", "plan"):
+        assert main([name, "--help"]) == 0
+        short = capsys.readouterr().out
+        assert len(MOST_USED) == 10
+        assert re.findall(r"^  --([a-z-]+)", short, re.M) == [n.replace("_", "-") for n in MOST_USED] + ["help-all"]
+        assert main([name, "--help-all"]) == 0
+        whole = capsys.readouterr().out
+        assert all(f"--{option.replace('_', '-')}" in whole for option in OPTIONS | {"recipe", "adapters"})
+        assert "nf4|bf16|f16|f32" in whole
+        assert re.search(r"--lora-dropout.*\n?.*\[0<=x<1\]", whole)
+        assert max(map(len, whole.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("finetune --base-dtype ", "nf4 bf16 f16 f32"),
+        ("finetune --base_dtype b", "bf16"),
+        ("finetune --lora-r ", "16"),
+        ("finetune --recipe wall", "wallclock-0.5b wallclock-7b"),
+        ("finetune --model de", "demo"),
+        ("finetune --target-modules q_proj,v", "q_proj,v_proj"),
+        ("finetune --schedule r", "round-robin"),
+        ("export gguf --quantize q4", "q4_k_m q4_1 q4_0"),
+        ("bench --brick multi", "multi_adapter_memory multi_adapter_step"),
+        ("fi", "finetune"),
+    ],
+)
+def test_completion(
+    line: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["wgpu-lora", *line.split(" ")]
+    monkeypatch.setenv("COMP_WORDS", "\n".join(words))
+    monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
+    monkeypatch.setenv("_WGPU_LORA_COMPLETE", "complete_bash")
+    with pytest.raises(SystemExit):
+        main([])
+    assert capsys.readouterr().out.split() == expected.split()
+
+
+def test_bash_completes_without_the_gpu_library(tmp_path: Path) -> None:
+    """In a child, by the script that is printed for bash."""
+    program = tmp_path / "wgpu-lora"
+    program.write_text(
+        f"#!{sys.executable}\nimport atexit, sys\nfrom wgpu_lora.entry import main\n"
+        "atexit.register(lambda: print('wgpu' in sys.modules, file=sys.stderr))\nmain()\n"
+    )
+    program.chmod(0o755)
+    script = (
+        'eval "$(_WGPU_LORA_COMPLETE=source_bash wgpu-lora 2>/dev/null)"\n'
+        "COMP_WORDS=(wgpu-lora finetune --on-overflow d); COMP_CWORD=3; _wgpu_lora_completion wgpu-lora\n"
+        'echo "${COMPREPLY[*]}"'
+    )
+    here = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(Path(wgpu_lora.__file__).parent.parent)}
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=os.environ | here)
+    assert (done.stdout.split(), done.stderr.split()) == (["drop"], ["False"]), done.stderr

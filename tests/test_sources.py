@@ -1,0 +1,527 @@
+"""Data as they come: files of every format, folders, data sets, rows from Python; empty answers and bad rows."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import tracemalloc
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from data_helpers import chat, small_tokenizer, write_jsonl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wgpu_lora.data import Prepared, Source, heldout_data, json_array, prepare, rows_given, training_data, write_skipped
+from wgpu_lora.data.account import SKIPPED
+from wgpu_lora.data.files import MIN_GROWN, file_source
+from wgpu_lora.data.huggingface import is_hub_id
+from wgpu_lora.data.source import Problem
+from wgpu_lora.errors import UserError
+from wgpu_lora.words import counted, listed
+
+ROWS = [{"prompt": f"What is {i}?", "completion": f'A "number",\nor ö {i}'} for i in range(5)]
+
+
+def written(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
+    """The rows in the format of the path's suffix."""
+    text = io.StringIO(newline="")
+    bare = path.with_suffix("") if path.suffix == ".gz" else path
+    if bare.suffix == ".parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        import pyarrow.parquet as parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        return path
+    if bare.suffix in (".csv", ".tsv"):
+        writer = csv.DictWriter(text, list(rows[0]), delimiter="\t" if bare.suffix == ".tsv" else ",")
+        writer.writeheader()
+        writer.writerows(rows)
+    elif bare.suffix == ".json":
+        json.dump(rows, text, indent=2)
+    else:
+        text.writelines(json.dumps(row) + "\n" for row in rows)
+    data = text.getvalue().encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def ids_of(prepared: Prepared) -> list[list[int]]:
+    return [row.input_ids.tolist() for row in prepared.rows]
+
+
+def prepared(source: Source | Path, **options: Any) -> Prepared:
+    return prepare(source, small_tokenizer("chatml"), **{"max_length": 64, **options})
+
+
+def refused(source: Source | Path, **options: Any) -> str:
+    with pytest.raises(UserError) as raised:
+        prepared(source, **options)
+    return str(raised.value)
+
+
+FORMATS = ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.parquet", "a.jsonl.gz", "a.json.gz", "a.csv.gz", "a.data"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
+    expected = prepared(rows_given(ROWS))
+    found = prepared(written(tmp_path / name))
+    assert ids_of(found) == ids_of(expected)
+    assert found.account.examples == 5
+    assert found.digest != expected.digest  # of the bytes
+    assert found.summary().startswith(f"{name}: 5 examples, 5 rows; ")
+
+
+# -- JSON arrays -------------------------------------------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=6) | st.sampled_from(["\\", '"', "]", "{,", '\\"']),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(rows=st.lists(st.dictionaries(st.text(max_size=4), JSON, max_size=3), min_size=1, max_size=5),
+       indent=st.sampled_from([None, 1]), chunk=st.integers(1, 9))  # fmt: skip
+def test_arrays_are_read_as_json_reads_them(tmp_path_factory, rows, indent, chunk) -> None:
+    path = tmp_path_factory.getbasetemp() / "array.json"
+    path.write_text(json.dumps(rows, indent=indent, ensure_ascii=bool(indent)), encoding="utf-8")
+    whole = json_array._CHUNK
+    json_array._CHUNK = chunk
+    try:
+        found = list(json_array.read_array(path))
+    finally:
+        json_array._CHUNK = whole
+    assert [row for _, row in found] == rows
+    assert [place.number for place, _ in found] == list(range(1, len(rows) + 1))
+    if indent:
+        text = path.read_text(encoding="utf-8").split("\n")
+        assert all(text[place.line - 1].startswith(" {") for place, _ in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[]", "is an empty list"),
+        ('[{"text": "a"},\n{"text": "b}]', r"does not end: row 2, in line 2, lacks"),
+        ('[{"text": "a"}', "does not end: row 1, in line 1"),
+        ('[{"text": "a"}]\n\n[{"text": "b"}]', "goes on behind its list, in line 3"),
+        ('[{"text": "a"}\n}]', "line 2: there is a closing brace too many"),
+        ('[{"text": "a"},\n\n {"text": 1}]', r"row 2 \(line 3\): 'text' is a number"),
+        ('[{"text": "a"}, {"text": \'b\'}]', r"row 2: not JSON: expecting value at character 10"),
+        ('[{"text": "a"},]', r"row 2: not JSON"),
+        ('[{"text": "a"}, ["b"]]', r"row 2: holds a list"),
+        ('{"data": [{"text": "a"}]}', r"line 1: .*list under 'data': write that list alone"),
+        ('{\n"version": 1,\n"rows": [{"text": "a"}]}', "one JSON object over several lines; .*list under 'rows'"),
+        ('{\n"text": "a"\n}', "one JSON object over several lines; put it into a list"),
+        ('{\n"text": "a"\n}\n{\n"text": "b"\n}', "objects over several lines; write one to a line"),
+        ('{"text": ["a", "b"]}', "'text' is a list, but must be a string; it holds columns, not rows"),
+        ('{"prompt": ["a"], "completion": ["b"]}', "holds columns, not rows"),
+        ('{"text": "a\x01b"}', "not JSON: invalid control character at character 12;"),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_json_that_is_not_rows(tmp_path: Path, name: str, text: str, words: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(UserError, match=words):
+        prepared(path)
+
+
+def test_an_array_in_a_jsonl_file_is_said_to_be_read_as_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(ROWS))
+    assert prepared(path).notes == ("a.jsonl is a JSON array: it is read as rows",)
+    assert prepared(written(tmp_path / "b.json")).notes == ()
+
+
+def test_an_element_that_is_too_long_is_not_held(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(b'[{"text": "a"}, {"text": "' + b"a" * (60 << 20) + b'"}, {"text": "b"}]')
+    tracemalloc.start()
+    try:
+        found = [row for _, row in json_array.read_array(path)]
+        assert tracemalloc.get_traced_memory()[1] < 56 << 20
+    finally:
+        tracemalloc.stop()
+    assert found[::2] == [{"text": "a"}, {"text": "b"}]
+    assert isinstance(found[1], Problem)
+    assert "longer than 16 MiB" in found[1].reason
+
+
+# -- CSV ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"\xef\xbb\xbfinstruction,input,output\r\na,,b\r\n",
+        b"instruction;output;input\na;b;\n\n",
+        b"\tinstruction\toutput\n0\ta\tb\n",
+        b' "instruction", output\n"a",b\n',
+        b'instruction,output,"a, note"\n"a","b","x;y;\nz"\n',
+        b"instruction,output,tools,messages\na,b,,",
+    ],
+)
+def test_tables(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(text.removeprefix(b" "))
+    assert ids_of(prepared(path)) == ids_of(prepared(rows_given([{"instruction": "a", "output": "b"}])))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"", "is empty; training needs a line that names the columns"),
+        (b"text\n", "is empty"),
+        (
+            b"What is 1?,2\na,b\n",
+            r"line 1: the first line has to name the columns: the columns are 'What is 1\?', '2',",
+        ),
+        (b"Prompt,Completion\na,b\n", r"'Prompt', 'Completion', but .*\(in lower case\)"),
+        (b"text,text\na,b\n", "two columns are named 'text'"),
+        (b'prompt,completion\na,b\n\n"a\nc",b\na,b,c\n', "line 6: it has 3 cells, but the header names 2 columns"),
+        (b"prompt,completion\na\n", "line 2: it has 1 cell, but"),
+        (b"text\nb\na\xffb\n", "line 3: not valid UTF-8"),
+        (b'text\n"a"b\n', "line 2: not CSV: ',' expected after '\"'"),
+        (b'text\nc\n"a\nb\n' + b"c\n" * 9, "line 3: a quotation mark is not closed"),
+        (b'text\n"' + (b"c" * 999 + b"\n") * 18_000, "line 2: a quotation mark is not closed, or .* 16 MiB"),
+        (b"text\rb\r", "line 1: a line ends in a carriage return alone"),
+        ("text\na\n".encode("utf-16"), "is text in UTF-16; save it as UTF-8"),
+        (b"messages\n\"[{'role': 'user'}]\"\n", "line 2: 'messages' is a string that is not JSON"),
+    ],
+)
+def test_tables_that_are_wrong(tmp_path: Path, text: bytes, words: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(text)
+    with pytest.raises(UserError, match=words):
+        prepared(path)
+
+
+def test_lists_in_cells(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"messages": chat("a", "b"), "tools": None}]
+    path = written(tmp_path / "a.csv", [{"messages": json.dumps(rows[0]["messages"]), "tools": ""}])
+    assert ids_of(prepared(path)) == ids_of(prepared(rows_given(rows)))
+    path = written(tmp_path / "b.csv", [{"input_ids": "[1, 2, 3]", "labels": "[-100, 2, 3]"}])
+    assert ids_of(prepared(path)) == [[1, 2, 3]]
+
+
+# -- Parquet, compression, other files ---------------------------------------------------------------------------------
+
+
+def test_null_fields_that_a_table_adds_are_none(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    said = [[*chat("a", "b")], [*chat("a"), {"role": "assistant", "content": "", "tool_calls": [call], "weight": 1}]]
+    rows: list[dict[str, Any]] = [{"messages": messages, "text": None} for messages in said]
+    rows.append({"messages": None, "text": "c"})
+    expected = prepared(rows_given(rows))
+    assert ids_of(prepared(written(tmp_path / "a.parquet", rows))) == ids_of(expected)
+    datasets = pytest.importorskip("datasets")
+    assert ids_of(prepared(rows_given(datasets.Dataset.from_list(rows)))) == ids_of(expected)
+
+
+def test_parquet_that_is_damaged_or_lacks_columns(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.parquet")
+    whole = path.read_bytes()
+    for damaged in (whole[: len(whole) // 2], whole[:4] + b"\xff" * 40 + whole[44:], b"PAR1" * 5, b"no"):
+        path.write_bytes(damaged)
+        assert "cannot be read as Parquet (" in refused(path)
+    assert "the columns are 'q', but the formats" in refused(written(tmp_path / "b.parquet", [{"q": "a"}]))
+    assert "row 2: 'text' is null" in refused(written(tmp_path / "c.parquet", [{"text": "a"}, {"text": None}]))
+
+
+@pytest.mark.parametrize("module", ["pyarrow", "datasets"])
+def test_what_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"PAR1")
+    monkeypatch.setitem(__import__("sys").modules, module, None)
+    with pytest.raises(UserError, match=r"pip.* install .*\[data\]"):
+        prepared(path) if module == "pyarrow" else training_data("some-one/some-rows")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"PK\x03\x04...", "zip archive or an Excel workbook"),
+        (b"\x28\xb5\x2f\xfd...", "zstd"),
+        (b"Once upon a time", "is not a file of rows"),
+        (gzip.compress(b'{"text": "a"}\n' * 9)[:-9], "cannot be decompressed"),
+        (gzip.compress(b" " * (MIN_GROWN + 9)), "holds more than 200 times its own size"),
+    ],
+)
+def test_files_of_other_kinds(tmp_path: Path, data: bytes, words: str) -> None:
+    path = tmp_path / "a.data"
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=words):
+        prepared(path)
+
+
+# -- what is found -----------------------------------------------------------------------------------------------------
+
+
+def found(data: Path | str, *arguments: Any, **options: Any) -> tuple[str, str | None, tuple[str, ...]]:
+    source, heldout = training_data(data, *arguments, **options)
+    return source.name, heldout and heldout.name, source.notes
+
+
+def test_files_beside_the_training_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no train\.jsonl .*it holds no data"):
+        training_data(tmp_path)
+    written(tmp_path / "mine.csv")
+    with pytest.raises(UserError, match=r"it holds mine\.csv: name the file itself"):
+        training_data(tmp_path)
+    train = written(tmp_path / "train.jsonl")
+    assert found(train) == found(tmp_path) == ("train.jsonl", None, ())
+    written(tmp_path / "test.csv")
+    unused = "{} beside train.jsonl {} not used; --eval-data names another file to hold out"
+    assert found(tmp_path) == ("train.jsonl", None, (unused.format("test.csv", "is"),))
+    for name in ("dev.jsonl", "val.parquet", "val.json", "validation.jsonl", "train.csv"):
+        written(tmp_path / name)
+    expected = unused.format("train.csv, val.parquet, val.json, dev.jsonl and test.csv", "are")
+    source, heldout, notes = found(tmp_path)
+    assert (source, heldout) == ("train.jsonl", "validation.jsonl")
+    assert set(notes[0].replace(" and ", ", ").split(", ")) == set(expected.replace(" and ", ", ").split(", "))
+    assert found(train)[1] is None
+    assert "validation.jsonl" in found(train)[2][0]
+    assert found(tmp_path, train) == ("train.jsonl", "train.jsonl", ())
+    assert found(tmp_path, eval_split="test") == ("train.jsonl", "test.csv", ())
+    assert found(tmp_path, split="test") == ("test.csv", None, ())
+    assert heldout_data(tmp_path).name == "validation.jsonl"
+    assert heldout_data(tmp_path, "test").name == "test.csv"
+    with pytest.raises(UserError, match=r"has the splits .* but none 'nope'"):
+        training_data(tmp_path, split="nope")
+    with pytest.raises(UserError, match="is a file: leave it out"):
+        training_data(train, split="train")
+
+
+@pytest.mark.parametrize(
+    ("data", "hub"),
+    [("tatsu-lab/alpaca", True), ("owner/name.v1.5", True), ("data/tain.jsonl", False), ("a/b.csv.gz", False),
+     ("./a/b", False), ("../a", False), ("/a/b", False), ("~/a", False), ("a/b/c", False), ("alpaca", False),
+     ("tests/tain", False), ("ö/b", False), ("a\\b", False), ("a/b c", False)],
+)  # fmt: skip
+def test_a_mistyped_path_is_no_data_set(data: str, hub: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    assert is_hub_id(data) is hub
+    if not hub:
+        with pytest.raises(UserError, match="There is no data at"):
+            training_data(data)
+
+
+class Hub:
+    """What `datasets` offers, with a data set or an error behind it."""
+
+    def __init__(self, answer: Any):
+        self.answer, self.asked = answer, []
+        self.disable_progress_bars = lambda: None
+
+    def load_dataset(self, name: str, config: str | None, split: str | None) -> Any:
+        self.asked.append((name, config, split))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer if split is None else self.answer["train"]
+
+
+def test_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_list([{**row, "picture": b"x"} for row in ROWS])
+    hub = Hub({"train": table, "validation": table.select([0]), "test": table})
+    monkeypatch.setitem(__import__("sys").modules, "datasets", hub)
+    source, heldout = training_data("some-one/some-rows")
+    assert ids_of(prepared(source)) == ids_of(prepared(rows_given(ROWS)))
+    assert prepared(source).digest == prepared(rows_given([dict(reversed(row.items())) for row in ROWS])).digest
+    assert heldout
+    assert (source.path, heldout.path) == ("some-one/some-rows (train)", "some-one/some-rows (validation)")
+    assert source.notes[0].startswith("some-one/some-rows (test) beside some-one/some-rows (train) is not used")
+    one, nothing = training_data("some-one/some-rows", split="train[:9]", dataset_config="main")
+    assert (one.name, nothing, hub.asked[-1]) == (
+        "some-one/some-rows (train[:9])",
+        None,
+        ("some-one/some-rows", "main", "train[:9]"),
+    )
+    hub.answer = {"all": table.rename_column("prompt", "question")}
+    source, _ = training_data("some-one/some-rows")
+    assert "some-one/some-rows (all): the columns are 'question', 'completion', 'picture', but" in refused(source)
+    hub.answer = {"a": table, "b": table}
+    with pytest.raises(UserError, match="has no split 'train' but a and b: choose one with --split"):
+        training_data("some-one/some-rows")
+    with pytest.raises(UserError, match=r"give them again, as data=\[\.\.\.\]"):
+        training_data("rows from Python")
+    for error, words in (
+        (ConnectionError("Couldn't reach 'x' on the Hub (OfflineModeIsEnabled)"), "HF_HUB_OFFLINE is set"),
+        (ConnectionError("Couldn't reach 'x' on the Hub (LocalEntryNotFoundError)"), "cannot be reached"),
+        (type("DatasetNotFoundError", (FileNotFoundError,), {})("x"), "neither a file or folder here nor a data set"),
+        (ValueError("Config name is missing: ['a']\nExample of usage:\nx"), r"\['a'\]\): name a .*--dataset-config"),
+        (ValueError('Unknown split "b". Should be one of [\'a\'].'), r"\['a'\]\): name one of these with --split"),
+        (RuntimeError("odd\nthings"), r"cannot be read \(odd things\)"),
+    ):  # fmt: skip
+        hub.answer = error
+        with pytest.raises(UserError, match=words) as raised:
+            training_data("some-one/some-rows")
+        assert "\n" not in str(raised.value)
+
+
+def test_folders_of_data_sets(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    splits = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:2])}
+    datasets.disable_progress_bars()
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "both")
+    splits["train"].save_to_disk(tmp_path / "one")
+    source, heldout = training_data(tmp_path / "both")
+    assert heldout is None
+    assert "(test)" in source.notes[0]
+    expected = ids_of(prepared(rows_given(ROWS)))
+    assert ids_of(prepared(source)) == ids_of(prepared(training_data(tmp_path / "one")[0])) == expected
+    assert len(ids_of(prepared(heldout_data(tmp_path / "both")))) == 2
+    with pytest.raises(UserError, match="has no split 'valid'"):
+        heldout_data(tmp_path / "both", "valid")
+    arrow = next((tmp_path / "one").glob("*.arrow"))
+    whole = arrow.read_bytes()
+    arrow.write_bytes(whole[:200] + b"\xff" * 200 + whole[400:])
+    with pytest.raises(UserError, match="cannot be read"):
+        prepared(training_data(tmp_path / "one")[0])
+
+
+# -- rows from Python --------------------------------------------------------------------------------------------------
+
+
+def test_rows_from_python() -> None:
+    import numpy as np
+
+    expected = prepared(rows_given(ROWS))
+    again = prepared(rows_given(row for row in ROWS))
+    assert (ids_of(again), again.digest, again.path) == (ids_of(expected), expected.digest, "5 rows from Python")
+    assert prepared(rows_given(ROWS[:4])).digest != expected.digest
+    tokens = [{"input_ids": np.arange(4), "labels": (-100, np.int64(1), 2, 3)}]
+    assert ids_of(prepared(rows_given(tokens))) == [[0, 1, 2, 3]]
+    assert prepared(rows_given(tokens)).summary().startswith("rows from Python: 1 example, 1 row; ")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ([], "'data' has no rows: give"),
+        (iter([]), "an iterator can be read only once"),
+        ([{"text": "a"}, {"text": "b"}, "c"], "^row 3 of data: it is a string, but a row must be a dict"),
+        ([{"text": "a"}, {"tekst": "b"}], "^row 2 of data: the row fits no format: its keys are 'tekst'"),
+        ([{"text": "\ud800"}], "^row 1 of data: a text holds half of a surrogate pair"),
+        ([{1: "a"}], "a key is not a string"),
+        ([{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": float("nan")}], "'completion' NaN"),
+    ],
+)  # fmt: skip
+def test_rows_from_python_that_are_wrong(data: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        prepared(rows_given(data))
+
+
+def test_what_are_no_rows() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    assert "nested too deeply" in refused(rows_given([{"messages": loop}]))
+    frame = SimpleNamespace(to_dict=None, columns=["text"])
+    splits = {"train": SimpleNamespace(column_names=["text"])}
+    for value, words in ((3, "not a number"), ({"text": ["a"]}, "not one dict"), (b"a", "not bytes"), (print, "not "),
+                         (frame, r"to_dict\(.records.\)"), (splits, "choose one of its splits, train")):  # fmt: skip
+        with pytest.raises(UserError, match=f"'eval_data' must be a path, or rows: .*{words}"):
+            rows_given(value, "eval_data")
+
+
+# -- empty answers, repeated and bad rows ------------------------------------------------------------------------------
+
+EMPTY = [
+    {"messages": chat("a", " \n")},
+    {"prompt": "a", "completion": ""},
+    {"instruction": "a", "output": "\t"},
+    {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": ""}]},
+    {"text": "  "},
+    {"prompt": chat("a", "b"), "completion": [{"role": "assistant", "content": [{"type": "text", "text": ""}]}]},
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": []}]},
+]
+
+
+@pytest.mark.parametrize("completion_only_loss", [True, False])
+def test_empty_answers_are_left_out(tmp_path: Path, completion_only_loss: bool) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    good = [{"messages": [*chat("a"), call]}, {"prompt": "", "completion": "b"}, {"text": "c"}]
+    path = write_jsonl(tmp_path / "a.jsonl", *EMPTY, *good)
+    kept = prepared(path, completion_only_loss=completion_only_loss)
+    assert [row.index for row in kept.rows] == [7, 8, 9]
+    assert kept.summary().startswith(
+        "a.jsonl: 10 examples, 3 rows, 7 left out for an empty answer (lines 1, 2, 3, ...); "
+    )
+    write_jsonl(path, *EMPTY[:2])
+    assert "leaves nothing to train on: of 2 rows 2 have an empty answer, 0 have" in refused(path)
+
+
+@pytest.mark.parametrize("template", ["chatml", "chatml_marked", "thinking"])
+def test_one_empty_answer_of_several_is_not_learnt(tmp_path: Path, template: str) -> None:
+    turns = chat("a", "", "c", "d")
+    path = write_jsonl(tmp_path / "a.jsonl", {"messages": turns})
+    found = prepare(path, small_tokenizer(template), max_length=64)
+    assert "1 empty turn not learnt (line 1);" in found.summary()
+    turns[1]["weight"] = 0
+    silent = prepare(write_jsonl(path, {"messages": turns}), small_tokenizer(template), max_length=64)
+    assert [row.labels.tolist() for row in found.rows] == [row.labels.tolist() for row in silent.rows]
+    assert "empty" not in silent.summary()
+    whole = {"completion_only_loss": False}  # then the empty one would be learnt with the rest
+    del turns[1]["weight"]
+    write_jsonl(path, {"messages": turns}, {"messages": chat("a", "b")})
+    assert "1 row, 1 left out for an empty answer (line 1); " in prepared(path, **whole).summary()
+
+
+def test_repeated_rows_are_counted_and_kept(tmp_path: Path) -> None:
+    row = {"prompt": "a", "completion": "b"}
+    path = write_jsonl(tmp_path / "a.jsonl", row, {**row, "id": 1}, dict(reversed(row.items())), row)
+    found = prepared(path)
+    assert len(found.rows) == 4
+    assert ", 4 rows, 2 repeat an earlier row (lines 3, 4); " in found.summary()
+
+
+def test_bad_rows_are_told_together_or_set_aside(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    bad = [
+        '{"text": 1}',
+        "{",
+        '{"tekst": "\\u001b[31m"}',
+        '{"messages": [{"role": "user"}]}',
+        '{"input_ids": [1, 9999]}',
+    ]
+    lines = ['{"text": "a"}', *bad, '{"text": "b"}']
+    path.write_text("\n".join(lines))
+    told = refused(path).split("\n  ")
+    assert told[0] == f"{path} has 5 rows that cannot be used; mend them, or set them aside with --skip-bad-rows:"
+    assert [line.split(":")[0] for line in told[1:]] == [f"line {i}" for i in range(2, 7)]
+    path.write_text("\n".join([*lines, *['{"text": 2}'] * 200]))
+    told = refused(path).split("\n  ")
+    assert "has 205 rows" in told[0]
+    assert told[1].startswith("lines 2, 8, 9, 10, 11, 12: 'text' is a number")
+    assert told[-1] == "and 195 more"
+
+    path.write_text("\n".join(lines))
+    found = prepared(path, skip_bad_rows=True)
+    assert [row.index for row in found.rows] == [0, 6]
+    assert "7 examples, 2 rows, 5 bad rows skipped (lines 2, 3, 4, ...); " in found.summary()
+    aside = write_skipped(tmp_path, [found.account])
+    assert aside == tmp_path / SKIPPED
+    kept = [json.loads(line) for line in aside.read_text().splitlines()]
+    assert [row["line"] for row in kept] == [2, 3, 4, 5, 6]
+    reason = "'text' is a number, but must be a string."
+    assert kept[0] == {"data": str(path), "line": 2, "reason": reason, "content": {"text": 1}}
+    assert kept[1]["content"] == "{"
+    assert write_skipped(tmp_path, [prepared(file_source(written(path)), skip_bad_rows=True).account]) is None
+    assert not aside.exists()
+    path.write_text("no\n1")
+    assert "of 2 rows 2 cannot be used (line 1: not JSON" in refused(path, skip_bad_rows=True)
+
+
+def test_counts_and_lists_in_words() -> None:
+    assert [counted(n, "row") for n in (0, 1, 2, 1024)] == ["0 rows", "1 row", "2 rows", "1,024 rows"]
+    assert listed(["a"]) == "a"
+    assert listed([1, 2, 3]) == "1, 2 and 3"
+    assert listed(["a"], more=40) == "a and 40 more"

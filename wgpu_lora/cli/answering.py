@@ -1,0 +1,75 @@
+"""Options that `generate` and `chat` share, and how several answers are shown side by side while they come."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from wgpu_lora.bounded import printable
+from wgpu_lora.cli.console import is_terminal
+
+System = Annotated[str | None, typer.Option(help="System message of the chat template.")]
+EnableThinking = Annotated[
+    bool | None, typer.Option(help="Passed to the chat template; what the adapter was trained with.")
+]
+MaxNewTokens = Annotated[int, typer.Option(help="Tokens of an answer at most.")]
+Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token; higher is more varied.")]
+TopP = Annotated[float, typer.Option(help="Only the likeliest tokens up to this sum; 1 keeps all.")]
+TopK = Annotated[int, typer.Option(help="Only this many of the likeliest tokens; 0 keeps all.")]
+MinP = Annotated[float, typer.Option(help="Only tokens at least this share as likely as the likeliest; 0 keeps all.")]
+RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 makes tokens that have occurred less likely.")]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(help="Text that ends an answer, which is cut off before it; may be given several times."),
+]
+Seed = Annotated[int, typer.Option(help="Of the draws.")]
+NARROW = 36  # columns below which answers stand one below the other
+
+
+def for_stdout(text: str) -> str:
+    """What a model writes may be meant for the terminal; a pipe gets it as it is."""
+    return printable(text, "\n\t") if is_terminal(sys.stdout) else text
+
+
+class SideBySide:
+    """Answers beside each other on a terminal, growing; above each other where it is narrow."""
+
+    def __init__(self, console: Any, names: list[str]):
+        from rich.live import Live
+
+        self._console, self.texts = console, dict.fromkeys(names, "")
+        self._live = Live(self._grid(), console=console, transient=True, refresh_per_second=8)
+
+    def __enter__(self) -> SideBySide:
+        self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._live.stop()
+        self._console.print(self._grid())
+
+    def add(self, name: str, piece: str) -> None:
+        self.texts[name] += printable(piece, "\n\t")
+        self._live.update(self._grid())
+
+    def _grid(self) -> Any:
+        from rich.panel import Panel
+        from rich.table import Table
+        from rich.text import Text
+
+        panels = [
+            Panel(Text(text), title=Text(printable(name), "bold"), title_align="left")
+            for name, text in self.texts.items()
+        ]
+        grid = Table.grid(expand=True)
+        if self._console.width // len(panels) < NARROW:
+            grid.add_column(ratio=1)
+            for panel in panels:
+                grid.add_row(panel)
+        else:
+            for _ in panels:
+                grid.add_column(ratio=1)
+            grid.add_row(*panels)
+        return grid

@@ -1,0 +1,258 @@
+"""wgpu-lora chat: talk to a model, with an adapter or several side by side."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import chain
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from wgpu_lora.bounded import printable
+from wgpu_lora.cli.answering import (
+    EnableThinking,
+    MaxNewTokens,
+    MinP,
+    RepetitionPenalty,
+    Seed,
+    SideBySide,
+    Stop,
+    System,
+    Temperature,
+    TopK,
+    TopP,
+    for_stdout,
+)
+from wgpu_lora.cli.chat_commands import Commands
+from wgpu_lora.cli.console import Bar, console, is_terminal
+from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Model
+from wgpu_lora.cli.reading import Reader
+from wgpu_lora.errors import UserError
+from wgpu_lora.signals import ENDING, handled
+
+if TYPE_CHECKING:
+    from wgpu_lora.infer.chat import Chat
+
+MaxLength = Annotated[
+    int | None,
+    typer.Option(help="Tokens of the conversation at most; by default 4096, or what the model and memory allow."),
+]
+
+
+def chat(
+    model: Model = None,
+    adapter: Adapter = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Let the base answer beside every adapter.")] = False,
+    system: System = None,
+    enable_thinking: EnableThinking = None,
+    max_new_tokens: MaxNewTokens = 1024,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    stop: Stop = None,
+    seed: Seed = 0,
+    max_length: MaxLength = None,
+    device: Device = None,
+    base_dtype: BaseDtype = "nf4",
+) -> int:
+    """Talk to a model, with or without an adapter.
+
+    Several adapters all answer, each in a conversation of its own. /help lists what can be done besides talking. Where
+    stdin is no terminal, every line is a message; where it is, lines are kept for the arrow keys in a private file.
+    """
+    settings = {
+        "system": system,
+        "enable_thinking": enable_thinking,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "stop": stop or [],
+        "seed": seed,
+    }
+    return run_chat(model, adapter or [], compare, settings, max_length, device, base_dtype)
+
+
+def run_chat(
+    model: str | None,
+    adapter: list[str],
+    compare: bool,
+    options: dict[str, Any],
+    max_length: int | None,
+    device: str | None,
+    base_dtype: str,
+) -> int:
+    if sys.stdin is None:
+        raise UserError("There is no input to read messages from: run it in a terminal, or pipe them in.")
+    from wgpu_lora.infer.chat import Chat
+    from wgpu_lora.infer.named import BASE, model_of, named_adapters, slots_of
+    from wgpu_lora.infer.settings import settings_of
+    from wgpu_lora.models.loaded import open_model
+
+    settings = settings_of(options, "The command line")
+    adapters = named_adapters(adapter)
+    names = list(slots_of(adapters, compare)) if adapters or compare else [BASE]
+    opened = open_model(model_of(adapters, model), device, base_dtype)
+    with Bar("loading", opened.tensors_to_load()) as bar:
+        talk = Chat(opened, adapters, names, settings, max_length, lambda name: bar.advance())
+        if settings.system is not None and not talk.templated:
+            raise UserError("The model has no chat template, so it cannot be given a system prompt: leave it out.")
+        talk.open()
+    with talk:
+        return Talk(talk).run()
+
+
+class Talk:
+    """A chat at a terminal or on a pipe."""
+
+    def __init__(self, chat: Chat):
+        self.chat, self.reader = chat, Reader()
+        self.commands = Commands(chat, self.say)
+        self.answering = self.stopped = False
+
+    def say(self, text: str) -> None:
+        """A line that is no answer: beside the answers on a terminal, apart from them on a pipe."""
+        print(printable(text, "\n"), file=sys.stdout if self._seen else sys.stderr, flush=True)
+
+    @property
+    def _seen(self) -> bool:
+        return self.reader.typed and is_terminal(sys.stdout)
+
+    def run(self) -> int:
+        if self.reader.typed:
+            names = " and ".join(self.chat.lanes)
+            self.say(f"{self.chat.model.name}, answered by {names}. /help lists the commands; Ctrl-D leaves.")
+        if not self.chat.templated:
+            self.say(
+                "The model has no chat template: every message is a text that it goes on from, and earlier ones are "
+                "not seen."
+            )
+        try:
+            with self._signals():
+                while self._turn():
+                    pass
+        finally:
+            self.reader.close()
+        return 0
+
+    def _turn(self) -> bool:
+        """Reads a message and sees to it; False at the end."""
+        if self.chat.shrunk:
+            self.chat.shrunk = False
+            self.say(f"[the device has room for a conversation of {self.chat.capacity:,} tokens only]")
+        try:
+            text = self.reader.read()
+        except KeyboardInterrupt:
+            if self.ending or not self.reader.typed:
+                raise
+            print(flush=True)
+            return self.reader.started()
+        except UserError as error:
+            return self._refuse(error)
+        if text is None:
+            if self._seen:
+                print(flush=True)
+            return False
+        try:
+            if not text.strip():
+                return True
+            if text.startswith("/") and not text.startswith("//"):
+                if not self.commands.run(text.strip()):
+                    return False
+                if not self.commands.retry:
+                    return True
+            self._answer(text[1:] if text.startswith("//") else text)
+        except UserError as error:
+            return self._refuse(error)
+        return True
+
+    def _refuse(self, error: UserError) -> bool:
+        """Whoever types can go on; what runs by itself cannot."""
+        if not self.reader.typed:
+            raise error
+        self.say(f"wgpu-lora: {' '.join(str(error).split())}")
+        return True
+
+    # -- an answer -------------------------------------------------------------------------------------------------
+
+    def _answer(self, text: str) -> None:
+        chat, again = self.chat, self.commands.retry
+        self.commands.retry = False
+        self.answering, self.stopped = True, False
+        try:
+            pieces = chat.retry(lambda: self.stopped) if again else chat.ask(text, lambda: self.stopped)
+            if len(chat.lanes) == 1:
+                self._show_one(pieces)
+            else:
+                self._show_several(pieces)
+        finally:
+            self.answering = False
+        for note in self._notes():
+            self.say(note)
+
+    def _show_one(self, pieces: Iterator[tuple[str, str]]) -> None:
+        waiting = console().status("") if self._seen else nullcontext()
+        with waiting:
+            first = [piece for piece in [next(pieces, None)] if piece]
+        for _, piece in chain(first, pieces):
+            print(for_stdout(piece), end="", flush=True)
+        if first or not self._seen:  # on a pipe, an empty answer is an empty line
+            print(flush=True)
+
+    def _show_several(self, pieces: Iterator[tuple[str, str]]) -> None:
+        if self._seen:
+            with SideBySide(console(), list(self.chat.lanes)) as shown:
+                for name, piece in pieces:
+                    shown.add(name, piece)
+            return
+        texts = dict.fromkeys(self.chat.lanes, "")
+        for name, piece in pieces:
+            texts[name] += piece
+        print("\n\n".join(f"== {name} ==\n{for_stdout(text)}" for name, text in texts.items()), flush=True)
+
+    def _notes(self) -> list[str]:
+        """What of the turn that has just been is not to be seen in the answer."""
+        chat, notes = self.chat, []
+        for name, count in chat.left_out.items():
+            whose = f" of {name}" if len(chat.lanes) > 1 else ""
+            turns = "turn" if count == 1 else f"{count} turns"
+            notes.append(f"the oldest {turns}{whose} no longer fit in {chat.capacity:,} tokens and were left out")
+        reasons = {name: reply.generation.stop_reason for name, reply in chat.replies.items()}
+        if "interrupt" in reasons.values():
+            notes.append("stopped" if chat.remembered else "stopped before an answer came; the message is not kept")
+        if "length" in reasons.values():
+            more = chat.settings.max_new_tokens
+            notes.append(f"cut off after {more:,} tokens; /set max_new_tokens {2 * more} allows more")
+        if "capacity" in reasons.values():
+            notes.append(f"cut off: the conversation holds {chat.capacity:,} tokens, which --max-length raises")
+        if any(not r.text and r.generation.stop_reason == "stop" for r in chat.replies.values()):
+            notes.append("an empty answer")
+        return [f"[{note}]" for note in notes]
+
+    # -- signals ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Ctrl-C stops an answer; a second one, and what else asks to end, goes on to whoever heard it before."""
+        before = {number: signal.getsignal(number) for number in ENDING}
+        self.ending = False
+
+        def act(number: int) -> None:
+            if number == signal.SIGINT and self.answering and not self.stopped:
+                self.stopped = True
+                return
+            self.ending = self.answering or number != signal.SIGINT
+            heard = before[number]
+            if callable(heard):
+                heard(number, None)
+            raise KeyboardInterrupt
+
+        with handled(act):
+            yield

@@ -1,0 +1,125 @@
+"""Messages from a keyboard or a pipe: lines, lines that go on, blocks; and the history of a keyboard."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.cli.console import is_terminal
+from wgpu_lora.errors import UserError
+
+QUOTES = '"""'
+REMEMBERED = 1000  # lines of the history
+
+
+class Reader:
+    """Reads messages from stdin, with a prompt and line editing where somebody types them."""
+
+    def __init__(self) -> None:
+        self.typed = is_terminal(sys.stdin)
+        self.begun = False  # whether a part of a message has been typed
+        self._history = History() if self.typed else None
+
+    def read(self) -> str | None:
+        """The next message; None at the end of the input.
+
+        A line that ends with a backslash goes on in the next one; three quotes begin a block that three quotes end.
+
+        Raises:
+            UserError: what is piped is not UTF-8, or a block has no end. KeyboardInterrupt, EOFError: as typed.
+        """
+        self.begun = False
+        line = self._line("> ")
+        if line is None:
+            return None
+        if line.lstrip().startswith(QUOTES):
+            return self._block(line.lstrip()[len(QUOTES) :])
+        lines = [line]
+        while lines[-1].endswith("\\") and not lines[-1].endswith("\\\\"):
+            self.begun = True
+            lines[-1] = lines[-1][:-1]
+            more = self._line(". ")
+            if more is None:
+                break
+            lines.append(more)
+        return "\n".join(lines)
+
+    def _block(self, line: str) -> str:
+        lines: list[str] = []
+        self.begun = True
+        while True:
+            if line.rstrip().endswith(QUOTES):
+                lines.append(line.rstrip()[: -len(QUOTES)])
+                return "\n".join(lines).strip("\n")
+            lines.append(line)
+            more = self._line(". ")
+            if more is None:
+                raise UserError(f"A block that begins with {QUOTES} has no end: end it with {QUOTES}.")
+            line = more
+
+    def _line(self, prompt: str) -> str | None:
+        try:
+            if not self.typed:
+                line = sys.stdin.readline()
+                return line.rstrip("\r\n") if line else None
+            return self._ask(prompt)
+        except EOFError:
+            return None
+        except UnicodeDecodeError:
+            raise UserError("The input is not valid UTF-8: write its characters out, or save it as UTF-8.") from None
+
+    def _ask(self, prompt: str) -> str:
+        if not is_terminal(sys.stdout):  # what is written is for somebody else
+            print(prompt, end="", file=sys.stderr, flush=True)
+            prompt = ""
+        return input(prompt)
+
+    def started(self) -> bool:
+        """Whether what Ctrl-C interrupted was more than an empty line."""
+        return self.begun or bool(self._history and self._history.typing())
+
+    def close(self) -> None:
+        if self._history:
+            self._history.save()
+
+
+class History:
+    """Earlier lines for the arrow keys, in a file that only its owner can read; nothing without readline."""
+
+    def __init__(self) -> None:
+        self._readline = _readline()
+        self._path = _history_path()
+        if self._readline:
+            with suppress(OSError):
+                self._readline.read_history_file(self._path)
+
+    def typing(self) -> str:
+        return self._readline.get_line_buffer() if self._readline else ""
+
+    def save(self) -> None:
+        """What cannot be written is no reason to fail: it is a convenience."""
+        if not self._readline:
+            return
+        with suppress(OSError):
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(self._path, os.O_CREAT | os.O_WRONLY, 0o600))
+            self._path.chmod(0o600)
+            self._readline.set_history_length(REMEMBERED)
+            self._readline.write_history_file(self._path)
+
+
+def _readline() -> Any:
+    try:
+        import readline
+    except ImportError:  # Windows
+        return None
+    return readline
+
+
+def _history_path() -> Path:
+    from platformdirs import user_state_path
+
+    return user_state_path("wgpu-lora") / "chat_history"

@@ -1,0 +1,134 @@
+"""Reading CSV and TSV: a header that names columns, then a row of cells for each example."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from wgpu_lora.data.files import opened
+from wgpu_lora.data.formats import LISTS, check_columns, format_of
+from wgpu_lora.data.jsonl import MAX_LINE, MAX_SHOWN
+from wgpu_lora.data.source import Place, Problem, Rows
+from wgpu_lora.errors import UserError
+from wgpu_lora.words import counted
+
+DELIMITERS = (",", ";", "\t")
+MAX_COLUMNS = 4096
+
+
+def read_delimited(path: Path) -> Rows:
+    """The rows of a file whose first line names its columns, divided by commas, semicolons or tabs.
+
+    Cells are strings. Empty ones of columns that hold lists are left out. A row of too many or too few cells, that is
+    misquoted or not UTF-8 is a Problem. Rows are named by the line that they begin in.
+
+    Raises:
+        UserError: the file cannot be read or is empty, its header fits no format, or a quotation mark is not closed.
+    """
+    if csv.field_size_limit() < MAX_LINE:  # of this process: it is only ever raised
+        csv.field_size_limit(MAX_LINE)
+    names: list[str] | None = None
+    empty = True
+    with opened(path) as file:
+        for line, cells in _records(file, path):
+            if names is None:
+                names = _columns(cells, f"{path}, line {line}")
+                continue
+            empty = False
+            yield Place("line", line), cells if isinstance(cells, Problem) else _row(names, cells)
+    if empty:
+        raise UserError(f"{path} is empty; training needs a line that names the columns, and at least one row.")
+
+
+def _records(file: IO[bytes], path: Path) -> Iterator[tuple[int, list[str] | Problem]]:
+    """(line that it begins in, cells) of every record that is not blank."""
+    lines = _Lines(file)
+    reader = csv.reader(lines, delimiter=_delimiter(lines), strict=True)
+    while True:
+        begin, lines.held = reader.line_num + 1, 0
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if "unexpected end" in str(error) or "larger than" in str(error):
+                raise UserError(
+                    f"{path}, line {begin}: a quotation mark is not closed, or the row is longer than "
+                    f"{MAX_LINE >> 20} MiB."
+                ) from error
+            lone = "new-line" in str(error)
+            wrong = "a line ends in a carriage return alone" if lone else f"not CSV: {error}"
+            yield begin, Problem(f"{wrong}; save it as a spreadsheet does.", lines.last[:MAX_SHOWN])
+            continue
+        if cells:
+            yield begin, _decoded(cells)
+
+
+class _Lines:
+    """The lines of a file as text, for the csv module, which are no more at a time than a row may have."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.first = self._read().removeprefix("\ufeff")
+        self._waiting, self.held, self.last = [self.first], 0, ""
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        self.last = self._waiting.pop() if self._waiting else self._read()
+        self.held += len(self.last)
+        if self.held > MAX_LINE:
+            raise csv.Error("larger than a row may be")
+        if not self.last:
+            raise StopIteration
+        return self.last
+
+    def _read(self) -> str:
+        # What is not UTF-8 stays as surrogates, so that only its row is wrong.
+        return self._file.readline(MAX_LINE + 1).decode("utf-8", "surrogateescape")
+
+
+def _delimiter(lines: _Lines) -> str:
+    """What divides the header's names such that they fit a format; else what divides it into most."""
+    try:
+        found = {mark: next(csv.reader([lines.first], delimiter=mark), []) for mark in DELIMITERS}
+    except csv.Error:  # which reading it will tell with its line
+        return DELIMITERS[0]
+    fitting = [mark for mark, names in found.items() if format_of(dict.fromkeys(map(str.strip, names), ""))]
+    return fitting[0] if fitting else max(DELIMITERS, key=lambda mark: len(found[mark]))
+
+
+def _decoded(cells: list[str]) -> list[str] | Problem:
+    try:
+        "".join(cells).encode("utf-8")
+    except UnicodeEncodeError:
+        text = ",".join(cells)[:MAX_SHOWN].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        return Problem("not valid UTF-8; save the file as UTF-8.", text)
+    return cells
+
+
+def _columns(cells: list[str] | Problem, where: str) -> list[str]:
+    """The names of the columns. Raises UserError where they fit no format, or two have the same."""
+    if isinstance(cells, Problem):
+        raise UserError(f"{where}: {cells.reason}")
+    names = [name.strip() for name in cells]
+    if len(names) > MAX_COLUMNS:
+        raise UserError(f"{where}: the header has {len(names):,} columns, but at most {MAX_COLUMNS:,} are read.")
+    twice = next((name for name in names if name and names.count(name) > 1), None)
+    if twice:
+        raise UserError(f"{where}: two columns are named {twice[:80]!r}; rename one.")
+    try:
+        check_columns(names)
+    except UserError as error:
+        raise UserError(f"{where}: the first line has to name the columns: {error}") from error
+    return names
+
+
+def _row(names: list[str], cells: list[str]) -> dict[str, Any] | Problem:
+    if len(cells) != len(names):
+        reason = f"it has {counted(len(cells), 'cell')}, but the header names {counted(len(names), 'column')}."
+        return Problem(reason, cells)
+    return {name: cell for name, cell in zip(names, cells, strict=True) if name and (cell or name not in LISTS)}

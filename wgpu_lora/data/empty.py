@@ -1,0 +1,40 @@
+"""Answers that are empty: a model that is trained on them learns to say nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from wgpu_lora.data.formats import Alpaca, Completion, Conversation, Example, Text
+
+
+def without_empty_answers(example: Example, completion_only_loss: bool) -> tuple[Example | None, int]:
+    """(the example, None where there is nothing in it to learn; how many of its turns are not learnt for being empty).
+
+    An answer is empty if it has nothing but white space and calls no tool. A conversation keeps its other answers:
+    the empty ones stay in it, and only are not learnt. Where all of its text is learnt, one is enough to leave it out.
+    """
+    match example:
+        case Completion():
+            return (example if example.completion.strip() else None), 0
+        case Alpaca():
+            return (example if example.output.strip() else None), 0
+        case Text():
+            return (example if example.text.strip() else None), 0
+        case Conversation():
+            turns = example.trained if completion_only_loss else _answers(example)
+            empty = {i for i in turns if _is_empty(example.messages[i])}
+            if not empty:
+                return example, 0
+            rest = example.trained - empty
+            return (replace(example, trained=rest), len(empty)) if rest and completion_only_loss else (None, 0)
+        case _:
+            return example, 0
+
+
+def _answers(example: Conversation) -> set[int]:
+    return {i for i, message in enumerate(example.messages) if message["role"] == "assistant"}
+
+
+def _is_empty(message: dict[str, object]) -> bool:
+    called = message.get("tool_calls") or message.get("function_call")
+    return not called and not str(message["content"] or "").strip()

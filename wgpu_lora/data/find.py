@@ -1,0 +1,179 @@
+"""From what somebody names to sources: a file, a folder of train.* and valid.*, or a data set of the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NoReturn
+
+from wgpu_lora.data.files import FORMATS, SUFFIXES, FileSource, bare_name, file_source
+from wgpu_lora.data.given import ROWS
+from wgpu_lora.data.huggingface import HubSource, is_hub_id, is_saved, load_splits
+from wgpu_lora.data.source import Source
+from wgpu_lora.errors import UserError
+from wgpu_lora.naming import flag
+from wgpu_lora.words import listed
+
+# What files and splits are called, the likeliest first.
+TRAIN, TEST = ("train", "training"), ("test",)
+VALID = ("valid", "validation", "val", "eval", "dev", "heldout")
+_SHOWN = 10  # names in a message
+
+
+@dataclass
+class _Named:
+    """What a name stands for. splits: by name; also: files that are not used because one of that name comes first."""
+
+    data: str
+    splits: dict[str, Path | HubSource]
+    folder: bool = False
+    also: list[str] = field(default_factory=list)
+
+    def first(self, names: Sequence[str]) -> str | None:
+        """The first of these that is there."""
+        return next((name for name in names if name in self.splits), None)
+
+    def only(self) -> str | None:
+        """The one split of a data set that has no other, whatever it is called."""
+        return next(iter(self.splits)) if len(self.splits) == 1 and not self.folder else None
+
+    def take(self, name: str) -> FileSource | HubSource:
+        found = self.splits.pop(name)
+        return file_source(found) if isinstance(found, Path) else found
+
+    def take_split(self, split: str) -> FileSource | HubSource:
+        alike = next((names for names in (TRAIN, VALID, TEST) if split in names), (split,))
+        name = self.first((split, *alike))
+        if name is None:
+            what = f"the splits {listed([*self.splits])}" if self.splits else "no file that is named as a split"
+            raise UserError(f"{self.data} has {what}, but none {split!r:.80}.")
+        return self.take(name)
+
+    def unused(self) -> list[str]:
+        """What is left, as a person would name it."""
+        known = [name for name in (*TRAIN, *VALID, *TEST) if name in self.splits]
+        left = [self.splits[name] for name in known]
+        return [*self.also, *(p.name if isinstance(p, Path) else p.path for p in left)]
+
+
+def training_data(
+    data: str | Path,
+    eval_data: str | Path | None = None,
+    *,
+    split: str | None = None,
+    eval_split: str | None = None,
+    dataset_config: str | None = None,
+    given: Mapping[str, Source] | None = None,
+) -> tuple[Source, Source | None]:
+    """What is trained on, and what is held out: what `eval_data` or `eval_split` names, else what lies beside it.
+
+    A test split is never held out unasked: what is held out chooses the best adapter.
+
+    Args:
+        split: of a data set or a folder; then nothing is held out that is not named.
+        dataset_config: the configuration of a data set of the hub.
+        given: rows that a caller gave, by 'data' and 'eval_data', which are not looked for then.
+
+    Raises:
+        UserError: there are no such data.
+    """
+    given = given or {}
+    heldout = given.get("eval_data")
+    if heldout is None and (eval_data or eval_split):
+        if not eval_data and "data" in given:
+            raise UserError(f"{flag('eval_split')} is of a data set or a folder: name it with {flag('eval_data')}.")
+        heldout = heldout_data(eval_data or data, eval_split, dataset_config, "eval_split")
+    if "data" in given:
+        if split:
+            raise UserError(f"{flag('split')} is of a data set or a folder, not of rows from Python: leave it out.")
+        return given["data"], heldout
+    named = _named(str(data), split, dataset_config)
+    if split:
+        return named.take_split(split), heldout
+    source = named.take(named.first(TRAIN) or named.only() or _lacks(named, "train", "split"))
+    valid = named.first(VALID)
+    if heldout is None and valid is not None:
+        heldout = named.take(valid)
+    unused = named.unused()
+    if unused and not (eval_data or eval_split or "eval_data" in given):
+        verb = "is" if len(unused) == 1 else "are"
+        named_by = "eval_data" if isinstance(source, FileSource) else "eval_split"
+        note = f"{listed(unused)} beside {source.name} {verb} not used; {flag(named_by)} names rows to hold out"
+        source = replace(source, notes=(*source.notes, note))
+    return source, heldout
+
+
+def heldout_data(
+    data: str | Path, split: str | None = None, dataset_config: str | None = None, option: str = "split"
+) -> Source:
+    """What a loss is measured on: a file, or of a folder or data set its validation split, else test, else train.
+
+    Args:
+        option: by which it would have to be given.
+
+    Raises:
+        UserError: there are no such data.
+    """
+    named = _named(str(data), split, dataset_config)
+    if split:
+        return named.take_split(split)
+    return named.take(named.first((*VALID, *TEST, *TRAIN)) or named.only() or _lacks(named, "valid", option))
+
+
+def _named(data: str, split: str | None, config: str | None) -> _Named:
+    try:
+        return _look_up(data, split, config)
+    except OSError as error:
+        raise UserError(f"{data} cannot be read ({error.strerror or error}).") from error
+
+
+def _look_up(data: str, split: str | None, config: str | None) -> _Named:
+    path = Path(data)
+    if path.is_file() or (path.exists() and not path.is_dir()):
+        if split:
+            raise UserError(f"{flag('split')} is of a data set or a folder, and {data} is a file: leave it out.")
+        named = _Named(data, {"train": path})
+        if _stem(path) in TRAIN:
+            named.also = [other.name for other in _files(path.parent) if other != path and _stem(other) not in TRAIN]
+        return named
+    if path.is_dir():
+        if is_saved(path):
+            return _Named(data, {**load_splits(data, split, config)})
+        found = _Named(data, {}, folder=True)
+        for file in _files(path):
+            if _stem(file) in found.splits:
+                found.also.append(file.name)
+            else:
+                found.splits[_stem(file)] = file
+        return found
+    if data == ROWS:
+        raise UserError(f"The data were {ROWS}: give them again, as data=[...] or eval_data=[...] in Python.")
+    if not is_hub_id(data):
+        near = "" if "/" in data or path.suffix else " (a data set of Hugging Face is OWNER/NAME)"
+        raise UserError(f"There is no data at {data}{near}; give a file ({FORMATS}) or a folder with a train.jsonl.")
+    return _Named(data, {**load_splits(data, split, config)})
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of a folder that are named as splits, those of likelier formats first."""
+    found = [path for path in sorted(folder.iterdir()) if path.is_file() and _stem(path) in (*TRAIN, *VALID, *TEST)]
+    return sorted(found, key=lambda path: (SUFFIXES.index(bare_name(path).suffix.lower()), path.name))
+
+
+def _stem(path: Path) -> str:
+    """train of train.jsonl.gz; "" of what has no format."""
+    bare = bare_name(path)
+    return bare.stem.lower() if bare.suffix.lower() in SUFFIXES else ""
+
+
+def _lacks(named: _Named, what: str, option: str) -> NoReturn:
+    if not named.folder:
+        there = listed([*named.splits][:_SHOWN], max(0, len(named.splits) - _SHOWN))
+        raise UserError(f"{named.data} has no split {what!r} but {there}: choose one with {flag(option)}.")
+    names = [path.name for path in sorted(Path(named.data).iterdir()) if bare_name(path).suffix.lower() in SUFFIXES]
+    there = f"it holds {listed(names[:_SHOWN], max(0, len(names) - _SHOWN))}" if names else "it holds no data"
+    raise UserError(
+        f"The folder {named.data} has no {what}.jsonl (or {', '.join(SUFFIXES[2:])}), and {there}: name the file "
+        "itself, or rename it."
+    )

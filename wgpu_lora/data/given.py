@@ -1,0 +1,109 @@
+"""Rows that Python gives: a list of dicts, an iterator, a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.data.source import Place, Problem, Rows, Source, dense, kind_of
+from wgpu_lora.errors import UserError
+from wgpu_lora.words import counted
+
+ROWS = "rows from Python"  # what options say where no name of a file is
+_MAX_DEPTH = 100
+
+
+@dataclass
+class GivenRows:
+    """Rows from Python. argument: what the caller calls them."""
+
+    given: Iterable[Any]
+    argument: str = "data"
+    notes: tuple[str, ...] = ()
+    _count: int | None = field(default=None, init=False)
+
+    @property
+    def name(self) -> str:
+        return ROWS
+
+    @property
+    def path(self) -> str:
+        return ROWS if self._count is None else f"{counted(self._count, 'row')} from Python"
+
+    def rows(self) -> Rows:
+        count = 0
+        for count, row in enumerate(self.given, start=1):
+            yield Place("row", count), _checked(row, hasattr(self.given, "column_names"))
+        if not count:
+            again = "; an iterator can be read only once" if iter(self.given) is self.given else ""
+            raise UserError(f"'{self.argument}' has no rows{again}: give at least one dict.")
+        self._count = count
+
+    def where(self, place: Place) -> str:
+        return f"{place} of {self.argument}"
+
+    def digest(self) -> None:
+        return None
+
+
+def given_rows(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Source]]:
+    """Options as the command line could have them, and by their names the rows that stood in `data` and `eval_data`.
+
+    Raises:
+        UserError: one of the two is neither a path nor rows.
+    """
+    plain, rows = dict(options), dict[str, Source]()
+    for name in ("data", "eval_data"):
+        value = options.get(name)
+        if value is not None and not isinstance(value, str | Path):
+            plain[name], rows[name] = ROWS, rows_given(value, name)
+    return plain, rows
+
+
+def rows_given(value: Any, argument: str = "data") -> Source:
+    """The rows that a caller gives as an argument.
+
+    Raises:
+        UserError: it is nothing that rows can be taken from.
+    """
+    wanted = f"'{argument}' must be a path, or rows: a list of dicts, or an iterator of them"
+    if isinstance(value, Mapping):
+        splits = [str(name) for name, held in value.items() if hasattr(held, "column_names")]
+        hint = f"choose one of its splits, {', '.join(splits[:8])}" if splits else "not one dict"
+        raise UserError(f"{wanted}; {hint}.")
+    if hasattr(value, "to_dict") and hasattr(value, "columns"):
+        raise UserError(f'{wanted}; of a data frame, give data.to_dict("records").')
+    try:
+        iter(value)
+    except TypeError:
+        raise UserError(f"{wanted}, not {kind_of(value)}.") from None
+    if isinstance(value, bytes | bytearray):
+        raise UserError(f"{wanted}, not {kind_of(value)}.")
+    return GivenRows(value, argument)
+
+
+def _checked(row: Any, of_table: bool) -> dict[str, Any] | Problem:
+    if not isinstance(row, Mapping):
+        return Problem(f"it is {kind_of(row)}, but a row must be a dict.", repr(row)[:1000])
+    try:
+        plain = _plain(row, 0)
+    except ValueError as error:
+        return Problem(f"{error}.", repr(row)[:1000])
+    return {key: dense(value) for key, value in plain.items()} if of_table else plain
+
+
+def _plain(value: Any, depth: int) -> Any:
+    """A value as JSON would give it: arrays and tuples are lists. ValueError where it could not."""
+    if depth > _MAX_DEPTH:
+        raise ValueError("it is nested too deeply; a row needs only a few levels")
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise ValueError("a key is not a string; all keys of a row must be strings")
+        return {str(key): _plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, depth + 1) for item in value]
+    if isinstance(value, str):
+        return str(value)
+    return value.tolist() if hasattr(value, "tolist") else value  # of NumPy and PyTorch

@@ -1,0 +1,135 @@
+"""Data sets of the Hugging Face hub, and folders in its formats, through the `datasets` library."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.data.files import SUFFIXES
+from wgpu_lora.data.parquet import BATCH, known_columns, rows_of
+from wgpu_lora.data.source import Place, Rows
+from wgpu_lora.errors import UserError
+from wgpu_lora.installed import pip_line
+from wgpu_lora.naming import flag
+from wgpu_lora.words import listed
+
+_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")  # of save_to_disk
+_PLAIN_SUFFIXES = (*SUFFIXES, ".gz", ".txt", ".zst", ".xz", ".bz2", ".zip", ".arrow", ".xlsx", ".toml", ".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A split of a data set. table: a `datasets.Dataset`."""
+
+    path: str
+    table: Any
+    notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.path
+
+    def rows(self) -> Rows:
+        names = known_columns(self.table.column_names, self.path)
+        if not self.table.num_rows:
+            raise UserError(f"{self.path} is empty; training needs at least one row.")
+        # As Arrow has them: nothing is decoded that training does not read.
+        table = self.table.select_columns(names).with_format("arrow")
+        with _told(self.path):
+            yield from rows_of(table.iter(BATCH))
+
+    def where(self, place: Place) -> str:
+        return f"{self.path}, {place}"
+
+    def digest(self) -> None:
+        return None
+
+
+def is_hub_id(data: str) -> bool:
+    """Whether a name that is not there can be meant as a data set of the hub: `owner/name`, and like no path."""
+    suffix = Path(data).suffix.lower()
+    return (
+        bool(_ID.fullmatch(data))
+        and suffix not in _PLAIN_SUFFIXES
+        and data[0] != "."
+        and not Path(data).parent.exists()
+    )
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether a folder is one that `save_to_disk` wrote, or has splits in several files as the hub has them."""
+    return any((folder / name).is_file() for name in _SAVED) or any(
+        next(place.glob("train-*-of-*.*"), None) for place in (folder, folder / "data")
+    )
+
+
+def load_splits(data: str, split: str | None, config: str | None) -> dict[str, HubSource]:
+    """The splits of a data set of the hub, or of a folder that `is_saved`, by name; only `split`, where it is given.
+
+    Raises:
+        UserError: `datasets` is not installed, or there is no such data set, configuration or split, or it cannot be
+            reached or read.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(
+            f"{data} would be read with the datasets library, which is not installed: {pip_line('data')}. "
+            "(Of a file or folder, check the path.)"
+        ) from None
+    if sys.stderr is None or not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    with _told(data):
+        if any((Path(data) / name).is_file() for name in _SAVED):
+            found = datasets.load_from_disk(data)
+            if isinstance(found, Mapping) and split is not None:
+                found = {split: found[split]} if split in found else _no_split(data, split, found)
+        else:
+            place = str(Path(data).absolute()) if Path(data).is_dir() else data
+            found = datasets.load_dataset(place, config, split=split)
+    if isinstance(found, Mapping):
+        return {str(name): HubSource(f"{data} ({name})", table) for name, table in found.items()}
+    return {split or "train": HubSource(f"{data} ({split})" if split else data, found)}
+
+
+def _no_split(data: str, split: str, found: Mapping[str, Any]) -> Any:
+    raise UserError(f"{data} has no split {split!r:.80}: choose one of {listed([*found])} with {flag('split')}.")
+
+
+@contextmanager
+def _told(data: str) -> Iterator[None]:
+    """Whatever the library raises, as one sentence: it passes on what it meets in formats and in the network."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        kind, text = type(error).__name__, " ".join(str(error).split("Example of usage")[0].split())[:300].rstrip(". ")
+        absent = "is no file or folder here, and as a data set of Hugging Face not in the local cache"
+        if "OfflineMode" in text or (isinstance(error, ConnectionError) and os.environ.get("HF_HUB_OFFLINE")):
+            wrong = f"{absent}, and HF_HUB_OFFLINE is set: check the path, or unset it"
+        elif isinstance(error, ConnectionError):
+            wrong = f"{absent}, and Hugging Face cannot be reached: check the path, or the network"
+        elif "gated" in text.lower():
+            wrong = (
+                f"is gated: accept its terms at https://huggingface.co/datasets/{data} and log in with `hf auth login`"
+            )
+        elif kind == "DatasetNotFoundError":
+            wrong = (
+                "is neither a file or folder here nor a data set on Hugging Face: check its spelling (a private one "
+                "needs `hf auth login`)"
+            )
+        elif "config" in text.lower():
+            wrong = f"cannot be opened ({text}): name a configuration with {flag('dataset_config')}"
+        elif text.startswith("Unknown split"):
+            wrong = f"cannot be opened ({text}): name one of these with {flag('split')}"
+        else:
+            wrong = f"cannot be read ({text or kind}): check it, or save it as a file of rows"
+        raise UserError(f"{data} {wrong}.") from error

@@ -1,0 +1,256 @@
+"""The Python door to answers: generate, answer, compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Unpack, overload
+
+from wgpu_lora.bars import Bars
+from wgpu_lora.errors import UserError
+from wgpu_lora.infer.answer import Answer, OnAnswer, OnDone, OnText, answer_slots, stream_slot, tokenizer_of
+from wgpu_lora.infer.named import slots_of
+from wgpu_lora.infer.prompt import Messages, Prompt, check_prompt
+from wgpu_lora.infer.settings import AnswerOptions, Settings, settings_of
+from wgpu_lora.models.load import Progress
+from wgpu_lora.models.loaded import LoadedModel, open_model
+
+Model = LoadedModel | str | Path
+
+
+@overload
+def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str
+    model: Model,
+    prompt: Prompt,
+    *,
+    adapter: str | Path | None = None,
+    stream: Literal[False] = False,
+    batch: int | None = None,
+    progress_bar: bool | None = None,
+    **options: Unpack[AnswerOptions],
+) -> str: ...
+@overload
+def generate(
+    model: Model,
+    prompt: Sequence[str] | Sequence[Messages],
+    *,
+    adapter: str | Path | None = None,
+    stream: Literal[False] = False,
+    batch: int | None = None,
+    progress_bar: bool | None = None,
+    **options: Unpack[AnswerOptions],
+) -> list[str]: ...
+@overload
+def generate(
+    model: Model,
+    prompt: Prompt,
+    *,
+    adapter: str | Path | None = None,
+    stream: Literal[True],
+    batch: int | None = None,
+    progress_bar: bool | None = None,
+    **options: Unpack[AnswerOptions],
+) -> Iterator[str]: ...
+def generate(
+    model: Model,
+    prompt: Any,
+    *,
+    adapter: str | Path | None = None,
+    stream: bool = False,
+    batch: int | None = None,
+    progress_bar: bool | None = None,
+    **options: Unpack[AnswerOptions],
+) -> Any:
+    """The model's answer to a prompt, or a list of answers to a list of prompts.
+
+    Args:
+        model: a loaded one, or what `load` takes.
+        prompt: a text, or a conversation, a list of messages such as {"role": "user", "content": "Hello"}; or a list
+            of either.
+        adapter: a PEFT adapter directory; None asks the base alone.
+        stream: return an iterator over the pieces of a single answer, as they come.
+        batch: prompts that are answered at a time; None takes as many as the device has room for, of at most 16.
+        progress_bar: whether to show progress; None does on a terminal and in a notebook.
+
+    Returns:
+        A str for one prompt, a list of them for several, an iterator of str where `stream` is true.
+
+    Raises:
+        UserError: there is no tokenizer, a prompt is too long, the adapter does not fit, or a value is out of range.
+    """
+    several = isinstance(prompt, Sequence) and not isinstance(prompt, str) and not _is_conversation(prompt)
+    if not stream:
+        found = answer(
+            model,
+            prompt if several else [prompt],
+            adapter=adapter,
+            batch=batch,
+            progress_bar=progress_bar,
+            **options,
+        )
+        return [one.text for one in found] if several else found[0].text
+    if several:
+        raise UserError("stream=True is for a single prompt: ask one at a time, or leave it out.")
+    settings = settings_of(options, "generate()")
+    check_prompt(prompt)
+    opened = _opened(model)
+    tokenizer_of(opened)
+
+    def pieces() -> Iterator[str]:
+        with Bars(progress_bar) as bars:
+            for piece in stream_slot(opened, prompt, adapter, settings, bars.loading(opened)):
+                bars.close()
+                yield piece
+
+    return pieces()
+
+
+def _is_conversation(prompt: Sequence[Any]) -> bool:
+    return bool(prompt) and all(isinstance(message, Mapping) for message in prompt)
+
+
+def answer(
+    model: Model,
+    prompts: Sequence[Prompt],
+    *,
+    adapter: str | Path | None = None,
+    batch: int | None = None,
+    on_text: OnText | None = None,
+    on_done: OnDone | None = None,
+    on_answer: OnAnswer | None = None,
+    progress: Progress | None = None,
+    progress_bar: bool | None = None,
+    **options: Unpack[AnswerOptions],
+) -> list[Answer]:
+    """Answers prompts, each for itself.
+
+    Args:
+        prompts: texts, or conversations (lists of messages).
+        adapter: a PEFT adapter directory; None asks the base alone.
+        batch: prompts that are answered at a time; None takes as many as the device has room for, of at most 16.
+        on_text: called with every piece of text as it comes; for a single prompt only.
+        on_done: called with how many tokens have come so far.
+        on_answer: called with a prompt's number and its answer, once those that are answered together are.
+        progress: called with the name of each tensor that is loaded.
+        progress_bar: whether to show progress; None does on a terminal and in a notebook, unless one of the above
+            is given.
+
+    Raises:
+        UserError: there is no tokenizer, a prompt is too long, the adapter does not fit, or a value is out of range.
+    """
+    settings = settings_of(options, "answer()")
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        raise UserError(f"The prompts must be a list of texts, not {prompts!r:.100}.")
+    for prompt in prompts:
+        check_prompt(prompt)
+    if not prompts:
+        return []
+    opened = _opened(model)
+    own = any(call is not None for call in (on_text, on_done, on_answer, progress))
+    with Bars(False if own and progress_bar is None else progress_bar) as bars:
+
+        def count(number: int, found: Answer) -> None:
+            if len(prompts) > 1:
+                bars.to("answering", number + 1, len(prompts), " prompts")
+            if on_answer:
+                on_answer(number, found)
+
+        return answer_slots(
+            opened,
+            prompts,
+            [] if adapter is None else [adapter],
+            [None if adapter is None else 0] * len(prompts),
+            settings,
+            batch=batch,
+            on_text=on_text,
+            on_done=on_done or (lambda number: None),
+            on_answer=count,
+            progress=progress or bars.loading(opened),
+        )
+
+
+def compare(
+    model: Model,
+    prompt: Prompt,
+    adapters: Mapping[str, str | Path],
+    *,
+    include_base: bool = True,
+    on_done: OnDone | None = None,
+    progress: Progress | None = None,
+    progress_bar: bool | None = None,
+    **options: Unpack[AnswerOptions],
+) -> dict[str, Answer]:
+    """Answers one prompt under each of several adapters, all in a single batch over one base.
+
+    No answer depends on the others: each is the one that `answer` gives with that adapter alone (where two tokens are
+    as likely as each other, rounding may decide). With a temperature, all draw the same numbers.
+
+    Args:
+        adapters: PEFT adapter directories by name; their ranks and modules may differ.
+        include_base: whether the base alone answers too, as "base".
+        on_done: called with how many tokens have come so far, of all answers together.
+        progress: called with the name of each tensor that is loaded.
+        progress_bar: whether to show progress; None does on a terminal and in a notebook, unless one of the above
+            is given.
+
+    Returns:
+        An answer by name: "base" first, then the adapters in their order.
+
+    Raises:
+        UserError: there is no adapter, one is named "base" beside the base, or anything that `answer` refuses.
+    """
+    settings = settings_of(options, "compare()")
+    slots = slots_of(adapters, include_base)
+    check_prompt(prompt)
+    opened = _opened(model)
+    own = on_done is not None or progress is not None
+    with Bars(False if own and progress_bar is None else progress_bar) as bars:
+        (found,) = answer_table(
+            opened,
+            [prompt],
+            adapters,
+            slots,
+            settings,
+            batch=len(slots),
+            on_done=on_done or (lambda number: None),
+            progress=progress or bars.loading(opened),
+        )
+    return found
+
+
+def answer_table(
+    model: LoadedModel,
+    prompts: Sequence[Prompt],
+    adapters: Mapping[str, str | Path],
+    slots: Mapping[str, int | None],
+    settings: Settings,
+    *,
+    batch: int | None = None,
+    on_done: OnDone = lambda number: None,
+    on_answer: Callable[[int, str, Answer], None] = lambda number, name, answer: None,
+    progress: Progress = lambda name: None,
+) -> list[dict[str, Answer]]:
+    """Answers each prompt under every name: a dict by name for each.
+
+    Args:
+        slots: by name, its place among the adapters; None is the base alone.
+        on_answer: called with a prompt's number, a name and the answer, once those answered together are.
+    """
+    names = list(slots)
+    found = answer_slots(
+        model,
+        [prompt for prompt in prompts for _ in names],
+        list(adapters.values()),
+        [slot for _ in prompts for slot in slots.values()],
+        settings,
+        batch=batch,
+        on_done=on_done,
+        on_answer=lambda number, answer: on_answer(number // len(names), names[number % len(names)], answer),
+        progress=progress,
+    )
+    rows = iter(found)
+    return [{name: next(rows) for name in names} for _ in prompts]
+
+
+def _opened(model: Model) -> LoadedModel:
+    return model if isinstance(model, LoadedModel) else open_model(str(model))

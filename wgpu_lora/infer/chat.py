@@ -1,0 +1,206 @@
+"""A chat with a model that stays loaded: several turns, one adapter or several side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from wgpu_lora.errors import NoRoomError, UserError
+from wgpu_lora.formats.peft import read_adapter
+from wgpu_lora.infer.adapters import check_shapes
+from wgpu_lora.infer.answer import replies, tokenizer_of
+from wgpu_lora.infer.conversation import Lane, Message
+from wgpu_lora.infer.generate import Generator
+from wgpu_lora.infer.named import BASE, on_device, slots_of
+from wgpu_lora.infer.reply import Reply
+from wgpu_lora.infer.settings import Settings
+from wgpu_lora.models.load import Progress
+from wgpu_lora.models.loaded import LoadedModel
+
+CAPACITY, LEAST = 4096, 512  # tokens of a conversation where nothing is said, and where memory is short
+
+
+class Chat:
+    """Everything but the terminal.
+
+    Args:
+        adapters: PEFT adapter directories by name.
+        names: who answers: adapters, or "base". Each has a conversation of its own.
+        max_length: tokens of a conversation, the answer included; by default 4096, or as many as the model is made for
+            and the device has room for.
+
+    Raises:
+        UserError: the model has no tokenizer, an adapter cannot be read or does not fit, or the length cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        adapters: Mapping[str, Path],
+        names: Sequence[str],
+        settings: Settings,
+        max_length: int | None = None,
+        progress: Progress = lambda name: None,
+    ):
+        self.model, self.settings = model, settings
+        self.tokenizer = tokenizer_of(model)
+        self.adapters = dict(adapters)
+        if self.adapters:
+            slots_of(self.adapters, True)  # the base can be asked at any time
+        self.lanes = {name: Lane(name) for name in names}
+        self.replies: dict[str, Reply] = {}  # of the last turn
+        self.left_out: dict[str, int] = {}  # turns that were left out of it, by name
+        self._stack = ExitStack()
+        self._generator: Generator | None = None
+        self._attempt = 0
+        limit = model.config.max_position_embeddings
+        self._stated = max_length is not None
+        if max_length is not None and not 2 <= max_length <= limit:
+            raise UserError(
+                f"--max-length must be from 2 to {limit:,}, as many as {model.name} is made for, not {max_length:,}."
+            )
+        self.capacity = max_length or min(CAPACITY, limit)
+        self.shrunk = False  # because memory is short, and not said yet
+        self._progress = progress
+
+    @property
+    def templated(self) -> bool:
+        """Whether the model can be shown a conversation; else every message is a prompt of its own."""
+        return self.tokenizer.has_chat_template
+
+    # -- a turn ----------------------------------------------------------------------------------------------------
+
+    def ask(self, text: str, stopped: Callable[[], bool] = lambda: False) -> Iterator[tuple[str, str]]:
+        """Says something to all who answer, yielding (name, piece of an answer); at the end the turn is remembered.
+
+        Args:
+            stopped: asked after every token; what has come by then is the answer.
+
+        Raises:
+            UserError: the message is too long, or something about the model; then nothing is remembered.
+        """
+        self._attempt = 0
+        yield from self._ask(text, stopped)
+
+    def retry(self, stopped: Callable[[], bool] = lambda: False) -> Iterator[tuple[str, str]]:
+        """Asks the last message again, with other draws."""
+        before = {name: lane.joined(name) for name, lane in self.lanes.items()}
+        text = self.undo()
+        self._attempt += 1
+        try:
+            yield from self._ask(text, stopped)
+        except BaseException:
+            self.lanes = before
+            raise
+        if not self.remembered:
+            self.lanes = before
+
+    def _ask(self, text: str, stopped: Callable[[], bool]) -> Iterator[tuple[str, str]]:
+        generator = self.open()
+        names = list(self.lanes)
+        shown = [lane.prompt(self.tokenizer, text, self.settings, self.capacity) for lane in self.lanes.values()]
+        ids = [prompt for prompt, _ in shown]
+        made = [Reply(self.tokenizer, len(prompt), tuple(self.settings.stop)) for prompt in ids]
+        order = list(self.adapters)
+        slots = [None if name == BASE else order.index(name) for name in names]
+        settings = replace(self.settings, seed=self.settings.seed + self._attempt)
+        for number, piece in replies(generator, made, ids, slots, settings, reuse=True, stopped=stopped):
+            if piece:
+                yield names[number], piece
+        self.replies = dict(zip(names, made, strict=True))
+        self.left_out = {name: count for name, (_, count) in zip(names, shown, strict=True) if count}
+        if self.remembered:
+            for name, reply in self.replies.items():
+                self.lanes[name].add(text, reply.text)
+
+    @property
+    def remembered(self) -> bool:
+        """Whether the last turn is: one that was stopped before anything came is not."""
+        return any(r.text or r.generation.stop_reason != "interrupt" for r in self.replies.values())
+
+    def undo(self) -> str:
+        """Takes the last turn back, and returns what was said in it.
+
+        Raises:
+            UserError: nothing has been said.
+        """
+        texts = [text for lane in self.lanes.values() if (text := lane.undo()) is not None]
+        if not texts:
+            raise UserError("Nothing has been said yet.")
+        return texts[0]
+
+    def reset(self, messages: Sequence[Message] = ()) -> None:
+        """Begins anew, or goes on from these messages."""
+        self.lanes = {name: Lane(name, [{**message} for message in messages]) for name in self.lanes}
+
+    # -- who answers -----------------------------------------------------------------------------------------------
+
+    def select(self, names: Sequence[str]) -> None:
+        """Lets these answer from now on. Whoever joins goes on from the first one's conversation.
+
+        Raises:
+            UserError: the device has no room for so many; then it stays as it is.
+        """
+        before, first = self.lanes, next(iter(self.lanes.values()))
+        self.lanes = {name: before.get(name) or first.joined(name) for name in names}
+        try:
+            self.open()
+        except UserError:
+            self.lanes = before
+            raise
+
+    def add(self, name: str, directory: Path) -> None:
+        """Loads another adapter.
+
+        Raises:
+            UserError: it cannot be read, does not fit the model or the device, or has a name that is taken.
+        """
+        slots_of({name: directory}, True)
+        if name in self.adapters:
+            raise UserError(f"There is an adapter '{name}' already, {self.adapters[name]}: name this one NAME=DIR.")
+        check_shapes(self.model.config, read_adapter(directory)[1], directory)
+        before = self.adapters
+        self.adapters = {**before, name: directory}
+        self.close()
+        try:
+            self.open()
+        except UserError:
+            self.adapters = before
+            raise
+
+    # -- the device ------------------------------------------------------------------------------------------------
+
+    def open(self) -> Generator:
+        """Loads what is not loaded yet.
+
+        Raises:
+            UserError: an adapter cannot be read, or the device has no room.
+        """
+        if self._generator and self._generator.batch == len(self.lanes):
+            return self._generator
+        self.close()
+        while True:
+            try:
+                with ExitStack() as stack:
+                    adapters = stack.enter_context(on_device(self.model, list(self.adapters.values())))
+                    generator = Generator(self.model, adapters, self.capacity, len(self.lanes), progress=self._progress)
+                    self._generator = stack.enter_context(generator)
+                    self._stack = stack.pop_all()
+                    return self._generator
+            except NoRoomError:
+                if self._stated or self.capacity <= LEAST:
+                    raise
+            self.capacity, self.shrunk = max(LEAST, self.capacity // 2), True
+
+    def close(self) -> None:
+        """Frees the adapters and the caches; the model stays."""
+        self._generator = None
+        self._stack.close()
+
+    def __enter__(self) -> Chat:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,0 +1,116 @@
+"""What has been said in a chat, by whom, and how much of it a model is shown: state without a device or a terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.data import Tokenizer, read_jsonl
+from wgpu_lora.data.formats import Conversation, parse_example
+from wgpu_lora.errors import UserError
+from wgpu_lora.infer.prompt import chat_prompt, check_text
+from wgpu_lora.infer.settings import Settings
+
+Message = dict[str, Any]
+ROOM = 4  # an answer is left this part of the tokens, or what it may have at most where that is less
+
+
+@dataclass
+class Lane:
+    """A conversation with one adapter, or with the base.
+
+    messages: of the user and the assistant in turn, without a system message.
+    first: the oldest message that the model is still shown.
+    """
+
+    name: str
+    messages: list[Message] = field(default_factory=list)
+    first: int = 0
+
+    def joined(self, name: str) -> Lane:
+        """The same conversation with somebody else."""
+        return Lane(name, [*self.messages], self.first)
+
+    def add(self, text: str, answer: str) -> None:
+        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+
+    def undo(self) -> str | None:
+        """Takes the last turn back and returns what the user said in it; None where nothing has been said."""
+        places = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        if not places:
+            return None
+        text = self.messages[places[-1]]["content"]
+        del self.messages[places[-1] :]
+        self.first = 0
+        return str(text)
+
+    def prompt(self, tokenizer: Tokenizer, text: str, settings: Settings, capacity: int) -> tuple[list[int], int]:
+        """Token ids that ask for an answer to `text`, and how many turns the model is not shown any more for it.
+
+        The oldest turns go where the answer would have no room otherwise. Without a chat template, a text is all that
+        a model can be shown.
+
+        Raises:
+            UserError: the text alone has too many tokens, or the template refuses the conversation.
+        """
+        check_text("message", text)
+        room = min(settings.max_new_tokens, max(1, capacity // ROOM))
+        first, left_out = self.first, 0
+        while True:
+            said = [*self.messages[first:], {"role": "user", "content": text}]
+            shown: Any = said if tokenizer.has_chat_template else text
+            ids = chat_prompt(tokenizer, shown, settings.system, **settings.template_kwargs)
+            turns = [i for i, m in enumerate(self.messages) if m["role"] == "user" and i >= first]
+            if len(ids) + room <= capacity or not turns or not tokenizer.has_chat_template:
+                break
+            first = turns[1] if len(turns) > 1 else len(self.messages)
+            left_out += 1
+        if len(ids) < capacity:
+            self.first = first
+            return ids, left_out
+        raise UserError(
+            f"The message takes {len(ids):,} tokens, but the conversation holds {capacity:,}: shorten it, or start "
+            "with a greater --max-length."
+        )
+
+
+def rows_of(lanes: Iterable[Lane], system: str | None, templated: bool) -> list[dict[str, Any]]:
+    """Rows to train on: a conversation of each lane or, without a chat template, a prompt and its completion a turn."""
+    rows: list[dict[str, Any]] = []
+    every = [lane for lane in lanes if lane.messages]
+    for lane in every:
+        who = {"adapter": lane.name} if len(every) > 1 else {}
+        if templated:
+            before = [{"role": "system", "content": system}] if system is not None else []
+            rows.append({"messages": [*before, *lane.messages], **who})
+        else:
+            pairs = zip(lane.messages[::2], lane.messages[1::2], strict=True)
+            rows += [{"prompt": asked["content"], "completion": said["content"], **who} for asked, said in pairs]
+    return rows
+
+
+def to_jsonl(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def read_conversations(path: Path) -> list[tuple[str | None, list[Message]]]:
+    """(system message, other messages) of every row of a JSONL file.
+
+    Raises:
+        UserError: the file cannot be read, or a row is no conversation.
+    """
+    found: list[tuple[str | None, list[Message]]] = []
+    for number, row in read_jsonl(path):
+        try:
+            example = parse_example(row)
+        except UserError as error:
+            raise UserError(f"{path}, line {number}: {error}") from None
+        if not isinstance(example, Conversation):
+            raise UserError(f"{path}, line {number}: there are no messages in this row.")
+        messages = [{**message} for message in example.messages]
+        system = messages.pop(0)["content"] if messages[0]["role"] == "system" else None
+        found.append((system, messages))
+    return found

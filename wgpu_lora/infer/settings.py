@@ -1,0 +1,134 @@
+"""How answers are asked for: what generating, comparing and chatting have in common, by transformers' names."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypedDict
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.infer.prompt import check_text
+from wgpu_lora.infer.sampling import Sampler
+
+
+def option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Raises UserError where a value is out of range or of the wrong type."""
+
+    system: str | None = option(None, "system message of the chat template")
+    enable_thinking: bool | None = option(None, "passed to the chat template; what the adapter was trained with")
+    max_new_tokens: int = option(256, "tokens of the answer at most")
+    temperature: float = option(0.0, "0 takes the likeliest token; higher is more varied")
+    top_p: float = option(1.0, "only the likeliest tokens up to this sum; 1 keeps all")
+    top_k: int = option(0, "only this many of the likeliest tokens; 0 keeps all")
+    min_p: float = option(0.0, "only tokens at least this share as likely as the likeliest; 0 keeps all")
+    repetition_penalty: float = option(1.0, "above 1 makes tokens that have occurred less likely")
+    stop: str | Sequence[str] = option((), "texts that end the answer, which is cut off before them")
+    seed: int = option(0, "of the draws")
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "top_k", "seed"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise UserError(f"{name} must be a whole number, not {value!r:.60}.")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise UserError(f"{name} must be a number, not {value!r:.60}.")
+        if not isinstance(self.enable_thinking, bool | None):
+            raise UserError(f"enable_thinking must be true or false, not {self.enable_thinking!r:.60}.")
+        if self.max_new_tokens < 1:
+            raise UserError(f"{self.max_new_tokens} new tokens cannot be generated: ask for at least one.")
+        if self.system is not None:
+            check_text("system prompt", self.system)
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stops, Sequence):
+            raise UserError(f"The stop strings must be a list of texts, not {stops!r:.60}.")
+        for text in stops:
+            check_text("stop string", text)
+            if not text:
+                raise UserError("A stop string is empty: give some text, or leave it out.")
+        object.__setattr__(self, "stop", tuple(stops))
+        _ = self.sampler
+
+    @property
+    def sampler(self) -> Sampler:
+        return Sampler(self.temperature, self.top_k, self.top_p, self.seed, self.min_p, self.repetition_penalty)
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        return {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+
+
+class AnswerOptions(TypedDict, total=False):
+    """The same for type checkers; a test holds the two against each other."""
+
+    system: str | None
+    enable_thinking: bool | None
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    stop: str | Sequence[str]
+    seed: int
+
+
+def settings_of(options: Mapping[str, Any], where: str) -> Settings:
+    """Settings by name.
+
+    Raises:
+        UserError: a name is unknown (the nearest is suggested), or a value is none that can be used.
+    """
+    known = [f.name for f in fields(Settings)]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f": did you mean '{near[0]}'?" if near else f"; there are {', '.join(known)}."
+            raise UserError(f"{where} has an unknown option '{name}'{hint}")
+    return Settings(**options)
+
+
+def parsed(name: str, text: str) -> Any:
+    """A setting's value as a person writes it: a number, true, false or none, a text, or JSON of texts to stop at.
+
+    Raises:
+        UserError: it is not of the setting's kind.
+    """
+    kinds = {f.name: str(f.type) for f in fields(Settings)}
+    words = {"true": True, "on": True, "false": False, "off": False, "none": None}
+    if name == "system":
+        return text
+    if name == "stop":
+        return _stops(text)
+    if "bool" in kinds[name]:
+        if text.lower() not in words:
+            raise UserError(f"{name} must be true, false or none, not {text!r:.60}.")
+        return words[text.lower()]
+    try:
+        value = int(text) if kinds[name] == "int" else float(text)
+    except ValueError:
+        kind = "a whole number" if kinds[name] == "int" else "a number"
+        raise UserError(f"{name} must be {kind}, not {text!r:.60}.") from None
+    if not math.isfinite(value):
+        raise UserError(f"{name} must be a finite number, not {text!r:.60}.")
+    return value
+
+
+def _stops(text: str) -> Any:
+    if text.lower() == "none":
+        return ()
+    if text[0] not in '"[':
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise UserError(f"stop must be a text, a JSON string or a JSON list of strings, not {text!r:.60}.") from None

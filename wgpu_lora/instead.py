@@ -1,0 +1,261 @@
+"""What is said of options that other programs have and this one has not: (the sentence, the names that get it).
+
+In a sentence, {x} is the option x as it is called where the sentence is read, and {x=1} the same with a value.
+"""
+
+from __future__ import annotations
+
+# Of commands that train.
+SENTENCES: tuple[tuple[str, str], ...] = (
+    (
+        "does not exist here: when training is over, 'wgpu-lora push DIR OWNER/NAME' sends an adapter to the hub",
+        "push_to_hub hub_model_id hub_private_repo hub_strategy hub_always_push hub_revision upload_repo "
+        "push_to_hub_model_id",
+    ),
+    (
+        "does not exist here: every step is in log.jsonl in the {output} directory, and 'wgpu-lora report DIR' draws "
+        "them",
+        "report_to run_name logging_dir wandb wandb_project wandb_run_name wandb_entity use_wandb tensorboard "
+        "use_swanlab swanlab_project use_mlflow trackio_space_id project plot_loss",
+    ),
+    (
+        "does not exist here: sums and adapters are float32; {compute_dtype=bf16} rounds activations, and "
+        "{base_dtype=bf16} keeps the base so",
+        "bf16 bfloat16 use_bf16 bf16_full_eval pure_bf16",
+    ),
+    (
+        "does not exist here: sums and adapters are float32; {compute_dtype=f16} rounds activations, and "
+        "{base_dtype=f16} keeps the base so",
+        "fp16 float16 half use_fp16 fp16_full_eval fp16_opt_level fp16_backend half_precision_backend "
+        "mixed_precision amp",
+    ),
+    (
+        "does not exist here: {base_dtype} says how the frozen weights are kept, {compute_dtype} what activations "
+        "are rounded to",
+        "torch_dtype dtype precision model_dtype tf32 fp8 bnb_4bit_compute_dtype",
+    ),
+    (
+        "does not exist here: the optimizer is AdamW, with betas of 0.9 and 0.999 and an epsilon of 1e-8",
+        "optim optimizer optim_args adam_beta1 adam_beta2 adam_epsilon adam_beta_1 adam_beta_2 optimizer_name "
+        "optim_target_modules adafactor beta1 beta2 momentum",
+    ),
+    (
+        "does not exist here: held-out data that {eval_data} names are measured after every epoch, or every "
+        "{eval_steps} steps",
+        "eval_strategy evaluation_strategy do_eval evals_per_epoch eval_delay evaluate_during_training val eval "
+        "logging_eval test_eval",
+    ),
+    (
+        "does not exist here: {save_steps} says how often a checkpoint is kept, and the last always is",
+        "save_strategy saves_per_epoch save_only_model save_safetensors",
+    ),
+    (
+        "does not exist here: {logging_steps} says how often a line is logged",
+        "logging_strategy logging_first_step log_level verbose",
+    ),
+    (
+        "does not exist here: best/ in the {output} directory keeps the adapter of the best held-out loss",
+        "load_best_model_at_end metric_for_best_model greater_is_better save_best",
+    ),
+    (
+        "does not exist here: best/ in the {output} directory keeps the adapter of the best held-out loss, and a run "
+        "may be stopped at any time (Ctrl-C)",
+        "early_stopping early_stopping_patience early_stopping_threshold patience",
+    ),
+    (
+        "is not needed: held-out rows are packed into batches as memory allows",
+        "per_device_eval_batch_size eval_batch_size val_batch_size eval_accumulation_steps "
+        "per_gpu_eval_batch_size prediction_loss_only include_inputs_for_metrics eval_sample_packing eval_packing",
+    ),
+    (
+        "is not needed: all held-out rows are measured",
+        "val_batches test_batches max_eval_samples eval_max_samples",
+    ),
+    (
+        "does not exist here: rows of a file of their own are held out, which {eval_data} names",
+        "val_set_size val_size test_size validation_split eval_split validation_split_percentage "
+        "dataset_test_split val_split",
+    ),
+    (
+        "does not exist here: cut the file, such as with 'head -n 1000'",
+        "max_samples max_train_samples num_samples dataset_sample",
+    ),
+    (
+        "does not exist here: packing fills batches from the first row that fits, and no row sees another",
+        "packing_strategy padding_free pad_to_multiple_of pad_to_max_length padding neat_packing "
+        "pad_to_sequence_len padding_side group_by_length length_column_name pad_token",
+    ),
+    (
+        "is not needed: rows are read and tokenised once, before training",
+        "dataloader_num_workers dataloader_pin_memory dataloader_drop_last dataloader_prefetch_factor "
+        "dataloader_persistent_workers dataset_num_proc preprocessing_num_workers num_workers num_proc "
+        "overwrite_cache streaming remove_unused_columns dataset_batch_size dataset_prepared_path dataset_kwargs "
+        "skip_prepare_dataset data_collator collator dataset_processes skip_memory_metrics",
+    ),
+    (
+        "is not needed: a row's format is told from its keys (messages, prompt and completion, text, Alpaca, ShareGPT)",
+        "dataset_text_field text_field text_key prompt_field completion_field formatting_func dataset_format "
+        "prompt_feature completion_feature text_feature chat_feature messages_key dataset_type data_format "
+        "field_messages instruction_template response_template instruction_part response_part",
+    ),
+    (
+        "is not needed: the chat template is the model's own, from its tokenizer's files",
+        "chat_template chat_template_path template prompt_template default_system tokenizer tokenizer_name "
+        "tokenizer_path processing_class eos_token eos_token_id special_tokens add_eos_token tokenizer_type "
+        "use_fast_tokenizer use_slow_tokenizer resize_token_embeddings model_type",
+    ),
+    (
+        "is {completion_only_loss}: by default answers alone are trained on, of every turn of a conversation",
+        "mask_prompt train_on_inputs train_on_prompt train_on_completions train_on_responses_only "
+        "assistant_only_loss train_on_responses response_only_loss mask_inputs completion_only mask_history",
+    ),
+    (
+        "is not needed: what is trained is always LoRA, on an NF4 base (QLoRA) unless {base_dtype} says otherwise",
+        "finetuning_type fine_tune_type train_type use_peft use_lora peft lora peft_type task_type stage method "
+        "trainer_type do_train train peft_config lora_config model_init_kwargs rl full_finetuning sft_type "
+        "training_type",
+    ),
+    (
+        "is not supported: every layer gets an adapter",
+        "num_layers lora_layers layers_to_transform lora_layers_to_transform layers_pattern "
+        "finetune_last_n_layers num_lora_layers layers",
+    ),
+    (
+        "is not supported: adapters lie on the seven linears of a block alone ({target_modules})",
+        "modules_to_save lora_modules_to_save finetune_language_layers finetune_attention_modules "
+        "finetune_mlp_modules finetune_vision_layers train_embeddings additional_target lora_target_parameters "
+        "target_parameters",
+    ),
+    (
+        "is {target_modules=all-linear}, which is the default",
+        "lora_target_linear target_all_linear",
+    ),
+    (
+        "is not supported: no biases are trained",
+        "bias lora_bias train_bias",
+    ),
+    (
+        "is not supported: one rank and one alpha hold for all modules",
+        "rank_pattern alpha_pattern loraplus_lr_ratio loraplus_lr_embedding lora_plus",
+    ),
+    (
+        "is not supported: adapters are LoRA or, with {use_rslora}, rank-stabilised LoRA",
+        "use_dora dora use_pissa pissa_init use_badam use_galore loftq_config loftq use_loftq adalora eva_config "
+        "lora_fa corda_config layer_replication use_loreft relora_steps oft",
+    ),
+    (
+        "is not needed: A is drawn as PEFT draws it by default and B is zero",
+        "init_lora_weights lora_init init_weights fan_in_fan_out",
+    ),
+    (
+        "is not supported",
+        "neftune_noise_alpha noisy_embedding_alpha label_smoothing_factor label_smoothing lr_scheduler_kwargs "
+        "num_cycles cosine_min_lr_ratio min_lr min_lr_ratio lr_end rope_scaling rope_theta ema dpo_beta beta "
+        "ref_model loss_type reward_model num_generations max_prompt_length max_completion_length use_liger liger "
+        "use_liger_kernel enable_liger_kernel compute_metrics callbacks preprocess_logits_for_metrics "
+        "model_parallel curriculum",
+    ),
+    (
+        "is not needed: a run is never overwritten, so choose another {output}, or go on with {resume}",
+        "overwrite_output_dir overwrite force",
+    ),
+    (
+        "is {resume}: it goes on from the last checkpoint in the {output} directory",
+        "resume_from_checkpoint resume_from auto_resume_from_checkpoints load_checkpoint continue_training "
+        "ckpt_path checkpoint",
+    ),
+    (
+        "is {resume} or {init_adapter}: the one goes on with the run in the {output} directory, the other begins a new "
+        "run from an adapter",
+        "load_adapter lora_weights peft_path pretrained_adapter resume_adapter_file",
+    ),
+    (
+        "is not a number of rows here: {per_device_train_batch_size} says rows a batch and "
+        "{gradient_accumulation_steps} batches a step",
+        "total_batch_size global_batch_size effective_batch_size",
+    ),
+    (
+        "is not needed: 'wgpu-lora plan' says what fits, to the byte, and a run that would not is told what would",
+        "auto_find_batch_size auto_batch_size",
+    ),
+    (
+        "is one file of options here, in TOML: {recipe=FILE}",
+        "config config_file yaml args training_args",
+    ),
+    (
+        "is a command of its own: 'wgpu-lora evaluate'",
+        "test do_test do_predict predict_with_generate eval_only test_file test_data test_dataset",
+    ),
+    (
+        "does not exist here: rows are drawn in an order that {seed} decides",
+        "data_seed full_determinism shuffle_dataset shuffle_seed dataset_shuffle_seed",
+    ),
+    (
+        "does not exist here: a bar is shown on a terminal, and lines elsewhere",
+        "disable_tqdm progress_bar quiet silent",
+    ),
+    (
+        "is {enable_thinking}",
+        "thinking reasoning",
+    ),
+    (
+        "does not exist here: 'wgpu-lora export gguf' writes a GGUF file",
+        "export_gguf gguf save_gguf de_quantize",
+    ),
+    (
+        "does not exist here: {adapters} DATA:CHECKPOINT, given several times, trains several adapters at once",
+        "datasets train_files multi_adapter",
+    ),
+)
+
+# Of all commands that have the options which are spoken of; what training says of the same comes first.
+ANYWHERE: tuple[tuple[str, str], ...] = (
+    (
+        "is not needed: the base is NF4 by default, double-quantised ({base_dtype} keeps it otherwise)",
+        "load_in_4bit use_4bit load_in_4_bit quantization_bit quantization_config bnb_4bit_quant_type bnb_config "
+        "bnb_4bit_use_double_quant use_bnb_nested_quant double_quantization use_nested_quant quantize_base qlora "
+        "use_qlora",
+    ),
+    (
+        "is not supported: the base is NF4 by default, smaller still ({base_dtype} keeps it otherwise)",
+        "load_in_8bit use_8bit load_in_fp8 load_in_16bit",
+    ),
+    (
+        "is not needed: attention never holds all scores, and kernels are tuned to the device",
+        "flash_attention flash_attn use_flash_attention_2 flash_attention_2 attn_implementation sdp_attention "
+        "xformers_attention use_unsloth unsloth torch_compile torch_compile_mode torch_compile_backend compile "
+        "use_cache low_cpu_mem_usage fast_inference unsloth_tiled_mlp torch_empty_cache_steps lora_mlp_kernel "
+        "lora_qkv_kernel lora_o_kernel activation_offloading optimize_memory",
+    ),
+    (
+        "does not exist here: one run uses one device, which {device} names",
+        "device_map num_gpus n_gpus gpus ngpu num_processes num_machines nproc_per_node nnodes local_rank "
+        "local_process_index deepspeed fsdp fsdp_config ddp_timeout ddp_find_unused_parameters ddp ddp_backend "
+        "tensor_parallel accelerator use_cpu no_cuda use_mps_device cuda cpu cpu_offload world_size num_nodes",
+    ),
+    (
+        "does not exist here: no code of a model's repository is ever run",
+        "trust_remote_code remote_code",
+    ),
+    (
+        "does not exist here: download the revision first ('hf download MODEL --revision ...') and give its "
+        "directory as {model}",
+        "revision model_revision",
+    ),
+    (
+        "is not needed: the hub's own cache is used (HF_HOME moves it)",
+        "cache_dir hf_home download_dir",
+    ),
+    (
+        "does not exist here: greedy answers have {temperature=0}, and any higher one draws",
+        "do_sample greedy num_beams sampling",
+    ),
+    (
+        "is not needed: whoever is logged in to the hub is ('hf auth login', or HF_TOKEN)",
+        "token hf_token use_auth_token hub_token auth_token",
+    ),
+    (
+        "does not exist here: {base_dtype} says how the weights are kept, and sums are float32",
+        "bf16 bfloat16 fp16 float16 half torch_dtype dtype precision model_dtype",
+    ),
+)

@@ -1,0 +1,86 @@
+"""What people who come from other programs call options, and what words of names are about.
+
+The names are those of transformers (TrainingArguments and its example scripts), TRL, PEFT (LoraConfig), Unsloth,
+mlx-lm, axolotl and LLaMA-Factory. An alias has its option's meaning and type; what differs has a sentence
+(`instead.py`).
+"""
+
+from __future__ import annotations
+
+# An option (or several: the first that the command has) -> what else it is called.
+ALIASES: dict[tuple[str, ...], str] = {
+    ("learning_rate",): "lr peak_lr learning_rate_max",
+    ("lr_scheduler_type",): "lr_scheduler lr_schedule scheduler_type learning_rate_scheduler",
+    ("warmup_ratio",): "lr_warmup_ratio",
+    ("warmup_steps",): "num_warmup_steps lr_warmup_steps",
+    ("weight_decay",): "wd",
+    ("max_grad_norm",): "gradient_clipping grad_clip clip_grad_norm max_norm",
+    ("per_device_train_batch_size", "batch"): "batch_size train_batch_size micro_batch_size per_device_batch_size "
+    "device_batch_size per_gpu_train_batch_size mbs",
+    ("gradient_accumulation_steps", "accumulation"): "gradient_accumulation grad_accumulation_steps grad_accum "
+    "accumulation_steps grad_accum_steps gas accumulate_grad_batches",
+    ("num_train_epochs",): "epochs num_epochs n_epochs train_epochs max_epochs epoch",
+    ("max_steps",): "iters max_iters num_iters iterations num_train_steps max_train_steps train_steps num_steps steps",
+    ("target_seconds",): "max_seconds train_seconds",
+    ("max_length", "tokens"): "max_seq_length max_seq_len seq_len seq_length sequence_len sequence_length cutoff_len "
+    "context_length ctx_len model_max_length max_sequence_length",
+    ("packing",): "sample_packing pack",
+    ("gradient_checkpointing",): "grad_checkpoint grad_checkpointing use_gradient_checkpointing "
+    "activation_checkpointing",
+    ("lora_r", "rank"): "rank r lora_rank",
+    ("lora_alpha",): "alpha",
+    ("lora_dropout",): "dropout",
+    ("use_rslora",): "rslora",
+    ("target_modules",): "lora_target lora_target_modules",
+    ("model",): "model_name_or_path model_name model_id model_path base_model base_model_name_or_path "
+    "pretrained_model_name_or_path hf_path",
+    ("data",): "dataset dataset_name dataset_path dataset_name_or_path train_file train_data train_dataset data_path "
+    "data_dir data_files train_path",
+    ("eval_data",): "eval_dataset validation_file valid_file eval_file val_file val_data valid_data eval_path "
+    "validation_data val_dataset",
+    ("adapter", "output"): "adapter_path",
+    ("adapter", "init_adapter"): "adapter_name_or_path adapter_dir lora_path lora_model_dir peft_model lora_adapter",
+    ("output", "checkpoint"): "output output_dir out_dir save_path save_dir out output_path export_dir outfile",
+    ("logging_steps",): "steps_per_report log_steps log_every log_interval logging_interval",
+    ("save_steps",): "save_every save_interval checkpoint_steps checkpoint_every",
+    ("save_total_limit",): "max_checkpoints keep_checkpoints",
+    ("eval_steps",): "steps_per_eval eval_every eval_interval val_steps val_interval",
+    ("seed",): "random_seed random_state",
+    ("quantize",): "outtype quantization quantization_method quant_type",
+    ("dtype",): "save_dtype merge_dtype",
+    ("max_new_tokens",): "max_tokens n_predict num_predict max_gen_tokens",
+    ("temperature",): "temp",
+    ("top_p",): "nucleus",
+    ("system",): "system_prompt system_message",
+    ("prompt",): "question message",
+}
+
+# A word of a name that nobody has -> the options that it may be about.
+WORDS: dict[str, str] = {
+    "batch": "per_device_train_batch_size gradient_accumulation_steps batch",
+    "accum accumulation": "gradient_accumulation_steps accumulation",
+    "epoch epochs": "num_train_epochs",
+    "step steps iter iters iterations": "max_steps",
+    "length len seq sequence context ctx cutoff truncate tokens": "max_length max_new_tokens tokens",
+    "rank": "lora_r rank",
+    "alpha scale scaling": "lora_alpha",
+    "dropout": "lora_dropout",
+    "lr rate": "learning_rate",
+    "scheduler decay": "lr_scheduler_type weight_decay",
+    "warmup warm": "warmup_ratio warmup_steps",
+    "clip norm": "max_grad_norm",
+    "eval evaluation valid validation val heldout test": "eval_data eval_steps",
+    "save saving checkpoint checkpoints": "save_steps save_total_limit",
+    "log logging report": "logging_steps",
+    "memory vram ram": "memory_budget gradient_checkpointing",
+    "dtype bits bit quant quantization precision 4bit 8bit": "base_dtype compute_dtype quantize dtype",
+    "module modules layers target": "target_modules layers",
+    "output out dir directory folder path": "output",
+    "model base": "model",
+    "data dataset file train training rows": "data",
+    "gpu device cuda": "device",
+    "adapter lora": "adapter init_adapter adapters",
+    "time seconds minutes hours": "target_seconds",
+    "prompt": "prompt",
+    "temperature": "temperature",
+}

@@ -1,0 +1,109 @@
+"""How an option is declared: its default, heading, help, and what it may be. Help, completion and checks read this."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, dataclass, field
+from typing import Any
+
+from wgpu_lora.bounded import is_name
+from wgpu_lora.errors import UserError
+from wgpu_lora.naming import flag
+
+F32_TINY, F32_MAX = 1.1754943508222875e-38, 3.4028234663852886e38
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that an option may be.
+
+    unset: a number outside of it that stands for none. top: how `below` is written, where its digits say little.
+    """
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    unset: float | None = None
+    top: str | None = None
+
+    def holds(self, value: float) -> bool:
+        if self.unset is not None and value == self.unset:
+            return True
+        return (
+            math.isfinite(value)
+            and (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
+
+    def rule(self) -> str:
+        """What a refusal says: 'must be greater than 0'."""
+        upper = [f"at most {self.at_most:,g}"] if self.at_most is not None else []
+        upper += [f"less than {self.top or f'{self.below:,g}'}"] if self.below is not None else []
+        if self.at_least == 0 and not upper:
+            return "must be 0 or more"
+        lower = [f"greater than {self.above:g}"] if self.above is not None else []
+        lower += [f"at least {self.at_least:g}"] if self.at_least is not None else []
+        return f"must be {' and '.join(lower + upper)}"
+
+    def __str__(self) -> str:
+        """What help shows: 0<=x<1."""
+        lower = f"{self.above:g}<x" if self.above is not None else ""
+        lower = f"{self.at_least:g}<=x" if self.at_least is not None else lower
+        upper = f"<={self.at_most:g}" if self.at_most is not None else ""
+        upper = f"<{self.top or f'{self.below:g}'}" if self.below is not None else upper
+        if upper or not lower:
+            return f"{lower or 'x'}{upper}"
+        return f"x>{self.above:g}" if self.above is not None else f"x>={self.at_least:g}"
+
+
+def option(
+    default: Any,
+    panel: str,
+    text: str,
+    *,
+    within: Range | None = None,
+    choices: Sequence[str] | None = None,
+    hint: str = "",
+) -> Any:
+    """A field of TrainingArguments.
+
+    Args:
+        panel: the heading of help under which it stands.
+        within, choices: what it may be, where it is a number or a name.
+        hint: an option to use for what is outside, said in the refusal.
+    """
+    return field(
+        default=default, metadata={"help": text, "panel": panel, "within": within, "choices": choices, "hint": hint}
+    )
+
+
+def check(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
+    """Raises UserError for a value of the right type that the option cannot have; None, where it may be, is fine."""
+    if isinstance(value, str):
+        require(is_name(value), name, "must be text in UTF-8 without NUL", ascii(value))
+    elif isinstance(value, bool) or value is None:
+        return
+    elif isinstance(value, int):
+        require(-(2**31) <= value < 2**32, name, "must be a whole number of 32 bits", value)
+    elif math.isfinite(value):
+        fits = value == 0 or F32_TINY <= abs(value) <= F32_MAX
+        require(fits, name, "must be a number within float32's range", value)
+    within, choices, hint = metadata["within"], metadata["choices"], metadata["hint"]
+    if within is not None:
+        require(within.holds(value), name, within.rule(), value, f" (use {flag(hint)})" if hint else "")
+    if choices is not None:
+        require(value in choices, name, f"must be one of {', '.join(choices)}", value)
+
+
+def require(fine: bool, name: str, rule: str, value: Any, hint: str = "") -> None:
+    if not fine:
+        raise UserError(f"{flag(name)} {rule}{hint}, not {value!s:.80}.")
+
+
+def kinds(item: Field[Any]) -> list[str]:
+    """The types that an option may have, by name: ['float', 'None']."""
+    return [part.strip() for part in str(item.type).split("|")]

@@ -1,0 +1,36 @@
+"""Options that were given and do nothing, since others that hold make them idle."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from wgpu_lora.naming import flag, setting
+from wgpu_lora.train.arguments import TrainingArguments
+
+
+def idle(given: Collection[str], args: TrainingArguments) -> list[str]:
+    """A sentence for each option of `given` that does nothing in `args`. As in transformers, that is no mistake."""
+    found: list[str] = []
+
+    def say(names: Collection[str], holds: bool, why: str) -> None:
+        found.extend(f"{flag(name)} does nothing: {why}." for name in names if holds and name in given)
+
+    constant = setting("lr_scheduler_type", "constant_with_warmup")
+    by_steps, by_time = args.max_steps > 0, args.target_seconds is not None
+    say(
+        ("warmup_ratio", "warmup_steps"),
+        args.lr_scheduler_type == "constant",
+        f"the learning rate is constant from the first step (use {constant})",
+    )
+    if args.lr_scheduler_type != "constant":
+        say(("warmup_ratio",), args.warmup_steps > 0, f"{setting('warmup_steps', args.warmup_steps)} wins over it")
+    if by_time:
+        say(("num_train_epochs",), True, f"{setting('target_seconds', args.target_seconds)} says how long the run is")
+    else:
+        say(("num_train_epochs",), by_steps, f"{setting('max_steps', args.max_steps)} wins over it")
+    say(
+        ("save_total_limit",),
+        args.save_steps == 0,
+        f"with {setting('save_steps', 0)} there is one checkpoint, at the end",
+    )
+    return found

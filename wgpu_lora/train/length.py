@@ -1,0 +1,140 @@
+"""How long rows may be where nobody says: as the model allows or, to evaluate an adapter, as it was trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.bounded import read_json
+from wgpu_lora.data import Prepared
+from wgpu_lora.errors import UserError
+from wgpu_lora.naming import flag, setting
+from wgpu_lora.train.arguments import LENGTH, TrainingArguments
+from wgpu_lora.train.checkpoint import METADATA
+from wgpu_lora.train.declared import check
+from wgpu_lora.train.output import RUN
+
+# What rows are made into, and how it is where neither a person nor an adapter says.
+ROWS: dict[str, Any] = {"on_overflow": "truncate", "completion_only_loss": True, "enable_thinking": None}
+
+
+@dataclass(frozen=True)
+class RowOptions:
+    """What rows that are evaluated are made with; `note` says what was chosen where it is not the usual, else ''."""
+
+    max_length: int
+    on_overflow: str
+    completion_only_loss: bool
+    enable_thinking: bool | None
+    note: str
+
+
+def fit_length(args: TrainingArguments, positions: int) -> tuple[TrainingArguments, str]:
+    """The options with a max_length that a model of so many positions can have, and what to say of it.
+
+    Raises:
+        UserError: they have one that is more.
+    """
+    if args.max_length is None:
+        chosen = min(LENGTH, positions)
+        note = f"rows of at most {chosen:,} tokens, since this model has no more positions" if chosen < LENGTH else ""
+        return replace(args, max_length=chosen), note
+    _refuse_longer(args.max_length, positions)
+    return args, ""
+
+
+def shortened(prepared: Prepared, args: TrainingArguments) -> Prepared:
+    """Rows as they would be with a smaller max_length, for planning: their account stays that of the longer ones."""
+    rows, length = [], args.length
+    for row in prepared.rows:
+        if len(row.input_ids) > length:
+            if args.on_overflow == "drop":
+                continue
+            row = replace(row, input_ids=row.input_ids[:length], labels=row.labels[:length])
+        if row.trained_tokens:
+            rows.append(row)
+    if not rows:
+        raise UserError(f"{setting('max_length', length)} leaves no row with anything to learn: raise it.")
+    return replace(prepared, rows=rows, max_length=length)
+
+
+def fit_rows(given: Mapping[str, Any], adapters: Sequence[str | Path], positions: int) -> RowOptions:
+    """What to evaluate rows with: as given, else as the adapters were trained, else as the model allows.
+
+    Args:
+        given: max_length and names of ROWS; None stands for what is not given.
+        positions: the model's.
+
+    Raises:
+        UserError: a given value cannot be.
+    """
+    said = check_rows(given)
+    trained = _agreed([_trained_with(Path(adapter)) for adapter in adapters])
+    of_adapters = {name: value for name, value in trained.items() if name not in said}
+    length = of_adapters.pop("max_length", None)
+    notes = [setting(name, value) for name, value in of_adapters.items() if value != ROWS[name]]
+    if "max_length" in said:
+        _refuse_longer(said["max_length"], positions)
+    elif length is not None and length <= positions:
+        said["max_length"] = length
+        notes[:0] = [setting("max_length", length)] if length != min(LENGTH, positions) else []
+    note = f"{', '.join(notes)}, as in training" if notes else ""
+    if "max_length" not in said:
+        said["max_length"] = min(LENGTH, positions)
+        if said["max_length"] < LENGTH:
+            short = f"rows of at most {positions:,} tokens, since this model has no more positions"
+            note = f"{short}; {note}" if note else short
+    return RowOptions(**{**ROWS, **of_adapters, **said}, note=note)
+
+
+def check_rows(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given of max_length and ROWS; UserError for a value that no model's rows can have."""
+    said = {name: value for name in ("max_length", *ROWS) if (value := given.get(name)) is not None}
+    for name, value in said.items():
+        check(name, value, TrainingArguments.__dataclass_fields__[name].metadata)
+    return said
+
+
+def _refuse_longer(length: int, positions: int) -> None:
+    if length > positions:
+        raise UserError(
+            f"{setting('max_length', length)} is more than this model's {positions} positions: lower it to "
+            f"{positions}, or leave {flag('max_length')} out."
+        )
+
+
+def _trained_with(adapter: Path) -> dict[str, Any]:
+    """The options of the run that an adapter is of, as its run.json, or its checkpoint's metadata.json, has them.
+
+    They are somebody else's file: what cannot be is as if it were not there.
+    """
+    for name in (RUN, METADATA):
+        try:
+            options = read_json(adapter / name).get("options")
+            if isinstance(options, dict):
+                return _sound(options)
+        except UserError:
+            continue
+    return {}
+
+
+def _sound(options: Mapping[str, Any]) -> dict[str, Any]:
+    declared, found = TrainingArguments.__dataclass_fields__, {}
+    for name in ("max_length", *ROWS):
+        value = options.get(name)
+        kind = {"max_length": int, "on_overflow": str}.get(name, bool)
+        if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+            check(name, value, declared[name].metadata)
+            found[name] = value
+    return found
+
+
+def _agreed(trained: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What holds for adapters that are evaluated on the same rows: what they agree on, and the longest length."""
+    if not trained or not all(trained):
+        return {}
+    agreed = {name: value for name, value in trained[0].items() if all(one.get(name) == value for one in trained)}
+    lengths = [one["max_length"] for one in trained if "max_length" in one]
+    return agreed | ({"max_length": max(lengths)} if lengths else {})

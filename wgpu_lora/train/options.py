@@ -1,0 +1,57 @@
+"""The options of a training run for type checkers and editors; a test holds them against TrainingArguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypedDict
+
+
+class TrainingOptions(TypedDict, total=False):
+    """What `finetune()` takes by name: the command line's options, paths and lists where it has text."""
+
+    data: str | Path | Iterable[Mapping[str, Any]] | None
+    output: str | Path | None
+    model: str | Path | None
+    eval_data: str | Path | Iterable[Mapping[str, Any]] | None
+    split: str | None
+    eval_split: str | None
+    dataset_config: str | None
+    skip_bad_rows: bool
+    device: str | int | None
+    base_dtype: str
+    compute_dtype: str
+    tune: bool
+    init_adapter: str | Path | None
+    resume: bool
+    lora_r: int
+    lora_alpha: float
+    lora_dropout: float
+    use_rslora: bool
+    target_modules: str | list[str]
+    learning_rate: float
+    lr_scheduler_type: str
+    warmup_ratio: float
+    warmup_steps: int
+    weight_decay: float
+    max_grad_norm: float
+    per_device_train_batch_size: int | None
+    gradient_accumulation_steps: int | None
+    num_train_epochs: float
+    max_steps: int
+    target_seconds: float | None
+    max_length: int | None
+    on_overflow: str
+    packing: bool | None
+    completion_only_loss: bool
+    enable_thinking: bool | None
+    shuffle: bool
+    gradient_checkpointing: bool
+    memory_budget: str | None
+    wait: float | None
+    seed: int
+    logging_steps: int | None
+    save_steps: int
+    save_total_limit: int
+    eval_steps: int
+    eval_on_start: bool
