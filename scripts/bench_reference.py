@@ -193,7 +193,7 @@ def table(rows: list[Record]) -> Any:
     made = Table(box=None, pad_edge=False)
     made.add_column("step")
     made.add_column("side")
-    for name in ("s a step", "tokens/s", "of torch", "device", "process", "first loss"):
+    for name in ("s a step", "processed tokens/s", "of torch", "device", "process", "first loss"):
         made.add_column(name, justify="right")
     for row in rows:
         name = f"{row['rows']} x {row['tokens']}"

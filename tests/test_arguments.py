@@ -130,10 +130,10 @@ def test_advice_names_options_that_fit(options: dict, available: int, advice: st
         return
     with pytest.raises(UserError) as caught, naming(COMMAND_LINE):
         check_memory(peak, 0, Budget(available, "somebody says so"), args, lambda changes: _peak(args, changes))
-    assert f"({peak:,} bytes)" in str(caught.value)
+    assert f"needs {peak:,} bytes of" in str(caught.value)
     assert f"the budget is {available} bytes (somebody says so)" in str(caught.value)
     assert advice in str(caught.value)
 
 
 def test_readable_sizes():
-    assert [readable(n) for n in (0, 1023, 1536, 3 << 29)] == ["0 bytes", "1023 bytes", "1.5 KiB", "1.5 GiB"]
+    assert [readable(n) for n in (0, 1023, 1536, 3 << 29)] == ["0 bytes", "1,023 bytes", "1.5 KiB", "1.5 GiB"]

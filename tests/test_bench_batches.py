@@ -128,7 +128,7 @@ def test_what_would_take_too_long_is_planned_alone(
         assert (summary["planned"], summary["confirmed"], summary["bounded_by"]) == (80, 20, "--max-batch")
         assert summary["not_run"] == "a step of 40 rows would take about 400 s, and 250 s of --time-limit 250 were left"
     assert bench_training.max_batch(None, "mini", 1, "nf4", None, Batches(16, 4, most=80, seconds=250), None) == 0
-    assert "80 rows by the plan, with gradient checkpointing, bounded by --max-batch; 20 ran" in capsys.readouterr().out
+    assert "80 rows by the plan, with gradient checkpointing, limited by --max-batch; 20 ran" in capsys.readouterr().out
 
 
 def measured(most: int = 10**9, seconds: float = 0.0) -> Any:
@@ -174,6 +174,6 @@ def test_search_as_a_command(shared: None, tmp_path: Path, capsys: pytest.Captur
     kinds = [json.loads(line)["kind"] for line in file.read_text().splitlines()]
     assert kinds == ["header", "batch", "summary", "batch", "summary"]
     out = capsys.readouterr().out
-    assert "1 rows with gradient checkpointing, bounded by --max-batch; a step of them ran" in out
+    assert "1 row with gradient checkpointing, limited by --max-batch; a step of them ran" in out
     with pytest.raises(UserError, match="--max-batch must be at least 1, not 0"):
         Batches(most=0)

@@ -271,7 +271,7 @@ def test_the_exit_code_names_a_broken_contract(
     arguments: list[Any] = ["bench", "--brick", "rope", "--time-limit", 0.01, "--json", file]
     assert main([str(a) for a in arguments]) == code
     out = capsys.readouterr().out
-    assert ("broken    rope: reaches" in out) == bool(code)
+    assert ("failed    rope: reaches" in out) == bool(code)
     header, line = (json.loads(text) for text in file.read_text().splitlines())
     assert header["schema"] == "wgpu-lora-bench/1"
     assert header["device"]["name"] == device.info.name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,12 +10,13 @@ from typing import Any
 
 import pytest
 from bench_helpers import CEILINGS, result
+from rich.console import Console
 
 from wgpu_lora.bench.ceiling import Ceilings
 from wgpu_lora.bench.compare import compare, warnings
 from wgpu_lora.bench.contract import Contract, brick_names, load_contract
 from wgpu_lora.bench.formula import evaluate
-from wgpu_lora.bench.report import cells, duration, plain
+from wgpu_lora.bench.report import KEY, cells, details, duration, rate, table
 from wgpu_lora.bench.results import SCHEMA, Result, Writer, read_results
 from wgpu_lora.bench.run import ceilings_broken, floor_seconds, judge
 from wgpu_lora.bench.stats import Timings, repeat, variation
@@ -170,7 +172,7 @@ def test_a_kept_contract() -> None:
 
 
 def test_a_broken_budget_says_by_how_much() -> None:
-    assert judged(budget=reached(0.2)) == ["reaches 0.2 of the fma ceiling, at least 0.25 (20% short)"]
+    assert judged(budget=reached(0.2)) == ["reaches 20% of the device's compute ceiling, at least 25% (20% short)"]
     assert judged(budget=reached(0.2), toml=TOML.replace("T >= 8", "T > 8")) == []
     assert judged("unknown", budget=reached(0.0)) == []
 
@@ -327,9 +329,27 @@ def test_what_makes_files_hard_to_compare() -> None:
 def test_how_results_read() -> None:
     assert [duration(s) for s in (2500, 1.5, 0.0123, 4.2e-6)] == ["2,500 s", "1.5 s", "12.3 ms", "4.2 us"]
     kept = result(reference={"nmse": 1e-12, "kernel": "k", "outputs": 1, "in_part": ["k"]}, clock="timestamps")
-    assert cells(kept)[1] == "1 s"
-    assert "1.0e-12*" in cells(kept)
-    broken = result(broken=["late"], extra={"host_share": 0.1234567})
-    assert cells(broken)[1] == "1 s host"
-    assert cells(broken)[-1] == "broken"
-    assert plain(broken).endswith("host_share 0.1235")
+    assert cells(kept) == ("rope", "1 s", "1%", "1 GFLOP/s", "50%", "none", "passed")
+    assert "squared error 1.0e-12 of float64's (the largest kernels in part)" in details(kept)
+    broken = result(
+        broken=["late"], extra={"host_share": 0.1234567}, budget={"of": "bandwidth", "asked": 0.02, "reached": 0.01}
+    )
+    assert cells(broken)[3:] == ("1 GB/s", "1.0%", "2.0%", "failed")
+    assert details(broken).endswith("host share 0.1235")
+    assert "the host's clock" in details(broken)
+
+
+def test_rates_have_three_digits() -> None:
+    assert [rate(v, "B/s") for v in (0.0123, 12.34, 61_234)] == ["12.3 MB/s", "12.3 GB/s", "61.2 TB/s"]
+
+
+def test_the_table_fits_80_columns() -> None:
+    names = {"seconds": 0.0123, "gflops": 1234.5, "gbs": 1234.5}
+    budget = {"of": "fma", "asked": 0.025, "reached": 0.123}
+    results = [result(name, **names, budget=budget) for name in brick_names()]
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(table(results))
+    lines = shown.getvalue().splitlines()
+    assert len(lines) == 1 + len(results)
+    assert max(len(line.rstrip()) for line in lines) <= 80
+    assert max(map(len, KEY.splitlines())) <= 80

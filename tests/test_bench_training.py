@@ -135,7 +135,7 @@ def test_too_few_steps_are_refused_before_training(device: Device, tmp_path: Pat
     recipe = tmp_path / "recipe.toml"
     data = write_rows(tmp_path / "rows.jsonl")
     recipe.write_text(f'model = "{QWEN2}"\ndata = "{data}"\nnum_train_epochs = 1\nmax_length = 16\npacking = true\n')
-    with pytest.raises(UserError, match="This training has 1 steps, of which the first 2 are warm-up"):
+    with pytest.raises(UserError, match="This training has 1 step, of which the first 2 are warm-up"):
         run_training(Work(recipe=str(recipe)), opened=device)
 
 
@@ -146,7 +146,7 @@ def test_command_writes_lines(shared: None, tmp_path: Path, capsys: pytest.Captu
     assert lines[0]["schema"] == "wgpu-lora-bench-training/1"
     assert [line["kind"] for line in lines] == ["header", "run", "summary"]
     out = capsys.readouterr().out
-    assert "shape mini, 1 layers" in out
+    assert "shape mini, 1 layer;" in out
     assert "one run" in out
     with pytest.raises(UserError, match=r"The result file /nowhere/x\.json cannot be written"):
         bench_training.training(work, 1, "/nowhere/x.json")

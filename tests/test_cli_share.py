@@ -60,8 +60,8 @@ def test_status(run: Run, ledger: Ledger) -> None:
     assert [(e["id"], e["alive"]) for e in device["leases"]] == [(holder.id, True), (dead.id, False)]
     assert [e["id"] for e in device["queue"]] == [waiter.id]
     out = run("status")
-    for words in (("holds", "6", "holder"), ("dead", "7", "died"), ("waits", "8", "waiter")):
-        assert any(all(word in row.split() for word in words) for row in out.splitlines()), out
+    for words in (("in use", "6", "holder"), ("ended", "7", "died"), ("waiting", "8", "waiter")):
+        assert any(all(word in row for word in words) for row in out.splitlines()), out
     assert len(ledger.read()) == 3  # looking changes nothing
 
 
@@ -128,7 +128,7 @@ def test_repair(run: Run, ledger: Ledger) -> None:
     with pytest.raises(UserError), take(ledger, 1, 10, "next"):
         pass
     said = run("repair")
-    assert "kept 1 entries" in said
+    assert "kept 1 entry;" in said
     assert f"{ledger.path.name}.damaged-1" in said
     assert ledger.read() == [living]
     assert "no ledger is damaged" in run("repair")

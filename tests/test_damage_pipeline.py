@@ -93,7 +93,7 @@ def test_what_is_whole_is_offered(model: LoadedModel, run: Path) -> None:
     assert (run / "b" / "epoch-1").is_dir()
     (run / "b" / "last" / WEIGHTS).unlink()
     offer = f"{run / 'b' / 'epoch-1'}, which is whole"
-    refused(model, run, "adapter_model.safetensors is missing", offer, "--init-adapter")
+    refused(model, run, "adapter_model.safetensors is missing", offer, "init_adapter")
 
 
 def test_a_checkpoint_of_another_adapter(model: LoadedModel, run: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from wgpu_lora.bench.training import Work, _prepared
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.length import fit_rows
 
 POSITIONS = 128  # of the models among the fixtures
@@ -61,6 +64,18 @@ def test_a_pipeline_and_a_benchmark_fit_their_model(device: Device, tmp_path: Pa
     recipe = tmp_path / "r.toml"
     recipe.write_text(f'model = "{QWEN2}"\ndata = "{data}"\n')
     assert _prepared(Work(str(recipe)), tmp_path, device)[0].max_length == POSITIONS
+
+
+@pytest.mark.parametrize("on_overflow", ["truncate", "drop"])
+def test_a_plan_of_shorter_rows_is_that_of_the_run(tmp_path: Path, on_overflow: str) -> None:
+    """What the advice for little memory says of a smaller --max-length, to the byte."""
+    data, model = write_rows(tmp_path / "rows.jsonl"), wgpu_lora.load(QWEN2)
+    args = TrainingArguments(model=QWEN2, data=str(data), eval_data=str(data), on_overflow=on_overflow, lora_r=2)
+    least = {"per_device_train_batch_size": 1, "max_length": 8}
+    planned = prepare_job(args, model, planning=True).replan(least)
+    assert planned == prepare_job(replace(args, **least), model, planning=True).session.memory().peak
+    with pytest.raises(UserError, match=r"^max_length=2 leaves no row"):
+        prepare_job(replace(args, on_overflow="drop"), model, planning=True).replan({"max_length": 2})
 
 
 @pytest.mark.parametrize(

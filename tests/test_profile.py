@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from cli_helpers import QWEN2
 from wgpu_lora.bench.profile import Piece, Profile, profile_step, write_trace
 from wgpu_lora.bench.step import TrainingStep, chosen_model
 from wgpu_lora.cli import main
+from wgpu_lora.cli.profile import _rest, _summary
 from wgpu_lora.formats.checkpoint import Checkpoint
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models import shapes
@@ -48,16 +50,41 @@ def made_up() -> Profile:
     return Profile("timestamps", 1, step_seconds=1.0, device_seconds=0.9, pieces=pieces)
 
 
-def test_shares_are_of_the_whole_step():
+def test_shares_are_of_all_kernels():
     profile = made_up()
     assert profile.attributed_share == pytest.approx(0.85)
     assert profile.host_share == pytest.approx(0.1)
     product, norm = profile.groups()
     assert (product.kernel, product.shape, product.calls) == ("product", None, 2)
-    assert product.share == pytest.approx(0.75)
+    assert product.share == pytest.approx(0.75 / 0.85)
     assert product.gflops == pytest.approx(4.0)
     assert norm.gflops is None
-    assert sum(group.share for group in profile.groups()) == pytest.approx(profile.attributed_share)
+    assert sum(group.share for group in profile.groups()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "100 ms, 10.0% of the step"),
+        ({"device_seconds": 1.05}, "too little to measure"),  # three measurements: one need not fit into another
+        ({"step_spread": 0.2}, "too little to measure"),
+        ({"clock": "host"}, "not known"),  # it counts waiting as computing
+    ],
+)
+def test_what_cannot_be_told_is_not_a_figure(changes: dict[str, Any], said: str):
+    profile = replace(made_up(), **changes)
+    assert _rest(profile).startswith(said)
+    assert (profile.host_share is None) == bool(changes)
+    assert profile.as_dict()["host_share"] == profile.host_share
+
+
+def test_kernels_alone_may_take_longer_than_their_step(capsys: pytest.CaptureFixture[str]):
+    profile = replace(made_up(), step_seconds=0.5, trained=30, tokens=32)
+    assert profile.attributed_share is None
+    _summary(profile)
+    out = capsys.readouterr().out
+    assert "60 trained, 64 processed tokens/s" in out
+    assert "together in a step they take less" in out
 
 
 def test_grouping_by_shape_keeps_shapes_apart():
@@ -167,7 +194,8 @@ def test_command_prints_a_table(run: Any, mini: str):
     assert code == 0
     assert "nf4_matmul_backward" in out
     assert "m 32, n 64, k 64" in out
-    assert "of the step, by " in out
+    assert "each call timed alone by " in out
+    assert " processed tokens/s" in out
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ from wgpu_lora.proof.checks.training import losses_fall, training_beside_evaluat
 from wgpu_lora.proof.children import Child
 from wgpu_lora.proof.commands import compiler_in
 from wgpu_lora.proof.cuda import classify, cuda_packages, imported, required
-from wgpu_lora.proof.curve import draw_curve
 from wgpu_lora.proof.finding import NotRun
+from wgpu_lora.proof.report import loss_chart
 from wgpu_lora.proof.training import Evaluated, Training, _meanwhile
 from wgpu_lora.proof.watch import Watcher
 from wgpu_lora.proof.witness import Witness
@@ -302,8 +302,7 @@ def test_answers(tmp_path: Path) -> None:
 
 
 def test_the_curve_takes_what_it_gets() -> None:
-    curve = draw_curve([2.0, "nan", 1.0], [(0, 2.2), (3, "inf")])
-    assert len(curve.points.split()) == 2
-    assert [step for _, _, step, _ in curve.heldout] == [0]
-    assert curve.y_ticks[-1][1] == "2.5"
-    assert draw_curve([0.0], []).points
+    train, held = loss_chart([2.0, "nan", 1.0], [(0, 2.2), (3, "inf")]).lines
+    assert train.path.count("L") == 1
+    assert [said for _, _, said in held.dots] == ["held out: 2.2 (optimizer step 0)"]
+    assert loss_chart([0.0], []).lines[0].dots

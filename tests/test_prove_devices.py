@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from wgpu_lora.proof.checks.devices import devices_compute
 from wgpu_lora.proof.context import Proof
 from wgpu_lora.proof.finding import Finding
 from wgpu_lora.proof.jobs.devices import by_default
-from wgpu_lora.proof.run import Check, Result, on_devices
+from wgpu_lora.proof.run import LEFT_OUT, Check, Result, on_devices
 from wgpu_lora.train.arguments import TrainingArguments
 
 
@@ -54,6 +55,17 @@ def test_a_verdict_names_what_it_was_proven_on() -> None:
     assert on_devices({}) == ""
     checks = [Check(n, "x", 0.0, Finding("passed", "")) for n in range(1, 10)]
     assert Result(checks, Path(), "1 discrete device (H)").verdict.endswith("without CUDA, on 1 discrete device (H).")
+    left = [replace(check, finding=Finding("not run", LEFT_OUT)) for check in checks[2:]]
+    partly = Result([*checks[:2], *left], Path(), "1 discrete device (H)")
+    assert (partly.outcome, partly.code) == ("open", 0)
+    assert partly.verdict == (
+        "Partly checked: 2 of 9 checks passed on 1 discrete device (H); left out by --only: 3, 4, 5, 6, 7, 8, 9."
+    )
+    failed = Result([replace(checks[0], finding=Finding("failed", "")), checks[1], *left], Path())
+    assert (failed.outcome, failed.code) == ("refuted", 1)
+    assert failed.verdict.startswith("Not proven: 1 of 9 checks passed; failed: 1; left out by --only: 3, ")
+    unable = Result([*checks[:8], replace(checks[8], finding=Finding("not run", "no device"))], Path())
+    assert (unable.outcome, unable.verdict) == ("open", "Not proven: 8 of 9 checks passed; not run: 9.")
     short = Result(checks, Path(), "1 software device (S)", "--require-discrete 1 is not met: 0 discrete GPUs are used")
     assert (short.proven, short.code) == (False, 1)
     assert "passed on 1 software device (S); --require-discrete 1 is not met" in short.verdict

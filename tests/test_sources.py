@@ -46,7 +46,7 @@ def written(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
     else:
         text.writelines(json.dumps(row) + "\n" for row in rows)
     data = text.getvalue().encode()
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
     return path
 
 
@@ -251,8 +251,8 @@ def test_what_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         (b"PK\x03\x04...", "zip archive or an Excel workbook"),
         (b"\x28\xb5\x2f\xfd...", "zstd"),
         (b"Once upon a time", "is not a file of rows"),
-        (gzip.compress(b'{"text": "a"}\n' * 9)[:-9], "cannot be decompressed"),
-        (gzip.compress(b" " * (MIN_GROWN + 9)), "holds more than 200 times its own size"),
+        (gzip.compress(b'{"text": "a"}\n' * 9, mtime=0)[:-9], "cannot be decompressed"),
+        (gzip.compress(b" " * (MIN_GROWN + 9), mtime=0), "holds more than 200 times its own size"),
     ],
 )
 def test_files_of_other_kinds(tmp_path: Path, data: bytes, words: str) -> None:
@@ -279,7 +279,7 @@ def test_files_beside_the_training_file(tmp_path: Path) -> None:
     train = written(tmp_path / "train.jsonl")
     assert found(train) == found(tmp_path) == ("train.jsonl", None, ())
     written(tmp_path / "test.csv")
-    unused = "{} beside train.jsonl {} not used; --eval-data names another file to hold out"
+    unused = "{} beside train.jsonl {} not used; eval_data names rows to hold out"
     assert found(tmp_path) == ("train.jsonl", None, (unused.format("test.csv", "is"),))
     for name in ("dev.jsonl", "val.parquet", "val.json", "validation.jsonl", "train.csv"):
         written(tmp_path / name)
@@ -349,7 +349,7 @@ def test_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     source, _ = training_data("some-one/some-rows")
     assert "some-one/some-rows (all): the columns are 'question', 'completion', 'picture', but" in refused(source)
     hub.answer = {"a": table, "b": table}
-    with pytest.raises(UserError, match="has no split 'train' but a and b: choose one with --split"):
+    with pytest.raises(UserError, match="has no split 'train' but a and b: choose one with split"):
         training_data("some-one/some-rows")
     with pytest.raises(UserError, match=r"give them again, as data=\[\.\.\.\]"):
         training_data("rows from Python")
@@ -357,8 +357,8 @@ def test_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (ConnectionError("Couldn't reach 'x' on the Hub (OfflineModeIsEnabled)"), "HF_HUB_OFFLINE is set"),
         (ConnectionError("Couldn't reach 'x' on the Hub (LocalEntryNotFoundError)"), "cannot be reached"),
         (type("DatasetNotFoundError", (FileNotFoundError,), {})("x"), "neither a file or folder here nor a data set"),
-        (ValueError("Config name is missing: ['a']\nExample of usage:\nx"), r"\['a'\]\): name a .*--dataset-config"),
-        (ValueError('Unknown split "b". Should be one of [\'a\'].'), r"\['a'\]\): name one of these with --split"),
+        (ValueError("Config name is missing: ['a']\nExample of usage:\nx"), r"\['a'\]\): name a .*dataset_config"),
+        (ValueError('Unknown split "b". Should be one of [\'a\'].'), r"\['a'\]\): name one of these with split"),
         (RuntimeError("odd\nthings"), r"cannot be read \(odd things\)"),
     ):  # fmt: skip
         hub.answer = error
@@ -495,7 +495,7 @@ def test_bad_rows_are_told_together_or_set_aside(tmp_path: Path) -> None:
     lines = ['{"text": "a"}', *bad, '{"text": "b"}']
     path.write_text("\n".join(lines))
     told = refused(path).split("\n  ")
-    assert told[0] == f"{path} has 5 rows that cannot be used; mend them, or set them aside with --skip-bad-rows:"
+    assert told[0] == f"{path} has 5 rows that cannot be used; mend them, or set them aside with skip_bad_rows:"
     assert [line.split(":")[0] for line in told[1:]] == [f"line {i}" for i in range(2, 7)]
     path.write_text("\n".join([*lines, *['{"text": 2}'] * 200]))
     told = refused(path).split("\n  ")

@@ -72,9 +72,9 @@ SENTENCES: tuple[tuple[str, str], ...] = (
         "val_batches test_batches max_eval_samples eval_max_samples",
     ),
     (
-        "does not exist here: rows of a file of their own are held out, which {eval_data} names",
-        "val_set_size val_size test_size validation_split eval_split validation_split_percentage "
-        "dataset_test_split val_split",
+        "does not exist here: {eval_data} names a file of rows that are held out, {eval_split=SPLIT} a split of a data "
+        "set, such as 'train[90%:]'",
+        "val_set_size val_size test_size validation_split validation_split_percentage val_split",
     ),
     (
         "does not exist here: cut the file, such as with 'head -n 1000'",

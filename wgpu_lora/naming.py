@@ -30,7 +30,8 @@ def _dashed(name: str) -> str:
 def _dashed_setting(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return _dashed(name if value else f"no_{name}")
-    return f"{_dashed(name)} {value}"
+    short = f"{value:g}" if isinstance(value, float) else ""
+    return f"{_dashed(name)} {short if short and float(short) == value else value}"
 
 
 PYTHON = Naming(lambda name: name, lambda name, value: f"{name}={value!r}")

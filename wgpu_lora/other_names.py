@@ -36,6 +36,9 @@ ALIASES: dict[tuple[str, ...], str] = {
     "pretrained_model_name_or_path hf_path",
     ("data",): "dataset dataset_name dataset_path dataset_name_or_path train_file train_data train_dataset data_path "
     "data_dir data_files train_path",
+    ("split",): "dataset_split dataset_train_split train_split",
+    ("eval_split",): "dataset_test_split dataset_eval_split test_split",
+    ("dataset_config",): "dataset_config_name dataset_subset",
     ("eval_data",): "eval_dataset validation_file valid_file eval_file val_file val_data valid_data eval_path "
     "validation_data val_dataset",
     ("adapter", "output"): "adapter_path",

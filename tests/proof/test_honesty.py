@@ -91,8 +91,8 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Finding:
 
 def facts_of(six: Finding) -> dict[str, Any]:
     checks = [Check(n, "x", 0.0, six if n == 6 else Finding("passed", "")).as_dict() for n in range(1, 10)]
-    return {"checks": checks, "proven": True, "verdict": "", "date": "", "platform": "", "seconds": 1.0, "devices": [],
-            "used": [], "used_on": "", "require_discrete": 0, "recipe": {"path": ""},
+    return {"checks": checks, "proven": True, "outcome": "", "verdict": "", "date": "", "platform": "", "seconds": 1.0,
+            "devices": [], "used": [], "used_on": "", "require_discrete": 0, "recipe": {"path": ""},
             "commit": None, "wgpu_native": None, "versions": {}}  # fmt: skip
 
 

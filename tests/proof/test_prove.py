@@ -135,6 +135,7 @@ def test_a_preloaded_cuda_library_is_found_though_it_does_nothing(tmp_path: Path
     assert "libcudart.so.12" in checks[6]["reason"]
     assert checks[1]["status"] == "passed"
     assert checks[2]["reason"] == "left out by --only"
+    assert json.loads((tmp_path / "proof/proof.json").read_text())["outcome"] == "refuted"
 
 
 @pytest.mark.slow

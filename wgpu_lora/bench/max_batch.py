@@ -17,6 +17,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.words import counted
 
 SCHEMA = "wgpu-lora-bench-max-batch/1"
 SECONDS = 600.0  # of running batches, in each way
@@ -174,7 +175,7 @@ class Confirmed:
             rows, left = ahead[0], batches.seconds - (time.perf_counter() - begin)
             expected = rows / low * ran[low]["step_seconds"] if low else 0.0
             if ran and expected > left:
-                about = f"a step of {rows:,} rows would take about {expected:,.0f} s"
+                about = f"a step of {counted(rows, 'row')} would take about {expected:,.0f} s"
                 late = f"{about}, and {max(left, 0):,.0f} s of --time-limit {batches.seconds:g} were left"
                 return cls(low, list(ran.values()), refusal, late)
             try:

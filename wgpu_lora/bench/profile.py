@@ -17,6 +17,7 @@ from wgpu_lora.gpu.program import Dispatch, Program
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.train.arguments import TrainingArguments, from_values
 from wgpu_lora.train.output import RUN
+from wgpu_lora.words import counted
 
 SCHEMA = "wgpu-lora-profile/1"
 MICROSECONDS = 1e6
@@ -36,7 +37,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Group:
-    """Dispatches of one kernel, or of one kernel at one shape. share: of the whole step's seconds."""
+    """Dispatches of one kernel, or of one kernel at one shape. share: of the seconds of all kernels."""
 
     kernel: str
     shape: str | None
@@ -50,10 +51,15 @@ class Group:
 class Profile:
     """A step's time, seen three ways, each a mean over rounds that take turns: means of parts add up.
 
+    They are three measurements, on a machine that is never quite as fast twice, so one need not fit into another: what
+    follows from two of them is None where it cannot be told from that.
+
     Attributes:
-        step_seconds: the whole step as it is trained: upload, dispatches, reading back.
+        step_seconds: the whole step as it is trained: upload, dispatches, reading back. step_spread: the standard
+            deviation between rounds, 0 of one round.
         device_seconds: its compute passes as they are trained, by the device's own clock where `clock` says so.
         pieces: every dispatch in a pass of its own, which may cost a little more than a dispatch among others.
+        trained, tokens: tokens of the step that have a loss, and all that are processed.
     """
 
     clock: str
@@ -61,20 +67,28 @@ class Profile:
     step_seconds: float
     device_seconds: float
     pieces: list[Piece]
+    step_spread: float = 0.0
+    trained: int = 0
+    tokens: int = 0
 
     @property
     def attributed_seconds(self) -> float:
         return sum(piece.seconds for piece in self.pieces)
 
     @property
-    def attributed_share(self) -> float:
-        """Of the step's time, what the kernels account for; over 1 where passes of their own cost more."""
-        return self.attributed_seconds / self.step_seconds
+    def attributed_share(self) -> float | None:
+        """Of the step's time, what the kernels account for; None where by themselves they take longer than the step."""
+        share = self.attributed_seconds / self.step_seconds
+        return share if share <= 1 else None
 
     @property
-    def host_share(self) -> float:
-        """Of the step's time, when the device had nothing to do."""
-        return 1 - self.device_seconds / self.step_seconds
+    def host_share(self) -> float | None:
+        """Of the step's time, when the device had nothing to do; None where the host's clock counts waiting as the
+        device's, or where it is less than steps vary."""
+        idle = self.step_seconds - self.device_seconds
+        if self.clock == "host" or idle < self.step_spread or idle < 0:
+            return None
+        return idle / self.step_seconds
 
     def groups(self, by_shape: bool = False) -> list[Group]:
         """The dispatches by kernel, the most expensive first."""
@@ -89,13 +103,17 @@ class Profile:
         counted = [piece.operations for piece in pieces if piece.operations is not None]
         known = len(counted) == len(pieces) and seconds > 0
         gflops = sum(counted) / seconds / 1e9 if known else None
-        return Group(kernel, shape, len(pieces), seconds, seconds / self.step_seconds, gflops)
+        share = seconds / self.attributed_seconds if seconds else 0.0
+        return Group(kernel, shape, len(pieces), seconds, share, gflops)
 
     def as_dict(self, by_shape: bool = False) -> dict[str, Any]:
         return {
             "clock": self.clock,
             "rounds": self.rounds,
             "step_seconds": self.step_seconds,
+            "step_spread": self.step_spread,
+            "tokens_per_second": self.trained / self.step_seconds,
+            "processed_tokens_per_second": self.tokens / self.step_seconds,
             "device_seconds": self.device_seconds,
             "attributed_seconds": self.attributed_seconds,
             "attributed_share": self.attributed_share,
@@ -128,7 +146,8 @@ class TrainedAs:
 
 def described(work: Mapping[str, Any]) -> str:
     """What was profiled, from a profile's `work`, in a line."""
-    layers = f"{work['layers']} layers" if work["whole"] else f"its first {work['layers']} layers alone"
+    count = work["layers"]
+    layers = counted(count, "layer") if work["whole"] else f"its first {counted(count, 'layer')} alone"
     checkpointing = ", gradient checkpointing" if work["gradient_checkpointing"] else ""
     batch, on = f"{work['batch']} x {work['tokens']} tokens", work["target_modules"]
     return f"{work['model']}, {layers} in {work['base_dtype']}, {batch}, rank {work['rank']} on {on}{checkpointing}"
@@ -154,7 +173,10 @@ def profile_step(step: TrainingStep, rounds: int = 5) -> Profile:
         timer.free()
     dispatches = [(p, dispatch) for p in programs for dispatch in p.dispatches]
     pieces = [_piece(p, d, statistics.fmean(s)) for (p, d), s in zip(dispatches, zip(*each, strict=True), strict=True)]
-    return Profile(timer.clock, rounds, statistics.fmean(whole), statistics.fmean(device), pieces)
+    step_seconds, spread = statistics.fmean(whole), statistics.stdev(whole) if rounds > 1 else 0.0
+    device_seconds = statistics.fmean(device)
+    tokens = step.rows * step.tokens
+    return Profile(timer.clock, rounds, step_seconds, device_seconds, pieces, spread, step.trained, tokens)
 
 
 def _piece(program: Program, dispatch: Dispatch, seconds: float) -> Piece:

@@ -7,9 +7,23 @@ from typing import Any
 from wgpu_lora.bench.ceiling import Ceilings
 from wgpu_lora.bench.compare import Comparison
 from wgpu_lora.bench.results import BROKEN, HOLDS, NOISY, Result
+from wgpu_lora.words import counted
 
-COLUMNS = ("brick", "median", "p20 to p80", "CV", "runs", "GFLOP/s", "GB/s", "of floor", "budget", "NMSE", "contract")
+COLUMNS = ("brick", "time", "spread", "rate", "of ceiling", "limit", "verdict")
+KEY = """\
+time: the median of the runs. spread: their standard deviation over the mean.
+of ceiling: how much the work reaches of what this device can do at best, as
+measured above. limit: the least of it that passes, where there is one.
+noisy: the times vary too much to tell."""
+VERDICTS = {HOLDS: "passed", NOISY: "noisy", BROKEN: "failed"}  # of a result -> as people know them
 STYLES = {HOLDS: None, NOISY: "yellow", BROKEN: "red"}
+WHICH = {
+    "fma": "compute",
+    "bandwidth": "memory",
+    "decode_fma": "decoding",
+    "floor": "compute or memory",
+    "lower": "decoding or memory",
+}
 
 
 def duration(seconds: float) -> str:
@@ -22,56 +36,70 @@ def duration(seconds: float) -> str:
 
 def cells(result: Result) -> tuple[str, ...]:
     """One for each of COLUMNS."""
-    budget, reference = result.budget, result.reference
-    asked = "" if budget["asked"] is None else f" (>= {budget['asked']:g})"
-    of = "" if budget["of"] == "floor" else f" {budget['of']}"
-    note = "*" if reference and reference["in_part"] else ""
+    asked = result.budget["asked"]
+    of_memory = result.budget["of"] == "bandwidth"
     return (
         result.label,
-        duration(result.seconds) + ("" if result.clock == "timestamps" else " host"),
-        f"{duration(result.p20)} to {duration(result.p80)}",
-        f"{result.cv:.1%}",
-        str(result.iterations),
-        f"{result.gflops:.3g}",
-        f"{result.gbs:.3g}",
-        f"{result.share_of_floor:.2f}",
-        f"{budget['reached']:.2f}{of}{asked}",
-        f"{reference['nmse']:.1e}{note}" if reference else "none",
-        f"{BROKEN}, {NOISY}" if result.broken and result.noisy else result.verdict,
+        duration(result.seconds),
+        f"{result.cv:.0%}",
+        rate(result.gbs, "B/s") if of_memory else rate(result.gflops, "FLOP/s"),
+        share(result.budget["reached"]),
+        "none" if asked is None else share(asked),
+        VERDICTS[result.verdict],
     )
+
+
+def rate(billions: float, unit: str) -> str:
+    """Three digits and a unit: 12.3 GB/s."""
+    for prefix, factor in (("T", 1e3), ("G", 1.0)):
+        if billions >= factor:
+            return f"{billions / factor:.3g} {prefix}{unit}"
+    return f"{billions * 1e3:.3g} M{unit}"
+
+
+def share(value: float) -> str:
+    """Per cent, with a digit more where there would be one alone."""
+    return f"{value:.0%}" if value >= 0.1 else f"{value:.1%}"
 
 
 def noise_text(result: Result) -> str:
     """Why it is noisy."""
-    asked = f"its contract asks for less than {result.cv_asked:.0%}"
-    return f"its {result.iterations} timings vary by {result.cv:.1%}, {asked}"
+    return f"its {counted(result.iterations, 'timing')} vary by {result.cv:.1%}, and count below {result.cv_asked:.0%}"
+
+
+def details(result: Result) -> str:
+    """What the table has no room for: which clock, how far from the reference, and a brick's own figures."""
+    said = [
+        counted(result.iterations, "run"),
+        "the device's clock" if result.clock == "timestamps" else "the host's clock",
+    ]
+    said.append(f"from {duration(result.p20)} to {duration(result.p80)} in the middle 60%")
+    if result.reference:
+        part = " (the largest kernels in part)" if result.reference["in_part"] else ""
+        said.append(f"squared error {result.reference['nmse']:.1e} of float64's{part}")
+    said += [f"{name.replace('_', ' ')} {value:,.4g}" for name, value in result.extra.items()]
+    return f"{result.label}: {', '.join(said)}"
 
 
 def table(results: list[Result]) -> Any:
+    """Within 80 columns."""
     from rich.table import Table
 
     made = Table(box=None, pad_edge=False)
     for column in COLUMNS:
-        made.add_column(column, justify="left" if column in ("brick", "contract", "budget") else "right")
+        left = column in ("brick", "verdict")
+        made.add_column(column, justify="left" if left else "right", overflow="fold", no_wrap=not left)
     for result in results:
         made.add_row(*cells(result), style=STYLES[result.verdict])
     return made
 
 
-def plain(result: Result) -> str:
-    """One line."""
-    named = zip(COLUMNS[1:], cells(result)[1:], strict=True)
-    extra = (f"{name} {value:.4g}" for name, value in result.extra.items())
-    return ", ".join([result.label, *(f"{name} {value}" for name, value in named), *extra])
-
-
-def ceiling_text(ceilings: Ceilings) -> str:
-    """One line."""
-    beside = f" (NumPy's matmul {ceilings.numpy_gflops:.4g})" if ceilings.numpy_gflops else ""
-    return (
-        f"FMA {ceilings.fma_gflops:.4g} GFLOP/s{beside}, streaming {ceilings.bandwidth_gbs:.3g} GB/s, "
-        f"NF4 decoding and FMA {ceilings.decode_fma_gflops:.4g} GFLOP/s, dispatch {duration(ceilings.dispatch_seconds)}"
-    )
+def ceiling_lines(ceilings: Ceilings) -> list[str]:
+    beside = f" (NumPy's matmul: {ceilings.numpy_gflops:.4g})" if ceilings.numpy_gflops else ""
+    return [
+        f"compute {ceilings.fma_gflops:.4g} GFLOP/s{beside}, decoding NF4 {ceilings.decode_fma_gflops:.4g} GFLOP/s",
+        f"memory {ceilings.bandwidth_gbs:.3g} GB/s, starting a kernel {duration(ceilings.dispatch_seconds)}",
+    ]
 
 
 def comparison_cells(c: Comparison) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from wgpu_lora.bench.ceiling import Ceilings
 from wgpu_lora.bench.check import Checked
 from wgpu_lora.bench.contract import Bound, Contract, load_contract
 from wgpu_lora.bench.header import header
+from wgpu_lora.bench.report import WHICH, share
 from wgpu_lora.bench.results import SCHEMA, Header, Result, options_of
 from wgpu_lora.bench.stats import Timings, repeat
 from wgpu_lora.bench.step import largest
@@ -25,7 +26,7 @@ from wgpu_lora.bench.workloads import WORKLOADS
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.tuner import Tuner
 from wgpu_lora.share import budget_bytes, claim
-from wgpu_lora.train.memory import readable
+from wgpu_lora.train.memory import both
 
 NUMPY_SHARE = 0.9  # of NumPy's matmul that FMA chains on the same cores must reach, or they are no ceiling
 Progress = Callable[[str, str], None]
@@ -146,7 +147,8 @@ def judge(contract: Contract, result: Result, names: dict[str, float], device_cl
     result.budget["asked"] = asked
     if asked is not None and reached < asked:
         short = f"{1 - reached / asked:.0%} short"
-        broken.append(f"reaches {reached:.3g} of the {contract.budget.of} ceiling, at least {asked:g} ({short})")
+        ceiling = f"the device's {WHICH[contract.budget.of]} ceiling"
+        broken.append(f"reaches {share(reached)} of {ceiling}, at least {share(asked)} ({short})")
     figures = {**result.extra, "seconds": result.seconds, "gflops": result.gflops, "gbs": result.gbs}
     for bound in contract.bounds:
         if bound.device in (None, device_class) and contract.applies(bound.when, names):
@@ -193,8 +195,8 @@ def check_fit(context: Context, name: str, available: int | None = None) -> None
                 fits = largest(partial(_fits, context, name, index, room), context.config.num_hidden_layers - 1)
                 advice = f"it fits with --layers {fits}" if fits else "choose a smaller --shape or fewer --tokens"
                 raise UserError(
-                    f"The brick {name} of {context.name} needs {readable(need)} ({need:,} bytes) of device memory, but "
-                    f"{readable(room)} ({room:,} bytes) are available: {advice}."
+                    f"The brick {name} of {context.name} needs {both(need)} of device memory, but "
+                    f"{both(room)} are available: {advice}."
                 )
 
 

@@ -22,9 +22,10 @@ from wgpu_lora.models.synthetic import synthetic_model
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.initial import initial_matrices
-from wgpu_lora.train.memory import check_adapters, readable
+from wgpu_lora.train.memory import both, check_adapters
 from wgpu_lora.train.optimizer import SlotUpdate
 from wgpu_lora.train.session import Session
+from wgpu_lora.words import counted
 
 WARMUP = 2  # steps that compile, and find where to split submits
 LEARNING_RATE = 1e-4
@@ -153,9 +154,8 @@ def check_fits(model: LoadedModel, needs: Callable[[LoadedModel], int], limit: i
         return
     most = largest(lambda count: needs(cut_model(model, count)) <= available, layers - 1)
     advice = f"--layers {most} would fit" if most else "not even one layer would fit, so use fewer tokens"
-    raise UserError(
-        f"{model.name} with {layers} layers needs {_both(need)}, but {_both(available)} are available: {advice}."
-    )
+    whole = f"{model.name} with {counted(layers, 'layer')}"
+    raise UserError(f"{whole} needs {both(need)}, but {both(available)} are available: {advice}.")
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
@@ -177,7 +177,3 @@ def largest(fits: Callable[[int], bool], most: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if possible(middle) else (low, middle)
     return low
-
-
-def _both(nbytes: int) -> str:
-    return f"{readable(nbytes)} ({nbytes:,} bytes)"

@@ -25,6 +25,7 @@ from wgpu_lora.train.arguments import TrainingArguments, gather
 from wgpu_lora.train.finetune import Job, prepare_job, with_demo_data
 from wgpu_lora.train.length import fit_length
 from wgpu_lora.train.progress import StepResult
+from wgpu_lora.words import counted
 
 SCHEMA = "wgpu-lora-bench-training/1"
 # Of a shape's training, where nothing else is said.
@@ -99,8 +100,8 @@ def run_training(
                 steps = job.run.stream.total_steps()
                 if steps <= WARMUP:
                     raise UserError(
-                        f"This training has {steps} steps, of which the first {WARMUP} are warm-up: give --max-steps "
-                        f"{WARMUP + 1} or more."
+                        f"This training has {counted(steps, 'step')}, of which the first {WARMUP} are warm-up: "
+                        f"give --max-steps {WARMUP + 1} or more."
                     )
                 # Of the whole training, which --max-steps may have cut short here.
                 rows, epochs = len(job.run.stream.prepared.rows), job.run.args.num_train_epochs
@@ -223,8 +224,8 @@ def timed(job: Job) -> Record:
         raise KeyboardInterrupt
     if len(watch.seconds) <= WARMUP:
         raise UserError(
-            f"The training ended ({facts['stop_reason']}) after {len(watch.seconds)} steps, but the first {WARMUP} "
-            "are warm-up: there is nothing to time."
+            f"The training ended ({facts['stop_reason']}) after {counted(len(watch.seconds), 'step')}, but the first "
+            f"{WARMUP} are warm-up: there is nothing to time."
         )
     steps = watch.seconds[WARMUP:]
     spent = sum(steps)

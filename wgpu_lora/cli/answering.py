@@ -14,12 +14,14 @@ System = Annotated[str | None, typer.Option(help="System message of the chat tem
 EnableThinking = Annotated[
     bool | None, typer.Option(help="Passed to the chat template; what the adapter was trained with.")
 ]
-MaxNewTokens = Annotated[int, typer.Option(help="Tokens of an answer at most.")]
-Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token; higher is more varied.")]
-TopP = Annotated[float, typer.Option(help="Only the likeliest tokens up to this sum; 1 keeps all.")]
-TopK = Annotated[int, typer.Option(help="Only this many of the likeliest tokens; 0 keeps all.")]
-MinP = Annotated[float, typer.Option(help="Only tokens at least this share as likely as the likeliest; 0 keeps all.")]
-RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 makes tokens that have occurred less likely.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Tokens of an answer at most. [x>=1]")]
+Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token; higher is more varied. [x>=0]")]
+TopP = Annotated[float, typer.Option(help="Only the likeliest tokens up to this sum; 1 keeps all. [0<x<=1]")]
+TopK = Annotated[int, typer.Option(help="Only this many of the likeliest tokens; 0 keeps all. [x>=0]")]
+MinP = Annotated[
+    float, typer.Option(help="Only tokens at least this share as likely as the likeliest; 0 keeps all. [0<=x<=1]")
+]
+RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 makes tokens that have occurred less likely. [x>0]")]
 Stop = Annotated[
     list[str] | None,
     typer.Option(help="Text that ends an answer, which is cut off before it; may be given several times."),

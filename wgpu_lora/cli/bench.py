@@ -93,9 +93,8 @@ def bench(
 ) -> int:
     """Measure bricks: pieces of training and serving with a performance contract.
 
-    First the device's own ceilings, then for each brick correctness against float64 references, then time. The exit
-    code is 1 where a contract is broken. A brick whose timings never came to agree as its contract asks is 'noisy': it
-    does not hold, and alone changes no exit code.
+    First the device's own ceilings, then for each brick correctness against float64 references, then time. A brick
+    passes, or fails, which makes the exit code 1, or is 'noisy': its timings never came to agree, so they show nothing.
     """
     check_mode(ctx)
     if time_limit is not None and not 0 < time_limit < math.inf:
@@ -144,8 +143,8 @@ def _context(selector: str | None, shape: str | None, model: str | None, layers:
 
 def _measure(context: Any, names: list[str], time_limit: float | None, file: str | None) -> int:
     from wgpu_lora.bench.ceiling import measure_ceilings
-    from wgpu_lora.bench.report import ceiling_text, noise_text, plain, table
-    from wgpu_lora.bench.results import Writer, options_of
+    from wgpu_lora.bench.report import KEY, VERDICTS, ceiling_lines, details, noise_text, table
+    from wgpu_lora.bench.results import BROKEN, Writer, options_of
     from wgpu_lora.bench.run import ceilings_broken, check_fit, header_of, run_bricks
 
     for name in names:
@@ -153,14 +152,16 @@ def _measure(context: Any, names: list[str], time_limit: float | None, file: str
     writer = Writer(file) if file else None
     info, options = context.device.info, options_of(context)
     line("device", f"{info.name} ({info.driver})")
-    line("model", ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in options.items()))
+    tuned = "tuned" if options.pop("tuned") else "not tuned"
+    line("model", ", ".join([*(f"{name.replace('_', ' ')} {value}" for name, value in options.items()), tuned]))
     results: list[Any] = []
     with Bar("ceilings", len(names) + 1) as bar:
         bar.advance(to=0)
         if not is_terminal(sys.stdout):
             line("measuring", "the device's ceilings first, then each brick")
         ceilings = measure_ceilings(context.device)
-        line("ceilings", ceiling_text(ceilings))
+        for label, text in zip(("ceilings", ""), ceiling_lines(ceilings), strict=True):
+            line(label, text)
         if writer:
             writer.write(header_of(context, ceilings))
         begun: dict[str, None] = {}
@@ -174,17 +175,19 @@ def _measure(context: Any, names: list[str], time_limit: float | None, file: str
             if writer:
                 writer.write(result.record())
             if not is_terminal(sys.stdout):
-                print(plain(result), flush=True)
+                line("measured", details(result))
     if is_terminal(sys.stdout):
-        console().print(table(results))
-    if any(r.reference and r.reference["in_part"] for r in results):
-        line("*", "of the largest kernels a part was compared with the reference: the whole would take too long")
+        for result in results:  # after the bar, which they would tear
+            line("measured", details(result))
+    console().print()
+    console().print(table(results))
+    console().print(f"\n{KEY}\n", style="dim")
     for r in results:
         if r.noisy:
             line("noisy", f"{r.label}: {noise_text(r)}")
     broken = ceilings_broken(ceilings) + [f"{r.label}: {text}" for r in results for text in r.broken]
     for text in broken:
-        line("broken", text)
+        line(VERDICTS[BROKEN], text)
     return 1 if broken else 0
 
 

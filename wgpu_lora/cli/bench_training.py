@@ -6,12 +6,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.cli.console import console, line
+from wgpu_lora.cli.finetune import speed
+from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
     from wgpu_lora.bench.max_batch import Batches
     from wgpu_lora.bench.training import Work
 
 FINISHED = ("epochs", "max steps", "target seconds")
+# What others count as tokens per second differs, so it is said which.
+SPREAD_NAMES = {"tokens_per_second": "processed tokens/s", "trained_tokens_per_second": "trained tokens/s"}
 Record = dict[str, Any]
 
 
@@ -61,7 +65,8 @@ def max_batch(
             _show_device(record)
         elif record["kind"] == "batch":
             ways = "with" if record["gradient_checkpointing"] else "without"
-            line("measured", f"{record['batch']} rows {ways} checkpointing: {record['step_seconds']:.4f} s a step")
+            rows = f"{counted(record['batch'], 'row')} {ways} gradient checkpointing"
+            line("measured", f"{rows}: {record['step_seconds']:.4f} s a step")
 
     found = find_max_batch(opened, batches, note)
     console().print(_batch_table(found["rows"]))
@@ -76,12 +81,12 @@ def _largest(summary: Record) -> str:
     ways = "with" if summary["gradient_checkpointing"] else "without"
     planned, confirmed = summary["planned"], summary["confirmed"]
     why = f" ({summary['why']})" if summary["why"] else ""
-    bound = f"{ways} gradient checkpointing, bounded by {summary['bounded_by']}{why}"
+    bound = f"{ways} gradient checkpointing, limited by {summary['bounded_by']}{why}"
     if confirmed == planned:
-        return f"{planned:,} rows {bound}; {'a step of them ran' if planned else 'not even one fits'}"
+        return f"{counted(planned, 'row')} {bound}; {'a step of them ran' if planned else 'not even one fits'}"
     if summary["not_run"] is None:
-        return f"{confirmed:,} rows {bound}; {planned:,} by the plan"
-    return f"{planned:,} rows by the plan, {bound}; {confirmed:,} ran: {summary['not_run']}"
+        return f"{counted(confirmed, 'row')} {bound}; {planned:,} by the plan"
+    return f"{counted(planned, 'row')} by the plan, {bound}; {confirmed:,} ran: {summary['not_run']}"
 
 
 def _lines_to(path: str | None) -> Callable[[Record], None]:
@@ -104,14 +109,18 @@ def _show_training(record: Record) -> None:
     if record["kind"] == "header":
         _show_device(record)
         work = record["work"]
-        name = f"recipe {work['recipe']}" if work["recipe"] else f"shape {work['shape']}, {work['layers']} layers"
+        name = (
+            f"recipe {work['recipe']}"
+            if work["recipe"]
+            else f"shape {work['shape']}, {counted(work['layers'], 'layer')}"
+        )
         line("work", f"{name}; not counted: {record['excluded']}")
     elif record["kind"] == "run":
         memory = f"{readable(record['peak_allocated'])} of {readable(record['peak_planned'])} planned"
         line(
             "run",
             f"{record['number'] + 1}: {record['seconds']:.2f} s, {record['samples_per_second']:,.2f} samples/s, "
-            f"{record['tokens_per_second']:,.0f} tokens/s ({record['trained_tokens_per_second']:,.0f} trained), "
+            f"{speed(record['trained_tokens_per_second'], record['tokens_per_second'], 1.0)}, "
             f"loss {_number(record['final_loss'])}, memory {memory}; {record['stop_reason']}",
         )
     else:
@@ -123,12 +132,12 @@ def _spread_table(spreads: Record) -> Any:
 
     table = Table(box=None, pad_edge=False)
     table.add_column("over the runs")
-    for name in ("median", "min", "max", "variance", "CV"):
+    for name in ("median", "min", "max", "variance", "spread"):
         table.add_column(name, justify="right")
     for name, spread in spreads.items():
         cv = "one run" if spread["variance"] is None else _share(spread["cv"])
         values = [_number(spread[key]) for key in ("median", "min", "max", "variance")]
-        table.add_row(name.replace("_", " "), *values, cv)
+        table.add_row(SPREAD_NAMES.get(name, name.replace("_", " ")), *values, cv)
     return table
 
 
@@ -138,7 +147,7 @@ def _projection_table(records: list[Record]) -> Any:
     from wgpu_lora.train.memory import readable
 
     table = Table(box=None, pad_edge=False)
-    for name in ("projected for", "memory", "fits here", "operations", "samples/s", "tokens/s", "seconds"):
+    for name in ("projected for", "memory", "fits here", "operations", "samples/s", "processed tokens/s", "seconds"):
         table.add_column(name, justify="left" if name == "projected for" else "right")
     for record in records:
         peak, fits = record["peak_planned"], {True: "yes", False: "no", None: "not known"}[record["fits"]]
@@ -160,7 +169,7 @@ def _batch_table(rows: list[Record]) -> Any:
     from wgpu_lora.train.memory import readable
 
     table = Table(box=None, pad_edge=False)
-    for name in ("batch", "checkpointing", "s a step", "tokens/s", "planned", "allocated"):
+    for name in ("batch", "checkpointing", "s a step", "processed tokens/s", "planned", "allocated"):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(

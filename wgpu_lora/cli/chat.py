@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 
 MaxLength = Annotated[
     int | None,
-    typer.Option(help="Tokens of the conversation at most; by default 4096, or what the model and memory allow."),
+    typer.Option(
+        help="Tokens of the conversation at most; by default 4096, or what the model and memory allow. [x>=2]"
+    ),
 ]
 
 

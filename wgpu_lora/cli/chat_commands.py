@@ -114,11 +114,13 @@ class Commands:
         self.say("the system message is set" if text else "there is no system message")
 
     def _set(self, rest: str) -> None:
+        from wgpu_lora.aliases import aliases_of
         from wgpu_lora.infer.settings import Settings, parsed, settings_of
 
         names = [f.name for f in fields(Settings) if f.name != "system"]
         name, _, value = rest.partition(" ")
         name = name.strip("-").replace("-", "_")
+        name = aliases_of(names).get(name, name)
         current = {name: getattr(self.chat.settings, name) for name in names}
         if not name:
             for one, now in current.items():

@@ -15,6 +15,7 @@ from wgpu_lora.cli.console import Bar, line, print_json
 from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Json, Model, choice
 from wgpu_lora.cli.several import as_rows, show_losses
 from wgpu_lora.errors import NotFiniteError
+from wgpu_lora.words import counted
 
 
 def evaluate(
@@ -52,20 +53,18 @@ def evaluate(
     several = compare or len(adapters) > 1
     if several:
         slots_of(adapters, compare)  # before anything is opened
-    options: dict[str, Any] = {
-        "split": split,
-        "dataset_config": dataset_config,
-        "skip_bad_rows": skip_bad_rows,
+    options: dict[str, Any] = {"split": split, "dataset_config": dataset_config, "skip_bad_rows": skip_bad_rows}
+    given: dict[str, Any] = {
         "max_length": max_length,
         "on_overflow": on_overflow,
         "completion_only_loss": completion_only_loss,
         "enable_thinking": enable_thinking,
     }
     try:
-        check_rows(options)  # before anything is opened
+        check_rows(given)  # before anything is opened
         opened = load(model_of(adapters, model), device=device, base_dtype=base_dtype)
-        rows = fit_rows(options, list(adapters.values()), opened.config.max_position_embeddings)
-        options |= {name: getattr(rows, name) for name in options}
+        rows = fit_rows(given, list(adapters.values()), opened.config.max_position_embeddings)
+        options |= {name: getattr(rows, name) for name in given}
         if rows.note and not as_json:
             line("note", rows.note)
         with Bar("loading", opened.tensors_to_load()) as bar:
@@ -92,7 +91,8 @@ def evaluate(
             print_json(asdict(found) | {"device": device_facts})
         else:
             line("loss", f"{found.loss:.6f}, perplexity {found.perplexity:.4f}")
-            line("over", f"{found.tokens:,} trained tokens of {found.rows:,} rows in {found.seconds:.1f} s")
+            tokens, over = counted(found.tokens, "token"), counted(found.rows, "row")
+            line("over", f"{tokens} with a loss, of {over}, in {found.seconds:.1f} s")
     if not as_json:
         line("data", next(iter(losses.values())).data)
     bad = [name for name, found in losses.items() if not math.isfinite(found.loss)]

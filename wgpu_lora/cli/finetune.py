@@ -19,6 +19,7 @@ from wgpu_lora.cli.options import choice
 from wgpu_lora.cli.starting import Starting, describe_tuning
 from wgpu_lora.installed import program
 from wgpu_lora.train.arguments import ADAPTER, FILES, TrainingArguments
+from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
     from wgpu_lora.share import Entry
@@ -140,7 +141,8 @@ def describe_steps(run: AdapterRun, mark: str) -> None:
     levers += ["a smaller --per-device-train-batch-size"] if rows > 1 else []
     levers += ["more --num-train-epochs"]
     levers += ["--lr-scheduler-type constant"] if args.lr_scheduler_type in ("cosine", "linear") else []
-    line("warning", f"{mark}{total:,} steps teach little: try {', '.join(levers[:-1])} or {levers[-1]}")
+    few = "1 step teaches" if total == 1 else f"{total:,} steps teach"
+    line("warning", f"{mark}{few} little: try {', '.join(levers[:-1])} or {levers[-1]}")
 
 
 def describe_model(job: Job) -> None:
@@ -158,10 +160,10 @@ def describe_model(job: Job) -> None:
 
 def describe_memory(job: Job) -> None:
     """The plan, and what has yet to be timed."""
-    from wgpu_lora.train.memory import readable
+    from wgpu_lora.train.memory import both
 
     plan = job.session.memory()
-    line("memory", f"{readable(plan.peak)} at the peak ({plan.peak:,} bytes)")
+    line("memory", f"{both(plan.peak)} at the peak")
     describe_tuning(job)
 
 
@@ -242,7 +244,7 @@ def report(facts: dict[str, Any], output: Path) -> int:
 
     state, reason = facts["state"], facts["stop_reason"]
     outcome = OUTCOMES[reason]
-    count = f"{state['step']:,} of {state['total_steps']:,} steps"
+    count = f"{state['step']:,} of {counted(state['total_steps'], 'step')}"
     why = f"{count} in {state['seconds']:,.1f} s ({STOP_TEXT[reason]})"
     line(outcome, "; ".join([why, *losses(state), f"the adapter is in {output}"]))
     if state["best_step"] and state["best_step"] < state["step"]:

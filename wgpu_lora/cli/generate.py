@@ -52,7 +52,7 @@ def generate(
         Path | None, typer.Option(help="File for the answers, as JSONL; without it, --prompts prints them.")
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(help="Prompts answered at a time; by default as many as fit, at most 16.")
+        int | None, typer.Option(help="Prompts answered at a time; by default as many as fit, at most 16. [x>=1]")
     ] = None,
     system: System = None,
     enable_thinking: EnableThinking = None,

@@ -15,6 +15,7 @@ from wgpu_lora.cli.finetune import CURES, describe, exit_code, losses, waiting
 from wgpu_lora.cli.starting import Starting
 from wgpu_lora.installed import pip_line, program
 from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
     from wgpu_lora.train.pipeline import PipelineJob
@@ -51,7 +52,7 @@ def _train(args: TrainingArguments, tasks: list[AdapterTask], schedule: str, bat
 
     job = prepare_pipeline(args, tasks, schedule, batch_tokens)
     describe(job)
-    line("pipeline", f"{len(job.runs)} adapters, {schedule}, batches of up to {job.batch_tokens:,} tokens")
+    line("pipeline", f"{counted(len(job.runs), 'adapter')}, {schedule}, batches of up to {job.batch_tokens:,} tokens")
     with Table(job) as table:
         record = job.train(table.step, table.loaded, waiting, table.tuned)
     code = report(record, job.home)
@@ -70,7 +71,7 @@ def report(record: dict[str, Any], home: Path) -> int:
     for adapter in record["adapters"]:
         outcome, text = OUTCOMES[adapter["stop_reason"]], STOP_TEXT[adapter["stop_reason"]]
         outcomes.append(outcome)
-        why = f"{adapter['name']}: {adapter['step']:,} of {adapter['total_steps']:,} steps ({text})"
+        why = f"{adapter['name']}: {adapter['step']:,} of {counted(adapter['total_steps'], 'step')} ({text})"
         line(outcome, "; ".join([why, *losses(adapter["state"]), f"the adapter is in {adapter['checkpoint']}"]))
         if outcome == "failed":
             print(f"wgpu-lora: adapter {adapter['name']}: {text}: {CURES}.", file=sys.stderr)

@@ -29,7 +29,7 @@ def plan(
     The options are those of 'finetune'. Nothing is allocated.
     """
     from wgpu_lora.share import budget_bytes
-    from wgpu_lora.train.memory import readable, ways_to_fit, without_a_way
+    from wgpu_lora.train.memory import both, readable, ways_to_fit, without_a_way
 
     job = _prepare(args, adapters, adapters_config, schedule, batch_tokens)
     session, memory = job.session, job.session.memory()
@@ -61,10 +61,11 @@ def plan(
     if note:
         line("recipe", note)
     table = Table(box=None, pad_edge=False)
-    table.add_column("group")
+    table.add_column("memory")
     table.add_column("bytes", justify="right")
     table.add_column("", justify="right")
-    rows = [*memory.groups.items(), ("training", memory.training), ("loading", memory.loading), ("peak", memory.peak)]
+    sums = {"while training": memory.training, "while loading": memory.loading, "at the peak": memory.peak}
+    rows = [*memory.groups.items(), *sums.items()]
     for name, nbytes in rows:
         table.add_row(name, f"{nbytes:,}", readable(nbytes))
     console().print(table)
@@ -77,7 +78,7 @@ def plan(
         advice = f"; {without_a_way(memory.groups['base'], available, job.run.args, job.replan)}"
     line("budget", f"{known}{verdict}{advice}")
     for way in ways:
-        line("would fit", f"with {way.options}: {readable(way.peak)} ({way.peak:,} bytes)")
+        line("would fit", f"with {way.options}: {both(way.peak)}")
     for name, count in steps.items():
         line("steps", f"{name}: {count:,}" if name else f"{count:,}")
     return 0

@@ -53,7 +53,7 @@ def profile(
 ) -> int:
     """Show which kernels a training step's time goes to.
 
-    Every dispatch is timed by itself, beside whole steps as they are trained.
+    Every kernel call is timed by itself, beside whole steps as they are trained.
     """
     if rounds < 1:
         raise UserError(f"--rounds must be at least 1, not {rounds}.")
@@ -102,7 +102,7 @@ def profile(
     line("device", f"{opened.device.info.name}, {opened.device.info.driver}, {opened.device.info.backend}")
     line("step", what)
     console().print(_table(found, by_shape))
-    _summary(found, work["batch"] * work["tokens"])
+    _summary(found)
     if trace:
         line("trace", f"{trace}; open it in https://ui.perfetto.dev")
     return 0
@@ -127,20 +127,40 @@ def _of_run(
 def _table(found: Profile, by_shape: bool) -> Any:
     from rich.table import Table
 
+    from wgpu_lora.bench.report import duration
+
     table = Table(box=None, pad_edge=False)
     for name in ("kernel", *(["shape"] if by_shape else [])):
         table.add_column(name, overflow="fold")
-    for name in ("calls", "seconds", "share", "GFLOP/s"):
+    for name in ("calls", "time", "share", "GFLOP/s"):
         table.add_column(name, justify="right", no_wrap=True)
     for group in found.groups(by_shape):
         gflops = "" if group.gflops is None else f"{group.gflops:,.1f}"
         shape = [group.shape or ""] if by_shape else []
-        table.add_row(group.kernel, *shape, f"{group.calls:,}", f"{group.seconds:.6f}", f"{group.share:.1%}", gflops)
+        row = (f"{group.calls:,}", duration(group.seconds), f"{group.share:.1%}", gflops)
+        table.add_row(group.kernel, *shape, *row)
     return table
 
 
-def _summary(found: Profile, tokens: int) -> None:
-    line("step", f"{found.step_seconds:.4f} s, {tokens / found.step_seconds:,.0f} tokens/s")
+def _summary(found: Profile) -> None:
+    from wgpu_lora.bench.report import duration
+    from wgpu_lora.cli.finetune import speed
+
+    spread = f" (steps vary by {found.step_spread / found.step_seconds:.0%})" if found.rounds > 1 else ""
+    line("step", f"{duration(found.step_seconds)}{spread}, {speed(found.trained, found.tokens, found.step_seconds)}")
     clock = "the device's timestamps" if found.clock == "timestamps" else "the host's clock, waiting included"
-    line("kernels", f"{found.attributed_seconds:.4f} s, {found.attributed_share:.1%} of the step, by {clock}")
-    line("host", f"{found.host_share:.1%} of the step, when the device had nothing to do")
+    text = f"{duration(found.attributed_seconds)}, each call timed alone by {clock}; shares are of this sum"
+    line("kernels", text + ("" if found.attributed_share else "; together in a step they take less"))
+    line("the rest", _rest(found))
+
+
+def _rest(found: Profile) -> str:
+    """How long the device waits for the host."""
+    from wgpu_lora.bench.report import duration
+
+    if found.host_share is not None:
+        idle = found.step_seconds - found.device_seconds
+        return f"{duration(idle)}, {found.host_share:.1%} of the step: the device waits for the host, or for data"
+    if found.clock == "host":
+        return "not known: this device has no timestamps that would tell computing from waiting"
+    return "too little to measure: less than the steps vary"

@@ -15,7 +15,7 @@ from wgpu_lora.errors import UserError
 if TYPE_CHECKING:
     from wgpu_lora.proof.run import Check, Result
 
-COLOURS = {"passed": "green", "failed": "red", "not run": "yellow"}
+COLOURS = {"passed": "green", "failed": "red", "not run": "bright_black"}
 
 
 def prove(
@@ -67,6 +67,8 @@ def _table(result: Result) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from wgpu_lora.proof.run import LEFT_OUT
+
     table = Table(show_lines=True)
     table.add_column("#", justify="right")
     table.add_column("check", no_wrap=True)
@@ -74,6 +76,8 @@ def _table(result: Result) -> None:
     table.add_column("seconds", justify="right")
     table.add_column("what was found", overflow="fold")
     for check in result.checks:
+        if check.finding.reason == LEFT_OUT:
+            continue  # the verdict names it
         status = check.finding.status
         seconds, reason = f"{check.seconds:.1f}", Text(check.finding.reason)
         table.add_row(str(check.number), check.name, Text(status, COLOURS[status]), seconds, reason)

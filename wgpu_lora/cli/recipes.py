@@ -11,6 +11,7 @@ from wgpu_lora.cli.commands import Command, Group
 from wgpu_lora.cli.completion import RECIPE
 from wgpu_lora.cli.console import console, line
 from wgpu_lora.errors import UserError
+from wgpu_lora.words import counted
 
 recipes = typer.Typer(
     cls=Group, name="recipes", help="Training set-ups that come with the package.", rich_markup_mode=None
@@ -61,5 +62,5 @@ def data(
     if rows < 1:
         raise UserError(f"--rows must be greater than 0, not {rows}.")
     write_rows(GENERATORS[name], output, rows, seed)
-    line("written", f"{rows:,} rows in {output}")
+    line("written", f"{counted(rows, 'row')} in {output}")
     return 0

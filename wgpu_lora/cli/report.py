@@ -12,14 +12,20 @@ from wgpu_lora.cli.console import line
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Output directories of finished runs.", metavar="DIR...")],
-    output: Annotated[Path, typer.Option(help="Directory for the page and its pictures.")] = Path("report"),
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Output directories of finished runs, or a pipeline's, for all of its adapters.", metavar="DIR"
+        ),
+    ],
+    output: Annotated[Path, typer.Option(help="Directory for the page, report.html.")] = Path("report"),
 ) -> int:
-    """Draw finished runs, laid over each other.
+    """Compare finished runs on one page.
 
-    Losses, learning rate, gradient norm, speed, memory and, where profile.json lies beside a run, the kernels' times,
-    on one self-contained page and in PNG files. Prints a Markdown line for each run.
+    What differs between them, losses, learning rate, gradient norm, speed, memory and, where profile.json lies beside a
+    run, the kernels' times, in one self-contained HTML file. Prints a Markdown line for each run.
     """
+    from wgpu_lora.report.members import directories_of, left_out
     from wgpu_lora.report.page import write_report
     from wgpu_lora.report.runs import read_runs
 
@@ -27,5 +33,8 @@ def report(
     page = write_report(found, output)
     for run in found:
         print(printable(run.summary, "\n"), flush=True)
+    others = left_out([place for directory in runs for place in directories_of(directory)])
+    if others:
+        line("note", f"trained together with these, and not given: {', '.join(map(str, others))}")
     line("report", str(page))
     return 0

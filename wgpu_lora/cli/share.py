@@ -13,6 +13,7 @@ from wgpu_lora.cli.commands import Command, Group
 from wgpu_lora.cli.console import console, line, print_json
 from wgpu_lora.cli.options import Json
 from wgpu_lora.errors import UserError
+from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.adapters import AdapterInfo
@@ -98,7 +99,7 @@ def release(
         with ledger.changing() as entries:  # which drops the dead
             # What lives stays listed, at no bytes: were it gone, its owner's next renewal would bring it back.
             entries[:] = [replace(e, bytes=0) if e.id == entry.id else e for e in entries]
-        line("released", f"{entry.bytes:,} bytes of {entry.who}")
+        line("released", f"{counted(entry.bytes, 'byte')} of {entry.who}")
     if not found:
         line("released", "nothing: every process is alive")
 
@@ -114,7 +115,10 @@ def repair() -> None:
     repairs = [(ledger.path, ledger.repair()) for ledger in Ledger.all()]
     for path, done in repairs:
         if done:
-            line("repaired", f"{path}: kept {len(done.kept)} entries; the damaged file is {done.damaged}")
+            line(
+                "repaired",
+                f"{path}: kept {counted(len(done.kept), 'entry', 'entries')}; the damaged file is {done.damaged}",
+            )
     if not any(done for _, done in repairs):
         line("repaired", "nothing: no ledger is damaged")
 
@@ -126,10 +130,10 @@ def _facts(entry: Entry) -> dict[str, Any]:
 def _show(device: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from wgpu_lora.train.memory import readable
+    from wgpu_lora.train.memory import both
 
     def size(nbytes: int | None) -> str:
-        return "unknown" if nbytes is None else f"{nbytes:,} bytes ({readable(nbytes)})"
+        return "unknown" if nbytes is None else both(nbytes)
 
     line("device", device["device"])
     line("budget", f"{size(device['budget'])}: {device['source']}")
@@ -143,7 +147,7 @@ def _show(device: dict[str, Any]) -> None:
     for name in ("id", "state", "bytes", "pid", "what", "since"):
         table.add_column(name, justify="right" if name == "bytes" else "left")
     for e in entries:
-        state = "dead" if not e["alive"] else "holds" if e["holds"] else "waits"
+        state = "ended" if not e["alive"] else "in use" if e["holds"] else "waiting"
         since = datetime.fromtimestamp(e["since"]).strftime("%Y-%m-%d %H:%M:%S")
         host = "" if e["here"] else f" on {e['host']}"
         table.add_row(e["id"], state, f"{e['bytes']:,}", f"{e['pid']}{host}", e["what"], since)

@@ -18,6 +18,7 @@ from wgpu_lora.infer.reply import Reply
 from wgpu_lora.infer.settings import Settings
 from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.naming import flag
 
 CAPACITY, LEAST = 4096, 512  # tokens of a conversation where nothing is said, and where memory is short
 
@@ -59,7 +60,8 @@ class Chat:
         self._stated = max_length is not None
         if max_length is not None and not 2 <= max_length <= limit:
             raise UserError(
-                f"--max-length must be from 2 to {limit:,}, as many as {model.name} is made for, not {max_length:,}."
+                f"{flag('max_length')} must be from 2 to {limit:,}, as many as {model.name} is made for, not "
+                f"{max_length:,}."
             )
         self.capacity = max_length or min(CAPACITY, limit)
         self.shrunk = False  # because memory is short, and not said yet

@@ -13,6 +13,7 @@ from wgpu_lora.data.formats import Conversation, parse_example
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer.prompt import chat_prompt, check_text
 from wgpu_lora.infer.settings import Settings
+from wgpu_lora.naming import flag
 
 Message = dict[str, Any]
 ROOM = 4  # an answer is left this part of the tokens, or what it may have at most where that is less
@@ -73,7 +74,7 @@ class Lane:
             return ids, left_out
         raise UserError(
             f"The message takes {len(ids):,} tokens, but the conversation holds {capacity:,}: shorten it, or start "
-            "with a greater --max-length."
+            f"with a greater {flag('max_length')}."
         )
 
 

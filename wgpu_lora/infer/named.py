@@ -94,14 +94,14 @@ def slots_of(adapters: Mapping[str, str | Path], include_base: bool) -> dict[str
     if not isinstance(adapters, Mapping):
         raise UserError(f"The adapters must be a dict of directories by name, not {adapters!r:.100}.")
     if not adapters:
-        raise UserError("There is no adapter to compare: name at least one, such as --adapter NAME=DIR.")
+        raise UserError("There is no adapter to compare: name at least one.")
     for name in adapters:
         if not isinstance(name, str) or not name.strip():
             raise UserError(f"{name!r} cannot name an adapter: give it a name of some text.")
     if include_base and BASE in adapters:
         raise UserError(
             f"An adapter is named '{BASE}', as the model without one is: give it another name, such as "
-            f"--adapter tuned={adapters[BASE]}."
+            f"tuned={adapters[BASE]}."
         )
     slots: dict[str, int | None] = {BASE: None} if include_base else {}
     return slots | {name: slot for slot, name in enumerate(adapters)}

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
+from wgpu_lora.aliases import real_names
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer.prompt import check_text
 from wgpu_lora.infer.sampling import Sampler
+from wgpu_lora.naming import PYTHON, naming
 
 
 def option(default: Any, text: str) -> Any:
@@ -83,18 +84,14 @@ class AnswerOptions(TypedDict, total=False):
 
 
 def settings_of(options: Mapping[str, Any], where: str) -> Settings:
-    """Settings by name.
+    """Settings by name; other programs' names are understood.
 
     Raises:
         UserError: a name is unknown (the nearest is suggested), or a value is none that can be used.
     """
     known = [f.name for f in fields(Settings)]
-    for name in options:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f": did you mean '{near[0]}'?" if near else f"; there are {', '.join(known)}."
-            raise UserError(f"{where} has an unknown option '{name}'{hint}")
-    return Settings(**options)
+    with naming(PYTHON):
+        return Settings(**real_names(options, known, where, otherwise=f"there are {', '.join(known)}."))
 
 
 def parsed(name: str, text: str) -> Any:

@@ -8,12 +8,14 @@ from importlib import import_module
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.atomic import write_bytes_atomic
+from wgpu_lora.naming import COMMAND_LINE, naming
 
 
 def main(result: str, job: str, arguments: str) -> int:
     """Runs wgpu_lora.proof.jobs.JOB with arguments from JSON; what it returns goes to the file `result`."""
     try:
-        found = import_module(f"wgpu_lora.proof.jobs.{job}").run(**json.loads(arguments))
+        with naming(COMMAND_LINE):  # what it refuses is read by whoever typed `wgpu-lora prove`
+            found = import_module(f"wgpu_lora.proof.jobs.{job}").run(**json.loads(arguments))
     except UserError as error:
         print(f"wgpu-lora: {error}", file=sys.stderr)
         return 2

@@ -7,17 +7,17 @@ import math
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jinja2
-
 import wgpu_lora
 from wgpu_lora.formats.atomic import write_bytes_atomic
+from wgpu_lora.pages import render as render_page
+from wgpu_lora.pages.chart import Chart, Line, line_chart
 from wgpu_lora.proof.context import Proof
-from wgpu_lora.proof.curve import draw_curve
 
 if TYPE_CHECKING:
     from wgpu_lora.proof.run import Result
@@ -41,6 +41,7 @@ def gather_facts(result: Result, proof: Proof) -> dict[str, Any]:
         "schema": SCHEMA,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "proven": result.proven,
+        "outcome": result.outcome,
         "verdict": result.verdict,
         "seconds": round(sum(check["seconds"] for check in checks), 2),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
@@ -86,17 +87,21 @@ def plain(value: Any) -> Any:
 
 def render(facts: dict[str, Any]) -> str:
     """The page: self-contained, no script."""
-    template = Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     by_number = {check["number"]: check["figures"] for check in facts["checks"]}
     losses = by_number[4]
-    curve = draw_curve(losses["losses"], losses.get("heldout", [])) if losses.get("losses") else None
-    generated = by_number[2].get("generated", {})
-    return environment.from_string(template).render(
+    return render_page(
+        Path(__file__).with_name("page.html.j2"),
         facts=facts,
-        curve=curve,
-        generated=generated,
+        chart=loss_chart(losses["losses"], losses.get("heldout", [])) if losses.get("losses") else None,
+        generated=by_number[2].get("generated", {}),
         answers=by_number[7].get("answers", []),
         driver=by_number[6].get("cuda_of_the_driver"),
         seen=losses.get("seen_in_training", 0),
     )
+
+
+def loss_chart(losses: Sequence[float | str], heldout: Sequence[tuple[int, float | str]]) -> Chart:
+    """The loss of each step, from 1, and the held-out losses."""
+    train = Line("training", [(step, float(loss)) for step, loss in enumerate(losses, 1)])
+    held = Line("held out", [(step, float(loss)) for step, loss in heldout], 1, "dashed", marked=True)
+    return line_chart([train, held], "optimizer step", "loss")

@@ -19,6 +19,8 @@ from wgpu_lora.proof.finding import FAILED, NOT_RUN, PASSED, ChildFailed, Findin
 from wgpu_lora.proof.report import write_report
 
 RECIPE, OUT = "wgpu-proof", "proof"
+LEFT_OUT = "left out by --only"
+PROVEN, REFUTED, OPEN = "proven", "refuted", "open"  # REFUTED: something that was checked is not as it has to be
 FIRST = 1  # the check of the devices
 
 
@@ -75,15 +77,26 @@ class Result:
         return int(bool(self.lacking or self.count(FAILED)) or not self.count(PASSED))
 
     @property
+    def outcome(self) -> str:
+        if self.proven:
+            return PROVEN
+        return REFUTED if self.lacking or self.count(FAILED) else OPEN
+
+    @property
     def verdict(self) -> str:
         if self.proven:
             return f"Proven: all of training and inference happened on wgpu, without CUDA, on {self.devices}."
-        said = [self.lacking] if self.lacking else []
-        for status in (FAILED, NOT_RUN):
-            numbers = [str(check.number) for check in self.checks if check.finding.status == status]
-            said += [f"{status}: {', '.join(numbers)}"] if numbers else []
+        said, numbers = [self.lacking] if self.lacking else [], dict[str, list[str]]()
+        for check in self.checks:
+            left_out = check.finding.reason == LEFT_OUT
+            numbers.setdefault(LEFT_OUT if left_out else check.finding.status, []).append(str(check.number))
+        said += [
+            f"{status}: {', '.join(numbers[status])}" for status in (FAILED, NOT_RUN, LEFT_OUT) if status in numbers
+        ]
         on = f" on {self.devices}" if self.devices else ""
-        return f"Not proven: {self.count(PASSED)} of {len(self.checks)} checks passed{on}; {'; '.join(said)}."
+        partly = self.outcome == OPEN and LEFT_OUT in numbers and self.count(PASSED)
+        passed = f"{self.count(PASSED)} of {len(self.checks)} checks passed{on}"
+        return f"{'Partly checked' if partly else 'Not proven'}: {passed}; {'; '.join(said)}."
 
 
 def on_devices(found: dict[str, Any]) -> str:
@@ -150,7 +163,7 @@ def prove(
                 checks.append(_do(number, proof))
                 done(checks[-1])
             else:
-                checks.append(Check(number, CHECKS[number][0], 0.0, Finding(NOT_RUN, "left out by --only")))
+                checks.append(Check(number, CHECKS[number][0], 0.0, Finding(NOT_RUN, LEFT_OUT)))
     except Refused:
         proof.children.end()
         for path in out.iterdir():

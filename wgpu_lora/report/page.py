@@ -1,42 +1,67 @@
-"""One self-contained HTML page of some runs, and the PNG files that are in it."""
+"""One self-contained HTML page of some runs."""
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-
-import jinja2
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.atomic import write_bytes_atomic
-from wgpu_lora.report.facts import ROWS
-from wgpu_lora.report.plots import PLOTS, draw
-from wgpu_lora.report.runs import ADVICE, PROFILE, Run
+from wgpu_lora.pages import render
+from wgpu_lora.report.compare import compare, verdict
+from wgpu_lora.report.plots import axes_of, kernels, memory, plots, unlike
+from wgpu_lora.report.runs import ADVICE, Run
 
 PAGE = "report.html"
-ABSENT = dict.fromkeys(PLOTS, "Not logged.") | {"kernels": f"Not measured: no run has a {PROFILE} of its own."}
 
 
 def write_report(runs: Sequence[Run], output: Path) -> Path:
-    """Writes report.html and its pictures into `output`; returns the page's path.
+    """Writes report.html into `output`; returns its path. Whatever ends it, what it did not finish is not there.
 
     Raises:
-        UserError: matplotlib is not installed, or `output` cannot be written.
+        UserError: `output` cannot be written.
     """
+    page = render_report(runs).encode("utf-8", "replace")  # a path in it may not be text
     try:
-        output.mkdir(parents=True, exist_ok=True)
-        pictures = draw(runs, output)
-        images = {n: base64.b64encode(pictures[n].read_bytes()).decode() if n in pictures else "" for n in PLOTS}
-        template = Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8")
-        environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-        rows = [(label, [run.rows[label] for run in runs]) for label in ROWS]
-        notes = {"kernels": [run.profiled or f"{run.name}: not measured; {ADVICE} does." for run in runs]}
-        title = f"Report of {', '.join(run.name for run in runs)}"
-        page = environment.from_string(template).render(
-            title=title, runs=runs, rows=rows, images=images, absent=ABSENT, notes=notes
-        )
-        write_bytes_atomic(output / PAGE, page.encode())
+        with made(output):
+            write_bytes_atomic(output / PAGE, page)
     except OSError as error:
         raise UserError(f"The report cannot be written to {output}: {error.strerror}.") from None
     return output / PAGE
+
+
+def render_report(runs: Sequence[Run]) -> str:
+    groups, bars = memory(runs)
+    compared = compare(runs)
+    titled = f"Report of {runs[0].name}" if len(runs) == 1 else f"Report of {len(runs)} runs"
+    return render(
+        Path(__file__).with_name("page.html.j2"),
+        title=titled,
+        runs=runs,
+        differing=compared.differing,
+        alike=[(label, values[:1]) for label, values in compared.alike],
+        verdict=verdict(runs),
+        axes=axes_of(runs),
+        log=unlike(runs),
+        plots=plots(runs),
+        groups=groups,
+        memory=bars,
+        memory_rows=[(group, [f"{run.memory.get(group, 0):,.0f}" for run in runs]) for group in groups],
+        kernels=kernels(runs),
+        profiled=[run.profiled or f"{run.name}: not measured; {ADVICE} does." for run in runs],
+    )
+
+
+@contextmanager
+def made(directory: Path) -> Iterator[None]:
+    """A directory, which is gone again, with what was made for it, where the block ends before its time."""
+    missing = [place for place in (directory, *directory.parents) if not place.exists()]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        with suppress(OSError):  # somebody else has put something there
+            for place in missing:
+                place.rmdir()
+        raise

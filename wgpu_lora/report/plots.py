@@ -1,133 +1,169 @@
-"""Pictures of runs, laid over each other. A plot is a function here and its line in `PLOTS`."""
+"""Charts of runs, laid over each other. A line chart is a function here and its line in `PLOTS`."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
 
-from wgpu_lora.bounded import printable
-from wgpu_lora.errors import UserError
-from wgpu_lora.installed import pip_line
-from wgpu_lora.report.runs import Run
+from wgpu_lora.pages.chart import COLOURS, Chart, Line, line_chart, parts, smoothed
+from wgpu_lora.report.runs import SPEEDS, Point, Run
+from wgpu_lora.train.memory import readable
 
 KERNELS = 12  # that get a bar of their own
-TITLE = 95  # characters of a line
+LONG = 50  # points of a line that is smoothed
+SMOOTHED = 25  # windows of a line
+UNLIKE = 4  # times as long: then the longest run leaves no room for the shortest, unless the axis is logarithmic
+UNITS = (("hours", 3600.0, 2.0), ("minutes", 60.0, 2.0), ("seconds", 1.0, 0.0))  # name, seconds, from how many on
+Points = Callable[[str], list[Point]]
 
 
-def _lines(axes: Any, runs: Sequence[Run], key: str, label: str) -> bool:
-    """Each run's values by step; whether there were any."""
-    drawn = False
-    for number, run in enumerate(runs):
-        steps, values = run.series[key]
-        if steps:
-            marker = "o" if len(steps) == 1 else None  # a line needs two
-            axes.plot(steps, values, color=f"C{number % 10}", marker=marker, label=_label(run.name))
-            drawn = True
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel(label)
-    return drawn
+@dataclass(frozen=True)
+class View:
+    """A chart by one axis, linear or logarithmic."""
+
+    axis: str
+    log: bool
+    chart: Chart
 
 
-def _label(text: str) -> str:
-    """A legend leaves out what begins with an underscore."""
-    return printable(f" {text}" if text.startswith("_") else text)
+@dataclass(frozen=True)
+class Plot:
+    """A line chart by every axis. note: what its lines are."""
+
+    title: str
+    note: str
+    views: list[View]
 
 
-def losses(axes: Any, runs: Sequence[Run]) -> bool:
-    drawn = _lines(axes, runs, "loss", "loss, nats a token")
-    for number, run in enumerate(runs):
-        steps, values = run.series["eval_loss"]
-        if steps:
-            label = _label(f"{run.name}, held out")
-            axes.plot(steps, values, color=f"C{number % 10}", linestyle="--", marker="o", markersize=4, label=label)
-    return drawn
+def _with_mean(run: Run, points: list[Point], colour: int) -> list[Line]:
+    """What jumps from step to step is faint, with its mean over it."""
+    if len(points) < LONG:
+        return [Line(run.name, points, colour)]
+    mean = smoothed(points, max(3, len(points) // SMOOTHED))
+    return [Line(run.name, points, colour, "faint"), Line(run.name, mean, colour)]
 
 
-def learning_rate(axes: Any, runs: Sequence[Run]) -> bool:
-    return _lines(axes, runs, "learning_rate", "learning rate")
+def losses(run: Run, by: Points, colour: int) -> list[Line]:
+    held = Line(f"{run.name}, held out", by("eval_loss"), colour, "dashed", marked=True)
+    return [*_with_mean(run, by("loss"), colour), held]
 
 
-def gradient_norm(axes: Any, runs: Sequence[Run]) -> bool:
-    return _lines(axes, runs, "grad_norm", "gradient norm before clipping")
+def learning_rate(run: Run, by: Points, colour: int) -> list[Line]:
+    return [Line(run.name, by("learning_rate"), colour)]
 
 
-def tokens_per_second(axes: Any, runs: Sequence[Run]) -> bool:
-    drawn = _lines(axes, runs, "tokens_per_second", "trained tokens a second")
-    axes.set_ylim(bottom=0)
-    return drawn
+def gradient_norm(run: Run, by: Points, colour: int) -> list[Line]:
+    return _with_mean(run, by("grad_norm"), colour)
 
 
-def memory(axes: Any, runs: Sequence[Run]) -> bool:
+def speed(run: Run, by: Points, colour: int) -> list[Line]:
+    styles = zip(SPEEDS.items(), ("line", "dashed"), strict=True)
+    return [Line(f"{run.name}, {kind}", by(key), colour, style) for (kind, key), style in styles]
+
+
+# Title -> (label, how its lines are to be read, the lines of a run)
+PLOTS: dict[str, tuple[str, str, Callable[[Run, Points, int], list[Line]]]] = {
+    "Loss": ("loss", "Solid: training. Dashed, with dots: held out.", losses),
+    "Learning rate": ("learning rate", "", learning_rate),
+    "Gradient norm": ("norm before clipping", "", gradient_norm),
+    "Speed": (
+        "tokens per second",
+        "Solid: trained tokens, which have a loss. Dashed: processed tokens, prompts included.",
+        speed,
+    ),
+}
+FAINT = "Faint lines are as logged, strong ones their running mean."
+
+
+def axes_of(runs: Sequence[Run]) -> dict[str, str]:
+    """The axes that there are, with their labels; the last lays runs of unlike lengths beside each other."""
+    unit, _ = _unit(runs)
+    axes = {"step": "optimizer step", "tokens": "trained tokens", "seconds": f"{unit} of training"}
+    return axes | ({"progress": "per cent of the run"} if len(runs) > 1 else {})
+
+
+def unlike(runs: Sequence[Run]) -> bool:
+    """Whether the longest run has so many steps that the shortest would be a dot beside it."""
+    last = [run.log[-1]["step"] for run in runs if run.log]
+    return bool(last) and max(last) > UNLIKE * max(1, min(last))
+
+
+def plots(runs: Sequence[Run]) -> list[Plot]:
+    """Every line chart that the runs have data for."""
+    found = []
+    for title, (label, note, draw) in PLOTS.items():
+        views, faint = [], ""
+        for axis, x_label in axes_of(runs).items():
+            unit = _unit(runs)[1] if axis == "seconds" else 1.0
+            lines = [
+                line
+                for n, run in enumerate(runs)
+                for line in draw(run, partial(_points, run, axis, unit), n)
+                if line.points
+            ]
+            if lines:
+                scales = (False,) if axis == "progress" else (False, True)
+                views += [View(axis, log, line_chart(lines, x_label, label, log)) for log in scales]
+                faint = FAINT if any(line.style == "faint" for line in lines) else ""
+        if views:
+            found.append(Plot(title, f"{note} {faint}".strip(), views))
+    return found
+
+
+def _points(run: Run, axis: str, unit: float, key: str) -> list[Point]:
+    return [(x / unit, y) for x, y in run.points(key, axis)]
+
+
+def _unit(runs: Sequence[Run]) -> tuple[str, float]:
+    """The unit of the longest run's time."""
+    longest = max((run.log[-1]["seconds"] for run in runs if run.log), default=0.0)
+    return next((name, size) for name, size, least in UNITS if longest >= least * size)
+
+
+# -- bars --------------------------------------------------------------------------------------------------------------
+
+Span = tuple[str, str, int, str]  # start, width, colour, what it says
+
+
+@dataclass(frozen=True)
+class Bar:
+    """label, and the parts and the value of a line of bars."""
+
+    label: str
+    spans: list[Span]
+    value: str
+
+
+def memory(runs: Sequence[Run]) -> tuple[list[str], list[Bar]]:
+    """The groups, in the order of their colours, and a bar for each run."""
     groups = list(dict.fromkeys(group for run in runs for group in run.memory))
-    left = [0.0] * len(runs)
-    for number, group in enumerate(groups):
-        values = [run.memory.get(group, 0) / 2**20 for run in runs]
-        colour = f"C{number % 10}"
-        axes.barh(
-            [printable(run.name) for run in runs], values, left=left, height=0.5, label=_label(group), color=colour
-        )
-        left = [a + b for a, b in zip(left, values, strict=True)]
-    axes.set_xlabel("device memory while training, MiB")
-    axes.invert_yaxis()
-    return bool(groups)
+    most = max((sum(run.memory.values()) for run in runs), default=0.0)
+    bars = []
+    for run in runs:
+        values = [run.memory.get(group, 0.0) for group in groups]
+        said = [f"{group}: {readable(int(value))}" for group, value in zip(groups, values, strict=True)]
+        spans = [
+            (start, width, n % COLOURS, text)
+            for n, ((start, width), text) in enumerate(zip(parts(values, most), said, strict=True))
+        ]
+        bars.append(Bar(run.name, spans, readable(int(sum(values)))))
+    return groups, bars
 
 
-def kernels(axes: Any, runs: Sequence[Run]) -> bool:
-    profiled = [(run, run.kernels) for run in runs if run.kernels]
+def kernels(runs: Sequence[Run]) -> dict[str, list[Bar]]:
+    """The most expensive kernels, each with a bar for every run that was profiled."""
+    profiled = [(n, run.name, run.kernels) for n, run in enumerate(runs) if run.kernels]
     most: dict[str, float] = {}
-    for _, seconds in profiled:
+    for _, _, seconds in profiled:
         for name, value in seconds.items():
             most[name] = max(value, most.get(name, 0.0))
-    names = sorted(most, key=lambda name: -most[name])[:KERNELS]
-    height = 0.8 / max(len(profiled), 1)
-    for number, (run, seconds) in enumerate(profiled):
-        places = [i + number * height for i in range(len(names))]
-        values = [1e3 * seconds.get(name, 0.0) for name in names]
-        axes.barh(places, values, height=height, label=_label(run.name))
-    axes.set_yticks([i + 0.4 - height / 2 for i in range(len(names))], names)
-    axes.set_xlabel("milliseconds of a step")
-    said = [line for run, _ in profiled for line in textwrap.wrap(run.profiled, TITLE)]
-    axes.set_title("\n".join(said), fontsize=7, loc="right")
-    axes.invert_yaxis()
-    return bool(profiled)
-
-
-PLOTS: dict[str, Callable[[Any, Sequence[Run]], bool]] = {
-    "losses": losses,
-    "learning-rate": learning_rate,
-    "gradient-norm": gradient_norm,
-    "tokens-per-second": tokens_per_second,
-    "memory": memory,
-    "kernels": kernels,
-}
-
-
-def draw(runs: Sequence[Run], directory: Path) -> dict[str, Path]:
-    """Draws what the runs have data for into PNG files; returns them by the plots' names.
-
-    An earlier report's pictures of what they have no data for are removed.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError(f"Reports need matplotlib: {pip_line('plot')}") from None
-    found = {}
-    with rc_context({"text.parse_math": False}):  # a directory's name may have dollars in it
-        for name, plot in PLOTS.items():
-            path = directory / f"{name}.png"
-            figure = Figure(figsize=(9, 4.5), layout="constrained")
-            axes = figure.subplots()
-            if not plot(axes, runs):
-                path.unlink(missing_ok=True)
-                continue
-            axes.grid(alpha=0.3)
-            figure.legend(loc="outside right upper")
-            figure.savefig(path, dpi=110)
-            found[name] = path
+    longest = max(most.values(), default=0.0)
+    found: dict[str, list[Bar]] = {}
+    for kernel in sorted(most, key=lambda name: -most[name])[:KERNELS]:
+        found[kernel] = []
+        for number, name, seconds in profiled:
+            said = f"{1e3 * seconds.get(kernel, 0.0):,.2f} ms"
+            ((start, width),) = parts([seconds.get(kernel, 0.0)], longest)
+            found[kernel].append(Bar(name, [(start, width, number % COLOURS, f"{name}: {said}")], said))
     return found

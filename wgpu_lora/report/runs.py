@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wgpu_lora.bench.profile import described
+from wgpu_lora.bounded import printable
 from wgpu_lora.errors import UserError
-from wgpu_lora.report.facts import ROWS, model_of, summary
+from wgpu_lora.report.facts import COSTS, LOSSES, RECORD, RESULT, model_of, settings, summary
+from wgpu_lora.report.members import directories_of, nothing_in
 from wgpu_lora.train.output import LOG, RUN, read_log
 
 PROFILE = "profile.json"
 ADVICE = f"'wgpu-lora profile --run RUN --json > RUN/{PROFILE}'"
-DRAWN = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second")
+AXES = ("step", "tokens", "seconds")  # keys of a log that things are drawn by
+MOST = 1e18  # bytes, or seconds
+SPEEDS = {"trained": "tokens_per_second", "processed": "processed_tokens_per_second"}
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
-Series = tuple[list[int], list[float]]
+Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -25,60 +30,100 @@ class Run:
     """What is known of a run, read and checked.
 
     Attributes:
-        rows: what the page's table says, by its lines' labels.
-        series: by what was logged, steps and values; empty where it was not.
+        settings: its options, as the command line has them. losses, costs, record, result: what the page's tables say
+            of it, by their labels.
+        held_out: the held-out data's digest, and the last loss on them; None without either.
+        log: the lines of its log, each with `step`, `tokens` and `seconds`.
         memory: bytes by group.
         kernels: seconds of a step by kernel; None where they were not measured, or on something else than this run's.
         profiled: what `kernels` were measured on, or why they are not drawn; empty where there is no profile.
     """
 
     name: str
-    rows: dict[str, str]
+    settings: dict[str, str]
+    losses: dict[str, str]
+    costs: dict[str, str]
+    record: dict[str, str]
+    result: dict[str, str]
+    held_out: tuple[str, float] | None
     summary: str
-    series: dict[str, Series]
+    log: list[dict[str, float]]
     memory: dict[str, float]
     kernels: dict[str, float] | None
     profiled: str
 
+    def points(self, key: str, axis: str) -> list[Point]:
+        """What was logged as `key`, by `axis`: a key of the log, or `progress`, per cent of the run's own steps."""
+        lines = [line for line in self.log if key in line]
+        if axis != "progress":
+            return [(line[axis], line[key]) for line in lines]
+        last = self.log[-1]["step"]
+        return [(100 * line["step"] / last if last else 0.0, line[key]) for line in lines]
+
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:
-    """The runs of these directories, named apart.
+    """The runs of these directories, named apart; a pipeline's own directory stands for those of its adapters.
 
     Raises:
         UserError: a directory is given twice, holds no finished run, or its files are damaged.
     """
-    places = [directory.resolve() for directory in directories]
+    given = [place for directory in directories for place in directories_of(directory)]
+    places = [directory.resolve() for directory in given]
     for number, place in enumerate(places):
         if place in places[:number]:
-            raise UserError(f"The run in {directories[number]} is given twice: leave one of them out.")
+            raise UserError(f"The run in {given[number]} is given twice: leave one of them out.")
     names = [place.name for place in places]
-    apart = names if len(set(names)) == len(names) else [str(directory) for directory in directories]
-    shown = [name.encode("utf-8", "replace").decode() for name in apart]  # Linux has names that are not text
-    return [_read(name, directory) for name, directory in zip(shown, directories, strict=True)]
+    apart = names if len(set(names)) == len(names) else [str(directory) for directory in given]
+    shown = [printable(name.encode("utf-8", "replace").decode()) for name in apart]  # some names are not text
+    return [_read(name, directory) for name, directory in zip(shown, given, strict=True)]
 
 
 def _read(name: str, directory: Path) -> Run:
     path = directory / RUN
     if not path.is_file():
-        raise UserError(f"{directory} holds no finished run (there is no {RUN}): give a run's --output directory.")
+        raise nothing_in(directory)
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
-        log = read_log(directory / LOG) if (directory / LOG).is_file() else []
-        series = {key: _series(log, key) for key in DRAWN}
-        rows = {label: value(facts) for label, value in ROWS.items()}
-        memory = {str(group): float(count) for group, count in facts["memory"]["groups"].items()}
+        log = _log(directory / LOG)
+        losses, costs, record, result = (
+            {label: value(facts) for label, value in table.items()} for table in (LOSSES, COSTS, RECORD, RESULT)
+        )
+        speeds = _speeds(log)
+        costs |= {f"{kind} tokens/s": f"{speeds[kind]:,.0f}" if kind in speeds else "not logged" for kind in SPEEDS}
+        costs["device"] = costs.pop("device")  # the longest, so the last
+        last = facts["state"]["last_eval_loss"]
+        held_out = None if last is None else (record["held-out data, SHA-256"], float(last))
+        memory = {str(group): _amount(count) for group, count in facts["memory"]["groups"].items()}
         kernels, profiled = _profile(name, directory / PROFILE, facts)
-        line = summary(name, facts, series["tokens_per_second"][1])
-        return Run(name, rows, line, series, memory, kernels, profiled)
+        line = summary(name, facts, [f"{value:,.0f} {kind}" for kind, value in speeds.items()])
+        options = settings(facts)
     except KeyError as error:
         raise UserError(f"The run in {directory} cannot be read: {error} is missing.") from error
     except DAMAGE as error:
         raise UserError(f"The run in {directory} cannot be read ({type(error).__name__}: {error}).") from error
+    return Run(name, options, losses, costs, record, result, held_out, line, log, memory, kernels, profiled)
 
 
-def _series(log: Sequence[Mapping[str, Any]], key: str) -> Series:
-    lines = [line for line in log if line.get(key) is not None]
-    return [int(line["step"]) for line in lines], [float(line[key]) for line in lines]
+def _log(path: Path) -> list[dict[str, float]]:
+    """The lines by step; one of before the first step says nothing of tokens."""
+    lines = read_log(path) if path.is_file() else []
+    whole = [{"tokens": 0, **line} if line["step"] == 0 else line for line in lines]
+    known = [line for line in whole if {"tokens", "seconds"} <= line.keys()]
+    return sorted((line for line in known if min(line[axis] for axis in AXES) >= 0), key=lambda line: line["step"])
+
+
+def _amount(value: Any) -> float:
+    """Bytes or seconds. ValueError where it cannot be that many."""
+    amount = float(value)
+    if not 0 <= amount <= MOST:
+        raise ValueError(f"{amount} is no amount")
+    return amount
+
+
+def _speeds(log: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The median of what was logged, of each kind of token."""
+    found = {kind: [line[key] for line in log if key in line] for kind, key in SPEEDS.items()}
+    return {kind: statistics.median(values) for kind, values in found.items() if values}
 
 
 def _profile(name: str, path: Path, facts: Mapping[str, Any]) -> tuple[dict[str, float] | None, str]:
@@ -89,7 +134,7 @@ def _profile(name: str, path: Path, facts: Mapping[str, Any]) -> tuple[dict[str,
         profile = json.loads(path.read_text(encoding="utf-8"))
         work, seconds = profile.get("work", {}), dict[str, float]()
         for kernel in profile["kernels"]:  # one has several lines where shapes are kept apart
-            seconds[str(kernel["kernel"])] = seconds.get(str(kernel["kernel"]), 0.0) + float(kernel["seconds"])
+            seconds[str(kernel["kernel"])] = seconds.get(str(kernel["kernel"]), 0.0) + _amount(kernel["seconds"])
         if "base_digest" not in work:
             why = f"its {PROFILE} does not say what it is of; {ADVICE} makes one that does"
             return None, f"{name}: not drawn, since {why}."

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from wgpu_lora.train.arguments import ROWS_PER_BATCH, TrainingArguments
+from wgpu_lora.words import counted
 
 FEW = 32  # steps of an epoch: with fewer, what was left open is chosen by the rows
 ROWS = (8, 4, 2)  # of a step then, the first that gives that many steps
@@ -29,8 +30,8 @@ def fitted(args: TrainingArguments, lengths: Sequence[int], weight: float = 1.0)
     if None in said and not args.packing and steps < FEW:
         packing = False
         rows, accumulation = _sizes(said[1], said[2], lengths, ROWS_PER_BATCH * args.length, weight)
-        count = f"{rows * accumulation} row{'s' * (rows * accumulation > 1)} a step"
-        note = f"{count}, not packed, since the data are small ({len(lengths):,} rows, {sum(lengths):,} tokens)"
+        data = f"{counted(len(lengths), 'row')}, {sum(lengths):,} tokens"
+        note = f"{counted(rows * accumulation, 'row')} a step, not packed, since the data are small ({data})"
     if said[2] is None:
         accumulation = max(1, round(accumulation * weight))
     filled = replace(args, packing=packing, per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation)

@@ -41,7 +41,7 @@ def _draw(axes: Any, runs: Mapping[str, Path]) -> None:
             steps, losses = zip(*heldout, strict=True)
             axes.plot(steps, losses, color=colour, linestyle="--", marker="o", markersize=4, label=f"{shown}, held out")
     axes.set_xlabel("optimizer steps of the adapter")
-    axes.set_ylabel("loss, nats a token")
+    axes.set_ylabel("loss")
     axes.grid(alpha=0.3)
     if runs:
         axes.legend()

@@ -11,6 +11,7 @@ from psutil import virtual_memory
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.naming import flag, setting, settings
+from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
     from wgpu_lora.models.config import ModelConfig
@@ -38,9 +39,7 @@ def check_memory(peak: int, base: int, budget: Budget, args: TrainingArguments, 
     available = budget.bytes
     if available is None or peak <= available:
         return
-    need = (
-        f"This run needs {readable(peak)} ({peak:,} bytes) of device memory, but the budget is {readable(available)} "
-    )
+    need = f"This run needs {both(peak)} of device memory, but the budget is {readable(available)} "
     need += f"({budget.source})"
     found = options_that_fit(available, args, replan)
     advice = f"it would fit with {found}" if found else without_a_way(base, available, args, replan)
@@ -149,4 +148,9 @@ def readable(nbytes: int) -> str:
         if value < 1024:
             break
         value, unit = value / 1024, larger
-    return f"{nbytes} bytes" if unit == "bytes" else f"{value:,.1f} {unit}"
+    return counted(nbytes, "byte") if unit == "bytes" else f"{value:,.1f} {unit}"
+
+
+def both(nbytes: int) -> str:
+    """1.5 GiB (1,610,612,736 bytes); few bytes are said once."""
+    return readable(nbytes) if abs(nbytes) < 1024 else f"{readable(nbytes)} ({nbytes:,} bytes)"

@@ -40,7 +40,7 @@ def work_happened_on_the_device(proof: Proof) -> Finding:
     if clock["clock"] == "timestamps" and not 0 < share <= 1 + SKEW:
         faults.append(f"the device's clock counts {share:.0%} of the step's time on the host's, which cannot be")
     by = {
-        "timestamps": f"its own timestamps count {clock['device_seconds']:.4f} s of it ({share:.0%} of its time)",
+        "timestamps": f"its own timestamps count {clock['device_seconds']:.4f} s of it ({min(share, 1):.0%} of it)",
         "host": "it has no timestamps, so its dispatches were counted alone",
     }[clock["clock"]]
     reason = (

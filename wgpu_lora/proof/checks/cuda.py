@@ -18,6 +18,7 @@ from wgpu_lora.proof.cuda import Libraries, classify, cuda_packages, imported, i
 from wgpu_lora.proof.finding import Finding, NotRun
 from wgpu_lora.proof.native import NAMES, look_into, ours
 from wgpu_lora.proof.watch import Seen
+from wgpu_lora.words import counted
 
 PACKAGE = "wgpu-lora"
 
@@ -75,9 +76,11 @@ def no_cuda(proof: Proof) -> Finding:
     }
     watched = sum(bool(one.looks) for one in seen)
     driver = f" but {len(explained)} mapped beside NVIDIA's Vulkan driver" if explained else ""
+    processes = counted(watched, "process", "processes")
+    children = counted(len(said), "child process", "child processes")
     reason = (
-        f"{len(paths)} libraries in {watched} processes, looked at {figures['looks']} times: none is CUDA's{driver}; "
-        f"{len(said)} child processes opened none by ctypes or cffi, none is named in {len(native)} native libraries "
+        f"{len(paths)} libraries in {processes}, looked at {figures['looks']} times: none is CUDA's{driver}; "
+        f"{children} opened none by ctypes or cffi, none is named in {len(native)} native libraries "
         f"of installed packages, none of {len(names)} required packages is CUDA's; no nvcc was run"
     )
     return Finding.of(faults, reason, figures)

@@ -9,6 +9,7 @@ from typing import Any
 from wgpu_lora.proof.context import Proof
 from wgpu_lora.proof.finding import NOT_RUN, PASSED, Finding, NotRun
 from wgpu_lora.proof.training import Training
+from wgpu_lora.words import counted
 
 SAME_LOSS = 1e-3  # relative: of one model and one file on two devices, which may round an odd weight of NF4 differently
 FACTS = ("name", "driver", "backend")
@@ -41,7 +42,7 @@ def training_beside_evaluating(proof: Proof) -> Finding:
         faults.append("evaluate never ran")
     if not faults and not alone and not steps:
         raise NotRun("training was over before an evaluation had begun to compute: give a recipe with more steps")
-    trained = f"{len(training.log)} steps in {training.seconds:.0f} s on device {training.devices[0]}"
+    trained = f"{counted(len(training.log), 'step')} in {training.seconds:.0f} s on device {training.devices[0]}"
     if alone:
         reason = f"{trained}; evaluate on the same device afterwards, since no other is used"
     else:
@@ -84,13 +85,15 @@ def losses_fall(proof: Proof) -> Finding:
     losses = [line["loss"] for line in training.log]
     stopped = training.facts["stop_reason"] if training.facts else "no run.json"
     if stopped in ("non-finite", "diverged"):
-        return Finding.of([f"training stopped after {len(losses)} steps: {training.said}"], "", {"losses": losses})
+        return Finding.of(
+            [f"training stopped after {counted(len(losses), 'step')}: {training.said}"], "", {"losses": losses}
+        )
     if not all(math.isfinite(line[key]) for line in training.log for key in ("loss", "grad_norm")):
         return Finding.of(["a loss or a gradient in the log is not finite"], "", {"losses": losses})
     if training.code:
         raise NotRun(f"fine-tuning ended with exit code {training.code} (check 3)")
     if len(losses) < FEWEST:
-        raise NotRun(f"{len(losses)} steps are too few: give a recipe with {FEWEST} or more")
+        raise NotRun(f"{counted(len(losses), 'step')} are too few: give a recipe with {FEWEST} or more")
     seen, count = proof.seen_rows()
     finding = _fallen(training, losses, "the loss of eval_data" if seen else "the held-out loss")
     if seen and finding.status == PASSED:
