@@ -18,7 +18,8 @@ from wgpu_lora.demo.confine import plain, seccomp
 from wgpu_lora.demo.confine.parent import LISTENER, Process
 
 confined = pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() not in seccomp.ARCHITECTURES, reason="nothing is confined here"
+    sys.platform != "linux" or platform.machine() not in seccomp.ARCHITECTURES,
+    reason="needs Linux on x86-64 or arm64: nothing is confined elsewhere",
 )
 # Python's audit hook taken away, as an attack would, so that the kernel's means stand alone.
 UNGUARDED = (

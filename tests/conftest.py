@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
 import tempfile
 import zlib
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +17,24 @@ import pytest
 from wgpu_lora.gpu.device import Device, DeviceOptions
 
 os.environ["WGPU_LORA_NO_TUNE"] = "1"  # a shape for every test: tuning would take most of the time
-os.environ["WGPU_LORA_SHARE_DIR"] = tempfile.mkdtemp(prefix="wgpu-lora-share-")  # not the user's own ledger
+# Ledgers of memory, a directory for each process, in one that the process which began the session removes: workers are
+# killed where it is interrupted. What a session that was killed left behind goes when the next one begins.
+SHARES, PREFIX = "WGPU_LORA_TESTS_SHARES", "wgpu-lora-share-"
+
+
+def _directory_of_shares() -> str:
+    temporary = Path(tempfile.gettempdir())
+    for left in temporary.glob(f"{PREFIX}*-*") if Path("/proc/self").exists() else ():
+        if not Path("/proc", left.name.removeprefix(PREFIX).split("-")[0]).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    made = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=temporary)
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    os.environ[SHARES] = made
+    return made
+
+
+shares = os.environ.get(SHARES) if "PYTEST_XDIST_WORKER" in os.environ else None
+os.environ["WGPU_LORA_SHARE_DIR"] = tempfile.mkdtemp(dir=shares or _directory_of_shares())  # not the user's own ledger
 # A shell's background jobs ignore SIGINT, and under nohup SIGHUP is ignored: what runs here is to hear both.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if hasattr(signal, "SIGHUP"):

@@ -119,7 +119,7 @@ def test_mistakes_on_stdin(run: Run, monkeypatch: pytest.MonkeyPatch, piped: byt
     assert "--prompt is missing" in refused(run("generate"))
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file that is always full")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full, a file that is always full")
 @pytest.mark.parametrize("stderr", [subprocess.PIPE, None], ids=["stdout", "both"])
 def test_output_that_cannot_be_written(stderr: int | None):
     code = "import sys, wgpu_lora.cli; sys.exit(wgpu_lora.cli.main(['--version']))"
@@ -345,7 +345,7 @@ def test_evaluate_takes_what_training_takes(run: Run, tmp_path: Path):
 def test_speed_is_that_of_training_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     command = import_module("wgpu_lora.cli.finetune")
     monkeypatch.setattr(command, "is_terminal", lambda stream: False)
-    session = SimpleNamespace(model=SimpleNamespace(checkpoint=SimpleNamespace(names=list)))
+    session = SimpleNamespace(model=SimpleNamespace(tensors_to_load=lambda: 1))
     run = SimpleNamespace(logs=lambda step, heldout: True)
     with command.Watcher(SimpleNamespace(session=session, run=run)) as watcher:
         for step, (tokens, seconds) in enumerate([(100, 60.0), (200, 1.0), (100, 0.5), *[(100, 0.0)] * 9, (150, 1.0)]):
@@ -353,9 +353,9 @@ def test_speed_is_that_of_training_alone(monkeypatch: pytest.MonkeyPatch, capsys
             watcher.step(StepResult(step + 1, 99, 0.0, 1.0, 1e-3, 1.0, seconds=seconds, eval_loss=None, **counts))
     lines = capsys.readouterr().out.splitlines()
     assert "tokens/s" not in lines[0]  # it compiles
-    assert lines[1].endswith(" 200 trained, 400 processed tokens/s")
-    assert lines[2].endswith(" 200 trained, 400 processed tokens/s")
-    assert lines[-1].endswith(" 1,050 trained, 2,100 processed tokens/s")  # of the last ten steps
+    assert lines[1].endswith(" 200 trained, 400 processed tokens/s  1:37 min left")
+    assert " 200 trained, 400 processed tokens/s  " in lines[2]
+    assert " 1,050 trained, 2,100 processed tokens/s  " in lines[-1]  # of the last ten steps
 
 
 def test_a_run_that_is_not_finite_fails(run: Run, tmp_path: Path, data: Path):

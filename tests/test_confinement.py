@@ -62,7 +62,7 @@ def test_every_system_call_but_those_allowed_is_refused() -> None:
     assert returned(code, [*allowed, 335, 336]) == []
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="x32 is a part of x86-64")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="needs an x86-64 processor, of which x32 is a part")
 @pytest.mark.usefixtures("unguarded")
 def test_calls_of_another_architecture_end_it() -> None:
     result = run_check(TRY + "def attack():\n    return sys_(0x40000000 + 39)", "assert attack() != 0")
@@ -114,7 +114,9 @@ def test_the_program_of_each_architecture(machine: str) -> None:
         seccomp.program("riscv64")
 
 
-@pytest.mark.skipif(not ctypes.util.find_library("seccomp"), reason="libseccomp is not here")
+@pytest.mark.skipif(
+    not ctypes.util.find_library("seccomp"), reason="libseccomp, which the filter is compared with, is not installed"
+)
 def test_numbers_are_libseccomps() -> None:
     resolve = ctypes.CDLL(ctypes.util.find_library("seccomp")).seccomp_syscall_resolve_name_arch
     for column, architecture in seccomp.ARCHITECTURES.values():

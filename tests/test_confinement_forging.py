@@ -149,7 +149,7 @@ def test_no_pass_is_forged(code: str) -> None:
     assert not run_check(f"{code}\ndef f(n):\n    return x", check).passed
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may look into the process")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who alone may look into the process")
 def test_what_is_expected_is_not_in_the_process() -> None:
     """Looked for from outside, in all that it may write, while the answer runs."""
     answer, sent, expected = "import time\ndef f(n):\n    time.sleep(60)", b"argument-8d1f", b"expected-8d1f"

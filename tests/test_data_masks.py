@@ -224,7 +224,9 @@ def test_a_template_that_hides_the_turn_is_told():
 @pytest.mark.reference
 @pytest.mark.parametrize("messages", [FOUR, chat("Hi", " größer 🦜"), chat("a", "b", "c")])
 def test_marks_are_read_as_transformers_reads_them(messages):
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: make test-reference does that"
+    )
     theirs = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer.from_str(backend_json()), **NAMED
     )

@@ -270,7 +270,9 @@ def test_no_tokenizer_is_none(tmp_path: Path) -> None:
 @pytest.mark.reference
 @pytest.mark.parametrize("kind", ["demo", "llama"])
 def test_transformers_reads_the_same(tmp_path: Path, kind: str) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: make test-reference does that"
+    )
     if kind == "demo":
         write_gguf(DEMO, tmp_path / "m.gguf", tokenizer=demo_tokenizer)
     else:

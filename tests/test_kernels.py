@@ -106,7 +106,7 @@ def test_kernel_in_other_tilings(device: Device, case: Case, rng: np.random.Gene
     main = main_tilings(device, case)
     others = [tiles for tiles in case.kernel.tilings(device.traits, case.constants) if tiles not in main]
     if not others:
-        pytest.skip("it has been run in all of them")
+        pytest.skip("no other tilings of it on this device: test_kernel ran them all")
     check(device, case, rng, others)
 
 
@@ -133,7 +133,7 @@ def texts(case: Case, subgroup_size: int) -> dict[str, Any]:
 def test_texts_are_valid_within_default_limits(device: Device, name: str, subgroup_size: int) -> None:
     """Also the tilings of devices that are not here."""
     if subgroup_size and "subgroup" not in device.features:
-        pytest.skip("this device has no subgroups")
+        pytest.skip("the device has no subgroups, so wgpu takes no shader that has them")
     for case in CASES[name]:
         for text, tiles in texts(case, subgroup_size).items():
             device.raw.create_shader_module(code=text, label=f"{case.label} {tiles}")

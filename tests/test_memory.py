@@ -62,7 +62,9 @@ def make_model(directory: Path, hidden: int, layers: int) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(list_adapters()[0].kind != "software", reason="a GPU's memory is not the process's")
+@pytest.mark.skipif(
+    list_adapters()[0].kind != "software", reason="needs a software driver, whose memory is the process's own"
+)
 def test_resident_memory_is_what_was_planned(tmp_path: Path) -> None:
     """About 240 MB of weights: plan = allocation to the byte, resident memory within 15% and 48 MB of driver's own."""
     make_model(tmp_path / "model", 1024, 4)

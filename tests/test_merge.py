@@ -137,7 +137,10 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.reference
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_transformers_loads_it(tmp_path: Path, architecture: str) -> None:
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch, transformers = (
+        pytest.importorskip("torch", reason="torch is not installed: make test-reference does that"),
+        pytest.importorskip("transformers", reason="transformers is not installed: make test-reference does that"),
+    )
     from peft import PeftModel
 
     adapter = save_golden_adapter(architecture, tmp_path / "adapter")

@@ -299,7 +299,7 @@ def test_a_name_is_shown_and_does_nothing(
         assert name in out
 
 
-@pytest.mark.skipif(os.name == "nt", reason="names of files are text there")
+@pytest.mark.skipif(os.name == "nt", reason="needs file names that are bytes, which Windows has not")
 def test_a_name_that_is_not_utf8_is_refused_at_the_start(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl")
     command = [sys.executable, "-m", "wgpu_lora", "finetune", *flags(**SMALL, model=QWEN2, data=data)]

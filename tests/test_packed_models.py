@@ -119,7 +119,9 @@ def plain_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
     They repack weights for products in multiples of 32, and decode a matrix as if its rows were whole blocks of 64: as
     a single row it comes out right.
     """
-    ops = pytest.importorskip("bitsandbytes.backends.cpu.ops")
+    ops = pytest.importorskip(
+        "bitsandbytes.backends.cpu.ops", reason="bitsandbytes is not installed: make test-reference does that"
+    )
     library = ops.lib
 
     class Flat:
@@ -138,7 +140,10 @@ def plain_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("double", [True, False])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_bitsandbytes_own_files_are_read(device: Device, tmp_path: Path, architecture: str, double: bool) -> None:
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch, transformers = (
+        pytest.importorskip("torch", reason="torch is not installed: make test-reference does that"),
+        pytest.importorskip("transformers", reason="transformers is not installed: make test-reference does that"),
+    )
     how = transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double, bnb_4bit_compute_dtype="float32"
     )
@@ -156,7 +161,10 @@ def test_bitsandbytes_own_files_are_read(device: Device, tmp_path: Path, archite
 @pytest.mark.usefixtures("plain_bitsandbytes")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_transformers_loads_ours(device: Device, tmp_path: Path, architecture: str) -> None:
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch, transformers = (
+        pytest.importorskip("torch", reason="torch is not installed: make test-reference does that"),
+        pytest.importorskip("transformers", reason="transformers is not installed: make test-reference does that"),
+    )
     directory = packed_model(device, architecture, tmp_path / "ours", 30_000)
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     expected = logits(device, architecture)

@@ -89,7 +89,9 @@ def test_requirements_are_followed_and_extras_are_not(tmp_path: Path, monkeypatc
     assert cuda_packages(required("wgpu-lora")) == []
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="copies a program that Linux has")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="needs Linux: copies a program of its own and reads /proc"
+)
 def test_the_watcher_and_the_witness_see_a_compiler_run(tmp_path: Path) -> None:
     fake = tmp_path / "nvcc"
     shutil.copyfile(shutil.which("sleep") or "/bin/sleep", fake)

@@ -58,7 +58,7 @@ except Exception as error:
 """
 
 
-@pytest.mark.skipif(os.name == "nt" or os.getuid() != 0, reason="only root can be two users")
+@pytest.mark.skipif(os.name == "nt" or os.getuid() != 0, reason="needs root, who alone can be two users")
 def test_users_share_a_directory_that_all_can_write() -> None:
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name:  # pytest's own is private
         Path(name).chmod(0o777)
@@ -142,7 +142,7 @@ def test_a_process_that_ended_is_dead_before_anyone_asks_for_its_exit_code() -> 
     child.communicate()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: asks its kernel")
 def test_a_process_lives_as_long_as_its_last_thread() -> None:
     """Its first thread is a zombie before the others have let go of its memory."""
     ended = "import ctypes, threading, time; threading.Thread(target=time.sleep, args=[600]).start(); "

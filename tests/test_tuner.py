@@ -14,7 +14,7 @@ import pytest
 from training_helpers import golden_arguments
 
 from wgpu_lora.gpu import tuner as module
-from wgpu_lora.gpu.choices import ChoiceFile, bucket, choice_key
+from wgpu_lora.gpu.choices import SCHEMA, ChoiceFile, bucket, choice_key, nearest, same_shader
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import REGISTRY
 from wgpu_lora.gpu.program import Arena, Program, allocate
@@ -67,10 +67,14 @@ def test_the_cache_is_used_again_and_survives_damage(
     with monkeypatch.context() as patch:
         patch.setattr(Tuner, "_measure", lambda *_: pytest.fail("it was measured again"))
         assert Tuner(device, directory=tmp_path).tune([program]) == first
-    for damage in ("{", "[]", '{"schema": 1, "entries": {"x": 3}}', '{"schema": 99, "entries": {}}'):
+    good = tuner.file.path.read_text()
+    (entry,) = json.loads(good)["entries"].values()
+    odd = [{"x": 3}, {"x": entry, "[1]": entry, '["a", [], [], {}]': entry}, {"x": {**entry, "took": "long"}}]
+    damaged = [json.dumps({"schema": SCHEMA, "entries": entries}) for entries in odd]
+    for damage in ("{", "[]", '{"schema": 99, "entries": {}}', *damaged):
         tuner.file.path.write_text(damage)
         assert Tuner(device, directory=tmp_path).tune([program]).keys() == first.keys()
-    assert json.loads(tuner.file.path.read_text())["schema"] == 1
+    assert json.loads(tuner.file.path.read_text())["schema"] == SCHEMA
 
 
 def test_entries_of_another_shader_are_dropped(device: Device, tmp_path: Path) -> None:
@@ -78,8 +82,12 @@ def test_entries_of_another_shader_are_dropped(device: Device, tmp_path: Path) -
     file.add({"old": {"kernel": "matmul_nt", "digest": "then", "tiles": {"rows": 1}}}, {"matmul_nt": "then"})
     assert file.read({"matmul_nt": "then"})
     assert not file.read({"matmul_nt": "now"})
+    file.add({"other": {"kernel": "matmul_nn", "digest": "now", "tiles": {"rows": 1}}}, {"matmul_nn": "now"})
     file.add({"new": {"kernel": "matmul_nt", "digest": "now", "tiles": {"rows": 2}}}, {"matmul_nt": "now"})
-    assert json.loads(file.path.read_text())["entries"].keys() == {"new"}
+    assert json.loads(file.path.read_text())["entries"].keys() == {
+        "other",
+        "new",
+    }  # of kernels not asked about, all stay
 
 
 def _add(path: Path, number: int, barrier: Any) -> None:
@@ -118,9 +126,122 @@ def test_a_wrong_tiling_is_never_chosen(device: Device, tmp_path: Path, monkeypa
     }
 
 
-def test_no_time_no_choice(device: Device, tmp_path: Path) -> None:
+def test_what_there_is_no_time_for_keeps_the_default_for_good(
+    device: Device, tmp_path: Path, no_measuring: Any
+) -> None:
+    """Otherwise every run of a model with many sizes would begin with tuning."""
     program, _ = product(device)
-    assert Tuner(device, seconds=0, directory=tmp_path).tune([program]) == {}
+    (step,) = program.dispatches
+    default = {choice_key(step.kernel, step.present, step.constants): step.tiles}
+    assert Tuner(device, seconds=0, directory=tmp_path).tune([program]) == default
+    assert Tuner(device, directory=tmp_path).outlook([program]).sizes == 0
+    assert Tuner(device, directory=tmp_path).tune([program]) == default
+    assert Tuner(device, directory=tmp_path).outlook([product(device, m=40)[0]]).sizes == 0  # nor at another batch
+
+
+@pytest.fixture
+def no_measuring(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Fails where anything is measured."""
+    monkeypatch.setattr(Tuner, "_seconds", lambda *_: pytest.fail("it was measured"))
+    return monkeypatch
+
+
+def test_another_batch_of_the_model_is_not_timed(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another length or batch takes over what was found for the nearest, in one program too."""
+    tuner = Tuner(device, directory=tmp_path)
+    timed: list[tuple[int, Any]] = []
+
+    def seconds(self: Tuner, call: Any, tiles: Any) -> float:
+        timed.append((call.constants["m"], tiles))
+        return 0.1 if tiles == call.kernel.tilings(device.traits, call.constants)[1] else 1.0
+
+    monkeypatch.setattr(Tuner, "_seconds", seconds)
+    monkeypatch.setattr(Tuner, "_is_right", lambda *_: True)
+    programs = [product(device, m=m)[0] for m in (64, 128, 256)]
+    assert tuner.outlook(programs).sizes == 1
+    choices = tuner.tune(programs)
+    assert {m for m, _ in timed} == {256}  # of the most work
+    second = programs[0].dispatches[0].kernel.tilings(device.traits, programs[2].dispatches[0].constants)[1]
+    assert list(choices.values()) == [second] * 3
+    timed.clear()
+    assert Tuner(device, directory=tmp_path).tune([product(device, m=1000)[0]]).popitem()[1] == second
+    assert not timed
+    assert tuner.outlook([product(device, m=5000)[0]]).sizes == 1  # too far from what was timed
+    assert tuner.outlook([product(device, m=256, n=64)[0]]).sizes == 1  # another matrix
+    few = product(device, m=4)[0]  # products of few rows have tilings of their own
+    assert len(Tuner(device, directory=tmp_path).tune([few])) == 1
+    assert {m for m, _ in timed} == {4}
+
+
+def lora_call(slots: int, rows: int = 1000) -> Any:
+    constants = {**lora_nt.defaults, "m": rows, "n": 16, "k": 896, "slots": slots, "stride": 896 * 16}
+    return lora_nt, ("a", "b", "y", "ranges"), constants
+
+
+def test_what_is_taken_over_by_another_shader_is_checked(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, present, _ = lora_call(1)
+    one, three, small = (choice_key(*lora_call(slots)) for slots in (1, 3, 1))
+    assert small == one != three
+    assert nearest(three, {one: {"seconds": [[1.0, {}]]}}) == one
+    assert nearest(three, {one: {"seconds": [], "like": "x"}}) is None
+    near = choice_key(*lora_call(3, 500))
+    assert nearest(three, {one: {"seconds": [1]}, near: {"seconds": [1]}}) == one  # as many rows
+    assert nearest(three, {one: {"seconds": []}, near: {"seconds": [1]}}) == near  # rather what was timed
+    assert same_shader(three, near)
+    assert not same_shader(three, one)
+    tuner, checked = Tuner(device, directory=tmp_path), []
+    call = module.Dispatch(kernel, (), present, lora_call(3)[2], {}, (1, 1, 1))
+    tiles = kernel.tilings(device.traits, call.constants)[1]
+    known = {one: {"tiles": tiles, "seconds": [1]}}
+    for right in (True, False):
+        monkeypatch.setattr(Tuner, "_is_right", lambda _, call, tiles, right=right: checked.append(tiles) or right)
+        assert (tuner._taken_over(three, call, known) is not None) == right
+    assert checked == [tiles, tiles]
+    assert (
+        tuner._taken_over(three, call, {one: {"tiles": {"rows": 3}, "seconds": [1]}}) is None
+    )  # no tiling of this device
+
+
+def test_it_says_how_long_it_will_take(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing before anything was timed on the device, then from what a tiling took, up to the limit."""
+    monkeypatch.setattr(Tuner, "_seconds", lambda *_: 1.0)
+    monkeypatch.setattr(Tuner, "_is_right", lambda *_: True)
+    seen: list[module.Tuning] = []
+    first, other = (product(device, n=n)[0] for n in (20, 600))
+    assert Tuner(device, directory=tmp_path).outlook([first]).expected is None
+    Tuner(device, directory=tmp_path).tune([first], lambda tuning: seen.append(replace(tuning)))
+    count = len(first.dispatches[0].kernel.tilings(device.traits, first.dispatches[0].constants))
+    assert [tuning.over for tuning in seen] == [*[False] * (len(seen) - 1), True]
+    assert [tuning.tilings_done for tuning in seen] == [*range(len(seen) - 1), seen[-1].tilings]
+    assert 2 <= seen[-1].tilings <= count
+    assert (seen[0].sizes, seen[-1].sizes_done, seen[0].kernel) == (1, 1, "matmul_nt")
+    assert seen[0].expected is None
+    assert all(0 < tuning.expected <= tuning.limit for tuning in seen[1:])  # type: ignore[operator]
+    outlook = Tuner(device, directory=tmp_path).outlook([other])
+    assert outlook.expected
+    assert outlook.expected == pytest.approx(outlook.tilings * outlook.each)  # type: ignore[operator]
+    assert Tuner(device, seconds=1e-9, directory=tmp_path).outlook([other]).expected == 1e-9
+
+
+def test_what_was_found_before_an_interrupt_is_kept(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tuner, "_is_right", lambda *_: True)
+
+    def seconds(self: Tuner, call: Any, tiles: Any) -> float:
+        if call.constants["n"] == 20:
+            raise KeyboardInterrupt
+        return 1.0
+
+    monkeypatch.setattr(Tuner, "_seconds", seconds)
+    small, large = (product(device, n=n)[0] for n in (20, 600))
+    with pytest.raises(KeyboardInterrupt):
+        Tuner(device, directory=tmp_path).tune([small, large])
+    assert Tuner(device, directory=tmp_path).outlook([small, large]).sizes == 1
 
 
 def test_a_program_is_built_in_the_chosen_tiling(device: Device, rng: np.random.Generator) -> None:

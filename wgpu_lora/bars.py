@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from wgpu_lora.bounded import printable
 
 if TYPE_CHECKING:
+    from wgpu_lora.gpu.tuner import Tuning
     from wgpu_lora.models.load import Progress
     from wgpu_lora.models.loaded import LoadedModel
     from wgpu_lora.train.progress import StepResult
@@ -67,14 +68,19 @@ class Bars:
 
     def loading(self, model: LoadedModel) -> Progress:
         """For whatever loads this model's weights."""
-        total, loaded = len(model.checkpoint.names()), 0
+        total, loaded = model.tensors_to_load(), 0
 
         def advance(name: str) -> None:
             nonlocal loaded
             loaded += 1
-            self.to(f"loading {model.name}", loaded, max(total, loaded), " tensors")
+            self.to(f"loading {model.name}", loaded, total, " tensors")
 
         return advance
+
+    def tuning(self, tuning: Tuning) -> None:
+        """What is timed before the weights are loaded."""
+        facts = f"{tuning.kernel}, size {min(tuning.sizes_done + 1, tuning.sizes)} of {tuning.sizes}"
+        self.to("tuning", round(tuning.seconds), round(tuning.expected or tuning.limit), " s", facts)
 
     def step(self, result: StepResult) -> None:
         """A step of a training run, or of one of a pipeline's."""

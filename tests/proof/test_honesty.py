@@ -30,7 +30,7 @@ from wgpu_lora.proof.witness import Witness, command_of
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.output import LOG
 
-LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc and fakes libraries")
+LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: reads /proc and fakes libraries")
 
 
 def fake(folder: Path, *names: str) -> list[Path]:

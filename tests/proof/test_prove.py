@@ -26,7 +26,9 @@ from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.initial import adapter_of
 
 PROVE = [sys.executable, "-c", "import sys; from wgpu_lora.cli import main; sys.exit(main(['prove', *sys.argv[1:]]))"]
-LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc and preloads")
+LINUX = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="needs Linux: reads /proc and preloads a library"
+)
 
 
 def recipe(tmp_path: Path, **changes: Any) -> Path:

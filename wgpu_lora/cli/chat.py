@@ -102,7 +102,7 @@ def run_chat(
     adapters = named_adapters(adapter)
     names = list(slots_of(adapters, compare)) if adapters or compare else [BASE]
     opened = open_model(model_of(adapters, model), device, base_dtype)
-    with Bar("loading", len(opened.checkpoint.names())) as bar:
+    with Bar("loading", opened.tensors_to_load()) as bar:
         talk = Chat(opened, adapters, names, settings, max_length, lambda name: bar.advance())
         if settings.system is not None and not talk.templated:
             raise UserError("The model has no chat template, so it cannot be given a system prompt: leave it out.")

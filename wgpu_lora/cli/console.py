@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from wgpu_lora.bounded import printable
 from wgpu_lora.strict_json import to_json
 
 PLAIN_WIDTH = 120  # of tables where there is no terminal to ask
+SOON, OFTEN = 2.0, 10.0  # seconds to the first line of a Bar without a terminal, and from one to the next
 
 
 def is_terminal(stream: Any) -> bool:
@@ -32,25 +36,19 @@ def print_json(value: Any) -> None:
     print(to_json(value, indent=1, ensure_ascii=False), flush=True)
 
 
-def bar(text: str, total: float | None) -> Any:
-    """(a started rich Progress, its task) on stderr, or (None, None) where stderr is no terminal."""
-    if not is_terminal(sys.stderr):
-        return None, None
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    progress = Progress(*columns, console=console(stderr=True), transient=True)
-    progress.start()
-    return progress, progress.add_task(text, total=total)
-
-
 class Bar:
-    """A progress bar that shows nothing where there is no terminal."""
+    """How far something is: a bar on a terminal, elsewhere a line after two seconds and then every ten. Both on stderr.
 
-    def __init__(self, text: str, total: float | None):
-        self._text, self._total = text, total
+    Args:
+        text: what is counted, or what is done. total: None where it is not known. unit: of the count, such as " s".
+    """
+
+    def __init__(self, text: str, total: float | None, unit: str = ""):
+        self._text, self._total, self._unit = text, total, unit
+        self._done = 0.0
+        self._begun = time.monotonic()
+        self._said = self._begun + SOON - OFTEN
         self._progress: Any = None
-        self._task: Any = None
 
     def __enter__(self) -> Bar:
         return self
@@ -58,21 +56,76 @@ class Bar:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def advance(self, text: str | None = None, to: float | None = None, total: float | None = None) -> None:
-        """One further, or to a position; shown from the first call on."""
-        if self._progress is None:
-            self._progress, self._task = bar(self._text, self._total)
-        if self._progress is None:
+    def advance(
+        self, text: str | None = None, to: float | None = None, total: float | None = None, detail: str = ""
+    ) -> None:
+        """One further, or to a position; shown from the first call on.
+
+        Args:
+            text, total: from now on. detail: of a terminal's second line.
+        """
+        self._text = text or self._text
+        self._total = total or self._total
+        self._done = self._done + 1 if to is None else to
+        if not is_terminal(sys.stderr):
+            self._say()
             return
-        self._progress.update(
-            self._task,
-            description=text or self._text,
-            completed=to,
-            advance=1 if to is None else None,
-            total=total,
-        )
+        begins = self._progress is None
+        if begins:
+            self._progress = _progress(self._unit)
+            self._progress.add_task("", total=self._total)
+        (task,) = self._progress.task_ids
+        self._progress.update(task, description=self._text, completed=self._done, total=self._total, detail=detail)
+        if begins:
+            self._progress.start()
+
+    def _say(self) -> None:
+        now = time.monotonic()
+        if now - self._said < OFTEN or sys.stderr is None:
+            return
+        self._said, spent = now, now - self._begun
+        count = f"{self._done:,.0f}" + (f" of {self._total:,.0f}" if self._total else "") + self._unit
+        left = spent * ((self._total or 0) - self._done) / max(self._done, 1e-9)
+        more = f", about {duration(left)} left" if self._done and left > 0 else ""
+        with suppress(OSError):  # nobody reads it any more
+            print(f"{printable(self._text)}: {count} after {duration(spent)}{more}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+
+def _progress(unit: str) -> Any:
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+    from rich.text import Text
+
+    class Count(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(f"{task.completed:,.0f}" + ("" if task.total is None else f"/{task.total:,.0f}") + unit)
+
+    class Left(ProgressColumn):
+        max_refresh = 0.5
+
+        def render(self, task: Task) -> Text:
+            left = task.time_remaining
+            return Text("" if left is None or task.finished else f"{duration(left)} left")
+
+    class WithDetail(Progress):
+        def get_renderables(self) -> Iterable[Any]:
+            yield from super().get_renderables()
+            for task in self.tasks:
+                if task.fields.get("detail"):
+                    yield Text(task.fields["detail"], no_wrap=True, overflow="ellipsis")
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=None), Count(), Left())
+    return WithDetail(*columns, console=console(stderr=True), transient=True, expand=True)
+
+
+def duration(seconds: float) -> str:
+    """For people: 8 s, 2:05 min, 1:02:05 h."""
+    whole = round(seconds)
+    minutes, hours = whole // 60, whole // 3600
+    if hours:
+        return f"{hours}:{minutes % 60:02}:{whole % 60:02} h"
+    return f"{minutes}:{whole % 60:02} min" if minutes else f"{whole} s"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import shlex
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,6 +12,12 @@ from wgpu_lora.cli.console import Bar, console, line
 from wgpu_lora.cli.finetune import Watcher, describe, report
 from wgpu_lora.cli.options import AllowUnconfined, Device
 from wgpu_lora.errors import UserError
+from wgpu_lora.installed import program
+
+BORDERS = 7  # columns that two answers beside each other have around them
+
+if TYPE_CHECKING:
+    from wgpu_lora.demo.compare import Checked, Comparison, Measured, Watch
 
 
 def demo(
@@ -36,42 +43,75 @@ def demo(
     line("recipe", str(comparison.recipe))
     line("answers", f"run under {comparison.confinement}")
     describe(job)
-    with Bar("held-out requests, before", None) as bar:
-        comparison.before = comparison.measure(None, bar.advance)
+    with Bar("held-out requests, before", len(comparison.rows)) as bar:
+        comparison.before = comparison.measure(None, _shown(bar))
     line("before", _score(comparison.before))
     with Watcher(job) as watcher:
-        facts = job.train(watcher.step, watcher.loaded)
+        facts = job.train(watcher.step, watcher.loaded, tuning=watcher.tuned)
     code = report(facts, job.run.directory)
     if code:
         return code
-    with Bar("held-out requests, after", None) as bar:
-        comparison.after = comparison.measure(job.run.directory, bar.advance)
-    line("after", _score(comparison.after))
+    with Bar("held-out requests, after", len(comparison.rows)) as bar:
+        comparison.trained(facts, _shown(bar))
     path = comparison.write(facts)
-    _side_by_side(comparison.pairs()[:show])
+    return _conclude(comparison, show, str(path))
+
+
+def _shown(bar: Bar) -> Watch:
+    bar.advance(to=0)
+
+    def watch(requests: int, tokens: int) -> None:
+        bar.advance(to=requests, detail=f"{tokens:,} tokens of answers")
+
+    return watch
+
+
+def _conclude(comparison: Comparison, show: int, path: str) -> int:
+    assert comparison.before
+    assert comparison.after
+    pairs = comparison.pairs()
+    for request, before, after in pairs[:show]:
+        _side_by_side(request, before, after)
     line("before", _score(comparison.before))
     line("after", _score(comparison.after))
-    line("written", f"{path}; ask it yourself: wgpu-lora generate --adapter {job.run.directory} --prompt '...'")
+    line("written", path)
+    line("note", "this model knows one task: Python functions that filter, change and reduce a list of integers")
+    line("ask it", "the first held-out request again, or one of that kind in words of your own:")
+    command = [program(), "generate", "--adapter", shlex.quote(str(comparison.job.run.directory))]
+    print(" ".join([*command, "--prompt", shlex.quote(pairs[0][0])]), flush=True)
     return 0
 
 
-def _score(measured: Any) -> str:
-    loss = measured.evaluation.loss
-    return f"{measured.passed} of {len(measured.answers)} held-out requests pass their checks; held-out loss {loss:.4f}"
+def _score(measured: Measured) -> str:
+    loss = "" if measured.loss is None else f"; held-out loss {measured.loss:.4f}"
+    return f"{measured.passed} of {len(measured.answers)} held-out requests pass their checks{loss}"
 
 
-def _side_by_side(pairs: list[tuple[str, Any, Any]]) -> None:
+def _side_by_side(request: str, before: Checked, after: Checked) -> None:
+    """A request and its answers; one below the other where their lines would be broken beside each other."""
+    from rich.text import Text
+
+    screen, answers = console(), {"before": before, "after": after}
+    code = {name: printable(checked.text, "\n\t").expandtabs() for name, checked in answers.items()}
+    widths = {name: max(map(len, [*text.splitlines(), f"{name}: FAIL"])) for name, text in code.items()}
+    screen.print()
+    screen.print(Text(printable(request, "\n\t"), "bold"))
+    beside = sum(widths.values()) + BORDERS <= screen.width
+    for names in [tuple(code)] if beside else [(name,) for name in code]:
+        screen.print(_box({name: (answers[name].passed, code[name]) for name in names}))
+    for name, checked in answers.items():
+        if not checked.passed:
+            screen.print(Text(f"{name}: {checked.reason}", "red"))
+
+
+def _box(answers: dict[str, tuple[bool, str]]) -> Any:
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(show_lines=True)
-    for name in ("request", "before", "after"):
-        table.add_column(name, ratio=1, overflow="fold")
-
-    def cell(checked: Any) -> Text:
-        mark = "PASS" if checked.passed else f"FAIL: {checked.reason}"
-        return Text.assemble((mark, "green" if checked.passed else "red"), "\n", printable(checked.text, "\n\t"))
-
-    for request, before, after in pairs:
-        table.add_row(Text(printable(request, "\n\t")), cell(before), cell(after))
-    console().print(table)
+    table = Table(box=box.SQUARE)
+    for name, (passed, _) in answers.items():
+        verdict = ("PASS", "green") if passed else ("FAIL", "red")
+        table.add_column(Text.assemble(f"{name}: ", verdict), overflow="fold")
+    table.add_row(*(Text(code) for _, code in answers.values()))
+    return table

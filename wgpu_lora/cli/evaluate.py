@@ -67,7 +67,7 @@ def evaluate(
         options |= {name: getattr(rows, name) for name in given}
         if rows.note and not as_json:
             line("note", rows.note)
-        with Bar("loading", len(opened.checkpoint.names())) as bar:
+        with Bar("loading", opened.tensors_to_load()) as bar:
             options["progress"] = lambda name: bar.advance()
             if several:
                 losses = evaluate_several(opened, data, adapters, include_base=compare, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
+import time
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
@@ -13,8 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wgpu_lora.allowed import SCHEDULES
-from wgpu_lora.cli.console import Bar, is_terminal, line
+from wgpu_lora.cli.console import OFTEN, Bar, duration, is_terminal, line
 from wgpu_lora.cli.options import choice
+from wgpu_lora.cli.starting import Starting, describe_tuning
+from wgpu_lora.installed import program
 from wgpu_lora.train.arguments import ADAPTER, FILES, TrainingArguments
 from wgpu_lora.words import counted
 
@@ -80,7 +83,7 @@ def finetune(
     job = prepare_job(args)
     describe(job)
     with Watcher(job) as watcher:
-        facts = job.train(watcher.step, watcher.loaded, waiting)
+        facts = job.train(watcher.step, watcher.loaded, waiting, watcher.tuned)
     return report(facts, job.run.directory)
 
 
@@ -161,32 +164,42 @@ def describe_memory(job: Job) -> None:
 
     plan = job.session.memory()
     line("memory", f"{both(plan.peak)} at the peak")
-    tuner = job.tuner()
-    untimed = tuner.untimed(job.session.programs()) if tuner else 0
-    if tuner and untimed:
-        line("tuning", f"{untimed} kernel sizes not timed on this device yet: at most {tuner.seconds:.0f} s now")
+    describe_tuning(job)
 
 
-class Watcher:
-    """Shows loading and training: bars on a terminal, else a line at every logging step."""
+class Watcher(Starting):
+    """Shows tuning, loading and training: bars on a terminal, else lines.
+
+    The lines are of the first step and of those that the log has, but none is waited for longer than ten seconds.
+    """
 
     def __init__(self, job: Job):
+        super().__init__(job)
         self._run = job.run
-        self._loading = Bar("loading", len(job.session.model.checkpoint.names()))
         self._training = Bar("training", None)
         self._quiet = not is_terminal(sys.stderr)
         self._first = True
+        self._said = 0.0
+        self._heldout = ""
         self._recent: deque[tuple[int, int, float]] = deque(maxlen=SMOOTHED)  # trained, processed and seconds of a step
 
     def __enter__(self) -> Watcher:
+        if not self._left:
+            self.ready()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._loading.close()
+        self.close()
+
+    def close(self) -> None:
+        super().close()
         self._training.close()
 
-    def loaded(self, name: str) -> None:
-        self._loading.advance()
+    def ready(self) -> None:
+        self.close()
+        if not self._quiet:
+            total = None if self._run.args.target_seconds else self._run.stream.total_steps()
+            self._training.advance(None, self._run.state.step, total, "compiling the kernels of the first step")
 
     def step(self, result: StepResult) -> None:
         text = f"loss {result.loss:.4f}  lr {result.learning_rate:.2e}"
@@ -194,17 +207,29 @@ class Watcher:
             self._recent.append((result.step_tokens, result.step_processed_tokens, result.seconds))
             trained, processed, seconds = (sum(values) for values in zip(*self._recent, strict=True))
             text += "  " + speed(trained, processed, seconds)
-        self._first = False
         if result.eval_loss is not None:
-            text += f"  held-out {result.eval_loss:.4f}"
+            self._heldout = f"  held-out {result.eval_loss:.4f}"
         with suppress(OSError):  # a log that is full or gone does not end a run
             self._show(result, text)
+        self._first = False
 
     def _show(self, result: StepResult, text: str) -> None:
-        self._loading.close()
-        self._training.advance(text, result.step, result.total_steps or None)
-        if self._quiet and self._run.logs(result.step, result.eval_loss is not None):
-            line("step", f"{result.step}/{result.total_steps}  epoch {result.epoch:.2f}  {text}")
+        super().close()
+        if not self._quiet:
+            self._training.advance(None, result.step, result.total_steps or None, text + self._heldout)
+            return
+        evaluated, now = result.eval_loss is not None, time.monotonic()
+        if self._first or self._run.logs(result.step, evaluated) or now - self._said >= OFTEN:
+            self._said = now
+            more = self._remaining(result) + (self._heldout if evaluated else "")
+            line("step", f"{result.step}/{result.total_steps}  epoch {result.epoch:.2f}  {text}{more}")
+
+    def _remaining(self, result: StepResult) -> str:
+        """How long the steps that are left take if they take as long as the last ones."""
+        if not self._recent or result.step >= result.total_steps:
+            return ""
+        each = sum(seconds for _, _, seconds in self._recent) / len(self._recent)
+        return f"  {duration(each * (result.total_steps - result.step))} left"
 
 
 def speed(trained: int, processed: int, seconds: float) -> str:
@@ -226,7 +251,7 @@ def report(facts: dict[str, Any], output: Path) -> int:
         best = f"held-out loss {state['best_eval_loss']:.4f} after step {state['best_step']:,}"
         line("best", f"{output / 'best'} is better than the last: {best}")
     if outcome == "interrupted":
-        line("go on", f"wgpu-lora finetune --output {shlex.quote(str(output))} --resume")
+        line("go on", f"{program()} finetune --output {shlex.quote(str(output))} --resume")
     if outcome == "failed":
         print(f"wgpu-lora: {STOP_TEXT[reason]}: {CURES}.", file=sys.stderr)
     if facts["damaged_log_lines"]:

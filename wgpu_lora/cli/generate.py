@@ -129,7 +129,7 @@ def generate(
     several = compare or len(adapters) > 1
     slots = slots_of(adapters, compare) if several else {next(iter(adapters), BASE): 0 if adapters else None}
     opened = open_model(model_of(adapters, model), device, base_dtype)
-    with Bar("loading", len(opened.checkpoint.names())) as bar:
+    with Bar("loading", opened.tensors_to_load()) as bar:
         if len(requests) == 1 and not (several or output or prompts):
             _answer_one(opened, requests[0], adapters, chosen, as_json, bar)
             return 0

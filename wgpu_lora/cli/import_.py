@@ -25,8 +25,7 @@ def import_model(
     from wgpu_lora.models.pack import write_packed
 
     opened = open_model(model, device)
-    names = len(opened.checkpoint.names())
-    with Bar("packing", 2 * names) as bar:
+    with Bar("packing", opened.tensors_to_load() + len(opened.config.parameter_shapes())) as bar:
         opened.load_weights(lambda name: bar.advance())
         write_packed(opened, output, lambda name: bar.advance())
     nbytes = sum(path.stat().st_size for path in output.glob("*.safetensors"))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.bounded import printable
-from wgpu_lora.cli.console import Bar, console, is_terminal, line
+from wgpu_lora.cli.console import OFTEN, console, is_terminal, line
 from wgpu_lora.cli.finetune import CURES, describe, exit_code, losses, waiting
-from wgpu_lora.installed import pip_line
+from wgpu_lora.cli.starting import Starting
+from wgpu_lora.installed import pip_line, program
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.words import counted
 
@@ -52,7 +54,7 @@ def _train(args: TrainingArguments, tasks: list[AdapterTask], schedule: str, bat
     describe(job)
     line("pipeline", f"{counted(len(job.runs), 'adapter')}, {schedule}, batches of up to {job.batch_tokens:,} tokens")
     with Table(job) as table:
-        record = job.train(table.step, table.loaded, waiting)
+        record = job.train(table.step, table.loaded, waiting, table.tuned)
     code = report(record, job.home)
     if draw_curves({run.name: run.directory for run in job.runs}, job.home / CURVES):
         line("curves", str(job.home / CURVES))
@@ -74,16 +76,17 @@ def report(record: dict[str, Any], home: Path) -> int:
         if outcome == "failed":
             print(f"wgpu-lora: adapter {adapter['name']}: {text}: {CURES}.", file=sys.stderr)
     if "interrupted" in outcomes:
-        line("go on", f"wgpu-lora finetune --output {shlex.quote(str(home))} --resume")
+        line("go on", f"{program()} finetune --output {shlex.quote(str(home))} --resume")
     return max(exit_code(adapter["stop_reason"], record["signal"]) for adapter in record["adapters"])
 
 
-class Table:
-    """A live table on a terminal, a row for each adapter; else a line at every logging step."""
+class Table(Starting):
+    """A live table on a terminal, a row for each adapter; else lines, as a run by itself has them."""
 
     def __init__(self, job: PipelineJob):
+        super().__init__(job)
         self._runs = {run.name: run for run in job.runs}
-        self._loading = Bar("loading", len(job.session.model.checkpoint.names()))
+        self._said: dict[str, float] = {}
         self._rows: dict[str, StepResult | None] = {run.name: None for run in job.runs}
         self._heldout: dict[str, float] = {}
         self._steps = job.state.step
@@ -94,12 +97,9 @@ class Table:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._loading.close()
+        self.close()
         if self._live is not None:
             self._live.stop()
-
-    def loaded(self, name: str) -> None:
-        self._loading.advance()
 
     def step(self, result: StepResult) -> None:
         self._rows[result.adapter] = result
@@ -110,11 +110,14 @@ class Table:
             self._tell(result)
 
     def _tell(self, result: StepResult) -> None:
-        self._loading.close()
+        self.close()
         if is_terminal(sys.stderr):
             self._show()
             return
-        if self._runs[result.adapter].logs(result.step, result.eval_loss is not None):
+        now, evaluated = time.monotonic(), result.eval_loss is not None
+        due = now - self._said.get(result.adapter, -OFTEN) >= OFTEN  # always of its first step
+        if due or self._runs[result.adapter].logs(result.step, evaluated):
+            self._said[result.adapter] = now
             text = f"{result.adapter}  {result.step}/{result.total_steps}  epoch {result.epoch:.2f}"
             text += f"  loss {result.loss:.4f}  lr {result.learning_rate:.2e}"
             line("step", text + (f"  held-out {result.eval_loss:.4f}" if result.eval_loss is not None else ""))

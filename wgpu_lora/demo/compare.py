@@ -8,21 +8,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.api import answer, evaluate, load
+from wgpu_lora.api import answer, load
 from wgpu_lora.data import read_jsonl
 from wgpu_lora.demo import HELDOUT_FILE
 from wgpu_lora.demo.asserts import parse_check
 from wgpu_lora.demo.check import run_check
 from wgpu_lora.demo.confine.parent import Confinement, confinement
 from wgpu_lora.formats.atomic import write_bytes_atomic
-from wgpu_lora.infer import Evaluation
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.train.arguments import find_recipe, gather
 from wgpu_lora.train.finetune import Job, prepare_job
 
 BATCH = 20  # requests that are answered at a time
-NEW_TOKENS = 128  # about twice the longest answer
+NEW_TOKENS = 96  # twice the longest answer
 RESULT = "demo.json"
+
+Watch = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,12 @@ class Checked:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Measured:
-    """What became of all held-out requests."""
+    """What became of all held-out requests. loss: of the held-out rows, None before it is known."""
 
     answers: list[Checked]
-    evaluation: Evaluation
+    loss: float | None = None
 
     @property
     def passed(self) -> int:
@@ -49,7 +50,7 @@ class Measured:
         return {
             "passed": self.passed,
             "pass_rate": self.passed / len(self.answers),
-            "loss": self.evaluation.loss,
+            "loss": self.loss,
             "answers": [asdict(checked) for checked in self.answers],
         }
 
@@ -88,24 +89,37 @@ class Comparison:
         return cls(job, model, recipe or find_recipe("demo"), rows, confined, allow_unconfined)
 
     def requests(self) -> list[str]:
-        return [row["messages"][0]["content"] for row in self.rows]
+        return [request_of(row) for row in self.rows]
 
-    def measure(self, adapter: Path | None, on_token: Callable[[], None] = lambda: None) -> Measured:
-        """Answers every held-out request greedily, and checks every answer."""
-        found = answer(
-            self.model,
-            self.requests(),
-            adapter=adapter,
-            max_new_tokens=NEW_TOKENS,
-            batch=BATCH,
-            on_done=lambda count: on_token(),
-        )
-        verdicts = [
-            run_check(a.text, row["check"], allow_unconfined=self.allow_unconfined)
-            for a, row in zip(found, self.rows, strict=True)
-        ]
-        checked = [Checked(a.text, v.passed, v.reason) for a, v in zip(found, verdicts, strict=True)]
-        return Measured(checked, evaluate(self.model, HELDOUT_FILE, adapter=adapter))
+    def measure(self, adapter: Path | None, watch: Watch = lambda requests, tokens: None) -> Measured:
+        """Answers every held-out request greedily, and checks every answer.
+
+        Args:
+            watch: called with how many requests are answered and checked, and how many tokens have come.
+        """
+        checked: list[Checked] = []
+        tokens = 0
+
+        def came(count: int) -> None:
+            watch(len(checked), tokens + count)
+
+        for start in range(0, len(self.rows), BATCH):
+            rows = self.rows[start : start + BATCH]
+            requests = [request_of(row) for row in rows]
+            found = answer(self.model, requests, adapter=adapter, max_new_tokens=NEW_TOKENS, batch=BATCH, on_done=came)
+            for one, row in zip(found, rows, strict=True):
+                verdict = run_check(one.text, row["check"], allow_unconfined=self.allow_unconfined)
+                checked.append(Checked(one.text, verdict.passed, verdict.reason))
+                came(sum(len(one.token_ids) for one in found))
+            tokens += sum(len(one.token_ids) for one in found)
+        return Measured(checked)
+
+    def trained(self, facts: dict[str, Any], watch: Watch = lambda requests, tokens: None) -> None:
+        """Measures again, after the run that left these facts; its held-out losses are those of the rows here."""
+        assert self.before
+        self.after = self.measure(self.job.run.directory, watch)
+        self.before.loss = facts["state"]["first_eval_loss"]
+        self.after.loss = facts["state"]["last_eval_loss"]
 
     def pairs(self) -> list[tuple[str, Checked, Checked]]:
         """(request, before, after), those that the training turned from failure to success first."""
@@ -129,6 +143,10 @@ class Comparison:
         }
         write_bytes_atomic(path, (json.dumps(result, indent=1) + "\n").encode())
         return path
+
+
+def request_of(row: dict[str, Any]) -> str:
+    return str(row["messages"][0]["content"])
 
 
 def fresh_directory(wanted: Path) -> Path:

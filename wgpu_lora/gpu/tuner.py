@@ -5,25 +5,60 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.choices import ChoiceFile, Choices, choice_key, shader_digest
+from wgpu_lora.gpu.choices import ChoiceFile, Choices, Entry, choice_key, nearest, same_shader, shader_digest
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import Tiles
 from wgpu_lora.gpu.program import Dispatch, Program
 from wgpu_lora.gpu.single import SingleKernel, nmse, widened
 
-SECONDS = 15.0  # spent on tuning at most, compilation included
+SECONDS = 15.0  # of tuning, compilation included
 RUNS = 3  # timed runs of a tiling, after two that are not
 GAIN = 0.03  # a tiling must be so much faster than the default to replace it
 NMSE = 1e-10  # of a tiling's result against the float64 reference; half operands are rounded before
 CHECKED = 64  # rows, columns and steps that a check is cut to, give or take what keeps the shape's divisibility
 
-Note = Callable[[str], None]
+
+@dataclass
+class Tuning:
+    """What there is to time, and how far that is.
+
+    Attributes:
+        sizes: kernel sizes that have to be timed on this device, and `tilings` of them in all.
+        limit: seconds that tuning may take; nothing is begun that would take longer.
+        each: seconds that a tiling took here so far, compilation included; None before the first ever.
+        longest: seconds of the one that took longest since the beginning, so that the next keeps to the limit.
+        kernel: the one at hand.
+        sizes_done, tilings_done, seconds: since the beginning.
+        over: whether this is the last that is heard of it.
+    """
+
+    sizes: int
+    tilings: int
+    limit: float
+    each: float | None = None
+    longest: float = 0.0
+    kernel: str = ""
+    sizes_done: int = 0
+    tilings_done: int = 0
+    seconds: float = 0.0
+    over: bool = False
+
+    @property
+    def expected(self) -> float | None:
+        """Seconds of the whole, None where nothing is known yet."""
+        if self.each is None:
+            return None
+        return min(self.limit, self.seconds + (self.tilings - self.tilings_done) * self.each)
+
+
+Watch = Callable[[Tuning], None]
 
 
 def wanted(asked: bool) -> bool:
@@ -32,10 +67,13 @@ def wanted(asked: bool) -> bool:
 
 
 class Tuner:
-    """Finds tilings for the dispatches of recorded programs.
+    """Finds tilings for the dispatches of recorded programs, once for a device and a model.
+
+    A call takes the choice of one that differs in the batch's rows alone, up to four times as many or as few, without
+    being timed. What the time does not suffice for keeps the default, and is not timed in later runs either.
 
     Args:
-        seconds: stop measuring after so long; what was not reached keeps its default.
+        seconds: begin no tiling that would take longer than this in all.
         directory: of the cache, instead of the user's own (or WGPU_LORA_CACHE_DIR).
     """
 
@@ -44,35 +82,39 @@ class Tuner:
         self.seconds = seconds
         self.file = ChoiceFile(device, directory)
 
-    def tune(self, programs: Iterable[Program], note: Note = lambda text: None) -> Choices:
+    def outlook(self, programs: Iterable[Program]) -> Tuning:
+        """What `tune` has to time, and how long that is going to take."""
+        calls = self._calls(programs)
+        return self._outlook(calls, self.file.read(_digests(calls)))
+
+    def tune(self, programs: Iterable[Program], watch: Watch = lambda tuning: None) -> Choices:
         """Choices for every heavy call of the programs, measured now or read from the cache.
 
         Nothing of the programs is run. The largest work comes first, so that little time is spent where it matters
         most.
+
+        Args:
+            watch: called before each tiling that is timed, and once at the end, where any was.
         """
         calls = self._calls(programs)
-        digests = {call.kernel.name: shader_digest(call.kernel) for call in calls.values()}
+        digests = _digests(calls)
         known = self.file.read(digests)
-        begin, found = time.perf_counter(), {}
-        for key, call in calls.items():
-            if key in known:
-                continue
-            left = self.seconds - (time.perf_counter() - begin)
-            if left <= 0:
-                break
-            note(call.kernel.name)
-            entry = self._measure(call, left)
-            if entry:
-                found[key] = {"kernel": call.kernel.name, "digest": digests[call.kernel.name], **entry}
-        if found:
-            self.file.add(found, digests)
-        return {key: entry["tiles"] for key, entry in {**known, **found}.items() if key in calls}
-
-    def untimed(self, programs: Iterable[Program]) -> int:
-        """How many calls `tune` would have to measure."""
-        calls = self._calls(programs)
-        known = self.file.read({call.kernel.name: shader_digest(call.kernel) for call in calls.values()})
-        return sum(key not in known and len(self._tilings(call)) > 1 for key, call in calls.items())
+        tuning, fresh, begin = self._outlook(calls, known), {}, time.perf_counter()
+        try:
+            for key, call in calls.items():
+                entry = None
+                if key not in known and len(self._tilings(call)) > 1:
+                    entry = self._taken_over(key, call, known) or self._measure(call, tuning, begin, watch)
+                if entry:
+                    name = call.kernel.name
+                    fresh[key] = known[key] = {"kernel": name, "digest": digests[name], **entry}
+        finally:  # what was found before an interrupt is worth keeping
+            if fresh:
+                self.file.add(fresh, digests)
+        if tuning.tilings_done:
+            tuning.seconds, tuning.over = time.perf_counter() - begin, True
+            watch(tuning)
+        return {key: known[key]["tiles"] for key in calls if key in known}
 
     def _tilings(self, call: Dispatch) -> list[Tiles]:
         traits = self.device.traits
@@ -94,24 +136,52 @@ class Tuner:
                     work[key] = work.get(key, 0.0) + operations(step.constants)
         return {key: calls[key] for key in sorted(calls, key=lambda k: -work[k])}
 
-    def _measure(self, call: Dispatch, seconds: float) -> dict[str, Any] | None:
-        """The best tiling of a call and what each took; None where there is nothing to choose, or no time."""
-        tilings = self._tilings(call)
-        if len(tilings) < 2:
+    def _outlook(self, calls: dict[str, Dispatch], known: dict[str, Entry]) -> Tuning:
+        sizes, tilings, seen = 0, 0, dict(known)
+        for key, call in calls.items():
+            count = len(self._tilings(call))
+            if key not in seen and count > 1 and nearest(key, seen) is None:
+                seen[key] = {"seconds": [0.0]}  # those like it will follow it
+                sizes, tilings = sizes + 1, tilings + count
+        timed = [(entry["took"], len(entry["seconds"])) for entry in known.values() if entry.get("took")]
+        each = sum(took for took, _ in timed) / max(1, sum(count for _, count in timed)) if timed else None
+        return Tuning(sizes, tilings, self.seconds, each)
+
+    def _taken_over(self, key: str, call: Dispatch, known: dict[str, Entry]) -> Entry | None:
+        """The choice of a call like this one, if this call can have it and it is right."""
+        like = nearest(key, known)
+        if like is None or (tiles := known[like]["tiles"]) not in self._tilings(call):
             return None
-        begin = time.perf_counter()
+        if not same_shader(key, like) and not self._is_right(call, tiles):
+            return None
+        return {"tiles": tiles, "seconds": [], "like": like}
+
+    def _measure(self, call: Dispatch, tuning: Tuning, begin: float, watch: Watch) -> Entry | None:
+        """The best tiling of a call and what each took; the default where no time is left, None where none is right."""
+        tilings = self._tilings(call)
+        started = time.perf_counter()
         timed: list[tuple[float, Tiles]] = []
-        for tiles in tilings:
-            if timed and time.perf_counter() - begin > seconds:
+        for done, tiles in enumerate(tilings):
+            tuning.seconds = time.perf_counter() - begin
+            if tuning.seconds + tuning.longest >= tuning.limit:
+                if not done:
+                    return {"tiles": tilings[0], "seconds": []}
                 break
+            tuning.kernel = call.kernel.name
+            watch(tuning)
             if self._is_right(call, tiles):
                 timed.append((self._seconds(call, tiles), tiles))
+            tuning.tilings_done += 1
+            now = time.perf_counter() - begin
+            tuning.each, tuning.longest = now / tuning.tilings_done, max(tuning.longest, now - tuning.seconds)
+        tuning.sizes_done += 1
         if not timed:
             return None
         best = min(timed, key=lambda pair: pair[0])
         if timed[0][1] == tilings[0] and best[0] > (1 - GAIN) * timed[0][0]:
             best = timed[0]
-        return {"tiles": best[1], "seconds": [[took, tiles] for took, tiles in timed]}
+        took = time.perf_counter() - started
+        return {"tiles": best[1], "seconds": [[seconds, tiles] for seconds, tiles in timed], "took": took}
 
     def _seconds(self, call: Dispatch, tiles: Tiles) -> float:
         single = self._single(call, call.constants, tiles)
@@ -141,6 +211,10 @@ class Tuner:
         assert call.kernel.sample
         arrays = call.kernel.sample(SimpleNamespace(**constants), call.present, np.random.default_rng(0))
         return SingleKernel(self.device, call.kernel, arrays, constants, tiles)
+
+
+def _digests(calls: dict[str, Dispatch]) -> dict[str, str]:
+    return {call.kernel.name: shader_digest(call.kernel) for call in calls.values()}
 
 
 def operations(constants: dict[str, Any]) -> float:

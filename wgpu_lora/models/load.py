@@ -88,6 +88,14 @@ def _fill(device: Device, checkpoint: WeightSource, model: Decoder, packer: _Pac
                 progress(f"{path}.weight")
 
 
+def tensor_count(model: Decoder) -> int:
+    """How many tensors loading names, one after the other."""
+    of_layers = sum(
+        len(layer.norms) + sum(1 + bool(item.bias) for item in layer.linears.values()) for layer in model.layers
+    )
+    return 2 + (model.head is not model.embedding) + of_layers
+
+
 def staging_bytes(model: Decoder) -> int:
     """Bytes that loading holds on the device beside the model itself."""
     return sum(t.storage.nbytes for t in _staging(model)) + ALIGNMENT if model.packs else 0

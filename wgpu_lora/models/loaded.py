@@ -15,7 +15,7 @@ from wgpu_lora.gpu.program import missing_bytes
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.files import read_model
-from wgpu_lora.models.load import Progress, load_weights, staging_bytes, stored_as, table_dtype
+from wgpu_lora.models.load import Progress, load_weights, staging_bytes, stored_as, table_dtype, tensor_count
 from wgpu_lora.naming import setting
 from wgpu_lora.share import claim
 
@@ -52,6 +52,10 @@ class LoadedModel:
         with claim(self.device, self.bytes_to_load(), f"the weights of {self.name}"):
             self.weights_sha256 = load_weights(self.device, self.checkpoint, self.decoder, progress)
             self.weights_loaded = True
+
+    def tensors_to_load(self) -> int:
+        """How many tensors `load_weights` names as it loads them."""
+        return 0 if self.weights_loaded else tensor_count(self.decoder)
 
     def bytes_to_load(self) -> int:
         """Bytes that `load_weights` adds at the most to what is on the device."""

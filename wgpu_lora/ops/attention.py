@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, Out, Tiles, Traits, cdiv, kernel
+from wgpu_lora.gpu.kernel import F32, U32, Dim, Fixed, In, Out, Tiles, Traits, cdiv, kernel
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops import samples
 from wgpu_lora.ops.recorder import Recorder
@@ -68,8 +68,8 @@ def attention_forward(
     y: Out,
     lse: Out,
     *,
-    rows: U32,
-    keys: U32,
+    rows: Dim,
+    keys: Dim,
     kv_heads: U32,
     group: U32,
     dim: U32,
@@ -123,8 +123,8 @@ def attention_backward_q(
     ranges: Fixed,
     dq: Out,
     *,
-    rows: U32,
-    keys: U32,
+    rows: Dim,
+    keys: Dim,
     kv_heads: U32,
     group: U32,
     dim: U32,
@@ -151,7 +151,7 @@ def attention_backward_kv(
     dk: Out,
     dv: Out,
     *,
-    rows: U32,
+    rows: Dim,
     kv_heads: U32,
     group: U32,
     dim: U32,

@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.tuner import Tuner, wanted
+from wgpu_lora.gpu.tuner import Tuner, Watch, wanted
 from wgpu_lora.models.load import Progress
 from wgpu_lora.naming import setting
 from wgpu_lora.share import Notice, budget_bytes, claim
@@ -56,11 +56,13 @@ class Job:
         callback: Callback = lambda result: None,
         progress: Progress = lambda name: None,
         waiting: Notice = lambda place, holders, seconds: None,
+        tuning: Watch = lambda tuning: None,
     ) -> dict[str, Any]:
         """Waits for the device's memory, loads the weights, trains and writes; returns what the record holds.
 
         Args:
             waiting: called at each look of a run that queues for memory (--wait).
+            tuning: called while tilings are timed, which is before anything is loaded.
 
         Raises:
             UserError: anything that a person can mend, from a directory in use to a full disk.
@@ -79,7 +81,7 @@ class Job:
                     run.prepare_directory()
                 device = self.session.device
                 device.peak_allocated = device.allocated  # of this run, not of what this process did before
-                self._choose_tiles()
+                self._choose_tiles(tuning)
                 self.session.allocate(progress)
                 return self._train(callback)
             finally:
@@ -95,9 +97,9 @@ class Job:
         args = self.run.args
         return Tuner(self.session.device) if wanted(args.tune) and not args.resume else None
 
-    def _choose_tiles(self) -> None:
+    def _choose_tiles(self, watch: Watch) -> None:
         tuner = self.tuner()
-        tiles = tuner.tune(self.session.programs()) if tuner else self.run.state.tiles
+        tiles = tuner.tune(self.session.programs(), watch) if tuner else self.run.state.tiles
         self.session.device.choices = tiles
         for run in self.runs:
             run.state.tiles = tiles

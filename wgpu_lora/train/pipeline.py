@@ -302,4 +302,4 @@ class MultiAdapterPipeline:
                 bars.step(result)
                 callback(result)
 
-            return self.job.train(step, progress or bars.loading(self.job.session.model), waiting)
+            return self.job.train(step, progress or bars.loading(self.job.session.model), waiting, bars.tuning)

@@ -1,0 +1,177 @@
+"""How far something is: bars on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import errno
+import io
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from wgpu_lora.cli import console
+from wgpu_lora.cli.console import Bar, duration
+from wgpu_lora.cli.finetune import Watcher
+from wgpu_lora.cli.starting import Starting, describe_tuning
+from wgpu_lora.gpu.tuner import Tuning
+from wgpu_lora.train.progress import StepResult
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now = 100.0
+        monkeypatch.setattr(console.time, "monotonic", lambda: self.now)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def screen(bar: Bar) -> list[str]:
+    """The lines that 80 columns of a terminal have."""
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(bar._progress.get_renderable())
+    return stream.getvalue().splitlines()
+
+
+def test_without_a_terminal_there_are_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is over in two seconds says nothing; then it is a line, and another every ten seconds."""
+    clock = Clock(monkeypatch)
+    with Bar("loading", 80) as bar:
+        for count in range(1, 81):
+            clock.now += 0.3
+            if count == 41:
+                clock.now += 3600
+            bar.advance()
+    said = capsys.readouterr()
+    assert not said.out
+    assert said.err.splitlines() == [
+        "loading: 7 of 80 after 2 s, about 22 s left",
+        "loading: 41 of 80 after 1:00:12 h, about 57:16 min left",
+        "loading: 75 of 80 after 1:00:23 h, about 4:02 min left",
+    ]
+
+
+def test_lines_of_what_has_no_total_or_another_unit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock(monkeypatch)
+    bar, seconds = Bar("reading", None), Bar("tuning", 15, " s")
+    clock.now += 5
+    bar.advance()
+    seconds.advance("tuning: matmul\x1b, size 2 of 3", 5)
+    assert capsys.readouterr().err.splitlines() == [
+        "reading: 1 after 5 s",
+        "tuning: matmul\\x1b, size 2 of 3: 5 of 15 s after 5 s, about 10 s left",
+    ]
+
+
+def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    for stream in (None, Full()):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with Bar("loading", 3) as bar:
+            clock.now += 60
+            bar.advance()
+
+
+def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what it counts, its total and the time that is left; and a second line where there is more to say."""
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    with Bar("held-out requests, before", 60) as bar:
+        bar.advance(to=0)
+        bar._progress.get_time = lambda: 50.0
+        bar.advance(to=10, detail=10 * "more than fits on a line; ")
+        bar._progress.get_time = lambda: 60.0
+        bar.advance(to=20, detail="[dim] 12 tokens")
+        first, second = screen(bar)
+    assert "held-out requests, before" in first
+    assert "20/60" in first
+    assert "40 s left" in first
+    assert second.rstrip() == "[dim] 12 tokens"
+    assert "\x1b[?25h" in stream.getvalue()  # the cursor is back
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1:00 min"), (3661, "1:01:01 h")])
+def test_durations_are_for_people(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def job(tensors: int = 1, tuning: Tuning | None = None, logs: bool = False) -> Any:
+    model = SimpleNamespace(tensors_to_load=lambda: tensors)
+    session = SimpleNamespace(model=model, programs=list)
+    tuner = SimpleNamespace(outlook=lambda programs: tuning)
+    run = SimpleNamespace(logs=lambda step, heldout: logs, state=SimpleNamespace(step=0))
+    run.args, run.stream = SimpleNamespace(target_seconds=None), SimpleNamespace(total_steps=lambda: 50)
+    return SimpleNamespace(session=session, run=run, tuner=lambda: tuner)
+
+
+def test_steps_that_are_not_logged_are_shown_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a terminal: the first, and then one every ten seconds at the latest."""
+    clock = Clock(monkeypatch)
+    with Watcher(job()) as watcher:
+        for step in range(1, 51):
+            clock.now += 3
+            watcher.step(StepResult(step, 50, 0.1, 1.0, 1e-3, 1.0, tokens=9, seconds=3.0, eval_loss=None))
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in said] == [f"{step}/50" for step in range(1, 51, 4)]
+    assert said[1].endswith("  2:15 min left")
+
+
+def test_a_terminal_shows_training_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which compiles: for whoever waits, the most important step of all."""
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    with Watcher(job(tensors=2)) as watcher:
+        watcher.loaded("a")
+        assert "compiling" not in stream.getvalue()
+        watcher.loaded("b")
+        first, second = screen(watcher._training)
+        assert "0/50" in first
+        assert second.rstrip() == "compiling the kernels of the first step"
+        for step, loss in ((1, 2.5), (2, None)):
+            watcher.step(StepResult(step, 50, 0.1, 1.0, 1e-3, 1.0, tokens=9, seconds=3.0, eval_loss=loss))
+        first, second = screen(watcher._training)
+        assert "2/50" in first
+        assert second.rstrip().endswith("held-out 2.5000")  # the newest stays in sight
+    assert "\x1b[?25h" in stream.getvalue()
+
+
+def test_tuning_says_what_it_will_take_and_what_it_took(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock(monkeypatch)
+    tuning = Tuning(3, 12, 15.0)
+    describe_tuning(job(tuning=tuning))
+    tuning.each = 0.5
+    describe_tuning(job(tuning=tuning))
+    describe_tuning(job(tuning=Tuning(0, 0, 15.0)))
+    starting = Starting(job())
+    for done in range(4):
+        clock.now += 3
+        tuning.kernel, tuning.tilings_done, tuning.seconds = "matmul_nt", 4 * done, clock.now - 103
+        tuning.sizes_done, tuning.over = min(done, 2), done == 3
+        starting.tuned(tuning)
+    said = capsys.readouterr()
+    assert said.out.splitlines() == [
+        "tuning    3 kernel sizes to be timed on this device, once: at most 15 s, before the first step",
+        "tuning    3 kernel sizes to be timed on this device, once: about 6 s, before the first step",
+        "tuned     2 kernel sizes in 9 s; the other 1, of the least work, keep their defaults",
+    ]
+    assert said.err.splitlines() == ["tuning: matmul_nt, size 2 of 3: 3 of 7 s after 3 s, about 4 s left"]

@@ -1,0 +1,62 @@
+"""What a run shows before its first step: what it has to time on this device, and its weights as they load."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from wgpu_lora.cli.console import Bar, duration, line
+from wgpu_lora.words import counted
+
+if TYPE_CHECKING:
+    from wgpu_lora.gpu.tuner import Tuning
+    from wgpu_lora.train.job import Job
+
+
+def describe_tuning(job: Job) -> None:
+    """A line, where kernels have yet to be timed."""
+    tuner = job.tuner()
+    tuning = tuner.outlook(job.session.programs()) if tuner else None
+    if tuning and tuning.sizes:
+        known = tuning.expected
+        takes = f"at most {duration(tuning.limit)}" if known is None else f"about {duration(known)}"
+        sizes = counted(tuning.sizes, "kernel size")
+        line("tuning", f"{sizes} to be timed on this device, once: {takes}, before the first step")
+
+
+class Starting:
+    """Bars of tuning and of loading, one after the other, and then what `ready` shows."""
+
+    def __init__(self, job: Job):
+        self._left = job.session.model.tensors_to_load()
+        self._bar: Bar | None = None
+
+    def ready(self) -> None:
+        """Called when the weights are loaded: the first step compiles its kernels, which takes a while."""
+
+    def tuned(self, tuning: Tuning) -> None:
+        if tuning.over:
+            self.close()
+            rest = tuning.sizes - tuning.sizes_done
+            kept = f"; the other {rest:,}, of the least work, keep their defaults" if rest > 0 else ""
+            line("tuned", f"{counted(tuning.sizes_done, 'kernel size')} in {duration(tuning.seconds)}{kept}")
+            if not self._left:
+                self.ready()
+            return
+        if not self._bar:
+            self.close()
+            self._bar = Bar("tuning", None, " s")
+        text = f"tuning: {tuning.kernel}, size {tuning.sizes_done + 1} of {tuning.sizes}"
+        self._bar.advance(text, tuning.seconds, tuning.expected or tuning.limit)
+
+    def loaded(self, name: str) -> None:
+        if not self._bar:
+            self._bar = Bar("loading", self._left)
+        self._bar.advance()
+        self._left -= 1
+        if not self._left:
+            self.ready()
+
+    def close(self) -> None:
+        if self._bar:
+            self._bar.close()
+            self._bar = None
