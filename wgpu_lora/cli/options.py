@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from wgpu_lora.allowed import BASE_DTYPES
 from wgpu_lora.cli import completion
 from wgpu_lora.cli.commands import OPTIONS, Command
 from wgpu_lora.errors import UserError
+from wgpu_lora.names.allowed import BASE_DTYPES
 from wgpu_lora.train.arguments import PANELS, TrainingArguments, gather
 from wgpu_lora.train.declared import kinds
 from wgpu_lora.train.idle import idle

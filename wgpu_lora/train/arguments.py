@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.aliases import real_names
-from wgpu_lora.allowed import BASE_DTYPES, COMPUTE_DTYPES, LINEAR_PATHS, LR_SCHEDULERS, OVERFLOW
 from wgpu_lora.bounded import read_toml
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.assets import asset_dir
-from wgpu_lora.naming import IN_FILE, Naming, flag, naming
+from wgpu_lora.names.aliases import real_names
+from wgpu_lora.names.allowed import BASE_DTYPES, COMPUTE_DTYPES, LINEAR_PATHS, LR_SCHEDULERS, OVERFLOW
+from wgpu_lora.names.naming import IN_FILE, Naming, flag, naming
 from wgpu_lora.train.declared import Range, check, kinds, option, require
 
 # What may differ between a run and its resumption: it changes what is written, not what is trained.

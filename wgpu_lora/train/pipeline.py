@@ -14,7 +14,7 @@ from wgpu_lora.data import Source, given_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.naming import flag, setting
+from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.share import Notice, budget_bytes
 from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments, gather
 from wgpu_lora.train.checkpoint import sweep_run

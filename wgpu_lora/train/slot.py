@@ -16,7 +16,7 @@ from wgpu_lora.formats.atomic import file_digest
 from wgpu_lora.formats.peft import AdapterConfig, read_adapter, write_adapter
 from wgpu_lora.formats.tokenizer_files import write_tokenizer
 from wgpu_lora.models.lora import Matrices, SlotSpec
-from wgpu_lora.naming import flag, setting
+from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.train import checkpoint, output
 from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments
 from wgpu_lora.train.card import write_card
