@@ -15,9 +15,9 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import open_model
 from wgpu_lora.train import finetune
-from wgpu_lora.train.arguments import gather
+from wgpu_lora.train.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.train.output import LOG, read_log
-from wgpu_lora.train.pipeline import MultiAdapterPipeline
+from wgpu_lora.train.recipes import gather
 from wgpu_lora.train.trainer import OUTCOMES, STOP_TEXT, Callback
 
 WEIGHTS, MOMENTS = "adapter_model.safetensors", "checkpoints/step-8/optimizer.safetensors"
