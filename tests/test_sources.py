@@ -86,7 +86,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(rows=st.lists(st.dictionaries(st.text(max_size=4), JSON, max_size=3), min_size=1, max_size=5),
        indent=st.sampled_from([None, 1]), chunk=st.integers(1, 9))  # fmt: skip
 def test_arrays_are_read_as_json_reads_them(tmp_path_factory, rows, indent, chunk) -> None:
@@ -421,6 +421,7 @@ def test_rows_from_python_that_are_wrong(data: Any, words: str) -> None:
 
 
 def test_what_are_no_rows() -> None:
+    assert refused(rows_given([{"a": 1}] * 12)).startswith("'data' has 12 rows that cannot be used; ")
     loop: list[Any] = []
     loop.append(loop)
     assert "nested too deeply" in refused(rows_given([{"messages": loop}]))

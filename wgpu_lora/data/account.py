@@ -110,7 +110,7 @@ class Account:
         told = [f"{_at(places)}: {printable(reason)}" for reason, places in by_reason.items()]
         if self.bad_count > _TOLD:
             told.append(f"and {self.bad_count - _TOLD:,} more")
-        what = f"{self.source.path} has {counted(self.bad_count, 'row')} that cannot be used"
+        what = f"{self.source.called} has {counted(self.bad_count, 'row')} that cannot be used"
         raise UserError(f"{what}; mend them, or set them aside with {flag('skip_bad_rows')}:", told)
 
     def refuse_nothing(self, max_length: int) -> None:
@@ -125,7 +125,7 @@ class Account:
             )
         rows = counted(self.expanded, "row")
         raise UserError(
-            f"{self.source.path} leaves nothing to train on: of {rows} {listed(parts)}; check that there are answers "
+            f"{self.source.called} leaves nothing to train on: of {rows} {listed(parts)}; check that there are answers "
             "in it, or raise the greatest length."
         )
 

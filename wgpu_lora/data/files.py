@@ -48,6 +48,10 @@ class FileSource:
     def path(self) -> str:
         return str(self.file)
 
+    @property
+    def called(self) -> str:
+        return self.path
+
     @cached_property
     def _read(self) -> Callable[[Path], Rows]:
         return self.reader or reader_of(self.file)

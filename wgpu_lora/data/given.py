@@ -32,6 +32,10 @@ class GivenRows:
     def path(self) -> str:
         return ROWS if self._count is None else f"{counted(self._count, 'row')} from Python"
 
+    @property
+    def called(self) -> str:
+        return f"'{self.argument}'"
+
     def rows(self) -> Rows:
         count = 0
         for count, row in enumerate(self.given, start=1):

@@ -36,6 +36,10 @@ class HubSource:
     def name(self) -> str:
         return self.path
 
+    @property
+    def called(self) -> str:
+        return self.path
+
     def rows(self) -> Rows:
         names = known_columns(self.table.column_names, self.path)
         if not self.table.num_rows:

@@ -40,7 +40,11 @@ class Source(Protocol):
 
     @property
     def path(self) -> str:
-        """What messages and run.json call it."""
+        """What run.json calls it."""
+
+    @property
+    def called(self) -> str:
+        """What messages call it."""
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 
 class TrainingOptions(TypedDict, total=False):
-    """What `finetune()` takes by name: the command line's options, paths and lists where it has text."""
+    """What `finetune()` takes by name: the command line's options, paths, lists and rows where it has text."""
 
     data: str | Path | Iterable[Mapping[str, Any]] | None
     output: str | Path | None

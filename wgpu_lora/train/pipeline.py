@@ -124,7 +124,12 @@ def prepare_pipeline(
     except ValueError as error:
         raise UserError(f"The pipeline's state {home / STATE} is not what was written ({error}).") from None
     state.identity = identity
-    said = {"options": args.as_dict(), "schedule": schedule, "batch_tokens": tokens, "directory": os.getcwd()}
+    said = {
+        "options": replace(args, resume=False).as_dict(),
+        "schedule": schedule,
+        "batch_tokens": tokens,
+        "directory": os.getcwd(),
+    }
     state.request = {**said, "adapters": request_of(tasks, home)}
 
     def replan(changes: Mapping[str, Any]) -> int:
