@@ -30,7 +30,7 @@ POSITIONS = 128  # of the models among the fixtures
         ({"max_length": 1024}, rf"^max_length=1024 is more than this model's {POSITIONS} positions: lower it to"),
         ({"resume_from_checkpoint": True}, r"resume_from_checkpoint is resume: "),
         ({"output_dir": "nowhere", "resume": True}, r"start without resume\.$"),
-        ({"memory_budget": "1KB"}, r"the budget is 1000 bytes \(memory_budget\): "),
+        ({"memory_budget": "1KB"}, r"the budget is 1,000 bytes \(memory_budget\): "),
     ],
 )
 def test_python_names_its_own_arguments(tmp_path: Path, options: dict[str, Any], message: str) -> None:
