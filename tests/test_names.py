@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 import wgpu_lora
-from wgpu_lora import allowed
-from wgpu_lora.aliases import aliases_of
 from wgpu_lora.cli import app, main
 from wgpu_lora.cli.elsewhere import INSTEAD
 from wgpu_lora.cli.options import MOST_USED
 from wgpu_lora.formats.gguf.mix import FILE_TYPES
 from wgpu_lora.formats.merge import DTYPES
-from wgpu_lora.instead import ANYWHERE, SENTENCES
-from wgpu_lora.other_names import ALIASES, WORDS
+from wgpu_lora.names import allowed
+from wgpu_lora.names.aliases import aliases_of
+from wgpu_lora.names.instead import ANYWHERE, SENTENCES
+from wgpu_lora.names.others import ALIASES, WORDS
 from wgpu_lora.train.arguments import TrainingArguments, from_values
 from wgpu_lora.train.policy import POLICIES
 

@@ -11,7 +11,8 @@ from wgpu_lora.cli import main
 from wgpu_lora.demo import TRAIN_FILE
 from wgpu_lora.gpu.assets import asset_dir
 from wgpu_lora.models.shapes import shape_config
-from wgpu_lora.train.arguments import find_recipe, from_values, read_recipe
+from wgpu_lora.train.arguments import from_values
+from wgpu_lora.train.recipes import find_recipe, read_recipe
 
 RECIPES = sorted(path.stem for path in Path(str(asset_dir("recipes"))).glob("*.toml"))
 

@@ -14,7 +14,7 @@ import wgpu_lora
 from wgpu_lora.cli import main
 from wgpu_lora.data.account import SKIPPED
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.train.pipeline import MultiAdapterPipeline
+from wgpu_lora.train.multi_adapter import MultiAdapterPipeline
 
 WEIGHTS = "adapter_model.safetensors"
 

@@ -22,13 +22,14 @@ from wgpu_lora.infer.settings import AnswerOptions, Settings
 from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.signatures import listing
-from wgpu_lora.train.arguments import TrainingArguments, gather, named
+from wgpu_lora.train.arguments import TrainingArguments, named
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.idle import idle
 from wgpu_lora.train.length import check_rows, fit_rows
+from wgpu_lora.train.multi_adapter import MultiAdapterPipeline as MultiAdapterPipeline
 from wgpu_lora.train.options import TrainingOptions
-from wgpu_lora.train.pipeline import MultiAdapterPipeline as MultiAdapterPipeline
 from wgpu_lora.train.progress import StepResult
+from wgpu_lora.train.recipes import gather
 from wgpu_lora.train.trainer import Callback
 
 __all__ = ["Answer", "answer", "compare", "evaluate", "evaluate_several", "finetune", "generate", "load"]

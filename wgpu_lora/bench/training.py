@@ -21,10 +21,11 @@ from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.files import read_model
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.shapes import shape_config
-from wgpu_lora.train.arguments import TrainingArguments, gather
+from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import Job, prepare_job, with_demo_data
 from wgpu_lora.train.length import fit_length
 from wgpu_lora.train.progress import StepResult
+from wgpu_lora.train.recipes import gather
 from wgpu_lora.words import counted
 
 SCHEMA = "wgpu-lora-bench-training/1"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from wgpu_lora.naming import COMMAND_LINE, naming, renamed
+from wgpu_lora.names.naming import COMMAND_LINE, naming, renamed
 
 ROW = {"per_device_train_batch_size": "tokens", "max_length": "tokens", "lora_r": "rank"}
 TRAINING = {

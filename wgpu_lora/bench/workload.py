@@ -9,7 +9,6 @@ from typing import Protocol
 
 import numpy as np
 
-from wgpu_lora.allowed import BASE_DTYPES, COMPUTE_DTYPES
 from wgpu_lora.bench.check import Checked, check, poison
 from wgpu_lora.bench.contract import numbers_of
 from wgpu_lora.bench.recording import Recording
@@ -25,6 +24,7 @@ from wgpu_lora.models.load import table_dtype
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.shapes import cut, shape_config
 from wgpu_lora.models.synthetic import synthetic_model
+from wgpu_lora.names.allowed import BASE_DTYPES, COMPUTE_DTYPES
 from wgpu_lora.quant.nf4 import BLOCK, NESTED_BLOCK
 
 Extra = dict[str, float]

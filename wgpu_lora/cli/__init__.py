@@ -34,7 +34,7 @@ from wgpu_lora.cli.recipes import recipes
 from wgpu_lora.cli.report import report
 from wgpu_lora.cli.share import share
 from wgpu_lora.errors import UserError
-from wgpu_lora.naming import COMMAND_LINE, naming
+from wgpu_lora.names.naming import COMMAND_LINE, naming
 from wgpu_lora.signals import handled
 
 # What the system refuses for reasons that a person can mend. Any other OSError is a fault of ours and shown as such.

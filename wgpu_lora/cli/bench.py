@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from wgpu_lora.allowed import BASE_DTYPES, COMPUTE_DTYPES
 from wgpu_lora.cli import completion
 from wgpu_lora.cli.bench_modes import check_bricks, check_mode
 from wgpu_lora.cli.bench_training import max_batch as search_batches
@@ -17,6 +16,7 @@ from wgpu_lora.cli.bench_training import training as train
 from wgpu_lora.cli.console import Bar, console, is_terminal, line
 from wgpu_lora.cli.options import Device
 from wgpu_lora.errors import UserError
+from wgpu_lora.names.allowed import BASE_DTYPES, COMPUTE_DTYPES
 
 WHAT, WITH, RUNS = "What to do", "Model and sizes", "--training and --find-max-batch"
 SHAPE = (

@@ -114,8 +114,8 @@ class Commands:
         self.say("the system message is set" if text else "there is no system message")
 
     def _set(self, rest: str) -> None:
-        from wgpu_lora.aliases import aliases_of
         from wgpu_lora.infer.settings import Settings, parsed, settings_of
+        from wgpu_lora.names.aliases import aliases_of
 
         names = [f.name for f in fields(Settings) if f.name != "system"]
         name, _, value = rest.partition(" ")

@@ -8,11 +8,11 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-from wgpu_lora.aliases import advice, aliases_of, instead
-from wgpu_lora.allowed import LINEAR_PATHS
 from wgpu_lora.cli.elsewhere import command_instead
 from wgpu_lora.errors import UserError
-from wgpu_lora.naming import flag
+from wgpu_lora.names.aliases import advice, aliases_of, instead
+from wgpu_lora.names.allowed import LINEAR_PATHS
+from wgpu_lora.names.naming import flag
 
 MAY_BE_EMPTY = {"prompt", "system"}  # an empty prompt has a message of its own, an empty system message is one
 TRUE, FALSE = ("true", "yes"), ("false", "no")

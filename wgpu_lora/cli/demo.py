@@ -76,8 +76,8 @@ def _conclude(comparison: Comparison, show: int, path: str) -> int:
     line("before", _score(comparison.before))
     line("after", _score(comparison.after))
     line("written", path)
-    line("note", "this model knows one task: Python functions that filter, change and reduce a list of integers")
-    line("ask it", "the first held-out request again, or one of that kind in words of your own:")
+    line("note", "this model knows one task: Python functions over a list of integers")
+    line("ask it", "a held-out request again, or another of that kind in your own words:")
     command = [program(), "generate", "--adapter", shlex.quote(str(comparison.job.run.directory))]
     print(" ".join([*command, "--prompt", shlex.quote(pairs[0][0])]), flush=True)
     return 0

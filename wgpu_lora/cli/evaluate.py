@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
-from wgpu_lora.allowed import OVERFLOW
 from wgpu_lora.bounded import printable
 from wgpu_lora.cli.console import Bar, line, print_json
 from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Json, Model, choice
 from wgpu_lora.cli.several import as_rows, show_losses
 from wgpu_lora.errors import NotFiniteError
+from wgpu_lora.names.allowed import OVERFLOW
 from wgpu_lora.words import counted
 
 

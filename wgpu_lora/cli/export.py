@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from wgpu_lora.allowed import GGUF_TYPES
 from wgpu_lora.cli.commands import Command, Group
 from wgpu_lora.cli.console import Bar, line
 from wgpu_lora.cli.options import Model, choice
 from wgpu_lora.errors import UserError
+from wgpu_lora.names.allowed import GGUF_TYPES
 
 export = typer.Typer(cls=Group, name="export", help="Models and adapters for other programs.", rich_markup_mode=None)
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wgpu_lora.allowed import SCHEDULES
 from wgpu_lora.cli.console import OFTEN, Bar, duration, is_terminal, line
 from wgpu_lora.cli.describing import describe
 from wgpu_lora.cli.options import choice
 from wgpu_lora.cli.starting import Starting
 from wgpu_lora.installed import program
+from wgpu_lora.names.allowed import SCHEDULES
 from wgpu_lora.train.arguments import ADAPTER, FILES, TrainingArguments
 from wgpu_lora.words import counted
 

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from wgpu_lora.allowed import MERGED_DTYPES
 from wgpu_lora.cli.console import Bar, line
 from wgpu_lora.cli.options import Model, choice
+from wgpu_lora.names.allowed import MERGED_DTYPES
 
 
 def merge(

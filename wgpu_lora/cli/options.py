@@ -10,13 +10,14 @@ from typing import Annotated, Any
 
 import typer
 
-from wgpu_lora.allowed import BASE_DTYPES
 from wgpu_lora.cli import completion
 from wgpu_lora.cli.commands import OPTIONS, Command
 from wgpu_lora.errors import UserError
-from wgpu_lora.train.arguments import PANELS, TrainingArguments, gather
+from wgpu_lora.names.allowed import BASE_DTYPES
+from wgpu_lora.train.arguments import PANELS, TrainingArguments
 from wgpu_lora.train.declared import kinds
 from wgpu_lora.train.idle import idle
+from wgpu_lora.train.recipes import gather
 
 KINDS = {"str": str, "int": int, "float": float, "bool": bool}
 RECIPE = "Flat TOML file of these options, or the name of a bundled recipe; options given here win over it."

@@ -39,7 +39,7 @@ def show(
     name: Annotated[str, typer.Argument(help="A bundled recipe's name, or a path.", autocompletion=RECIPE)],
 ) -> int:
     """Print a recipe, with what it reproduces and needs."""
-    from wgpu_lora.train.arguments import find_recipe, recipe_arguments
+    from wgpu_lora.train.recipes import find_recipe, recipe_arguments
 
     path = find_recipe(name)
     recipe_arguments(path)

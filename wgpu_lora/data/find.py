@@ -12,7 +12,7 @@ from wgpu_lora.data.given import ROWS
 from wgpu_lora.data.huggingface import HubSource, is_hub_id, is_saved, load_splits
 from wgpu_lora.data.source import Source
 from wgpu_lora.errors import UserError
-from wgpu_lora.naming import flag
+from wgpu_lora.names.naming import flag
 from wgpu_lora.words import listed
 
 # What files and splits are called, the likeliest first.

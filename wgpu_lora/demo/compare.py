@@ -16,8 +16,8 @@ from wgpu_lora.demo.check import run_check
 from wgpu_lora.demo.confine.parent import Confinement, confinement
 from wgpu_lora.formats.atomic import write_bytes_atomic
 from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.train.arguments import find_recipe, gather
 from wgpu_lora.train.finetune import Job, prepare_job
+from wgpu_lora.train.recipes import find_recipe, gather
 
 BATCH = 20  # requests that are answered at a time
 NEW_TOKENS = 96  # twice the longest answer

@@ -16,7 +16,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.adapters import AdapterInfo, choose
 from wgpu_lora.gpu.choices import Choices
 from wgpu_lora.gpu.kernel import Traits
-from wgpu_lora.naming import either
+from wgpu_lora.names.naming import either
 
 WRITE_CHUNK = 16 << 20  # a queued write is staged by the driver; larger ones would double a tensor's memory
 INTEL = 0x8086

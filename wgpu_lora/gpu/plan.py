@@ -9,7 +9,7 @@ import numpy as np
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.tensor import Storage, align
-from wgpu_lora.naming import either
+from wgpu_lora.names.naming import either
 
 
 @dataclass

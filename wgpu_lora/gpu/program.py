@@ -16,7 +16,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import Grid, Kernel, Tiles
 from wgpu_lora.gpu.plan import ArenaPlan, plan_arenas
 from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Storage, Tensor
-from wgpu_lora.naming import either
+from wgpu_lora.names.naming import either
 
 SUBMIT_SECONDS = 0.4  # work in one submit, for watchdogs and for Ctrl-C
 FIRST_SUBMIT = 24  # dispatches a submit before anything has been timed

@@ -18,7 +18,7 @@ from wgpu_lora.infer.reply import Reply
 from wgpu_lora.infer.settings import Settings
 from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.naming import flag
+from wgpu_lora.names.naming import flag
 
 CAPACITY, LEAST = 4096, 512  # tokens of a conversation where nothing is said, and where memory is short
 

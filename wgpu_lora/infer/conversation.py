@@ -13,7 +13,7 @@ from wgpu_lora.data.formats import Conversation, parse_example
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer.prompt import chat_prompt, check_text
 from wgpu_lora.infer.settings import Settings
-from wgpu_lora.naming import flag
+from wgpu_lora.names.naming import flag
 
 Message = dict[str, Any]
 ROOM = 4  # an answer is left this part of the tokens, or what it may have at most where that is less

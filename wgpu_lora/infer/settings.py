@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
-from wgpu_lora.aliases import real_names
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer.prompt import check_text
 from wgpu_lora.infer.sampling import Sampler
-from wgpu_lora.naming import PYTHON, naming
+from wgpu_lora.names.aliases import real_names
+from wgpu_lora.names.naming import PYTHON, naming
 
 
 def option(default: Any, text: str) -> Any:

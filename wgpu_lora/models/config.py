@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.allowed import LINEAR_PATHS
 from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.rope import RopeScaling, parse_rope
+from wgpu_lora.names.allowed import LINEAR_PATHS
 
 SUPPORTED_ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral")
 

@@ -18,7 +18,7 @@ from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Tensor, align, persisten
 from wgpu_lora.models.audit import AuditedSource
 from wgpu_lora.models.config import LINEAR_PATHS
 from wgpu_lora.models.decoder import Decoder
-from wgpu_lora.naming import setting
+from wgpu_lora.names.naming import setting
 from wgpu_lora.ops.weights import DenseWeight, NF4Weight
 from wgpu_lora.quant.kernels import nf4_absmax, nf4_encode
 from wgpu_lora.quant.nf4 import BLOCK, DYNAMIC_CODE, double_quantize

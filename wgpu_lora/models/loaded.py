@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from wgpu_lora.allowed import BASE_DTYPES
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint import WeightSource
@@ -16,7 +15,8 @@ from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.files import read_model
 from wgpu_lora.models.load import Progress, load_weights, staging_bytes, stored_as, table_dtype, tensor_count
-from wgpu_lora.naming import setting
+from wgpu_lora.names.allowed import BASE_DTYPES
+from wgpu_lora.names.naming import setting
 from wgpu_lora.share import claim
 
 

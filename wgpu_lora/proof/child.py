@@ -8,7 +8,7 @@ from importlib import import_module
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.atomic import write_bytes_atomic
-from wgpu_lora.naming import COMMAND_LINE, naming
+from wgpu_lora.names.naming import COMMAND_LINE, naming
 
 
 def main(result: str, job: str, arguments: str) -> int:

@@ -15,8 +15,9 @@ from wgpu_lora.proof.children import Children, finish
 from wgpu_lora.proof.finding import ChildFailed, NotRun
 from wgpu_lora.proof.heldout import seen_rows
 from wgpu_lora.proof.training import Training, train
-from wgpu_lora.train.arguments import TrainingArguments, gather
+from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import with_demo_data
+from wgpu_lora.train.recipes import gather
 
 
 class Refused(UserError):

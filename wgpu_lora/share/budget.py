@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from wgpu_lora.installed import pip_line
-from wgpu_lora.naming import flag
+from wgpu_lora.names.naming import flag
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.adapters import AdapterInfo

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from wgpu_lora.errors import NoRoomError, UserError
-from wgpu_lora.naming import either, flag
+from wgpu_lora.names.naming import either, flag
 from wgpu_lora.share.entry import RENEW_SECONDS, Entry
 from wgpu_lora.share.ledger import Ledger
 

@@ -9,12 +9,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.aliases import real_names
-from wgpu_lora.allowed import BASE_DTYPES, COMPUTE_DTYPES, LINEAR_PATHS, LR_SCHEDULERS, OVERFLOW
-from wgpu_lora.bounded import read_toml
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.assets import asset_dir
-from wgpu_lora.naming import IN_FILE, Naming, flag, naming
+from wgpu_lora.names.aliases import real_names
+from wgpu_lora.names.allowed import BASE_DTYPES, COMPUTE_DTYPES, LINEAR_PATHS, LR_SCHEDULERS, OVERFLOW
+from wgpu_lora.names.naming import Naming, flag, naming
 from wgpu_lora.train.declared import Range, check, kinds, option, require
 
 # What may differ between a run and its resumption: it changes what is written, not what is trained.
@@ -252,58 +250,6 @@ def from_values(
 def named(values: Mapping[str, Any], where: str, *more: str) -> dict[str, Any]:
     """Values by the names of options, and of `more` than those; UserError as `from_values`."""
     return real_names(values, [*(f.name for f in fields(TrainingArguments)), *more], where)
-
-
-def gather(
-    given: Mapping[str, Any], recipe: str | None, where: str, demo: bool = True, beside: str | None = None
-) -> tuple[TrainingArguments, Path | None]:
-    """The options that were given, over a recipe's or those of a run that is resumed; also the recipe's path.
-
-    With `demo`, where neither a recipe nor data nor another model is named, it is the demo's recipe. `beside` is a
-    pipeline's first checkpoint directory, which finds the pipeline's record where no output is named.
-    """
-    given = named(given, where)
-    if given.get("resume"):
-        from wgpu_lora.train.resume import take_up
-
-        path = find_recipe(recipe) if recipe else None
-        values = {**(named(read_recipe(path), f"The recipe {path}") if path else {}), **given}
-        return take_up(values, Path(values.get("output") or beside or _last_output()), where), path
-    if demo and recipe is None and not given.get("data") and given.get("model") in (None, "demo"):
-        recipe = "demo"
-    if recipe is None:
-        return from_values(given, where), None
-    path = find_recipe(recipe)
-    return from_values(given, where, recipe_arguments(path)), path
-
-
-def recipe_arguments(path: Path) -> TrainingArguments:
-    """The options of a recipe's file, over the defaults."""
-    return from_values(read_recipe(path), f"The recipe {path}", names=IN_FILE)
-
-
-def _last_output() -> str:
-    """Where a run that nobody named is: the demo's or, where there is none, the directory that is taken by default."""
-    demo = read_recipe(find_recipe("demo"))["output"]
-    return demo if Path(demo).exists() else OUTPUT
-
-
-def find_recipe(name: str) -> Path:
-    """A recipe file by its path, or one of the bundled ones by its name."""
-    bundled = asset_dir("recipes") / f"{name}.toml"
-    return bundled if not Path(name).exists() and bundled.is_file() else Path(name)
-
-
-def read_recipe(path: Path) -> dict[str, Any]:
-    """A flat TOML file of option names and values."""
-    if not path.exists():
-        names = ", ".join(sorted(p.stem for p in asset_dir("recipes").glob("*.toml")))
-        raise UserError(f"The recipe {path} does not exist: give a TOML file, or a bundled one ({names}).")
-    values = read_toml(path, "The recipe")
-    nested = [key for key, value in values.items() if isinstance(value, dict)]
-    if nested:
-        raise UserError(f"The recipe {path} has a table [{nested[0]}]: recipes are flat, one option a line.")
-    return values
 
 
 def _typed(name: str, value: Any, parts: list[str], where: str) -> Any:

@@ -27,7 +27,7 @@ from wgpu_lora.formats.peft import (
 )
 from wgpu_lora.formats.tokenizer_files import TEMPLATE, TOKENIZER
 from wgpu_lora.models.lora import AdapterSet, Matrices
-from wgpu_lora.naming import flag
+from wgpu_lora.names.naming import flag
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.manifest import damage, write_manifest
 from wgpu_lora.train.session import Session

@@ -9,7 +9,7 @@ from typing import Any
 
 from wgpu_lora.bounded import is_name
 from wgpu_lora.errors import UserError
-from wgpu_lora.naming import flag
+from wgpu_lora.names.naming import flag
 
 F32_TINY, F32_MAX = 1.1754943508222875e-38, 3.4028234663852886e38
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from wgpu_lora.naming import flag, setting
+from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.train.arguments import TrainingArguments
 
 

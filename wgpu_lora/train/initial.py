@@ -14,7 +14,7 @@ from wgpu_lora.formats.hub import stated_name
 from wgpu_lora.formats.peft import AdapterConfig, read_adapter
 from wgpu_lora.models.config import LINEAR_PATHS, ModelConfig
 from wgpu_lora.models.lora import Matrices, Module, SlotSpec
-from wgpu_lora.naming import setting
+from wgpu_lora.names.naming import setting
 from wgpu_lora.ops.optimizer import MAX_PARAMETER
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import TrainingArguments

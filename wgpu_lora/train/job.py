@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.tuner import Tuner, Watch, wanted
 from wgpu_lora.models.load import Progress
-from wgpu_lora.naming import setting
+from wgpu_lora.names.naming import setting
 from wgpu_lora.share import Notice, budget_bytes, claim
 from wgpu_lora.train.memory import Replan, check_memory, options_that_fit
 from wgpu_lora.train.session import Session

@@ -10,7 +10,7 @@ from typing import Any
 from wgpu_lora.bounded import read_json
 from wgpu_lora.data import Prepared
 from wgpu_lora.errors import UserError
-from wgpu_lora.naming import flag, setting
+from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.train.arguments import LENGTH, TrainingArguments
 from wgpu_lora.train.checkpoint import METADATA
 from wgpu_lora.train.declared import check

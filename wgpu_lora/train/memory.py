@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from psutil import virtual_memory
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.naming import flag, setting, settings
+from wgpu_lora.names.naming import flag, setting, settings
 from wgpu_lora.words import counted
 
 if TYPE_CHECKING:

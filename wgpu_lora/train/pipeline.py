@@ -9,14 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bars import Bars
-from wgpu_lora.data import Source, given_rows
 from wgpu_lora.errors import UserError
-from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.naming import flag, setting
-from wgpu_lora.share import Notice, budget_bytes
-from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments, gather
+from wgpu_lora.names.naming import flag, setting
+from wgpu_lora.share import budget_bytes
+from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments
 from wgpu_lora.train.checkpoint import sweep_run
 from wgpu_lora.train.ending import FINISHED
 from wgpu_lora.train.finetune import declared_as, read_run, session_of, with_options
@@ -25,13 +22,11 @@ from wgpu_lora.train.length import fit_length
 from wgpu_lora.train.memory import check_adapters
 from wgpu_lora.train.pipeline_state import PipelineState, difference, home_of, read_pipeline_state
 from wgpu_lora.train.policy import POLICIES, make_policy
-from wgpu_lora.train.progress import StepResult
 from wgpu_lora.train.record import PipelineRecord, recover, write_pipeline
 from wgpu_lora.train.resume import refuse_used
-from wgpu_lora.train.session import MemoryPlan
 from wgpu_lora.train.slot import AdapterRun, Measuring
 from wgpu_lora.train.state import STATE
-from wgpu_lora.train.tasks import AdapterTask, check_apart, named_apart, request_of, task_of
+from wgpu_lora.train.tasks import AdapterTask, check_apart, named_apart, request_of
 from wgpu_lora.train.trainer import Callback, Trainer
 
 SCHEDULES = tuple(POLICIES)
@@ -205,89 +200,3 @@ def _recovered(home: Path, tasks: Sequence[AdapterTask]) -> PipelineState:
         sweep_run(home)
         recover(state, directories)
     return state
-
-
-def _task(values: Mapping[str, Any], where: str, shared: Mapping[str, Source]) -> AdapterTask:
-    """An adapter whose data may be rows; `shared` are those of all adapters that do not have their own."""
-    plain, rows = given_rows(values)
-    own = {name: source for name, source in shared.items() if name not in values}
-    return replace(task_of(plain, where), rows={**own, **rows})
-
-
-class MultiAdapterPipeline:
-    """Trains several LoRA adapters at once over one frozen base.
-
-        pipeline = MultiAdapterPipeline(
-            [{"data": "a.jsonl", "checkpoint": "out/a", "rank": 8}, {"data": "b.jsonl", "checkpoint": "out/b"}],
-            model="models/qwen", schedule="synchronized", output="out/pipeline", num_train_epochs=3,
-        )
-        record = pipeline.train(callback=lambda result: print(result.adapter, result.loss))
-
-    Each adapter comes out as a fine-tune by itself would make it, to within float rounding.
-
-    Args:
-        adapters: an AdapterTask or a dict with the keys of an [[adapter]] table each; its data may be a list of dicts.
-        model: a directory, a GGUF file, a hub id, `demo`, or a loaded model.
-        schedule: synchronized, round-robin or priority-val-loss.
-        batch_tokens: see `prepare_pipeline`.
-        options: those of `wgpu-lora finetune`, with underscores, for the adapters that do not set their own.
-
-    Raises:
-        UserError: anything that a person can mend, from the adapters to the device.
-    """
-
-    def __init__(
-        self,
-        adapters: Sequence[AdapterTask | Mapping[str, Any]],
-        model: LoadedModel | str | Path | None = None,
-        *,
-        schedule: str = "synchronized",
-        batch_tokens: int | None = None,
-        **options: Any,
-    ):
-        options, shared = given_rows(options)
-        tasks = [
-            task if isinstance(task, AdapterTask) else _task(task, f"Adapter {number}", shared)
-            for number, task in enumerate(adapters, 1)
-        ]
-        given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
-        opened = model if isinstance(model, LoadedModel) else None
-        if opened:
-            given |= {"model": opened.name, "base_dtype": opened.decoder.base_dtype}
-        elif model is not None:
-            given["model"] = str(model)
-        first = tasks[0].checkpoint if tasks else None
-        args, _ = gather(given, None, "MultiAdapterPipeline()", demo=False, beside=first)
-        self.job = prepare_pipeline(args, tasks, schedule, batch_tokens, opened)
-
-    def memory(self) -> MemoryPlan:
-        """What training will allocate, to the byte."""
-        return self.job.session.memory()
-
-    def train(
-        self,
-        callback: Callback = lambda result: None,
-        progress: Progress | None = None,
-        waiting: Notice = lambda place, holders, seconds: None,
-        progress_bar: bool | None = None,
-    ) -> dict[str, Any]:
-        """Trains to the end and returns what pipeline.json holds.
-
-        Args:
-            callback: called with a StepResult after every step of every adapter.
-            progress: called with the name of each tensor that is loaded.
-            waiting: called at each look of a run that queues for memory.
-            progress_bar: whether to show progress; None does on a terminal and in a notebook.
-
-        Raises:
-            UserError: the memory is not to be had, a directory is in use, or the disk is full.
-        """
-        with Bars(progress_bar) as bars:
-
-            def step(result: StepResult) -> None:
-                bars.step(result)
-                callback(result)
-
-            return self.job.train(
-                step, progress or bars.loading(self.job.session.model), waiting, bars.tuning, bars.measuring
-            )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.naming import either, flag, setting
+from wgpu_lora.names.naming import either, flag, setting
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments, from_values
 from wgpu_lora.train.output import RUN

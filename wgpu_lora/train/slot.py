@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,15 @@ import numpy as np
 
 from wgpu_lora.data import Prepared, write_skipped
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import file_digest
 from wgpu_lora.formats.peft import AdapterConfig, read_adapter, write_adapter
 from wgpu_lora.formats.tokenizer_files import write_tokenizer
 from wgpu_lora.models.lora import Matrices, SlotSpec
-from wgpu_lora.naming import flag, setting
+from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.train import checkpoint, output
 from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments
 from wgpu_lora.train.card import write_card
 from wgpu_lora.train.checkpoint import BEST, EPOCH, adapter_tensors
+from wgpu_lora.train.facts import facts_of, metadata
 from wgpu_lora.train.initial import SeededMatrices
 from wgpu_lora.train.output import Log
 from wgpu_lora.train.resume import UNTIMED_STEPS, differs, go_on, nothing_in, refuse_used
@@ -184,28 +184,8 @@ class AdapterRun:
         checkpoint.remove_old_epochs(self.directory, self.args.save_total_limit)
 
     def write_checkpoint(self, session: Session, final: Path) -> None:
-        facts = {"identity": self.identity(), "metadata": self._metadata()}
+        facts = {"identity": self.identity(), "metadata": metadata(self)}
         checkpoint.write_checkpoint(final, session, self.slot, self.adapter, self.state, facts)
-
-    def _metadata(self) -> dict[str, Any]:
-        """metadata.json: what a person or a tool wants to know of a checkpoint."""
-        state = self.state
-        return {
-            "slot": self.slot,
-            "name": self.name,
-            "epoch": state.epoch,  # that the next step belongs to: as many are done
-            "step": state.step,
-            "tokens": state.tokens,
-            "losses": {"train": state.last_loss, "held_out": state.last_eval_loss, "best": state.best_eval_loss},
-            "options": self.args.as_dict(),
-            "directory": os.getcwd(),  # that relative paths among them are of
-            "digests": {
-                "rows": self.stream.rows_digest(),
-                "data": self.stream.prepared.digest,
-                "base": self.base_digest,
-                "weights": self.weights_sha256,
-            },
-        }
 
     def fall_back(self, session: Session) -> None:
         """Puts the newest checkpoint before the last update, which ruined the adapter, on the device; else the first.
@@ -265,26 +245,7 @@ class AdapterRun:
         self.write_adapter(session, self.directory)
         for place in (self.directory, self.directory / BEST):
             write_tokenizer(place, session.model.path, session.model.tokenizer)
-        prepared, plan = self.stream.prepared, session.memory()
-        state = asdict(self.state)
-        if self.args.target_seconds and not self.state.calibrated:
-            state["total_steps"] = self.state.step  # it ended before there was a budget
-        facts = {
-            "stop_reason": stop_reason,
-            "signal": stop_signal,
-            "damaged_log_lines": self.log.damaged,
-            "options": self.args.as_dict(),
-            "state": state,
-            "data": {"path": prepared.path, "digest": prepared.digest, "summary": prepared.summary()},
-            "eval_data": self.heldout and {"path": self.heldout.path, "digest": self.heldout.digest},
-            "base_digest": self.base_digest,
-            "base_sha256": self.weights_sha256,
-            "init_adapter_sha256": self.args.init_adapter and output.adapter_digest(self.args.init_adapter),
-            "adapter_sha256": file_digest(self.directory / "adapter_model.safetensors"),
-            "trainable_parameters": session.adapters.trainable(self.slot, session.model.config),
-            "memory": {"groups": plan.groups, "peak": plan.peak, "peak_allocated": session.device.peak_allocated},
-            "environment": output.environment(session.device),
-        }
+        facts = {"stop_reason": stop_reason, "signal": stop_signal, **facts_of(self, session)}
         output.write_run(self.directory, facts)
         write_card(self.directory, facts)
         return facts

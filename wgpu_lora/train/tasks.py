@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.aliases import real_names
 from wgpu_lora.bounded import is_name, read_toml
 from wgpu_lora.data import Source
 from wgpu_lora.errors import UserError
-from wgpu_lora.naming import IN_FILE, flag, naming, renamed
+from wgpu_lora.names.aliases import real_names
+from wgpu_lora.names.naming import IN_FILE, flag, naming, renamed
 from wgpu_lora.train.arguments import TrainingArguments, from_values
 from wgpu_lora.train.resume import found_from
 

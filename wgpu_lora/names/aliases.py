@@ -10,9 +10,9 @@ from functools import cache
 from typing import Any
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.instead import ANYWHERE, SENTENCES
-from wgpu_lora.naming import flag, setting
-from wgpu_lora.other_names import ALIASES, WORDS
+from wgpu_lora.names.instead import ANYWHERE, SENTENCES
+from wgpu_lora.names.naming import flag, setting
+from wgpu_lora.names.others import ALIASES, WORDS
 
 _MARK = re.compile(r"\{(\w+)(?:=([^}]*))?\}")
 CLOSE, NEARLY = 0.87, 0.9  # how alike, of 1, letters have to be
