@@ -21,7 +21,7 @@ def test_small_data_have_small_steps() -> None:
     assert sizes(296) == (False, 8, 1, True)
     assert sizes(200) == (False, 4, 1, True)
     assert sizes(50) == (False, 2, 1, True)
-    assert sizes(1) == (False, 2, 1, True)
+    assert sizes(1) == (False, 1, 1, True)  # there is no second row
     assert sizes(FEW * 2 * 1024 * 4 // 100 + 1) == (True, 2, 4, False)
 
 
@@ -38,6 +38,14 @@ def test_what_was_said_holds() -> None:
     three = {"packing": False, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 3}
     assert sizes(50, **three) == (False, 16, 3, False)
     assert sizes(50, per_device_train_batch_size=2, gradient_accumulation_steps=8) == (False, 2, 8, True)
+
+
+def test_the_note_counts_the_rows_of_a_step() -> None:
+    def note(rows: int, weight: float = 1.0, **said: object) -> str:
+        return fitted(TrainingArguments(**said), [100] * rows, weight)[1].partition(" a step")[0]
+
+    assert [note(1), note(3), note(50, 2), note(50, 0.5)] == ["1 row", "2 rows", "4 rows", "1 row"]
+    assert note(3, per_device_train_batch_size=16) == "3 rows"
 
 
 def test_a_weight_multiplies_what_was_left_open() -> None:

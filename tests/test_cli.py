@@ -315,7 +315,7 @@ def test_a_small_run(run: Run, tmp_path: Path, data: Path, device: Device):
 
     assert "already holds a run" in refused(run("finetune", *flags(**options)))
     changed = refused(run("finetune", *flags(**{**options, "learning_rate": 1e-3}), "--resume"))
-    assert "learning_rate was 0.01, not 0.001" in changed
+    assert "--learning-rate was 0.01, not 0.001" in changed
     assert run("finetune", *flags(**options), "--resume").code == 0
 
 
@@ -330,7 +330,7 @@ def test_interrupt_saves_and_resume_goes_on(run: Run, tmp_path: Path, data: Path
     assert stopped.code == 130
     assert f"finetune --output {out} --resume" in stopped.out
     assert (out / "checkpoints" / "step-1").is_dir()
-    assert "learning_rate was" in refused(run("finetune", "--output", out, "--resume", "--learning-rate", "0.5"))
+    assert "--learning-rate was" in refused(run("finetune", "--output", out, "--resume", "--learning-rate", "0.5"))
     assert run("finetune", "--output", out, "--resume").code == 0
     assert json.loads((out / "run.json").read_text())["state"]["step"] == 3
 

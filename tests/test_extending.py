@@ -15,10 +15,11 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import open_model
 from wgpu_lora.train import finetune
+from wgpu_lora.train.ending import OUTCOMES, STOP_TEXT
 from wgpu_lora.train.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.train.output import LOG, read_log
 from wgpu_lora.train.recipes import gather
-from wgpu_lora.train.trainer import OUTCOMES, STOP_TEXT, Callback
+from wgpu_lora.train.trainer import Callback
 
 WEIGHTS, MOMENTS = "adapter_model.safetensors", "checkpoints/step-8/optimizer.safetensors"
 
@@ -100,8 +101,11 @@ def test_what_a_longer_plan_does_is_said(
             {"learning_rate": 0.5},
             "was 0.001, not 0.5; leave it out, since only these may change: data,",
         ),
-        ({"num_train_epochs": 1.0}, "taken 4 steps already, but num_train_epochs=1.0 make 2: ask for more"),
-        ({"target_seconds": 9.0}, "target_seconds was None, not 9.0"),
+        ({"num_train_epochs": 1.0}, "taken 4 steps already, more than the 2 of num_train_epochs=1.0: ask for more"),
+        (
+            {"target_seconds": 9.0},
+            "planned by num_train_epochs or max_steps, so resume cannot extend it by target",
+        ),
     ],
 )
 def test_what_may_not_change(device: Device, run: Path, given: dict[str, Any], said: str) -> None:

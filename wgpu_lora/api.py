@@ -113,7 +113,9 @@ def finetune(
             bars.step(result)
             return callback(result) if callback else None
 
-        return RunResult(job.train(step, progress or bars.loading(job.session.model), tuning=bars.tuning))
+        return RunResult(
+            job.train(step, progress or bars.loading(job.session.model), tuning=bars.tuning, measuring=bars.measuring)
+        )
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from wgpu_lora.models.load import Progress
     from wgpu_lora.models.loaded import LoadedModel
     from wgpu_lora.train.progress import StepResult
+    from wgpu_lora.train.slot import AdapterRun
 
 
 def seen(wanted: bool | None) -> bool:
@@ -81,6 +82,11 @@ class Bars:
         """What is timed before the weights are loaded."""
         facts = f"{tuning.kernel}, size {min(tuning.sizes_done + 1, tuning.sizes)} of {tuning.sizes}"
         self.to("tuning", round(tuning.seconds), round(tuning.expected or tuning.limit), " s", facts)
+
+    def measuring(self, run: AdapterRun, rows: int, loss: float | None) -> None:
+        """The held-out loss before the first step."""
+        if not run.state.step and loss is None and run.heldout:
+            self.to("held-out loss", rows, len(run.heldout.rows), " rows")
 
     def step(self, result: StepResult) -> None:
         """A step of a training run, or of one of a pipeline's."""

@@ -38,8 +38,8 @@ def recipe(tmp_path: Path, **changes: Any) -> Path:
     heldout = write_rows(tmp_path / "heldout.jsonl", others)
     options: dict[str, Any] = {
         "model": QWEN2, "data": str(rows), "eval_data": str(heldout), "output": "unused", "max_length": 16, "lora_r": 4,
-        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 24, "save_steps": 20,
-        "learning_rate": 2e-2, "lr_scheduler_type": "constant",
+        "packing": True, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 24,
+        "save_steps": 20, "learning_rate": 2e-2, "lr_scheduler_type": "constant",
     }  # fmt: skip
     path = tmp_path / "recipe.toml"
     path.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in (options | changes).items()))

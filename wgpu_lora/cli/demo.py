@@ -9,7 +9,8 @@ import typer
 
 from wgpu_lora.bounded import printable
 from wgpu_lora.cli.console import Bar, console, line
-from wgpu_lora.cli.finetune import Watcher, describe, report
+from wgpu_lora.cli.describing import describe
+from wgpu_lora.cli.finetune import Watcher, report
 from wgpu_lora.cli.options import AllowUnconfined, Device
 from wgpu_lora.errors import UserError
 from wgpu_lora.installed import program

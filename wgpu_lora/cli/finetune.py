@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wgpu_lora.cli.console import OFTEN, Bar, duration, is_terminal, line
+from wgpu_lora.cli.describing import describe
 from wgpu_lora.cli.options import choice
-from wgpu_lora.cli.starting import Starting, describe_tuning
+from wgpu_lora.cli.starting import Starting
 from wgpu_lora.installed import program
 from wgpu_lora.names.allowed import SCHEDULES
 from wgpu_lora.train.arguments import ADAPTER, FILES, TrainingArguments
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from wgpu_lora.train.slot import AdapterRun
 
 SMOOTHED = 10  # steps whose speed is shown
-FEW = 50  # steps in all: with fewer, an adapter hardly moves
 CURES = "lower --learning-rate, or look for odd rows in the data"
 # Options of a pipeline, which `plan` has too.
 Adapters = Annotated[
@@ -83,7 +83,7 @@ def finetune(
     job = prepare_job(args)
     describe(job)
     with Watcher(job) as watcher:
-        facts = job.train(watcher.step, watcher.loaded, waiting, watcher.tuned)
+        facts = job.train(watcher.step, watcher.loaded, waiting, watcher.tuned, watcher.measuring)
     return report(facts, job.run.directory)
 
 
@@ -91,80 +91,6 @@ def waiting(place: int, holders: list[Entry], seconds: float) -> None:
     """A line for each look of a run that queues for memory."""
     held = ", ".join(entry.who for entry in holders) or "nobody"
     line("waiting", f"place {place} in the queue, {seconds:.0f} s so far; the device's memory is held by {held}")
-
-
-def describe(job: Job) -> None:
-    """What is about to run, a line each."""
-    from wgpu_lora.data.account import SKIPPED
-
-    describe_model(job)
-    for note in job.session.model.tokenizer.notes if job.session.model.tokenizer else ():
-        line("note", note)
-    for run in job.runs:
-        mark = f"{run.name}: " if run.name else ""
-        for label, data in (("data", run.stream.prepared), ("held out", run.heldout)):
-            if data:
-                line(label, mark + data.summary())
-                for note in data.notes:
-                    line("note", mark + note)
-                if data.account.bad:
-                    line("skipped", f"{mark}bad rows are set aside in {run.directory / SKIPPED}")
-        trained = job.session.adapters.trainable(run.slot, job.session.model.config)
-        modules = run.args.target_modules
-        line("adapter", f"{mark}rank {run.spec.rank} on {modules}: {trained:,} trained parameters")
-        for note in run.notes:
-            label, _, said = note.partition(": ")
-            line(label, mark + said)
-        describe_steps(run, mark)
-    describe_memory(job)
-
-
-def describe_steps(run: AdapterRun, mark: str) -> None:
-    """How long it will be, and a warning where that is too short to learn much."""
-    args, stream = run.args, run.stream
-    an_epoch, (packing, rows, accumulation) = stream.epoch(0), args.batching
-    lengths = stream.prepared.lengths
-    a_step = [sum(lengths[row] for batch in step for row in batch) for step in an_epoch]
-    each = f"{len(an_epoch):,} an epoch, of {sum(a_step) / len(a_step):,.0f} tokens"
-    if args.target_seconds:
-        line("steps", f"{mark}as many as {args.target_seconds:g} s allow; {each}")
-        return
-    total = stream.total_steps()
-    warmup = run.warmup(total)
-    rate = f"{args.lr_scheduler_type} from {args.learning_rate:.2e}"
-    rate += f" after {warmup:,} of warm-up" if warmup else ""
-    line("steps", f"{mark}{total:,}; {each}; {rate}")
-    if total >= FEW or args.max_steps > 0:
-        return
-    levers = ["--no-packing"] if packing else []
-    levers += ["a smaller --gradient-accumulation-steps"] if accumulation > 1 else []
-    levers += ["a smaller --per-device-train-batch-size"] if rows > 1 else []
-    levers += ["more --num-train-epochs"]
-    levers += ["--lr-scheduler-type constant"] if args.lr_scheduler_type in ("cosine", "linear") else []
-    few = "1 step teaches" if total == 1 else f"{total:,} steps teach"
-    line("warning", f"{mark}{few} little: try {', '.join(levers[:-1])} or {levers[-1]}")
-
-
-def describe_model(job: Job) -> None:
-    session = job.session
-    model, device = session.model, session.device
-    config = model.config
-    subgroups = f"subgroups of {device.subgroup_size}" if device.subgroup_size else "no subgroups"
-    line("device", f"{device.info.name}, {device.info.driver}, {device.info.backend}, {subgroups}")
-    line(
-        "model",
-        f"{model.name}: {config.architecture}, {config.num_hidden_layers} layers of {config.hidden_size}, "
-        f"vocabulary {config.vocab_size:,}, weights in {model.decoder.base_dtype}",
-    )
-
-
-def describe_memory(job: Job) -> None:
-    """The plan, and what has yet to be timed."""
-    from wgpu_lora.train.memory import both
-
-    plan = job.session.memory()
-    line("memory", f"{both(plan.peak)} at the peak")
-    describe_tuning(job)
 
 
 class Watcher(Starting):
@@ -200,6 +126,13 @@ class Watcher(Starting):
         if not self._quiet:
             total = None if self._run.args.target_seconds else self._run.stream.total_steps()
             self._training.advance(None, self._run.state.step, total, "compiling the kernels of the first step")
+
+    def measuring(self, run: AdapterRun, rows: int, loss: float | None) -> None:
+        if self._quiet or not run.state.step:
+            super().measuring(run, rows, loss)
+        elif loss is None and run.heldout:
+            of = counted(len(run.heldout.rows), "row")
+            self._training.advance(None, run.state.step, detail=f"measuring the held-out loss: {rows:,} of {of}")
 
     def step(self, result: StepResult) -> None:
         text = f"loss {result.loss:.4f}  lr {result.learning_rate:.2e}"
@@ -240,7 +173,7 @@ def speed(trained: int, processed: int, seconds: float) -> str:
 
 def report(facts: dict[str, Any], output: Path) -> int:
     """How the run ended and where its adapter is; returns the exit code."""
-    from wgpu_lora.train.trainer import OUTCOMES, STOP_TEXT
+    from wgpu_lora.train.ending import OUTCOMES, STOP_TEXT
 
     state, reason = facts["state"], facts["stop_reason"]
     outcome = OUTCOMES[reason]

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.bounded import printable
 from wgpu_lora.cli.console import OFTEN, console, is_terminal, line
-from wgpu_lora.cli.finetune import CURES, describe, exit_code, losses, waiting
+from wgpu_lora.cli.describing import describe
+from wgpu_lora.cli.finetune import CURES, exit_code, losses, waiting
 from wgpu_lora.cli.starting import Starting
 from wgpu_lora.installed import pip_line, program
 from wgpu_lora.train.arguments import TrainingArguments
@@ -20,6 +21,7 @@ from wgpu_lora.words import counted
 if TYPE_CHECKING:
     from wgpu_lora.train.pipeline import PipelineJob
     from wgpu_lora.train.progress import StepResult
+    from wgpu_lora.train.slot import AdapterRun
     from wgpu_lora.train.tasks import AdapterTask
 
 
@@ -54,7 +56,7 @@ def _train(args: TrainingArguments, tasks: list[AdapterTask], schedule: str, bat
     describe(job)
     line("pipeline", f"{counted(len(job.runs), 'adapter')}, {schedule}, batches of up to {job.batch_tokens:,} tokens")
     with Table(job) as table:
-        record = job.train(table.step, table.loaded, waiting, table.tuned)
+        record = job.train(table.step, table.loaded, waiting, table.tuned, table.measuring)
     code = report(record, job.home)
     if draw_curves({run.name: run.directory for run in job.runs}, job.home / CURVES):
         line("curves", str(job.home / CURVES))
@@ -65,7 +67,7 @@ def _train(args: TrainingArguments, tasks: list[AdapterTask], schedule: str, bat
 
 def report(record: dict[str, Any], home: Path) -> int:
     """How each adapter ended, and where it is; returns the exit code."""
-    from wgpu_lora.train.trainer import OUTCOMES, STOP_TEXT
+    from wgpu_lora.train.ending import OUTCOMES, STOP_TEXT
 
     outcomes = []
     for adapter in record["adapters"]:
@@ -100,6 +102,10 @@ class Table(Starting):
         self.close()
         if self._live is not None:
             self._live.stop()
+
+    def measuring(self, run: AdapterRun, rows: int, loss: float | None) -> None:
+        if self._live is None:
+            super().measuring(run, rows, loss)
 
     def step(self, result: StepResult) -> None:
         self._rows[result.adapter] = result

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wgpu_lora.cli.console import console, line, print_json
+from wgpu_lora.cli.describing import describe_runs
 from wgpu_lora.cli.finetune import Adapters, AdaptersConfig, BatchTokens, Schedule
 from wgpu_lora.cli.options import Json
 from wgpu_lora.train.arguments import TrainingArguments
@@ -60,6 +61,7 @@ def plan(
 
     if note:
         line("recipe", note)
+    describe_runs(job)
     table = Table(box=None, pad_edge=False)
     table.add_column("memory")
     table.add_column("bytes", justify="right")
@@ -79,8 +81,6 @@ def plan(
     line("budget", f"{known}{verdict}{advice}")
     for way in ways:
         line("would fit", f"with {way.options}: {both(way.peak)}")
-    for name, count in steps.items():
-        line("steps", f"{name}: {count:,}" if name else f"{count:,}")
     return 0
 
 

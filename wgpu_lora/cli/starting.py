@@ -10,6 +10,7 @@ from wgpu_lora.words import counted
 if TYPE_CHECKING:
     from wgpu_lora.gpu.tuner import Tuning
     from wgpu_lora.train.job import Job
+    from wgpu_lora.train.slot import AdapterRun
 
 
 def describe_tuning(job: Job) -> None:
@@ -55,6 +56,22 @@ class Starting:
         self._left -= 1
         if not self._left:
             self.ready()
+
+    def measuring(self, run: AdapterRun, rows: int, loss: float | None) -> None:
+        """A bar while a held-out loss is measured; the one before the first step has a line."""
+        mark = f"{run.name}: " if run.name else ""
+        if loss is not None:
+            self.close()
+            if not run.state.step:
+                line("held out", f"{mark}loss {loss:.4f} before the first step")
+                self.ready()
+            return
+        assert run.heldout
+        if not rows:
+            self.close()
+            self._bar = Bar(f"{mark}measuring the held-out loss", len(run.heldout.rows), " rows")
+        if self._bar:
+            self._bar.advance(to=rows)
 
     def close(self) -> None:
         if self._bar:

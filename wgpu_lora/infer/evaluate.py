@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -81,14 +81,19 @@ class Evaluator:
         if self._own_table:
             self.device.write(self._table.storage.buffer, rope_table(self.model.config, self._table.shape[0]))
 
-    def loss(self, rows: Sequence[Row], slot: int | None = None) -> tuple[float, int]:
+    def loss(
+        self, rows: Sequence[Row], slot: int | None = None, watch: Callable[[int], None] = lambda rows: None
+    ) -> tuple[float, int]:
         """(mean loss, trained tokens) of rows under one adapter, or under the base alone.
+
+        watch: called with the number of rows that are done, at the beginning too.
 
         Raises:
             UserError: no row has a token to predict.
         """
         assert slot is None or self.adapters, "there is no adapter to evaluate"
-        total, tokens = 0.0, 0
+        total, tokens, done = 0.0, 0, 0
+        watch(done)
         for together in pack([len(row.input_ids) for row in rows], range(len(rows)), self.inputs.tokens):
             segments = [Segment(rows[i].input_ids, rows[i].labels, slot) for i in together]
             trained = self.inputs.upload(self.device, segments)
@@ -97,6 +102,8 @@ class Evaluator:
             # Summed here in float64: a float32 total over many batches would lose the small ones.
             total += float(self.device.read(self.inputs.loss.total.storage.buffer, 4).view(np.float32)[0])
             tokens += trained
+            done += len(together)
+            watch(done)
         if not tokens:
             raise UserError("The rows to evaluate have no token to predict: check their labels, or use other data.")
         return total / tokens, tokens

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.ending import OUTCOMES, STOP_TEXT
 from wgpu_lora.train.memory import readable
-from wgpu_lora.train.trainer import OUTCOMES, STOP_TEXT
 
 Facts = Mapping[str, Any]
 Fact = Callable[[Facts], str]

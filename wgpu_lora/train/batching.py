@@ -26,14 +26,15 @@ def fitted(args: TrainingArguments, lengths: Sequence[int], weight: float = 1.0)
     packing, rows, accumulation = args.batching
     said = args.packing, args.per_device_train_batch_size, args.gradient_accumulation_steps
     steps = sum(lengths) / (rows * args.length * accumulation) if packing else len(lengths) / (rows * accumulation)
-    note = ""
-    if None in said and not args.packing and steps < FEW:
+    small = None in said and not args.packing and steps < FEW
+    if small:
         packing = False
         rows, accumulation = _sizes(said[1], said[2], lengths, ROWS_PER_BATCH * args.length, weight)
-        data = f"{counted(len(lengths), 'row')}, {sum(lengths):,} tokens"
-        note = f"{counted(rows * accumulation, 'row')} a step, not packed, since the data are small ({data})"
     if said[2] is None:
         accumulation = max(1, round(accumulation * weight))
+    data = f"{counted(len(lengths), 'row')}, {sum(lengths):,} tokens"
+    a_step = counted(min(rows * accumulation, len(lengths)), "row")
+    note = f"{a_step} a step, not packed, since the data are small ({data})" if small else ""
     filled = replace(args, packing=packing, per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation)
     return filled, note
 
@@ -44,7 +45,7 @@ def _sizes(
     """Rows a batch and batches a step, as they were said or else chosen; `most`: tokens of a batch."""
     longest, least = sorted(lengths), math.ceil(1 / weight)
     batch, batches = 1, 1
-    for a_step in ROWS:
+    for a_step in (min(count, len(lengths)) for count in ROWS):
         batch = rows or max(1, a_step // max(accumulation or 1, least))
         while not rows and batch > 1 and sum(longest[-batch:]) > most:
             batch //= 2

@@ -9,6 +9,7 @@ from typing import Any
 from wgpu_lora.formats.atomic import write_bytes_atomic
 from wgpu_lora.formats.cards import CARD, header, table
 from wgpu_lora.formats.hub import hub_id
+from wgpu_lora.train.ending import OUTCOMES
 
 # Options whose value is a place on this machine, which is nobody else's business: a card has only its last part.
 PATHS = ("data", "eval_data", "output", "model", "init_adapter")
@@ -93,8 +94,8 @@ def _better(facts: dict[str, Any]) -> str:
     if best is None or last is None or best >= last:
         return ""
     return (
-        f"\n`best/` has the adapter after step {state['best_step']:,}, whose held-out loss is lower: {best:.4f}, by "
-        f"{last:.4f} after the last step.\n"
+        f"\n`best/` has the adapter after step {state['best_step']:,}, whose held-out loss is lower: {best:.4f} "
+        f"instead of {last:.4f} after the last step.\n"
     )
 
 
@@ -108,12 +109,13 @@ def _data(facts: dict[str, Any]) -> dict[str, str]:
 
 def _result(facts: dict[str, Any]) -> dict[str, str]:
     state = facts["state"]
+    heldout = ", ".join(f"{_number(state[f'{key}_eval_loss'])} {text}" for key, text in MOMENTS)
     return {
-        "steps": f"{state['step']:,} of {state['total_steps']:,} ({facts['stop_reason']})",
+        "steps": f"{state['step']:,} of {state['total_steps']:,} ({OUTCOMES[facts['stop_reason']]})",
         "trained tokens": f"{state['tokens']:,}",
         "trained parameters": f"{facts['trainable_parameters']:,}",
         "final loss": _number(state["last_loss"]),
-        "held-out loss": ", ".join(f"{_number(state[f'{key}_eval_loss'])} {text}" for key, text in MOMENTS),
+        **({"held-out loss": heldout} if facts["eval_data"] else {}),
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,15 +15,15 @@ from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train import checkpoint
-from wgpu_lora.train.arguments import OUTPUT, TrainingArguments
+from wgpu_lora.train.arguments import OUTPUT, PLAN, TrainingArguments
 from wgpu_lora.train.batching import fitted
 from wgpu_lora.train.initial import adapter_of, spec_of
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.length import fit_length, shortened
 from wgpu_lora.train.memory import check_adapters
-from wgpu_lora.train.resume import outlook, plan_of
+from wgpu_lora.train.resume import outlook, plan_of, refuse_used
 from wgpu_lora.train.session import Session
-from wgpu_lora.train.slot import AdapterRun, refuse_used
+from wgpu_lora.train.slot import AdapterRun
 from wgpu_lora.train.stream import DataStream, quarters
 
 
@@ -78,8 +78,12 @@ def read_run(
     name: str = "",
     weight: float = 1.0,
     rows: Mapping[str, Source] | None = None,
+    own: Collection[str] = (),
 ) -> AdapterRun:
     """One slot's run: its rows, its batches, its adapter and where it begins.
+
+    Args:
+        own: options that the adapters' file sets for this one.
 
     Raises:
         UserError: the data or the adapter cannot be read, or do not fit the model.
@@ -99,7 +103,8 @@ def read_run(
     args, note = fitted(args, prepared.lengths, weight)
     stream = DataStream(prepared, args)
     heldout = _prepare(args, model, held_out) if held_out else None
-    notes = [*([f"length: {length}"] if length else []), *([f"batches: {note}"] if note else []), *_standing(stream)]
+    chosen = {"length": length, "batches": note}
+    notes = [f"{label}: {said}" for label, said in chosen.items() if said] + _standing(stream, own)
     if args.eval_steps and not heldout:
         eval_steps, eval_data = setting("eval_steps", args.eval_steps), flag("eval_data")
         notes.append(f"note: {eval_steps} does nothing, since no rows are held out; {eval_data} names some")
@@ -108,7 +113,7 @@ def read_run(
     return AdapterRun(slot, args, adapter, spec, initial, stream, heldout, *digests, name, tuple(notes))
 
 
-def _standing(stream: DataStream) -> list[str]:
+def _standing(stream: DataStream, own: Collection[str]) -> list[str]:
     """Where a run that is resumed stands, and what it is about to do; nothing for one that begins."""
     newest = checkpoint.newest(stream.args.directory) if stream.args.resume else None
     if not newest:
@@ -118,7 +123,7 @@ def _standing(stream: DataStream) -> list[str]:
         planned = plan_of(identity["options"], stream.args)
     except ValueError as error:
         raise checkpoint.refuse(newest, str(error)) from None
-    return [f"resumed: {outlook(state, planned, stream)}"]
+    return [f"resumed: {outlook(state, planned, stream, [name for name in PLAN if name in own])}"]
 
 
 def with_options(run: AdapterRun, changes: Mapping[str, Any]) -> AdapterRun:

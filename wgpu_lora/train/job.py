@@ -18,7 +18,7 @@ from wgpu_lora.names.naming import setting
 from wgpu_lora.share import Notice, budget_bytes, claim
 from wgpu_lora.train.memory import Replan, check_memory, options_that_fit
 from wgpu_lora.train.session import Session
-from wgpu_lora.train.slot import AdapterRun
+from wgpu_lora.train.slot import AdapterRun, Measuring
 from wgpu_lora.train.trainer import Callback, Trainer
 
 LOCK = ".lock"
@@ -57,12 +57,14 @@ class Job:
         progress: Progress = lambda name: None,
         waiting: Notice = lambda place, holders, seconds: None,
         tuning: Watch = lambda tuning: None,
+        measuring: Measuring = lambda run, rows, loss: None,
     ) -> dict[str, Any]:
         """Waits for the device's memory, loads the weights, trains and writes; returns what the record holds.
 
         Args:
             waiting: called at each look of a run that queues for memory (--wait).
             tuning: called while tilings are timed, which is before anything is loaded.
+            measuring: called while a held-out loss is measured, and when it is known.
 
         Raises:
             UserError: anything that a person can mend, from a directory in use to a full disk.
@@ -83,7 +85,7 @@ class Job:
                 device.peak_allocated = device.allocated  # of this run, not of what this process did before
                 self._choose_tiles(tuning)
                 self.session.allocate(progress)
-                return self._train(callback)
+                return self._train(callback, measuring)
             finally:
                 self.session.close()
 
@@ -104,11 +106,11 @@ class Job:
         for run in self.runs:
             run.state.tiles = tiles
 
-    def _train(self, callback: Callback) -> dict[str, Any]:
+    def _train(self, callback: Callback, measuring: Measuring) -> dict[str, Any]:
         try:
             for run in self.runs:
                 run.place(self.session)
-            return self.finish(callback)
+            return self.finish(callback, measuring)
         except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
             reason = getattr(error, "strerror", None) or error
             where = getattr(error, "filename", None) or self.directories()[-1]
@@ -117,9 +119,9 @@ class Job:
                 f"mend that and continue with {setting('resume', True)}."
             ) from error
 
-    def finish(self, callback: Callback) -> dict[str, Any]:
+    def finish(self, callback: Callback, measuring: Measuring) -> dict[str, Any]:
         """Trains and writes; returns run.json's contents."""
-        return Trainer(self.session, self.runs, callback).train()[self.run.slot]
+        return Trainer(self.session, self.runs, callback, measuring).train()[self.run.slot]
 
 
 @contextmanager

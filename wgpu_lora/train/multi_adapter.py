@@ -101,4 +101,5 @@ class MultiAdapterPipeline:
                 bars.step(result)
                 callback(result)
 
-            return self.job.train(step, progress or bars.loading(self.job.session.model), waiting, bars.tuning)
+            loading = progress or bars.loading(self.job.session.model)
+            return self.job.train(step, loading, waiting, bars.tuning, bars.measuring)

@@ -15,17 +15,19 @@ from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments
 from wgpu_lora.train.checkpoint import sweep_run
+from wgpu_lora.train.ending import FINISHED
 from wgpu_lora.train.finetune import declared_as, read_run, session_of, with_options
 from wgpu_lora.train.job import Job, locked
 from wgpu_lora.train.length import fit_length
 from wgpu_lora.train.memory import check_adapters
-from wgpu_lora.train.pipeline_state import MEMBER, PIPELINE, PipelineState, home_of, read_pipeline_state
+from wgpu_lora.train.pipeline_state import PipelineState, difference, home_of, read_pipeline_state
 from wgpu_lora.train.policy import POLICIES, make_policy
 from wgpu_lora.train.record import PipelineRecord, recover, write_pipeline
-from wgpu_lora.train.slot import AdapterRun, refuse_used
+from wgpu_lora.train.resume import refuse_used
+from wgpu_lora.train.slot import AdapterRun, Measuring
 from wgpu_lora.train.state import STATE
 from wgpu_lora.train.tasks import AdapterTask, check_apart, named_apart, request_of
-from wgpu_lora.train.trainer import FINISHED, Callback, Trainer
+from wgpu_lora.train.trainer import Callback, Trainer
 
 SCHEDULES = tuple(POLICIES)
 BATCH_TOKENS = 1024  # of a shared batch, where one adapter's own is not larger: enough for a GPU's tiles
@@ -47,10 +49,10 @@ class PipelineJob(Job):
     def directories(self) -> list[Path]:
         return apart([*super().directories(), self.home])
 
-    def finish(self, callback: Callback) -> dict[str, Any]:
+    def finish(self, callback: Callback, measuring: Measuring) -> dict[str, Any]:
         policy = make_policy(self.schedule, self.state.policy or None)
         record = PipelineRecord(self.home, self.run.args.save_steps, self.state)
-        trainer = Trainer(self.session, self.runs, callback, policy, record, self.state.step)
+        trainer = Trainer(self.session, self.runs, callback, measuring, policy, record, self.state.step)
         trainer.end(self.state.ended)
         trainer.train()
         return write_pipeline(self.home, self.runs, trainer, self.options)
@@ -87,14 +89,14 @@ def prepare_pipeline(
         state = _recovered(home, tasks)
     elif not planning:
         for directory in apart([home, *(Path(task.checkpoint) for task in tasks)]):
-            _refuse_used(directory)
+            refuse_used(directory)
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
     args, _ = fit_length(args, model.config.max_position_embeddings)
     check_adapters(per_task, model.config, budget_bytes(model.device.info, args.budget()))
     # Without a checkpoint yet, an adapter of a resumed pipeline begins.
     starts = [task.name in state.steps for task in tasks]
     runs = [
-        read_run(replace(one, resume=resumed), model, slot, task.name, task.weight, task.rows)
+        read_run(replace(one, resume=resumed), model, slot, task.name, task.weight, task.rows, task.options)
         for slot, (task, one, resumed) in enumerate(zip(tasks, per_task, starts, strict=True))
     ]
     if schedule == "priority-val-loss":
@@ -109,7 +111,7 @@ def prepare_pipeline(
     if args.resume and state.identity != identity:
         raise UserError(
             f"{flag('resume')} needs the adapters, the schedule and the options that the pipeline in {home} began "
-            f"with: {_difference(state.identity, identity)}."
+            f"with: {difference(state.identity, identity)}."
         )
     for run in runs:  # one that had finished goes on where it is to go further now
         if state.ended.get(run.name) in FINISHED and state.steps[run.name] < run.stream.total_steps():
@@ -186,13 +188,6 @@ def _identity(args: TrainingArguments, schedule: str, tokens: int, tasks: Sequen
     return {"schedule": schedule, "batch_tokens": tokens, "adapters": adapters, "options": options}
 
 
-def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:
-    flat_before, flat_now = ({**d, **d.get("options", {})} for d in (before, now))
-    names = [name for name in flat_now if name != "options" and flat_before.get(name) != flat_now[name]]
-    name = names[0] if names else "options"
-    return f"{name} was {flat_before.get(name)!r}, not {flat_now.get(name)!r}"
-
-
 def _recovered(home: Path, tasks: Sequence[AdapterTask]) -> PipelineState:
     state = read_pipeline_state(home)
     directories = {task.name: Path(task.checkpoint) for task in tasks}
@@ -205,12 +200,3 @@ def _recovered(home: Path, tasks: Sequence[AdapterTask]) -> PipelineState:
         sweep_run(home)
         recover(state, directories)
     return state
-
-
-def _refuse_used(directory: Path) -> None:
-    if any((directory / name).exists() for name in (PIPELINE, STATE, MEMBER)):
-        raise UserError(
-            f"The directory {directory} already belongs to a pipeline: choose another, or continue it with "
-            f"{setting('resume', True)}."
-        )
-    refuse_used(directory)

@@ -48,8 +48,8 @@ def home_of(directory: Path) -> Path | None:
     home = read_json(directory / MEMBER).get("pipeline")
     if not isinstance(home, str) or not is_name(home) or not (directory / home / STATE).is_file():
         raise UserError(
-            f"{directory / MEMBER} does not say where the record of its pipeline is: it was moved, or the adapters' "
-            "directories were moved apart."
+            f"{directory / MEMBER} does not say where the record of its pipeline is: put the adapters' directories "
+            f"back as they lay to each other, or begin a new run from this adapter with {flag('init_adapter')}."
         )
     return Path(os.path.normpath(directory / home))
 
@@ -82,6 +82,21 @@ def read_pipeline_state(directory: Path) -> PipelineState:
     if not isinstance(said, dict) or found.get("sha256") != _digest(said) or not _is_state(said):
         raise UserError(f"The pipeline's state {path} is not what was written: {advice}.")
     return PipelineState(**said)
+
+
+def difference(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """What differs between two identities, what a person would name first."""
+    then, given = ([adapter["name"] for adapter in of.get("adapters", [])] for of in (before, now))
+    if then != given:
+        return f"its adapters were {', '.join(then)}, not {', '.join(given)}"
+    for old, new in zip(before["adapters"], now["adapters"], strict=True):
+        found = next((key for key in new if old.get(key) != new[key]), None)
+        if found:
+            return f"the {found} of adapter '{new['name']}' was {old.get(found)!r}, not {new[found]!r}"
+    flat_before, flat_now = ({**d, **d.get("options", {})} for d in (before, now))
+    names = [name for name in flat_now if name != "options" and flat_before.get(name) != flat_now[name]]
+    name = names[0] if names else "options"
+    return f"{flag(name)} was {flat_before.get(name)!r}, not {flat_now.get(name)!r}"
 
 
 def _digest(said: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.train.optimizer import AdamWSettings, SlotUpdate, StepReport
 from wgpu_lora.train.session import Session
-from wgpu_lora.train.slot import AdapterRun
+from wgpu_lora.train.slot import AdapterRun, Measuring
 from wgpu_lora.train.stream import Step
 
 CALIBRATION_STEPS = 3  # timed after one that pays for compilation
@@ -128,18 +128,18 @@ class Progress:
         timing = state.calibrated and self.run.args.target_seconds and not state.heldout_seconds and self.run.heldout
         return last or bool(timing) or (state.step % every == 0 if every else self.epoch_done is not None)
 
-    def measure_start(self) -> None:
+    def measure_start(self, watch: Measuring) -> None:
         """The held-out loss before the first step, which has a line of the log to itself."""
         begin = time.perf_counter()
-        loss = self.run.measure_heldout(self.session)
+        loss = self.run.measure_heldout(self.session, watch)
         state = self.run.state
         state.seconds += time.perf_counter() - begin
         if loss is not None:
             self.run.log.write({"step": 0, "epoch": 0.0, "eval_loss": loss, "seconds": round(state.seconds, 4)})
 
-    def measure_heldout(self) -> None:
+    def measure_heldout(self, watch: Measuring) -> None:
         begin = time.perf_counter()
-        loss = self.run.measure_heldout(self.session)
+        loss = self.run.measure_heldout(self.session, watch)
         state = self.run.state
         taken = time.perf_counter() - begin
         state.seconds += taken
@@ -197,12 +197,12 @@ class Progress:
         if self.run.state.pending:
             self._write(self._last_line)
 
-    def close(self) -> None:
+    def close(self, watch: Measuring) -> None:
         """The last log line and held-out loss of a run whose last step was not known to be the last."""
         if not self._last_line or "eval_loss" in self._last_line:
             return
         self._line = self._last_line
-        self.measure_heldout()
+        self.measure_heldout(watch)
         self._last_line = self._line
         self.write_pending()
 

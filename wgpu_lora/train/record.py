@@ -18,11 +18,12 @@ from wgpu_lora.formats.atomic import replace_directory, write_bytes_atomic
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train import checkpoint, output
 from wgpu_lora.train.checkpoint import LAST, NEXT
+from wgpu_lora.train.ending import RESUMABLE
 from wgpu_lora.train.pipeline_state import PIPELINE, PipelineState, link_members, write_pipeline_state
 from wgpu_lora.train.policy import policy_state
 from wgpu_lora.train.slot import AdapterRun
 from wgpu_lora.train.state import read_state
-from wgpu_lora.train.trainer import RESUMABLE, Trainer
+from wgpu_lora.train.trainer import Trainer
 
 
 def recover(state: PipelineState, directories: Mapping[str, Path]) -> None:
@@ -38,8 +39,8 @@ def recover(state: PipelineState, directories: Mapping[str, Path]) -> None:
             replace_directory(following, last)
         if not last.is_dir() or checkpoint.check(last)[0].step != step:
             raise UserError(
-                f"Adapter '{name}' has no checkpoint of step {step} in {directories[name]}: name the directory that "
-                "the pipeline wrote to."
+                f"Adapter '{name}' has no checkpoint of step {step} in {directories[name]}: put the directory that the "
+                "pipeline wrote back there, or name it."
             )
         shutil.rmtree(following, ignore_errors=True)
 

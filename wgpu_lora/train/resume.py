@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,12 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import either, flag, setting
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments, from_values
-from wgpu_lora.train.pipeline_state import home_of, read_pipeline_state
+from wgpu_lora.train.output import RUN
+from wgpu_lora.train.pipeline_state import MEMBER, PIPELINE, home_of, read_pipeline_state
 from wgpu_lora.train.schedule import learning_rate, warmup_steps
 from wgpu_lora.train.state import STATE, RunState
 from wgpu_lora.train.stream import DataStream
+from wgpu_lora.words import counted
 
 UNTIMED_STEPS = 100  # what a timed run's schedule assumes until its steps have been timed
 FILES = ("data", "eval_data", "model", "init_adapter")
@@ -52,6 +54,8 @@ def continued(given: Mapping[str, Any], options: Any, began_in: Any, directory: 
     for name, value in asdict(asked).items():
         if name not in FREE_ON_RESUME and name not in PLAN and value != getattr(before, name):
             raise differs(name, getattr(before, name), value)
+    if asked.num_train_epochs != before.num_train_epochs and asked.max_steps == before.max_steps:
+        asked = replace(asked, max_steps=-1)  # which would win over the epochs that are asked for now
     moved: dict[str, Any] = {name: found_from(began_in, getattr(asked, name)) for name in FILES if name not in given}
     return replace(asked, resume=True, output=str(directory), **moved)
 
@@ -65,13 +69,16 @@ def found_from(began_in: Any, path: str | None) -> str | None:
 
 
 def nothing_in(directory: Path) -> UserError:
-    return UserError(f"There is no checkpoint in {directory} to resume from: start without {flag('resume')}.")
+    return UserError(
+        f"There is no checkpoint in {directory} to resume from: name a run's directory with {flag('output')}, or start "
+        f"without {flag('resume')}."
+    )
 
 
 def differs(name: str, before: Any, now: Any) -> UserError:
     return UserError(
-        f"{flag('resume')} needs the options of the run it continues: {name} was {before!r}, not {now!r}; leave it "
-        f"out, since only these may change: {', '.join(map(flag, MAY_CHANGE))}."
+        f"{flag('resume')} needs the options of the run it continues: {flag(name)} was {before!r}, not {now!r}; leave "
+        f"it out, since only these may change: {', '.join(map(flag, MAY_CHANGE))}."
     )
 
 
@@ -99,20 +106,29 @@ def extended(state: RunState, planned: TrainingArguments, stream: DataStream) ->
     if not changed:
         return state.total_steps
     if bool(args.target_seconds) != bool(planned.target_seconds):
-        raise differs("target_seconds", planned.target_seconds, args.target_seconds)
+        counts, time = either("num_train_epochs", "max_steps"), flag("target_seconds")
+        began, now = (time, counts) if planned.target_seconds else (counts, time)
+        raise UserError(
+            f"The run in {args.directory} was planned by {began}, so {flag('resume')} cannot extend it by {now}: give "
+            f"more of {began}."
+        )
     if args.target_seconds:
         return max(state.total_steps, state.step + UNTIMED_STEPS)
     total = stream.total_steps()
     if total < state.step:
+        asked = " and ".join(setting(name, getattr(args, name)) for name in changed)
         raise UserError(
-            f"The run in {args.directory} has taken {state.step:,} steps already, but "
-            f"{' and '.join(setting(name, getattr(args, name)) for name in changed)} make {total:,}: ask for more."
+            f"The run in {args.directory} has taken {counted(state.step, 'step')} already, more than the {total:,} of "
+            f"{asked}: ask for more than that."
         )
     return total
 
 
-def outlook(state: RunState, planned: TrainingArguments, stream: DataStream) -> str:
+def outlook(state: RunState, planned: TrainingArguments, stream: DataStream, own: Sequence[str] = ()) -> str:
     """What a resumed run is about to do, for a person.
+
+    Args:
+        own: options of PLAN that its adapters' file sets for it, which win over those of all adapters.
 
     Raises:
         UserError: as `extended`.
@@ -122,7 +138,9 @@ def outlook(state: RunState, planned: TrainingArguments, stream: DataStream) -> 
         return f"goes on after step {state.step:,}"
     text = f"goes on after step {state.step:,} of {state.total_steps:,}"
     if total == state.total_steps:
-        done = f"finished already; more of {either('num_train_epochs', 'max_steps')} extends it"
+        more = f"more of {either(*(own or ('num_train_epochs', 'max_steps')))}"
+        more += f" in the file of {flag('adapters_config')}" if own else ""
+        done = f"finished already; {more} extends it"
         return done if state.step >= total else text
     text += f", to {total:,} steps"
     kind = args.lr_scheduler_type
@@ -134,3 +152,43 @@ def outlook(state: RunState, planned: TrainingArguments, stream: DataStream) -> 
         f"{text}: the {kind} schedule is now that of {total:,} steps, so the learning rate of the next is {rate:.2e}, "
         "and the result is not that of one run (a constant schedule's is)"
     )
+
+
+def go_on(state: RunState, options: dict[str, Any], stream: DataStream, place: Path) -> None:
+    """Sets how far a run goes that is resumed from a checkpoint, whose record has these options.
+
+    Raises:
+        UserError: the state is not one that these data lead to, or as `extended`.
+    """
+    args = stream.args
+    try:
+        planned = plan_of(options, args)
+    except ValueError as error:
+        raise checkpoint.refuse(place, str(error)) from None
+    total = state.total_steps if planned.target_seconds else DataStream(stream.prepared, planned).total_steps()
+    if state.total_steps != total:
+        wrong = f"{STATE} says {state.total_steps} steps in all, but there are {total}"
+    elif state.step > total and not planned.target_seconds:
+        wrong = f"{STATE} says step {state.step} of {total}"
+    elif stream.position(state.step) != (state.epoch, state.index) or len(state.pending) > state.step:
+        wrong = f"{STATE} says step {state.step}, epoch {state.epoch} and index {state.index}"
+    else:
+        state.total_steps = extended(state, planned, stream)
+        state.calibrated = state.calibrated and args.target_seconds == planned.target_seconds
+        return
+    raise checkpoint.refuse(place, wrong)
+
+
+def refuse_used(directory: Path) -> None:
+    """Raises UserError where a run or a pipeline has left something worth keeping; a log alone is not."""
+    if any((directory / name).exists() for name in (PIPELINE, STATE, MEMBER)):
+        raise UserError(
+            f"The directory {directory} already belongs to a pipeline: choose another, or continue it with "
+            f"{setting('resume', True)}."
+        )
+    used = any((directory / name).exists() for name in (RUN, "adapter_config.json"))
+    if used or checkpoint.newest(directory):
+        raise UserError(
+            f"The output directory {directory} already holds a run: choose another directory, or continue it with "
+            f"{setting('resume', True)}."
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,15 @@ from wgpu_lora.train.checkpoint import BEST, EPOCH, adapter_tensors
 from wgpu_lora.train.facts import facts_of, metadata
 from wgpu_lora.train.initial import SeededMatrices
 from wgpu_lora.train.output import Log
-from wgpu_lora.train.resume import UNTIMED_STEPS, differs, extended, nothing_in, plan_of
+from wgpu_lora.train.resume import UNTIMED_STEPS, differs, go_on, nothing_in, refuse_used
 from wgpu_lora.train.schedule import learning_rate, warmup_steps
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.state import RunState
 from wgpu_lora.train.stream import DataStream
 
 LOGGING_STEPS, SHORT = 10, 100  # a run of no more steps than SHORT logs every one
+# Called while a held-out loss is measured: the run, rows that are done, and the loss once it is known.
+Measuring = Callable[["AdapterRun", int, float | None], None]
 
 
 @dataclass
@@ -103,43 +106,21 @@ class AdapterRun:
             if name not in PLAN and name in before["options"] and before["options"][name] != value:
                 raise differs(name, before["options"][name], value)
         model = self.args.model
-        named = {
-            "data": f"The rows of {self.stream.prepared.path}",
-            "base": f"The base model {model}",
-            "config": f"The configuration of {model}",
-        }
-        for name, what in named.items():
+        if before["data"] != now["data"]:
+            raise UserError(
+                f"The rows of {self.stream.prepared.path} are not those that the run in {self.directory} began with, "
+                f"and {flag('resume')} needs them as they were: restore them, or train on these in another directory, "
+                f"from this run's adapter with {setting('init_adapter', str(self.directory))}."
+            )
+        for name, what in (("base", "base model"), ("config", "configuration")):
             if before[name] != now[name]:
                 raise UserError(
-                    f"{what} changed after the run in {self.directory} had begun, and {flag('resume')} needs it as it "
-                    "was: restore it, or start a new run."
+                    f"The {what} of {model} changed after the run in {self.directory} had begun, and {flag('resume')} "
+                    "needs it as it was: restore it, or start a new run."
                 )
-        self._go_on(before["options"])
+        go_on(self.state, before["options"], self.stream, self.resumed_from)
         self._began_with = before["weights"]
         checkpoint.remove_old(self.directory / checkpoint.STEPS, self.args.save_total_limit)
-
-    def _go_on(self, options: dict[str, Any]) -> None:
-        """As far as the options say; raises UserError where the resumed state is not one that these data lead to."""
-        state, stream = self.state, self.stream
-        assert self.resumed_from
-        try:
-            planned = plan_of(options, self.args)
-        except ValueError as error:
-            raise checkpoint.refuse(self.resumed_from, str(error)) from None
-        before = DataStream(stream.prepared, planned)
-        total = state.total_steps if planned.target_seconds else before.total_steps()
-        if state.total_steps != total:
-            wrong = f"{checkpoint.STATE} says {state.total_steps} steps in all, but there are {total}"
-        elif state.step > total and not planned.target_seconds:
-            wrong = f"{checkpoint.STATE} says step {state.step} of {total}"
-        elif stream.position(state.step) != (state.epoch, state.index) or len(state.pending) > state.step:
-            wrong = f"{checkpoint.STATE} says step {state.step}, epoch {state.epoch} and index {state.index}"
-        else:
-            total = extended(state, planned, stream)
-            state.calibrated = state.calibrated and self.args.target_seconds == planned.target_seconds
-            state.total_steps = total
-            return
-        raise checkpoint.refuse(self.resumed_from, wrong)
 
     def place(self, session: Session) -> None:
         """Puts the initial, or the resumed, adapter on the device.
@@ -234,14 +215,14 @@ class AdapterRun:
         matrices = session.adapters.read(session.device, self.slot)
         write_adapter(directory, adapter_tensors(matrices, self.adapter), self.adapter)
 
-    def measure_heldout(self, session: Session) -> float | None:
+    def measure_heldout(self, session: Session, watch: Measuring) -> float | None:
         """The held-out loss, or None without one that is finite; a new best one keeps a checkpoint in best/.
 
         Before the first step it is only what later ones are compared with.
         """
         if not self.heldout or not session.evaluator:
             return None
-        loss, _ = session.evaluator.loss(self.heldout.rows, self.slot)
+        loss, _ = session.evaluator.loss(self.heldout.rows, self.slot, lambda rows: watch(self, rows, None))
         if not math.isfinite(loss):
             return None
         state = self.state
@@ -251,6 +232,7 @@ class AdapterRun:
         elif state.best_eval_loss is None or loss < state.best_eval_loss:
             state.best_eval_loss, state.best_step = loss, state.step
             self.write_checkpoint(session, self.directory / BEST)
+        watch(self, len(self.heldout.rows), loss)
         return loss
 
     # -- end -------------------------------------------------------------------------------------------------------
@@ -267,13 +249,3 @@ class AdapterRun:
         output.write_run(self.directory, facts)
         write_card(self.directory, facts)
         return facts
-
-
-def refuse_used(directory: Path) -> None:
-    """Raises UserError where a run has left something worth keeping; a log alone is not."""
-    used = any((directory / name).exists() for name in (output.RUN, "adapter_config.json"))
-    if used or checkpoint.newest(directory):
-        raise UserError(
-            f"The output directory {directory} already holds a run: choose another directory, or continue it with "
-            f"{setting('resume', True)}."
-        )

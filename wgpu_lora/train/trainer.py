@@ -12,33 +12,12 @@ from typing import Any, Protocol
 
 from wgpu_lora.data import pack
 from wgpu_lora.models.inputs import Segment
-from wgpu_lora.ops.optimizer import MAX_PARAMETER
 from wgpu_lora.signals import handled
 from wgpu_lora.train.policy import Policy, Standing, Synchronized
 from wgpu_lora.train.progress import Progress, StepResult
 from wgpu_lora.train.session import Session
-from wgpu_lora.train.slot import AdapterRun
+from wgpu_lora.train.slot import AdapterRun, Measuring
 
-STOP_TEXT = {
-    "epochs": "all epochs are done",
-    "max steps": "the step limit is reached",
-    "target seconds": "the time budget is used",
-    "interrupt": "a signal, or Ctrl-C",
-    "callback": "the callback asked for it",
-    "non-finite": "the loss or the gradient is not finite; no update was applied, and the adapter is the last good one",
-    "diverged": f"the next update would have left weights not finite, or beyond {MAX_PARAMETER:,.0f}; it was not "
-    "applied, and the adapter is the last good one",
-}
-
-FINISHED = ("epochs", "max steps", "target seconds")
-RESUMABLE = ("interrupt", "callback")
-OUTCOMES = {
-    **dict.fromkeys(FINISHED, "finished"),
-    "interrupt": "interrupted",
-    "callback": "stopped early",
-    "non-finite": "failed",
-    "diverged": "failed",
-}
 Callback = Callable[[StepResult], bool | None]  # what is True ends the run after this step
 
 
@@ -79,6 +58,7 @@ class Trainer:
     session: Session
     runs: Sequence[AdapterRun]
     callback: Callback = lambda result: None
+    measuring: Measuring = lambda run, rows, loss: None
     policy: Policy = field(default_factory=Synchronized)
     keeper: Keeper | None = None
     step: int = 0
@@ -119,8 +99,9 @@ class Trainer:
         for progress in self.all:
             run, state = progress.run, progress.run.state
             wanted = run.args.eval_on_start or self.policy.eval_steps
-            if wanted and not state.step and state.first_eval_loss is None and not progress.ended:
-                progress.measure_start()
+            new = run.heldout and not state.step and state.first_eval_loss is None and not progress.ended
+            if wanted and new:
+                progress.measure_start(self.measuring)
 
     def _live(self) -> list[Progress]:
         """Those that have work left; the others are ended, if they are not yet."""
@@ -183,7 +164,7 @@ class Trainer:
 
     def _after(self, progress: Progress) -> None:
         if progress.heldout_due():
-            progress.measure_heldout()
+            progress.measure_heldout(self.measuring)
         if self.callback(progress.logged()) is True:
             self._asked = True
             self._stop.set()
@@ -198,7 +179,7 @@ class Trainer:
         for progress in ending:
             progress.ended = reasons[progress.run.slot]
             if progress.ended == "target seconds":
-                progress.close()
+                progress.close(self.measuring)
         assert self.keeper is not None
         self.keeper.save(self)
         for progress in ending:

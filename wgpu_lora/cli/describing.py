@@ -1,0 +1,108 @@
+"""What a training run says of itself before it begins: its device, model, data, choices, steps and memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from wgpu_lora.cli.console import line
+from wgpu_lora.cli.starting import describe_tuning
+from wgpu_lora.words import counted
+
+if TYPE_CHECKING:
+    from wgpu_lora.train.job import Job
+    from wgpu_lora.train.slot import AdapterRun
+
+FEW = 50  # steps in all: with fewer, an adapter hardly moves
+
+
+def describe(job: Job) -> None:
+    """What is about to run, a line each."""
+    describe_model(job)
+    describe_runs(job)
+    describe_memory(job)
+
+
+def describe_runs(job: Job) -> None:
+    """What is trained on, what was chosen for it, and how long it will be."""
+    from wgpu_lora.data.account import SKIPPED
+
+    for note in job.session.model.tokenizer.notes if job.session.model.tokenizer else ():
+        line("note", note)
+    for run in job.runs:
+        mark = f"{run.name}: " if run.name else ""
+        for label, data in (("data", run.stream.prepared), ("held out", run.heldout)):
+            if data:
+                line(label, mark + data.summary())
+                for note in data.notes:
+                    line("note", mark + note)
+                if data.account.bad:
+                    line("skipped", f"{mark}bad rows will be set aside in {run.directory / SKIPPED}")
+        trained = job.session.adapters.trainable(run.slot, job.session.model.config)
+        modules = run.args.target_modules
+        line("adapter", f"{mark}rank {run.spec.rank} on {modules}: {trained:,} trained parameters")
+        for note in run.notes:
+            label, _, said = note.partition(": ")
+            line(label, mark + said)
+        describe_steps(run, mark)
+
+
+def describe_steps(run: AdapterRun, mark: str) -> None:
+    """How long it will be, and a warning where that is too short to learn much."""
+    args, stream = run.args, run.stream
+    an_epoch = stream.epoch(0)
+    lengths = stream.prepared.lengths
+    a_step = [sum(lengths[row] for batch in step for row in batch) for step in an_epoch]
+    each = f"{len(an_epoch):,} an epoch, of {sum(a_step) / len(a_step):,.0f} tokens"
+    if args.target_seconds:
+        line("steps", f"{mark}as many as {args.target_seconds:g} s allow; {each}")
+        return
+    total = stream.total_steps()
+    warmup = run.warmup(total)
+    rate = f"{args.lr_scheduler_type} from {args.learning_rate:.2e}"
+    rate += f" after {counted(warmup, 'step')} of warm-up" if warmup else ""
+    line("steps", f"{mark}{total:,}; {each}; {rate}")
+    if total < FEW:
+        few = "1 step teaches" if total == 1 else f"{total:,} steps teach"
+        line("warning", f"{mark}{few} little: try {_levers(run)}")
+
+
+def _levers(run: AdapterRun) -> str:
+    """What makes more of a run of few steps; one that is resumed can only be made longer."""
+    args, (packing, rows, accumulation) = run.args, run.args.batching
+    if args.max_steps > 0:
+        return "more --max-steps"
+    more = "more --num-train-epochs"
+    if args.resume:
+        return more
+    several = len(run.stream.prepared.rows) > 1
+    falls = args.lr_scheduler_type in ("cosine", "linear")
+    levers = [
+        *(["--no-packing"] if packing else []),
+        *(["a smaller --gradient-accumulation-steps"] if accumulation > 1 and several else []),
+        *(["a smaller --per-device-train-batch-size"] if rows > 1 and several else []),
+        more,
+        *(["--lr-scheduler-type constant"] if falls else []),
+    ]
+    return " or ".join([part for part in (", ".join(levers[:-1]), levers[-1]) if part])
+
+
+def describe_model(job: Job) -> None:
+    session = job.session
+    model, device = session.model, session.device
+    config = model.config
+    subgroups = f"subgroups of {device.subgroup_size}" if device.subgroup_size else "no subgroups"
+    line("device", f"{device.info.name}, {device.info.driver}, {device.info.backend}, {subgroups}")
+    line(
+        "model",
+        f"{model.name}: {config.architecture}, {config.num_hidden_layers} layers of {config.hidden_size}, "
+        f"vocabulary {config.vocab_size:,}, weights in {model.decoder.base_dtype}",
+    )
+
+
+def describe_memory(job: Job) -> None:
+    """The plan, and what has yet to be timed."""
+    from wgpu_lora.train.memory import both
+
+    plan = job.session.memory()
+    line("memory", f"{both(plan.peak)} at the peak")
+    describe_tuning(job)
