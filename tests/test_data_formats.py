@@ -45,7 +45,8 @@ def test_reading_is_lazy(tmp_path):
         (b'{"a": NaN}', "NaN is not JSON"),
         (b'{"a": ' + b"9" * 5000 + b"}", "line 2: "),
         (b"[" * 100000, "nested too deeply"),
-        (b'{"text": "a"} {"text": "b"}', "not JSON"),
+        (b'{"text": "a"} {"text": "b"}', "several JSON objects stand in one line"),
+        (b'{"text": "a"},', "a comma stands behind the object; leave it out"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, words):
@@ -133,7 +134,10 @@ def test_what_is_made_of_messages():
         ({"messages": []}, "'messages' is an empty list"),
         ({"messages": "Hi"}, "'messages' is a string"),
         ({"messages": ["Hi"]}, r"'messages\[0\]' is a string"),
-        ({"messages": [{"role": "bot", "content": ""}]}, "has the role 'bot'"),
+        ({"messages": [{"role": "bot", "content": ""}]}, "has the role 'bot'.*; write 'assistant'"),
+        ({"prompt": "a", "response": "b"}, "; rename 'response' to 'completion'"),
+        ({"instruction": "a", "Answer": "b"}, "; rename 'Answer' to 'output'"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "; these are preferences"),
         ({"messages": [{"role": ["user"], "content": ""}]}, "has the role"),
         ({"messages": [{"role": "user"}]}, "has null for content"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content part"),

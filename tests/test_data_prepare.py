@@ -97,9 +97,9 @@ def test_mistakes_in_a_row_name_the_line(tmp_path):
 
 def test_a_file_in_which_nothing_is_learnt(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", {"messages": chat("a")}, {"messages": chat("a", "b")})
-    with pytest.raises(UserError, match=r"nothing to train on: of 2 rows 2 have no token to learn \(1 of them after"):
+    with pytest.raises(UserError, match=r"nothing to train on: of 2 rows, 2 with no token to learn \(1 of them after"):
         prepare(path, small_tokenizer("chatml"), max_length=4)
-    with pytest.raises(UserError, match="1 are too long"):
+    with pytest.raises(UserError, match="1 of more than 4 tokens"):
         prepare(path, small_tokenizer("chatml"), max_length=4, on_overflow="drop")
 
 

@@ -115,7 +115,7 @@ def test_arrays_are_read_as_json_reads_them(tmp_path_factory, rows, indent, chun
         ('[{"text": "a"}\n}]', "line 2: there is a closing brace too many"),
         ('[{"text": "a"},\n\n {"text": 1}]', r"row 2 \(line 3\): 'text' is a number"),
         ('[{"text": "a"}, {"text": \'b\'}]', r"row 2: not JSON: expecting value at character 10"),
-        ('[{"text": "a"},]', r"row 2: not JSON"),
+        ('[{"text": "a"},]', r"row 2: there is nothing between two commas, or behind the last"),
         ('[{"text": "a"}, ["b"]]', r"row 2: holds a list"),
         ('{"data": [{"text": "a"}]}', r"line 1: .*list under 'data': write that list alone"),
         ('{\n"version": 1,\n"rows": [{"text": "a"}]}', "one JSON object over several lines; .*list under 'rows'"),
@@ -184,7 +184,9 @@ def test_tables(tmp_path: Path, text: bytes) -> None:
             b"What is 1?,2\na,b\n",
             r"line 1: the first line has to name the columns: the columns are 'What is 1\?', '2',",
         ),
-        (b"Prompt,Completion\na,b\n", r"'Prompt', 'Completion', but .*\(in lower case\)"),
+        (b"Prompt,Completion\na,b\n", r"but .*; rename 'Prompt' to 'prompt' and 'Completion' to 'completion'\."),
+        (b"Question;Answer\na;b\n", r"; rename 'Question' to 'prompt' and 'Answer' to 'completion'\."),
+        (b"sep=;\r\nprompt;completion\r\na\r\n", "line 3: it has 1 cell, but"),
         (b"text,text\na,b\n", "two columns are named 'text'"),
         (b'prompt,completion\na,b\n\n"a\nc",b\na,b,c\n', "line 6: it has 3 cells, but the header names 2 columns"),
         (b"prompt,completion\na\n", "line 2: it has 1 cell, but"),
@@ -457,7 +459,7 @@ def test_empty_answers_are_left_out(tmp_path: Path, completion_only_loss: bool) 
         "a.jsonl: 10 examples, 3 rows, 7 left out for an empty answer (lines 1, 2, 3, ...); "
     )
     write_jsonl(path, *EMPTY[:2])
-    assert "leaves nothing to train on: of 2 rows 2 have an empty answer, 0 have" in refused(path)
+    assert "to train on: of 2 rows, 2 with an empty answer; give rows that have answers." in refused(path)
 
 
 @pytest.mark.parametrize("template", ["chatml", "chatml_marked", "thinking"])
@@ -518,7 +520,7 @@ def test_bad_rows_are_told_together_or_set_aside(tmp_path: Path) -> None:
     assert write_skipped(tmp_path, [prepared(file_source(written(path)), skip_bad_rows=True).account]) is None
     assert not aside.exists()
     path.write_text("no\n1")
-    assert "of 2 rows 2 cannot be used (line 1: not JSON" in refused(path, skip_bad_rows=True)
+    assert "of 2 rows, 2 that cannot be used (line 1: not JSON" in refused(path, skip_bad_rows=True)
 
 
 def test_counts_and_lists_in_words() -> None:

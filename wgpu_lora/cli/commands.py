@@ -17,6 +17,7 @@ from wgpu_lora.names.naming import flag
 MAY_BE_EMPTY = {"prompt", "system"}  # an empty prompt has a message of its own, an empty system message is one
 TRUE, FALSE = ("true", "yes"), ("false", "no")
 USED, TYPED = "wgpu_lora.used", "wgpu_lora.typed"  # in a context's `meta`: parameter -> the name and value it has
+ONE = {"data", "eval_data"}  # of which the last would win in silence, where both may be meant
 MORE = 4  # sentences about further options of other programs
 OPTIONS = "Options"  # the heading of those without one
 DATA = (".jsonl", ".json", ".csv", ".parquet", ".txt")
@@ -153,6 +154,9 @@ class _Called:
         first = self._meta[USED].setdefault(self._option.dest, self._name)
         if first != self._name:
             raise UserError(f"--{first} and --{self._name} are the same option: leave one out.")
+        before = self._meta[TYPED].setdefault(self._option.dest, value)
+        if before != value and self._option.dest in ONE:
+            raise UserError(f"{flag(self._option.dest)} takes one value, and has {before} and {value}: leave one out.")
         self._meta[TYPED][self._option.dest] = value
         option = self._option
         following = state.rargs[0].lower() if state.rargs else ""
@@ -225,6 +229,8 @@ def _extra(word: str, known: list[str], given: dict[str, Any], command: str) -> 
         meant = "data"
     elif word.lower().endswith((".toml", ".yaml", ".yml")):
         meant = "recipe"
+    elif "resume" in given and os.path.isdir(word):
+        meant = "output"
     elif os.path.isfile(os.path.join(word, "adapter_config.json")):
         meant = "adapter"
     elif word.lower().endswith(".gguf") or os.path.isfile(os.path.join(word, "config.json")):

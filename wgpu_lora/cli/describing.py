@@ -61,26 +61,23 @@ def describe_steps(run: AdapterRun, mark: str) -> None:
     rate = f"{args.lr_scheduler_type} from {args.learning_rate:.2e}"
     rate += f" after {counted(warmup, 'step')} of warm-up" if warmup else ""
     line("steps", f"{mark}{total:,}; {each}; {rate}")
-    if total < FEW:
+    if total < FEW and not args.resume:
         few = "1 step teaches" if total == 1 else f"{total:,} steps teach"
         line("warning", f"{mark}{few} little: try {_levers(run)}")
 
 
 def _levers(run: AdapterRun) -> str:
-    """What makes more of a run of few steps; one that is resumed can only be made longer."""
+    """What makes more of a run of few steps."""
     args, (packing, rows, accumulation) = run.args, run.args.batching
     if args.max_steps > 0:
         return "more --max-steps"
-    more = "more --num-train-epochs"
-    if args.resume:
-        return more
     several = len(run.stream.prepared.rows) > 1
     falls = args.lr_scheduler_type in ("cosine", "linear")
     levers = [
         *(["--no-packing"] if packing else []),
         *(["a smaller --gradient-accumulation-steps"] if accumulation > 1 and several else []),
         *(["a smaller --per-device-train-batch-size"] if rows > 1 and several else []),
-        more,
+        "more --num-train-epochs",
         *(["--lr-scheduler-type constant"] if falls else []),
     ]
     return " or ".join([part for part in (", ".join(levers[:-1]), levers[-1]) if part])

@@ -177,7 +177,8 @@ def report(facts: dict[str, Any], output: Path) -> int:
 
     state, reason = facts["state"], facts["stop_reason"]
     outcome = OUTCOMES[reason]
-    count = f"{state['step']:,} of {counted(state['total_steps'], 'step')}"
+    timed = reason == "target seconds"  # such a run knows how many steps it takes when it has taken them
+    count = counted(state["step"], "step") if timed else f"{state['step']:,} of {counted(state['total_steps'], 'step')}"
     why = f"{count} in {state['seconds']:,.1f} s ({STOP_TEXT[reason]})"
     line(outcome, "; ".join([why, *losses(state), f"the adapter is in {output}"]))
     if state["best_step"] and state["best_step"] < state["step"]:

@@ -120,18 +120,21 @@ class Account:
 
     def refuse_nothing(self, max_length: int) -> None:
         """Raises UserError: no row is left; why."""
-        by_cut = f"{self.lost_by_cut.count:,} of them after the cut at {max_length:,} tokens"
-        parts = [f"{self.untrained.count:,} have no token to learn ({by_cut})", f"{self.too_long.count:,} are too long"]
-        if self.empty.count:
-            parts.insert(0, f"{self.empty.count:,} have an empty answer")
-        if self.bad:
-            parts.insert(
-                0, f"{self.bad_count:,} cannot be used ({self.bad[0][0]}: {self.bad[0][1].reason.rstrip('.')})"
-            )
-        rows = counted(self.expanded, "row")
+        lost = self.lost_by_cut.count
+        by_cut = f" ({lost:,} of them after the cut at {max_length:,} tokens)" if lost else ""
+        bad = f" ({self.bad[0][0]}: {self.bad[0][1].reason.rstrip('.')})" if self.bad else ""
+        kinds = {
+            "that cannot be used" + bad: self.bad_count,
+            "with an empty answer": self.empty.count,
+            "with no token to learn" + by_cut: self.untrained.count,
+            f"of more than {max_length:,} tokens": self.too_long.count,
+        }
+        told = [f"{count:,} {what}" for what, count in kinds.items() if count]
+        cure = "give rows that have answers" if self.expanded > lost + self.too_long.count else ""
+        longer = f"raise {flag('max_length')}" if lost or self.too_long.count else ""
         raise UserError(
-            f"{self.source.called} leaves nothing to train on: of {rows} {listed(parts)}; check that there are answers "
-            "in it, or raise the greatest length."
+            f"{self.source.called} leaves nothing to train on: of {counted(self.expanded, 'row')}, {listed(told)}; "
+            f"{' or '.join(filter(None, (longer, cure)))}."
         )
 
     def summary(self, rows: int, max_length: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -16,6 +17,7 @@ from wgpu_lora.words import counted
 
 DELIMITERS = (",", ";", "\t")
 MAX_COLUMNS = 4096
+_SEPARATOR = re.compile(r"sep=.\s*")  # for Excel, before the header
 
 
 def read_delimited(path: Path, check: Check = check_columns) -> Rows:
@@ -50,7 +52,7 @@ def _records(file: IO[bytes], path: Path) -> Iterator[tuple[int, list[str] | Pro
     lines = _Lines(file)
     reader = csv.reader(lines, delimiter=_delimiter(lines), strict=True)
     while True:
-        begin, lines.held = reader.line_num + 1, 0
+        begin, lines.held = lines.skipped + reader.line_num + 1, 0
         try:
             cells = next(reader)
         except StopIteration:
@@ -70,11 +72,17 @@ def _records(file: IO[bytes], path: Path) -> Iterator[tuple[int, list[str] | Pro
 
 
 class _Lines:
-    """The lines of a file as text, for the csv module, which are no more at a time than a row may have."""
+    """The lines of a file as text, for the csv module, which are no more at a time than a row may have.
+
+    first: the header; skipped: lines before it.
+    """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.first = self._read().removeprefix("\ufeff")
+        self.skipped = int(_SEPARATOR.fullmatch(self.first) is not None)
+        if self.skipped:
+            self.first = self._read()
         self._waiting, self.held, self.last = [self.first], 0, ""
 
     def __iter__(self) -> _Lines:

@@ -83,7 +83,7 @@ def training_data(
     if heldout is None and (eval_data or eval_split):
         if not eval_data and "data" in given:
             raise UserError(f"{flag('eval_split')} is of a data set or a folder: name it with {flag('eval_data')}.")
-        heldout = heldout_data(eval_data or data, eval_split, dataset_config, "eval_split")
+        heldout = heldout_data(eval_data or data, eval_split, dataset_config, "eval_split", "eval_data")
     if "data" in given:
         if split:
             raise UserError(f"{flag('split')} is of a data set or a folder, not of rows from Python: leave it out.")
@@ -105,34 +105,38 @@ def training_data(
 
 
 def heldout_data(
-    data: str | Path, split: str | None = None, dataset_config: str | None = None, option: str = "split"
+    data: str | Path,
+    split: str | None = None,
+    dataset_config: str | None = None,
+    option: str = "split",
+    argument: str = "data",
 ) -> Source:
     """What a loss is measured on: a file, or of a folder or data set its validation split, else test, else train.
 
     Args:
-        option: by which it would have to be given.
+        option, argument: by which the split and the data are given.
 
     Raises:
         UserError: there are no such data.
     """
-    named = _named(str(data), split, dataset_config)
+    named = _named(str(data), split, dataset_config, option, argument)
     if split:
         return named.take_split(split)
     return named.take(named.first((*VALID, *TEST, *TRAIN)) or named.only() or _lacks(named, "valid", option))
 
 
-def _named(data: str, split: str | None, config: str | None) -> _Named:
+def _named(data: str, split: str | None, config: str | None, option: str = "split", argument: str = "data") -> _Named:
     try:
-        return _look_up(data, split, config)
+        return _look_up(data, split, config, option, argument)
     except OSError as error:
         raise UserError(f"{data} cannot be read ({error.strerror or error}).") from error
 
 
-def _look_up(data: str, split: str | None, config: str | None) -> _Named:
+def _look_up(data: str, split: str | None, config: str | None, option: str, argument: str) -> _Named:
     path = Path(data)
     if path.is_file() or (path.exists() and not path.is_dir()):
         if split:
-            raise UserError(f"{flag('split')} is of a data set or a folder, and {data} is a file: leave it out.")
+            raise UserError(f"{flag(option)} is of a data set or a folder, and {data} is a file: leave it out.")
         named = _Named(data, {"train": path})
         if _stem(path) in TRAIN:
             named.also = [other.name for other in _files(path.parent) if other != path and _stem(other) not in TRAIN]
@@ -148,7 +152,7 @@ def _look_up(data: str, split: str | None, config: str | None) -> _Named:
                 found.splits[_stem(file)] = file
         return found
     if data == ROWS:
-        raise UserError(f"The data were {ROWS}: give them again, as data=[...] or eval_data=[...] in Python.")
+        raise UserError(f"{flag(argument)} was {ROWS}: give them again, as {argument}=[...] in Python.")
     if not is_hub_id(data):
         near = "" if "/" in data or path.suffix else " (a data set of Hugging Face is OWNER/NAME)"
         raise UserError(f"There is no data at {data}{near}; give a file ({FORMATS}) or a folder with a train.jsonl.")

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from wgpu_lora.data.guesses import OTHER_ROLES, renaming
 from wgpu_lora.data.source import Place, Source, kind_of, strict_rows
 from wgpu_lora.errors import UserError
 
@@ -107,10 +108,9 @@ def check_columns(names: Sequence[str]) -> None:
     """Raises UserError unless a table with these columns has rows of some format; the message lists them."""
     if format_of(dict.fromkeys(names, "")):
         return
-    lower = [name.strip().lower() for name in names]
-    hint = " (in lower case)" if format_of(dict.fromkeys(lower, "")) else ""
+    hint = renaming(names) or "rename them"
     shown = ", ".join(repr(name[:80]) for name in names[:20]) or "none"
-    raise UserError(f"the columns are {shown}, but the formats have {_KEYS}{hint}; rename them.")
+    raise UserError(f"the columns are {shown}, but the formats have {_KEYS}; {hint}.")
 
 
 def parse_example(row: dict[str, Any]) -> Example:
@@ -148,7 +148,7 @@ def remedy(row: dict[str, Any]) -> str | None:
 
 
 def _instead(row: dict[str, Any]) -> str:
-    found = remedy(row)
+    found = remedy(row) or renaming(list(row))
     return f"; {found}" if found else ""
 
 
@@ -227,8 +227,11 @@ def _messages(value: Any, name: str) -> list[dict[str, Any]]:
 def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise UserError(f"{where} is {kind_of(message)}, but a message is an object with 'role' and 'content'.")
-    if message.get("role") not in ROLES:
-        raise UserError(f"{where} has the role {message.get('role')!r}, but the roles are {', '.join(ROLES)}.")
+    role = message.get("role")
+    if role not in ROLES:
+        meant = OTHER_ROLES.get(role.lower()) if isinstance(role, str) else None
+        hint = f"; write {meant!r}" if meant else ""
+        raise UserError(f"{where} has the role {role!r:.80}, but the roles are {', '.join(ROLES)}{hint}.")
     calls = message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise UserError(f"{where} has 'tool_calls' that are no list of objects.")

@@ -60,6 +60,8 @@ def parse_line(line: bytes) -> dict[str, Any] | Problem:
     """The object that a row's bytes are, or what is wrong with them."""
     if len(line) > MAX_LINE:
         return too_long()
+    if not line.strip():  # of a list: blank lines are no rows
+        return Problem("there is nothing between two commas, or behind the last; leave the comma out.")
     try:
         row = json.loads(line.decode("utf-8"), object_pairs_hook=object_of, parse_constant=_no_constant)
         if b"\\u" in line:  # an escape can spell half of a surrogate pair, which no tokenizer takes
@@ -69,7 +71,13 @@ def parse_line(line: bytes) -> dict[str, Any] | Problem:
     except UnicodeEncodeError:
         reason = "a \\u escape is half of a surrogate pair; write the character out."
     except json.JSONDecodeError as error:
-        reason = f"not JSON: {said(error)}; each row must be one JSON object."
+        rest = error.doc[error.pos :].strip() if error.msg == "Extra data" else ""
+        if rest == ",":
+            reason = "a comma stands behind the object; leave it out, or put all rows into one list, as [...]."
+        elif rest.startswith("{"):
+            reason = "several JSON objects stand in one line; write one to a line."
+        else:
+            reason = f"not JSON: {said(error)}; each row must be one JSON object."
     except RecursionError:
         reason = "nested too deeply to read; a row needs only a few levels."
     except ValueError as error:

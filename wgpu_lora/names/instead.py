@@ -30,6 +30,10 @@ SENTENCES: tuple[tuple[str, str], ...] = (
         "mixed_precision amp",
     ),
     (
+        "is not needed: sums and adapters are float32, and so are activations unless {compute_dtype} rounds them",
+        "fp32 float32 use_fp32 full_precision",
+    ),
+    (
         "does not exist here: {base_dtype} says how the frozen weights are kept, {compute_dtype} what activations "
         "are rounded to",
         "torch_dtype dtype precision model_dtype tf32 fp8 bnb_4bit_compute_dtype",
@@ -37,7 +41,7 @@ SENTENCES: tuple[tuple[str, str], ...] = (
     (
         "does not exist here: the optimizer is AdamW, with betas of 0.9 and 0.999 and an epsilon of 1e-8",
         "optim optimizer optim_args adam_beta1 adam_beta2 adam_epsilon adam_beta_1 adam_beta_2 optimizer_name "
-        "optim_target_modules adafactor beta1 beta2 momentum",
+        "optim_target_modules adafactor beta1 beta2 betas adam_eps eps epsilon momentum",
     ),
     (
         "does not exist here: held-out data that {eval_data} names are measured after every epoch, or every "
@@ -90,7 +94,7 @@ SENTENCES: tuple[tuple[str, str], ...] = (
         "dataloader_num_workers dataloader_pin_memory dataloader_drop_last dataloader_prefetch_factor "
         "dataloader_persistent_workers dataset_num_proc preprocessing_num_workers num_workers num_proc "
         "overwrite_cache streaming remove_unused_columns dataset_batch_size dataset_prepared_path dataset_kwargs "
-        "skip_prepare_dataset data_collator collator dataset_processes skip_memory_metrics",
+        "skip_prepare_dataset workers data_collator collator dataset_processes skip_memory_metrics",
     ),
     (
         "is not needed: a row's format is told from its keys (messages, prompt and completion, text, Alpaca, ShareGPT)",

@@ -57,7 +57,7 @@ class Run:
         lines = [line for line in self.log if key in line]
         if axis != "progress":
             return [(line[axis], line[key]) for line in lines]
-        last = self.log[-1]["step"]
+        last = self.log[-1]["step"] if self.log else 0
         return [(100 * line["step"] / last if last else 0.0, line[key]) for line in lines]
 
 

@@ -109,7 +109,8 @@ def _data(facts: dict[str, Any]) -> dict[str, str]:
 
 def _result(facts: dict[str, Any]) -> dict[str, str]:
     state = facts["state"]
-    heldout = ", ".join(f"{_number(state[f'{key}_eval_loss'])} {text}" for key, text in MOMENTS)
+    moments = [(state[f"{key}_eval_loss"], text) for key, text in MOMENTS]
+    heldout = ", ".join(f"{_number(loss)} {text}" for loss, text in moments if loss is not None or text != "at best")
     return {
         "steps": f"{state['step']:,} of {state['total_steps']:,} ({OUTCOMES[facts['stop_reason']]})",
         "trained tokens": f"{state['tokens']:,}",

@@ -15,7 +15,7 @@ from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments
 from wgpu_lora.train.checkpoint import sweep_run
-from wgpu_lora.train.ending import FINISHED
+from wgpu_lora.train.ending import FINISHED, OUTCOMES
 from wgpu_lora.train.finetune import declared_as, read_run, session_of, with_options
 from wgpu_lora.train.job import Job, locked
 from wgpu_lora.train.length import fit_length
@@ -116,6 +116,9 @@ def prepare_pipeline(
     for run in runs:  # one that had finished goes on where it is to go further now
         if state.ended.get(run.name) in FINISHED and state.steps[run.name] < run.stream.total_steps():
             del state.ended[run.name]
+        elif state.ended.get(run.name, FINISHED[0]) not in FINISHED:
+            failed = f"resumed: {OUTCOMES[state.ended[run.name]]} already, and stays as it is"
+            run.notes = (*(note for note in run.notes if not note.startswith("resumed: ")), failed)
     try:
         make_policy(schedule, state.policy)
     except ValueError as error:
@@ -193,7 +196,10 @@ def _recovered(home: Path, tasks: Sequence[AdapterTask]) -> PipelineState:
     directories = {task.name: Path(task.checkpoint) for task in tasks}
     missing = [name for name in state.steps if name not in directories]
     if missing:
-        raise UserError(f"{flag('resume')}: the pipeline in {home} has an adapter '{missing[0]}' too: name it again.")
+        raise UserError(
+            f"The pipeline in {home} has an adapter '{missing[0]}' too: name all of them again, or none, with "
+            f"{setting('output', str(home))} alone."
+        )
     with ExitStack() as stack:
         for directory in apart([*(directories[name] for name in state.steps), home]):
             stack.enter_context(locked(directory))

@@ -113,6 +113,11 @@ def extended(state: RunState, planned: TrainingArguments, stream: DataStream) ->
             f"more of {began}."
         )
     if args.target_seconds:
+        if args.target_seconds < state.seconds:
+            raise UserError(
+                f"The run in {args.directory} has used {state.seconds:,.1f} s already, more than "
+                f"{setting('target_seconds', args.target_seconds)}: ask for more than that."
+            )
         return max(state.total_steps, state.step + UNTIMED_STEPS)
     total = stream.total_steps()
     if total < state.step:
@@ -135,12 +140,16 @@ def outlook(state: RunState, planned: TrainingArguments, stream: DataStream, own
     """
     args, total = stream.args, extended(state, planned, stream)
     if args.target_seconds:
-        return f"goes on after step {state.step:,}"
+        left = args.target_seconds - state.seconds
+        if left <= state.heldout_seconds or (state.calibrated and state.step >= total):
+            return f"finished already; more of {flag('target_seconds')} extends it"
+        return f"goes on after step {state.step:,}, for {left:,.1f} s more"
     text = f"goes on after step {state.step:,} of {state.total_steps:,}"
     if total == state.total_steps:
-        more = f"more of {either(*(own or ('num_train_epochs', 'max_steps')))}"
-        more += f" in the file of {flag('adapters_config')}" if own else ""
-        done = f"finished already; {more} extends it"
+        more = either("num_train_epochs", "max_steps")
+        if own:
+            more = f"{' or '.join(repr('epochs' if name == PLAN[0] else name) for name in own)} in its adapters' file"
+        done = f"finished already; more of {more} extends it"
         return done if state.step >= total else text
     text += f", to {total:,} steps"
     kind = args.lr_scheduler_type
