@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import get_args, get_type_hints
 
+import numpy as np
 import pytest
 from cli_helpers import QWEN2, SMALL, share_device, write_rows
 
@@ -42,7 +43,7 @@ def test_finetune_and_evaluate(tmp_path: Path):
     data = write_rows(tmp_path / "rows.jsonl")
     model = wgpu_lora.load(QWEN2)
     seen = []
-    options = {**SMALL, "learning_rate": 1e-2}
+    options = {**SMALL, "learning_rate": np.float32(1e-2), "seed": np.int64(42)}
     before = wgpu_lora.evaluate(model, data, max_length=16)
     allocated = model.device.allocated
     result = wgpu_lora.finetune(model, data=data, output=tmp_path / "out", callback=seen.append, **options)
@@ -66,7 +67,7 @@ def test_prompts_must_be_text():
     for prompts in ("a", None):
         with pytest.raises(wgpu_lora.UserError, match="The prompts must be a list of texts"):
             wgpu_lora.answer("demo", prompts)
-    assert wgpu_lora.answer("demo", []) == []
+    assert wgpu_lora.answer("demo", []) == wgpu_lora.generate("demo", np.array([])) == []
 
 
 @pytest.mark.slow
@@ -88,6 +89,7 @@ def test_signatures_are_real():
     for function in (wgpu_lora.generate, wgpu_lora.answer, wgpu_lora.compare):
         assert set(inspect.signature(function).parameters) >= {f.name for f in fields(Settings)}
         assert "repetition_penalty (float, default 1.0): " in function.__doc__
+    assert "--" not in inspect.getdoc(wgpu_lora.finetune)  # they are arguments here
     assert dir(wgpu_lora) == sorted(wgpu_lora.__all__)
 
 

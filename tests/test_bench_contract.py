@@ -330,7 +330,7 @@ def test_how_results_read() -> None:
     assert [duration(s) for s in (2500, 1.5, 0.0123, 4.2e-6)] == ["2,500 s", "1.5 s", "12.3 ms", "4.2 us"]
     kept = result(reference={"nmse": 1e-12, "kernel": "k", "outputs": 1, "in_part": ["k"]}, clock="timestamps")
     assert cells(kept) == ("rope", "1 s", "1%", "1 GFLOP/s", "50%", "none", "passed")
-    assert "squared error 1.0e-12 of float64's (the largest kernels in part)" in details(kept)
+    assert "relative squared error 1.0e-12 against float64 (the largest kernels in part)" in details(kept)
     broken = result(
         broken=["late"], extra={"host_share": 0.1234567}, budget={"of": "bandwidth", "asked": 0.02, "reached": 0.01}
     )

@@ -142,7 +142,7 @@ def test_a_model_without_a_template(run: Any, model: LoadedModel, made: Path, tm
 def test_settings_are_shown_and_set(tell: Any):
     settings = "/set temperature 0.5\n/set --top-p 0.9\n/set max-tokens 7\n"
     _, err = tell(settings + '/set stop "w1 "\n/set\n/help\n/system w1\n/system\n/system none\n')
-    shown = ("temperature = 0.5", "top_p = 0.9", "max_new_tokens = 7", "stop = ('w1 ',)", "/save FILE", "system: w1")
+    shown = ("temperature = 0.5", "top_p = 0.9", "max_new_tokens = 7", 'stop = ["w1 "]', "/save FILE", "system: w1")
     for line in shown:
         assert line in err
 

@@ -19,6 +19,7 @@ from wgpu_lora.gpu.device import Device
 command = import_module("wgpu_lora.cli.demo")
 
 
+@pytest.mark.rare
 def test_its_last_line_works_as_printed(
     tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,7 +43,7 @@ def test_a_length_that_nobody_gave(
     assert run("finetune", "--output", out, "--resume", "--max-steps", 3)[0] == 0
     code, _, err = run("finetune", "--output", out, "--resume", "--max-steps", 4, "--max-length", 64)
     assert code == 2
-    assert f"max_length was {POSITIONS}, not 64" in err
+    assert f"--max-length was {POSITIONS}, not 64" in err
     options |= {"max_length": 8, "on_overflow": "drop"}
     (out / "run.json").write_text(json.dumps({"options": options}))
     said = run("evaluate", "--model", QWEN2, "--data", data, "--adapter", out)[1]

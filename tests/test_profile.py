@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cli_helpers import QWEN2
 
-from wgpu_lora.bench.profile import Piece, Profile, profile_step, write_trace
+from wgpu_lora.bench.profile import Piece, Profile, TrainedAs, profile_step, write_trace
 from wgpu_lora.bench.step import TrainingStep, chosen_model
 from wgpu_lora.cli import main
 from wgpu_lora.cli.profile import _rest, _summary
@@ -172,6 +172,15 @@ def test_of_a_run_it_takes_the_runs_options(run: Any, finished: Path, device: De
     assert device.choices == {"a kernel": {}}
     assert digest == Checkpoint(QWEN2).digest()  # what run.json has, so that a report can compare
     assert {"name", "driver"} <= found["device"].keys()
+
+
+def test_rows_that_were_not_packed_have_their_average_length(finished: Path):
+    facts = json.loads((finished / "run.json").read_text())
+    facts["options"] |= {"packing": False, "gradient_accumulation_steps": 2}
+    facts["state"] |= {"step": 5, "processed_tokens": 5 * 2 * 3 * 7 + 1}
+    (finished / "run.json").write_text(json.dumps(facts))
+    trained = TrainedAs.read(finished)
+    assert (trained.rows, trained.tokens) == (3, 8)
 
 
 def test_of_a_run_that_cannot_be_read(run: Any, finished: Path):

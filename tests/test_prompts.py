@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pty
@@ -200,6 +201,25 @@ def test_lines_of_text_are_prompts(run: Any, alone: dict[str, list[str]], tmp_pa
     assert [request.prompt for request in read_requests(source)] == ["w1"]
 
 
+def test_prompts_in_the_formats_of_rows(tmp_path: Path):
+    def read(name: str, content: bytes) -> list[Any]:
+        (tmp_path / name).write_bytes(content)
+        return [(request.prompt, request.answered) for request in read_requests(tmp_path / name)]
+
+    asked = [{"role": "user", "content": "w1"}]
+    assert read("a", b'\n [\n{"prompt": "w1"}, {"prompt": "w2"}]') == [("w1", False), ("w2", False)]
+    assert read("a.csv", b'n,prompt\n1,"w1, w2"\n2,w3\n') == [("w1, w2", False), ("w3", False)]
+    assert read("a.jsonl.gz", gzip.compress(b'{"prompt": "w1"}')) == [("w1", False)]
+    assert read("a.txt", b"[INST] w1\n[1]") == [("[INST] w1", False), ("[1]", False)]
+    alpaca = {"instruction": "w1", "input": "w2", "output": "w3", "system": "w4"}
+    said = [{"role": "system", "content": "w4"}, {"role": "user", "content": "w1\n\nw2"}]
+    assert read("a.json", json.dumps(alpaca).encode()) == [(said, False)]
+    turns = [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]
+    assert read("a.jsonl", json.dumps({"conversations": turns}).encode()) == [(asked, True)]
+    with pytest.raises(UserError, match="the columns are 'question', but prompts are in one of messages, "):
+        read("b.csv", b"question\nw1\n")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -210,11 +230,13 @@ def test_lines_of_text_are_prompts(run: Any, alone: dict[str, list[str]], tmp_pa
         (b'{"prompt": 5}', "line 1: The prompt must be text"),
         (b'{"prompt": " "}', "line 1: the prompt is empty"),
         (b'{"prompt": "w1"}\n{"prompt"', "line 2: not JSON"),
-        (b'{"messages": []}', "line 1: The prompt has no messages"),
-        (b'{"messages": "w1"}', "line 1: 'messages' must be a list"),
+        (b'{"messages": []}', "line 1: 'messages' is an empty list"),
+        (b'{"messages": "w1"}', "line 1: 'messages' is a string, but must be a list"),
         (b'{"messages": [{"role": "x", "content": "w1"}]}', "line 1: 'messages[0]' has the role 'x'"),
         (b'{"messages": [{"role": "assistant", "content": "w1"}]}', "line 1: The last message is the assistant's"),
         (b'{"prompt": "w1", "tools": [{}]}', "line 1: the row has 'tools'"),
+        (b'[{"prompt": "w1"}, {"text": "w1"}, {"prompt": ""}]', "has 2 rows that cannot be used; mend them"),
+        (b'{"prompt": "w1"}\n{"instruction": 5}', "line 2: 'instruction' is a number"),
     ],
 )
 def test_prompts_that_are_refused(tmp_path: Path, content: bytes, message: str):
@@ -266,7 +288,7 @@ def test_what_was_answered_before_an_end_is_kept(
     code, _, err = run("--prompts", source, "--output", target, "--batch-size", 1)
     part = tmp_path / "answers.jsonl.part-2"
     assert code == 130
-    assert f"the 2 answers so far are in {part}" in err
+    assert f"2 answers so far: {part}" in err
     assert [json.loads(line)["response"] for line in part.read_text().splitlines()] == alone[""][:2]
     assert not target.exists()
 

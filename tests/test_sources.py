@@ -178,7 +178,7 @@ def test_tables(tmp_path: Path, text: bytes) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"", "is empty; training needs a line that names the columns"),
+        (b"", "is empty; it needs a line that names the columns"),
         (b"text\n", "is empty"),
         (
             b"What is 1?,2\na,b\n",

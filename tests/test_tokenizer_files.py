@@ -119,7 +119,7 @@ def test_a_gguf_file_leaves_what_was_made_of_it(adapter: Path, tmp_path: Path):
 def test_an_adapter_is_no_model(tmp_path: Path):
     adapter = save_golden_adapter("qwen2", tmp_path / "adapter")
     write_tokenizer(adapter, DEMO, Tokenizer.load(DEMO))
-    with pytest.raises(UserError, match="is an adapter, not a model: give it as --adapter"):
+    with pytest.raises(UserError, match="is an adapter, not a model: give it as adapter, or as init_adapter"):
         read_model(adapter)
 
 

@@ -86,6 +86,8 @@ def finetune(
     Raises:
         UserError: an option is unknown or out of range, or something about the model, the data or the device is wrong.
     """
+    if callback is not None and not callable(callback):
+        raise UserError(f"finetune(): callback must be a function, not {callback!r:.60}.")
     said = named(options, "finetune()", "recipe")
     also = said.pop("model", None)
     if model is not None and also is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection
 from dataclasses import fields
 from typing import Any, TypeVar, get_type_hints
@@ -46,4 +47,6 @@ def _parted(text: str) -> tuple[str, str, str]:
 
 
 def _sentence(text: str) -> str:
+    """A help text in the middle of a line; the options that it names are arguments here."""
+    text = re.sub(r"--([a-z][a-z-]*)", lambda found: found[1].replace("-", "_"), text)
     return text[:1].lower() + text[1:] if text[1:2].islower() else text

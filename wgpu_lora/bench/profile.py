@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -124,9 +125,13 @@ class Profile:
 
 @dataclass(frozen=True)
 class TrainedAs:
-    """What a finished run was trained with. tiles: its kernels' tilings, empty for the defaults; device: its name."""
+    """What a finished run was trained with. rows, tokens: of a batch, and of each of its rows: as long as they may be
+    where rows were packed to that, else as long as they were on average. tiles: its kernels' tilings, empty for the
+    defaults; device: its name."""
 
     args: TrainingArguments
+    rows: int
+    tokens: int
     tiles: dict[str, Any]
     device: str
 
@@ -137,7 +142,12 @@ class TrainedAs:
         try:
             facts = json.loads(path.read_text(encoding="utf-8"))
             args = from_values(facts["options"], str(path))
-            return cls(args, dict(facts["state"]["tiles"]), str(facts["environment"]["device"]["name"]))
+            packed, rows, batches = args.batching
+            state, tokens = facts["state"], args.length
+            if not packed and state["step"]:
+                tokens = max(2, math.ceil(state["processed_tokens"] / (state["step"] * batches * rows)))
+            device = str(facts["environment"]["device"]["name"])
+            return cls(args, rows, tokens, dict(state["tiles"]), device)
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"{directory} holds no finished run (there is no {RUN}): give its --output.") from None
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -153,7 +163,7 @@ def described(work: Mapping[str, Any]) -> str:
     return f"{work['model']}, {layers} in {work['base_dtype']}, {batch}, rank {work['rank']} on {on}{checkpointing}"
 
 
-def profile_step(step: TrainingStep, rounds: int = 5) -> Profile:
+def profile_step(step: TrainingStep, rounds: int = 5, on_round: Callable[[], None] = lambda: None) -> Profile:
     """Profiles a step whose buffers are allocated.
 
     Each round takes the step as the trainer does, then its programs under the timer, whole and dispatch by dispatch.
@@ -169,6 +179,7 @@ def profile_step(step: TrainingStep, rounds: int = 5) -> Profile:
             whole += step.seconds(1)
             device.append(sum(timer.run(p) for p in programs))
             each.append([seconds for p in programs for seconds in timer.each(p)])
+            on_round()
     finally:
         timer.free()
     dispatches = [(p, dispatch) for p in programs for dispatch in p.dispatches]

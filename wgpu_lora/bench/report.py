@@ -69,16 +69,23 @@ def noise_text(result: Result) -> str:
 
 def details(result: Result) -> str:
     """What the table has no room for: which clock, how far from the reference, and a brick's own figures."""
-    said = [
-        counted(result.iterations, "run"),
-        "the device's clock" if result.clock == "timestamps" else "the host's clock",
-    ]
-    said.append(f"from {duration(result.p20)} to {duration(result.p80)} in the middle 60%")
+    clock = "the device's clock" if result.clock == "timestamps" else "the host's clock"
+    said = [f"{counted(result.iterations, 'run')} by {clock}"]
+    said.append(f"the middle 60% from {duration(result.p20)} to {duration(result.p80)}")
     if result.reference:
         part = " (the largest kernels in part)" if result.reference["in_part"] else ""
-        said.append(f"squared error {result.reference['nmse']:.1e} of float64's{part}")
-    said += [f"{name.replace('_', ' ')} {value:,.4g}" for name, value in result.extra.items()]
+        said.append(f"relative squared error {result.reference['nmse']:.1e} against float64{part}")
+    said += [_figure(name, value) for name, value in result.extra.items()]
     return f"{result.label}: {', '.join(said)}"
+
+
+def _figure(name: str, value: float) -> str:
+    """A brick's own figure."""
+    if name == "frozen_seconds":
+        return f"the frozen products beside it take {duration(value)}"
+    if name == "added_share":
+        return f"to which it adds {share(value)}"
+    return f"{name.replace('_', ' ')} {value:,.4g}"
 
 
 def table(results: list[Result]) -> Any:

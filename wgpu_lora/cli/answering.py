@@ -50,7 +50,8 @@ class SideBySide:
 
     def __exit__(self, *exception: object) -> None:
         self._live.stop()
-        self._console.print(self._grid())
+        if any(self.texts.values()):
+            self._console.print(self._grid())
 
     def add(self, name: str, piece: str) -> None:
         self.texts[name] += printable(piece, "\n\t")

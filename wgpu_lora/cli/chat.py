@@ -27,11 +27,12 @@ from wgpu_lora.cli.answering import (
     for_stdout,
 )
 from wgpu_lora.cli.chat_commands import Commands
-from wgpu_lora.cli.console import Bar, console, is_terminal
+from wgpu_lora.cli.console import Bar, console, folded, is_terminal
 from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Model
-from wgpu_lora.cli.reading import Reader
+from wgpu_lora.cli.reading import Reader, unmarked
 from wgpu_lora.errors import UserError
 from wgpu_lora.signals import ENDING, handled
+from wgpu_lora.words import listed
 
 if TYPE_CHECKING:
     from wgpu_lora.infer.chat import Chat
@@ -121,7 +122,8 @@ class Talk:
 
     def say(self, text: str) -> None:
         """A line that is no answer: beside the answers on a terminal, apart from them on a pipe."""
-        print(printable(text, "\n"), file=sys.stdout if self._seen else sys.stderr, flush=True)
+        text = printable(text, "\n")
+        print(folded(text) if self._seen else text, file=sys.stdout if self._seen else sys.stderr, flush=True)
 
     @property
     def _seen(self) -> bool:
@@ -129,7 +131,7 @@ class Talk:
 
     def run(self) -> int:
         if self.reader.typed:
-            names = " and ".join(self.chat.lanes)
+            names = listed([*self.chat.lanes])
             self.say(f"{self.chat.model.name}, answered by {names}. /help lists the commands; Ctrl-D leaves.")
         if not self.chat.templated:
             self.say(
@@ -190,10 +192,11 @@ class Talk:
         self.answering, self.stopped = True, False
         try:
             pieces = chat.retry(lambda: self.stopped) if again else chat.ask(text, lambda: self.stopped)
-            if len(chat.lanes) == 1:
-                self._show_one(pieces)
-            else:
-                self._show_several(pieces)
+            with unmarked():
+                if len(chat.lanes) == 1:
+                    self._show_one(pieces)
+                else:
+                    self._show_several(pieces)
         finally:
             self.answering = False
         for note in self._notes():
@@ -225,7 +228,10 @@ class Talk:
         for name, count in chat.left_out.items():
             whose = f" of {name}" if len(chat.lanes) > 1 else ""
             turns = "turn" if count == 1 else f"{count} turns"
-            notes.append(f"the oldest {turns}{whose} no longer fit in {chat.capacity:,} tokens and were left out")
+            verbs = ("fits", "was") if count == 1 else ("fit", "were")
+            notes.append(
+                f"the oldest {turns}{whose} no longer {verbs[0]} in {chat.capacity:,} tokens and {verbs[1]} left out"
+            )
         reasons = {name: reply.generation.stop_reason for name, reply in chat.replies.items()}
         if "interrupt" in reasons.values():
             notes.append("stopped" if chat.remembered else "stopped before an answer came; the message is not kept")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from collections.abc import Callable
@@ -11,22 +12,25 @@ from typing import TYPE_CHECKING
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.atomic import write_new_bytes
+from wgpu_lora.words import counted, listed
 
 if TYPE_CHECKING:
     from wgpu_lora.infer.chat import Chat
 
 HELP = """\
-/adapter NAME ...   who answers: adapters by name or directory, 'none' for the base; several answer side by side
+/adapter NAME ...   who answers: adapters by name or directory, 'none' for the
+                    base; several answer side by side
 /adapters           list them
 /system TEXT        set the system message ('none' for none)
 /set NAME VALUE     change a setting, such as temperature 0.7; alone, list them
-/reset              forget the conversation
+/reset              forget the conversation: the next message begins a new one
 /undo               take the last turn back
 /retry              ask the last message again
 /save FILE          write the conversation as JSONL to train on
 /load FILE [ROW]    go on from one
 /exit               leave (or Ctrl-D)
-A line that ends with a backslash goes on in the next; \"\"\" begins and ends a block. Ctrl-C stops an answer.
+A line that ends with a backslash goes on in the next; \"\"\" begins and ends a
+block. Ctrl-C stops an answer.
 A message that begins with a slash itself is written with two."""
 
 
@@ -78,7 +82,7 @@ class Commands:
             return self._adapters(rest)
         names = list(dict.fromkeys(name for text in _words(rest) for name in self._named(text)))
         self.chat.select(names)
-        self.say(f"{' and '.join(names)} answer{'s' if len(names) == 1 else ''} from now on")
+        self.say(f"{listed(names)} answer{'s' if len(names) == 1 else ''} from now on")
 
     def _named(self, text: str) -> list[str]:
         """The names that a word stands for; a directory is loaded."""
@@ -124,16 +128,16 @@ class Commands:
         current = {name: getattr(self.chat.settings, name) for name in names}
         if not name:
             for one, now in current.items():
-                self.say(f"{one} = {now}")
+                self.say(f"{one} = {_shown(now)}")
             return
         if name not in names:
             settings_of({name: None}, "/set")  # says what there is
             raise UserError("A system message is set with /system TEXT.")
         if not value.strip():
-            self.say(f"{name} = {current[name]}")
+            self.say(f"{name} = {_shown(current[name])}")
             return
         self.chat.settings = replace(self.chat.settings, **{name: parsed(name, value.strip())})
-        self.say(f"{name} = {getattr(self.chat.settings, name)}")
+        self.say(f"{name} = {_shown(getattr(self.chat.settings, name))}")
 
     # -- what was said ---------------------------------------------------------------------------------------------
 
@@ -163,7 +167,7 @@ class Commands:
         data, before = to_jsonl(rows), self._saved.get(path.absolute())
         write_new_bytes(path, data, "/save", replacing=before)
         self._saved[path.absolute()] = data
-        self.say(f"saved {len(rows):,} row{'' if len(rows) == 1 else 's'} in {path}")
+        self.say(f"saved {counted(len(rows), 'row')} in {path}")
 
     def _load(self, rest: str) -> None:
         from wgpu_lora.infer.conversation import read_conversations
@@ -184,7 +188,14 @@ class Commands:
         self.chat.reset(messages[:cut])
         self._saved.clear()
         left = "" if cut == len(messages) else "; what comes after the last answer is left out"
-        self.say(f"going on from row {row} of {len(found):,}, {cut:,} messages{left}")
+        self.say(f"going on from row {row} of {len(found):,}, {counted(cut, 'message')}{left}")
+
+
+def _shown(value: object) -> str:
+    """A setting as it can be typed."""
+    if value is None or value == ():
+        return "none"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _words(text: str) -> list[str]:
@@ -197,5 +208,5 @@ def _words(text: str) -> list[str]:
 def _one_path(text: str, usage: str) -> Path:
     words = _words(text)
     if len(words) != 1:
-        raise UserError(f"{usage} takes one file: quote a name that has spaces.")
+        raise UserError(f"{usage} takes one file{': quote a name that has spaces' if words else ''}.")
     return Path(words[0]).expanduser()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -27,9 +29,24 @@ def console(stderr: bool = False) -> Any:
     return Console(stderr=stderr, highlight=False, width=None if is_terminal(stream) else PLAIN_WIDTH)
 
 
-def line(label: str, text: str) -> None:
-    """One fact, never wrapped."""
-    print(f"{label:<9} {printable(text)}", flush=True)
+def line(label: str, text: str, whole: bool = False) -> None:
+    """One fact; `whole`: not even wrapped at words on a terminal, such as a command to be copied."""
+    label = f"{label:<9} "
+    text = printable(text)
+    print(label + text if whole else folded(label + text, len(label)), flush=True)
+
+
+def folded(text: str, indent: int = 0) -> str:
+    """On a terminal, lines that are wrapped between words; else the text as it is."""
+    if not is_terminal(sys.stdout):
+        return text
+    wrap = textwrap.TextWrapper(
+        max(shutil.get_terminal_size().columns, 2 * indent),
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(wrap.fill(one) for one in text.split("\n"))
 
 
 def print_json(value: Any) -> None:

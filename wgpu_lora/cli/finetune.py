@@ -185,7 +185,7 @@ def report(facts: dict[str, Any], output: Path) -> int:
         best = f"held-out loss {state['best_eval_loss']:.4f} after step {state['best_step']:,}"
         line("best", f"{output / 'best'} is better than the last: {best}")
     if outcome == "interrupted":
-        line("go on", f"{program()} finetune --output {shlex.quote(str(output))} --resume")
+        line("go on", f"{program()} finetune --output {shlex.quote(str(output))} --resume", whole=True)
     if outcome == "failed":
         print(f"wgpu-lora: {STOP_TEXT[reason]}: {CURES}.", file=sys.stderr)
     if facts["damaged_log_lines"]:

@@ -26,6 +26,7 @@ from wgpu_lora.cli.console import Bar, is_terminal, print_json
 from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Json, Model, refuse_idle
 from wgpu_lora.cli.several import as_rows, show_answers
 from wgpu_lora.errors import UserError
+from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
     from wgpu_lora.infer.answer import Answer
@@ -139,7 +140,7 @@ def generate(
             rows.append(row_of(requests[number], answer, name if several else None))
 
         def came(tokens: int) -> None:
-            text = f"answering, {tokens:,} tokens so far"
+            text = f"answering, {counted(tokens, 'token')} so far"
             bar.advance(text, to=len(rows), total=len(requests) * len(slots))
 
         def loaded(name: str) -> None:
@@ -161,8 +162,7 @@ def generate(
             if output:
                 write_new_bytes(output, to_jsonl(rows), "--output")
     if output:
-        count = len(rows)
-        _note(f"{count:,} answer{'' if count == 1 else 's'} written to {output}")
+        _note(f"{counted(len(rows), 'answer')} written to {output}")
     elif prompts:
         print(to_jsonl(rows).decode(), end="", flush=True)
     elif as_json:

@@ -78,7 +78,7 @@ def report(record: dict[str, Any], home: Path) -> int:
         if outcome == "failed":
             print(f"wgpu-lora: adapter {adapter['name']}: {text}: {CURES}.", file=sys.stderr)
     if "interrupted" in outcomes:
-        line("go on", f"{program()} finetune --output {shlex.quote(str(home))} --resume")
+        line("go on", f"{program()} finetune --output {shlex.quote(str(home))} --resume", whole=True)
     return max(exit_code(adapter["stop_reason"], record["signal"]) for adapter in record["adapters"])
 
 

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wgpu_lora.cli import completion
-from wgpu_lora.cli.console import console, line, print_json
+from wgpu_lora.cli.console import Bar, console, line, print_json
 from wgpu_lora.cli.options import BaseDtype, Device, Json, Model, is_given
 from wgpu_lora.errors import UserError
 
 if TYPE_CHECKING:
-    from wgpu_lora.bench.profile import Profile
-    from wgpu_lora.train.arguments import TrainingArguments
+    from wgpu_lora.bench.profile import Profile, TrainedAs
 
 Shape = Annotated[
     str | None,
@@ -26,7 +25,8 @@ Layers = Annotated[int | None, typer.Option(help="Its first layers alone, for a 
 Run = Annotated[
     Path | None,
     typer.Option(
-        help="A finished run's directory, for its model, its largest batch and its options; those given here win.",
+        help="A finished run's directory, for its model, the size of its batches and its options; those given here "
+        "win.",
         metavar="DIR",
     ),
 ]
@@ -72,7 +72,7 @@ def profile(
     work["gradient_checkpointing"] = gradient_checkpointing
     if trained:
         args = trained.args
-        work, model, device = _of_run(ctx, work, args, model, shape), args.model, device or args.device
+        work, model, device = _of_run(ctx, work, trained, model, shape), args.model, device or args.device
     opened = chosen_model(model, shape, layers, OpenedDevice(device), work["base_dtype"])
     if trained and opened.device.info.name == trained.device:
         opened.device.choices = trained.tiles  # tilings of another device would say nothing here
@@ -85,8 +85,10 @@ def profile(
         check_fits(opened, lambda of: declared(of).session.memory().peak)
         step = declared(opened)
     try:
-        step.allocate()
-        found = profile_step(step, rounds)
+        with Bar("profiling", rounds, " rounds") as bar:
+            bar.advance("loading the weights and compiling the kernels", 0)
+            step.allocate()
+            found = profile_step(step, rounds, lambda: bar.advance("profiling"))
     finally:
         step.close()
     work |= {"model": opened.name, "base_digest": opened.checkpoint.digest(), "whole": layers is None}
@@ -109,15 +111,16 @@ def profile(
 
 
 def _of_run(
-    ctx: typer.Context, work: dict[str, Any], args: TrainingArguments, model: str | None, shape: str | None
+    ctx: typer.Context, work: dict[str, Any], trained: TrainedAs, model: str | None, shape: str | None
 ) -> dict[str, Any]:
     """The run's sizes, but for those that the command line gives."""
     if model or shape:
         raise UserError(f"--run and {'--model' if model else '--shape'} are both given: leave one of them out.")
+    args = trained.args
     of_run = {
         "base_dtype": args.base_dtype,
-        "batch": args.per_device_train_batch_size,
-        "tokens": args.length,
+        "batch": trained.rows,
+        "tokens": trained.tokens,
         "rank": args.lora_r,
         "gradient_checkpointing": args.gradient_checkpointing,
     }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,30 @@ class Reader:
     def close(self) -> None:
         if self._history:
             self._history.save()
+
+
+@contextmanager
+def unmarked() -> Iterator[None]:
+    """Keeps the terminal from writing ^C into what stands there."""
+    try:
+        import termios
+    except ImportError:  # Windows
+        yield
+        return
+    try:
+        number = sys.stdin.fileno()
+        before = termios.tcgetattr(number)
+    except (OSError, ValueError, termios.error):  # no terminal
+        yield
+        return
+    changed = [*before]
+    changed[3] &= ~termios.ECHOCTL
+    termios.tcsetattr(number, termios.TCSANOW, changed)
+    try:
+        yield
+    finally:
+        with suppress(termios.error):
+            termios.tcsetattr(number, termios.TCSANOW, before)
 
 
 class History:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.bounded import printable
 from wgpu_lora.cli.console import console, is_terminal, line
+from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
     from wgpu_lora.infer import Evaluation
@@ -32,8 +33,7 @@ def show_answers(answers: Mapping[str, Answer]) -> None:
 
     shown = console()
     for name, answer in answers.items():
-        count = len(answer.token_ids)
-        end = Text(f"{count:,} token{'' if count == 1 else 's'}, {answer.stop_reason}", "dim")
+        end = Text(f"{counted(len(answer.token_ids), 'token')}, {answer.stop_reason}", "dim")
         title = Text(printable(name), "bold")
         shown.print(
             Panel(

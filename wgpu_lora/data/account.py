@@ -97,8 +97,12 @@ class Account:
         self._seen.clear()
         return self.source.digest() or self._digest.hexdigest()
 
-    def refuse_bad(self) -> None:
-        """Raises UserError where a row cannot be used: one by itself, else the first ones and how many there are."""
+    def refuse_bad(self, cure: str | None = None) -> None:
+        """Raises UserError where a row cannot be used: one by itself, else the first ones and how many there are.
+
+        Args:
+            cure: what to do with them, else it is said how a run goes on without them.
+        """
         if not self.bad:
             return
         if len(self.bad) == 1:
@@ -111,7 +115,8 @@ class Account:
         if self.bad_count > _TOLD:
             told.append(f"and {self.bad_count - _TOLD:,} more")
         what = f"{self.source.called} has {counted(self.bad_count, 'row')} that cannot be used"
-        raise UserError(f"{what}; mend them, or set them aside with {flag('skip_bad_rows')}:", told)
+        cure = cure or f"mend them, or set them aside with {flag('skip_bad_rows')}"
+        raise UserError(f"{what}; {cure}:", told)
 
     def refuse_nothing(self, max_length: int) -> None:
         """Raises UserError: no row is left; why."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from wgpu_lora.data.files import opened
-from wgpu_lora.data.formats import LISTS, check_columns, format_of
+from wgpu_lora.data.formats import LISTS, Check, check_columns, format_of
 from wgpu_lora.data.jsonl import MAX_LINE, MAX_SHOWN
 from wgpu_lora.data.source import Place, Problem, Rows
 from wgpu_lora.errors import UserError
@@ -20,11 +20,14 @@ MAX_COLUMNS = 4096
 _SEPARATOR = re.compile(r"sep=.\s*")  # for Excel, before the header
 
 
-def read_delimited(path: Path) -> Rows:
+def read_delimited(path: Path, check: Check = check_columns) -> Rows:
     """The rows of a file whose first line names its columns, divided by commas, semicolons or tabs.
 
     Cells are strings. Empty ones of columns that hold lists are left out. A row of too many or too few cells, that is
     misquoted or not UTF-8 is a Problem. Rows are named by the line that they begin in.
+
+    Args:
+        check: raises UserError where columns of these names are not what is wanted.
 
     Raises:
         UserError: the file cannot be read or is empty, its header fits no format, or a quotation mark is not closed.
@@ -36,12 +39,12 @@ def read_delimited(path: Path) -> Rows:
     with opened(path) as file:
         for line, cells in _records(file, path):
             if names is None:
-                names = _columns(cells, f"{path}, line {line}")
+                names = _columns(cells, f"{path}, line {line}", check)
                 continue
             empty = False
             yield Place("line", line), cells if isinstance(cells, Problem) else _row(names, cells)
     if empty:
-        raise UserError(f"{path} is empty; training needs a line that names the columns, and at least one row.")
+        raise UserError(f"{path} is empty; it needs a line that names the columns, and at least one row.")
 
 
 def _records(file: IO[bytes], path: Path) -> Iterator[tuple[int, list[str] | Problem]]:
@@ -118,7 +121,7 @@ def _decoded(cells: list[str]) -> list[str] | Problem:
     return cells
 
 
-def _columns(cells: list[str] | Problem, where: str) -> list[str]:
+def _columns(cells: list[str] | Problem, where: str, check: Check) -> list[str]:
     """The names of the columns. Raises UserError where they fit no format, or two have the same."""
     if isinstance(cells, Problem):
         raise UserError(f"{where}: {cells.reason}")
@@ -129,7 +132,7 @@ def _columns(cells: list[str] | Problem, where: str) -> list[str]:
     if twice:
         raise UserError(f"{where}: two columns are named {twice[:80]!r}; rename one.")
     try:
-        check_columns(names)
+        check(names)
     except UserError as error:
         raise UserError(f"{where}: the first line has to name the columns: {error}") from error
     return names

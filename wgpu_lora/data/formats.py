@@ -14,7 +14,7 @@ Each row is an object and fits one format by its keys. Where keys of several for
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +65,13 @@ class Alpaca:
     output: str
     system: str
 
+    @property
+    def asked(self) -> list[dict[str, Any]]:
+        """The messages that ask for the output, for models with a chat template."""
+        before = [{"role": "system", "content": self.system}] if self.system else []
+        question = f"{self.instruction}\n\n{self.input}" if self.input else self.instruction
+        return [*before, {"role": "user", "content": question}]
+
 
 @dataclass(frozen=True)
 class Text:
@@ -92,6 +99,9 @@ def format_of(row: Mapping[str, Any]) -> tuple[str, ...]:
     """The keys by which a row fits a format; () where it fits none."""
     given = [key for key, value in row.items() if value is not None]
     return next((keys for names in (given, row) for keys in _FORMATS if all(key in names for key in keys)), ())
+
+
+Check = Callable[[Sequence[str]], None]
 
 
 def check_columns(names: Sequence[str]) -> None:

@@ -43,7 +43,7 @@ class HubSource:
     def rows(self) -> Rows:
         names = known_columns(self.table.column_names, self.path)
         if not self.table.num_rows:
-            raise UserError(f"{self.path} is empty; training needs at least one row.")
+            raise UserError(f"{self.path} is empty; at least one row is needed.")
         # As Arrow has them: nothing is decoded that training does not read.
         table = self.table.select_columns(names).with_format("arrow")
         with _told(self.path):

@@ -32,7 +32,7 @@ def read_array(path: Path) -> Rows:
         for number, (line, element) in enumerate(_elements(file, path), start=1):
             yield Place("row", number, line), too_long() if element is None else parse_line(element)
     if not number:
-        raise UserError(f"{path} is an empty list; training needs at least one row.")
+        raise UserError(f"{path} is an empty list; at least one row is needed.")
 
 
 def _elements(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes | None]]:

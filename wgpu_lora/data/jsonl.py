@@ -39,7 +39,7 @@ def read_lines(path: Path) -> Rows:
             first = False
             yield Place("line", number), row
     if first:
-        raise UserError(f"{path} is empty; training needs at least one row.")
+        raise UserError(f"{path} is empty; at least one row is needed.")
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -102,9 +102,7 @@ def _alpaca(example: Alpaca, tokenizer: Tokenizer) -> Conversation | Completion:
         prompt = _ALPACA_WITH_INPUT if example.input else _ALPACA
         prompt = prompt.format(instruction=example.instruction, input=example.input)
         return Completion(f"{example.system}\n\n{prompt}" if example.system else prompt, example.output)
-    messages = [{"role": "system", "content": example.system}] if example.system else []
-    question = f"{example.instruction}\n\n{example.input}" if example.input else example.instruction
-    messages += [{"role": "user", "content": question}, {"role": "assistant", "content": example.output}]
+    messages = [*example.asked, {"role": "assistant", "content": example.output}]
     return Conversation(messages, frozenset({len(messages) - 1}))
 
 

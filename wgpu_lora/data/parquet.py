@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.data.formats import COLUMNS, check_columns
+from wgpu_lora.data.formats import COLUMNS, Check, check_columns
 from wgpu_lora.data.jsonl import MAX_LINE, too_long
 from wgpu_lora.data.source import Place, Rows, dense
 from wgpu_lora.errors import UserError
@@ -17,8 +17,11 @@ MAX_BATCH = MAX_LINE  # bytes; of more than that, each row is decoded alone
 MAX_ROWS_A_BYTE = 64  # that a file may claim: many alike take next to nothing, but something
 
 
-def read_parquet(path: Path) -> Rows:
+def read_parquet(path: Path, check: Check = check_columns) -> Rows:
     """The rows of a file, of the columns that formats have; null fields within a row are left out, as Arrow adds them.
+
+    Args:
+        check: raises UserError where columns of these names are not what is wanted.
 
     Raises:
         UserError: pyarrow is not installed, the file is damaged, or its columns fit no format.
@@ -34,17 +37,17 @@ def read_parquet(path: Path) -> Rows:
             if rows > MAX_ROWS_A_BYTE * size:
                 raise UserError(f"{path} claims {rows:,} rows in {size:,} bytes: it is damaged; write it again.")
             if not rows:
-                raise UserError(f"{path} is empty; training needs at least one row.")
-            names = known_columns(file.schema_arrow.names, str(path))
+                raise UserError(f"{path} is empty; at least one row is needed.")
+            names = known_columns(file.schema_arrow.names, str(path), check)
             yield from rows_of(file.iter_batches(BATCH, columns=names))
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as Parquet ({_first_line(error)}): write it again.") from error
 
 
-def known_columns(names: list[str], where: str) -> list[str]:
+def known_columns(names: list[str], where: str, check: Check = check_columns) -> list[str]:
     """Those of a table's columns that formats have. Raises UserError where they fit no format, or one stands twice."""
     try:
-        check_columns(names)
+        check(names)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     known = [name for name in names if name in COLUMNS]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
@@ -78,6 +78,8 @@ def generate(
     Raises:
         UserError: there is no tokenizer, a prompt is too long, the adapter does not fit, or a value is out of range.
     """
+    settings = settings_of(options, "generate()")
+    prompt = _listed(prompt)
     several = isinstance(prompt, Sequence) and not isinstance(prompt, str) and not _is_conversation(prompt)
     if not stream:
         found = answer(
@@ -91,7 +93,6 @@ def generate(
         return [one.text for one in found] if several else found[0].text
     if several:
         raise UserError("stream=True is for a single prompt: ask one at a time, or leave it out.")
-    settings = settings_of(options, "generate()")
     check_prompt(prompt)
     opened = _opened(model)
     tokenizer_of(opened)
@@ -103,6 +104,12 @@ def generate(
                 yield piece
 
     return pieces()
+
+
+def _listed(prompts: Any) -> Any:
+    """What holds prompts, such as an array or a column of a table, as a list."""
+    is_one = isinstance(prompts, str | bytes | Mapping | Sequence) or not isinstance(prompts, Iterable)
+    return prompts if is_one else list(prompts)
 
 
 def _is_conversation(prompt: Sequence[Any]) -> bool:
@@ -139,6 +146,7 @@ def answer(
         UserError: there is no tokenizer, a prompt is too long, the adapter does not fit, or a value is out of range.
     """
     settings = settings_of(options, "answer()")
+    prompts = _listed(prompts)
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         raise UserError(f"The prompts must be a list of texts, not {prompts!r:.100}.")
     for prompt in prompts:

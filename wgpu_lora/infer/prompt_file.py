@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.data import read_jsonl
+from wgpu_lora.data.account import Account
+from wgpu_lora.data.delimited import read_delimited
+from wgpu_lora.data.files import SUFFIXES, FileSource, bare_name, opened, reader_of
+from wgpu_lora.data.formats import Alpaca, Conversation, parse_example
+from wgpu_lora.data.parquet import read_parquet
+from wgpu_lora.data.source import Problem
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.atomic import write_new_bytes
 from wgpu_lora.infer.answer import Answer
 from wgpu_lora.infer.prompt import Prompt, check_prompt
+from wgpu_lora.words import counted, listed
 
 MAX_TEXT_BYTES = 256 << 20
+KEYS = ("messages", "conversations", "prompt", "instruction")  # of rows that ask something, the first that is there
+_ROWS = re.compile(rb"(\xef\xbb\xbf)?\s*(\{|\[\s*\{|PAR1)")  # how a file of rows begins, whatever its name
 ANSWERED = ("response", "tokens", "stop_reason")  # what an answer adds to a row
 
 
@@ -29,62 +39,84 @@ class Request:
 
 
 def read_requests(path: Path) -> list[Request]:
-    """The prompts of a file, in its order: JSONL rows with `prompt` or `messages`, or lines of plain text.
+    """The prompts of a file, in its order: rows in any format that training reads, or lines of plain text.
 
-    It is JSONL by its name, or where its first line begins with a brace. Blank lines are passed over.
+    Rows ask by one of KEYS; they are told by the file's name or its first bytes. Blank lines are passed over.
 
     Raises:
-        UserError: the file cannot be read or is empty, or a row has no prompt, with its line.
+        UserError: the file cannot be read or is empty, or rows have no prompt, with their places.
     """
     if not path.is_file():
         wrong = f"{path} is not a regular file" if path.exists() else f"There is no file {path}"
         raise UserError(f"{wrong}: give --prompts JSONL rows with 'prompt' or 'messages', or lines of text.")
-    if path.suffix.lower() not in (".jsonl", ".ndjson") and not _begins_with_brace(path):
+    with opened(path) as file:
+        begins = file.read(4096)
+    if bare_name(path).suffix.lower() not in SUFFIXES and not _ROWS.match(begins):
         return [Request(line, {"prompt": line}) for line in _lines(path)]
+    reader = reader_of(path)
+    if reader in (read_delimited, read_parquet):
+        reader = partial(reader, check=_check_columns)
+    account = Account(FileSource(path, reader))
     found = []
-    for number, row in read_jsonl(path):
+    for place, row in account.source.rows():
         try:
+            if isinstance(row, Problem):
+                raise UserError(row.reason)
             found.append(_request(row))
         except UserError as error:
-            raise UserError(f"{path}, line {number}: {error}") from None
+            account.add_bad(place, Problem(str(error)))
+    account.refuse_bad("mend them")
     return found
 
 
-def _begins_with_brace(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"{"
+def _check_columns(names: Sequence[str]) -> None:
+    if not any(key in names for key in KEYS):
+        shown = listed([repr(name[:80]) for name in names[:20]]) if names else "none"
+        raise UserError(f"the columns are {shown}, but prompts are in one of {listed(KEYS)}: rename it.")
 
 
 def _lines(path: Path) -> list[str]:
-    if path.stat().st_size > MAX_TEXT_BYTES:
+    with opened(path) as file:
+        data = file.read(MAX_TEXT_BYTES + 1)
+    if len(data) > MAX_TEXT_BYTES:
         raise UserError(f"{path} is longer than {MAX_TEXT_BYTES:,} bytes: split it into several files.")
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not valid UTF-8 (byte {error.start + 1}): save it as UTF-8.") from None
-    lines = [line for line in text.split("\n") if line.strip()]  # universal newlines: no line ends with \r
+    lines = [line for line in re.split("\r\n?|\n", text) if line.strip()]
     if not lines:
         raise UserError(f"{path} is empty: write a prompt to a line.")
     return lines
 
 
 def _request(row: dict[str, Any]) -> Request:
-    messages = row.get("messages", row.get("prompt"))
-    if messages is None:
-        keys = ", ".join(repr(key) for key in list(row)[:12]) or "none"
-        raise UserError(f"the row has no 'prompt' and no 'messages': its keys are {keys}.")
     for key in ("tools", "chat_template_kwargs"):
         if row.get(key):
             raise UserError(f"the row has {key!r}, which answers cannot be given with: leave it out.")
-    answered = False
-    if "messages" in row and not isinstance(messages, list):
-        raise UserError("'messages' must be a list of messages.")
+    messages, answered = _asked(row), False
     while isinstance(messages, list) and len(messages) > 1 and _is_answer(messages[-1]):
         messages, answered = messages[:-1], True
     if isinstance(messages, str) and not messages.strip():
         raise UserError("the prompt is empty.")
     check_prompt(messages)
     return Request(messages, row, answered)
+
+
+def _asked(row: dict[str, Any]) -> Any:
+    """What a row asks: a text or, also of rows to train on, messages."""
+    key = next((key for key in KEYS if row.get(key) is not None), None)
+    if key is None:
+        keys = ", ".join(repr(key[:80]) for key in list(row)[:12]) or "none"
+        raise UserError(f"the row has no 'prompt' and no 'messages': its keys are {keys}.")
+    if key == "prompt":
+        return row[key]
+    whole = {"output": "", **row} if key == "instruction" else {key: row[key], "system": row.get("system")}
+    example = parse_example(whole)
+    if isinstance(example, Alpaca):
+        return example.asked
+    assert isinstance(example, Conversation)
+    return example.messages
 
 
 def _is_answer(message: Any) -> bool:
@@ -123,7 +155,7 @@ def kept_on_failure(
         if path and done:
             part = _free(path.with_name(f"{path.name}.part"))
             write_new_bytes(part, to_jsonl(done), "--output")
-            say(f"the {len(done):,} answers so far are in {part}")
+            say(f"{counted(len(done), 'answer')} so far: {part}")
         raise
 
 

@@ -16,6 +16,7 @@ from wgpu_lora.formats.gguf.tokenizer import read_tokenizer
 from wgpu_lora.formats.hub import is_gguf
 from wgpu_lora.formats.peft import CONFIG
 from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.names.naming import flag
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ def _read_directory(directory: Path) -> ModelFiles:
         )
     if not (directory / "config.json").exists() and (directory / CONFIG).exists():
         raise UserError(
-            f"{directory} is an adapter, not a model: give it as --adapter, and the model that it was trained on as "
-            "--model."
+            f"{directory} is an adapter, not a model: give it as {flag('adapter')}, or as {flag('init_adapter')} to "
+            f"train it further, and the model that it was trained on as {flag('model')}."
         )
     config = ModelConfig.load(directory)
     return ModelFiles(config, open_checkpoint(directory, config), Tokenizer.load(directory))

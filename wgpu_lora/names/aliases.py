@@ -7,6 +7,7 @@ import difflib
 import re
 from collections.abc import Collection, Mapping
 from functools import cache
+from numbers import Integral, Real
 from typing import Any
 
 from wgpu_lora.errors import UserError
@@ -97,7 +98,7 @@ def real_names(
     what: str = "option",
     otherwise: str = "'wgpu-lora finetune --help-all' lists the options.",
 ) -> dict[str, Any]:
-    """Values by the names of options, other programs' names and dashes understood.
+    """Values by the names of options, other programs' names and dashes understood; numbers of NumPy become Python's.
 
     Args:
         where: what the values are of, and `what` they are; the errors begin with them.
@@ -119,5 +120,12 @@ def real_names(
             raise UserError(f"{where} has an unknown {what} '{key}': {advice(typed, known, otherwise)}")
         if name in given:
             raise UserError(f"{where}: {flag(called[name])} and {flag(typed)} are the same {what}: leave one out.")
-        given[name], called[name] = value, typed
+        given[name], called[name] = _builtin(value), typed
     return given
+
+
+def _builtin(value: Any) -> Any:
+    """A number of NumPy's, say from a sweep, as JSON has it."""
+    if isinstance(value, bool | int | float) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)

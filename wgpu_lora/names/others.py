@@ -54,6 +54,9 @@ ALIASES: dict[tuple[str, ...], str] = {
     ("max_new_tokens",): "max_tokens n_predict num_predict max_gen_tokens",
     ("temperature",): "temp",
     ("top_p",): "nucleus",
+    ("stop",): "stop_strings stop_sequences stop_words",
+    ("repetition_penalty",): "repeat_penalty",
+    ("prompts",): "prompt_file prompts_file input_file",
     ("system",): "system_prompt system_message",
     ("prompt",): "question message",
 }

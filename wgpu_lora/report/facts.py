@@ -121,5 +121,5 @@ def summary(name: str, facts: Facts, speeds: Sequence[str]) -> str:
     memory = f"{readable(facts['memory']['peak'])} of device memory"
     return (
         f"- **{name}**: {what}, {steps_of(facts)} steps ({ended(facts)}), {', '.join(losses)}, "
-        f"{span(state['seconds'])}, {speed}, {memory}, on {device['name']} ({device['driver']})"
+        f"{span(state['seconds'])}, {speed}, {memory}, on {device['name']}, {device['driver']}"
     )
