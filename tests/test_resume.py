@@ -134,6 +134,21 @@ def test_interrupt_saves_and_says_so(device: Device, tmp_path: Path) -> None:
     assert facts["stop_reason"] == "max steps"
 
 
+def test_an_interrupt_before_the_first_step_goes_on_as_well(device: Device, tmp_path: Path) -> None:
+    heldout = {"eval_data": str(tmp_path / "rows.jsonl"), "max_steps": 2}
+    train(device, options(tmp_path, "whole", **heldout))
+
+    def interrupt(run: object, rows: int, loss: float | None) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    facts = job(device, options(tmp_path, **heldout)).train(measuring=interrupt)
+    assert (facts["stop_reason"], facts["state"]["step"], facts["state"]["first_eval_loss"]) == ("interrupt", 0, None)
+    train(device, options(tmp_path, resume=True, **heldout))
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    steps = [[line["step"] for line in read_log(tmp_path / name / LOG)] for name in ("whole", "run")]
+    assert steps == [[0, 1, 2]] * 2
+
+
 def test_resume_refuses_other_options_and_data(device: Device, tmp_path: Path) -> None:
     train(device, options(tmp_path, max_steps=2))
     with pytest.raises(UserError, match=r"learning_rate was 0\.001"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -32,6 +32,7 @@ from wgpu_lora.train.progress import StepResult
 from wgpu_lora.train.recipes import gather
 from wgpu_lora.train.trainer import Callback
 
+OnRows = Callable[[int, int], None]
 __all__ = ["Answer", "answer", "compare", "evaluate", "evaluate_several", "finetune", "generate", "load"]
 
 for _asking in (answer, compare, generate):
@@ -140,6 +141,7 @@ def evaluate(
     completion_only_loss: bool | None = None,
     enable_thinking: bool | None = None,
     progress: Progress | None = None,
+    on_rows: OnRows | None = None,
     progress_bar: bool | None = None,
 ) -> Evaluation:
     """Loss and perplexity of data, with an adapter or without.
@@ -154,7 +156,8 @@ def evaluate(
         on_overflow, completion_only_loss, enable_thinking: as in training; where they are None, as the adapter was
             trained, else truncate, True, and nothing for the chat template.
         progress: called with the name of each tensor that is loaded.
-        progress_bar: whether to show that loading; None does on a terminal and in a notebook.
+        on_rows: called with how many rows are done, and of how many.
+        progress_bar: whether to show progress; None does on a terminal and in a notebook.
 
     Raises:
         UserError: a value is out of range, the data cannot be read or have nothing to predict, or the adapter does not
@@ -164,10 +167,8 @@ def evaluate(
     source = _source(data, split, dataset_config)
     given = _given(max_length, on_overflow, completion_only_loss, enable_thinking)
     opened, prepared = _heldout(model, source, adapters, given, skip_bad_rows)
-    with Bars(progress_bar) as bars, on_device(opened, adapters) as loaded:
-        told = progress or bars.loading(opened)
-        found = evaluate_rows(opened, prepared, loaded, 0 if loaded else None, progress=told)
-    return replace(found, data=prepared.summary())
+    slots = {"": 0 if adapters else None}
+    return _measured(opened, prepared, adapters, slots, progress, on_rows, progress_bar)[""]
 
 
 def evaluate_several(
@@ -184,6 +185,7 @@ def evaluate_several(
     completion_only_loss: bool | None = None,
     enable_thinking: bool | None = None,
     progress: Progress | None = None,
+    on_rows: OnRows | None = None,
     progress_bar: bool | None = None,
 ) -> dict[str, Evaluation]:
     """Loss and perplexity of the same data under each of several adapters, which are all loaded at once.
@@ -205,9 +207,29 @@ def evaluate_several(
     source = _source(data, split, dataset_config)
     given = _given(max_length, on_overflow, completion_only_loss, enable_thinking)
     opened, prepared = _heldout(model, source, directories, given, skip_bad_rows)
-    with Bars(progress_bar) as bars, on_device(opened, directories) as loaded:
-        told = progress or bars.loading(opened)
-        found = {name: evaluate_rows(opened, prepared, loaded, slot, progress=told) for name, slot in slots.items()}
+    return _measured(opened, prepared, directories, slots, progress, on_rows, progress_bar)
+
+
+def _measured(
+    model: LoadedModel,
+    prepared: Prepared,
+    directories: Sequence[str | Path],
+    slots: Mapping[str, int | None],
+    progress: Progress | None,
+    on_rows: OnRows | None,
+    progress_bar: bool | None,
+) -> dict[str, Evaluation]:
+    """The loss of the same rows under each of `slots`, by name."""
+    each = len(prepared.rows)
+    found: dict[str, Evaluation] = {}
+    with Bars(progress_bar) as bars, on_device(model, directories) as loaded:
+        told, rows_told = progress or bars.loading(model), on_rows or bars.evaluating
+
+        def watch(rows: int) -> None:
+            rows_told(len(found) * each + rows, len(slots) * each)
+
+        for name, slot in slots.items():
+            found[name] = evaluate_rows(model, prepared, loaded, slot, progress=told, watch=watch)
     return {name: replace(one, data=prepared.summary()) for name, one in found.items()}
 
 

@@ -88,6 +88,10 @@ class Bars:
         if not run.state.step and loss is None and run.heldout:
             self.to("held-out loss", rows, len(run.heldout.rows), " rows")
 
+    def evaluating(self, done: int, total: int) -> None:
+        """Rows whose loss is measured."""
+        self.to("evaluating", done, total, " rows")
+
     def step(self, result: StepResult) -> None:
         """A step of a training run, or of one of a pipeline's."""
         facts = f"loss {result.loss:.4f}, lr {result.learning_rate:.2e}"

@@ -67,8 +67,13 @@ def evaluate(
         options |= {name: getattr(rows, name) for name in given}
         if rows.note and not as_json:
             line("note", rows.note)
-        with Bar("loading", opened.tensors_to_load()) as bar:
-            options["progress"] = lambda name: bar.advance()
+        with Bar("loading", opened.tensors_to_load()) as loading, Bar("evaluating", None, " rows") as evaluating:
+
+            def measured(rows: int, total: int) -> None:
+                loading.close()
+                evaluating.advance(to=rows, total=total)
+
+            options |= {"progress": lambda name: loading.advance(), "on_rows": measured}
             if several:
                 losses = evaluate_several(opened, data, adapters, include_base=compare, **options)
             else:

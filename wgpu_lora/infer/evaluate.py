@@ -124,12 +124,14 @@ def evaluate(
     slot: int | None = None,
     batch_tokens: int = 1024,
     progress: Progress = lambda name: None,
+    watch: Callable[[int], None] = lambda rows: None,
 ) -> Evaluation:
     """The loss of a prepared data file; loads the model's weights if they are not yet.
 
     Args:
         slot: which of `adapters` applies; None is the base alone.
         batch_tokens: tokens that are computed at a time; more where one row alone is longer.
+        watch: called with the number of rows that are done, at the beginning too.
 
     Raises:
         UserError: nothing to predict, or the device has no room.
@@ -147,7 +149,7 @@ def evaluate(
         allocate(model.device, mine)
         arena = Arena(model.device, plan.sizes)
         evaluator.build(arena)
-        loss, trained = evaluator.loss(prepared.rows, slot)
+        loss, trained = evaluator.loss(prepared.rows, slot, watch)
     finally:
         arena.free()
         release(model.device, mine)

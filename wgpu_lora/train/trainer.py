@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,6 +19,10 @@ from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun, Measuring
 
 Callback = Callable[[StepResult], bool | None]  # what is True ends the run after this step
+
+
+class _Interrupted(Exception):
+    """In the midst of measuring."""
 
 
 class Keeper(Protocol):
@@ -37,7 +41,7 @@ class StepKeeper:
     run: AdapterRun
 
     def save(self, trainer: Trainer) -> None:
-        if self.run.state.step:
+        if self.run.state.step or trainer.interrupted:
             self.run.save(trainer.session)
 
     def due(self, trainer: Trainer) -> bool:
@@ -96,12 +100,19 @@ class Trainer:
 
     def _measure_start(self) -> None:
         """The held-out losses that later ones are compared with, by people and by policies."""
+
+        def watch(run: AdapterRun, rows: int, loss: float | None) -> None:
+            if self.interrupted and loss is None:
+                raise _Interrupted
+            self.measuring(run, rows, loss)
+
         for progress in self.all:
             run, state = progress.run, progress.run.state
             wanted = run.args.eval_on_start or self.policy.eval_steps
             new = run.heldout and not state.step and state.first_eval_loss is None and not progress.ended
             if wanted and new:
-                progress.measure_start(self.measuring)
+                with suppress(_Interrupted):  # nothing is lost: it is measured when the run is resumed
+                    progress.measure_start(watch)
 
     def _live(self) -> list[Progress]:
         """Those that have work left; the others are ended, if they are not yet."""
@@ -186,6 +197,11 @@ class Trainer:
             assert progress.ended
             interrupted = self.signal if progress.ended == "interrupt" else None
             self.facts[progress.run.slot] = progress.run.finish(self.session, progress.ended, interrupted)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether something else than the callback asked for an end."""
+        return self._stop.is_set() and not self._asked
 
     def stop(self, signal_name: str | None = None) -> None:
         """Ends the runs after the step in progress, as an interrupt does."""
