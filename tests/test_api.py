@@ -167,7 +167,7 @@ def test_how_the_model_and_the_device_are_given(tmp_path: Path, monkeypatch: pyt
     assert seen == [("demo", "0", None), (QWEN2, None, None), (QWEN2, "0", None), (QWEN2, None, loaded)]
     for given, options, message in (
         (("demo",), {"model": "demo"}, "two models"),
-        (("demo",), {"device": True}, "device must be str"),
+        (("demo",), {"device": True}, "device must be text"),
         (("demo",), {"output": ""}, "'output' is empty"),
         (("",), {}, "'model' is empty"),
     ):

@@ -25,9 +25,9 @@ def test_every_option_has_help_and_a_heading():
     [
         ({"lerning_rate": 1e-3}, "unknown option 'lerning_rate': did you mean learning_rate?"),
         ({"zzz": 1}, "unknown option 'zzz': 'wgpu-lora finetune --help-all' lists the options."),
-        ({"max_steps": "3"}, "max_steps must be int, not '3'"),
-        ({"max_steps": True}, "max_steps must be int, not True"),
-        ({"packing": 1}, "packing must be bool"),
+        ({"max_steps": "3"}, "max_steps must be a whole number, not '3'"),
+        ({"max_steps": True}, "max_steps must be a whole number, not True"),
+        ({"packing": 1}, "packing must be true or false"),
         ({"learning_rate": float("nan")}, "learning_rate must be 0 or more, not nan"),
         ({"learning_rate": -1}, "learning_rate must be 0 or more"),
         ({"num_train_epochs": float("inf")}, "num_train_epochs must be greater than 0"),

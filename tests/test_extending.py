@@ -18,7 +18,9 @@ from wgpu_lora.train import finetune
 from wgpu_lora.train.ending import OUTCOMES, STOP_TEXT
 from wgpu_lora.train.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.train.output import LOG, read_log
+from wgpu_lora.train.pipeline_state import difference
 from wgpu_lora.train.recipes import gather
+from wgpu_lora.train.resume import continued, refuse_used
 from wgpu_lora.train.trainer import Callback
 
 WEIGHTS, MOMENTS = "adapter_model.safetensors", "checkpoints/step-8/optimizer.safetensors"
@@ -185,3 +187,27 @@ def test_a_pipeline_lives_with_its_adapters(pipeline: Path, capsys: pytest.Captu
     shutil.move(pipeline / "moved" / "b", pipeline / "b")
     assert main(["finetune", "--output", "b", "--resume"]) == 2
     assert "does not say where the record of its pipeline is" in capsys.readouterr().err
+
+
+def test_epochs_that_are_asked_for_now_win_over_a_limit_of_before(tmp_path: Path) -> None:
+    recorded = {"max_steps": 4, "num_train_epochs": 2.0}
+    assert continued({"num_train_epochs": 3.0}, recorded, None, tmp_path, "here").max_steps == -1
+    for given in ({"num_train_epochs": 2.0}, {"max_steps": 4}, {}):
+        assert continued(given, recorded, None, tmp_path, "here").max_steps == 4
+
+
+def test_what_differs_between_pipelines() -> None:
+    def identity(*names: str, weight: float = 1.0, **changes: Any) -> dict[str, Any]:
+        adapters = [{"name": name, "weight": weight} for name in names]
+        return {"schedule": "synchronized", "adapters": adapters, "options": {"seed": 42}} | changes
+
+    before = identity("a", "b")
+    assert difference(before, identity("a", "b", "c", batch_tokens=3)) == "its adapters were a, b, not a, b, c"
+    assert difference(before, identity("a", "b", weight=2.0)) == "the weight of adapter 'a' was 1.0, not 2.0"
+    assert difference(before, identity("a", "b", options={"seed": 5})) == "seed was 42, not 5"
+
+
+def test_a_pipelines_home_is_no_place_for_a_run(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text("{}")
+    with pytest.raises(UserError, match="already belongs to a pipeline"):
+        refuse_used(tmp_path)

@@ -136,6 +136,8 @@ def test_choices_are_those_that_are_there() -> None:
         ("evaluate rows.jsonl", "did you mean --data rows.jsonl?"),
         ("evaluate --max-length 3", "Missing option '--data'."),
         ("generate words", "did you mean --prompt words?"),
+        ("finetune --data a --data b", "--data takes one value, and has a and b: leave one out."),
+        ("finetune --resume .", "did you mean --output .?"),
         ("finetune --data x word", "'word' belongs to no option of 'wgpu-lora finetune'"),
         ("--model x", "--model stands after a command, such as 'wgpu-lora finetune --model ...'."),
         ("--zork", "No such option: --zork"),

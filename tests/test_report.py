@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,7 @@ def test_points_by_every_axis(runs: Path) -> None:
     assert run.points("eval_loss", "tokens")[0] == (0, held[0][1])
     assert run.points("eval_loss", "seconds")[0][0] > 0
     assert [round(x) for x, _ in run.points("loss", "progress")] == [33, 67, 100]
+    assert replace(run, log=[]).points("loss", "progress") == []  # of one that failed at its first step
 
 
 def test_a_short_run_is_readable_beside_a_long_one(runs: Path, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_file_that_is_wrong(tmp_path: Path, text: str, said: str) -> None:
 
 def test_values_of_the_wrong_kind() -> None:
     task = task_of({"data": "x", "checkpoint": "y", "rank": "8"}, "here")
-    with pytest.raises(UserError, match="The adapter y: 'rank' must be int"):
+    with pytest.raises(UserError, match="The adapter y: 'rank' must be a whole number"):
         task.arguments(TrainingArguments())
     none = task_of({"data": "x", "checkpoint": "y", "rank": 0}, "here")
     with pytest.raises(UserError, match="The adapter y: 'rank' must be greater than 0"):

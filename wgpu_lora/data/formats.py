@@ -25,9 +25,8 @@ from wgpu_lora.errors import UserError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} | {role: role for role in ROLES}
 # What a row of each format must have, in the order in which formats are looked for, and what it may have.
-_FORMATS = (
-    ("input_ids",), ("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"), ("text",),
-)  # fmt: skip
+_FORMATS = (("input_ids",), ("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"),
+            ("text",))  # fmt: skip
 # Of these, text is JSON: tables have one type to a column.
 LISTS = ("input_ids", "labels", "attention_mask", "messages", "conversations", "tools")
 COLUMNS = {*(key for keys in _FORMATS for key in keys), *LISTS, "input", "system", "chat_template_kwargs"}

@@ -254,6 +254,9 @@ def named(values: Mapping[str, Any], where: str, *more: str) -> dict[str, Any]:
     return real_names(values, [*(f.name for f in fields(TrainingArguments)), *more], where)
 
 
+_TYPES = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false"}
+
+
 def _typed(name: str, value: Any, parts: list[str], where: str) -> Any:
     allowed: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "bool": bool}
     if name == "target_modules" and isinstance(value, list | tuple):
@@ -264,5 +267,6 @@ def _typed(name: str, value: Any, parts: list[str], where: str) -> Any:
         isinstance(value, allowed[p]) and (p == "bool" or not isinstance(value, bool)) for p in parts if p != "None"
     )
     if not fits:
-        raise UserError(f"{where}: {flag(name)} must be {' or '.join(p for p in parts if p != 'None')}, not {value!r}.")
+        kind = " or ".join(_TYPES[part] for part in parts if part != "None")
+        raise UserError(f"{where}: {flag(name)} must be {kind}, not {value!r}.")
     return value
