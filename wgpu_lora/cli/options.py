@@ -47,7 +47,7 @@ def choice(text: str, values: Collection[str], **settings: Any) -> Any:
 Model = Annotated[
     str | None,
     typer.Option(
-        help="Model directory, GGUF file, hub id or 'demo'; by default the adapter's own base, or 'demo' without one.",
+        help="Model directory, GGUF file, hub id or 'demo'; left out, the adapter's own base, or 'demo'.",
         autocompletion=completion.MODEL,
     ),
 ]
