@@ -24,7 +24,7 @@ def test_every_option_has_help_and_a_heading():
     ("values", "message"),
     [
         ({"lerning_rate": 1e-3}, "unknown option 'lerning_rate': did you mean learning_rate?"),
-        ({"zzz": 1}, "unknown option 'zzz': 'wgpu-lora finetune --help-all' lists the options."),
+        ({"zzz": 1}, "unknown option 'zzz': help(wgpu_lora.finetune) lists the options."),
         ({"max_steps": "3"}, "max_steps must be a whole number, not '3'"),
         ({"max_steps": True}, "max_steps must be a whole number, not True"),
         ({"packing": 1}, "packing must be true or false"),

@@ -96,17 +96,20 @@ def real_names(
     known: Collection[str],
     where: str,
     what: str = "option",
-    otherwise: str = "'wgpu-lora finetune --help-all' lists the options.",
+    otherwise: str | None = None,
 ) -> dict[str, Any]:
     """Values by the names of options, other programs' names and dashes understood; numbers of NumPy become Python's.
 
     Args:
         where: what the values are of, and `what` they are; the errors begin with them.
-        otherwise: said where no option is near.
+        otherwise: said where no option is near, by default where those of training are listed.
 
     Raises:
         UserError: a name is not known, or two stand for one option.
     """
+    in_python = flag("a_name") == "a_name"
+    listed = "help(wgpu_lora.finetune)" if in_python else "'wgpu-lora finetune --help-all'"
+    otherwise = otherwise or f"{listed} lists the options."
     others = aliases_of(known)
     given: dict[str, Any] = {}
     called: dict[str, str] = {}
