@@ -303,14 +303,14 @@ def test_a_card_states_the_run_and_no_paths() -> None:
         "state": {"step": 3, "total_steps": 9, "tokens": 1234, "last_loss": 0.5, "first_eval_loss": 2.0,
                   "last_eval_loss": 1.5, "best_eval_loss": 1.0, "best_step": 2},
         "data": {"path": "/home/me/rows.jsonl", "summary": "rows.jsonl: 4 rows", "digest": "d1"},
-        "eval_data": None,
+        "eval_data": {"path": "/home/me/valid.jsonl", "digest": "d4"},
         "base_digest": "d2", "init_adapter_sha256": None, "adapter_sha256": "d3", "trainable_parameters": 5678,
         "environment": {"versions": {"wgpu-lora": "9"}, "device": {"name": "G", "driver": "D", "backend": "Vulkan"}},
     }  # fmt: skip
     text = card(facts)
     assert "base_model: Qwen/Qwen2.5-0.5B" in text
     assert "/home/me" not in text
-    for fact in ("3 of 9 (max steps)", "1,234", "5,678", "d1", "d2", "d3", "2.0000 before, 1.5000 after",
+    for fact in ("3 of 9 (finished)", "1,234", "5,678", "d1", "d2", "d3", "2.0000 before, 1.5000 after",
                  "--model Qwen/Qwen2.5-0.5B --adapter out --prompt", 'from_pretrained(base, "out")',
                  "export gguf --model Qwen/Qwen2.5-0.5B --adapter out",
                  "after step 2, whose held-out loss is lower: 1.0000",

@@ -26,7 +26,7 @@ Stop = Annotated[
     list[str] | None,
     typer.Option(help="Text that ends an answer, which is cut off before it; may be given several times."),
 ]
-Seed = Annotated[int, typer.Option(help="Of the draws.")]
+Seed = Annotated[int, typer.Option(help="Seed of what is drawn, where the temperature is not 0.")]
 NARROW = 36  # columns below which answers stand one below the other
 
 

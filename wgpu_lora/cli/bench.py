@@ -91,7 +91,7 @@ def bench(
     ] = None,
     memory_limit: Annotated[int | None, option("Bytes that --find-max-batch may use at most. [x>=1]", RUNS)] = None,
 ) -> int:
-    """Measure bricks: pieces of training and serving with a performance contract.
+    """Measure bricks, the pieces of training and serving.
 
     First the device's own ceilings, then for each brick correctness against float64 references, then time. A brick
     passes, or fails, which makes the exit code 1, or is 'noisy': its timings never came to agree, so they show nothing.

@@ -97,6 +97,8 @@ class Command(TyperCommand):
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record:
+                left, right = record
+                record = re.sub(r"<list\[(\w+)\]>", lambda found: f"<{found[1].lower()}>", left), right
                 default = "Arguments" if parameter.param_type_name == "argument" else OPTIONS
                 panels.setdefault(getattr(parameter, "rich_help_panel", None) or default, []).append(record)
         for title, records in sorted(panels.items(), key=lambda panel: panel[0] == OPTIONS):  # which come last

@@ -29,9 +29,10 @@ def gguf(
         bool, typer.Option("--lora", help="Write the adapter alone, for llama.cpp's own --lora, in f32.")
     ] = False,
 ) -> int:
-    """Write a model for llama.cpp: weights, tokenizer, chat template and stop tokens in one file.
+    """Write a model, or an adapter, for llama.cpp.
 
-    Tensor by tensor, on the CPU: neither a GPU nor room for the model is needed.
+    Weights, tokenizer, chat template and stop tokens in one file, written tensor by tensor on the CPU: neither a GPU
+    nor room for the model is needed.
     """
     from wgpu_lora.formats.gguf.lora import export_adapter
     from wgpu_lora.formats.gguf.write import export_model

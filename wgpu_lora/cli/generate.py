@@ -47,7 +47,10 @@ def generate(
         ),
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="File of prompts: JSONL with 'prompt' or 'messages', or lines of text.")
+        Path | None,
+        typer.Option(
+            help="File of prompts: rows as training reads them, with 'prompt' or 'messages', or lines of text."
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="File for the answers, as JSONL; without it, --prompts prints them.")
@@ -72,7 +75,7 @@ def generate(
     base_dtype: BaseDtype = "nf4",
     as_json: Json = False,
 ) -> int:
-    """Answer prompts, with or without an adapter; on a terminal, without a prompt, chat.
+    """Answer prompts; on a terminal, without a prompt, chat.
 
     Several adapters all answer, in a single batch.
     """

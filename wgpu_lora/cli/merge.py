@@ -18,7 +18,7 @@ def merge(
     model: Model = None,
     dtype: Annotated[str, choice("Of the written weights.", MERGED_DTYPES)] = "bf16",
 ) -> int:
-    """Merge an adapter into its base model, in the format of Hugging Face.
+    """Merge an adapter into its base, as a model of its own.
 
     Tensor by tensor, on the CPU: neither a GPU nor room for the model is needed.
     """

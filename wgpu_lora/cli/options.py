@@ -46,7 +46,10 @@ def choice(text: str, values: Collection[str], **settings: Any) -> Any:
 # Options that several commands have.
 Model = Annotated[
     str | None,
-    typer.Option(help="Model directory, GGUF file, hub id, or 'demo' (the default).", autocompletion=completion.MODEL),
+    typer.Option(
+        help="Model directory, GGUF file, hub id or 'demo'; left out, the adapter's own base, or 'demo'.",
+        autocompletion=completion.MODEL,
+    ),
 ]
 Adapter = Annotated[
     list[str] | None,
@@ -56,7 +59,7 @@ Adapter = Annotated[
     ),
 ]
 Device = Annotated[
-    str | None, typer.Option(help="Adapter index or a part of its name, as 'wgpu-lora info' lists them.")
+    str | None, typer.Option(help="GPU to use: its index or a part of its name, as 'wgpu-lora info' lists them.")
 ]
 BaseDtype = Annotated[str, choice("How the frozen weights are kept.", BASE_DTYPES)]
 AllowUnconfined = Annotated[

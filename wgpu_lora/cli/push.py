@@ -23,7 +23,7 @@ def push(
     exclude: Annotated[list[str] | None, typer.Option(help="Leave these out; may be repeated, and wins.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go, and send nothing.")] = False,
 ) -> int:
-    """Send an adapter or a model to the Hugging Face hub, with its model card, in one commit.
+    """Send an adapter or a model to the Hugging Face hub.
 
     What goes is what others load, by exact names: weights, configuration, tokenizer, card and licence; --dry-run says
     why each file does. --include sends what it matches instead, as `hf buckets sync` has it ('*' stands for anything,

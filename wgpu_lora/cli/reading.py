@@ -89,7 +89,7 @@ class Reader:
 
 @contextmanager
 def unmarked() -> Iterator[None]:
-    """Keeps the terminal from writing ^C into what stands there."""
+    """Keeps what is typed meanwhile, ^C too, out of what is written; the next prompt shows it."""
     try:
         import termios
     except ImportError:  # Windows
@@ -102,7 +102,7 @@ def unmarked() -> Iterator[None]:
         yield
         return
     changed = [*before]
-    changed[3] &= ~termios.ECHOCTL
+    changed[3] = changed[3] & ~termios.ECHO | termios.NOFLSH  # Ctrl-C throws away nothing that was written
     termios.tcsetattr(number, termios.TCSANOW, changed)
     try:
         yield

@@ -77,7 +77,9 @@ def release(
     dead: Annotated[bool, typer.Option("--dead", help="Everything whose process has ended.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Even though its process is alive.")] = False,
 ) -> None:
-    """Free what a process holds that has ended or, with --force, that no longer uses the device.
+    """Free what a process holds that has ended.
+
+    With --force, also what one holds that is alive, but no longer uses the device.
 
     What dead processes of this machine held is also freed by whoever asks for memory next.
     """

@@ -32,7 +32,7 @@ class Settings:
     min_p: float = option(0.0, "only tokens at least this share as likely as the likeliest; 0 keeps all")
     repetition_penalty: float = option(1.0, "above 1 makes tokens that have occurred less likely")
     stop: str | Sequence[str] = option((), "texts that end the answer, which is cut off before them")
-    seed: int = option(0, "of the draws")
+    seed: int = option(0, "seed of what is drawn, where the temperature is not 0")
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "top_k", "seed"):

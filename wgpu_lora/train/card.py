@@ -71,7 +71,7 @@ Trained with wgpu-lora {environment["versions"]["wgpu-lora"]} on {device["name"]
 {_better(facts)}
 ## Options
 
-{table({name: _shown(name, value) for name, value in options.items() if value is not None})}
+{table({name: _shown(name, value) for name, value in options.items() if value is not None and name != "resume"})}
 
 ## Digests
 
@@ -82,7 +82,7 @@ Trained with wgpu-lora {environment["versions"]["wgpu-lora"]} on {device["name"]
 def _use(stated: str, name: str, facts: dict[str, Any]) -> str:
     """How others load it; a base that is a directory has only its name, which whoever has it completes."""
     adapter = Path(str(facts["options"]["output"])).resolve().name
-    place = stated if hub_id(stated) else "wgpu_lora/demo/model" if stated == "demo" else f"path/to/{name}"
+    place = stated if hub_id(stated) else "path/to/wgpu_lora/demo/model" if stated == "demo" else f"path/to/{name}"
     base = "demo" if stated == "demo" else place
     return USE.format(base=shlex.quote(base), place=place, adapter=adapter)
 
@@ -129,7 +129,7 @@ def _digests(facts: dict[str, Any]) -> dict[str, str]:
 
 
 def _shown(name: str, value: Any) -> Any:
-    return hub_id(str(value)) or Path(str(value)).name if name in PATHS else value
+    return hub_id(str(value)) or Path(str(value)).resolve().name if name in PATHS else value  # '.' has a name too
 
 
 def _number(value: float | None) -> str:
