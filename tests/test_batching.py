@@ -25,14 +25,21 @@ def test_small_data_have_small_steps() -> None:
     assert sizes(FEW * 2 * 1024 * 4 // 100 + 1) == (True, 2, 4, False)
 
 
-def test_a_batch_is_no_longer_than_a_packed_one() -> None:
+def test_between_them_there_are_fewer_packed_batches_a_step() -> None:
     assert sizes(296, 1000) == (True, 2, 4, False)
-    assert sizes(200, 1000) == (False, 2, 2, True)
-    assert sizes(270, 600) == (False, 2, 4, True)
+    assert sizes(200, 1000) == (True, 2, 2, True)
+    assert sizes(100, 1000) == (True, 2, 1, True)
+    assert sizes(60, 1000) == (False, 2, 1, True)
+
+
+def test_a_batch_is_no_longer_than_a_packed_one() -> None:
+    args, _ = fitted(TrainingArguments(), [60] * 280 + [1000] * 8)
+    assert args.batching == (False, 2, 4)
 
 
 def test_what_was_said_holds() -> None:
-    assert sizes(50, packing=True) == (True, 2, 4, False)
+    assert sizes(50, packing=True) == (True, 2, 1, True)
+    assert sizes(50, packing=True, gradient_accumulation_steps=4) == (True, 2, 4, False)
     assert sizes(50, per_device_train_batch_size=4) == (False, 4, 1, True)
     assert sizes(50, gradient_accumulation_steps=4) == (False, 1, 4, True)
     three = {"packing": False, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 3}
@@ -52,6 +59,8 @@ def test_a_weight_multiplies_what_was_left_open() -> None:
     assert sizes(50, weight=2) == (False, 2, 2, True)
     assert sizes(50, weight=0.5) == (False, 1, 1, True)
     assert sizes(100_000, weight=2) == (True, 2, 8, False)
+    assert sizes(200, 1000, weight=0.5) == (True, 2, 1, True)
+    assert sizes(200, 1000, weight=2) == (True, 2, 4, True)
     assert sizes(50, weight=2, gradient_accumulation_steps=6) == (False, 1, 6, True)  # multiplied already
 
 

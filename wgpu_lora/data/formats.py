@@ -107,9 +107,8 @@ def check_columns(names: Sequence[str]) -> None:
     """Raises UserError unless a table with these columns has rows of some format; the message lists them."""
     if format_of(dict.fromkeys(names, "")):
         return
-    hint = renaming(names) or "rename them"
     shown = ", ".join(repr(name[:80]) for name in names[:20]) or "none"
-    raise UserError(f"the columns are {shown}, but the formats have {_KEYS}; {hint}.")
+    raise UserError(f"the columns are {shown}, but the formats have {_KEYS}; {renaming(names) or 'rename them'}.")
 
 
 def parse_example(row: dict[str, Any]) -> Example:

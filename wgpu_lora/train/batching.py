@@ -16,8 +16,9 @@ ROWS = (8, 4, 2)  # of a step then, the first that gives that many steps
 def fitted(args: TrainingArguments, lengths: Sequence[int], weight: float = 1.0) -> tuple[TrainingArguments, str]:
     """Fills in packing, rows a batch and batches a step where they were left open; also a note where data are small.
 
-    Small data are those of which packed batches would make fewer than FEW steps an epoch. They are trained on in steps
-    of 8 rows, as TRL would, or of 4 or 2 where 8 are too many, and in batches of no more tokens than a packed one.
+    Small data are those of which packed batches, 4 a step, would make fewer than FEW steps an epoch. They get 2 or 1 a
+    step and, where those are few too, are not packed: steps of 8 rows, as TRL would take, or of 4 or 2 where 8 are too
+    many, in batches of no more tokens than a packed one.
 
     Args:
         lengths: tokens of each row.
@@ -25,16 +26,24 @@ def fitted(args: TrainingArguments, lengths: Sequence[int], weight: float = 1.0)
     """
     packing, rows, accumulation = args.batching
     said = args.packing, args.per_device_train_batch_size, args.gradient_accumulation_steps
-    steps = sum(lengths) / (rows * args.length * accumulation) if packing else len(lengths) / (rows * accumulation)
-    small = None in said and not args.packing and steps < FEW
-    if small:
-        packing = False
-        rows, accumulation = _sizes(said[1], said[2], lengths, ROWS_PER_BATCH * args.length, weight)
+    a_batch = rows * args.length if packing else rows * sum(lengths) / len(lengths)  # tokens
+
+    def few(batches: int) -> bool:
+        return sum(lengths) / (a_batch * batches) < FEW
+
+    note, small = "", f"since the data are small ({counted(len(lengths), 'row')}, {sum(lengths):,} tokens)"
+    least = math.ceil(1 / weight)
+    if None in said and few(accumulation):
+        if packing and said[2] is None:
+            accumulation = next((n for n in (2, 1) if n >= least and not few(n)), least)
+            note = f"{counted(max(1, round(accumulation * weight)), 'packed batch', 'packed batches')} a step, {small}"
+        if few(accumulation) and not args.packing:
+            packing = False
+            rows, accumulation = _sizes(said[1], said[2], lengths, ROWS_PER_BATCH * args.length, weight)
+            batches = accumulation if said[2] else max(1, round(accumulation * weight))
+            note = f"{counted(min(rows * batches, len(lengths)), 'row')} a step, not packed, {small}"
     if said[2] is None:
         accumulation = max(1, round(accumulation * weight))
-    data = f"{counted(len(lengths), 'row')}, {sum(lengths):,} tokens"
-    a_step = counted(min(rows * accumulation, len(lengths)), "row")
-    note = f"{a_step} a step, not packed, since the data are small ({data})" if small else ""
     filled = replace(args, packing=packing, per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation)
     return filled, note
 

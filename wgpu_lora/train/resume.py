@@ -195,9 +195,13 @@ def refuse_used(directory: Path) -> None:
             f"The directory {directory} already belongs to a pipeline: choose another, or continue it with "
             f"{setting('resume', True)}."
         )
-    used = any((directory / name).exists() for name in (RUN, "adapter_config.json"))
-    if used or checkpoint.newest(directory):
+    if checkpoint.newest(directory):
         raise UserError(
             f"The output directory {directory} already holds a run: choose another directory, or continue it with "
             f"{setting('resume', True)}."
+        )
+    if any((directory / name).exists() for name in (RUN, "adapter_config.json")):
+        raise UserError(
+            f"The output directory {directory} already holds an adapter, without a checkpoint to continue from: choose "
+            "another directory, or remove this one."
         )
