@@ -134,9 +134,8 @@ def test_work_that_cannot_be(device: Device, work: dict[str, Any], message: str)
 def test_too_few_steps_are_refused_before_training(device: Device, tmp_path: Path):
     recipe = tmp_path / "recipe.toml"
     data = write_rows(tmp_path / "rows.jsonl")
-    recipe.write_text(
-        f'model = "{QWEN2}"\ndata = "{data}"\nnum_train_epochs = 1\nmax_length = 16\npacking = true\ngradient_accumulation_steps = 4\n'
-    )
+    options = "num_train_epochs = 1\nmax_length = 16\npacking = true\ngradient_accumulation_steps = 4"
+    recipe.write_text(f'model = "{QWEN2}"\ndata = "{data}"\n{options}\n')
     with pytest.raises(UserError, match="This training has 1 step, of which the first 2 are warm-up"):
         run_training(Work(recipe=str(recipe)), opened=device)
 
