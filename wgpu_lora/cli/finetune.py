@@ -180,7 +180,8 @@ def report(facts: dict[str, Any], output: Path) -> int:
     timed = reason == "target seconds"  # such a run knows how many steps it takes when it has taken them
     count = counted(state["step"], "step") if timed else f"{state['step']:,} of {counted(state['total_steps'], 'step')}"
     why = f"{count} in {state['seconds']:,.1f} s ({STOP_TEXT[reason]})"
-    line(outcome, "; ".join([why, *losses(state), f"the adapter is in {output}"]))
+    known = losses(state["last_loss"], state["first_eval_loss"], state["last_eval_loss"])
+    line(outcome, "; ".join([why, *known, f"the adapter is in {output}"]))
     if state["best_step"] and state["best_step"] < state["step"]:
         best = f"held-out loss {state['best_eval_loss']:.4f} after step {state['best_step']:,}"
         line("best", f"{output / 'best'} is better than the last: {best}")
@@ -193,13 +194,12 @@ def report(facts: dict[str, Any], output: Path) -> int:
     return exit_code(reason, facts["signal"])
 
 
-def losses(state: dict[str, Any]) -> list[str]:
-    """The training loss and the held-out loss, before and after, as far as they are known."""
-    found = [] if state["last_loss"] is None else [f"loss {state['last_loss']:.4f}"]
-    first, last = state["first_eval_loss"], state["last_eval_loss"]
-    if last is not None and state["step"]:
-        found.append(f"held-out loss {last:.4f}" + ("" if first is None else f" ({first:.4f} before)"))
-    return found
+def losses(trained: float | None, before: float | None, heldout: float | None) -> list[str]:
+    """The training loss and the held-out loss, before and after, as far as they are known; none before a step."""
+    if trained is None:
+        return []
+    first = "" if before is None else f" ({before:.4f} before)"
+    return [f"loss {trained:.4f}", *([] if heldout is None else [f"held-out loss {heldout:.4f}{first}"])]
 
 
 def exit_code(reason: str, signal_name: str | None) -> int:

@@ -74,7 +74,9 @@ def report(record: dict[str, Any], home: Path) -> int:
         outcome, text = OUTCOMES[adapter["stop_reason"]], STOP_TEXT[adapter["stop_reason"]]
         outcomes.append(outcome)
         why = f"{adapter['name']}: {adapter['step']:,} of {counted(adapter['total_steps'], 'step')} ({text})"
-        line(outcome, "; ".join([why, *losses(adapter["state"]), f"the adapter is in {adapter['checkpoint']}"]))
+        found = adapter["losses"]
+        known = losses(found["train"], found["before"], found["held_out"])
+        line(outcome, "; ".join([why, *known, f"the adapter is in {adapter['checkpoint']}"]))
         if outcome == "failed":
             print(f"wgpu-lora: adapter {adapter['name']}: {text}: {CURES}.", file=sys.stderr)
     if "interrupted" in outcomes:

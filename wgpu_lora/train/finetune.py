@@ -119,10 +119,7 @@ def _standing(stream: DataStream, own: Collection[str]) -> list[str]:
     if not newest:
         return []
     state, identity = checkpoint.check(newest)
-    try:
-        planned = plan_of(identity["options"], stream.args)
-    except ValueError as error:
-        raise checkpoint.refuse(newest, str(error)) from None
+    planned = plan_of(identity["options"], stream.args, newest)
     return [f"resumed: {outlook(state, planned, stream, [name for name in PLAN if name in own])}"]
 
 

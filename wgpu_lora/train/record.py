@@ -95,8 +95,12 @@ def write_pipeline(
                 "total_steps": state.total_steps,
                 "tokens": state.tokens,
                 "seconds": state.seconds,
-                "losses": {"train": state.last_loss, "held_out": state.last_eval_loss, "best": state.best_eval_loss},
-                "state": {name: value for name, value in facts["state"].items() if name not in ("tiles", "pending")},
+                "losses": {
+                    "train": state.last_loss,
+                    "before": state.first_eval_loss,
+                    "held_out": state.last_eval_loss,
+                    "best": state.best_eval_loss,
+                },
                 "trainable_parameters": facts["trainable_parameters"],
                 "adapter_sha256": facts["adapter_sha256"],
             }

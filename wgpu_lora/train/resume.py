@@ -82,17 +82,16 @@ def differs(name: str, before: Any, now: Any) -> UserError:
     )
 
 
-def plan_of(options: Mapping[str, Any], args: TrainingArguments) -> TrainingArguments:
-    """`args` with what a checkpoint's record says of how far the run was to go.
+def plan_of(options: Mapping[str, Any], args: TrainingArguments, place: Path) -> TrainingArguments:
+    """`args` with what the record of the checkpoint in `place` says of how far the run was to go.
 
     Raises:
-        ValueError: the record says nothing of it, or what cannot be.
+        UserError: the record says nothing of it, or what cannot be.
     """
     try:
-        planned = from_values({name: options[name] for name in PLAN}, STATE, args)
-    except (KeyError, UserError) as error:
-        raise ValueError(f"the options in {STATE} are not those of a run") from error
-    return planned
+        return from_values({name: options[name] for name in PLAN}, STATE, args)
+    except (KeyError, UserError):
+        raise checkpoint.refuse(place, f"the options in {STATE} are not those of a run") from None
 
 
 def extended(state: RunState, planned: TrainingArguments, stream: DataStream) -> int:
@@ -170,10 +169,7 @@ def go_on(state: RunState, options: dict[str, Any], stream: DataStream, place: P
         UserError: the state is not one that these data lead to, or as `extended`.
     """
     args = stream.args
-    try:
-        planned = plan_of(options, args)
-    except ValueError as error:
-        raise checkpoint.refuse(place, str(error)) from None
+    planned = plan_of(options, args, place)
     total = state.total_steps if planned.target_seconds else DataStream(stream.prepared, planned).total_steps()
     if state.total_steps != total:
         wrong = f"{STATE} says {state.total_steps} steps in all, but there are {total}"

@@ -31,6 +31,8 @@ class DataStream:
     prepared: Prepared
     args: TrainingArguments
     _epochs: dict[int, list[list[list[int]]]] = field(default_factory=dict)
+    _total: int | None = None  # counting steps packs every epoch, and several ask
+    _digest: str | None = None  # every checkpoint has it
 
     def epoch(self, number: int) -> list[list[list[int]]]:
         """The optimizer steps of an epoch; the last may have fewer micro-batches."""
@@ -50,8 +52,11 @@ class DataStream:
 
     def total_steps(self) -> int:
         """Steps of the run by --max-steps, else by --num-train-epochs."""
-        if self.args.max_steps > 0:
-            return self.args.max_steps
+        if self._total is None:
+            self._total = self.args.max_steps if self.args.max_steps > 0 else self._count_steps()
+        return self._total
+
+    def _count_steps(self) -> int:
         whole = math.floor(self.args.num_train_epochs)
         part = self.args.num_train_epochs - whole
         total = sum(len(self.epoch(e)) for e in range(whole))
@@ -110,6 +115,11 @@ class DataStream:
 
     def rows_digest(self) -> str:
         """SHA-256 of the rows as they are trained on: of the data, the tokenizer and the chat template at once."""
+        if self._digest is None:
+            self._digest = self._hash_rows()
+        return self._digest
+
+    def _hash_rows(self) -> str:
         digest = hashlib.sha256()
         for row in self.prepared.rows:
             digest.update(np.array([row.index, len(row.input_ids)], np.int64).tobytes())
