@@ -17,6 +17,7 @@ from wgpu_lora.infer.settings import Settings
 from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.words import counted
 
 OnText = Callable[[str], None]
 OnDone = Callable[[int], None]
@@ -43,8 +44,7 @@ class Answer:
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= SHOWN else self.text[: SHOWN - 3] + "..."
-        count = len(self.token_ids)
-        return f"Answer({text!r}, {count} token{'' if count == 1 else 's'}, stop_reason={self.stop_reason!r})"
+        return f"Answer({text!r}, {counted(len(self.token_ids), 'token')}, stop_reason={self.stop_reason!r})"
 
 
 def tokenizer_of(model: LoadedModel) -> Tokenizer:
@@ -127,8 +127,7 @@ def open_generator(
     batch: int | None = None,
     progress: Progress = lambda name: None,
 ) -> Generator:
-    """A generator for so many prompts; where no batch is stated, the largest of at most
-    MOST that the device has room for.
+    """A generator for so many prompts; without a stated batch, the largest of at most MOST that there is room for.
 
     Raises:
         UserError: as for Generator.
