@@ -43,7 +43,8 @@ test-reference: setup .venv/reference  ## re-derive golden fixtures with torch, 
 
 # Everything that computes on the device, at lavapipe's other subgroup sizes (`make test` runs at the default one); then
 # the core subset without subgroups, at WebGPU's default limits, and with another vendor's compiler.
-GPU_TESTS := $(addprefix tests/test_,kernels.py program.py weights.py logits.py generate.py evaluate.py training_golden.py resume.py)
+GPU_TESTS := $(addsuffix .py,$(addprefix tests/,gpu/test_kernels gpu/test_program models/test_weights models/test_logits infer/test_generate \
+  infer/test_evaluate train/test_training_golden train/test_resume))
 test-drivers: setup  ## other subgroup sizes, no subgroups, default limits, another driver
 	scripts/install_vulkan.sh --swiftshader .drivers
 	@run() { echo "=== $$*"; env "$$@" $(PYTEST) -n $(JOBS) -m "$$only" $$tests || exit 1; }; \
@@ -58,7 +59,7 @@ test-drivers: setup  ## other subgroup sizes, no subgroups, default limits, anot
 	run VK_DRIVER_FILES=$(CURDIR)/.drivers/swiftshader.json
 
 test-proof: setup  ## that the proof fails when it should; whole runs of it, so minutes
-	$(PYTEST) tests/proof
+	$(PYTEST) tests/proof/runs
 
 # Where there is but one device, SwiftShader is the second: beside a GPU, or beside the software driver that is there.
 PROVE ?=

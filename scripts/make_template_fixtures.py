@@ -58,7 +58,7 @@ class _Frozen(datetime.datetime):
 
 def render_with_transformers() -> dict[str, dict[str, Any]]:
     """{template: {case: {"text": ..., "spans": [[start, end], ...]}, or null where the template fails}}"""
-    from data_helpers import NAMED, backend_json
+    from support.data import NAMED, backend_json
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
     from transformers.utils import chat_template_utils

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_models import DEMO, MODELS, make_adapter, make_model
 from llama_cpp_helpers import choices_agree, dequantized, llama_logits, loss, reference_logits, relative_error
+from support.gguf_models import DEMO, MODELS, make_adapter, make_model
 
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.formats.gguf.lora import export_adapter

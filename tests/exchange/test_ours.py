@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_models import DEMO, make_adapter
 from llama_cpp_helpers import loss, opened
+from support.gguf_models import DEMO, make_adapter
 
 from wgpu_lora import api
 from wgpu_lora.data.tokenizer import Tokenizer

@@ -11,8 +11,8 @@ import llama_cpp
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Q
-from gguf_models import DEMO, make_model
 from llama_cpp_helpers import tensor_types
+from support.gguf_models import DEMO, make_model
 
 from wgpu_lora.formats.gguf.mix import FILE_TYPES, pack
 from wgpu_lora.formats.gguf.write import export_model

@@ -9,9 +9,9 @@ from typing import Any
 import llama_cpp
 import pytest
 import tokenizers
-from gguf_models import DEMO, make_model
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 from llama_cpp_helpers import opened
+from support.gguf_models import DEMO, make_model
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from wgpu_lora.data.tokenizer import Tokenizer

@@ -1,0 +1,179 @@
+"""The search for the largest batch: as far as memory and the device go, and what of it runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.bench import MINI_ROW
+
+from wgpu_lora.bench import max_batch as search
+from wgpu_lora.bench.max_batch import Batches, Planned, find_max_batch, leading_to, planned_batch
+from wgpu_lora.bench.step import WARMUP, TrainingStep, check_fits, chosen_model, largest
+from wgpu_lora.cli import bench_training
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.models import shapes
+
+
+@pytest.fixture(autouse=True)
+def mini(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shapes._ROWS, "mini", MINI_ROW)
+
+
+@pytest.fixture
+def shared(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wgpu_lora.gpu.device.Device", lambda selector: device)
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 7, 64])
+def test_largest_finds_every_edge(most: int):
+    for edge in range(most + 2):
+        asked: list[int] = []
+
+        def fits(size: int, edge: int = edge, asked: list[int] = asked) -> bool:
+            asked.append(size)
+            if size > edge + 3:
+                raise UserError("too large to record")
+            return size <= edge
+
+        assert largest(fits, most) == min(edge, most)
+        assert len(asked) <= 1 + max(most, 1).bit_length()
+
+
+def test_the_plan_decides_where_memory_is_known():
+    def peak(rows: int) -> int:
+        if rows > 40:
+            raise UserError("one binding of this device holds less")
+        return 1000 + 100 * rows
+
+    bound = Planned(40, "the device", "one binding of this device holds less")
+    assert planned_batch(peak, 3050) == planned_batch(peak, 3050, 64) == Planned(20, "memory")
+    assert planned_batch(peak, 3050, None, "--memory-limit") == Planned(20, "--memory-limit")
+    assert planned_batch(peak, 3050, 20) == planned_batch(peak, None, 20) == Planned(20, "--max-batch")
+    assert planned_batch(peak, 3050, 8) == Planned(8, "--max-batch")
+    assert planned_batch(peak, 1099) == Planned(0, "memory")
+    assert planned_batch(peak, None) == planned_batch(peak, None, 10**12) == bound  # only what can be bound
+
+
+@pytest.mark.parametrize("edge", [1, 2, 3, 63, 64, 65, 504, 10**6])
+def test_the_search_has_no_end_but_memory_s(edge: int):
+    asked: list[int] = []
+
+    def peak(rows: int) -> int:
+        asked.append(rows)
+        return rows
+
+    assert planned_batch(peak, edge) == Planned(edge, "memory")
+    assert max(asked) <= 2 * edge
+    assert len(asked) <= 2 * edge.bit_length() + 1
+
+
+def test_table_leads_up_to_the_largest():
+    assert leading_to(20) == [1, 2, 5, 10, 20]
+    assert leading_to(1) == [1]
+    assert leading_to(0) == []
+    assert leading_to(1000) == [1, 15, 125, 250, 500, 1000]
+
+
+def test_large_batches_are_planned_in_no_time_and_in_no_memory(device: Device):
+    """What is declared of a batch is its programs: rows that nobody trains on are not made up."""
+    model = chosen_model(None, "mini", 1, device)
+    rows = device.max_binding // (4 * 64 * 16) // 4
+    begin = time.perf_counter()
+    assert TrainingStep(model, rows, 16, 4).session.memory().peak > rows * 16 * 64 * 4
+    assert time.perf_counter() - begin < 2
+
+
+def test_search_agrees_with_the_plan_and_the_device(device: Device):
+    model = chosen_model(None, "mini", 1, device)
+
+    def peak(rows: int) -> int:
+        return TrainingStep(model, rows, 16, 4).session.memory().peak
+
+    before = device.allocated  # by other tests
+    noted: list[dict[str, Any]] = []
+    found = find_max_batch(model, Batches(tokens=16, rank=4, limit=peak(2), runs=1), noted.append)
+    plain, checkpointing = found["summary"]
+    assert (plain["planned"], plain["confirmed"], plain["bounded_by"]) == (2, 2, "--memory-limit")
+    assert checkpointing["confirmed"] == checkpointing["planned"] >= 2
+    assert plain["why"] is plain["not_run"] is None
+    assert [row["batch"] for row in found["rows"] if not row["gradient_checkpointing"]] == [1, 2]
+    for row in found["rows"]:
+        assert row["allocated"] - before == row["planned"]
+    assert noted[0] is found["header"]
+    assert noted[0]["schema"] == "wgpu-lora-bench-max-batch/1"
+
+
+def test_a_device_that_refuses_is_asked_for_less(device: Device, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(search, "measure", measured(most=5))
+    model = chosen_model(None, "mini", 1, device)
+    found = find_max_batch(model, Batches(tokens=16, rank=4, most=8))
+    for summary in found["summary"]:
+        assert (summary["planned"], summary["confirmed"], summary["bounded_by"]) == (8, 5, search.REFUSED)
+        assert (summary["why"], summary["not_run"]) == ("The device could not allocate", None)
+    assert [row["batch"] for row in found["rows"]] == [1, 2, 4, 5] * 2
+
+
+def test_what_would_take_too_long_is_planned_alone(
+    device: Device, shared: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(search, "measure", measured(seconds=10.0))
+    model = chosen_model(None, "mini", 1, device)
+    found = find_max_batch(model, Batches(tokens=16, rank=4, most=80, seconds=250))
+    for summary in found["summary"]:
+        assert (summary["planned"], summary["confirmed"], summary["bounded_by"]) == (80, 20, "--max-batch")
+        assert summary["not_run"] == "a step of 40 rows would take about 400 s, and 250 s of --time-limit 250 were left"
+    assert bench_training.max_batch(None, "mini", 1, "nf4", None, Batches(16, 4, most=80, seconds=250), None) == 0
+    assert "80 rows by the plan, with gradient checkpointing, limited by --max-batch; 20 ran" in capsys.readouterr().out
+
+
+def measured(most: int = 10**9, seconds: float = 0.0) -> Any:
+    """A stand-in for measuring: the device refuses more rows than `most`, and a row takes so many seconds."""
+
+    def measure(model: Any, batches: Batches, rows: int, checkpointing: bool, left: float) -> dict[str, Any]:
+        if rows > most:
+            raise UserError("The device could not allocate.")
+        figures = {"step_seconds": rows * seconds, "warmup": 2, "tokens_per_second": 1.0, "planned": 1, "allocated": 1}
+        return {"kind": "batch", "batch": rows, "gradient_checkpointing": checkpointing, **figures}
+
+    return measure
+
+
+def test_without_time_one_step_confirms(device: Device):
+    model = chosen_model(None, "mini", 1, device)
+    batches = Batches(tokens=16, rank=4)
+    found = search.measure(model, batches, 1, False, 0.0)
+    assert (found["runs"], found["warmup"]) == (1, 0)
+    found = search.measure(model, batches, 1, False, 100.0)
+    assert (found["runs"], found["warmup"]) == (3, WARMUP)
+
+
+def test_nothing_is_allocated_for_what_does_not_fit(device: Device):
+    before = device.allocated
+    model = chosen_model(None, "mini", None, device)
+
+    def needs(of: Any) -> int:
+        return TrainingStep(of, 1, 16, 4).session.memory().peak
+
+    two = needs(chosen_model(None, "mini", 2, device))
+    with pytest.raises(UserError, match=r"mini with 3 layers needs .* are available: --layers 2 would fit\."):
+        check_fits(model, needs, limit=two)
+    with pytest.raises(UserError, match="not even one layer would fit"):
+        find_max_batch(model, Batches(tokens=16, rank=4, limit=1000))
+    assert device.allocated == before
+
+
+def test_search_as_a_command(shared: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    batches = Batches(tokens=16, rank=4, most=1, runs=1)
+    file = tmp_path / "found.json"
+    assert bench_training.max_batch(None, "mini", 1, "nf4", None, batches, str(file)) == 0
+    kinds = [json.loads(line)["kind"] for line in file.read_text().splitlines()]
+    assert kinds == ["header", "batch", "summary", "batch", "summary"]
+    out = capsys.readouterr().out
+    assert "1 row with gradient checkpointing, limited by --max-batch; a step of them ran" in out
+    with pytest.raises(UserError, match="--max-batch must be at least 1, not 0"):
+        Batches(most=0)

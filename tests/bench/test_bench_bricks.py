@@ -1,0 +1,301 @@
+"""Every brick once on a miniature model, what checks them, and the command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import MODELS
+from support.bench import CEILINGS, mini, result
+
+from wgpu_lora.bench import cuts
+from wgpu_lora.bench.ceiling import bandwidth_gbs, decode_fma_gflops, dispatch_seconds, fma_gflops
+from wgpu_lora.bench.check import check
+from wgpu_lora.bench.contract import load_contract
+from wgpu_lora.bench.recording import Recording
+from wgpu_lora.bench.results import Writer
+from wgpu_lora.bench.run import check_fit, measure, run_bricks
+from wgpu_lora.bench.workload import Context, ProgramWorkload, default_shape
+from wgpu_lora.bench.workloads import WORKLOADS, serving
+from wgpu_lora.cli import main
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.single import nmse
+from wgpu_lora.ops.elementwise import add_forward, swiglu_forward
+
+
+@pytest.fixture
+def small_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts and batches that share few compiled kernels, so that the suite stays fast."""
+    monkeypatch.setattr(serving, "PROMPTS", (5, 9))
+    monkeypatch.setattr(serving, "NEW_TOKENS", 3)
+    monkeypatch.setattr(serving, "SEQUENCES", 2)
+
+
+@pytest.mark.usefixtures("small_serving")
+@pytest.mark.parametrize("name", sorted(WORKLOADS))
+def test_brick(device: Device, name: str) -> None:
+    contract, before = load_contract(name), device.allocated
+    context = mini(device)
+    labels = set()
+    for workload in WORKLOADS[name](context):
+        found = measure(context, contract, workload, CEILINGS, time_limit=0.01)
+        labels.add(found.label)
+        assert found.broken == [], found.label
+        assert found.reference is not None
+        assert found.reference["outputs"] > 0
+        assert found.iterations >= contract.measure.iterations
+        assert 0 < found.p20 <= found.seconds <= found.p80
+        assert found.operations > 0
+        assert found.bytes > 0
+        assert found.clock in ("timestamps", "host")
+    assert len(labels) == {"ttft": 2, "batch": 2}.get(name, 1)
+    context.close()
+    assert device.allocated == before
+
+
+@pytest.mark.parametrize("name", [n for n in sorted(WORKLOADS) if load_contract(n).kind == "training"])
+def test_a_brick_takes_what_it_planned(device: Device, name: str) -> None:
+    context = mini(device)
+    (workload,) = WORKLOADS[name](context)
+    before = device.allocated
+    planned = workload.nbytes()
+    device.peak_allocated = before
+    workload.open()
+    assert device.peak_allocated - before == pytest.approx(planned, abs=64)  # a buffer is of whole words
+    workload.close()
+    context.close()
+
+
+@pytest.mark.parametrize("compute_dtype", ["bf16", "f16"])
+def test_half_operands_are_held_to_their_references_too(device: Device, compute_dtype: str) -> None:
+    for found in run_bricks(mini(device, compute_dtype=compute_dtype), ["nf4_matmul_backward"], CEILINGS, 0.01):
+        assert found.broken == []
+
+
+# -- what checks them --------------------------------------------------------------------------------------------------
+
+
+def test_a_part_stands_for_the_whole(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cut agrees with what the device did on the whole."""
+    for name, value in {"PRODUCTS": 1, "VALUES": 2048, "ROWS": 3, "COLUMNS": 64, "PAGE_BLOCKS": 1}.items():
+        monkeypatch.setattr(cuts, name, value)
+    cut: set[str] = set()
+    for name in (n for n in WORKLOADS if load_contract(n).kind == "training"):
+        context = mini(device)
+        (workload,) = WORKLOADS[name](context)
+        workload.open()
+        found = workload.check(np.random.default_rng(1))
+        assert found is not None
+        assert found.nmse < 1e-9, found
+        cut |= set(found.in_part)
+        workload.close()
+        context.close()
+    assert cut == set(cuts.CUTS)
+
+
+def recorded(device: Device) -> Recording:
+    recording = Recording(device)
+    x = recording.input((8,))
+    y = recording.rec.temp((8,))
+    recording.rec.dispatch(add_forward, x, x, y, size=8)
+    recording.rec.dispatch(swiglu_forward, x, y, recording.rec.temp((8,)), size=8)
+    return recording
+
+
+def opened(recording: Recording) -> Iterator[ProgramWorkload]:
+    workload = ProgramWorkload(recording, recording.forward)
+    workload.open()
+    yield workload
+    workload.close()
+
+
+def test_a_wrong_kernel_is_found(device: Device) -> None:
+    recording = recorded(device)
+    wrong = replace(swiglu_forward, reference=lambda gate, up, y, size: gate * up)
+    recording.forward.dispatches[1] = replace(recording.forward.dispatches[1], kernel=wrong)
+    for workload in opened(recording):
+        found = workload.check(np.random.default_rng(0))
+        assert found.kernel == "swiglu_forward"
+        assert found.nmse > 1e-3
+
+
+def test_what_nobody_wrote_is_found(device: Device) -> None:
+    recording = recorded(device)
+    first, second = recording.forward.dispatches
+    recording.forward.dispatches = [second]  # reads what the first would have written
+    for _ in opened(recording):
+        recording.fresh(np.random.default_rng(0))
+        found = check(recording.forward)
+        assert found.outputs == 1
+        assert np.isnan(workload_output(device, recording)).all()
+    assert first.kernel is add_forward
+
+
+def workload_output(device: Device, recording: Recording) -> np.ndarray:
+    return device.read(recording.temps[1].storage.buffer).view(np.float32)
+
+
+def test_nmse() -> None:
+    want = np.array([3.0, 4.0, np.nan])
+    assert nmse(np.array([3.0, 4.0, 7.0]), want) == 0
+    assert nmse(np.array([3.0, 4.5, np.nan]), want) == 0.01
+    assert nmse(np.array([3.0, np.nan, 0.0]), want) == float("inf")
+    assert nmse(np.zeros(2), np.zeros(2)) == 0
+    assert nmse(np.ones(2), np.zeros(2)) == float("inf")
+
+
+def test_ceilings_are_measured(device: Device) -> None:
+    found = (
+        fma_gflops(device, 64, 64),
+        bandwidth_gbs(device, 1 << 12),
+        decode_fma_gflops(device, 64, 4),
+        1 / dispatch_seconds(device, 4),
+    )
+    assert all(0 < value < float("inf") for value in found)
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_said_with_the_layers_that_do(device: Device) -> None:
+    def needs(layers: int) -> int:
+        context = mini(device, layers)
+        (workload,) = WORKLOADS["train_step"](context)
+        return device.allocated + workload.nbytes()
+
+    before = device.allocated
+    room = needs(1)
+    assert room < needs(2)
+    check_fit(mini(device, 1), "train_step", room)
+    with pytest.raises(
+        UserError, match=r"brick train_step of mini needs .* bytes\) are available: it fits with --layers 1"
+    ):
+        check_fit(mini(device, 2), "train_step", room)
+    with pytest.raises(UserError, match="choose a smaller --shape or fewer --tokens"):
+        check_fit(mini(device, 2), "train_step", 1000)
+    assert device.allocated == before
+
+
+def test_what_cannot_be_bound_is_said(device: Device) -> None:
+    tokens = device.max_binding // (4 * 64) + 64
+    for name in ("swiglu", "train_step"):
+        with pytest.raises(UserError, match=r": lower --tokens\.$"):
+            check_fit(mini(device, tokens=tokens), name)
+
+
+def test_contexts(device: Device) -> None:
+    assert Context.of(device).name == default_shape(device)
+    keys = Context.of(device, "qwen2.5-0.5b", layers=1, rank=8).keys()
+    assert (keys["num_hidden_layers"], keys["rank"], keys["hidden_size"]) == (1, 8, 896)
+    assert keys["weight_bits"] == pytest.approx(4.127, abs=1e-3)
+    whole = Context.of(device, "qwen2.5-7b").keys()["parameters"]
+    assert 7.6e9 < whole < 7.7e9
+    for wrong, message in (
+        ({"shape": "zork"}, "The shape zork is not known: choose one of qwen2.5-0.5b"),
+        ({"tokens": 0}, "--tokens is 0"),
+        ({"rank": -1}, "--rank is -1"),
+        ({"tokens": 10**6}, "more than the 4096 positions of tiny-qwen3"),
+        ({"base_dtype": "zork"}, "--base-dtype zork is not known"),
+        ({"compute_dtype": "zork"}, "--compute-dtype zork is not known"),
+        ({"layers": 9}, "--layers 9 is not possible"),
+    ):
+        with pytest.raises(UserError) as refused:
+            Context.of(device, **{"shape": "tiny-qwen3", **wrong})
+        assert message in str(refused.value)
+
+
+def test_a_model_of_its_own(device: Device) -> None:
+    model = str(MODELS / "qwen2")
+    context = Context.of(device, model=model, layers=1, tokens=8, rank=4)
+    assert context.config.num_hidden_layers == 1
+    (found,) = run_bricks(context, ["load"], CEILINGS, 0.01)
+    assert found.broken == []
+    assert found.options["shape"] == model
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["bench", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Say what to do with exactly one of --brick NAME, --all"),
+        (["--all", "--list"], "Say what to do with exactly one of"),
+        (["--brick", "zork"], "The brick 'zork' is not known: choose one of attention"),
+        (["--brick", "rope", "--shape", "zork"], f"The shape zork is not known: choose one of {'qwen2.5-0.5b'}"),
+        (["--brick", "rope", "--shape", "tiny-qwen3", "--model", "demo"], "--shape and --model are both given"),
+        (["--brick", "rope", "--time-limit", "0"], "--time-limit is 0"),
+        (["--brick", "train_step", "--layers", "99", "--shape", "tiny-qwen3"], "--layers 99 is not possible"),
+        (["--compare", "nowhere", "nowhere"], "The result file nowhere cannot be read"),
+        (["--training", "--shape", "tiny-qwen3", "--model", "demo"], "a shape has made-up weights"),
+        (["--brick", "rope", "--device", "zork"], "No device is named 'zork'"),
+    ],
+)
+def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in refused(arguments, capsys)
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--list"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in WORKLOADS)
+    assert "tiny-qwen3" in out
+
+
+@pytest.mark.parametrize(("bandwidth", "code"), [(1e-6, 0), (1e12, 1)])
+def test_the_exit_code_names_a_broken_contract(
+    device: Device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    bandwidth: float,
+    code: int,
+) -> None:
+    ceilings = replace(CEILINGS, bandwidth_gbs=bandwidth)
+    monkeypatch.setattr("wgpu_lora.bench.ceiling.measure_ceilings", lambda device: ceilings)
+    command = import_module("wgpu_lora.cli.bench")  # the package has the function by this name
+    monkeypatch.setattr(command, "_context", lambda *a, **k: mini(device, tokens=128))
+    file = tmp_path / "a.jsonl"
+    arguments: list[Any] = ["bench", "--brick", "rope", "--time-limit", 0.01, "--json", file]
+    assert main([str(a) for a in arguments]) == code
+    out = capsys.readouterr().out
+    assert ("failed    rope: reaches" in out) == bool(code)
+    header, line = (json.loads(text) for text in file.read_text().splitlines())
+    assert header["schema"] == "wgpu-lora-bench/1"
+    assert header["device"]["name"] == device.info.name
+    assert header["device"]["driver"] == device.info.driver
+    assert header["ceilings"]["bandwidth_gbs"] == bandwidth
+    assert header["options"]["tokens"] == 128
+    assert {"wgpu-lora", "wgpu-native", "python"} <= set(header["versions"])
+    assert "commit" in header
+    assert line["brick"] == "rope"
+    assert line["kind"] == "brick"
+    assert len(line["broken"]) == code
+    assert ("noisy     rope: its" in out) == (line["cv"] >= line["cv_asked"])
+
+
+def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [tmp_path / name for name in ("old", "new", "other")]
+    for path, (brick, seconds) in zip(paths, [("rope", 1.0), ("rope", 0.5), ("load", 1.0)], strict=True):
+        writer = Writer(path)
+        writer.write({"schema": "wgpu-lora-bench/1", "device": {"name": path.name}, "options": {}})
+        writer.write(result(brick, seconds).record())
+    assert main(["bench", "--compare", str(paths[0]), str(paths[1])]) == 0
+    out = capsys.readouterr().out
+    assert "warning   name: old before, new now" in out
+    assert "faster" in out
+    assert "0.500" in out
+    assert "have no brick in common" in refused(["--compare", str(paths[0]), str(paths[2])], capsys)

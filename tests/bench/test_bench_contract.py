@@ -1,0 +1,355 @@
+"""Contracts and their formulas, statistics, result files and their comparison: all that needs no device."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.bench import CEILINGS, result
+
+from wgpu_lora.bench.ceiling import Ceilings
+from wgpu_lora.bench.compare import compare, warnings
+from wgpu_lora.bench.contract import Contract, brick_names, load_contract
+from wgpu_lora.bench.formula import evaluate
+from wgpu_lora.bench.report import KEY, cells, details, duration, rate, table
+from wgpu_lora.bench.results import SCHEMA, Result, Writer, read_results
+from wgpu_lora.bench.run import ceilings_broken, floor_seconds, judge
+from wgpu_lora.bench.stats import Timings, repeat, variation
+from wgpu_lora.bench.workloads import WORKLOADS
+from wgpu_lora.errors import UserError
+
+TOML = """
+covers = "a piece"
+kind = "training"
+options = ["tokens"]
+[dims]
+T = "tokens"
+H = "hidden_size * 2"
+[work]
+operations = "2 * T * H"
+bytes = "4 * T"
+[accuracy]
+nmse = 1e-9
+[budget]
+of = "fma"
+software = 0.25
+discrete = 0.5
+when = "T >= 8"
+[[bounds]]
+metric = "tokens_per_second"
+at_least = 50
+device = "discrete"
+when = "tokens > 1"
+"""
+KEYS = {"tokens": 8.0, "hidden_size": 3.0}
+
+
+# -- formulas ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("2 * T * (H + 1)", 56),
+        ("-T ** 2 + 7 // 2 + 7 % 4", -10),
+        ("ceil(T / 3) * min(T, H) - max(1, 2)", 4),
+        ("T >= 4 and H < T", 1),
+        ("T == 4 and H > T", 0),
+        ("T * 1.5e3", 6000),
+        ("T \\\n* H", 24 - 12),
+    ],
+)
+def test_formula(text: str, value: float) -> None:
+    assert evaluate(text, {"T": 4, "H": 6} if "(H + 1)" in text else {"T": 4, "H": 3}, "here") == value
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("2 * Z", "bricks/a.toml: work uses the name Z, which is not known: use one of H, T"),
+        ("T +", "no arithmetic expression"),
+        ("__import__('os')", "no arithmetic expression"),
+        ("T.real", "no arithmetic expression"),
+        ("'T'", "no arithmetic expression"),
+        ("True", "no arithmetic expression"),
+        ("[T for T in H]", "no arithmetic expression"),
+        ("T / (H - H)", "has no value"),
+        ("1e300 ** 9", "has no value"),
+        ("(0 - 1) ** 0.5", "has no value"),
+        ("min()", "has no value"),
+    ],
+)
+def test_formula_that_is_none(text: str, message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        evaluate(text, {"T": 4, "H": 6}, "bricks/a.toml: work")
+    assert message in str(refused.value)
+
+
+# -- contracts ---------------------------------------------------------------------------------------------------------
+
+
+def test_contract() -> None:
+    contract = Contract.parse("piece", TOML)
+    dims = contract.values(KEYS)
+    assert dims == {"T": 8, "H": 6}
+    assert (contract.operations(dims), contract.bytes(dims)) == (96, 32)
+    assert contract.measure.warmup == 3
+    assert contract.measure.iterations == 5
+    assert (contract.budget.share("software"), contract.budget.share("integrated")) == (0.25, None)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("covers =", "cover =", "the key cover, which is not known (did you mean covers?)"),
+        ('covers = "a piece"', "", "lacks the key covers"),
+        ('kind = "training"', 'kind = "zork"', "kind is 'zork'"),
+        ('of = "fma"', 'of = "zork"', "budget.of is 'zork'"),
+        ('of = "fma"', 'of = "fma"\nhardware = 1', "budget has the key hardware"),
+        ("software = 0.25", 'software = "much"', "budget.software is 'much', expected a positive number"),
+        ("software = 0.25", "software = 0", "budget.software is 0, expected a positive number"),
+        ("software = 0.25", "software = true", "budget.software is True, expected a positive number"),
+        ("nmse = 1e-9", "nmse = nan", "accuracy.nmse is nan"),
+        ('bytes = "4 * T"', "bytes = 4", "holds 4 where words are expected"),
+        ('bytes = "4 * T"', 'bytes = "4 * tokens"', "bricks/piece.toml: work.bytes uses the name tokens"),
+        ("at_least = 50", "at_least = 50\nat_most = 60", "needs one of at_most and at_least"),
+        ("at_least = 50", "", "needs one of at_most and at_least"),
+        ('device = "discrete"', 'device = "zork"', "device is 'zork'"),
+        ("[work]", "[measure]\nwarmup = 2.5\n[work]", "measure.warmup is 2.5"),
+        ("[dims]", "[dims", "is not valid TOML"),
+        ("[[bounds]]", "[bounds]", "expected [[bounds]] tables"),
+        ('options = ["tokens"]', "", "lacks the key options"),
+        ('options = ["tokens"]', 'options = "tokens"', "expected names"),
+        ('options = ["tokens"]', 'options = ["zork"]', "options has zork: use layers, tokens"),
+    ],
+)
+def test_contract_that_is_wrong(old: str, new: str, message: str) -> None:
+    assert old in TOML
+    with pytest.raises(UserError) as refused:
+        Contract.parse("piece", TOML.replace(old, new, 1))
+    assert message in str(refused.value)
+    assert "bricks/piece.toml" in str(refused.value)
+
+
+def test_dims_name_what_is_not_known() -> None:
+    with pytest.raises(UserError, match=r"bricks/piece.toml: dims.H uses the name hidden_size"):
+        Contract.parse("piece", TOML).values({"tokens": 1})
+
+
+def test_every_brick_has_a_contract_and_a_workload() -> None:
+    assert set(brick_names()) == set(WORKLOADS)
+    for name in brick_names():
+        contract = load_contract(name)
+        assert contract.accuracy is not None
+        assert contract.budget.software is not None
+
+
+def test_an_unknown_brick_is_answered_with_those_that_exist() -> None:
+    with pytest.raises(UserError, match=r"brick 'zork' is not known: choose one of .*attention.*ttft"):
+        load_contract("zork")
+
+
+# -- judging -----------------------------------------------------------------------------------------------------------
+
+
+def judged(device: str = "software", toml: str = TOML, **changes: Any) -> list[str]:
+    found = result("piece", **changes)
+    judge(Contract.parse("piece", toml), found, {**KEYS, "T": 8.0, "H": 6.0}, device)
+    return found.broken
+
+
+def reached(share: float) -> dict[str, Any]:
+    return {"of": "fma", "asked": None, "reached": share}
+
+
+def test_a_kept_contract() -> None:
+    assert judged(budget=reached(0.25), reference={"nmse": 1e-10, "kernel": "k"}) == []
+
+
+def test_a_broken_budget_says_by_how_much() -> None:
+    assert judged(budget=reached(0.2)) == ["reaches 20% of the device's compute ceiling, at least 25% (20% short)"]
+    assert judged(budget=reached(0.2), toml=TOML.replace("T >= 8", "T > 8")) == []
+    assert judged("unknown", budget=reached(0.0)) == []
+
+
+@pytest.mark.parametrize("error", [2e-9, float("inf"), float("nan")])
+def test_a_wrong_result_breaks_the_contract(error: float) -> None:
+    (text,) = judged(budget=reached(1), reference={"nmse": error, "kernel": "k"})
+    assert text.startswith("k is off its reference: NMSE ")
+
+
+def test_absolute_bounds() -> None:
+    fast, slow = {"tokens_per_second": 50.0}, {"tokens_per_second": 40.0}
+    assert judged("discrete", budget=reached(1), extra=fast) == []
+    assert judged("software", budget=reached(1), extra=slow) == []
+    assert judged("discrete", budget=reached(1), extra=slow) == ["tokens_per_second is 40, at least 50 (20% short)"]
+    most = TOML.replace("at_least = 50", "at_most = 30")
+    assert judged("discrete", most, budget=reached(1), extra=slow) == ["tokens_per_second is 40, at most 30 (33% over)"]
+    with pytest.raises(UserError, match=r"bounds tokens_per_second, which is not measured: use one of gbs, gflops"):
+        judged("discrete", budget=reached(1))
+
+
+def test_floors() -> None:
+    found = floor_seconds(CEILINGS, 1e9, 2e9)  # 100 and 20 GFLOP/s, 10 GB/s
+    assert found == pytest.approx({"fma": 0.01, "decode_fma": 0.05, "bandwidth": 0.2, "floor": 0.2, "lower": 0.2})
+    assert floor_seconds(CEILINGS, 1e12, 1e9)["lower"] == pytest.approx(50)
+
+
+def test_a_ceiling_below_numpy_is_none() -> None:
+    def of(fma: float, numpy: float | None) -> list[str]:
+        return ceilings_broken(Ceilings(fma, 1, 1, 1, numpy, "host"))
+
+    assert of(90, 100) == []
+    assert of(1, None) == []
+    assert "FMA chains reach 0.50 of NumPy's matmul" in of(50, 100)[0]
+
+
+# -- statistics --------------------------------------------------------------------------------------------------------
+
+
+def test_timings() -> None:
+    found = Timings.of([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    assert (found.median, found.p20, found.p80, found.iterations) == (3.5, 2.0, 5.0, 6)
+    assert found.cv == pytest.approx(0.5345, abs=1e-4)
+    assert Timings.of([2.0]).cv == 0
+    assert variation([0.0, 0.0]) == 0
+
+
+def counted(values: Iterator[float], iterations: int, cv: float, limit: float) -> int:
+    now = iter(range(1000))  # a second a question
+    return len(repeat(lambda: next(values), iterations, cv, limit, clock=lambda: next(now)))
+
+
+def test_repeating_ends_with_agreement_or_the_time() -> None:
+    def steady() -> Iterator[float]:
+        while True:
+            yield 1.0
+
+    def wild() -> Iterator[float]:
+        while True:
+            yield 1.0
+            yield 2.0
+
+    def settling() -> Iterator[float]:
+        yield 1.2
+        yield from steady()
+
+    assert counted(steady(), 5, 0.05, 100) == 5
+    assert counted(wild(), 5, 0.05, 0) == 5  # the least, however long it takes
+    assert counted(wild(), 5, 0.05, 10) == 14
+    assert 5 < counted(settling(), 5, 0.05, 100) < 40
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+HEADER = {
+    "schema": SCHEMA, "kind": "header", "device": {"name": "a", "driver": "1"}, "options": {"shape": "s", "layers": 2},
+}  # fmt: skip
+
+
+def written(path: Path, *results: Result, **header: Any) -> Path:
+    writer = Writer(path)
+    writer.write({**HEADER, **header})
+    for one in results:
+        writer.write(one.record())
+    return path
+
+
+def test_results_come_back(tmp_path: Path) -> None:
+    one = result("ttft", case="7 tokens", broken=["late"], extra={"first_token_ms": 3.0})
+    header, found = read_results(written(tmp_path / "a.jsonl", one))
+    assert (header, found) == (HEADER, [one])
+    assert one.label == "ttft (7 tokens)"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("zork", "is not a file of JSON lines"),
+        ("", "is empty"),
+        ("[]", "names no schema"),
+        ('{"schema": "zork/1"}', "is of the schema 'zork/1', expected 'wgpu-lora-bench/1'"),
+        ('{"schema": "wgpu-lora-bench-training/1"}', "is of the schema 'wgpu-lora-bench-training/1'"),
+        ('{"schema": "wgpu-lora-bench/2"}', "is of version 2 of its schema, but this wgpu-lora reads 1"),
+        (json.dumps(HEADER) + '\n{"zork": 1}', "is damaged"),
+        (json.dumps(HEADER) + "\n[1]", "is damaged"),
+        ('{"schema": "wgpu-lora-bench/1"}', "is damaged"),
+    ],
+)
+def test_result_files_that_are_none(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(text)
+    with pytest.raises(UserError) as refused:
+        read_results(path)
+    assert message in str(refused.value)
+    assert str(path) in str(refused.value)
+
+
+def test_result_files_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read: No such file"):
+        read_results(tmp_path / "none")
+    with pytest.raises(UserError, match="cannot be written: No such file"):
+        Writer(tmp_path / "none" / "a.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "verdict"),
+    [
+        (result(seconds=1), result(seconds=1.005), "same"),  # the middles overlap
+        (result(seconds=1), result(seconds=1.2), "slower"),
+        (result(seconds=1.2), result(seconds=1), "faster"),
+        (result(seconds=1, spread=0.2), result(seconds=1.3, spread=0.01, p20=1.29), "same"),  # within 2 CVs
+        (result(seconds=1, spread=0.01), result(seconds=1.3, spread=0.2, p20=1.25), "same"),
+        (result(seconds=1, p80=1.5), result(seconds=1.4), "same"),
+    ],
+)
+def test_verdicts_respect_noise(old: Result, new: Result, verdict: str) -> None:
+    (found,) = compare([old], [new])
+    assert found.verdict == verdict
+    assert found.ratio == new.seconds / old.seconds
+
+
+def test_what_makes_files_hard_to_compare() -> None:
+    old = (HEADER, [result("rope"), result("load")])
+    new = ({**HEADER, "device": {"name": "b", "driver": "1"}, "options": {"shape": "s", "layers": 3}}, [result("rope")])
+    assert warnings(old, old) == []
+    assert warnings(old, new) == [
+        "name: a before, b now",
+        "layers: 2 before, 3 now",
+        "only in the old file: load",
+    ]
+    assert [c.label for c in compare(old[1], new[1])] == ["rope"]
+
+
+def test_how_results_read() -> None:
+    assert [duration(s) for s in (2500, 1.5, 0.0123, 4.2e-6)] == ["2,500 s", "1.5 s", "12.3 ms", "4.2 us"]
+    kept = result(reference={"nmse": 1e-12, "kernel": "k", "outputs": 1, "in_part": ["k"]}, clock="timestamps")
+    assert cells(kept) == ("rope", "1 s", "1%", "1 GFLOP/s", "50%", "none", "passed")
+    assert "relative squared error 1.0e-12 against float64 (the largest kernels in part)" in details(kept)
+    broken = result(
+        broken=["late"], extra={"host_share": 0.1234567}, budget={"of": "bandwidth", "asked": 0.02, "reached": 0.01}
+    )
+    assert cells(broken)[3:] == ("1 GB/s", "1.0%", "2.0%", "failed")
+    assert details(broken).endswith("host share 0.1235")
+    assert "the host's clock" in details(broken)
+
+
+def test_rates_have_three_digits() -> None:
+    assert [rate(v, "B/s") for v in (0.0123, 12.34, 61_234)] == ["12.3 MB/s", "12.3 GB/s", "61.2 TB/s"]
+
+
+def test_the_table_fits_80_columns() -> None:
+    names = {"seconds": 0.0123, "gflops": 1234.5, "gbs": 1234.5}
+    budget = {"of": "fma", "asked": 0.025, "reached": 0.123}
+    results = [result(name, **names, budget=budget) for name in brick_names()]
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(table(results))
+    lines = shown.getvalue().splitlines()
+    assert len(lines) == 1 + len(results)
+    assert max(len(line.rstrip()) for line in lines) <= 80
+    assert max(map(len, KEY.splitlines())) <= 80

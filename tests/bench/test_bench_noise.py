@@ -1,0 +1,67 @@
+"""Timings that vary by more than a contract allows show nothing: they are noisy, and neither hold nor are the same."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.bench import CEILINGS, mini, result
+
+from wgpu_lora.bench.compare import compare
+from wgpu_lora.bench.report import cells, noise_text
+from wgpu_lora.bench.results import SCHEMA, Writer, read_results
+from wgpu_lora.bench.workload import ProgramWorkload
+from wgpu_lora.cli import main
+from wgpu_lora.gpu.device import Device
+
+
+def test_a_difference_may_hide_in_noise() -> None:
+    noisy = result(seconds=1, spread=0.2, cv_asked=0.05)
+    for old, new in ((noisy, result(seconds=1.1)), (result(seconds=1.1), noisy), (noisy, noisy)):
+        assert [c.verdict for c in compare([old], [new])] == ["noisy"]
+    assert [c.verdict for c in compare([noisy], [result(seconds=9)])] == ["slower"]  # too large to hide
+
+
+def test_timings_that_vary_too_much_do_not_hold(tmp_path: Path) -> None:
+    of = {"holds": {"spread": 0.049}, "noisy": {"spread": 0.05}, "broken": {"spread": 0.2, "broken": ["late"]}}
+    found = {verdict: result(cv_asked=0.05, **changes) for verdict, changes in of.items()}
+    assert {verdict: one.verdict for verdict, one in found.items()} == {verdict: verdict for verdict in of}
+    assert [cells(one)[-1] for one in found.values()] == ["passed", "noisy", "failed"]
+    writer = Writer(tmp_path / "a.jsonl")
+    writer.write({"schema": SCHEMA, "device": {}, "options": {}})
+    for one in found.values():
+        writer.write(one.record())
+    assert [line["verdict"] for line in lines_of(writer.path)] == list(of)
+    assert read_results(writer.path)[1] == list(found.values())
+    assert noise_text(found["noisy"]) == "its 5 timings vary by 5.0%, and count below 5%"
+    assert result(spread=0.9).verdict == "holds"  # of a file that says nothing of it
+
+
+@pytest.mark.parametrize(("seconds", "verdict"), [([1.0], "holds"), ([1.0, 2.0], "noisy")])
+def test_noise_alone_is_said_and_changes_no_exit_code(
+    device: Device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    seconds: list[float],
+    verdict: str,
+) -> None:
+    monkeypatch.setattr("wgpu_lora.bench.ceiling.measure_ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr(import_module("wgpu_lora.cli.bench"), "_context", lambda *a, **k: mini(device))
+    times = cycle(seconds)
+    monkeypatch.setattr(ProgramWorkload, "run", lambda self: next(times))
+    file = tmp_path / "a.jsonl"
+    assert main(["bench", "--brick", "rope", "--time-limit", "0.01", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    row = next(line for line in out.splitlines() if line.startswith("rope "))
+    assert row.split()[-1] == {"holds": "passed", "noisy": "noisy"}[verdict]
+    assert ("and count below 5%" in out) == (verdict == "noisy")
+    assert [line["verdict"] for line in lines_of(file)] == [verdict]
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()[1:]]

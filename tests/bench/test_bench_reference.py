@@ -1,0 +1,126 @@
+"""What stands around the comparison with PyTorch and around bench-gpu: processes that answer, or do not."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from support import SCRIPTS
+
+from wgpu_lora.bench.reference import Side, compared, take_turns
+from wgpu_lora.errors import UserError
+
+ECHO = """
+import json, sys
+log = open(sys.argv[2], "a")
+for line in sys.stdin:
+    request = json.loads(line)
+    log.write(sys.argv[1] + " " + request["request"] + "\\n"); log.flush()
+    if sys.argv[1] == "bad" and request["request"] == "steps":
+        print("out of memory", file=sys.stderr); sys.exit(3)
+    found = {"seconds": [0.5] * request["count"]} if "count" in request else {"about": sys.argv[1]}
+    print(json.dumps(found), flush=True)
+"""
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def sides(tmp_path: Path) -> Iterator[dict[str, Side]]:
+    log = str(tmp_path / "log")
+    made = {name: Side(name, [sys.executable, "-c", ECHO, name, log]) for name in ("good", "bad", "other")}
+    yield made
+    for side in made.values():
+        side.close()
+
+
+def test_sides_take_turns_and_one_that_ends_is_told(sides: dict[str, Side], tmp_path: Path):
+    found = take_turns(sides, rounds=2, steps=3)
+    assert found["good"] == {"about": "good", "seconds": [0.5] * 6}
+    assert found["bad"] == {"not_run": "bad ended with 3: out of memory"}
+    asked = (tmp_path / "log").read_text().splitlines()
+    assert [line for line in asked if line.endswith("steps")] == [
+        "good steps",
+        "bad steps",
+        "other steps",
+        "good steps",
+        "other steps",
+    ]
+
+
+def test_speeds_are_held_against_the_reference():
+    found = {"ours": {"seconds": [2.0, 1.0, 4.0]}, "torch": {"seconds": [1.0]}, "bad": {"not_run": "why"}}
+    ours, torch, bad = compared(found, 100, "torch")
+    assert (ours["step_seconds"], ours["tokens_per_second"], ours["ratio"]) == (2.0, 50.0, 0.5)
+    assert torch["ratio"] == 1.0
+    assert bad == {"side": "bad", "not_run": "why"}
+    (alone, _) = compared({"ours": found["ours"], "torch": found["bad"]}, 100, "torch")
+    assert alone["ratio"] is None
+
+
+def test_without_pytorch_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    reference = script("bench_reference")
+    monkeypatch.setattr(reference.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["bench_reference.py"])
+    assert reference.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "torch, transformers, peft cannot be imported" in line
+
+
+def test_our_side_answers(monkeypatch: pytest.MonkeyPatch):
+    work = '{"shape": "tiny-qwen3", "layers": 99, "rows": 1, "tokens": 16, "rank": 4, "base_dtype": "nf4"}'
+    command = [sys.executable, str(SCRIPTS / "bench_reference.py"), "--side", "ours", "--work", work]
+    side = Side("ours", command)
+    try:
+        with pytest.raises(UserError, match=r"ours ended with 2: .*--layers 99 is not possible"):
+            side.ask("prepare")
+    finally:
+        side.close()
+
+
+def test_parts_that_cannot_run_are_recorded():
+    gpu = script("bench_gpu")
+    told = gpu.run(gpu.Part("torch", ["bench-reference"], "torch finds no accelerator"), 60)
+    assert (told["status"], told["reason"]) == ("not run", "torch finds no accelerator")
+    failed = gpu.run(gpu.Part("zork", ["wgpu-lora", "zork"]), 60)
+    assert (failed["status"], failed["exit_code"]) == ("not run", 2)
+    assert "No such command 'zork'" in failed["reason"]
+    slow = gpu.run(gpu.Part("slow", ["wgpu-lora", "--version"]), 0.01)
+    assert slow["reason"] == "it took more than 0 s"
+    names = [part.name for part in gpu.parts(None, quick=True)]
+    for shape in ("qwen2.5-0.5b", "qwen2.5-7b"):
+        assert {f"bricks at {shape}", f"training at {shape}", f"beside PyTorch + PEFT in nf4 at {shape}"} <= set(names)
+
+
+def test_a_refused_part_is_run_in_pieces():
+    gpu = script("bench_gpu")
+    pieces = (gpu.Part("one", ["wgpu-lora", "--zork"]), gpu.Part("two", ["bench-reference"], "not here"))
+    found = list(gpu.outcomes([gpu.Part("both", ["wgpu-lora", "zork"], pieces=pieces)], 60))
+    assert [(f["part"], f["status"]) for f in found] == [("both", "not run"), ("one", "not run"), ("two", "not run")]
+    assert "--zork" in found[1]["reason"]
+    bricks = next(part for part in gpu.parts(None, quick=True) if part.name == "bricks at qwen2.5-7b")
+    said = " ".join(word for p in bricks.pieces for word in p.command)
+    assert "--brick nf4_matmul --tokens 32 --shape qwen2.5-7b" in said  # and no --layers, which it refuses
+    assert "--brick load --layers 1 --shape qwen2.5-7b" in said
+
+
+def test_records_of_a_part_that_was_stopped(tmp_path: Path):
+    gpu, file = script("bench_gpu"), tmp_path / "found.json"
+    assert gpu.read_records(file) == []
+    file.write_text('{"a": 1}\n{"b": 2}\n{"c":')
+    assert gpu.read_records(file) == [{"a": 1}, {"b": 2}]
+    file.write_text(json.dumps({"a": [1, 2]}, indent=1))
+    assert gpu.read_records(file) == [{"a": [1, 2]}]

@@ -1,0 +1,153 @@
+"""Whole runs measured again and again, and the search for the largest batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.bench import MINI_ROW
+from support.cli import QWEN2, SMALL, write_rows
+
+from wgpu_lora.bench.projection import operations, project
+from wgpu_lora.bench.step import TrainingStep, chosen_model
+from wgpu_lora.bench.training import WARMUP, Work, records, run_training, spread, trained_config
+from wgpu_lora.cli import bench_training
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.models import shapes
+
+
+@pytest.fixture(autouse=True)
+def mini(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(shapes._ROWS, "mini", MINI_ROW)
+    return "mini"
+
+
+@pytest.fixture
+def shared(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wgpu_lora.bench.training.Device", lambda selector: device)
+    monkeypatch.setattr("wgpu_lora.gpu.device.Device", lambda selector: device)
+
+
+# -- spread ------------------------------------------------------------------------------------------------------------
+
+
+def test_spread_is_the_samples():
+    found = spread([2.0, 4.0, 6.0, 8.0])
+    assert found["mean"] == found["median"] == 5.0
+    assert (found["min"], found["max"]) == (2.0, 8.0)
+    assert found["variance"] == pytest.approx(20 / 3)
+    assert found["cv"] == pytest.approx((20 / 3) ** 0.5 / 5)
+
+
+def test_spread_of_one_value_is_not_known():
+    assert spread([3.0]) == {"median": 3.0, "mean": 3.0, "min": 3.0, "max": 3.0, "variance": None, "cv": None}
+
+
+# -- projections -----------------------------------------------------------------------------------------------------
+
+
+def test_a_projection_is_the_plan_and_the_counted_operations(device: Device):
+    work = Work(shape="mini", layers=1, tokens=16, batch=2, rank=4, max_steps=WARMUP + 1)
+    found = run_training(work, 1, opened=device)
+    config = trained_config(found)
+    assert config.num_hidden_layers == 1
+    same, larger = project(found, config, device, ("mini", "tiny-qwen3"))
+    # The measured model itself, but for its other two layers: a layer's share of the operations is known.
+    one, three = (operations(shapes.shape_config("mini", layers), 4, 16.0) for layers in (1, 3))
+    assert same["times_the_operations"] == pytest.approx(three / one)
+    run = found["runs"][0]
+    assert same["samples_per_second"] == pytest.approx(run["samples_per_second"] * one / three)
+    assert same["seconds"] == pytest.approx(run["seconds"] * three / one)
+    # Rows of this recipe are cut at 16 tokens, so the plan is that of the step itself.
+    model = chosen_model(None, "mini", None, device)
+    assert same["peak_planned"] == TrainingStep(model, 2, 16, 4).session.memory().peak
+    assert larger["peak_planned"] > same["peak_planned"]
+    assert larger["times_the_operations"] > same["times_the_operations"]
+
+
+def test_operations_are_counted_per_row():
+    config = shapes.shape_config("mini")
+    linear = 4 * 3 * (64 * (64 + 64) + 64 * 64 + 3 * 64 * 128)  # forward and input gradient of the base, a token
+    assert operations(config, 4, 64.0) > 64 * linear * 0.9
+    assert operations(config, 4, 64.0) > 2 * operations(config, 4, 32.0)  # attention grows with the square
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+
+def test_runs_on_a_shape_are_alike_and_counted(device: Device):
+    work = Work(shape="mini", layers=1, tokens=16, batch=2, rank=4, max_steps=WARMUP + 2)
+    noted: list[dict[str, Any]] = []
+    before = device.allocated  # by other tests
+    found = run_training(work, 2, noted.append, device)
+    assert noted == records(found)
+    assert [record["kind"] for record in noted] == ["header", "run", "run", "summary"]
+    assert found["header"]["work"]["layers"] == 1
+    assert found["header"]["device"]["name"] == device.info.name
+    for run in found["runs"]:
+        assert run["steps"] == 2
+        assert run["stop_reason"] == "max steps"
+        assert run["tokens_per_second"] == pytest.approx(16 * run["samples_per_second"])
+        assert run["trained_tokens_per_second"] == pytest.approx(15 * run["samples_per_second"])
+        assert run["samples_per_second"] == pytest.approx(2 / run["step_seconds"]["mean"])
+        assert run["seconds"] >= 2 * run["step_seconds"]["mean"]
+        assert run["peak_allocated"] - before == run["peak_planned"]
+    assert found["summary"]["spread"]["final_loss"]["variance"] == 0  # the same bits, so nothing else got in
+
+
+def test_a_recipe_is_run_elsewhere(device: Device, tmp_path: Path):
+    rows = [{"input_ids": [1, 2, 3, 4, 5], "labels": [-100, -100, 3, 4, -100]}] * 4
+    values = SMALL | {"model": QWEN2, "data": str(write_rows(tmp_path / "rows.jsonl", rows))}
+    values |= {"output": str(tmp_path / "mine"), "packing": False}
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items()))
+    found = run_training(Work(recipe=str(recipe), max_steps=WARMUP + 1), 1, opened=device)
+    (run,) = found["runs"]
+    assert run["tokens_per_second"] == pytest.approx(5 * run["samples_per_second"])
+    assert run["trained_tokens_per_second"] == pytest.approx(2 * run["samples_per_second"])
+    assert found["summary"]["spread"]["seconds"]["variance"] is None
+    assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        ({"shape": "mini", "recipe": "demo"}, "--recipe and --shape are both given"),
+        ({"layers": 2}, "--layers goes with --shape"),
+        ({"max_steps": WARMUP}, f"give at least {WARMUP + 1}"),
+        ({"shape": "zork"}, "The shape zork is not known: choose one of "),
+        ({"recipe": "zork"}, "The recipe zork does not exist"),
+        ({"shape": "mini", "tokens": 100}, "--tokens 100 is not possible"),
+        ({"shape": "mini", "batch": 0}, "--batch must be greater than 0"),
+        ({"shape": "mini", "tokens": 16, "rank": 10**9}, "--rank 1000000000 needs .* lower it to at most"),
+        ({"recipe": "demo", "compute_dtype": "zork"}, "--compute-dtype must be one of"),
+    ],
+)
+def test_work_that_cannot_be(device: Device, work: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=message):
+        run_training(Work(**work), opened=device)
+
+
+def test_too_few_steps_are_refused_before_training(device: Device, tmp_path: Path):
+    recipe = tmp_path / "recipe.toml"
+    data = write_rows(tmp_path / "rows.jsonl")
+    options = "num_train_epochs = 1\nmax_length = 16\npacking = true\ngradient_accumulation_steps = 4"
+    recipe.write_text(f'model = "{QWEN2}"\ndata = "{data}"\n{options}\n')
+    with pytest.raises(UserError, match="This training has 1 step, of which the first 2 are warm-up"):
+        run_training(Work(recipe=str(recipe)), opened=device)
+
+
+def test_command_writes_lines(shared: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    work = Work(shape="mini", layers=1, tokens=16, batch=2, rank=4, max_steps=WARMUP + 1)
+    assert bench_training.training(work, 1, str(tmp_path / "found.json")) == 0
+    lines = [json.loads(line) for line in (tmp_path / "found.json").read_text().splitlines()]
+    assert lines[0]["schema"] == "wgpu-lora-bench-training/1"
+    assert [line["kind"] for line in lines] == ["header", "run", "summary"]
+    out = capsys.readouterr().out
+    assert "shape mini, 1 layer;" in out
+    assert "one run" in out
+    with pytest.raises(UserError, match=r"The result file /nowhere/x\.json cannot be written"):
+        bench_training.training(work, 1, "/nowhere/x.json")

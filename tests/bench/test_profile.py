@@ -1,0 +1,228 @@
+"""Profiling a step: what the parts add up to, the trace file, and the command around both."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cli import QWEN2
+
+from wgpu_lora.bench.profile import Piece, Profile, TrainedAs, profile_step, write_trace
+from wgpu_lora.bench.step import TrainingStep, chosen_model
+from wgpu_lora.cli import main
+from wgpu_lora.cli.profile import _rest, _summary
+from wgpu_lora.formats.checkpoint import Checkpoint
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.models import shapes
+
+MINI = ("qwen3", 128, 64, 128, 3, 2, 1, 32, 1e-6, 1e6, True, 64)
+
+
+@pytest.fixture
+def mini(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(shapes._ROWS, "mini", MINI)
+    return "mini"
+
+
+@pytest.fixture
+def run(device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    monkeypatch.setattr("wgpu_lora.gpu.device.Device", lambda selector: device)
+    monkeypatch.setattr(device, "choices", {})  # which a run's tilings take the place of
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        return main(["profile", *arguments]), *capsys.readouterr()
+
+    return call
+
+
+def made_up() -> Profile:
+    def piece(kernel: str, shape: str, seconds: float, operations: int | None) -> Piece:
+        return Piece("train", kernel, shape, (1, 1, 1), seconds, operations)
+
+    pieces = [
+        piece("norm", "rows 4", 0.1, None),
+        piece("product", "m 4", 0.25, 10**9),
+        piece("product", "m 8", 0.5, 2 * 10**9),
+    ]
+    return Profile("timestamps", 1, step_seconds=1.0, device_seconds=0.9, pieces=pieces)
+
+
+def test_shares_are_of_all_kernels():
+    profile = made_up()
+    assert profile.attributed_share == pytest.approx(0.85)
+    assert profile.host_share == pytest.approx(0.1)
+    product, norm = profile.groups()
+    assert (product.kernel, product.shape, product.calls) == ("product", None, 2)
+    assert product.share == pytest.approx(0.75 / 0.85)
+    assert product.gflops == pytest.approx(4.0)
+    assert norm.gflops is None
+    assert sum(group.share for group in profile.groups()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "100 ms, 10.0% of the step"),
+        ({"device_seconds": 1.05}, "too little to measure"),  # three measurements: one need not fit into another
+        ({"step_spread": 0.2}, "too little to measure"),
+        ({"clock": "host"}, "not known"),  # it counts waiting as computing
+    ],
+)
+def test_what_cannot_be_told_is_not_a_figure(changes: dict[str, Any], said: str):
+    profile = replace(made_up(), **changes)
+    assert _rest(profile).startswith(said)
+    assert (profile.host_share is None) == bool(changes)
+    assert profile.as_dict()["host_share"] == profile.host_share
+
+
+def test_kernels_alone_may_take_longer_than_their_step(capsys: pytest.CaptureFixture[str]):
+    profile = replace(made_up(), step_seconds=0.5, trained=30, tokens=32)
+    assert profile.attributed_share is None
+    _summary(profile)
+    out = capsys.readouterr().out
+    assert "60 trained, 64 processed tokens/s" in out
+    assert "together in a step they take less" in out
+
+
+def test_grouping_by_shape_keeps_shapes_apart():
+    groups = made_up().groups(by_shape=True)
+    assert [(g.kernel, g.shape, g.calls) for g in groups] == [
+        ("product", "m 8", 1),
+        ("product", "m 4", 1),
+        ("norm", "rows 4", 1),
+    ]
+
+
+def test_trace_lays_dispatches_end_to_end(tmp_path: Path):
+    write_trace(tmp_path / "trace.json", made_up(), "a step")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    complete = [event for event in events if event["ph"] == "X"]
+    assert [(event["ts"], event["dur"]) for event in complete] == [
+        (pytest.approx(0), pytest.approx(1e5)),
+        (pytest.approx(1e5), pytest.approx(2.5e5)),
+        (pytest.approx(3.5e5), pytest.approx(5e5)),
+    ]
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert threads == {complete[0]["tid"]: "train"}
+
+
+def test_every_dispatch_of_the_step_is_timed(device: Device, mini: str):
+    model = chosen_model(None, mini, 1, device)
+    step = TrainingStep(model, 2, 16, rank=4)
+    try:
+        step.allocate()
+        profile = profile_step(step, rounds=1)
+    finally:
+        step.close()
+    ((_, program),) = step.session.steps.values()
+    dispatches = [*program.dispatches, *step.session.optimizer.program.dispatches]
+    assert [piece.kernel for piece in profile.pieces] == [d.kernel.name for d in dispatches]
+    assert all(piece.seconds > 0 for piece in profile.pieces)
+    first = next(piece for piece in profile.pieces if piece.kernel == "nf4_matmul")
+    assert first.shape.startswith("m 32, n 64, k 64")
+    assert first.operations == 2 * 32 * 64 * 64
+
+
+def test_command_writes_json_and_trace(run: Any, mini: str, tmp_path: Path):
+    trace = tmp_path / "trace.json"
+    arguments = ["--shape", mini, "--layers", "1", "--tokens", "16", "--batch", "2", "--rank", "4", "--rounds", "1"]
+    code, out, _ = run(*arguments, "--json", "--trace", str(trace))
+    found = json.loads(out)
+    assert code == 0
+    assert found["schema"] == "wgpu-lora-profile/1"
+    assert found["work"]["layers"] == 1
+    calls = sum(kernel["calls"] for kernel in found["kernels"])
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert calls == sum(event["ph"] == "X" for event in events) > 20
+    assert found["attributed_seconds"] == pytest.approx(sum(kernel["seconds"] for kernel in found["kernels"]))
+
+
+@pytest.fixture
+def finished(tmp_path: Path, device: Device) -> Path:
+    """What a run of the fixture qwen2 leaves, as far as a profile reads it."""
+    options = {"model": QWEN2, "base_dtype": "bf16", "lora_r": 3, "max_length": 24, "per_device_train_batch_size": 3}
+    options |= {"gradient_checkpointing": True, "target_modules": "q_proj,v_proj"}
+    facts = {"options": options, "state": {"tiles": {"a kernel": {}}}}
+    facts["environment"] = {"device": {"name": device.info.name}}
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    return tmp_path
+
+
+def test_of_a_run_it_takes_the_runs_options(run: Any, finished: Path, device: Device):
+    code, out, err = run("--run", str(finished), "--rounds", "1", "--batch", "2", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    digest = found["work"].pop("base_digest")
+    assert found["work"] == {
+        "model": QWEN2,
+        "layers": 3,
+        "whole": True,
+        "base_dtype": "bf16",
+        "batch": 2,  # of the command line, which wins
+        "tokens": 24,
+        "rank": 3,
+        "gradient_checkpointing": True,
+        "target_modules": "q_proj,v_proj",
+        "compute_dtype": "f32",
+        "tiles": "of the run",
+    }
+    assert device.choices == {"a kernel": {}}
+    assert digest == Checkpoint(QWEN2).digest()  # what run.json has, so that a report can compare
+    assert {"name", "driver"} <= found["device"].keys()
+
+
+def test_rows_that_were_not_packed_have_their_average_length(finished: Path):
+    facts = json.loads((finished / "run.json").read_text())
+    facts["options"] |= {"packing": False, "gradient_accumulation_steps": 2}
+    facts["state"] |= {"step": 5, "processed_tokens": 5 * 2 * 3 * 7 + 1}
+    (finished / "run.json").write_text(json.dumps(facts))
+    trained = TrainedAs.read(finished)
+    assert (trained.rows, trained.tokens) == (3, 8)
+
+
+def test_of_a_run_that_cannot_be_read(run: Any, finished: Path):
+    code, out, err = run("--run", str(finished), "--shape", "qwen3-8b")
+    assert (code, out) == (2, "")
+    assert "--run and --shape are both given" in err
+    (finished / "run.json").write_text('{"options": {}}')
+    code, _, err = run("--run", str(finished))
+    assert code == 2
+    assert "cannot be read (KeyError: 'state')" in err
+    code, _, err = run("--run", str(finished / "none"))
+    assert code == 2
+    assert "holds no finished run" in err
+
+
+def test_command_prints_a_table(run: Any, mini: str):
+    code, out, _ = run(
+        "--shape", mini, "--layers", "1", "--tokens", "16", "--batch", "2", "--rank", "4", "--rounds", "1", "--by-shape"
+    )
+    assert code == 0
+    assert "nf4_matmul_backward" in out
+    assert "m 32, n 64, k 64" in out
+    assert "each call timed alone by " in out
+    assert " processed tokens/s" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shape", "zork"], "The shape zork is not known: choose one of qwen2.5-0.5b, "),
+        (["--shape", "mini", "--model", "demo"], "--model and --shape are both given"),
+        (["--shape", "mini", "--layers", "9"], "--layers 9 is not possible: this model has 3."),
+        (["--shape", "mini", "--tokens", "65"], "--tokens 65 is not possible: mini is made for rows of 2 to 64"),
+        (["--shape", "mini", "--base-dtype", "int3"], "--base-dtype must be one of nf4, bf16, f16, f32, not int3."),
+        (["--shape", "mini", "--rank", "0"], "--rank must be at least 1, not 0."),
+        (["--shape", "mini", "--tokens", "64", "--batch", "9999999"], "lower --batch or --tokens."),
+        (["--rounds", "0"], "--rounds must be at least 1, not 0."),
+        (["--trace", "/nowhere/trace.json"], "The directory of --trace /nowhere/trace.json does not exist"),
+    ],
+)
+def test_mistakes_are_one_line(run: Any, mini: str, arguments: list[str], message: str):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
+    assert message in line

@@ -1,0 +1,186 @@
+"""The Python door."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import types
+from dataclasses import fields
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import numpy as np
+import pytest
+from support.cli import QWEN2, SMALL, share_device, write_rows
+
+import wgpu_lora
+from wgpu_lora import bars
+from wgpu_lora.demo.compare import fresh_directory
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.infer.settings import AnswerOptions, Settings
+from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.options import TrainingOptions
+
+
+@pytest.fixture(autouse=True)
+def _one_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    share_device(device, monkeypatch)
+
+
+def test_importing_is_cheap():
+    code = "import sys, wgpu_lora, wgpu_lora.cli; sys.exit('wgpu' in sys.modules or 'rich' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_names():
+    assert wgpu_lora.__version__
+    with pytest.raises(AttributeError, match="no attribute 'zork'"):
+        _ = wgpu_lora.zork
+
+
+def test_finetune_and_evaluate(tmp_path: Path):
+    data = write_rows(tmp_path / "rows.jsonl")
+    model = wgpu_lora.load(QWEN2)
+    seen = []
+    options = {**SMALL, "learning_rate": np.float32(1e-2), "seed": np.int64(42)}
+    before = wgpu_lora.evaluate(model, data, max_length=16)
+    allocated = model.device.allocated
+    result = wgpu_lora.finetune(model, data=data, output=tmp_path / "out", callback=seen.append, **options)
+    after = wgpu_lora.evaluate(model, data, adapter=tmp_path / "out", max_length=16)
+    assert result["stop_reason"] == "max steps"
+    assert [r.step for r in seen] == [1, 2]
+    assert seen[0].loss > 0
+    assert after.loss < before.loss
+    assert model.device.allocated == allocated  # the base stays, and nothing else
+
+
+def test_generate_without_a_tokenizer():
+    with pytest.raises(wgpu_lora.UserError, match=r"no tokenizer\.json"):
+        wgpu_lora.generate(wgpu_lora.load(QWEN2), "Hello")
+
+
+def test_prompts_must_be_text():
+    for prompt in (None, 5, [5], [["a"]], "a\udcff", [{"role": "user", "content": "a\udcff"}]):
+        with pytest.raises(wgpu_lora.UserError, match=r"The prompt (must be text|is not valid UTF-8)"):
+            wgpu_lora.generate("demo", prompt)
+    for prompts in ("a", None):
+        with pytest.raises(wgpu_lora.UserError, match="The prompts must be a list of texts"):
+            wgpu_lora.answer("demo", prompts)
+    assert wgpu_lora.answer("demo", []) == wgpu_lora.generate("demo", np.array([])) == []
+
+
+@pytest.mark.slow
+def test_generate_with_the_demo():
+    model = wgpu_lora.load("demo")
+    pieces: list[str] = []
+    (found,) = wgpu_lora.answer(model, ["Write a Python function f(xs)."], max_new_tokens=4, on_text=pieces.append)
+    assert "".join(pieces) == found.text
+    assert len(found.token_ids) <= 4
+    both = wgpu_lora.answer(model, ["Write a Python function f(xs).", "Hello"], max_new_tokens=4, batch=2)
+    assert both[0].token_ids == found.token_ids
+
+
+def test_signatures_are_real():
+    listed = inspect.signature(wgpu_lora.finetune).parameters
+    assert set(listed) >= {f.name for f in fields(TrainingArguments)} | {"model", "callback", "progress_bar", "recipe"}
+    assert listed["lora_r"].default == TrainingArguments().lora_r
+    assert "\n    lora_r (int, default 16): " in inspect.getdoc(wgpu_lora.finetune)
+    for function in (wgpu_lora.generate, wgpu_lora.answer, wgpu_lora.compare):
+        assert set(inspect.signature(function).parameters) >= {f.name for f in fields(Settings)}
+        assert "repetition_penalty (float, default 1.0): " in function.__doc__
+    assert "--" not in inspect.getdoc(wgpu_lora.finetune)  # they are arguments here
+    assert dir(wgpu_lora) == sorted(wgpu_lora.__all__)
+
+
+@pytest.mark.parametrize(("options", "typed"), [(TrainingArguments, TrainingOptions), (Settings, AnswerOptions)])
+def test_type_checkers_see_every_option(options: type, typed: type):
+    hints, stated = get_type_hints(typed), get_type_hints(options)
+    assert list(hints) == [f.name for f in fields(options)], f"{typed.__name__} needs the same lines in the same order"
+    for name, kind in stated.items():
+        assert set(get_args(kind) or (kind,)) <= set(get_args(hints[name]) or (hints[name],)), name
+
+
+def test_everything_shows_itself_in_a_line(tmp_path: Path):
+    model = wgpu_lora.load(QWEN2)
+    assert repr(model).startswith("LoadedModel('")
+    assert "not yet on" in repr(model)
+    data = write_rows(tmp_path / "rows.jsonl")
+    result = wgpu_lora.finetune(model, data=data, output=tmp_path / "out", **SMALL)
+    assert repr(result).startswith("RunResult(stop_reason='max steps', steps=2, loss=")
+    pipeline = wgpu_lora.MultiAdapterPipeline(
+        [{"data": str(data), "checkpoint": str(tmp_path / "a")}], model, output=tmp_path / "p", **SMALL
+    )
+    answer = wgpu_lora.Answer("p" * 500, "t\n" * 500, list(range(500)), "length", 1.0)
+    assert repr(answer) == f"Answer({('t' + chr(10)) * 28 + 't...'!r}, 500 tokens, stop_reason='length')"
+    for value in (model, result, pipeline.job, answer):
+        assert "\n" not in repr(value)
+        assert len(repr(value)) < 300
+
+
+def test_progress_is_shown_where_it_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    data = write_rows(tmp_path / "rows.jsonl")
+    for shown in (None, True):  # here stderr is no terminal
+        wgpu_lora.finetune(QWEN2, data=data, output=tmp_path / str(shown), progress_bar=shown, **SMALL)
+        out, err = capsys.readouterr()
+        assert not out
+        assert ("training" in err and "2/2" in err and "loss " in err and "loading" in err) is bool(shown)
+
+
+def test_a_notebook_is_told_by_its_kernel(monkeypatch: pytest.MonkeyPatch):
+    for config, seen in (({"IPKernelApp": {}}, True), ({}, False)):
+        shell = types.SimpleNamespace(config=config)
+        monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda shell=shell: shell))
+        assert bars.in_notebook() is seen
+        assert bars.seen(None) is seen
+        assert not bars.seen(False)
+
+
+def test_options_are_checked(tmp_path: Path):
+    model = wgpu_lora.load(QWEN2)
+    with pytest.raises(wgpu_lora.UserError, match=r"unknown option 'lerning_rate': did you mean learning_rate\?"):
+        wgpu_lora.finetune(model, lerning_rate=1)
+    with pytest.raises(wgpu_lora.UserError, match="loaded with base_dtype 'nf4'"):
+        wgpu_lora.finetune(model, base_dtype="f32")
+
+
+def test_how_the_model_and_the_device_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen = []
+
+    class Reached(Exception):
+        pass
+
+    def stop(args, model=None, rows=None):
+        seen.append((args.model, args.device, model))
+        raise Reached
+
+    monkeypatch.setattr("wgpu_lora.api.prepare_job", stop)
+    loaded = wgpu_lora.load(QWEN2)
+    for given, options in (
+        (("demo",), {"model": None, "device": 0}),
+        ((), {"model": QWEN2}),
+        ((), {"model": Path(QWEN2), "device": "0"}),
+        ((), {"model": loaded}),
+    ):
+        with pytest.raises(Reached):
+            wgpu_lora.finetune(*given, data="rows.jsonl", **options)
+    assert seen == [("demo", "0", None), (QWEN2, None, None), (QWEN2, "0", None), (QWEN2, None, loaded)]
+    for given, options, message in (
+        (("demo",), {"model": "demo"}, "two models"),
+        (("demo",), {"device": True}, "device must be text"),
+        (("demo",), {"output": ""}, "'output' is empty"),
+        (("",), {}, "'model' is empty"),
+    ):
+        with pytest.raises(wgpu_lora.UserError, match=message):
+            wgpu_lora.finetune(*given, data="rows.jsonl", **options)
+
+
+def test_the_demo_finds_a_fresh_directory(tmp_path: Path):
+    wanted = tmp_path / "demo-run"
+    assert fresh_directory(wanted) == wanted
+    wanted.mkdir()
+    assert fresh_directory(wanted) == wanted
+    (wanted / "log.jsonl").write_text("")
+    (tmp_path / "demo-run-2").mkdir()
+    (tmp_path / "demo-run-2" / "x").write_text("")
+    assert fresh_directory(wanted) == tmp_path / "demo-run-3"

@@ -1,0 +1,370 @@
+"""The command line, run in this process: exit codes, one line for every mistake, and a small run from end to end."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+from support.cli import MODELS, QWEN2, SMALL, flags, share_device, write_rows
+
+from wgpu_lora.cli import main
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.share import Budget
+from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.memory import check_memory
+from wgpu_lora.train.progress import StepResult
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    share_device(device, monkeypatch)
+
+    def call(*arguments: Any) -> Result:
+        code = main([str(a) for a in arguments])
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "rows.jsonl")
+
+
+def refused(result: Result) -> str:
+    """The one line of a refusal."""
+    assert result.code == 2, result
+    assert "Traceback" not in result.err
+    (line,) = result.err.splitlines()
+    assert line.startswith("wgpu-lora: ")
+    return line
+
+
+# -- the shell of it -------------------------------------------------------------------------------------------------
+
+
+def test_help_and_version(run: Run):
+    assert "finetune" in run().out
+    help_text = run("finetune", "--help-all").out
+    assert help_text.index("Adapter:") < help_text.index("Optimisation:")
+    for name in ("--learning-rate", "--packing / --no-packing", "--memory-budget", "--recipe"):
+        assert name in help_text
+    assert run("--version").out.startswith("wgpu-lora ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--zork"], "No such option: --zork"),
+        (["zork"], "No such command 'zork'"),
+        (["finetune", "--lerning-rate", "1"], "--learning-rate"),
+        (["finetune", "--learning-rate", "x"], "--learning-rate"),
+        (["finetune", "--learning-rate", "-1"], "--learning-rate must be 0 or more"),
+        (["finetune", "--model", QWEN2], "--data is missing"),
+        (["finetune", "--recipe", "zork"], "The recipe zork does not exist"),
+        (["evaluate"], "--data"),
+        (["generate", "--prompt", ""], "The prompt is empty"),
+        (["generate", "--prompt", "a", "--adapter", "nowhere"], "nowhere is not a directory"),
+        (["generate", "--prompt", "a", "--model", "./nowhere"], "./nowhere does not exist"),
+        (["generate", "--prompt", "a", "--model", QWEN2], "has no tokenizer.json"),
+        (["generate", "--prompt", "a", "--device", "zork"], "No device is named 'zork'"),
+        (["generate", "--prompt", "a", "--base-dtype", "int8"], "--base-dtype int8"),
+        (["info", "--device", "99"], "There is no device 99"),
+        (["generate", "--prompt", "a\udcff"], "The prompt is not valid UTF-8"),
+        (["generate", "--prompt", "a", "--system", "a\udcff"], "The system prompt is not valid UTF-8"),
+        (["finetune", "--output", ""], "--output is empty"),
+        (["plan", "--data", " "], "--data is empty"),
+        (["generate", "--prompt", "a", "--model", ""], "--model is empty"),
+        (["finetune", "--data", os.devnull], "is not a regular file"),
+        (["evaluate", "--data", "nowhere"], "There is no data at nowhere"),
+        (["evaluate", "--data", "nowhere", "--on-overflow", "zork"], "--on-overflow must be one of truncate, drop"),
+        (["evaluate", "--data", "nowhere", "--max-length", 10**6], "is more than this model's 2048 positions"),
+        (["demo", "--max-steps", "-3"], "--max-steps must be greater than 0"),
+        (["demo", "--show", "-1"], "--show must be 0 or more"),
+    ],
+)
+def test_mistakes_on_the_command_line(run: Run, arguments: list[str], message: str):
+    assert message in refused(run(*arguments))
+
+
+@pytest.mark.parametrize("piped", [b"a\xff", b" "], ids=["invalid", "blank"])
+def test_mistakes_on_stdin(run: Run, monkeypatch: pytest.MonkeyPatch, piped: bytes):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(piped), encoding="utf-8"))
+    assert "The prompt is" in refused(run("generate"))
+    monkeypatch.setattr("sys.stdin", None)
+    assert "--prompt is missing" in refused(run("generate"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full, a file that is always full")
+@pytest.mark.parametrize("stderr", [subprocess.PIPE, None], ids=["stdout", "both"])
+def test_output_that_cannot_be_written(stderr: int | None):
+    code = "import sys, wgpu_lora.cli; sys.exit(wgpu_lora.cli.main(['--version']))"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=stderr or full, text=True, check=False)
+    assert done.returncode == 2
+    assert stderr is None or done.stderr.splitlines() == ["wgpu-lora: No space left on device: while writing."]
+
+
+def test_no_adapter(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("wgpu_lora.gpu.adapters._enumerate", list)
+    assert "No GPU adapter was found" in refused(run("info"))
+
+
+def test_info(run: Run):
+    assert "*" in run("info").out
+    found = json.loads(run("info", "--json").out)
+    assert found["adapters"][found["used"]]["index"] == found["used"]
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"input_ids": [1, 2, 3]}, '{"input_ids": [1, 2'], "line 2: not JSON"),
+        ([{"zork": 1}], "line 1"),
+        ([{"text": "words"}], "tokenizer"),
+        ([{"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}], "leaves nothing to train on"),
+        ([{"input_ids": [1, 10**6]}], "outside of the vocabulary"),
+        ([], "is empty"),
+    ],
+    ids=["broken line", "no format", "text", "untrained", "vocabulary", "empty"],
+)
+def test_bad_data(run: Run, tmp_path: Path, rows: list[Any], message: str):
+    path = write_rows(tmp_path / "bad.jsonl", rows)
+    out = tmp_path / "out"
+    line = refused(run("finetune", *flags(model=QWEN2, data=path, output=out, **SMALL)))
+    assert message in line
+    assert str(path) in line
+    assert not out.exists()
+
+
+def _truncate(directory: Path) -> None:
+    path = directory / "model-00002-of-00003.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _remove_shard(directory: Path) -> None:
+    (directory / "model-00003-of-00003.safetensors").unlink()
+
+
+def _configure(**changes: Any) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_truncate, "model-00002-of-00003.safetensors"),
+        (_remove_shard, "model-00003-of-00003.safetensors"),
+        (_configure(model_type="zork", architectures=["ZorkForCausalLM"]), "ork"),
+        (_configure(quantization_config={"quant_method": "gptq"}), "gptq"),
+    ],
+    ids=["truncated", "missing", "architecture", "quantisation"],
+)
+def test_bad_models(run: Run, tmp_path: Path, data: Path, damage: Callable[[Path], None], message: str):
+    model = tmp_path / "model"
+    shutil.copytree(MODELS / "llama", model)
+    damage(model)
+    assert message in refused(run("finetune", *flags(model=model, data=data, output=tmp_path / "out", **SMALL)))
+
+
+def test_bad_recipe_key(run: Run, tmp_path: Path):
+    recipe = tmp_path / "r.toml"
+    recipe.write_text("lerning_rate = 1e-3\n")
+    line = refused(run("finetune", "--recipe", recipe))
+    assert "'lerning_rate'" in line
+    assert "did you mean 'learning_rate'?" in line
+
+
+def test_output_that_cannot_be_made(run: Run, tmp_path: Path, data: Path):
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "out"
+    assert str(out) in refused(run("finetune", *flags(model=QWEN2, data=data, output=out, **SMALL)))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left on device (os error 28)")],
+    ids=["ours", "safetensors"],
+)
+def test_full_disk(run: Run, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, error: Exception):
+    def refuse(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("wgpu_lora.train.checkpoint.save", refuse)
+    out = tmp_path / "out"
+    line = refused(run("finetune", *flags(**SMALL, model=QWEN2, data=data, output=out)))
+    assert f"Writing to {out} failed" in line
+    assert "No space left on device" in line
+
+
+def test_what_the_system_refuses_elsewhere(run: Run, data: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied", "somewhere/file")
+
+    monkeypatch.setattr("wgpu_lora.train.finetune.prepare", refuse)
+    line = refused(run("finetune", *flags(model=QWEN2, data=data, max_length=16)))
+    assert line == "wgpu-lora: Permission denied: somewhere/file."
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_too_little_memory_is_said_before_anything_is_allocated(run: Run, tmp_path: Path, data: Path, device: Device):
+    before, out = device.allocated, tmp_path / "out"
+    options = {**SMALL, "model": QWEN2, "data": data, "output": out, "memory_budget": "100KiB"}
+    line = refused(run("finetune", *flags(**options)))
+    assert "the budget is 100.0 KiB (--memory-budget)" in line
+    assert "--max-length" in line
+    assert device.allocated == before
+    assert not out.exists()
+
+
+def test_plan_allocates_nothing(run: Run, data: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: Any) -> None:
+        raise AssertionError("plan created a buffer")
+
+    monkeypatch.setattr(Device, "create_buffer", refuse)
+    options = flags(**SMALL, model=QWEN2, data=data)
+    found = json.loads(run("plan", "--json", *options).out)
+    assert found["peak"] == max(sum(found["groups"].values()), found["loading"])
+    assert [bucket["tokens"] for bucket in found["buckets"]] == [16, 32]
+    assert found["fits"]
+    text = run("plan", *options).out
+    assert f"{found['peak']:,}" in text
+    assert "steps     2; 4 an epoch, of 17 tokens; cosine from 2.00e-04 after 1 step of warm-up\n" in text
+    assert "warning   2 steps teach little: try more --max-steps\n" in text
+    tight = run("plan", *options, "--memory-budget", found["peak"] - 1)
+    assert tight.code == 0
+    assert "it does not fit" in tight.out
+    assert "would fit with --per-device-train-batch-size 1: " in tight.out
+    ways = json.loads(run("plan", "--json", *options, "--memory-budget", found["peak"] - 1).out)["ways"]
+    assert {"--per-device-train-batch-size 1"} <= {way["options"] for way in ways}
+    for way in ways:
+        assert way["peak"] < found["peak"]
+        assert f"{way['options']}: " in tight.out
+        assert f"({way['peak']:,} bytes)" in tight.out
+        given = ["--gradient-checkpointing"] if "checkpointing" in way["options"] else way["options"].split()
+        assert json.loads(run("plan", "--json", *options, *given).out)["peak"] == way["peak"]
+    assert "it does not fit; the base alone takes" in run("plan", *options, "--memory-budget", "1KB").out
+
+
+def test_advice_leaves_out_what_the_device_cannot_bind():
+    def replan(changes: Mapping[str, Any]) -> int:
+        if "gradient_checkpointing" in changes:
+            raise UserError("one tensor is too large")
+        return 100 * changes["per_device_train_batch_size"]
+
+    args = TrainingArguments(per_device_train_batch_size=8)
+    with pytest.raises(UserError, match=r"is 350 bytes .* fit with per_device_train_batch_size=3 \(300 bytes\)\."):
+        check_memory(800, 10, Budget(350, "test"), args, replan)
+    with pytest.raises(UserError, match=r"even with .* it would need 100 bytes, so lower lora_r"):
+        check_memory(800, 50, Budget(50, "test"), args, replan)
+    with pytest.raises(UserError, match="the base alone takes 51 bytes, so choose a smaller model"):
+        check_memory(800, 51, Budget(50, "test"), args, replan)
+
+
+# -- from end to end -------------------------------------------------------------------------------------------------
+
+
+def test_a_small_run(run: Run, tmp_path: Path, data: Path, device: Device):
+    out = tmp_path / "out"
+    options = {**SMALL, "model": QWEN2, "data": data, "output": out, "eval_data": data, "learning_rate": 1e-2}
+    planned = json.loads(run("plan", "--json", *flags(**options)).out)
+
+    others = device.allocated  # by tests before this one
+    done = run("finetune", *flags(**options))
+    assert done.code == 0, done
+    assert "the step limit is reached" in done.out
+    facts = json.loads((out / "run.json").read_text())
+    assert facts["memory"]["peak"] == facts["memory"]["peak_allocated"] - others == planned["peak"]
+
+    base = json.loads(run("evaluate", "--json", "--model", QWEN2, "--data", data, "--max-length", 16).out)
+    tuned = json.loads(run("evaluate", "--json", "--data", data, "--adapter", out, "--max-length", 16).out)
+    assert tuned["loss"] == pytest.approx(facts["state"]["last_eval_loss"], rel=1e-5)
+    assert tuned["loss"] < base["loss"]
+    assert tuned["rows"] == 8
+
+    assert "already holds a run" in refused(run("finetune", *flags(**options)))
+    changed = refused(run("finetune", *flags(**{**options, "learning_rate": 1e-3}), "--resume"))
+    assert "--learning-rate was 0.01, not 0.001" in changed
+    assert run("finetune", *flags(**options), "--resume").code == 0
+
+
+def test_interrupt_saves_and_resume_goes_on(run: Run, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch):
+    out = tmp_path / "out"
+    options = flags(**{**SMALL, "max_steps": 3}, model=QWEN2, data=data, output=out)
+    assert "There is no checkpoint" in refused(run("finetune", *options, "--resume"))
+    with monkeypatch.context() as patch:
+        command = import_module("wgpu_lora.cli.finetune")
+        patch.setattr(command.Watcher, "step", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        stopped = run("finetune", *options)
+    assert stopped.code == 130
+    assert f"finetune --output {out} --resume" in stopped.out
+    assert (out / "checkpoints" / "step-1").is_dir()
+    assert "--learning-rate was" in refused(run("finetune", "--output", out, "--resume", "--learning-rate", "0.5"))
+    assert run("finetune", "--output", out, "--resume").code == 0
+    assert json.loads((out / "run.json").read_text())["state"]["step"] == 3
+
+
+def test_evaluate_takes_what_training_takes(run: Run, tmp_path: Path):
+    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [1, 2, 3]}, {"input_ids": list(range(1, 21))}])
+    options = flags(model=QWEN2, data=data, max_length=16, enable_thinking=False)
+    assert json.loads(run("evaluate", "--json", *options).out)["rows"] == 2
+    assert json.loads(run("evaluate", "--json", *options, "--on-overflow", "drop").out)["rows"] == 1
+
+
+def test_speed_is_that_of_training_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    command = import_module("wgpu_lora.cli.finetune")
+    monkeypatch.setattr(command, "is_terminal", lambda stream: False)
+    session = SimpleNamespace(model=SimpleNamespace(tensors_to_load=lambda: 1))
+    run = SimpleNamespace(logs=lambda step, heldout: True)
+    with command.Watcher(SimpleNamespace(session=session, run=run)) as watcher:
+        for step, (tokens, seconds) in enumerate([(100, 60.0), (200, 1.0), (100, 0.5), *[(100, 0.0)] * 9, (150, 1.0)]):
+            counts = {"tokens": 0, "step_tokens": tokens, "step_processed_tokens": 2 * tokens}
+            watcher.step(StepResult(step + 1, 99, 0.0, 1.0, 1e-3, 1.0, seconds=seconds, eval_loss=None, **counts))
+    lines = capsys.readouterr().out.splitlines()
+    assert "tokens/s" not in lines[0]  # it compiles
+    assert lines[1].endswith(" 200 trained, 400 processed tokens/s  1:37 min left")
+    assert " 200 trained, 400 processed tokens/s  " in lines[2]
+    assert " 1,050 trained, 2,100 processed tokens/s  " in lines[-1]  # of the last ten steps
+
+
+def test_a_run_that_is_not_finite_fails(run: Run, tmp_path: Path, data: Path):
+    out = tmp_path / "out"
+    options = {**SMALL, "max_steps": 4, "lr_scheduler_type": "constant", "learning_rate": 1e38}
+    result = run("finetune", *flags(**options, model=QWEN2, data=data, output=out))
+    assert result.code == 1, result
+    assert "not finite" in result.err
+    assert len(result.err.splitlines()) == 1
+    assert all(np.abs(values).max() < 2**20 for values in load_file(out / "adapter_model.safetensors").values())

@@ -1,0 +1,146 @@
+"""`wgpu-lora finetune --adapters` as a person meets it: what it prints, draws, refuses and leaves behind."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.training import model_dir, random_rows
+
+from wgpu_lora.cli import main
+from wgpu_lora.cli.pipeline import Table
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.adapters import choose
+from wgpu_lora.share import Ledger, device_key
+from wgpu_lora.share.lease import take
+from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.pipeline import prepare_pipeline
+from wgpu_lora.train.progress import StepResult
+from wgpu_lora.train.tasks import task_of_pair
+
+COMMON = ["--lora-r", "4", "--max-length", "16", "--no-packing", "--save-steps", "0", "--logging-steps", "1"]
+
+
+@pytest.fixture
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two data files in the directory that the command runs in."""
+    monkeypatch.chdir(tmp_path)
+    for seed, name in enumerate("ab"):
+        random_rows(tmp_path / f"{name}.jsonl", 6, 301, seed)
+    return tmp_path
+
+
+def finetune(*more: str, steps: int = 2) -> int:
+    pairs = ["--adapters", "a.jsonl:out/a", "--adapters", "b.jsonl:out/b"]
+    where = ["--model", str(model_dir("qwen2")), "--output", "out/both", "--max-steps", str(steps)]
+    return main(["finetune", *where, *pairs, *COMMON, *more])
+
+
+def test_it_trains_and_says_so(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert finetune("--eval-data", "a.jsonl") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines if line.startswith("step ")] == [
+        ["step", name, f"{step}/2"] for step in (1, 2) for name in "ab"
+    ]
+    ended = [line for line in lines if line.startswith("finished")]
+    assert [f"{name}: 2 of 2 steps (the step limit" in line for name, line in zip("ab", ended, strict=True)] == [
+        True
+    ] * 2
+    assert (rows / "out/both/losses.png").read_bytes()[:4] == b"\x89PNG"
+    record = json.loads((rows / "out/both/pipeline.json").read_text())
+    assert [a["checkpoint"] for a in record["adapters"]] == ["out/a", "out/b"]
+    assert record["memory"]["peak"] == record["memory"]["peak_allocated"]
+    for name in "ab":
+        for file in ("adapter_config.json", "run.json", "README.md", "log.jsonl", "best/metadata.json"):
+            assert (rows / "out" / name / file).is_file()
+    assert finetune() == 2  # what is there is not written over
+    assert "already belongs to a pipeline" in capsys.readouterr().err
+
+
+def test_a_poisoned_adapter_is_exit_code_1(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = '[[adapter]]\ndata = "b.jsonl"\ncheckpoint = "out/c"\nlearning_rate = 1e30\n'
+    (rows / "more.toml").write_text(text)
+    assert finetune("--adapters-config", "more.toml", steps=4) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("wgpu-lora: adapter c: the next update would have left weights not finite")
+    assert printed.out.count("the step limit is reached") == 2
+    taken = json.loads((rows / "out/both/pipeline.json").read_text())["step"]
+    assert finetune("--adapters-config", "more.toml", "--resume", steps=4) == 1  # it is not tried again
+    assert json.loads((rows / "out/both/pipeline.json").read_text())["step"] == taken
+
+
+def test_memory_that_is_held(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused where others hold the budget; it trains once that is free."""
+    budget = ["--memory-budget", "1GiB"]
+    with take(Ledger(device_key(choose(None)[0])), (1 << 30) - 4096, None, "somebody's run"):
+        assert finetune(*budget) == 2
+        assert finetune(*budget, "--wait", "0.5") == 2
+    printed = capsys.readouterr()
+    first, second = printed.err.splitlines()
+    assert "somebody's run" in first
+    assert "queue for it with --wait" in first
+    assert second.startswith("wgpu-lora: After 0.5 s of waiting")
+    assert "waiting   place 1 in the queue" in printed.out
+    assert not (rows / "out/a").exists()
+    assert finetune(*budget, "--wait") == 0
+
+
+def test_a_budget_that_is_too_small(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The way out that is named is one, to the byte."""
+    assert finetune("--memory-budget", "1MB") == 2
+    assert "but the budget is 976.6 KiB (--memory-budget)" in capsys.readouterr().err
+    args = TrainingArguments(model=str(model_dir("qwen2")), max_length=16, packing=False)
+    tasks = [task_of_pair("a.jsonl:out/a"), task_of_pair("b.jsonl:out/b")]
+    peak = prepare_pipeline(args, tasks).session.memory().peak
+    job = prepare_pipeline(replace(args, memory_budget=str(peak - 1)), tasks)
+    with pytest.raises(UserError, match=r"it would fit with gradient_checkpointing=True \([\d,]+ bytes\)") as refusal:
+        job.check_memory()
+    nbytes = int(str(refusal.value).split("checkpointing=True (")[1].split(" bytes")[0].replace(",", ""))
+    assert job.replan({"gradient_checkpointing": True}) == nbytes < peak
+
+
+def test_the_table(rows: Path) -> None:
+    from rich.console import Console
+
+    args = TrainingArguments(model=str(model_dir("qwen2")), max_length=16, packing=False)
+    job = prepare_pipeline(args, [task_of_pair("a.jsonl:out/a"), task_of_pair("b.jsonl:out/b")])
+    table = Table(job)
+
+    def result(step: int, **more: Any) -> StepResult:
+        values: dict[str, Any] = {"epoch": 0.5, "learning_rate": 1e-3, "grad_norm": 1.0, "seconds": 0.5} | more
+        return StepResult(
+            step, 4, loss=1.25, tokens=80, adapter="a", step_tokens=20, step_processed_tokens=30, **values
+        )
+
+    table.step(result(1, eval_loss=2.5))
+    table.step(result(2, eval_loss=None))
+    stream = io.StringIO()
+    Console(file=stream, width=100).print(table.table())
+    header, first, second = stream.getvalue().splitlines()
+    assert header.split()[:6] == ["adapter", "step", "epoch", "loss", "held-out", "trained"]
+    assert first.split() == ["a", "2/4", "0.50", "1.2500", "2.5000", "80", "40", "60", "100%"]
+    assert second.split() == ["b", "0", "0%"]
+
+
+def test_interrupt_keeps_everything(
+    rows: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C ends the step in progress for all adapters, and --resume finishes them."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Table, "step", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        assert finetune(steps=3) == 130
+    printed = capsys.readouterr().out
+    assert len(re.findall(r"^interrupted [ab]: 1 of 3 steps", printed, re.MULTILINE)) == 2
+    assert f"finetune --output {Path('out/both')} --resume" in printed
+    assert main(["finetune", "--output", "out/both", "--resume"]) == 0
+    ended = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [line.split()[1:3] for line in ended] == [[name, f"{step}/3"] for step in (2, 3) for name in "ab"]
+    for name in "ab":
+        assert json.loads((rows / "out" / name / "run.json").read_text())["stop_reason"] == "max steps"

@@ -1,0 +1,138 @@
+"""wgpu-lora share: what it shows, frees and mends, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.share import adapter
+
+from wgpu_lora.cli import main
+from wgpu_lora.errors import UserError
+from wgpu_lora.share import Entry, Ledger
+from wgpu_lora.share.entry import dump
+from wgpu_lora.share.lease import take
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ledger:
+    """Of the one device there is."""
+    monkeypatch.setenv("WGPU_LORA_SHARE_DIR", str(tmp_path))
+    monkeypatch.setattr("wgpu_lora.gpu.adapters.list_adapters", lambda: [adapter(kind="software")])
+    return Ledger("software Card 0")
+
+
+@pytest.fixture
+def run(ledger: Ledger, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a 'share' command that succeeds, or else refuses in one line; returns what it says."""
+
+    def call(*arguments: Any, code: int = 0) -> str:
+        assert main(["share", *arguments]) == code
+        out, err = capsys.readouterr()
+        assert len(err.splitlines()) == bool(code)
+        return err or out
+
+    return call
+
+
+def fill(ledger: Ledger, *entries: Entry) -> None:
+    ledger.path.write_bytes(dump(list(entries)))
+
+
+def entry(what: str, nbytes: int = 5, holds: bool = True, **facts: Any) -> Entry:
+    return replace(Entry.of_this_process(nbytes, what, holds=holds), **facts)
+
+
+def test_status(run: Run, ledger: Ledger) -> None:
+    assert "held      0 bytes" in run("status")
+    holder, dead, waiter = entry("holder", 6), entry("died", 7, started=1), entry("waiter", 8, holds=False)
+    fill(ledger, holder, dead, waiter)
+    (device,) = json.loads(run("status", "--json"))
+    assert device["device"] == "Card"
+    assert device["held"] == 6
+    assert device["budget"] > 0
+    assert [(e["id"], e["alive"]) for e in device["leases"]] == [(holder.id, True), (dead.id, False)]
+    assert [e["id"] for e in device["queue"]] == [waiter.id]
+    out = run("status")
+    for words in (("in use", "6", "holder"), ("ended", "7", "died"), ("waiting", "8", "waiter")):
+        assert any(all(word in row for word in words) for row in out.splitlines()), out
+    assert len(ledger.read()) == 3  # looking changes nothing
+
+
+def test_status_of_a_device_that_is_not_here_now(run: Run, ledger: Ledger) -> None:
+    fill(Ledger("discrete Gone 0"), entry("holder", 6))
+    devices = json.loads(run("status", "--json"))
+    assert [(d["device"], d["held"]) for d in devices] == [("Card", 0), ("discrete-gone-0", 6)]
+
+
+def test_release_of_the_dead(run: Run, ledger: Ledger) -> None:
+    living, dead, later = entry("holder"), entry("died", 7, started=1), entry("died later", 8, started=1)
+    fill(ledger, living, dead, later)
+    assert "7 bytes of pid" in run("release", dead.id)
+    fill(ledger, living, later)
+    assert "(died later)" in run("release", "--dead")
+    assert ledger.read() == [living]
+    assert "every process is alive" in run("release", "--dead")
+
+
+def test_release_of_the_living_needs_force(run: Run, ledger: Ledger) -> None:
+    living, waiter = entry("holder", 10), entry("waiter", holds=False)
+    fill(ledger, living, waiter)
+    assert "end that process, or say --force" in run("release", living.id, code=2)
+    assert "holds nothing, it waits" in run("release", waiter.id, "--force", code=2)
+    assert ledger.read() == [living, waiter]
+    run("release", living.id, "--force")
+    assert ledger.read() == [replace(living, bytes=0), waiter]
+
+
+def test_release_forced_lasts_beyond_a_renewal(run: Run, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wgpu_lora.share.lease.RENEW_SECONDS", 0.01)
+    with take(ledger, 10, 10, "holder") as lease:
+        run("release", lease.id, "--force")
+        before = ledger.read()[0].renewed
+        while ledger.read()[0].renewed == before:
+            pass
+        assert ledger.read()[0].bytes == 0
+        with take(ledger, 10, 10, "next"):
+            pass
+    assert ledger.read() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["release"], "either an id"),
+        (["release", "abc", "--dead"], "either an id"),
+        (["release", "abc"], "There is no lease 'abc'"),
+        (["release", ""], "is empty"),
+        (["zork"], "No such command"),
+    ],
+)
+def test_mistakes(run: Run, arguments: list[str], message: str) -> None:
+    assert message in run(*arguments, code=2)
+
+
+def test_repair(run: Run, ledger: Ledger) -> None:
+    assert "no ledger is damaged" in run("repair")
+    living = entry("holder")
+    fill(ledger, living)
+    ledger.path.write_bytes(ledger.path.read_bytes()[:-5])
+    for command in ("status", "release --dead"):
+        assert "'wgpu-lora share repair'" in run(*command.split(), code=2)
+    with pytest.raises(UserError), take(ledger, 1, 10, "next"):
+        pass
+    said = run("repair")
+    assert "kept 1 entry;" in said
+    assert f"{ledger.path.name}.damaged-1" in said
+    assert ledger.read() == [living]
+    assert "no ledger is damaged" in run("repair")
+
+
+def test_help(run: Run) -> None:
+    assert all(name in run() for name in ("status", "release", "repair"))

@@ -1,0 +1,207 @@
+"""From lines of a file to checked examples, and what is said when a line is wrong."""
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.data import chat, write_jsonl
+
+from wgpu_lora.data import parse_example, read_examples, read_jsonl
+from wgpu_lora.data.files import file_source
+from wgpu_lora.data.formats import Alpaca, Completion, Conversation, Text, Tokens
+from wgpu_lora.errors import UserError
+
+CALL: dict[str, Any] = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+
+
+def test_lines_bom_and_blank_lines(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "\xc3\xb6"}\r\n\n   \n{"text": "\\u2028 \\ud83e\\udd9c"}')
+    assert list(read_jsonl(path)) == [(1, {"text": "ö"}), (4, {"text": "\u2028 🦜"})]
+
+
+def test_reading_is_lazy(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{')
+    lines = read_jsonl(path)
+    assert next(lines) == (1, {"text": "a"})
+    with pytest.raises(UserError, match="line 2: not JSON"):
+        next(lines)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"{'text': 1}", "not JSON: expecting property name .*at character 2;"),
+        (b'[{"text": "a"}]', "holds a list"),
+        (b'"text"', "holds a string"),
+        (b'{"text": "\xff"}', "not valid UTF-8 .byte 11"),
+        (b'{"text": "a", "text": "b"}', "key 'text' stands twice"),
+        (b'{"a": {"b": 1, "b": 2}}', "key 'b' stands twice"),
+        (b'{"text": "\\ud83e"}', "surrogate"),
+        (b'{"a": NaN}', "NaN is not JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "line 2: "),
+        (b"[" * 100000, "nested too deeply"),
+        (b'{"text": "a"} {"text": "b"}', "several JSON objects stand in one line"),
+        (b'{"text": "a"},', "a comma stands behind the object; leave it out"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, words):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n' + line + b"\n")
+    with pytest.raises(UserError, match=words) as raised:
+        list(read_jsonl(path))
+    assert f"{path}, line 2: " in str(raised.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xef\xbb\xbf\n"])
+def test_an_empty_file(tmp_path, content):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="is empty"):
+        list(read_jsonl(path))
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    with pytest.raises(UserError, match="cannot be read"):
+        list(read_jsonl(tmp_path / "none"))
+    with pytest.raises(UserError, match="cannot be read"):
+        list(read_jsonl(tmp_path))
+
+
+def test_each_format():
+    two = chat("Hi", "Hello")
+    assert parse_example({"text": "a"}) == Text("a")
+    assert parse_example({"prompt": "a", "completion": "b", "id": 3}) == Completion("a", "b")
+    assert parse_example({"instruction": "a", "output": "b"}) == Alpaca("a", "", "b", "")
+    assert parse_example({"instruction": "a", "input": "i", "output": "b", "text": "t"}) == Alpaca("a", "i", "b", "")
+    assert parse_example({"messages": two, "prompt": "Hi"}) == Conversation(two, frozenset({1}))
+    assert parse_example({"input_ids": [1, 2]}) == Tokens([1, 2], [1, 2])
+    assert parse_example({"input_ids": [1, 2], "labels": [-100, 7], "attention_mask": [1, 1]}) == Tokens(
+        [1, 2], [-100, 7]
+    )
+
+
+def test_sharegpt():
+    row = {
+        "system": "S",
+        "conversations": [
+            {"from": "human", "value": "Hi"},
+            {"from": "gpt", "value": "Hello"},
+            {"role": "user", "content": "And?"},
+            {"from": "assistant", "value": "So."},
+        ],
+    }
+    assert parse_example(row) == Conversation(chat("Hi", "Hello", "And?", "So.", system="S"), frozenset({2, 4}))
+
+
+def test_prompt_and_completion_as_messages_train_the_completion_alone():
+    four = chat("Hi", "Hello", "And?", "So.")
+    example = parse_example({"prompt": four[:3], "completion": four[3:], "chat_template_kwargs": {"a": 1}})
+    assert example == Conversation(four, frozenset({3}), template_kwargs={"a": 1})
+
+
+def test_what_is_made_of_messages():
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "one "}, {"text": "two"}]},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": ""},
+        {"role": "assistant", "content": "a", "weight": 0},
+        {"role": "assistant", "content": "b", "weight": 1},
+    ]
+    example = parse_example({"messages": messages, "tools": '[{"name": "f"}]'})
+    assert isinstance(example, Conversation)
+    assert example.messages[0]["content"] == "one two"
+    assert example.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert CALL["function"]["arguments"] == '{"a": 1}', "the row itself is left alone"
+    assert example.trained == {1, 4}
+    assert example.tools == [{"name": "f"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"question": "a", "answer": "b"}, "fits no format: its keys are 'question', 'answer', and .*messages"),
+        ({}, "its keys are none"),
+        ({"prompt": "a"}, "fits no format"),
+        ({"text": None}, "'text' is null"),
+        ({"text": ["a"]}, "'text' is a list"),
+        ({"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, "both must be strings"),
+        ({"instruction": "a", "output": 3}, "'output' is a number"),
+        ({"messages": []}, "'messages' is an empty list"),
+        ({"messages": "Hi"}, "'messages' is a string"),
+        ({"messages": ["Hi"]}, r"'messages\[0\]' is a string"),
+        ({"messages": [{"role": "bot", "content": ""}]}, "has the role 'bot'.*; write 'assistant'"),
+        ({"prompt": "a", "response": "b"}, "; rename 'response' to 'completion'"),
+        ({"instruction": "a", "Answer": "b"}, "; rename 'Answer' to 'output'"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "; these are preferences"),
+        ({"messages": [{"role": ["user"], "content": ""}]}, "has the role"),
+        ({"messages": [{"role": "user"}]}, "has null for content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content part"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": "x"}]}, "tool_calls"),
+        ({"messages": [{"role": "assistant", "content": "", "weight": 0.5}]}, "weight 0.5"),
+        ({"messages": chat("a"), "tools": "nonsense"}, "'tools' is a string that is not JSON"),
+        ({"messages": chat("a"), "tools": {"a": 1}}, "'tools' is an object"),
+        ({"messages": chat("a"), "chat_template_kwargs": [1]}, "'chat_template_kwargs' is a list"),
+        ({"conversations": [{"from": "narrator", "value": "a"}]}, "from 'narrator'"),
+        ({"conversations": [{"from": "human"}]}, r"'conversations\[0\]' has null"),
+        ({"conversations": {}}, "'conversations' is an empty object"),
+        ({"input_ids": [1, 2.0]}, "list of integers"),
+        ({"input_ids": [True]}, "list of integers"),
+        ({"input_ids": [-1]}, "'input_ids' must"),
+        ({"input_ids": [2**31]}, "list of integers"),
+        ({"input_ids": [1], "labels": [1, 2]}, "'labels' has 2 entries"),
+        ({"input_ids": [1], "labels": [-1]}, "not -100"),
+        ({"input_ids": [1, 0], "attention_mask": [1, 0]}, "leave padding out"),
+    ],
+)
+def test_a_bad_row_is_told_in_words(tmp_path, row, words):
+    path = write_jsonl(tmp_path / "a.jsonl", {"text": "a"}, row)
+    with pytest.raises(UserError, match=words) as raised:
+        list(read_examples(file_source(path)))
+    assert str(raised.value).startswith(f"{path}, line 2: ")
+
+
+ROW_FIELDS = [
+    "text",
+    "prompt",
+    "completion",
+    "messages",
+    "conversations",
+    "instruction",
+    "output",
+    "input_ids",
+    "labels",
+]
+EXTRA_FIELDS = ["input", "system", "tools", "attention_mask", "chat_template_kwargs"]
+MESSAGE_FIELDS = ["role", "content", "from", "value", "tool_calls", "function", "arguments", "weight", "type", "text"]
+SCALAR = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4)
+WORDS = st.sampled_from(["user", "assistant", "human", "gpt", "system", "text", "[]"])
+MESSAGE = st.dictionaries(st.sampled_from(MESSAGE_FIELDS), SCALAR | WORDS | st.lists(SCALAR, max_size=2), max_size=4)
+VALUE = SCALAR | WORDS | st.lists(SCALAR | MESSAGE, max_size=3) | MESSAGE
+ROW = st.dictionaries(st.sampled_from(ROW_FIELDS + EXTRA_FIELDS) | st.text(max_size=3), VALUE, max_size=4)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(ROW)
+def test_any_object_is_an_example_or_a_user_error(row):
+    before = copy.deepcopy(row)
+    try:
+        example = parse_example(row)
+    except UserError:
+        return
+    assert row == before
+    if isinstance(example, Conversation):
+        assert all(example.messages[i]["role"] == "assistant" for i in example.trained)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(line=st.binary(max_size=30))
+def test_any_bytes_are_rows_or_a_user_error(tmp_path_factory, line):
+    path = tmp_path_factory.getbasetemp() / "any.jsonl"
+    path.write_bytes(line)
+    with contextlib.suppress(UserError):
+        assert all(isinstance(row, dict) for _, row in read_jsonl(path))

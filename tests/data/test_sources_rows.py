@@ -1,0 +1,109 @@
+"""Rows with empty answers, repeated ones and bad ones: left out, counted, told or set aside."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.data import chat, small_tokenizer, write_jsonl
+from support.sources import prepared, refused, written
+
+from wgpu_lora.data import prepare, write_skipped
+from wgpu_lora.data.account import SKIPPED
+from wgpu_lora.data.files import file_source
+from wgpu_lora.words import counted, listed
+
+# -- empty answers, repeated and bad rows ------------------------------------------------------------------------------
+
+EMPTY = [
+    {"messages": chat("a", " \n")},
+    {"prompt": "a", "completion": ""},
+    {"instruction": "a", "output": "\t"},
+    {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": ""}]},
+    {"text": "  "},
+    {"prompt": chat("a", "b"), "completion": [{"role": "assistant", "content": [{"type": "text", "text": ""}]}]},
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": []}]},
+]
+
+
+@pytest.mark.parametrize("completion_only_loss", [True, False])
+def test_empty_answers_are_left_out(tmp_path: Path, completion_only_loss: bool) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    good = [{"messages": [*chat("a"), call]}, {"prompt": "", "completion": "b"}, {"text": "c"}]
+    path = write_jsonl(tmp_path / "a.jsonl", *EMPTY, *good)
+    kept = prepared(path, completion_only_loss=completion_only_loss)
+    assert [row.index for row in kept.rows] == [7, 8, 9]
+    assert kept.summary().startswith(
+        "a.jsonl: 10 examples, 3 rows, 7 left out for an empty answer (lines 1, 2, 3, ...); "
+    )
+    write_jsonl(path, *EMPTY[:2])
+    assert "to train on: of 2 rows, 2 with an empty answer; give rows that have answers." in refused(path)
+
+
+@pytest.mark.parametrize("template", ["chatml", "chatml_marked", "thinking"])
+def test_one_empty_answer_of_several_is_not_learnt(tmp_path: Path, template: str) -> None:
+    turns = chat("a", "", "c", "d")
+    path = write_jsonl(tmp_path / "a.jsonl", {"messages": turns})
+    found = prepare(path, small_tokenizer(template), max_length=64)
+    assert "1 empty turn not learnt (line 1);" in found.summary()
+    turns[1]["weight"] = 0
+    silent = prepare(write_jsonl(path, {"messages": turns}), small_tokenizer(template), max_length=64)
+    assert [row.labels.tolist() for row in found.rows] == [row.labels.tolist() for row in silent.rows]
+    assert "empty" not in silent.summary()
+    whole = {"completion_only_loss": False}  # then the empty one would be learnt with the rest
+    del turns[1]["weight"]
+    write_jsonl(path, {"messages": turns}, {"messages": chat("a", "b")})
+    assert "1 row, 1 left out for an empty answer (line 1); " in prepared(path, **whole).summary()
+
+
+def test_repeated_rows_are_counted_and_kept(tmp_path: Path) -> None:
+    row = {"prompt": "a", "completion": "b"}
+    path = write_jsonl(tmp_path / "a.jsonl", row, {**row, "id": 1}, dict(reversed(row.items())), row)
+    found = prepared(path)
+    assert len(found.rows) == 4
+    assert ", 4 rows, 2 repeat an earlier row (lines 3, 4); " in found.summary()
+
+
+def test_bad_rows_are_told_together_or_set_aside(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    bad = [
+        '{"text": 1}',
+        "{",
+        '{"tekst": "\\u001b[31m"}',
+        '{"messages": [{"role": "user"}]}',
+        '{"input_ids": [1, 9999]}',
+    ]
+    lines = ['{"text": "a"}', *bad, '{"text": "b"}']
+    path.write_text("\n".join(lines))
+    told = refused(path).split("\n  ")
+    assert told[0] == f"{path} has 5 rows that cannot be used; mend them, or set them aside with skip_bad_rows:"
+    assert [line.split(":")[0] for line in told[1:]] == [f"line {i}" for i in range(2, 7)]
+    path.write_text("\n".join([*lines, *['{"text": 2}'] * 200]))
+    told = refused(path).split("\n  ")
+    assert "has 205 rows" in told[0]
+    assert told[1].startswith("lines 2, 8, 9, 10, 11, 12: 'text' is a number")
+    assert told[-1] == "and 195 more"
+
+    path.write_text("\n".join(lines))
+    found = prepared(path, skip_bad_rows=True)
+    assert [row.index for row in found.rows] == [0, 6]
+    assert "7 examples, 2 rows, 5 bad rows skipped (lines 2, 3, 4, ...); " in found.summary()
+    aside = write_skipped(tmp_path, [found.account])
+    assert aside == tmp_path / SKIPPED
+    kept = [json.loads(line) for line in aside.read_text().splitlines()]
+    assert [row["line"] for row in kept] == [2, 3, 4, 5, 6]
+    reason = "'text' is a number, but must be a string."
+    assert kept[0] == {"data": str(path), "line": 2, "reason": reason, "content": {"text": 1}}
+    assert kept[1]["content"] == "{"
+    assert write_skipped(tmp_path, [prepared(file_source(written(path)), skip_bad_rows=True).account]) is None
+    assert not aside.exists()
+    path.write_text("no\n1")
+    assert "of 2 rows, 2 that cannot be used (line 1: not JSON" in refused(path, skip_bad_rows=True)
+
+
+def test_counts_and_lists_in_words() -> None:
+    assert [counted(n, "row") for n in (0, 1, 2, 1024)] == ["0 rows", "1 row", "2 rows", "1,024 rows"]
+    assert listed(["a"]) == "a"
+    assert listed([1, 2, 3]) == "1, 2 and 3"
+    assert listed(["a"], more=40) == "a and 40 more"

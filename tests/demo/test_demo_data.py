@@ -1,0 +1,123 @@
+"""The demo's rows: held-out functions are unseen, and the checks accept the right answer and nothing less."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from support import SCRIPTS
+from tokenizers import Tokenizer
+
+from wgpu_lora.demo import HELDOUT_FILE, MODEL_DIR, TRAIN_FILE
+from wgpu_lora.demo.asserts import Outcome, parse_check
+from wgpu_lora.demo.check import run_check
+from wgpu_lora.demo.confine import plain
+
+sys.path.insert(0, str(SCRIPTS))
+leaks = importlib.import_module("demo.leaks")
+tasks = importlib.import_module("demo.tasks")
+make_demo = importlib.import_module("make_demo")
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+TRAIN, HELDOUT = read(TRAIN_FILE), read(HELDOUT_FILE)
+
+
+def failure(code: str, check: str) -> str | None:
+    """Why our own code does not pass, run in this process."""
+    space: dict = {}
+    exec(code, space)
+
+    def outcome(name: str, args: str, kwargs: str) -> Outcome:
+        return lambda: space[name](*plain.load(args), **plain.load(kwargs))
+
+    reasons = [one.judge([outcome(*call) for call in one.calls]) for one in parse_check(check)]
+    return next(filter(None, reasons), None)
+
+
+def test_rows_are_well_formed():
+    assert len(TRAIN) >= 300
+    assert len(HELDOUT) >= 50
+    for row in TRAIN + HELDOUT:
+        assert [turn["role"] for turn in row["messages"]] == ["user", "assistant"]
+        assert f"{row['name']}(xs)" in row["messages"][0]["content"]
+        assert row["check"].count("assert ") >= 5
+
+
+def test_rows_are_what_the_generator_makes():
+    made = tasks.demo_rows(make_demo.SEED, make_demo.TRAIN_ROWS, make_demo.HELDOUT_ROWS)
+    assert made == (TRAIN, HELDOUT)
+
+
+def test_reference_answers_pass_their_checks():
+    for row in TRAIN + HELDOUT:
+        assert failure(leaks.answer(row), row["check"]) is None
+
+
+def test_reference_answers_pass_one_by_one():
+    for row in HELDOUT[:5]:
+        result = run_check(leaks.answer(row), row["check"], allow_unconfined=True)
+        assert result.passed, result.reason
+
+
+def test_checks_reject_wrong_functions():
+    for row in HELDOUT:
+        wrong = f"def {row['name']}(xs):\n    return None"
+        assert "assertion failed" in str(failure(wrong, row["check"]))
+
+
+def test_checks_reject_an_answer_that_forgets_a_step():
+    for row in TRAIN + HELDOUT:
+        lines = leaks.answer(row).split("\n")
+        unfiltered = [*lines[:3], lines[4][4:], *lines[5:]]
+        unmapped = [*lines[:4], "            out.append(x)", *lines[5:]]
+        unreduced = [*lines[:5], "    return out"]
+        for wrong in (unfiltered, unmapped, unreduced):
+            assert "assertion failed" in str(failure("\n".join(wrong), row["check"]))
+
+
+def test_no_heldout_function_in_the_training_rows():
+    assert leaks.find_leaks(HELDOUT, map(leaks.answer, TRAIN)) == []
+    trained = {tuple(row["steps"]) for row in TRAIN}
+    assert not [row for row in HELDOUT if tuple(row["steps"]) in trained]
+
+
+@pytest.mark.slow
+@pytest.mark.rare
+def test_no_heldout_function_in_the_pretraining_rows():
+    assert leaks.find_leaks(HELDOUT, map(leaks.answer, make_demo.pretraining_rows())) == []
+
+
+def test_every_operation_is_taught_by_the_training_rows():
+    assert {step for row in HELDOUT for step in row["steps"]} <= {step for row in TRAIN for step in row["steps"]}
+
+
+def test_leak_check_sees_through_names_and_numbers():
+    row = {"messages": [{"role": "assistant", "content": "def f(xs):\n    return [x + 1 for x in xs]"}]}
+    renamed = "class A:\n    def other(self_list: list) -> list:\n        return [q + 7 for q in self_list]"
+    assert leaks.find_leaks([row], [renamed])
+    assert not leaks.find_leaks([row], ["def f(xs):\n    return [x * 1 for x in xs]", "not python at all"])
+
+
+def test_model_folder_is_whole_and_small():
+    names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    names |= {"chat_template.jinja", "training.json", "README.md"}
+    files = {path.name: path for path in MODEL_DIR.iterdir()}
+    assert names <= set(files)
+    assert sum(path.stat().st_size for path in files.values()) < 10_000_000
+    config = json.loads(files["config.json"].read_text(encoding="utf-8"))
+    tokenizer = Tokenizer.from_file(str(files["tokenizer.json"]))
+    assert tokenizer.get_vocab_size() == config["vocab_size"]
+    assert tokenizer.token_to_id("<|im_end|>") == config["eos_token_id"]
+
+
+def test_rows_are_short():
+    tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+    for row in TRAIN + HELDOUT:
+        assert sum(len(tokenizer.encode(turn["content"]).ids) for turn in row["messages"]) < 130

@@ -1,0 +1,282 @@
+"""A GGUF file as a base: the same model as the safetensors it was made from, or as its decoded weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.constants import GGMLQuantizationType as Kind
+from safetensors.numpy import save_file
+from support.gguf_files import DEMO, FIXTURES, demo_tokenizer, made_up, tensors_of, write_gguf
+from support.models import ARCHITECTURES, full_logits, golden, golden_rows
+
+from wgpu_lora.cli import main
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.bitsandbytes import from_words
+from wgpu_lora.formats.gguf.checkpoint import GGUFCheckpoint
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.models.config import LINEAR_PATHS, ModelConfig
+from wgpu_lora.models.files import read_model
+from wgpu_lora.models.inputs import Segment
+from wgpu_lora.models.loaded import LoadedModel, open_model
+from wgpu_lora.quant.nf4 import pack_bnb, quantize_nf4
+
+MODELS = FIXTURES / "models"
+
+
+def windowless(architecture: str, directory: Path) -> Path:
+    """A fixture without its sliding windows, which llama.cpp's converter does not write."""
+    directory.mkdir()
+    for path in (MODELS / architecture).iterdir():
+        (directory / path.name).write_bytes(path.read_bytes())
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"sliding_window": None, "use_sliding_window": False}
+    config.pop("layer_types", None)
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def quantized(kind: Kind, seed: int = 0):
+    """Any bytes are some matrix; scales of 16 bits are made small and finite."""
+    rng = np.random.default_rng(seed)
+
+    def of(name: str, values: np.ndarray) -> tuple[np.ndarray, Kind]:
+        if values.ndim == 1:
+            return values.astype(np.float32), Kind.F32
+        if kind in (Kind.Q8_0, Kind.Q4_0):
+            return gguf.quants.quantize(values, kind), kind
+        block, nbytes = GGML_QUANT_SIZES[kind]
+        data = rng.integers(0, 256, (len(values), values.shape[1] // block, nbytes)).astype(np.uint8)
+        data[..., 1::2] &= 0x1F  # no 16 bits of a half's exponent are all set
+        return data.reshape(len(values), -1), kind
+
+    return of
+
+
+def logits(model: LoadedModel, ids: list[np.ndarray]) -> list[np.ndarray]:
+    model.load_weights()
+    return full_logits(model, [Segment(row) for row in ids])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_are_those_of_the_safetensors(device: Device, tmp_path: Path, architecture: str) -> None:
+    source = windowless(architecture, tmp_path / "source")
+    file = write_gguf(source, tmp_path / "model.gguf")
+    rows = golden_rows(golden(architecture), "input_ids")
+    for base in ("f32", "nf4"):
+        expected = logits(open_model(str(source), device, base), rows)
+        for have, want in zip(logits(open_model(str(file), device, base), rows), expected, strict=True):
+            np.testing.assert_allclose(have, want, rtol=0, atol=1e-6 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16])
+def test_half_precision_stays_as_it_is(tmp_path: Path, kind: Kind) -> None:
+    checkpoint = read_model(write_gguf(MODELS / "llama", tmp_path / "model.gguf", kind)).checkpoint
+    originals = tensors_of(MODELS / "llama")
+    for name in checkpoint.names():
+        values = originals[name]
+        assert checkpoint.dtype(name) == ("F32" if values.ndim == 1 else kind.name)
+        if values.ndim == 2:
+            halves = values.astype(np.float16 if kind == Kind.F16 else "bfloat16")
+            np.testing.assert_array_equal(checkpoint.read_raw(name), halves.view(np.uint16))
+            np.testing.assert_array_equal(checkpoint.read_f32(name), halves.astype(np.float32))
+    # the original's bits and only these: neither architecture nor metadata are touched by the rows' order
+    assert checkpoint.digest() != read_model(write_gguf(MODELS / "llama", tmp_path / "other.gguf")).checkpoint.digest()
+
+
+KINDS = [kind for kind in Kind if GGML_QUANT_SIZES.get(kind, (1, 0))[0] > 1 and kind.name not in ("Q8_1", "Q8_K")]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_every_quantisation_is_decoded_by_rows(tmp_path: Path, kind: Kind) -> None:
+    source = made_up(tmp_path / "source")
+    file = write_gguf(source, tmp_path / "model.gguf", quantize=quantized(kind))
+    try:
+        gguf.quants.dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        with pytest.raises(UserError, match=f"stored as {kind.name}, which cannot be decoded"):
+            read_model(file)
+        return
+    files = read_model(file)
+    stated = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    for theirs, name in (("blk.0.ffn_down.weight", "mlp.down_proj"), ("blk.0.attn_k.weight", "self_attn.k_proj")):
+        with np.errstate(all="ignore"):
+            whole = gguf.quants.dequantize(stated[theirs].data, kind)
+        if "attn" in theirs:  # halves of each head, from neighbours
+            whole = whole.reshape(2, 32, 2, 256).swapaxes(1, 2).reshape(whole.shape)
+        name = f"model.layers.0.{name}.weight"
+        assert files.checkpoint.dtype(name) == "F32"
+        for rows in ((0, len(whole)), (0, 1), (63, 66), (70, 70), (5, 123)):
+            np.testing.assert_array_equal(files.checkpoint.read_f32(name, *rows), whole[slice(*rows)])
+            np.testing.assert_array_equal(files.checkpoint.read_raw(name, *rows).view(np.float32), whole[slice(*rows)])
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q6_K, Kind.Q4_K])
+def test_the_model_is_that_of_the_decoded_weights(device: Device, tmp_path: Path, kind: Kind) -> None:
+    """NF4 codes are those of the decoded matrix; logits those of a checkpoint of decoded weights, for every base."""
+    source = made_up(tmp_path / "source")
+    file = write_gguf(source, tmp_path / "model.gguf", quantize=quantized(kind))
+    checkpoint = read_model(file).checkpoint
+    decoded = made_up(tmp_path / "decoded")
+    names = checkpoint.names()
+    tensors = {name: checkpoint.read_f32(name) for name in names}
+    tables = ("model.embed_tokens.weight", "lm_head.weight")
+    tensors |= {name: tensors[name].astype(np.float16) for name in tables}
+    save_file(tensors, decoded / "model.safetensors")
+    rows = [np.arange(1, 14), np.arange(200, 210)]
+    for base in ("nf4", "f32", "bf16"):
+        found, expected = open_model(str(file), device, base), open_model(str(decoded), device, base)
+        for have, want in zip(logits(found, rows), logits(expected, rows), strict=True):
+            np.testing.assert_array_equal(have, want)
+    packed = open_model(str(file), device)
+    packed.load_weights()
+    for module in ("q_proj", "down_proj"):
+        weight = packed.decoder.layers[0].linears[module].weight
+        words = device.read(weight.codes.storage.buffer).view(np.uint32)
+        matrix = checkpoint.read_f32(f"model.layers.0.{LINEAR_PATHS[module]}.weight")
+        size = (weight.out_features, weight.in_features)
+        codes, _ = quantize_nf4(matrix.reshape(-1))
+        np.testing.assert_array_equal(from_words(words[: matrix.size // 8], size), pack_bnb(codes))
+
+
+def test_tables_beyond_f16_are_refused(tmp_path: Path) -> None:
+    source = made_up(tmp_path / "source")
+    tensors = tensors_of(source)
+    tensors["model.embed_tokens.weight"][7, 7] = 1e5
+    save_file(tensors, source / "model.safetensors")
+    checkpoint = read_model(write_gguf(source, tmp_path / "model.gguf", Kind.Q8_0)).checkpoint
+    assert checkpoint.dtype("model.embed_tokens.weight") == "F16"
+    checkpoint.read_raw("model.embed_tokens.weight", 8, 300)
+    with pytest.raises(UserError, match="beyond F16's range"):
+        checkpoint.read_raw("model.embed_tokens.weight")
+
+
+CHILD = """
+import resource, sys
+from wgpu_lora.models.files import read_model
+checkpoint = read_model(sys.argv[1]).checkpoint
+name = "model.layers.0.mlp.down_proj.weight"
+checkpoint.read_f32(name, 0, 1)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+rows = checkpoint.shape(name)[0]
+for start in range(0, rows, 64):
+    checkpoint.read_raw(name, start, min(start + 64, rows))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_only_the_rows_asked_for_are_in_memory(tmp_path: Path) -> None:
+    """A matrix of 32 MiB in Q8_0, 120 MiB decoded, in pieces of 64 rows."""
+    source = made_up(tmp_path / "source", intermediate_size=8192, hidden_size=256)
+    big = source / "big.gguf"
+
+    def zeros(name: str, values: np.ndarray) -> tuple[np.ndarray, Kind]:
+        if values.ndim == 1:
+            return values, Kind.F32
+        return np.zeros((len(values), values.shape[1] // 32 * 34), np.uint8), Kind.Q8_0
+
+    config = json.loads((source / "config.json").read_text()) | {"hidden_size": 3840}
+    (source / "config.json").write_text(json.dumps(config))
+    shapes = ModelConfig.from_dict(config).parameter_shapes()
+    save_file({n: np.zeros(s, np.float16) for n, s in shapes.items()}, source / "model.safetensors")
+    write_gguf(source, big, quantize=zeros)
+    done = subprocess.run([sys.executable, "-c", CHILD, str(big)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 24 << 10, f"{done.stdout} KiB"
+
+
+def demo_file(path: Path) -> Path:
+    return write_gguf(DEMO, path, Kind.Q8_0, tokenizer=demo_tokenizer)
+
+
+def test_training_answering_and_resuming_through_the_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, run = demo_file(tmp_path / "demo-q8_0.gguf"), tmp_path / "run"
+    rows = [{"prompt": "What colour is grass?", "completion": "Green."}] * 4
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--model", str(file), "--max-length", "64"]
+    command = ["finetune", *options, "--data", str(tmp_path / "rows.jsonl"), "--output", str(run)]
+    command += ["--per-device-train-batch-size", "1", "--gradient-accumulation-steps", "1", "--lora-r", "4"]
+    command += ["--save-steps", "2", "--logging-steps", "1", "--learning-rate", "1e-2"]
+    assert main([*command, "--max-steps", "3"]) == 0
+    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in log if "loss" in line]
+    assert losses[-1] < losses[0]
+    assert json.loads((run / "adapter_config.json").read_text())["base_model_name_or_path"] == str(file)
+    assert str(file) in (run / "run.json").read_text()
+    assert main([*command, "--max-steps", "3", "--resume"]) == 0
+    capsys.readouterr()
+    assert main(["generate", "--adapter", str(run), "--prompt", "What colour is grass?", "--max-new-tokens", "4"]) == 0
+    assert capsys.readouterr().out.strip()
+    assert main(["plan", *options, "--data", str(tmp_path / "rows.jsonl")]) == 0
+    assert main(["evaluate", "--adapter", str(run), "--data", str(tmp_path / "rows.jsonl")]) == 0
+    # other weights behind the same name
+    write_gguf(DEMO, file, Kind.Q4_0, tokenizer=demo_tokenizer)
+    capsys.readouterr()
+    assert main([*command, "--max-steps", "3", "--resume"]) == 2
+    assert "changed after the run in" in capsys.readouterr().err
+    assert main(["merge", "--model", str(file), "--adapter", str(run), "--output", str(tmp_path / "merged")]) == 0
+    assert read_model(tmp_path / "merged").config.architecture == "qwen3"
+
+
+def test_what_is_no_model_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = demo_file(tmp_path / "demo.gguf")
+    for model, said in (
+        (tmp_path / "gone.gguf", "does not exist"),
+        (tmp_path, "holds GGUF files: give the path of one"),
+    ):
+        assert main(["generate", "--model", str(model), "--prompt", "a"]) == 2
+        assert said in " ".join(capsys.readouterr().err.split())
+    assert file.exists()
+
+
+def test_the_files_are_not_mapped(tmp_path: Path) -> None:
+    """A file that becomes shorter while it is read is a sentence, not a signal."""
+    file = write_gguf(made_up(tmp_path / "source"), tmp_path / "model.gguf")
+    checkpoint = read_model(file).checkpoint
+    assert isinstance(checkpoint, GGUFCheckpoint)
+    with file.open("rb+") as opened:
+        opened.truncate(file.stat().st_size // 2)
+    with pytest.raises(UserError, match="ended while"):
+        list(map(checkpoint.read_f32, checkpoint.names()))
+
+
+def test_importing(device: Device, tmp_path: Path) -> None:
+    """A directory of NF4 that is the same model, tokenizer and all."""
+    file, output = demo_file(tmp_path / "demo.gguf"), tmp_path / "packed"
+    assert main(["import", str(file), "--output", str(output)]) == 0
+    found, expected = open_model(str(output), device), open_model(str(file), device)
+    rows = [np.arange(5, 18)]
+    np.testing.assert_array_equal(logits(found, rows), logits(expected, rows))
+    assert found.tokenizer is not None
+    assert expected.tokenizer is not None
+    text = "<|im_start|>user\nWhat's 12 + 34?<|im_end|>"
+    assert found.tokenizer.encode(text) == expected.tokenizer.encode(text)
+    assert found.tokenizer.stop_ids == expected.tokenizer.stop_ids
+    messages = [{"role": "user", "content": "a"}]
+    assert found.tokenizer.render(messages) == expected.tokenizer.render(messages)
+
+
+def test_importing_frequencies(device: Device, tmp_path: Path) -> None:
+    """Llama 3's are recognised; others cannot be stated."""
+    source = made_up(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    for original in (8192, 32):
+        rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
+        rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": original}
+        (source / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+        file, output = write_gguf(source, tmp_path / "model.gguf"), tmp_path / f"packed-{original}"
+        if original == 8192:
+            assert main(["import", str(file), "--output", str(output)]) == 0
+            found, expected = read_model(output).config, read_model(source).config
+            assert found.rope_scaling == expected.rope_scaling
+        else:
+            assert main(["import", str(file), "--output", str(output)]) == 2
+            assert not output.exists()

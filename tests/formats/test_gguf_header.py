@@ -1,0 +1,286 @@
+"""Headers of GGUF files: read as the gguf package reads them, refused where they lie, whatever they hold."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf.constants import GGMLQuantizationType as Kind
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from support.gguf_files import DEMO, FIXTURES, byte_level, demo_tokenizer, write_gguf
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.gguf import header as header_module
+from wgpu_lora.formats.gguf import reader as reader_module
+from wgpu_lora.formats.gguf.header import read_header
+from wgpu_lora.formats.gguf.reader import Array
+from wgpu_lora.models.files import read_model
+from wgpu_lora.models.rope import inv_freq
+
+U8, U32, BOOL, STRING, ARRAY = 0, 4, 7, 8, 9
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def key(name: bytes, kind: int, value: bytes) -> bytes:
+    return text(name) + struct.pack("<I", kind) + value
+
+
+def array(kind: int, count: int, items: bytes) -> bytes:
+    return struct.pack("<IQ", kind, count) + items
+
+
+def tensor(name: bytes, shape: tuple[int, ...], kind: int = 0, offset: int = 0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+def file_of(keys: Sequence[bytes], tensors: Sequence[bytes] = (), data: int = 0, version: int = 3) -> bytes:
+    start = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(keys)) + b"".join([*keys, *tensors])
+    return start + bytes(-len(start) % 32 + data)
+
+
+def test_a_header_says_what_the_gguf_package_reads(tmp_path: Path) -> None:
+    path = write_gguf(DEMO, tmp_path / "demo.gguf", Kind.Q8_0, tokenizer=demo_tokenizer, metadata={"x.flag": True})
+    header, reader = read_header(path), gguf.GGUFReader(path)
+    assert header.values.keys() == {name for name in reader.fields if not name.startswith("GGUF.")}
+    for name, value in header.values.items():
+        field = reader.fields[name]
+        if isinstance(value, Array):
+            found = header.strings(name, value.count) if value.kind == STRING else header.numbers(name, value.count)
+            assert list(found) == field.contents()
+        else:
+            assert value == field.contents()
+    assert len(header.tensors) == len(reader.tensors)
+    for tensor in reader.tensors:
+        info = header.tensors[tensor.name]
+        assert (info.kind, info.shape) == (tensor.tensor_type, tuple(tensor.shape.tolist())[::-1])
+        assert (info.offset, info.nbytes) == (tensor.data_offset, tensor.n_bytes)
+
+
+@pytest.mark.parametrize("count", [0, 1, 70, 9000])
+@pytest.mark.parametrize("longest", [3, 60, 300_000])
+def test_strings_of_any_length_cross_windows(tmp_path: Path, count: int, longest: int) -> None:
+    if count * longest > 10**8:
+        count = 70
+    rng = np.random.default_rng(count + longest)
+    strings = ["é" * (n // 2) + "x" for n in rng.integers(0, longest, count)]
+    data = b"".join(text(string.encode()) for string in strings)
+    (tmp_path / "f.gguf").write_bytes(file_of([key(b"a", ARRAY, array(STRING, count, data)), key(b"b", U8, b"\7")]))
+    header = read_header(tmp_path / "f.gguf")
+    assert list(header.strings("a", count) or ()) == strings
+    assert header.values["b"] == 7
+
+
+T = [tensor(b"t", (32, 2), 8, 0)]  # Q8_0, 68 bytes
+DAMAGE: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "too short"),
+    "magic": (b"GGML" + bytes(60), "is not a GGUF file"),
+    "v1": (file_of([], version=1), "version 1, but only 2 and 3"),
+    "v4": (file_of([], version=4), "version 4"),
+    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
+    "tensors": (b"GGUF" + struct.pack("<IQQ", 3, 2**63, 0), "claims 9,223,372,036,854,775,808 tensors"),
+    "keys": (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**64 - 1), "which cannot be"),
+    "cut off": (file_of([key(b"a", STRING, text(b"x" * 90))])[:60], "does not fit"),
+    "a long string": (file_of([key(b"a", STRING, struct.pack("<Q", 2**64 - 1))]), "does not fit"),
+    "a long array": (file_of([key(b"a", ARRAY, array(U32, 2**62, b""))]), "does not fit"),
+    "many strings": (file_of([key(b"a", ARRAY, array(STRING, 2**61, b""))]), "does not fit"),
+    "a string too many": (file_of([key(b"a", ARRAY, array(STRING, 3, text(b"a") * 2))])[:70], "does not fit|ended"),
+    "nested arrays": (file_of([key(b"a", ARRAY, array(ARRAY, 1, array(U8, 1, b"\0")))]), "nests arrays"),
+    "items of no type": (file_of([key(b"a", ARRAY, array(13, 1, bytes(8)))]), "unknown type 13"),
+    "a value of no type": (file_of([key(b"a", 99, bytes(8))]), "unknown type 99"),
+    "a boolean of two": (file_of([key(b"a", BOOL, b"\2")]), "true or false"),
+    "a key twice": (file_of([key(b"a", U8, b"\1")] * 2), "the key 'a' twice"),
+    "a key of no text": (file_of([key(b"\xff\xfe", U8, b"\1")]), "not UTF-8"),
+    "a value of no text": (file_of([key(b"a", STRING, text(b"\xc3"))]), "not UTF-8"),
+    "alignment 0": (file_of([key(b"general.alignment", U32, bytes(4))]), "not a power of two"),
+    "alignment 24": (file_of([key(b"general.alignment", U32, struct.pack("<I", 24))]), "not a power of two"),
+    "alignment in words": (file_of([key(b"general.alignment", STRING, text(b"32"))]), "not a power of two"),
+    "a tensor twice": (file_of([], T * 2, 200), "the tensor 't' twice"),
+    "overlapping": (file_of([], [*T, tensor(b"u", (8,), 0, 64)], 200), "lets 't' and 'u' overlap"),
+    "unaligned": (file_of([], [tensor(b"t", (8,), 0, 8)], 200), "not a multiple of 32"),
+    "outside": (file_of([], [tensor(b"t", (8,), 0, 2**64 - 32)], 200), "are missing"),
+    "truncated": (file_of([], T, 67), "1 bytes of 't' are missing"),
+    "overflowing": (file_of([], [tensor(b"t", (2**63, 2**63, 2**63, 2**63), 0)], 64), "are missing"),
+    "five dimensions": (file_of([], [tensor(b"t", (1,) * 5)], 64), "5 dimensions"),
+    "no dimensions": (file_of([], [tensor(b"t", ())], 64), "0 dimensions"),
+    "nothing": (file_of([], [tensor(b"t", (4, 0))], 64), "cannot have"),
+    "half a block": (file_of([], [tensor(b"t", (33, 2), 8)], 200), "which Q8_0 cannot have"),
+    "an unknown type": (file_of([], [tensor(b"t", (32,), 4)], 64), "the GGML type 4"),
+}
+
+
+@pytest.mark.parametrize(("data", "said"), DAMAGE.values(), ids=DAMAGE)
+def test_damage_is_said(tmp_path: Path, data: bytes, said: str) -> None:
+    path = tmp_path / "f.gguf"
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=said) as caught:
+        read_header(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_be_opened(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        read_header(tmp_path / "gone.gguf")
+    with pytest.raises(UserError, match="is not a file"):
+        read_header(tmp_path)
+
+
+def test_arrays_of_another_kind_than_asked(tmp_path: Path) -> None:
+    keys = [
+        key(b"n", ARRAY, array(U8, 2, b"ab")),
+        key(b"s", ARRAY, array(STRING, 1, text(b"\xff"))),
+        key(b"u", U8, b"1"),
+    ]
+    (tmp_path / "f.gguf").write_bytes(file_of(keys))
+    header = read_header(tmp_path / "f.gguf")
+    assert header.strings("none", 9) is header.numbers("none", 9) is None
+    for ask in (
+        lambda: header.strings("n", 9),
+        lambda: header.strings("s", 0),
+        lambda: header.strings("u", 9),
+        lambda: header.numbers("s", 1),
+        lambda: header.numbers("n", 3),
+    ):
+        with pytest.raises(UserError, match="is not an array"):
+            ask()
+    with pytest.raises(UserError, match="not UTF-8"):
+        list(header.strings("s", 1) or ())
+
+
+def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real models are far below these."""
+    (tmp_path / "f.gguf").write_bytes(file_of([key(b"a", ARRAY, array(STRING, 5, text(b"abc") * 5))]))
+    for name, limit, said in (
+        ("MAX_STRINGS", 4, "more than 4 strings"),
+        ("MAX_TEXT_BYTES", 0, "of names and texts"),
+        ("MAX_KEYS", 0, "which cannot be"),
+        ("MAX_HEADER_BYTES", 40, "is longer than"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(header_module if name == "MAX_KEYS" else reader_module, name, limit)
+            with pytest.raises(UserError, match=said):
+                read_header(tmp_path / "f.gguf")
+
+
+CHILD = """
+import resource, sys, time
+from wgpu_lora.errors import UserError
+from wgpu_lora.models.files import read_model
+before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+try:
+    read_model(sys.argv[1])
+except UserError:
+    print(time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.parametrize("what", ["strings", "long strings", "keys", "tensors"])
+def test_the_largest_hostile_headers_cost_little(tmp_path: Path, what: str) -> None:
+    """A second and 64 MiB, in a process of its own."""
+    letters = b"".join(struct.pack("<Q2s", 2, b"%02d" % (i % 100)) for i in range(2**20))
+    data = {
+        "strings": file_of([key(b"a", ARRAY, array(STRING, 2**20, letters))]),
+        "long strings": file_of([key(b"a", ARRAY, array(STRING, 100, text(b"x" * 1_000_000) * 100))]),
+        "keys": file_of([key(b"%04d" % i + b"k" * 2000, U8, b"\1") for i in range(4096)]),
+        "tensors": file_of([], [tensor(b"%060d" % i, (1, 1, 1, 1), 0, 32 * i) for i in range(2**14)], 2**20),
+    }[what]
+    (tmp_path / "f.gguf").write_bytes(data)
+    done = subprocess.run([sys.executable, "-c", CHILD, str(tmp_path / "f.gguf")], capture_output=True, text=True)
+    seconds, kib = map(float, done.stdout.split())
+    assert seconds < 1.0
+    assert kib < 64 << 10
+
+
+def seed_file(path: Path, sentence_piece: bool) -> bytes:
+    """A valid model of a few kilobytes, which the mutations start from."""
+
+    def spm(writer: gguf.GGUFWriter) -> None:
+        tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "b", "▁", "ab", "▁ab"]
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([-float(i) for i in range(len(tokens))])
+        writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * 5])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+
+    def bpe(writer: gguf.GGUFWriter) -> None:
+        byte_level(writer, [*map(chr, range(33, 127)), "ab", "abc", "</s>"], ["a b", "ab c"], {"</s>": 3}, "llama-bpe")
+        writer.add_bos_token_id(96)
+        writer.add_chat_template("{{ messages }}")
+
+    source = FIXTURES / "models" / ("llama" if sentence_piece else "qwen2")
+    return write_gguf(source, path, Kind.F16, tokenizer=spm if sentence_piece else bpe).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    directory = tmp_path_factory.mktemp("seeds")
+    return [seed_file(directory / f"{flag}.gguf", flag) for flag in (False, True)]
+
+
+EXTREMES = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
+HEADER = 6000  # bytes of both seeds that are metadata and shapes
+mutation = st.one_of(
+    st.tuples(st.just("flip"), st.integers(0, HEADER), st.integers(0, 7)),
+    st.tuples(st.just("byte"), st.integers(0, HEADER), st.integers(0, 255)),
+    st.tuples(st.just("word"), st.integers(0, HEADER), st.sampled_from(EXTREMES)),
+    st.tuples(st.just("cut"), st.integers(0, HEADER), st.integers(1, 64)),
+    st.tuples(st.just("copy"), st.integers(0, HEADER), st.integers(0, HEADER)),
+    st.tuples(st.just("end"), st.integers(0, 2**20), st.just(0)),
+)
+
+
+def mutated(data: bytes, changes: list[tuple[str, int, Any]]) -> bytes:
+    made = bytearray(data)
+    for how, at, value in changes:
+        if how == "flip" and at < len(made):
+            made[at] ^= 1 << value
+        elif how == "byte" and at < len(made):
+            made[at] = value
+        elif how == "word":
+            made[at : at + 8] = struct.pack("<Q", value)
+        elif how == "cut":
+            del made[at : at + value]
+        elif how == "copy":
+            made[at : at + 40] = made[value : value + 40]
+        elif how == "end":
+            del made[at:]
+    return bytes(made)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(which=st.integers(0, 1), changes=st.lists(mutation, min_size=1, max_size=4))
+@example(which=0, changes=[("end", 0, 0)])
+def test_no_mutation_is_anything_but_a_model_or_a_sentence(
+    tmp_path: Path, seeds: list[bytes], which: int, changes: list[tuple[str, int, Any]]
+) -> None:
+    path = tmp_path / "f.gguf"
+    path.write_bytes(mutated(seeds[which], changes))
+    said = exercise(path)
+    assert "\n" not in said
+    assert len(said) < 600
+
+
+def exercise(path: Path) -> str:
+    """Everything that is read of a model; what was said where it was refused."""
+    try:
+        files = read_model(path)
+        assert inv_freq(files.config).shape == (files.config.head_dim // 2,)
+        for name in files.checkpoint.names():
+            files.checkpoint.read_raw(name, 0, 1)
+        if files.tokenizer:
+            files.tokenizer.decode(files.tokenizer.encode("abc </s>", add_special_tokens=True))
+    except UserError as error:
+        return str(error)
+    return ""

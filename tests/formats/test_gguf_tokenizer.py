@@ -1,0 +1,288 @@
+"""Tokenizers from GGUF metadata give the ids of the tokenizers they were made from."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.gguf_files import DEMO, byte_level, demo_tokenizer, header_only, write_gguf
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+
+from wgpu_lora.data import Tokenizer
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.gguf.header import read_header
+from wgpu_lora.formats.gguf.tokenizer import read_tokenizer
+
+NASTY = [
+    "", " ", "  ", "\n", "\r\n\r\n", "\t x", "a  b   c", " lead", "trail ", "It's we'LL they'RE 'tis", "1234567 89",
+    "3.14159e-10", "snake_case camelCase HTTPServer", "äöü ÄÖÜ ß", "A\u030a e\u0301 \ufb01", "日本語の文章。", "한국어",
+    "עברית", "العربية", "हिन्दी", "🙂👩‍👩‍👧‍👦🇩🇪", "\u200b\ufeff\xa0", "\x00\x01\x7f", "<|im_start|>user\nhi<|im_end|>\n",
+    "<|im_end|><|im_end|>", "<|im_", "▁a ▁▁", "<0x41> <s> </s> <unk>", "def f(x):\n    return x  # ok\n", "a" * 300,
+    "½ ² ⅷ", "x\u2028y\u2029z", "ſ'ſ K", "DŽ Dž dž", "don’t", "....!!!???", "\U0010ffff",
+]  # fmt: skip
+CORPUS = [(DEMO / "README.md").read_text(), *NASTY, "the theory of the thing then thanks them"] * 3
+texts = st.one_of(st.text(max_size=60), st.lists(st.sampled_from(NASTY), max_size=4).map("".join))
+
+
+def built(path: Path, stated: Callable[[gguf.GGUFWriter], None], rows: int = 10**6, **keys: Any) -> Tokenizer:
+    found = read_tokenizer(read_header(header_only(path, stated, **keys)), rows)
+    assert found is not None
+    return found
+
+
+@cache
+def of_the_demo() -> tuple[Tokenizer, Tokenizer]:
+    """(from GGUF, the original)."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as directory:
+        found = built(Path(directory) / "demo.gguf", demo_tokenizer)
+    original = Tokenizer.load(DEMO)
+    assert original is not None
+    return found, original
+
+
+@settings(max_examples=300, deadline=None)
+@given(texts)
+def test_the_demos_ids(text: str) -> None:
+    found, original = of_the_demo()
+    assert found.encode_with_offsets([text]) == original.encode_with_offsets([text])
+    assert found.encode(text, add_special_tokens=True) == original.encode(text, add_special_tokens=True)
+    ids = original.encode(text)
+    for skip in (True, False):
+        assert found.decode(ids, skip) == original.decode(ids, skip)
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_the_demos_nasty_ids(text: str) -> None:
+    found, original = of_the_demo()
+    assert found.encode_with_offsets([text]) == original.encode_with_offsets([text])
+    assert found.decode(found.encode(text), skip_special_tokens=False) == unicodedata.normalize("NFC", text)
+
+
+def test_the_demos_settings() -> None:
+    found, original = of_the_demo()
+    for name in ("eos_id", "bos_id", "pad_id", "opening", "stop_ids", "special_ids", "special_texts", "vocab_size"):
+        assert getattr(found, name) == getattr(original, name), name
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert found.render_with_spans(messages) == original.render_with_spans(messages)
+
+
+# As the models' own tokenizer.json have it.
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PRES: dict[str, tuple[list[Any], bool]] = {
+    "gpt-2": ([pre_tokenizers.ByteLevel(add_prefix_space=False)], False),
+    "smollm": ([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)], False),
+    "llama-bpe": ([pre_tokenizers.Split(Regex(LETTERS + "{1,3}" + REST), "isolated")], True),
+    "deepseek-r1-qwen": ([pre_tokenizers.Split(Regex(LETTERS + REST), "isolated")], False),
+    "tekken": ([pre_tokenizers.Split(Regex(TEKKEN), "isolated")], True),
+}
+
+
+@pytest.mark.parametrize("pre", PRES)
+def test_byte_level_vocabularies(tmp_path: Path, pre: str) -> None:
+    """Trained with the splitting in question; some tokens are left without merges, which `ignore_merges` finds."""
+    steps, whole = PRES[pre]
+    if not isinstance(steps[-1], pre_tokenizers.ByteLevel):
+        steps = [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    original = tokenizers.Tokenizer(models.BPE())
+    original.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    original.train_from_iterator(CORPUS, trainer)
+    model = json.loads(original.to_str())["model"]
+    merges = [" ".join(merge) for merge in model["merges"]]
+    if whole:  # 'then' cannot be merged any more, yet it is a token
+        model["vocab"] |= {"Ġthen": len(model["vocab"])}
+        merges = [merge for merge in merges if merge.replace(" ", "") != "Ġthen"]
+    original.model = models.BPE(model["vocab"], [tuple(m.split(" ")) for m in merges], ignore_merges=whole)
+    original.add_special_tokens([AddedToken("<|begin|>", normalized=False), AddedToken("<|eot_id|>", normalized=False)])
+    original.add_tokens([AddedToken("<think>", normalized=False)])
+    original.decoder = decoders.ByteLevel()
+    bos = original.token_to_id("<|begin|>")
+    ids = original.get_vocab(with_added_tokens=True)
+    tokens = [*sorted(ids, key=ids.__getitem__), "[PAD1]", "[PAD2]"]
+    kinds = {"<|begin|>": 3, "<|eot_id|>": 3, "<think>": 4, "[PAD1]": 5, "[PAD2]": 5}
+    found = built(
+        tmp_path / "f.gguf", lambda w: byte_level(w, tokens, merges, kinds, pre), bos_token_id=bos, eos_token_id=bos + 1
+    )
+    for text in [*NASTY, *CORPUS[:1], "<think>a</think><|begin|>", " then 12345 then", "[PAD1]"]:
+        assert found.encode(text) == original.encode(text, add_special_tokens=False).ids, text
+        assert found.decode(found.encode(text), False) == text
+    assert found.encode("a", add_special_tokens=True) == [bos] * whole + found.encode("a")
+    assert found.opening == [bos] * whole
+    assert found.stop_ids == {bos + 1}
+    assert found.vocab_size == len(ids)
+
+
+def sentence_piece(tokens: list[str], scores: list[float]) -> Callable[[str], list[int]]:
+    """SentencePiece's own way, spelled out: join the neighbours whose whole scores best, the leftmost of equals."""
+    ids = {token: id for id, token in enumerate(tokens)}
+
+    def encode(text: str) -> list[int]:
+        pieces = list("▁" + text.replace(" ", "▁")) if text else []
+        while True:
+            joined = [(scores[ids[a + b]], -i) for i, (a, b) in enumerate(pairwise(pieces)) if a + b in ids]
+            if not joined:
+                break
+            at = -max(joined)[1]
+            pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
+        found: list[int] = []
+        for piece in pieces:
+            found += [ids[piece]] if piece in ids else [ids[f"<0x{byte:02X}>"] for byte in piece.encode()]
+        return found
+
+    return encode
+
+
+@cache
+def sentence_piece_vocabulary() -> tuple[list[str], list[float], list[int]]:
+    """(tokens, scores, types) trained on whole texts, numbered as Llama 2's are: words by rank, then characters."""
+    trained = tokenizers.Tokenizer(models.BPE())
+    words = [word for text in CORPUS for word in ("▁" + text.replace(" ", "▁")).replace("\n", "").split("▁")]
+    trainer = trainers.BpeTrainer(vocab_size=420, show_progress=False)
+    trained.train_from_iterator(["▁" + word for word in words], trainer)
+    model = json.loads(trained.to_str())["model"]
+    joined = ["".join(merge) for merge in model["merges"]]
+    characters = [token for token in model["vocab"] if len(token) == 1]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *dict.fromkeys(joined), *characters]
+    types = [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 259)]
+    scores = [0.0] * 259 + [-float(rank) for rank in range(len(tokens) - 259)]
+    return tokens, scores, types
+
+
+def spm(writer: gguf.GGUFWriter, equal: bool = False) -> None:
+    tokens, scores, types = sentence_piece_vocabulary()
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([*tokens, "<tool>", "[PAD]"])
+    writer.add_token_scores([-1000.0] * (len(tokens) + 2) if equal else [*scores, -1000.0, -1000.0])
+    writer.add_token_types([*types, 4, 5])
+
+
+SPM_KEYS = {"bos_token_id": 1, "eos_token_id": 2, "unk_token_id": 0}
+
+
+def same_split(text: str) -> bool:
+    """Whether no character follows itself: where one does, transformers and SentencePiece may join other neighbours."""
+    return all(a != b for a, b in pairwise(" " + text.replace("▁", " ")))
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_sentence_piece_vocabularies(tmp_path: Path, equal: bool) -> None:
+    """Also where the converter gave every token the same score, as one of llama.cpp's does."""
+    tokens, scores, _ = sentence_piece_vocabulary()
+    found = built(tmp_path / "f.gguf", lambda writer: spm(writer, equal), **SPM_KEYS)
+    encode = sentence_piece(tokens, scores)
+
+    @settings(max_examples=200, deadline=None)
+    @given(texts)
+    def property_of(text: str) -> None:
+        if not any(special in text for special in ("<s>", "</s>", "<unk>", "<tool>")):
+            ids = found.encode(text)
+            if same_split(text):
+                assert ids == encode(text)
+            assert found.decode(ids) == text.replace("▁", " ")
+
+    property_of()
+    assert len(found.encode("the theory")) < 6  # merges there are
+    assert found.encode("曜") == [tokens.index("▁"), *(tokens.index(f"<0x{byte:02X}>") for byte in "曜".encode())]
+    assert found.encode("a", add_special_tokens=True) == [1, *found.encode("a")]
+    assert found.encode("<tool>") == [len(tokens)]
+    assert found.encode("a</s>b") == [*found.encode("a"), 2, *found.encode("b")]
+    assert (found.bos_id, found.eos_id, found.vocab_size) == (1, 2, len(tokens) + 1)
+    assert found.stop_ids == {2}
+
+
+def test_sentence_piece_settings(tmp_path: Path) -> None:
+    def without_prefix(writer: gguf.GGUFWriter) -> None:
+        spm(writer)
+        writer.add_add_space_prefix(False)
+        writer.add_add_bos_token(False)
+        writer.add_add_eos_token(True)
+
+    found = built(tmp_path / "f.gguf", without_prefix, **SPM_KEYS)
+    assert found.decode(found.encode(" a b")) == " a b"
+    assert found.encode("a", add_special_tokens=True) == [*found.encode("a"), 2]
+    assert found.encode(" a")[0] != found.encode("a")[0]
+
+
+def test_chat_templates_by_name(tmp_path: Path) -> None:
+    templates = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    found = built(tmp_path / "f.gguf", demo_tokenizer, chat_template=templates)
+    assert found.render([{"role": "user", "content": "a"}]) == "plain"
+    assert found.render([{"role": "user", "content": "a"}], tools=[{}]) == "tools"
+
+
+LETTERS_ONLY = [chr(code) for code in range(33, 127)]
+
+
+@pytest.mark.parametrize(
+    ("stated", "said"),
+    [
+        (lambda w: byte_level(w, ["a", "a"], [], {}), "the token 'a' twice"),
+        (lambda w: byte_level(w, [], [], {}), "no tokens|not an array"),
+        (lambda w: byte_level(w, ["a"] * 2001, [], {}), "at most 2,000 strings"),
+        (lambda w: byte_level(w, LETTERS_ONLY, ["a b"], {}), "merges 'a b'"),
+        (lambda w: byte_level(w, LETTERS_ONLY, ["ab"], {}), "merges 'ab'"),
+        (lambda w: byte_level(w, LETTERS_ONLY, [], {}, "some-new"), "pre 'some-new' of .* is not supported"),
+        (lambda w: (spm(w), w.add_add_bos_token(3)), "expected true or false"),
+        (lambda w: (w.add_tokenizer_model("llama"), w.add_token_list(LETTERS_ONLY)), "no score for each"),
+        (lambda w: (w.add_tokenizer_model("gpt2"), w.add_token_list(LETTERS_ONLY)), "pre None"),
+        (lambda w: (w.add_tokenizer_model("llama"), w.add_token_list(["a"]), w.add_token_types([1, 2])), "array of 1"),
+        (
+            lambda w: (spm(w), w.add_string("tokenizer.chat_template.../../etc/x", "a")),
+            r"names a chat template '\.\./\.\./etc/x'",
+        ),
+        (lambda w: w.add_tokenizer_model("t5"), "The tokenizer 't5'"),
+    ],
+)
+def test_what_cannot_be_built_is_said(tmp_path: Path, stated: Any, said: str) -> None:
+    def tolerant(writer: gguf.GGUFWriter) -> None:
+        writer.add_add_bos_token = lambda value: writer.add_uint32("tokenizer.ggml.add_bos_token", value)
+        stated(writer)
+
+    with pytest.raises(UserError, match=said):
+        read_tokenizer(read_header(header_only(tmp_path / "f.gguf", tolerant)), 2000)
+
+
+def test_no_tokenizer_is_none(tmp_path: Path) -> None:
+    assert read_tokenizer(read_header(header_only(tmp_path / "f.gguf", lambda writer: None)), 5) is None
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("kind", ["demo", "llama"])
+def test_transformers_reads_the_same(tmp_path: Path, kind: str) -> None:
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: make test-reference does that"
+    )
+    if kind == "demo":
+        write_gguf(DEMO, tmp_path / "m.gguf", tokenizer=demo_tokenizer)
+    else:
+        header_only(tmp_path / "m.gguf", spm, **SPM_KEYS)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+    ours = read_tokenizer(read_header(tmp_path / "m.gguf"), 10**6)
+    assert ours is not None
+    for text in [*NASTY, CORPUS[0]]:
+        if kind == "llama" and (text.startswith((" ", "▁")) or any(s in text for s in ("<s>", "</s>", "<unk>"))):
+            continue  # transformers puts no space before a text that begins with one, nor after special tokens
+        # theirs leaves NFC out, which Qwen's tokenizer.json has
+        known = unicodedata.normalize("NFC", text) if kind == "demo" else text
+        assert ours.encode(text) == theirs(known, add_special_tokens=False).input_ids, text

@@ -1,0 +1,157 @@
+"""A merged model is its base plus the adapter, whatever shards it is written in."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.models import (
+    ARCHITECTURES,
+    FIXTURES,
+    full_logits,
+    golden,
+    golden_rows,
+    load,
+    relative_error,
+    save_golden_adapter,
+)
+
+from wgpu_lora.cli import main
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.atomic import file_digest
+from wgpu_lora.formats.checkpoint import INDEX, Checkpoint
+from wgpu_lora.formats.merge import merge_adapter
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.infer.adapters import load_adapters
+from wgpu_lora.models.inputs import Segment
+from wgpu_lora.models.loaded import open_model
+
+
+def source(architecture: str) -> Path:
+    return FIXTURES / "models" / architecture
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_are_those_of_base_and_adapter(device: Device, tmp_path: Path, architecture: str) -> None:
+    adapter = save_golden_adapter(architecture, tmp_path / "adapter", use_rslora=architecture == "llama")
+    base = load(architecture, device)
+    segments = [Segment(ids) for ids in golden_rows(golden(architecture), "input_ids")]
+    expected = full_logits(base, segments, load_adapters(device, base.config, [adapter]))
+    plain = full_logits(base, segments)
+    for dtype, bound in (("f32", 1e-5), ("bf16", 3e-2), ("f16", 3e-3)):
+        output = tmp_path / dtype
+        merge_adapter(source(architecture), adapter, output, dtype, max_shard_bytes=20_000 if dtype == "f32" else 10**9)
+        assert (output / INDEX).exists() == (dtype == "f32")
+        merged = open_model(str(output), device, dtype)
+        merged.load_weights()
+        found = full_logits(merged, segments)
+        for have, want, before in zip(found, expected, plain, strict=True):
+            assert relative_error(have, want) < bound
+            assert relative_error(before, want) > 0.1
+
+
+def test_the_card_says_what_was_merged(tmp_path: Path) -> None:
+    adapter = save_golden_adapter("qwen2", tmp_path / "adapter")
+    (adapter / "README.md").write_text("---\nbase_model: x\n---\n\n# LoRA adapter\n\n| data SHA-256 | abc |\n")
+    merge_adapter(source("qwen2"), adapter, tmp_path / "m", name="Qwen/Qwen2.5-0.5B")
+    card = (tmp_path / "m" / "README.md").read_text()
+    assert card.startswith("---\nbase_model: Qwen/Qwen2.5-0.5B\n")
+    assert "base_model: x" not in card
+    for fact in ("| weights | bf16 |", "| data SHA-256 | abc |", file_digest(adapter / "adapter_model.safetensors")):
+        assert fact in card
+
+
+def test_the_card_has_nothing_from_elsewhere(tmp_path: Path) -> None:
+    adapter, secret = save_golden_adapter("qwen2", tmp_path / "adapter"), tmp_path / "secret"
+    secret.write_text("the key")
+    for make in (lambda: (adapter / "README.md").symlink_to(secret),
+                 lambda: (adapter / "README.md").write_text("# form\n[More Information Needed]\n")):  # fmt: skip
+        make()
+        merge_adapter(source("qwen2"), adapter, tmp_path / "m")
+        card = (tmp_path / "m" / "README.md").read_text()
+        assert "the key" not in card
+        assert "More Information" not in card
+        (adapter / "README.md").unlink()
+        shutil.rmtree(tmp_path / "m")
+
+
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+def test_an_adapter_that_is_not_finite_is_refused(tmp_path: Path, dtype: str) -> None:
+    adapter = save_golden_adapter("qwen2", tmp_path / "adapter", scale=float("nan"))
+    with pytest.raises(UserError, match="not finite"):
+        merge_adapter(source("qwen2"), adapter, tmp_path / "m", dtype)
+    assert not (tmp_path / "m").exists()
+
+
+def test_companions_come_along(tmp_path: Path) -> None:
+    adapter = save_golden_adapter("qwen2", tmp_path / "adapter")
+    assert (
+        main(["merge", "--model", str(source("qwen2")), "--adapter", str(adapter), "--output", str(tmp_path / "m")])
+        == 0
+    )
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    before = json.loads((source("qwen2") / "config.json").read_text())
+    same = {k: v for k, v in config.items() if "dtype" not in k}
+    assert same == {k: v for k, v in before.items() if "dtype" not in k}
+    assert config["dtype" if "dtype" in before else "torch_dtype"] == "bfloat16"
+    merged, base = Checkpoint(tmp_path / "m"), Checkpoint(source("qwen2"))
+    assert {merged.dtype(name) for name in merged.names()} == {"BF16"}
+    norm = "model.norm.weight"
+    np.testing.assert_array_equal(merged.read_f32(norm), base.read_f32(norm))
+
+
+def test_refusals_leave_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter, output = save_golden_adapter("qwen2", tmp_path / "adapter"), tmp_path / "out"
+    with pytest.raises(UserError, match="does not fit"):
+        merge_adapter(source("llama"), adapter, output)
+    with pytest.raises(UserError, match="--dtype nf4 is not known"):
+        merge_adapter(source("qwen2"), adapter, output, "nf4")
+    huge = save_golden_adapter("qwen2", tmp_path / "huge", scale=1e7)
+    with pytest.raises(UserError, match="beyond f16's range"):
+        merge_adapter(source("qwen2"), huge, output, "f16")
+    output.mkdir()
+    (output / "mine.txt").write_text("kept")
+    assert main(["merge", "--adapter", str(adapter), "--model", str(source("qwen2")), "--output", str(output)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "huge", "out"]
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    adapter = save_golden_adapter("qwen2", tmp_path / "adapter")
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        with pytest.raises(OSError, match=r"."):
+            merge_adapter(source("qwen2"), adapter, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [p.name for p in tmp_path.iterdir()] == ["adapter"]
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_transformers_loads_it(tmp_path: Path, architecture: str) -> None:
+    torch, transformers = (
+        pytest.importorskip("torch", reason="torch is not installed: make test-reference does that"),
+        pytest.importorskip("transformers", reason="transformers is not installed: make test-reference does that"),
+    )
+    from peft import PeftModel
+
+    adapter = save_golden_adapter(architecture, tmp_path / "adapter")
+    merge_adapter(source(architecture), adapter, tmp_path / "merged", "f32", max_shard_bytes=20_000)
+    ids = torch.tensor(golden_rows(golden(architecture), "input_ids")[0][None].astype(np.int64))
+
+    def logits(directory: Path) -> np.ndarray:
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        if directory != tmp_path / "merged":
+            model = PeftModel.from_pretrained(model, adapter)
+        with torch.no_grad():
+            return model(ids).logits.numpy()
+
+    assert relative_error(logits(tmp_path / "merged"), logits(source(architecture))) < 1e-5

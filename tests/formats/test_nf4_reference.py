@@ -1,0 +1,116 @@
+"""The NumPy NF4 gives what bitsandbytes gives."""
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from support import FIXTURES
+
+from wgpu_lora.quant import nf4
+
+GOLDEN = load_file(FIXTURES / "golden" / "nf4.safetensors")
+SHAPES = ("37x91", "64x64", "5x20", "48x80", "130x257")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_golden(name):
+    weight, golden = GOLDEN[f"{name}.weight"], {k: GOLDEN[f"{name}.{k}"] for k in ("codes", "absmax_codes")}
+    codes, absmax = nf4.quantize_nf4(weight)
+    np.testing.assert_array_equal(nf4.pack_bnb(codes), golden["codes"])
+    nested_codes, nested_absmax, offset = nf4.double_quantize(absmax)
+    np.testing.assert_array_equal(nested_codes, golden["absmax_codes"])
+    # the mean may differ in its last bit, and everything after it with it
+    np.testing.assert_allclose(offset, GOLDEN[f"{name}.offset"][0], rtol=2e-7)
+    np.testing.assert_allclose(nested_absmax, GOLDEN[f"{name}.nested_absmax"], rtol=2e-6)
+    np.testing.assert_allclose(nf4.round_trip(weight), GOLDEN[f"{name}.dequantised"], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_golden_codes_dequantise_exactly(name):
+    part = {k: GOLDEN[f"{name}.{k}"] for k in ("codes", "absmax_codes", "nested_absmax", "offset", "dequantised")}
+    absmax = nf4.double_dequantize(part["absmax_codes"], part["nested_absmax"], part["offset"][0])
+    values = nf4.dequantize_nf4(nf4.unpack_bnb(part["codes"], part["dequantised"].size), absmax)
+    np.testing.assert_allclose(values, part["dequantised"].reshape(-1), rtol=1.5e-7, atol=0)
+
+
+def test_codebooks():
+    assert nf4.NF4_CODE.shape == (16,)
+    assert nf4.DYNAMIC_CODE.shape == (256,)
+    assert (np.diff(nf4.NF4_CODE) > 0).all()
+    assert (np.diff(nf4.DYNAMIC_CODE) > 0).all()
+    assert nf4.DYNAMIC_CODE[127] == 0
+    assert nf4.DYNAMIC_CODE[[0, 254, 255]] == pytest.approx([-0.99296875, 0.99296875, 1])
+
+
+def test_midpoints_take_the_lower_code():
+    # absmax 1, so that nothing is rounded before the comparison
+    on, above = nf4.NF4_MIDPOINTS, np.nextafter(nf4.NF4_MIDPOINTS, np.float32(2))
+    np.testing.assert_array_equal(nf4.quantize_nf4(np.append(on, np.float32(1)))[0][:15], np.arange(15))
+    np.testing.assert_array_equal(nf4.quantize_nf4(np.append(above, np.float32(1)))[0][:15], np.arange(1, 16))
+
+
+def test_zeros_short_blocks_and_nothing():
+    codes, absmax = nf4.quantize_nf4(np.zeros(70, np.float32))
+    assert (codes == 7).all()
+    assert absmax.tolist() == [0, 0]
+    assert not nf4.dequantize_nf4(codes, absmax).any()
+    assert nf4.quantize_nf4(np.array([-3.0], np.float32))[0].tolist() == [0]
+    assert nf4.quantize_nf4(np.zeros(0, np.float32))[0].size == 0
+
+
+def test_every_code_survives_packing():
+    codes = np.arange(15, dtype=np.uint8)
+    packed = nf4.pack_bnb(codes)
+    assert packed[:2].tolist() == [0x01, 0x23]
+    assert packed[-1] == 0xE7
+    np.testing.assert_array_equal(nf4.unpack_bnb(packed, 15), codes)
+
+
+@pytest.mark.reference
+def test_codebooks_are_bitsandbytes_own():
+    import bitsandbytes.functional as bnb
+
+    np.testing.assert_array_equal(nf4.NF4_CODE, bnb.get_4bit_type("nf4", device="cpu").numpy())
+    np.testing.assert_array_equal(nf4.DYNAMIC_CODE, bnb.create_dynamic_map(signed=True).numpy())
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("shape", [(37, 91), (64, 64), (5, 20), (300, 128), (1, 1), (3, 65)])
+def test_bitsandbytes_live(shape):
+    import bitsandbytes.functional as bnb
+    import torch
+
+    weight = (np.random.default_rng(sum(shape)).standard_normal(shape) * 0.02).astype(np.float32)
+    flat = torch.from_numpy(weight.reshape(-1))
+    codes, absmax = nf4.quantize_nf4(weight)
+    packed, state = bnb.quantize_4bit(flat, quant_type="nf4", compress_statistics=False)
+    np.testing.assert_array_equal(state.absmax.numpy(), absmax)
+    theirs = nf4.unpack_bnb(packed.numpy(), weight.size)
+    tail = weight.size - weight.size % nf4.BLOCK
+    np.testing.assert_array_equal(theirs[:tail], codes[:tail])
+    # the incomplete last block is divided by absmax there, so a value on a threshold may fall on its other side
+    assert (theirs[tail:] != codes[tail:]).sum() <= 1
+    _, state = bnb.quantize_4bit(flat, quant_type="nf4", compress_statistics=True)
+    nested_codes, nested_absmax, offset = nf4.double_quantize(absmax)
+    assert offset == pytest.approx(state.offset.item(), rel=3e-7)
+    if absmax.size > 1:
+        np.testing.assert_allclose(nested_absmax, state.state2.absmax.numpy(), rtol=1e-5)
+        # its table has 65,536 steps, so a neighbouring code is chosen now and then, and it is hardly farther
+        differ = nested_codes != state.absmax.numpy()
+        assert differ.mean() < 0.01
+        ours, other = (nf4.DYNAMIC_CODE[c] * nested_absmax[0] for c in (nested_codes, state.absmax.numpy()))
+        centred = absmax - offset
+        assert (np.abs(np.abs(ours - centred) - np.abs(other - centred)) <= 4e-5 * nested_absmax[0]).all()
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("odd", [False, True])
+def test_thresholds_live(odd):
+    """Values a float32 step either side of every threshold, in complete blocks of a non-trivial absmax."""
+    import bitsandbytes.functional as bnb
+    import torch
+
+    absmax = np.float32(0.37 if odd else 2.9)
+    on = nf4.NF4_MIDPOINTS * absmax
+    block = np.concatenate([on, np.nextafter(on, np.float32(9)), np.nextafter(on, np.float32(-9)), np.full(19, absmax)])
+    packed, _ = bnb.quantize_4bit(torch.from_numpy(block.astype(np.float32)), quant_type="nf4")
+    np.testing.assert_array_equal(nf4.unpack_bnb(packed.numpy(), 64), nf4.quantize_nf4(block)[0])

@@ -1,0 +1,198 @@
+"""Adapters go to disk as PEFT has them and come back; what we cannot do is refused by name."""
+
+import json
+import math
+import os
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from support import FIXTURES
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.atomic import replace_directory, write_bytes_atomic
+from wgpu_lora.formats.peft import AdapterConfig, parse_config, read_adapter, tensor_name, write_adapter
+
+RAW = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
+
+
+def tensors(rank: int = 4, scale: float = 1.0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    out = {}
+    for layer, module in ((0, "q_proj"), (11, "down_proj")):
+        out[tensor_name(layer, module, "A")] = (rng.standard_normal((rank, 6)) * scale).astype(np.float32)
+        out[tensor_name(layer, module, "B")] = (rng.standard_normal((5, rank)) * scale).astype(np.float32)
+    return out
+
+
+def on_disk(directory, values: dict[str, np.ndarray], **changes):
+    directory.mkdir(exist_ok=True)
+    save_file(values, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(json.dumps({**RAW, **changes}))
+    return directory
+
+
+def test_names_are_pefts():
+    assert tensor_name(0, "q_proj", "A") == "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    assert tensor_name(3, "up_proj", "B") == "base_model.model.model.layers.3.mlp.up_proj.lora_B.weight"
+
+
+def test_round_trip(tmp_path):
+    config = AdapterConfig(4, 16, 0.1, ("q_proj", "down_proj"), True, "demo", {"q_proj": 4}, {"mlp.down_proj": 2.0})
+    write_adapter(tmp_path / "deep" / "a", tensors(), config)
+    assert sorted(os.listdir(tmp_path / "deep")) == ["a"]
+    back, pairs = read_adapter(tmp_path / "deep" / "a")
+    assert back == config
+    assert list(pairs) == [(0, "q_proj"), (11, "down_proj")]
+    for (layer, module), (a, b) in pairs.items():
+        np.testing.assert_array_equal(a, tensors()[tensor_name(layer, module, "A")])
+        np.testing.assert_array_equal(b, tensors()[tensor_name(layer, module, "B")])
+
+
+def test_writing_again_keeps_other_files(tmp_path):
+    write_adapter(tmp_path, tensors(), AdapterConfig(4))
+    (tmp_path / "log.jsonl").write_text("kept")
+    write_adapter(tmp_path, tensors(scale=2.0), AdapterConfig(4, 99))
+    assert read_adapter(tmp_path)[0].lora_alpha == 99
+    assert sorted(os.listdir(tmp_path)) == ["adapter_config.json", "adapter_model.safetensors", "log.jsonl"]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+def test_stored_dtypes(tmp_path, dtype):
+    values = {name: value.astype(dtype) for name, value in tensors().items()}
+    _, pairs = read_adapter(on_disk(tmp_path, values))
+    expected = values[tensor_name(0, "q_proj", "A")].astype(np.float32)
+    np.testing.assert_array_equal(pairs[0, "q_proj"][0], expected)
+    assert pairs[0, "q_proj"][0].dtype == np.float32
+
+
+def test_scaling_and_patterns():
+    config = AdapterConfig(
+        r=8,
+        lora_alpha=16,
+        rank_pattern={r"layers\.1\.self_attn\.q_proj": 2, "v_proj": 4},
+        alpha_pattern={"^model.layers.0.self_attn.v_proj": 12},
+    )
+    assert config.scaling("model.layers.0.self_attn.q_proj") == 2
+    assert config.scaling("model.layers.1.self_attn.q_proj") == 8
+    assert config.scaling("model.layers.11.self_attn.q_proj") == 2
+    assert config.scaling("model.layers.1.self_attn.v_proj") == 4
+    assert config.rank("model.layers.1.self_attn.v_proj") == 4
+    assert AdapterConfig(r=9, lora_alpha=6, use_rslora=True).scaling("model.layers.0.mlp.up_proj") == 6 / math.sqrt(9)
+
+
+@pytest.mark.reference
+def test_patterns_match_as_in_peft():
+    from peft.utils.other import get_pattern_key
+
+    patterns = {"q_proj": 2, r"layers\.[01]\.mlp\.up_proj": 3, "^model.layers.1.self_attn.v_proj": 5, "proj": 7}
+    config = AdapterConfig(r=1, rank_pattern=patterns)
+    for layer in (0, 1, 11):
+        for path in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.down_proj"):
+            module = f"model.layers.{layer}.{path}"
+            assert config.rank(module) == patterns.get(get_pattern_key(patterns, module), 1)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", r".*\.(q|v)_proj", ["v_proj"]])
+def test_kinds_of_target_modules(targets):
+    expected = tuple(targets) if isinstance(targets, list) else targets
+    assert parse_config({**RAW, "target_modules": targets}, "x").target_modules == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type 'IA3' in x is not supported"),
+        ({"use_dora": True}, "use_dora = True in x"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save = \['lm_head'\]"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"bias": "all"}, "bias = 'all'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
+        ({"target_modules": None}, "target_modules in x is None"),
+        ({"rank_pattern": [1]}, r"rank_pattern in x is \[1\]"),
+        ({"rank_pattern": {"q_proj": 1.5}}, r"rank_pattern\['q_proj'\] in x is 1.5, expected a positive integer"),
+        ({"alpha_pattern": {"(": 1}}, r"alpha_pattern in x has a bad pattern '\('"),
+        ({"lora_dropout": 1.0}, "lora_dropout in x is 1.0"),
+        ({"r": 0}, "r in x is 0, expected a positive integer"),
+        ({"lora_alpha": "big"}, "lora_alpha in x is 'big', expected a positive number"),
+    ],
+)
+def test_refused_configs(changes, message):
+    with pytest.raises(UserError, match=message):
+        parse_config({**RAW, **changes}, "x")
+
+
+def test_refused_tensors(tmp_path):
+    good, first = tensors(), tensor_name(0, "q_proj", "A")
+    with pytest.raises(UserError, match=r"do not fit rank 3 of adapter_config.json"):
+        read_adapter(on_disk(tmp_path, good, r=3))
+    with pytest.raises(UserError, match=r"holds only lora_B of model.layers.0.self_attn.q_proj"):
+        read_adapter(on_disk(tmp_path, {k: v for k, v in good.items() if k != first}))
+    for odd in ("base_model.model.lm_head.lora_A.weight", first.replace("self_attn", "mlp"), first + ".x"):
+        with pytest.raises(UserError, match="not the LoRA factor of a linear layer"):
+            read_adapter(on_disk(tmp_path, {**good, odd: good[first]}))
+    with pytest.raises(UserError, match=r"dtype I32: .* BF16, F16, F32"):
+        read_adapter(on_disk(tmp_path, {**good, first: good[first].astype(np.int32)}))
+    with pytest.raises(UserError, match="holds no tensors"):
+        read_adapter(on_disk(tmp_path, {}))
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"adapter_model.safetensors does not exist"):
+        read_adapter(tmp_path)
+    with pytest.raises(UserError, match="is not a directory"):
+        read_adapter(tmp_path / "no")
+
+
+def test_write_refuses_what_peft_would_not_expect(tmp_path):
+    for name, value in (
+        ("q_proj.lora_A", np.zeros((1, 2), np.float32)),
+        (tensor_name(0, "q_proj", "A"), np.zeros((1, 2))),
+    ):
+        with pytest.raises(ValueError, match="is not a float32 LoRA matrix"):
+            write_adapter(tmp_path / "a", {name: value}, AdapterConfig())
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "f"
+    write_bytes_atomic(path, b"old")
+
+    def fail(descriptor):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match="disk full"):
+            write_bytes_atomic(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["f"]
+    write_bytes_atomic(path, b"new")
+    assert path.read_bytes() == b"new"
+
+
+def test_replace_directory(tmp_path, monkeypatch):
+    for name in ("old", "tmp"):
+        (tmp_path / name / "sub").mkdir(parents=True)
+        (tmp_path / name / "sub" / "f").write_text(name)
+    with pytest.raises(FileNotFoundError):
+        replace_directory(tmp_path / "missing", tmp_path / "old")
+    assert (tmp_path / "old" / "sub" / "f").read_text() == "old"
+    replace_directory(tmp_path / "tmp", tmp_path / "old")
+    assert (tmp_path / "old" / "sub" / "f").read_text() == "tmp"
+    assert os.listdir(tmp_path) == ["old"]
+
+
+def test_golden_final_adapters_can_be_written(tmp_path):
+    # ties the fixtures' short names to PEFT's
+
+    golden = load_file(FIXTURES / "golden" / "qwen2.safetensors")
+    values = {}
+    for key, value in golden.items():
+        if key.startswith("final.f32."):
+            layer, module, factor = key.removeprefix("final.f32.").split(".")
+            values[tensor_name(int(layer), module, factor)] = value
+    write_adapter(tmp_path / "a", values, AdapterConfig(4, 8, target_modules="all-linear"))
+    assert len(read_adapter(tmp_path / "a")[1]) == 21

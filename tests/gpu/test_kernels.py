@@ -1,0 +1,145 @@
+"""Every declared kernel against its own float64 reference, in every tiling that the device can run."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from support.kernels import CASES, Case
+
+import wgpu_lora.ops
+import wgpu_lora.quant
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.kernel import REGISTRY, Tiles, Traits
+from wgpu_lora.gpu.single import SingleKernel, widened
+
+NMSE = 1e-11  # mean squared error over the mean square of the reference: 3e-6 relative, a few dozen roundings of f32
+WORST = 1e-5  # of (|value| + root mean square), for any one value
+
+for package in (wgpu_lora.ops, wgpu_lora.quant):
+    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+for family in ("matmul", "attention", "rows", "elements", "bench"):
+    importlib.import_module(f"support.kernels.{family}")
+
+ALL = [case for cases in CASES.values() for case in cases]
+CORE = [cases[0] for cases in CASES.values()]
+
+
+def marked() -> list[Any]:
+    return [pytest.param(c, id=c.label, marks=[pytest.mark.drivers] if c in CORE else []) for c in ALL]
+
+
+def reference(case: Case, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
+    given = {name: widened(arrays[name]) if name in arrays else None for name in case.kernel.bindings}
+    result = case.kernel(**given, **case.constants)
+    return [
+        np.asarray(values).reshape(arrays[name].shape)
+        for name, values in zip(case.outputs(arrays), result if isinstance(result, tuple) else (result,), strict=True)
+    ]
+
+
+def compare(name: str, got: np.ndarray, want: np.ndarray) -> None:
+    finite = np.isfinite(want)
+    np.testing.assert_array_equal(got[~finite], want[~finite].astype(got.dtype), err_msg=name)
+    got, want = got[finite].astype(np.float64), want[finite]
+    assert np.isfinite(got).all(), f"{name}: {np.count_nonzero(~np.isfinite(got))} of {got.size} are not finite"
+    error, mean_square = got - want, (want**2).mean()
+    assert (error**2).mean() <= NMSE * mean_square, f"{name}: NMSE {(error**2).mean() / mean_square:.2g}"
+    worst = (np.abs(error) / (np.abs(want) + np.sqrt(mean_square) + 1e-30)).max()
+    assert worst <= WORST, f"{name}: an error of {worst:.2g}"
+
+
+def compare_codes(case: Case, arrays: dict[str, np.ndarray], got: np.ndarray) -> None:
+    """Exact, except that a value on a threshold may fall either way."""
+    shifts = 4 * np.arange(8, dtype=np.uint32)
+    nudged = [reference(case, {**arrays, "w": widened(arrays["w"]) * (1 + e)})[0] for e in (-1e-6, 0, 1e-6)]
+    allowed = [words.astype(np.uint32)[..., None] >> shifts & 15 for words in nudged]
+    codes = got[..., None] >> shifts & 15
+    assert np.logical_or.reduce([codes == a for a in allowed]).all()
+
+
+def main_tilings(device: Device, case: Case) -> list[Tiles]:
+    """The default, and the last, which needs no subgroups."""
+    tilings = case.kernel.tilings(device.traits, case.constants)
+    return tilings[:1] if case.slow else tilings[:: max(1, len(tilings) - 1)]
+
+
+def check(device: Device, case: Case, rng: np.random.Generator, tilings: list[Tiles]) -> None:
+    arrays = case.make(rng)
+    expected = reference(case, arrays)
+    for tiles in tilings:
+        before = device.allocated
+        single = SingleKernel(device, case.kernel, arrays, case.constants, dict(tiles))
+        single.run()
+        for name, want in zip(case.outputs(arrays), expected, strict=True):
+            initial, got = arrays[name], single.read(name)
+            if got.dtype in (np.uint16, np.float16):
+                initial, got = widened(initial), widened(got)
+            if got.dtype == np.uint32:
+                compare_codes(case, arrays, got)
+            else:
+                if case.spared:
+                    want = want.copy()
+                    want[case.spared(tiles) :] = initial[case.spared(tiles) :]
+                clear = ~case.vague.get(name, np.zeros(want.shape, bool))
+                compare(f"{name} with {tiles}", got[clear], want[clear])
+            # what a kernel does not own it must not touch, not even to write the same value rounded
+            alone = want == initial
+            np.testing.assert_array_equal(got[alone], initial[alone], err_msg=f"{name} with {tiles} left alone")
+        single.free()
+        assert device.allocated == before
+
+
+@pytest.mark.parametrize("case", marked())
+def test_kernel(device: Device, case: Case, rng: np.random.Generator) -> None:
+    check(device, case, rng, main_tilings(device, case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.label) for c in ALL if not c.slow])
+def test_kernel_in_other_tilings(device: Device, case: Case, rng: np.random.Generator) -> None:
+    main = main_tilings(device, case)
+    others = [tiles for tiles in case.kernel.tilings(device.traits, case.constants) if tiles not in main]
+    if not others:
+        pytest.skip("no other tilings of it on this device: test_kernel ran them all")
+    check(device, case, rng, others)
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.label) for c in CORE])
+def test_kernel_with_bounds_checks(checked_device: Device, case: Case, rng: np.random.Generator) -> None:
+    check(checked_device, case, rng, main_tilings(checked_device, case))
+
+
+def test_every_kernel_has_cases() -> None:
+    assert set(REGISTRY) == set(CASES)
+    assert len({case.label for case in ALL}) == len(ALL)
+
+
+def texts(case: Case, subgroup_size: int) -> dict[str, Any]:
+    arrays = case.make(np.random.default_rng(0))
+    present = tuple(name for name in case.kernel.bindings if name in arrays)
+    constants = {**case.kernel.defaults, **case.constants}
+    tilings = case.kernel.tilings(Traits(subgroup_size, int64=subgroup_size > 0), case.constants)
+    return {case.kernel.source(present, constants, dict(t)): t for t in (tilings if case in CORE else tilings[:1])}
+
+
+@pytest.mark.parametrize("subgroup_size", [0, 8, 32, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 16, 64))])
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_texts_are_valid_within_default_limits(device: Device, name: str, subgroup_size: int) -> None:
+    """Also the tilings of devices that are not here."""
+    if subgroup_size and "subgroup" not in device.features:
+        pytest.skip("the device has no subgroups, so wgpu takes no shader that has them")
+    for case in CASES[name]:
+        for text, tiles in texts(case, subgroup_size).items():
+            device.raw.create_shader_module(code=text, label=f"{case.label} {tiles}")
+            assert text.count("var<storage") <= 8
+            (size,) = re.findall(r"@workgroup_size\(([^)]*)\)", text)
+            assert np.prod([int(part) for part in size.split(",")]) <= 256
+            shared = re.findall(r"var<workgroup>\s*\w+\s*:\s*array<(?:f32|u32|i32|vec4<f32>), *(\d+)>", text)
+            assert text.count("var<workgroup>") == len(shared)
+            assert sum(16 * int(count) for count in shared) <= 16384

@@ -1,0 +1,231 @@
+"""A chat: every turn says what the whole conversation asked at once would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.chat import at_once, chats, make_models, say
+from support.data import small_tokenizer
+
+import wgpu_lora
+from wgpu_lora.errors import NoRoomError, UserError
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.infer.chat import Chat
+from wgpu_lora.infer.conversation import Lane
+from wgpu_lora.infer.reply import Reply
+from wgpu_lora.infer.settings import Settings
+from wgpu_lora.models.loaded import LoadedModel
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_models(tmp_path_factory.mktemp("chat"))
+
+
+@pytest.fixture(scope="module")
+def model(made: Path, device: Device) -> LoadedModel:
+    return wgpu_lora.load(made / "model", base_dtype="f32", device=device)
+
+
+@pytest.fixture
+def talk(model: LoadedModel, made: Path) -> Iterator[Callable[..., Chat]]:
+    with chats(model, made) as start:
+        yield start
+
+
+def test_every_turn_is_what_the_whole_conversation_asks_for(model: LoadedModel, talk: Any, made: Path):
+    chat = talk("base", "a", "b", system="w9 w8")
+    for text in ("w7 w11", "w5", "w20 w21"):
+        heard = say(chat, text)
+        assert len(set(heard.values())) > 1
+        for name, lane in chat.lanes.items():
+            *before, asked, said = lane.messages
+            assert (asked["content"], said["content"]) == (text, heard[name])
+            system = [{"role": "system", "content": "w9 w8"}]
+            directory = None if name == "base" else made / name
+            assert heard[name] == at_once(model, [*system, *before, asked], directory)
+
+
+def test_taking_back_and_asking_again(model: LoadedModel, talk: Any):
+    chat = talk("a", temperature=1.5)
+    first, second = say(chat, "w7 w11"), say(chat, "w5")
+    assert chat.undo() == "w5"
+    assert say(chat, "w5") == second
+    draws = {second["a"]}
+    for _ in range(3):
+        list(chat.retry())
+        draws.add(chat.lanes["a"].messages[-1]["content"])
+    assert len(draws) > 1
+    assert [m["content"] for m in chat.lanes["a"].messages[:3]] == ["w7 w11", first["a"], "w5"]
+    chat.reset()
+    assert say(chat, "w7 w11") == first
+    chat.undo()
+    with pytest.raises(UserError, match="Nothing has been said"):
+        chat.undo()
+
+
+def test_who_answers_can_change(model: LoadedModel, talk: Any, made: Path):
+    chat = talk("a")
+    heard = say(chat, "w7 w11")["a"]
+    chat.add("b", made / "b")
+    chat.select(["b", "base"])
+    conversation = [*chat.lanes["b"].messages, {"role": "user", "content": "w5"}]
+    assert conversation[1]["content"] == heard
+    answers = say(chat, "w5")
+    assert answers == {"b": at_once(model, conversation, made / "b"), "base": at_once(model, conversation)}
+    chat.select(["base"])
+    assert [m["content"] for m in chat.lanes["base"].messages] == ["w7 w11", heard, "w5", answers["base"]]
+    for name, directory, message in (("b", made / "a", "already"), ("base", made / "a", "named 'base'")):
+        with pytest.raises(UserError, match=message):
+            chat.add(name, directory)
+    with pytest.raises(UserError, match="is not a directory"):
+        chat.add("c", made / "nowhere")
+    assert say(chat, "w6")
+
+
+def test_the_model_alone_stays_on_the_device(model: LoadedModel, talk: Any, made: Path):
+    model.load_weights()
+    before = model.device.allocated
+    with talk("a") as chat:
+        say(chat, "w7")
+        chat.add("b", made / "b")
+        chat.select(["a", "b", "base"])
+        say(chat, "w5")
+        assert model.device.allocated > before
+    assert model.device.allocated == before
+
+
+def test_an_answer_that_is_stopped_keeps_what_came(talk: Any):
+    chat = talk("a")
+    say(chat, "w7 w11")
+    count = 0
+
+    def two() -> bool:
+        nonlocal count
+        count += 1
+        return count > 2
+
+    (whole,) = say(talk("a"), "w7 w11").values()
+    chat.reset()
+    pieces = "".join(piece for _, piece in chat.ask("w7 w11", two))
+    assert pieces
+    assert whole.startswith(pieces)
+    assert chat.lanes["a"].messages[-1]["content"] == pieces != whole
+    assert not list(chat.ask("w9", lambda: True))  # before anything came: as if it had not been asked
+    assert not chat.remembered
+    assert chat.lanes["a"].messages[-2]["content"] == "w7 w11"
+    assert not list(chat.retry(lambda: True))
+    assert chat.lanes["a"].messages[-1]["content"] == pieces
+
+
+def test_the_oldest_turns_make_room(model: LoadedModel, talk: Any):
+    chat = talk("base", max_length=24)
+    for number in range(4):
+        say(chat, f"w{number} w11")
+    assert chat.left_out == {"base": 1}
+    lane = chat.lanes["base"]
+    assert (len(lane.messages), lane.first) == (8, 2)
+    assert lane.messages[-1]["content"] == at_once(model, lane.messages[2:-1])
+    before = [*lane.messages]
+    with pytest.raises(UserError, match="takes 42 tokens, but the conversation holds 24"):
+        say(chat, "w7 " * 40)
+    assert (lane.messages, lane.first) == (before, 2)
+    chat.undo()
+    assert lane.first == 0
+
+
+def test_a_conversation_takes_no_more_than_there_is(talk: Any, model: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+    from wgpu_lora.infer import chat as module
+
+    sizes = []
+    whole = module.Generator
+
+    def small(model: LoadedModel, adapters: Any, capacity: int, *rest: Any, **more: Any) -> Any:
+        sizes.append(capacity)
+        if capacity > 40:
+            raise NoRoomError("too large")
+        return whole(model, adapters, capacity, *rest, **more)
+
+    monkeypatch.setattr(module, "Generator", small)
+    monkeypatch.setattr(module, "LEAST", 8)
+    chat = talk("base")
+    assert say(chat, "w7")
+    assert (sizes, chat.capacity) == ([128, 64, 32], 32)
+    with pytest.raises(UserError, match="too large"):
+        talk("base", max_length=100).open()
+    with pytest.raises(UserError, match=r"^max_length must be from 2 to 128"):
+        talk("base", max_length=129)
+
+
+def test_whoever_has_no_room_does_not_join(talk: Any, monkeypatch: pytest.MonkeyPatch):
+    from wgpu_lora.infer import chat as module
+
+    whole = module.Generator
+
+    def narrow(model: LoadedModel, adapters: Any, capacity: int, batch: int, **more: Any) -> Any:
+        if batch > 1:
+            raise NoRoomError("too many")
+        return whole(model, adapters, capacity, batch, **more)
+
+    monkeypatch.setattr(module, "Generator", narrow)
+    chat = talk("a", max_length=64)
+    heard = say(chat, "w7")
+    with pytest.raises(UserError, match="too many"):
+        chat.select(["a", "base"])
+    assert list(chat.lanes) == ["a"]
+    chat.undo()
+    assert say(chat, "w7") == heard
+
+
+def test_stop_strings_are_cut_off_wherever_tokens_part():
+    tokenizer = small_tokenizer()
+    text = "The sky is blue, and the sea is blue too."
+    ids = tokenizer.encode(text)
+    for stops, expected in (
+        ((), text),
+        (("blue",), "The sky is "),
+        (("too", "and the s"), "The sky is blue, "),
+        (("blue, and the moon", "zork", "."), text[:-1]),
+        (("T",), ""),
+    ):
+        reply, shown = Reply(tokenizer, 1, stops), ""
+        for token in ids:
+            reply.generation.token_ids.append(token)
+            shown += reply.push(token)
+            assert expected.startswith(shown)
+            if reply.generation.stop_reason:
+                break
+        shown += reply.finish()
+        assert shown == reply.text == expected
+        assert reply.generation.stop_reason == ("stop" if expected != text else None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": "hot"}, "temperature must be a number"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens must be a whole number"),
+        ({"max_new_tokens": 0}, "ask for at least one"),
+        ({"stop": ""}, "A stop string is empty"),
+        ({"stop": ["a", 5]}, "The stop string must be text"),
+        ({"enable_thinking": 1}, "enable_thinking must be true or false"),
+        ({"temprature": 1}, "unknown option 'temprature': did you mean temperature"),
+    ],
+)
+def test_settings_that_are_refused(options: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=message):
+        wgpu_lora.generate("demo", "a", **options)
+
+
+def test_lanes_of_other_templates():
+    tokenizer = small_tokenizer("strict")  # user and assistant in turn, or it refuses
+    lane = Lane("base")
+    for _ in range(5):
+        lane.add("What is the colour of the sky?", "The sky is blue.")
+    ids, left_out = lane.prompt(tokenizer, "Is it?", Settings(max_new_tokens=8), 120)
+    assert 0 < left_out < 5
+    assert len(ids) <= 112
+    assert tokenizer.decode(ids, skip_special_tokens=False).count("What is the colour") == 5 - left_out

@@ -1,0 +1,232 @@
+"""Generation with a cache says what whole forward passes say, for each sequence as if it were alone."""
+
+import numpy as np
+import pytest
+from support.data import small_tokenizer
+from support.models import full_logits, golden, golden_rows, load, relative_error, save_golden_adapter
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.peft import AdapterConfig, tensor_name, write_adapter
+from wgpu_lora.infer import Generation, Generator, Sampler, chat_prompt, load_adapters
+from wgpu_lora.models.inputs import Segment
+
+# Prefill pieces are as long as a decode step has rows, so that both share their compiled kernels.
+BATCH, CAPACITY = 4, 16
+
+
+@pytest.fixture(scope="module")
+def mistral(device, tmp_path_factory):
+    """(generator, model, adapters): every layer has a window of 6; two adapters of different ranks."""
+    directory = tmp_path_factory.mktemp("adapters")
+    model = load("mistral", device)
+    saved = [
+        save_golden_adapter("mistral", directory / "a"),
+        save_golden_adapter("mistral", directory / "b", -2.0, rank=2),
+    ]
+    adapters = load_adapters(device, model.config, saved)
+    with Generator(model, adapters, CAPACITY, BATCH, (BATCH,)) as generator:
+        yield generator, model, adapters
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return [row[:n].tolist() for row, n in zip(golden_rows(golden("mistral"), "input_ids"), (5, 3, 7), strict=True)]
+
+
+def check_every_prefix(generator, model, ids):
+    (expected,) = full_logits(model, [Segment(ids)])
+    for length in range(1, len(ids) + 1):
+        (found,) = generator.next_logits([ids[:length]], [None])
+        assert relative_error(found, expected[length - 1]) < 1e-5, f"{length} tokens"
+
+
+@pytest.mark.drivers
+def test_prefill_in_pieces_equals_a_full_pass_with_windows_in_every_layer(mistral):
+    generator, model, _ = mistral
+    check_every_prefix(generator, model, max(golden_rows(golden("mistral"), "input_ids"), key=len))
+
+
+def test_prefill_in_pieces_equals_a_full_pass_with_a_window_in_one_layer(device):
+    model = load("qwen3", device)
+    with Generator(model, None, CAPACITY, BATCH, (BATCH,)) as generator:
+        check_every_prefix(generator, model, max(golden_rows(golden("qwen3"), "input_ids"), key=len))
+
+
+def test_greedy_is_the_argmax_of_a_full_pass_at_every_step(mistral, prompts):
+    generator, model, adapters = mistral
+    slots = [1, None, 0]
+    results = generator.generate(prompts, slots, max_new_tokens=8)
+    for prompt, slot, result in zip(prompts, slots, results, strict=True):
+        assert (result.stop_reason, len(result.token_ids), result.prompt_tokens) == ("length", 8, len(prompt))
+        ids = np.array(prompt + result.token_ids)
+        (logits,) = full_logits(model, [Segment(ids, slot=slot)], adapters)
+        assert result.token_ids == logits[len(prompt) - 1 : -1].argmax(axis=1).tolist()
+        assert result.prefill_speed > 0
+        assert result.decode_speed > 0
+    assert len({tuple(result.token_ids) for result in results}) == 3
+
+
+def test_decode_logits_equal_those_of_a_full_pass(mistral, prompts):
+    generator, model, adapters = mistral
+    seen = []
+    read = generator.state.read_logits
+    (result,) = generator.generate(
+        prompts[:1], [1], max_new_tokens=10, on_token=lambda *_: seen.append(read(generator.device)[0])
+    )
+    (expected,) = full_logits(model, [Segment(np.array(prompts[0] + result.token_ids), slot=1)], adapters)
+    assert relative_error(np.array(seen), expected[len(prompts[0]) - 1 : -1]) < 1e-5
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_a_batch_with_different_slots_equals_each_alone(mistral, prompts, temperature):
+    generator = mistral[0]
+    slots, options = [None, 0, 1], {"max_new_tokens": 8, "temperature": temperature, "top_p": 0.9, "seed": 5}
+    heard = []
+    together = generator.generate(prompts, slots, **options, on_token=lambda *event: heard.append(event))
+    for i, (prompt, slot, result) in enumerate(zip(prompts, slots, together, strict=True)):
+        assert generator.generate([prompt], [slot], **options)[0].token_ids == result.token_ids
+        assert [token for number, token in heard if number == i] == result.token_ids
+
+
+def test_the_same_prompt_under_different_slots_differs(mistral, prompts):
+    results = mistral[0].generate([prompts[2]] * 3, [0, 1, None], max_new_tokens=8)
+    assert len({tuple(result.token_ids) for result in results}) == 3
+
+
+def test_more_prompts_than_the_batch_run_in_turns(mistral, prompts):
+    generator = mistral[0]
+    slots = [0, None, 1, 0, 1, None]
+    results = generator.generate(prompts * 2, slots, max_new_tokens=3)
+    for prompt, slot, result in zip(prompts * 2, slots, results, strict=True):
+        assert generator.generate([prompt], [slot], max_new_tokens=3)[0].token_ids == result.token_ids
+
+
+def test_seeds_change_what_is_drawn(mistral, prompts):
+    def draw(seed):
+        return mistral[0].generate(prompts[:1], max_new_tokens=8, temperature=1.5, seed=seed)[0].token_ids
+
+    assert draw(1) == draw(1) != draw(2)
+
+
+def test_a_stop_token_ends_its_own_sequence_and_is_left_out(mistral, prompts):
+    generator = mistral[0]
+    free = generator.generate(prompts, max_new_tokens=6)
+    stop = free[0].token_ids[2]
+    results = generator.generate(prompts, max_new_tokens=6, stop_ids={stop})
+    for before, result in zip(free, results, strict=True):
+        cut = before.token_ids.index(stop) if stop in before.token_ids else None
+        assert result.token_ids == before.token_ids[:cut]
+        assert result.stop_reason == ("length" if cut is None else "stop")
+    assert results[0].stop_reason == "stop"
+
+
+def test_what_the_cache_holds_is_not_computed_again(mistral, prompts, monkeypatch):
+    generator = mistral[0]
+    (first,) = ask(generator, prompts[:1], [0])
+    longer = prompts[0] + first.token_ids + [3, 4]
+    computed = []
+    whole = Generator._run_prompts
+    monkeypatch.setattr(
+        Generator,
+        "_run_prompts",
+        lambda self, p, slots, starts, *rest: computed.append(starts) or whole(self, p, slots, starts, *rest),
+    )
+    for prompt, slot, start in (
+        (longer, 0, len(longer) - 3),  # its last token is in the cache only once another followed
+        (longer, 0, len(longer) - 1),  # the last one's logits are asked for
+        (prompts[0][:3], 0, 2),
+        (longer, 0, 3),
+        (longer, 1, 0),  # another adapter has other keys
+        ([9, *longer[1:]], 1, 0),
+    ):
+        (found,) = ask(generator, [prompt], [slot])
+        assert computed.pop() == [start]
+        (expected,) = generator.generate([prompt], [slot], max_new_tokens=4)
+        assert found.token_ids == expected.token_ids
+        computed.clear()
+        ask(generator, [prompt], [slot])
+        computed.clear()
+
+
+def test_stopping_is_heard_between_tokens_and_before_the_prompt(mistral, prompts):
+    generator = mistral[0]
+    results = [Generation(len(prompt)) for prompt in prompts[:2]]
+    seen = []
+    for event in generator.tokens(prompts[:2], None, results, Sampler(), 9, stopped=lambda: len(seen) >= 3):
+        seen.append(event)
+    assert [len(result.token_ids) for result in results] == [2, 2]
+    assert {result.stop_reason for result in results} == {"interrupt"}
+    (result,) = results = [Generation(len(prompts[0]))]
+    assert not list(generator.tokens(prompts[:1], None, results, Sampler(), 9, stopped=lambda: True))
+    assert (result.token_ids, result.stop_reason) == ([], "interrupt")
+    assert generator.generate(prompts[:1], max_new_tokens=3)[0].stop_reason == "length"  # and nothing is left behind
+
+
+def ask(generator, prompts, slots):
+    results = [Generation(len(prompt)) for prompt in prompts]
+    for _ in generator.tokens(prompts, slots, results, Sampler(), 4, reuse=True):
+        pass
+    return results
+
+
+def test_a_full_cache_ends_a_sequence_and_not_its_neighbour(mistral, prompts):
+    long = (prompts[0] * 4)[: CAPACITY - 2]
+    results = mistral[0].generate([long, prompts[1], [*long, 3, 4]], max_new_tokens=6)
+    assert [result.stop_reason for result in results] == ["capacity", "length", "capacity"]
+    # the last token needs no row of its own
+    assert [len(result.token_ids) for result in results] == [3, 6, 1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "slot", "new_tokens", "message"),
+    [
+        ([], None, 1, "no tokens"),
+        ([1] * (CAPACITY + 1), None, 1, "17 tokens, but the cache holds 16"),
+        ([211], None, 1, "vocabulary of 211"),
+        ([-1], None, 1, "vocabulary of 211"),
+        ([1], 2, 1, "adapter 2, but 2 are loaded"),
+        ([1], 0, 0, "at least one"),
+    ],
+)
+def test_impossible_requests_are_refused(mistral, prompt, slot, new_tokens, message):
+    with pytest.raises(UserError, match=message):
+        mistral[0].generate([prompt], [slot], max_new_tokens=new_tokens)
+
+
+def test_capacities_that_cannot_be_are_refused_and_nothing_is_kept(device):
+    model = load("mistral", device)
+    before = device.allocated
+    with pytest.raises(UserError, match="1 to 128 tokens"):
+        Generator(model, capacity=129)
+    with pytest.raises(UserError, match="smaller capacity or batch"):
+        Generator(model, capacity=128, batch=10**9)
+    generator = Generator(model)
+    assert (generator.capacity, generator.batch) == (128, 1)
+    generator.close()
+    assert device.allocated == before
+
+
+def test_adapters_of_another_model_are_refused(device, tmp_path):
+    model = load("mistral", device)
+    with pytest.raises(UserError, match=r"fits a model\.layers\.0\.\S+ of shape .* but the model's has shape"):
+        load_adapters(device, model.config, [save_golden_adapter("qwen3", tmp_path / "other")])
+    matrices = {
+        tensor_name(7, "q_proj", f): np.zeros(shape, np.float32) for f, shape in (("A", (2, 52)), ("B", (48, 2)))
+    }
+    write_adapter(tmp_path / "deep", matrices, AdapterConfig(r=2))
+    with pytest.raises(UserError, match=r"model\.layers\.7\.self_attn\.q_proj, but the model has only 2 layers"):
+        load_adapters(device, model.config, [tmp_path / "deep"])
+
+
+def test_chat_prompts_go_through_the_template():
+    tokenizer = small_tokenizer("chatml")
+    text = tokenizer.decode(chat_prompt(tokenizer, "Why?", "Be brief."), skip_special_tokens=False)
+    assert text.index("Be brief.") < text.index("Why?")
+    assert text.endswith("<|im_start|>assistant\n")
+
+
+def test_prompts_without_a_template_are_plain_text():
+    tokenizer = small_tokenizer()
+    assert tokenizer.decode(chat_prompt(tokenizer, "The sky is"), skip_special_tokens=False).endswith("The sky is")
+    with pytest.raises(UserError, match="no chat template"):
+        chat_prompt(tokenizer, "Why?", "Be brief.")

@@ -1,0 +1,332 @@
+"""Many prompts at once: from the command line, from files, and into them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pty
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cli import share_device
+from support.models import save_golden_adapter, words_model
+
+import wgpu_lora
+from wgpu_lora.cli import main
+from wgpu_lora.errors import NoRoomError, UserError
+from wgpu_lora.formats.atomic import write_new_bytes
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.infer import answer as answering
+from wgpu_lora.infer.prompt_file import read_requests
+from wgpu_lora.models.loaded import LoadedModel
+
+TEMPLATE = (
+    "{%- for m in messages -%}{{- 'w1 ' + m.content + ' ' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}w2{%- endif -%}"
+)
+TOKENS = 4
+PROMPTS = ["w7 w3", "w11 w5 w2", "w9"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("prompts")
+    words_model(directory / "model", TEMPLATE)
+    for name, scale in (("a", 1.0), ("b", -2.0)):
+        save_golden_adapter("mistral", directory / name, scale, base_model_name_or_path=str(directory / "model"))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(made: Path, device: Device) -> LoadedModel:
+    return wgpu_lora.load(made / "model", base_dtype="f32", device=device)
+
+
+@pytest.fixture(scope="module")
+def alone(model: LoadedModel, made: Path) -> dict[str, list[str]]:
+    """Every prompt's answer by itself, by adapter."""
+    return {
+        name: [
+            wgpu_lora.generate(model, prompt, adapter=made / name if name else None, max_new_tokens=TOKENS)
+            for prompt in PROMPTS
+        ]
+        for name in ("", "a", "b")
+    }
+
+
+@pytest.fixture
+def run(
+    device: Device, made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    share_device(device, monkeypatch)
+    monkeypatch.chdir(made)
+
+    def call(*arguments: Any) -> tuple[int, str, str]:
+        given = ["generate", "--base-dtype", "f32", "--max-new-tokens", TOKENS, "--model", "model", *arguments]
+        code = main([str(argument) for argument in given])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def asked(*prompts: str) -> list[str]:
+    return [part for prompt in prompts for part in ("--prompt", prompt)]
+
+
+# -- from Python -----------------------------------------------------------------------------------------------------
+
+
+def test_a_list_gives_a_list(model: LoadedModel, made: Path, alone: dict[str, list[str]]):
+    for batch in (None, 2):
+        found = wgpu_lora.generate(model, PROMPTS, adapter=made / "a", max_new_tokens=TOKENS, batch=batch)
+        assert found == alone["a"]
+    messages = [{"role": "user", "content": PROMPTS[0]}]
+    assert wgpu_lora.generate(model, messages, max_new_tokens=TOKENS) == alone[""][0]
+    assert wgpu_lora.generate(model, [messages, PROMPTS[1]], max_new_tokens=TOKENS) == alone[""][:2]
+    assert wgpu_lora.generate(model, []) == []
+    with pytest.raises(UserError, match="A batch of 0"):
+        wgpu_lora.generate(model, PROMPTS, batch=0)
+    with pytest.raises(UserError, match="last message is the assistant's"):
+        wgpu_lora.generate(model, [{"role": "assistant", "content": "w1"}])
+
+
+def test_an_answer_streams(model: LoadedModel, made: Path, alone: dict[str, list[str]]):
+    model.load_weights()
+    before = model.device.allocated
+    pieces = wgpu_lora.generate(model, PROMPTS[0], adapter=made / "a", max_new_tokens=TOKENS, stream=True)
+    assert model.device.allocated == before  # nothing happens before the first piece is asked for
+    first = next(pieces)
+    assert model.device.allocated > before
+    rest = list(pieces)
+    assert len(rest) >= 2
+    assert first + "".join(rest) == alone["a"][0]
+    for piece in wgpu_lora.generate(model, PROMPTS[0], stream=True):
+        assert piece
+        break
+    del pieces
+    assert model.device.allocated == before
+    for prompt, message in ((PROMPTS, "a single prompt"), (5, "must be text")):
+        with pytest.raises(UserError, match=message):
+            wgpu_lora.generate(model, prompt, stream=True)
+
+
+def test_a_stop_string_ends_an_answer_and_not_its_neighbours(model: LoadedModel, alone: dict[str, list[str]]):
+    stop = alone[""][0].split()[1]
+    found = wgpu_lora.answer(model, PROMPTS, max_new_tokens=TOKENS, stop=[f" {stop} "])
+    assert found[0].text == alone[""][0].split(f" {stop} ")[0]
+    assert found[0].stop_reason == "stop"
+    assert f" {stop} " not in alone[""][1]
+    assert [one.text for one in found[1:]] == alone[""][1:]
+
+
+def test_the_batch_is_what_there_is_room_for(model: LoadedModel, monkeypatch: pytest.MonkeyPatch, alone: Any):
+    whole, sizes = answering.Generator, []
+
+    def small(model: LoadedModel, adapters: Any, capacity: int, batch: int, **more: Any) -> Any:
+        sizes.append(batch)
+        if batch > 1:
+            raise NoRoomError("too large")
+        return whole(model, adapters, capacity, batch, **more)
+
+    monkeypatch.setattr(answering, "Generator", small)
+    assert wgpu_lora.generate(model, PROMPTS, max_new_tokens=TOKENS) == alone[""]
+    assert sizes == [3, 2, 1]
+    with pytest.raises(UserError, match="too large"):
+        wgpu_lora.generate(model, PROMPTS, batch=2)
+
+
+# -- several on the command line -------------------------------------------------------------------------------------
+
+
+def test_several_prompts_are_all_answered(run: Any, alone: dict[str, list[str]]):
+    blocks = [
+        f"== {number}. {p} ==\n{text}" for number, (p, text) in enumerate(zip(PROMPTS, alone[""], strict=True), 1)
+    ]
+    assert run(*asked(*PROMPTS)) == (0, "\n\n".join(blocks) + "\n", "")
+    assert [row["text"] for row in json.loads(run(*asked(*PROMPTS[:2]), "--json", "--adapter", "a")[1])] == alone["a"][
+        :2
+    ]
+    _, out, _ = run(*asked(*PROMPTS[:2]), "--json", "--adapter", "a", "--adapter", "b")
+    found = [(row["name"], row["prompt"], row["text"]) for row in json.loads(out)]
+    assert found == [(name, PROMPTS[i], alone[name][i]) for i in (0, 1) for name in ("a", "b")]
+    out = run(*asked(*PROMPTS[:2]), "--adapter", "a", "--compare")[1]
+    assert out.startswith(f"== 1. {PROMPTS[0]} (base) ==\n{alone[''][0]}\n\n== 1. {PROMPTS[0]} (a) ==\n")
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_prompts_becomes_a_file_of_answers(run: Any, alone: dict[str, list[str]], tmp_path: Path):
+    rows = [
+        {"id": 7, "prompt": PROMPTS[0], "completion": "w3"},
+        {"messages": [{"role": "user", "content": PROMPTS[1]}]},
+        {"messages": [{"role": "user", "content": PROMPTS[2]}, {"role": "assistant", "content": "w1"}]},
+    ]
+    source, target = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n\n" for row in rows))
+    code, out, err = run("--prompts", source, "--output", target, "--batch-size", 2)
+    assert (code, out) == (0, "")
+    assert "a row ends with an assistant's message, which is left out and answered anew" in err
+    assert f"3 answers written to {target}" in err
+    ends = ["length" if len(text.split()) == TOKENS else "stop" for text in alone[""]]
+    assert set(ends) == {"length", "stop"}
+    said = [
+        {"response": text, "tokens": len(text.split()), "stop_reason": end}
+        for text, end in zip(alone[""], ends, strict=True)
+    ]
+    expected = [{**row, **one} for row, one in zip(rows, said, strict=True)]
+    assert [json.loads(line) for line in target.read_text().splitlines()] == expected
+    # again, with what came out as what goes in, to stdout, and nothing overwritten
+    code, out, _ = run("--prompts", target, "--adapter", "a", "--adapter", "b")
+    found = [json.loads(line) for line in out.splitlines()]
+    assert [row["adapter"] for row in found] == ["a", "b"] * 3
+    assert [row["response"] for row in found] == [alone[name][i] for i in range(3) for name in ("a", "b")]
+    before = target.read_bytes()
+    code, _, err = run("--prompts", source, "--output", target)
+    assert (code, target.read_bytes()) == (2, before)
+    assert "exists already: give --output another name" in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["answers.jsonl", "prompts.jsonl"]
+
+
+def test_lines_of_text_are_prompts(run: Any, alone: dict[str, list[str]], tmp_path: Path):
+    source = tmp_path / "prompts.txt"
+    source.write_bytes(b"\xef\xbb\xbf" + "\r\n\r\n".join(PROMPTS).encode())
+    found = [json.loads(line) for line in run("--prompts", source)[1].splitlines()]
+    assert [(row["prompt"], row["response"]) for row in found] == list(zip(PROMPTS, alone[""], strict=True))
+    source.write_text('  {"prompt": "w1"}\n')
+    assert [request.prompt for request in read_requests(source)] == ["w1"]
+
+
+def test_prompts_in_the_formats_of_rows(tmp_path: Path):
+    def read(name: str, content: bytes) -> list[Any]:
+        (tmp_path / name).write_bytes(content)
+        return [(request.prompt, request.answered) for request in read_requests(tmp_path / name)]
+
+    asked = [{"role": "user", "content": "w1"}]
+    assert read("a", b'\n [\n{"prompt": "w1"}, {"prompt": "w2"}]') == [("w1", False), ("w2", False)]
+    assert read("a.csv", b'n,prompt\n1,"w1, w2"\n2,w3\n') == [("w1, w2", False), ("w3", False)]
+    assert read("a.jsonl.gz", gzip.compress(b'{"prompt": "w1"}')) == [("w1", False)]
+    assert read("a.txt", b"[INST] w1\n[1]") == [("[INST] w1", False), ("[1]", False)]
+    alpaca = {"instruction": "w1", "input": "w2", "output": "w3", "system": "w4"}
+    said = [{"role": "system", "content": "w4"}, {"role": "user", "content": "w1\n\nw2"}]
+    assert read("a.json", json.dumps(alpaca).encode()) == [(said, False)]
+    turns = [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]
+    assert read("a.jsonl", json.dumps({"conversations": turns}).encode()) == [(asked, True)]
+    with pytest.raises(UserError, match="the columns are 'question', but prompts are in one of messages, "):
+        read("b.csv", b"question\nw1\n")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"\n \n", "is empty"),
+        (b"a\xff", "not valid UTF-8 (byte 2)"),
+        (b'{"prompt": "w1"}\n{"text": "w1"}', "line 2: the row has no 'prompt' and no 'messages': its keys are 'text'"),
+        (b'{"prompt": 5}', "line 1: The prompt must be text"),
+        (b'{"prompt": " "}', "line 1: the prompt is empty"),
+        (b'{"prompt": "w1"}\n{"prompt"', "line 2: not JSON"),
+        (b'{"messages": []}', "line 1: 'messages' is an empty list"),
+        (b'{"messages": "w1"}', "line 1: 'messages' is a string, but must be a list"),
+        (b'{"messages": [{"role": "x", "content": "w1"}]}', "line 1: 'messages[0]' has the role 'x'"),
+        (b'{"messages": [{"role": "assistant", "content": "w1"}]}', "line 1: The last message is the assistant's"),
+        (b'{"prompt": "w1", "tools": [{}]}', "line 1: the row has 'tools'"),
+        (b'[{"prompt": "w1"}, {"text": "w1"}, {"prompt": ""}]', "has 2 rows that cannot be used; mend them"),
+        (b'{"prompt": "w1"}\n{"instruction": 5}', "line 2: 'instruction' is a number"),
+    ],
+)
+def test_prompts_that_are_refused(tmp_path: Path, content: bytes, message: str):
+    path = tmp_path / "prompts"
+    path.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        read_requests(path)
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompts", "nowhere"], "There is no file nowhere"),
+        (["--prompts", "."], "is not a regular file"),
+        (["--prompts", "x", "--prompt", "w1"], "--prompt and --prompts contradict each other"),
+        (["--prompt", "w1", "--output", "nowhere/x"], "there is no directory nowhere"),
+        (["--prompt", "w1", "--output", "x", "--json"], "--json does nothing beside --output"),
+        (["--prompt", "w1", "--prompt", ""], "The prompt is empty"),
+        (["--prompt", "w1", "--batch-size", "0"], "--batch-size must be at least 1"),
+        (["--prompt", "w1", "--stop", ""], "A stop string is empty"),
+        (["--prompt", "w1", "--repetition-penalty", "0"], "A repetition penalty of 0.0"),
+        (["--prompt", "w1", "--min-p", "0.1"], "--min-p does nothing at --temperature 0"),
+        (["--prompt", "w1", "--min-p", "2", "--temperature", "1"], "A min-p of 2.0"),
+    ],
+)
+def test_mistakes(run: Any, arguments: list[str], message: str):
+    code, out, err = run(*arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+    assert not Path("x").exists()
+
+
+def test_what_was_answered_before_an_end_is_kept(
+    run: Any, tmp_path: Path, alone: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+):
+    source, target = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
+    source.write_text("\n".join(PROMPTS))
+    whole = answering.answer_of
+
+    def end(prompt: Any, reply: Any) -> Any:
+        if prompt == PROMPTS[2]:
+            raise KeyboardInterrupt
+        return whole(prompt, reply)
+
+    monkeypatch.setattr(answering, "answer_of", end)
+    (tmp_path / "answers.jsonl.part").write_text("of an earlier one")
+    code, _, err = run("--prompts", source, "--output", target, "--batch-size", 1)
+    part = tmp_path / "answers.jsonl.part-2"
+    assert code == 130
+    assert f"2 answers so far: {part}" in err
+    assert [json.loads(line)["response"] for line in part.read_text().splitlines()] == alone[""][:2]
+    assert not target.exists()
+
+
+def test_a_file_is_only_written_where_none_is(tmp_path: Path):
+    path = tmp_path / "x"
+    write_new_bytes(path, b"1", "--output")
+    for taken in (path, tmp_path):
+        with pytest.raises(UserError, match="exists already"):
+            write_new_bytes(taken, b"2", "--output")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="exists already"):
+        write_new_bytes(tmp_path / "link", b"2", "--output")
+    with pytest.raises(UserError, match="cannot be written"):
+        write_new_bytes(tmp_path / "no" / "x", b"2", "--output")
+    write_new_bytes(path, b"3", "--output", replacing=b"1")
+    with pytest.raises(UserError, match="exists already"):
+        write_new_bytes(path, b"4", "--output", replacing=b"1")
+    assert path.read_bytes() == b"3"
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["link", "x"]
+
+
+# -- without a prompt ------------------------------------------------------------------------------------------------
+
+
+def test_without_a_prompt_it_chats_on_a_terminal(run: Any, monkeypatch: pytest.MonkeyPatch):
+    seen = []
+    monkeypatch.setattr(sys.modules["wgpu_lora.cli.chat"], "run_chat", lambda *arguments: seen.append(arguments) or 0)
+    master, slave = pty.openpty()
+    with open(slave, encoding="utf-8") as terminal:
+        monkeypatch.setattr("sys.stdin", terminal)
+        for arguments in ([], ["--json"]):  # stdout is no terminal, or JSON is asked for
+            code, _, err = run(*arguments)
+            assert (code, seen) == (2, [])
+            assert "--prompt is missing" in err
+        monkeypatch.setattr(sys.modules["wgpu_lora.cli.generate"], "is_terminal", lambda stream: True)
+        assert run("--adapter", "a", "--temperature", "0.5")[0] == 0
+        (given,) = seen
+        assert given[:3] == ("model", ["a"], False)
+        assert given[3]["temperature"] == 0.5
+    os.close(master)

@@ -1,0 +1,258 @@
+"""Several adapters at once: every answer and loss is that of the adapter alone, under its name."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cli import share_device, write_rows
+from support.models import save_golden_adapter, words_model
+
+import wgpu_lora
+from wgpu_lora.cli import main
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.infer import Generator
+from wgpu_lora.infer.named import model_of, named_adapters
+from wgpu_lora.models.loaded import LoadedModel
+
+PROMPT, TOKENS = "w7 w3 w11 w5", 6
+ONE_ANSWER = {"prompt", "text", "token_ids", "stop_reason", "tokens_per_second"}
+ONE_LOSS = {"loss", "perplexity", "tokens", "rows", "seconds", "data", "max_length"}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a model of words and two adapters of it, whose ranks differ."""
+    directory = tmp_path_factory.mktemp("several")
+    words_model(directory / "model")
+    base = {"base_model_name_or_path": str(directory / "model")}
+    save_golden_adapter("mistral", directory / "a", **base)
+    save_golden_adapter("mistral", directory / "b", -2.0, rank=2, **base)
+    write_rows(directory / "rows.jsonl")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(made: Path, device: Device) -> LoadedModel:
+    return wgpu_lora.load(made / "model", base_dtype="f32", device=device)
+
+
+@pytest.fixture
+def run(
+    device: Device, made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    share_device(device, monkeypatch)
+    monkeypatch.chdir(made)
+
+    def call(*arguments: Any) -> tuple[int, str, str]:
+        code = main([str(a) for a in arguments])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def ask(*more: Any) -> list[Any]:
+    return ["generate", "--base-dtype", "f32", "--max-new-tokens", TOKENS, *more]
+
+
+def alone(model: LoadedModel, adapter: Path | None, **options: Any) -> list[int]:
+    (found,) = wgpu_lora.answer(model, [PROMPT], adapter=adapter, max_new_tokens=TOKENS, **options)
+    return found.token_ids
+
+
+# -- from Python -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "seed": 5}], ids=["greedy", "drawn"])
+def test_a_single_batch_says_what_each_says_alone(
+    model: LoadedModel, made: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+):
+    batches = []
+    whole = Generator.tokens
+
+    def spy(self: Generator, prompts: Any, slots: Any, *rest: Any, **more: Any) -> Any:
+        batches.append((self.batch, slots))
+        return whole(self, prompts, slots, *rest, **more)
+
+    model.load_weights()
+    before = model.device.allocated
+    with monkeypatch.context() as patch:
+        patch.setattr(Generator, "tokens", spy)
+        adapters = {"first": made / "a", "second": str(made / "b")}
+        heard: list[int] = []
+        found = wgpu_lora.compare(model, PROMPT, adapters, max_new_tokens=TOKENS, on_done=heard.append, **options)
+    assert batches == [(3, [None, 0, 1])]
+    assert model.device.allocated == before
+    assert list(found) == ["base", "first", "second"]
+    for name, directory in (("base", None), ("first", made / "a"), ("second", made / "b")):
+        assert found[name].token_ids == alone(model, directory, **options)
+        assert (found[name].prompt, found[name].stop_reason) == (PROMPT, "length")
+    assert len({answer.text for answer in found.values()}) == 3
+    assert heard == list(range(1, 3 * TOKENS + 1))
+
+
+def test_without_the_base(model: LoadedModel, made: Path):
+    found = wgpu_lora.compare(model, PROMPT, {"base": made / "b"}, include_base=False, max_new_tokens=TOKENS)
+    assert {name: answer.token_ids for name, answer in found.items()} == {"base": alone(model, made / "b")}
+
+
+def test_losses_equal_those_of_each_alone(model: LoadedModel, made: Path):
+    data = made / "rows.jsonl"
+    model.load_weights()
+    before = model.device.allocated
+    found = wgpu_lora.evaluate_several(model, data, {"b": made / "b", "a": made / "a"}, max_length=16)
+    assert model.device.allocated == before
+    assert list(found) == ["base", "b", "a"]
+    for name, result in found.items():
+        one = wgpu_lora.evaluate(model, data, adapter=None if name == "base" else made / name, max_length=16)
+        assert result.loss == pytest.approx(one.loss, rel=1e-6)
+        assert (result.tokens, result.rows) == (one.tokens, one.rows)
+    assert len({round(result.loss, 4) for result in found.values()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("adapters", "message"),
+    [
+        ({}, "no adapter to compare"),
+        (["a"], "must be a dict of directories by name"),
+        ({"base": "a"}, "named 'base', as the model without one is"),
+        ({" ": "a"}, "' ' cannot name an adapter"),
+        ({"a": "nowhere"}, "nowhere is not a directory"),
+    ],
+)
+def test_adapters_that_cannot_be_compared(model: LoadedModel, made: Path, adapters: Any, message: str):
+    with pytest.raises(wgpu_lora.UserError, match=message):
+        wgpu_lora.compare(model, PROMPT, adapters)
+    with pytest.raises(wgpu_lora.UserError, match=message):
+        wgpu_lora.evaluate_several(model, made / "rows.jsonl", adapters, max_length=16)
+
+
+# -- what --adapter names --------------------------------------------------------------------------------------------
+
+
+def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "runs" / "lr=1").mkdir(parents=True)
+    (tmp_path / "x=y").mkdir()
+    for text, name, directory in (
+        ("runs/lr=1", "lr=1", "runs/lr=1"),
+        ("x=y", "x=y", "x=y"),
+        ("a=runs/lr=1/", "a", "runs/lr=1"),
+        ("a=x=y", "a", "x=y"),
+        ("missing/lr=2", "lr=2", "missing/lr=2"),
+        ("missing", "missing", "missing"),
+        ("runs/", "runs", "runs"),
+        (".", tmp_path.name, "."),
+        ("a=~/runs", "a", str(tmp_path / "runs")),
+    ):
+        assert named_adapters([text]) == {name: Path(directory)}
+    assert list(named_adapters(["z=runs", "x=y", "b=missing"])) == ["z", "x=y", "b"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["a=x", "a=y"], "two adapters 'a', x and y"),
+        (["x/out", "y/out"], "two adapters 'out'"),
+        (["a=x", "b=./x"], "names x twice, as 'a' and as 'b'"),
+        (["=x"], "=x is not NAME=DIR"),
+        (["a="], "a= is not NAME=DIR"),
+        ([" "], "--adapter is empty"),
+    ],
+)
+def test_names_that_are_refused(texts: list[str], message: str):
+    with pytest.raises(wgpu_lora.UserError, match=message):
+        named_adapters(texts)
+
+
+def test_the_model_that_adapters_name(made: Path, tmp_path: Path):
+    other = save_golden_adapter("mistral", tmp_path / "other", base_model_name_or_path="hub/other")
+    silent = save_golden_adapter("mistral", tmp_path / "silent")
+    again = save_golden_adapter("mistral", tmp_path / "again", base_model_name_or_path=f"{made}/./model")
+    named = str(made / "model")
+    assert model_of({"silent": silent, "a": made / "a", "again": again}) == named
+    assert model_of({"silent": silent}) == model_of({}) == "demo"
+    with pytest.raises(wgpu_lora.UserError, match=r"a and other name different base models, .* --model"):
+        model_of({"a": made / "a", "other": other})
+    assert model_of({"a": made / "a", "other": other}, "chosen") == "chosen"
+    with pytest.raises(wgpu_lora.UserError, match="nowhere is not a directory"):
+        model_of({"a": Path("nowhere")}, "chosen")
+
+
+# -- from the command line -------------------------------------------------------------------------------------------
+
+
+def test_compare_prints_a_block_for_each(run: Any, model: LoadedModel, made: Path, monkeypatch: pytest.MonkeyPatch):
+    expected = wgpu_lora.compare(model, PROMPT, {"x": made / "a", "b": made / "b"}, max_new_tokens=TOKENS)
+    blocks = [f"== {name} ==\n{answer.text}" for name, answer in expected.items()]
+    code, out, _ = run(*ask("--adapter", "x=a", "--adapter", "b", "--compare", "--prompt", PROMPT))
+    assert (code, out) == (0, "\n\n".join(blocks) + "\n")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(f"{PROMPT}\n".encode()), encoding="utf-8"))
+    assert run(*ask("--adapter", "x=a", "--adapter", "b"))[1] == "\n\n".join(blocks[1:]) + "\n"
+
+
+def test_compare_on_a_terminal(run: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("wgpu_lora.cli.several.is_terminal", lambda stream: True)
+    _, out, _ = run(*ask("--adapter", "[bold]=a", "--compare", "--prompt", PROMPT))
+    assert out.index(" base ") < out.index(" [bold] ")
+    assert out.count(f"{TOKENS} tokens, length") == 2
+
+
+def test_answers_as_json(run: Any, model: LoadedModel, made: Path):
+    _, out, _ = run(*ask("--adapter", "x=a", "--adapter", "b", "--compare", "--prompt", PROMPT, "--json"))
+    found = json.loads(out)
+    assert [(row["name"], row["adapter"]) for row in found] == [("base", None), ("x", "a"), ("b", "b")]
+    assert [row["token_ids"] for row in found] == [alone(model, made / d if d else None) for d in (None, "a", "b")]
+    assert all(row.keys() == ONE_ANSWER | {"name", "adapter"} for row in found)
+
+
+@pytest.mark.parametrize("adapter", ["a", "x=a"])
+def test_one_adapter_answers_as_ever(run: Any, model: LoadedModel, made: Path, adapter: str):
+    _, out, _ = run(*ask("--adapter", adapter, "--prompt", PROMPT, "--json"))
+    assert json.loads(out).keys() == ONE_ANSWER
+    assert json.loads(out)["token_ids"] == alone(model, made / "a")
+    assert run(*ask("--adapter", adapter, "--prompt", PROMPT))[1] == json.loads(out)["text"] + "\n"
+
+
+def test_evaluate_prints_a_table(run: Any, model: LoadedModel, made: Path):
+    options = ["evaluate", "--base-dtype", "f32", "--data", "rows.jsonl", "--max-length", "16", "--adapter", "x=a"]
+    several = [*options, "--adapter", "b"]
+    expected = wgpu_lora.evaluate_several(model, made / "rows.jsonl", {"x": made / "a", "b": made / "b"}, max_length=16)
+    head, *lines, over, data = run(*several, "--compare")[1].splitlines()
+    assert data.split()[:3] == ["data", "rows.jsonl:", "8"]
+    assert head.split() == ["name", "loss", "perplexity", "tokens"]
+    cells = [[name, f"{e.loss:.6f}", f"{e.perplexity:.4f}", f"{e.tokens:,}"] for name, e in expected.items()]
+    assert [line.split() for line in lines] == cells
+    assert over.startswith("over      8 rows in ")
+    found = json.loads(run(*several, "--json")[1])
+    assert [(row["name"], row["adapter"]) for row in found] == [("x", "a"), ("b", "b")]
+    assert found[1]["loss"] == pytest.approx(expected["b"].loss, rel=1e-6)
+    assert found[0].keys() == ONE_LOSS | {"name", "adapter"}
+    assert json.loads(run(*options, "--json")[1]).keys() == ONE_LOSS | {"device"}
+    assert run(*options)[1].startswith(f"loss      {expected['x'].loss:.6f}, perplexity ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--compare"], "There is no adapter to compare"),
+        (["--compare", "--adapter", "base=a"], "An adapter is named 'base'"),
+        (["--adapter", "a", "--adapter", "a"], "two adapters 'a'"),
+        (["--adapter", "a", "--adapter", "zork"], "zork is not a directory"),
+        (["--adapter", "a", "--adapter", ""], "--adapter is empty"),
+        (["--adapter", "a", "--adapter", "other"], "different base models"),
+    ],
+)
+def test_refusals(run: Any, made: Path, arguments: list[str], message: str):
+    if "other" in arguments:
+        save_golden_adapter("mistral", made / "other", base_model_name_or_path="hub/other")
+    for command in (["generate", "--prompt", PROMPT], ["evaluate", "--data", "rows.jsonl"]):
+        code, _, err = run(*command, *arguments)
+        assert code == 2
+        (line,) = err.splitlines()
+        assert message in line

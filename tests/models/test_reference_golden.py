@@ -1,0 +1,102 @@
+"""The golden fixtures are what torch, transformers, PEFT and bitsandbytes say today."""
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from support import FIXTURES
+
+from wgpu_lora.formats.checkpoint import Checkpoint
+from wgpu_lora.formats.peft import AdapterConfig, module_path, read_adapter, tensor_name, write_adapter
+
+pytestmark = pytest.mark.reference
+ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral")
+
+
+@pytest.fixture(autouse=True)
+def _golden_scripts(monkeypatch):
+    monkeypatch.syspath_prepend(str(FIXTURES.parents[1] / "scripts"))
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def assert_same_numbers(live: dict[str, np.ndarray], stored: dict[str, np.ndarray]) -> None:
+    assert live.keys() == stored.keys()
+    for name, expected in stored.items():
+        assert live[name].dtype == expected.dtype, name
+        scale = np.abs(expected).max()
+        np.testing.assert_allclose(live[name], expected, rtol=1e-5, atol=1e-5 * scale, err_msg=name)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_models_and_golden_values(architecture, tmp_path):
+    from golden.models import save
+    from golden.training import golden
+
+    save(architecture, tmp_path)
+    live, stored = Checkpoint(tmp_path), Checkpoint(FIXTURES / "models" / architecture)
+    assert live.names() == stored.names()
+    for name in stored.names():
+        assert live.read_raw(name).tobytes() == stored.read_raw(name).tobytes(), name
+    assert_same_numbers(golden(architecture, tmp_path), load_file(FIXTURES / "golden" / f"{architecture}.safetensors"))
+
+
+def test_nf4_matrices():
+    from make_golden import nf4_matrices
+
+    assert_same_numbers(nf4_matrices(), load_file(FIXTURES / "golden" / "nf4.safetensors"))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_peft_loads_our_adapters_and_we_load_pefts(architecture, tmp_path):
+    from golden.models import linears, load
+    from peft import PeftModel
+
+    golden = load_file(FIXTURES / "golden" / f"{architecture}.safetensors")
+    model = load(FIXTURES / "models" / architecture)
+    modules = list(linears(model))  # before PEFT wraps them
+    ours = {
+        tensor_name(layer, module, factor): golden[f"adapter.{layer}.{module}.{factor}"]
+        for layer, module in modules
+        for factor in "AB"
+    }
+    config = AdapterConfig(4, 8, target_modules="all-linear", base_model_name_or_path="somewhere")
+    write_adapter(tmp_path / "ours", ours, config)
+    peft_model = PeftModel.from_pretrained(model, tmp_path / "ours")
+    theirs = {
+        name.replace(".default", ""): value.detach().numpy()
+        for name, value in peft_model.named_parameters()
+        if ".lora_" in name
+    }
+    assert theirs.keys() == ours.keys()
+    for name, value in ours.items():
+        np.testing.assert_array_equal(theirs[name], value)
+    for layer, module in modules:
+        scaling = peft_model.get_submodule(tensor_name(layer, module, "A").rsplit(".lora_A", 1)[0]).scaling["default"]
+        assert scaling == config.scaling(module_path(layer, module)) == 2
+    peft_model.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    back, pairs = read_adapter(tmp_path / "theirs")
+    assert (back.r, back.lora_alpha, back.use_rslora) == (4, 8, False)
+    for (layer, module), (a, b) in pairs.items():
+        np.testing.assert_array_equal(a, ours[tensor_name(layer, module, "A")])
+        np.testing.assert_array_equal(b, ours[tensor_name(layer, module, "B")])
+    assert len(pairs) * 2 == len(ours)
+
+
+@pytest.mark.parametrize("name", ["patterns", "rslora", "expression", "rslora-patterns"])
+def test_pefts_options_and_ours_give_the_same_logits(name, tmp_path):
+    from golden import adapters
+
+    models, stored = FIXTURES / "models", load_file(FIXTURES / "golden" / "peft.safetensors")
+    ids, expected = stored[f"{name}.input_ids"], stored[f"{name}.logits"]
+    adapters.save_adapter(name, models, tmp_path / "theirs")
+    assert_same_numbers({name: adapters.logits(name, models, tmp_path / "theirs", ids)}, {name: expected})
+    # Read and written by us, it is the same adapter to PEFT.
+    config, matrices = read_adapter(tmp_path / "theirs")
+    tensors = {
+        tensor_name(layer, module, factor): value
+        for (layer, module), pair in matrices.items()
+        for factor, value in zip("AB", pair, strict=True)
+    }
+    write_adapter(tmp_path / "ours", tensors, config)
+    assert_same_numbers({name: adapters.logits(name, models, tmp_path / "ours", ids)}, {name: expected})

@@ -1,0 +1,165 @@
+"""Each float64 reference of a backward kernel against central differences of its forward reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.kernels.attention import packed
+
+from wgpu_lora.ops.attention import attention_backward_kv, attention_backward_q, attention_forward, attention_stats
+from wgpu_lora.ops.elementwise import dropout_apply, swiglu_backward, swiglu_forward
+from wgpu_lora.ops.loss import loss_finish, softmax_chunk
+from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn, matmul_nn, matmul_nt
+from wgpu_lora.ops.norm import rmsnorm_backward, rmsnorm_forward
+from wgpu_lora.ops.rope import rope_rotate
+
+STEP = 1e-5
+RANGES = np.array([(1, 4), (4, 4), (5, 7)], np.uint32)  # rows 0, 4 and 7 belong to no slot
+
+
+def differences(forward: Callable[[np.ndarray], np.ndarray], x: np.ndarray, dy: np.ndarray) -> np.ndarray:
+    """d (forward(x) · dy) / dx, one value at a time."""
+    gradient = np.zeros(x.size)
+    for i in range(x.size):
+        shift = np.zeros(x.size)
+        shift[i] = STEP
+        shift = shift.reshape(x.shape)
+        gradient[i] = ((forward(x + shift) - forward(x - shift)).reshape(-1) * dy.reshape(-1)).sum() / (2 * STEP)
+    return gradient.reshape(x.shape)
+
+
+def agree(gradient: Any, forward: Callable[[np.ndarray], np.ndarray], x: np.ndarray, dy: np.ndarray) -> None:
+    np.testing.assert_allclose(np.reshape(gradient, x.shape), differences(forward, x, dy), rtol=1e-6, atol=1e-8)
+
+
+def test_rmsnorm(rng: np.random.Generator) -> None:
+    x, weight, dy, shape = rng.normal(size=(3, 5)), rng.normal(size=5), rng.normal(size=(3, 5)), {"rows": 3, "cols": 5}
+    _, rstd = rmsnorm_forward(x, weight, None, None, eps=1e-3, **shape)
+    gradient = rmsnorm_backward(x, weight, rstd, dy, None, **shape)
+    agree(gradient, lambda x: rmsnorm_forward(x, weight, None, None, eps=1e-3, **shape)[0], x, dy)
+    before = rng.normal(size=(3, 5))
+    added = rmsnorm_backward(x, weight, rstd, dy, before, accumulate=True, **shape)
+    np.testing.assert_allclose(added, before + gradient)
+
+
+def test_rope(rng: np.random.Generator) -> None:
+    shape = {"rows": 4, "heads": 2, "dim": 6}
+    angle, positions = rng.random((9, 3)), np.array([3, 0, 8, 3], np.uint32)
+    table = np.stack([np.cos(angle), np.sin(angle)], axis=2)
+    x, dy = rng.normal(size=(4, 2, 6)), rng.normal(size=(4, 2, 6))
+    gradient = rope_rotate(dy, positions, table, np.zeros((4, 2, 6)), sign=-1.0, **shape)
+    agree(gradient, lambda x: rope_rotate(x, positions, table, x, **shape), x, dy)
+
+
+def test_swiglu(rng: np.random.Generator) -> None:
+    gate, up, dy = 2 * rng.normal(size=(3, 17))
+    dgate, dup = swiglu_backward(gate, up, dy, None, None, size=17)
+    agree(dgate, lambda gate: swiglu_forward(gate, up, None, size=17), gate, dy)
+    agree(dup, lambda up: swiglu_forward(gate, up, None, size=17), up, dy)
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize(
+    "ranges", [packed(5), packed(3, 1, 2), packed(2, 5, window=3)], ids=["one", "packed", "window"]
+)
+def test_attention(rng: np.random.Generator, ranges: np.ndarray, group: int) -> None:
+    rows, kv_heads, dim = len(ranges), 2, 3
+    shape: dict[str, Any] = {"rows": rows, "kv_heads": kv_heads, "group": group, "dim": dim, "scale": 0.7}
+    q, dy = rng.normal(size=(2, rows, kv_heads * group, dim))
+    k, v = rng.normal(size=(2, rows, kv_heads, dim))
+
+    def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        return attention_forward(q, k, v, ranges, None, None, keys=rows, **shape)[0]
+
+    y, lse = attention_forward(q, k, v, ranges, None, None, keys=rows, **shape)
+    stats = attention_stats(y.reshape(-1), dy.reshape(-1), lse, None, rows=rows * kv_heads * group, dim=dim)
+    agree(attention_backward_q(q, k, v, dy, stats, ranges, None, keys=rows, **shape), lambda q: forward(q, k, v), q, dy)
+    dk, dv = attention_backward_kv(q, k, v, dy, stats, ranges, None, None, **shape)
+    agree(dk, lambda k: forward(q, k, v), k, dy)
+    agree(dv, lambda v: forward(q, k, v), v, dy)
+
+
+def test_attention_that_sees_nothing_is_zero(rng: np.random.Generator) -> None:
+    q, k, v = rng.normal(size=(3, 2, 1, 3))
+    ranges = np.array([(1, 1, 1, 0), (0, 2, 2, 0)], np.uint32)
+    y, _ = attention_forward(q, k, v, ranges, None, None, rows=2, keys=2, kv_heads=1, group=1, dim=3, scale=1.0)
+    assert (y[0] == 0).all()
+    assert (y[1] != 0).all()
+
+
+def cross_entropy(hidden: np.ndarray, head: np.ndarray, targets: np.ndarray, weight: np.ndarray, chunk: int) -> Any:
+    """The sweep of ops/loss.py: (losses, gradient of the weighted losses by hidden)."""
+    rows, cols = hidden.shape
+    state, rescale, dh = np.full((rows, 4), np.nan), np.full(rows, np.nan), np.full((rows, cols), np.nan)
+    for first in range(0, len(head), chunk):
+        part = head[first : first + chunk]
+        shape = {"m": rows, "n": len(part), "k": cols}
+        logits = matmul_nt(hidden, part, np.zeros((rows, len(part))), **shape)
+        p, state, rescale = softmax_chunk(
+            logits, targets, np.array([rows]), state, rescale, rows=rows, cols=len(part), first=first
+        )
+        dh = matmul_nn(p, part, dh, rescale if first else None, m=rows, n=cols, k=len(part))
+    return loss_finish(state, weight, None, head[targets], dh, rows=rows, cols=cols)
+
+
+@pytest.mark.parametrize("chunk", [4, 13])
+def test_cross_entropy(rng: np.random.Generator, chunk: int) -> None:
+    hidden, head = rng.normal(size=(3, 5)), 3 * rng.normal(size=(13, 5))
+    targets, weight = np.array([0, 12, 5]), np.array([0.5, 0.0, 2.0])
+    losses, gradient = cross_entropy(hidden, head, targets, weight, chunk)
+    logits = hidden @ head.T
+    expected = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(3), targets]
+    np.testing.assert_allclose(losses, np.where(weight != 0, expected, 0))
+    agree(gradient, lambda h: cross_entropy(h, head, targets, weight, chunk)[0], hidden, weight)
+
+
+def test_dense_product(rng: np.random.Generator) -> None:
+    x, w, dy, bias = rng.normal(size=(3, 5)), rng.normal(size=(4, 5)), rng.normal(size=(3, 4)), rng.normal(size=4)
+    gradient = matmul_nn(dy, w, np.zeros((3, 5)), m=3, n=5, k=4)
+    agree(gradient, lambda x: matmul_nt(x, w, np.zeros((3, 4)), bias, m=3, n=4, k=5), x, dy)
+
+
+def test_lora(rng: np.random.Generator) -> None:
+    rows, size_in, rank, out, slots = 8, 5, 2, 3, 3
+    x, dy = rng.normal(size=(rows, size_in)), rng.normal(size=(rows, out))
+    a, b, scale = rng.normal(size=(slots, rank * size_in)), rng.normal(size=(slots, out * rank)), rng.normal(size=slots)
+    at_a, at_b = {"slots": slots, "stride": rank * size_in}, {"slots": slots, "stride": out * rank}
+
+    def hidden(x: np.ndarray, a: np.ndarray) -> np.ndarray:
+        return lora_nt(x, a, np.zeros((rows, rank)), RANGES, scale, m=rows, n=rank, k=size_in, **at_a)
+
+    def forward(x: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return lora_nt(hidden(x, a), b, np.zeros((rows, out)), RANGES, m=rows, n=out, k=rank, accumulate=True, **at_b)
+
+    assert (forward(x, a, b)[[0, 4, 7]] == 0).all()
+    dh = lora_nn(dy, b, np.zeros((rows, rank)), RANGES, scale, m=rows, n=rank, k=out, **at_b)
+    dx = lora_nn(dh, a, np.zeros((rows, size_in)), RANGES, m=rows, n=size_in, k=rank, accumulate=True, **at_a)
+    agree(dx, lambda x: forward(x, a, b), x, dy)
+    grad_b = lora_tn(dy, hidden(x, a), np.zeros(b.shape), RANGES, m=out, n=rank, k=rows, **at_b)
+    agree(grad_b, lambda b: forward(x, a, b), b, dy)
+    grad_a = lora_tn(dh, x, np.zeros(a.shape), RANGES, m=rank, n=size_in, k=rows, **at_a)
+    agree(grad_a, lambda a: forward(x, a, b), a, dy)
+
+
+def test_dropout(rng: np.random.Generator) -> None:
+    rows, cols, p = 7, 19, 0.3
+    draws = rng.integers(0, 2**32, (rows, 4), np.uint32)
+    draws[:, 2], draws[:, 3] = p * 2**32, np.float32(1 / (1 - p)).view(np.uint32)
+    x, dy = rng.normal(size=(rows, cols)), rng.normal(size=(rows, cols))
+    shape = {"rows": rows, "cols": cols, "module": 3}
+    gradient = dropout_apply(dy, draws, np.zeros((rows, cols)), accumulate=True, **shape)
+    agree(gradient, lambda x: dropout_apply(x, draws, x, **shape), x, dy)
+
+
+def test_dropout_keeps_its_share_and_the_mean(rng: np.random.Generator) -> None:
+    rows, cols, p = 400, 100, 0.3
+    draws = rng.integers(0, 2**32, (rows, 4), np.uint32)
+    draws[:, 2], draws[:, 3] = p * 2**32, np.float32(1 / (1 - p)).view(np.uint32)
+    y = dropout_apply(np.ones((rows, cols)), draws, np.zeros((rows, cols)), rows=rows, cols=cols, module=0)
+    other = dropout_apply(np.ones((rows, cols)), draws, np.zeros((rows, cols)), rows=rows, cols=cols, module=1)
+    assert abs((y == 0).mean() - p) < 0.01
+    assert abs(y.mean() - 1) < 0.015
+    assert abs(((y == 0) & (other == 0)).mean() - p * p) < 0.01  # modules draw independently

@@ -1,0 +1,265 @@
+"""`wgpu-lora prove`, run as a child: it passes where it should and, above all, fails where it should."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from support.cli import QWEN2, ROWS, write_rows
+
+from wgpu_lora.demo import HELDOUT_FILE
+from wgpu_lora.formats.peft import tensor_name, write_adapter
+from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.initial import adapter_of
+
+PROVE = [sys.executable, "-c", "import sys; from wgpu_lora.cli import main; sys.exit(main(['prove', *sys.argv[1:]]))"]
+LINUX = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="needs Linux: reads /proc and preloads a library"
+)
+
+
+def recipe(tmp_path: Path, **changes: Any) -> Path:
+    """A run of 24 small steps on a tiny model, whose held-out rows count as the others do, from other numbers."""
+    rows = write_rows(tmp_path / "rows.jsonl")
+    others = [{"input_ids": [i + 3 for i in row["input_ids"]]} for row in ROWS]
+    heldout = write_rows(tmp_path / "heldout.jsonl", others)
+    options: dict[str, Any] = {
+        "model": QWEN2, "data": str(rows), "eval_data": str(heldout), "output": "unused", "max_length": 16, "lora_r": 4,
+        "packing": True, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 24,
+        "save_steps": 20, "learning_rate": 2e-2, "lr_scheduler_type": "constant",
+    }  # fmt: skip
+    path = tmp_path / "recipe.toml"
+    path.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in (options | changes).items()))
+    return path
+
+
+def prove(tmp_path: Path, *arguments: object, **environment: str) -> tuple[int, dict[int, dict[str, Any]], str]:
+    """The exit code, the checks of proof.json by number ({} where there is none), and stderr."""
+    out = tmp_path / "proof"
+    done = subprocess.run(
+        [*PROVE, "--out", str(out), *map(str, arguments)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    file = out / "proof.json"
+    checks = json.loads(file.read_text())["checks"] if file.is_file() else []
+    return done.returncode, {check["number"]: check for check in checks}, done.stderr
+
+
+def statuses(checks: dict[int, dict[str, Any]]) -> dict[int, str]:
+    return {number: check["status"] for number, check in checks.items()}
+
+
+# -- where it passes ---------------------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """Whether every element is closed, and whatever the page would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in ("script", "link", "img", "iframe") or dict(attrs).get("src"):
+            self.loads.append(tag)
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass  # an SVG shape
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.mark.slow
+def test_one_device_proves_what_one_device_can(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    elsewhere = {name: str(home) for name in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_RUNTIME_DIR", "TMPDIR")}
+    code, checks, errors = prove(tmp_path, "--recipe", recipe(tmp_path), "--devices", "0", **elsewhere)
+    assert code == 0, (statuses(checks), errors)
+    passed = dict.fromkeys((1, 3, 4, 5, 6, 8, 9), "passed")
+    assert statuses(checks) == passed | {2: "not run", 7: "not run"}
+    assert "nothing to compare" in checks[2]["reason"]
+    assert "no unit checks" in checks[7]["reason"]
+    assert "afterwards" in checks[3]["reason"]
+    assert checks[5]["figures"]["clock"]["loss"] == pytest.approx(checks[5]["figures"]["logged_loss"], rel=1e-6)
+    assert checks[6]["figures"]["looks"] > 20
+    assert len(checks[6]["figures"]["opened_by_python"]) == 9
+    assert any("wgpu_native" in path for path in checks[6]["figures"]["searched"]["libraries"])
+    assert "measured before training" in checks[3]["reason"]
+    proof = tmp_path / "proof"
+    facts = json.loads((proof / "proof.json").read_text())
+    assert not facts["proven"]
+    assert facts["verdict"].startswith("Not proven: 7 of 9")
+    assert facts["schema"] == 1
+    page = Page()
+    page.feed((proof / "proof.html").read_text())
+    assert "CUDA libraries mapped beside" in (proof / "proof.html").read_text()
+    assert not page.open
+    assert not page.loads
+    assert {path.name for path in proof.iterdir()} == {"proof.json", "proof.html", "logs", "run", "resumed", "work"}
+    assert not list(home.iterdir())  # nothing is written outside of --out
+
+
+# -- where it fails ----------------------------------------------------------------------------------------------------
+
+
+@LINUX
+def test_a_preloaded_cuda_library_is_found_though_it_does_nothing(tmp_path: Path) -> None:
+    small = next(path for line in Path("/proc/self/maps").read_text().splitlines()
+                 if (path := line.split()[-1]).startswith("/") and ".so" in path and "libz" in path)  # fmt: skip
+    fake = tmp_path / "libcudart.so.12"
+    shutil.copyfile(small, fake)
+    code, checks, _ = prove(tmp_path, "--only", "1,6", LD_PRELOAD=str(fake))
+    assert code == 1
+    assert checks[6]["status"] == "failed"
+    assert "libcudart.so.12" in checks[6]["reason"]
+    assert checks[1]["status"] == "passed"
+    assert checks[2]["reason"] == "left out by --only"
+    assert json.loads((tmp_path / "proof/proof.json").read_text())["outcome"] == "refuted"
+
+
+@pytest.mark.slow
+def test_a_learning_rate_of_zero_fails(tmp_path: Path) -> None:
+    path = recipe(tmp_path, learning_rate=0)
+    code, checks, _ = prove(tmp_path, "--recipe", path, "--devices", "0", "--only", "3,4,9")
+    assert code == 1
+    assert checks[3]["status"] == "passed"
+    assert checks[4]["status"] == "failed"
+    assert "held-out loss went from" in checks[4]["reason"]
+    assert checks[9]["status"] == "failed"
+    assert "changed the adapter" in checks[9]["reason"]
+
+
+@pytest.mark.slow
+def test_a_poisoned_adapter_fails(tmp_path: Path) -> None:
+    config = ModelConfig.load(Path(QWEN2))
+    _, adapter, initial = adapter_of(TrainingArguments(lora_r=4), config)
+    tensors = {
+        tensor_name(*key, which): m for key, pair in initial.items() for which, m in zip("AB", pair, strict=True)
+    }
+    next(iter(tensors.values()))[0, 0] = np.nan
+    write_adapter(tmp_path / "poisoned", tensors, adapter)
+    path = recipe(tmp_path, init_adapter=str(tmp_path / "poisoned"))
+    code, checks, _ = prove(tmp_path, "--recipe", path, "--devices", "0", "--only", "3,4,5,8,9")
+    assert code == 1
+    found = statuses(checks)
+    assert found[3] == "failed"
+    assert {found[number] for number in (4, 5, 8, 9)} == {"not run"}
+    assert "not finite" in checks[3]["reason"]
+
+
+@pytest.mark.slow
+def test_an_exploding_learning_rate_fails(tmp_path: Path) -> None:
+    path = recipe(tmp_path, learning_rate=1e30)
+    code, checks, _ = prove(tmp_path, "--recipe", path, "--devices", "0", "--only", "4")
+    assert (code, checks[4]["status"]) == (1, "failed")
+
+
+@LINUX
+def test_no_device_fails(tmp_path: Path) -> None:
+    none = str(tmp_path / "none.json")
+    # Nor OpenGL, which wgpu falls back to.
+    nothing = dict.fromkeys(("VK_DRIVER_FILES", "VK_ICD_FILENAMES", "__EGL_VENDOR_LIBRARY_FILENAMES"), none)
+    code, checks, errors = prove(tmp_path, "--only", "1,2,3,4,6", **nothing)
+    assert code == 1, errors
+    found = statuses(checks)
+    assert found.pop(1) == "failed"
+    assert set(found.values()) == {"not run"}
+    assert "no device" in checks[3]["reason"]
+    facts = json.loads((tmp_path / "proof" / "proof.json").read_text())
+    assert (facts["devices"], facts["proven"]) == ([], False)
+
+
+def test_too_few_real_gpus_prove_nothing_and_say_so_at_once(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    code, checks, errors = prove(tmp_path, "--require-discrete", "99")
+    assert time.monotonic() - begin < 60  # all nine take minutes
+    assert code == 1, errors
+    assert statuses(checks) == {1: "failed"} | dict.fromkeys(range(2, 10), "not run")
+    assert all("--require-discrete 99 is not met" in check["reason"] for check in checks.values())
+    facts = json.loads((tmp_path / "proof" / "proof.json").read_text())
+    assert (facts["proven"], facts["require_discrete"]) == (False, 99)
+    assert facts["devices"][facts["used"][0]]["name"] in facts["used_on"]
+    assert facts["verdict"].startswith("Not proven: 0 of 9 checks passed on ")
+    assert facts["verdict"] in unescape((tmp_path / "proof" / "proof.html").read_text())
+
+
+# -- mistakes and interrupts -------------------------------------------------------------------------------------------
+
+
+def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
+    cases = [
+        (["--only", "1,10"], "1 to 9"),
+        (["--devices", "7", "--only", "1"], "no device 7"),
+        (["--devices", "0,0", "--only", "1"], "twice"),
+        (["--require-discrete", "-1"], "--require-discrete must be 0 or more, not -1"),
+        (["--require-discrete", "some"], "--require-discrete"),
+        (["--devices", "0,", "--only", "1"], "empty place"),
+        (["--recipe", "nothing"], "does not exist"),
+        (["--recipe", recipe(tmp_path, base_dtype="f32")], "NF4"),
+    ]
+    for arguments, message in cases:
+        code, checks, errors = prove(tmp_path, *arguments)
+        assert (code, checks) == (2, {}), errors
+        assert message in errors
+        assert len(errors.splitlines()) == 1
+        assert not (tmp_path / "proof").exists()
+
+
+@LINUX
+@pytest.mark.slow
+def test_an_interrupt_ends_the_children_and_leaves_their_logs(tmp_path: Path) -> None:
+    path = recipe(tmp_path, max_steps=100_000, save_steps=0)
+    out = tmp_path / "proof"
+    process = subprocess.Popen(
+        [*PROVE, "--out", str(out), "--recipe", str(path), "--devices", "0", "--only", "3"],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what runs in a shell's background ignores it
+    )  # fmt: skip
+    log = out / "run" / "log.jsonl"
+    deadline = time.monotonic() + 300
+    while not log.is_file() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.1)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 130
+    assert f"{out}/logs/" in said
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    assert (out / "logs" / "finetune.log").stat().st_size
+    assert not (out / "cache").exists()
+
+
+def test_a_used_directory_gets_a_number(tmp_path: Path) -> None:
+    (tmp_path / "proof").mkdir()
+    (tmp_path / "proof" / "mine").write_text("kept")
+    code, _, errors = prove(tmp_path, "--only", "1")
+    assert code == 0, errors
+    assert (tmp_path / "proof" / "mine").read_text() == "kept"
+    assert (tmp_path / "proof-2" / "proof.html").is_file()
+
+
+def test_the_recipe_s_requests_have_checks() -> None:
+    """What check 7 of the bundled recipe stands on."""
+    assert all("check" in json.loads(line) for line in HELDOUT_FILE.read_text().splitlines())

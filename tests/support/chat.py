@@ -1,0 +1,56 @@
+"""What the tests of chatting share: a model of words with a chat template, and two adapters of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import wgpu_lora
+from support.models import save_golden_adapter, words_model
+from wgpu_lora.infer.chat import Chat
+from wgpu_lora.infer.settings import Settings
+from wgpu_lora.models.loaded import LoadedModel
+
+# A word before every message, by role: the whole conversation is what it looks like.
+TEMPLATE = (
+    "{%- for m in messages -%}{%- if m.role == 'user' -%}w1 {% elif m.role == 'system' -%}w3 {% else -%}w2 {% endif -%}"
+    "{{- m.content + ' ' -}}{%- endfor -%}{%- if add_generation_prompt -%}w2 {%- endif -%}"
+)
+TOKENS = 4
+
+
+def make_models(directory: Path) -> Path:
+    words_model(directory / "model", TEMPLATE)
+    words_model(directory / "plain")
+    save_golden_adapter("mistral", directory / "a", base_model_name_or_path=str(directory / "model"))
+    save_golden_adapter("mistral", directory / "b", -2.0, rank=2, base_model_name_or_path=str(directory / "model"))
+    return directory
+
+
+@contextmanager
+def chats(model: LoadedModel, made: Path) -> Iterator[Callable[..., Chat]]:
+    """Begins chats with those of these names, and closes them."""
+    opened: list[Chat] = []
+
+    def start(*names: str, max_length: int | None = None, **settings: Any) -> Chat:
+        adapters = {name: made / name for name in names if name != "base"}
+        chosen = Settings(**{"max_new_tokens": TOKENS, **settings})
+        opened.append(Chat(model, adapters, names or ("base",), chosen, max_length))
+        return opened[-1]
+
+    yield start
+    for chat in opened:
+        chat.close()
+
+
+def say(chat: Chat, text: str) -> dict[str, str]:
+    heard = dict.fromkeys(chat.lanes, "")
+    for name, piece in chat.ask(text):
+        heard[name] += piece
+    return heard
+
+
+def at_once(model: LoadedModel, messages: list[dict[str, Any]], adapter: Path | None = None, **options: Any) -> str:
+    return wgpu_lora.generate(model, messages, adapter=adapter, **{"max_new_tokens": TOKENS, **options})

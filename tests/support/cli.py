@@ -1,0 +1,49 @@
+"""What the tests of the command line and of the Python door share: tiny models, tokenised rows, one device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import MODELS
+from wgpu_lora.gpu.device import Device
+
+QWEN2 = str(MODELS / "qwen2")
+ROWS = [{"input_ids": [(7 * i + j) % 40 + 1 for j in range(6 + i % 7)]} for i in range(8)]
+# A row for each batch, so that a run of few steps is small; every run here shares its compiled kernels.
+SMALL = {
+    "max_length": 16,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 1,
+    "lora_r": 4,
+    "logging_steps": 1,
+    "max_steps": 2,
+}
+
+
+def flags(**options: Any) -> list[str]:
+    """Options as the command line takes them."""
+    made: list[str] = []
+    for name, value in options.items():
+        text = name.replace("_", "-")
+        made += [f"--{'' if value else 'no-'}{text}"] if isinstance(value, bool) else [f"--{text}", str(value)]
+    return made
+
+
+def write_rows(path: Path, rows: list[Any] | None = None) -> Path:
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in (ROWS if rows is None else rows)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def share_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever opens the default device gets this one, whose kernels are compiled already."""
+
+    class Shared(Device):
+        def __new__(cls, selector: str | int | None = None) -> Device:  # type: ignore[misc]
+            return device if selector is None else Device(selector)
+
+    monkeypatch.setattr("wgpu_lora.models.loaded.Device", Shared)

@@ -1,0 +1,132 @@
+"""Cases of the kernels that work value by value, and of tables and codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from support.kernels import NONE, Arrays, add, normal, poison, stored
+from wgpu_lora.bench import ceiling
+from wgpu_lora.gpu.kernel import cdiv
+from wgpu_lora.gpu.single import widened
+from wgpu_lora.ops import elementwise, embedding, rope, weights
+from wgpu_lora.quant import kernels as quant
+from wgpu_lora.quant.nf4 import DYNAMIC_CODE
+
+
+def several(rng: np.random.Generator, size: int, inputs: str, outputs: str) -> Arrays:
+    return {**{n: 3 * normal(rng, size) for n in inputs.split()}, **{n: poison(size) for n in outputs.split()}}
+
+
+for one, inputs, outputs in (
+    (elementwise.swiglu_forward, "gate up", "y"),
+    (elementwise.swiglu_backward, "gate up dy", "dgate dup"),
+    (elementwise.add_forward, "a b", "y"),
+):
+    add(one, lambda rng, i=inputs, o=outputs: several(rng, 4 * 64 + 37, i, o), size=4 * 64 + 37)
+add(
+    ceiling.fma_chains,
+    lambda rng: {"x": rng.uniform(0.3, 0.7, 67).astype(np.float32), "y": poison(67)},
+    size=67,
+    iterations=16,
+    chains=8,
+)
+add(elementwise.fill, lambda rng: {"y": poison(67)}, size=67, value=-1.5e-6)
+add(elementwise.fill, lambda rng: {"y": poison(32768 * 64 + 67)}, size=32768 * 64 + 67, value=3.0)
+
+
+def drop(rows: int, cols: int, **flags: Any) -> None:
+    def make(rng: np.random.Generator) -> Arrays:
+        draws = rng.integers(0, 2**32, (rows, 4), np.uint32)
+        p = rng.choice([0, 0.1, 0.5, 0.97], rows)  # each row belongs to a slot with a rate of its own
+        draws[:, 2], draws[:, 3] = p * 2**32, (1 / (1 - p)).astype(np.float32).view(np.uint32)
+        return {"x": normal(rng, rows, cols), "draws": draws, "y": normal(rng, rows, cols)}
+
+    add(elementwise.dropout_apply, make, rows=rows, cols=cols, **flags)
+
+
+drop(29, 37, module=5, accumulate=True)
+drop(7, 64, module=4_000_000_000)
+
+
+def rotate(rows: int, heads: int, dim: int, **flags: Any) -> None:
+    def make(rng: np.random.Generator) -> Arrays:
+        angle = rng.random((11, dim // 2)) * 100
+        table = np.stack([np.cos(angle), np.sin(angle)], axis=2).astype(np.float32)
+        positions = rng.integers(0, 11, rows, np.uint32)
+        return {
+            "x": normal(rng, rows, heads, dim),
+            "positions": positions,
+            "table": table,
+            "y": normal(rng, rows, heads, dim),
+        }
+
+    add(rope.rope_rotate, make, rows=rows, heads=heads, dim=dim, **flags)
+
+
+rotate(13, 3, 10, sign=-1.0, accumulate=True)
+rotate(1, 1, 64)
+
+
+def table(b_type: str, rows: int = 29, cols: int = 7, first: int = 3, count: int = 5) -> None:
+    def make(rng: np.random.Generator) -> Arrays:
+        ids = rng.integers(0, first + count + 3, rows, np.uint32)
+        return {"ids": ids, "table": stored(rng, b_type, count, cols), "y": normal(rng, rows, cols)}
+
+    add(embedding.embedding_rows, make, rows=rows, cols=cols, first=first, count=count, b_type=b_type)
+
+
+def some_rows(rng: np.random.Generator, rows: int, of: int) -> np.ndarray:
+    return np.where(rng.random(rows) < 0.3, NONE, rng.permutation(of)[:rows]).astype(np.uint32)
+
+
+add(
+    embedding.gather_rows,
+    lambda rng: {"x": normal(rng, 41, 7), "rows_of": some_rows(rng, 29, 41), "y": normal(rng, 29, 7)},
+    rows=29,
+    cols=7,
+)
+add(
+    embedding.scatter_rows,
+    lambda rng: {"x": normal(rng, 29, 7), "rows_of": some_rows(rng, 29, 41), "y": normal(rng, 41, 7)},
+    rows=29,
+    cols=7,
+)
+add(
+    weights.nf4_scales,
+    lambda rng: {
+        "absmax_codes": rng.integers(0, 256, 523, np.uint8),
+        "nested": normal(rng, 4),
+        "dynamic": DYNAMIC_CODE,
+        "scales": poison(523),
+    },
+    blocks=523,
+)
+
+
+def absmax_of(w: np.ndarray) -> np.ndarray:
+    return quant.nf4_absmax(widened(w), None, size=w.size).astype(np.float32)
+
+
+def encode(b_type: str, rows: int, size_in: int, first: int, out: int) -> None:
+    def make(rng: np.random.Generator) -> Arrays:
+        w = stored(rng, b_type, rows, size_in)
+        w.reshape(-1)[64:128] = 0  # a block of zeros
+        codes = rng.integers(0, 2**32, (cdiv(size_in, 8), out), np.uint32)
+        return {"w": w, "absmax": absmax_of(w), "codes": codes}
+
+    add(quant.nf4_encode, make, rows=rows, first=first, out=out, size_in=size_in, b_type=b_type)
+
+
+for kind, size in (("f32", 64 * 67 + 13), ("bf16", 5), ("f16", 64 * 3 + 1)):
+    table(kind)
+    add(
+        quant.nf4_absmax,
+        lambda rng, n=size, t=kind: {"w": stored(rng, t, n), "absmax": poison(cdiv(n, 64))},
+        size=size,
+        b_type=kind,
+    )
+encode("f32", rows=64, size_in=13, first=3, out=71)
+encode("bf16", rows=7, size_in=64, first=0, out=7)
+encode("f16", rows=64, size_in=21, first=64, out=129)

@@ -1,0 +1,110 @@
+"""Golden models on the device: what the tests of logits, evaluation and generation share.
+
+All forward passes here have ROWS rows, so that the tests of one process share their compiled kernels.
+"""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from safetensors.numpy import load_file
+from tokenizers import models, pre_tokenizers
+
+from support import FIXTURES
+from wgpu_lora.formats.peft import AdapterConfig, tensor_name, write_adapter
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.program import Arena, Program, allocate
+from wgpu_lora.gpu.tensor import Storage, persistent
+from wgpu_lora.models.inputs import Segment, StepInputs, rope_table
+from wgpu_lora.models.loaded import LoadedModel, open_model
+from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.ops.matmul import matmul_nt
+from wgpu_lora.ops.recorder import Recorder
+
+ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral")
+ROWS = 40  # three golden rows of at most 13 tokens, and padding
+
+
+def golden(architecture: str) -> dict[str, np.ndarray]:
+    return load_file(FIXTURES / "golden" / f"{architecture}.safetensors")
+
+
+def golden_rows(tensors: dict[str, np.ndarray], name: str) -> list[np.ndarray]:
+    """`name`'s rows without their padding."""
+    return [row[:length] for row, length in zip(tensors[name], tensors["lengths"], strict=True)]
+
+
+def load(architecture: str, device: Device, base_dtype: str = "f32") -> LoadedModel:
+    model = open_model(str(FIXTURES / "models" / architecture), device, base_dtype)
+    model.load_weights()
+    return model
+
+
+def words_model(directory: Path, template: str | None = None) -> Path:
+    """The golden mistral with a tokenizer of words, w0 to w210."""
+    shutil.copytree(FIXTURES / "models" / "mistral", directory)
+    words = tokenizers.Tokenizer(models.WordLevel({f"w{i}": i for i in range(211)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(directory / "tokenizer.json"))
+    if template:
+        (directory / "chat_template.jinja").write_text(template)
+    return directory
+
+
+def save_golden_adapter(
+    architecture: str, directory: Path, scale: float = 1.0, rank: int = 4, **config: object
+) -> Path:
+    """The golden adapter as PEFT has it; with a smaller rank, the first rows and columns of it."""
+    tensors = {}
+    for name, value in golden(architecture).items():
+        if name.startswith("adapter."):
+            _, layer, module, factor = name.split(".")
+            part = value[:rank] if factor == "A" else value[:, :rank] * scale
+            tensors[tensor_name(int(layer), module, factor)] = np.ascontiguousarray(part, np.float32)
+    write_adapter(directory, tensors, AdapterConfig(r=rank, lora_alpha=8, **config))
+    return directory
+
+
+@contextmanager
+def allocated(device: Device, program: Program, storages: set[Storage]) -> Iterator[Arena]:
+    """What a program needs, for as long as a test uses it."""
+    mine = {s for s in storages | program.persistent_storages() if s.buffer is None}
+    allocate(device, mine)
+    arena = Arena(device, program.plan().sizes)
+    yield arena
+    arena.free()
+    for storage in mine:
+        device.free(storage.buffer)
+        storage.buffer = None
+
+
+def full_logits(
+    model: LoadedModel, segments: Sequence[Segment], adapters: AdapterSet | None = None
+) -> list[np.ndarray]:
+    """Logits [length, vocab] of each segment, all in one pass without a cache. Segments are ordered by slot."""
+    device, config, head = model.device, model.config, model.decoder.head
+    table = persistent((ROWS, config.head_dim // 2, 2), "f32", "workspace", "rope")
+    slots = len(adapters.specs) if adapters else 1
+    inputs = StepInputs.declare(config, ROWS, slots, table, persistent((slots,), "f32", "workspace", "total"))
+    program = Program(device)
+    hidden = model.decoder.hidden(Recorder(program), inputs, adapters.bind(inputs) if adapters else {})
+    logits = persistent((ROWS, config.vocab_size), "f32", "workspace", "logits")
+    (part,) = head.parts
+    shape = {"m": ROWS, "n": config.vocab_size, "k": config.hidden_size}
+    program.dispatch(matmul_nt, hidden, part, logits, b_type=head.dtype, **shape)
+    with allocated(device, program, inputs.storages()) as arena:
+        program.build(arena)
+        device.write(table.storage.buffer, rope_table(config, ROWS))
+        inputs.upload(device, segments)
+        program.run()
+        found = device.read(logits.storage.buffer).view(np.float32).reshape(logits.shape)
+    stops = np.cumsum([len(segment.input_ids) for segment in segments])
+    return [found[stop - len(segment.input_ids) : stop] for stop, segment in zip(stops, segments, strict=True)]
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    """The greatest difference, as a share of the greatest expected value."""
+    return float(np.abs(found - expected).max() / np.abs(expected).max())

@@ -1,0 +1,222 @@
+"""Safetensors shards are read a few rows at a time, and damaged ones are refused; hub ids and paths are told apart."""
+
+import json
+import shutil
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from support import MODELS
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.checkpoint import Checkpoint
+from wgpu_lora.formats.hub import resolve_model
+from wgpu_lora.models.config import ModelConfig
+
+SINGLE = "model.safetensors"
+
+
+def write(path: Path, header: object, data: bytes = b"") -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def entry(begin: int, end: int, shape: list[int], dtype: str = "F32") -> dict:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "shards"),
+    [("qwen2", "BF16", 1), ("qwen3", "F16", 1), ("llama", "F32", 3), ("mistral", "F32", 1)],
+)
+def test_every_tensor_equals_safetensors_own_reader(architecture, dtype, shards):
+    checkpoint = Checkpoint(MODELS / architecture)
+    checkpoint.check_against(ModelConfig.load(MODELS / architecture))
+    assert len(checkpoint.shards) == shards
+    seen = set()
+    for shard in checkpoint.shards:
+        with safe_open(shard, framework="np") as theirs:
+            for name in theirs.keys():  # noqa: SIM118
+                expected = theirs.get_tensor(name)
+                seen.add(name)
+                assert checkpoint.dtype(name) == dtype
+                assert checkpoint.shape(name) == expected.shape
+                np.testing.assert_array_equal(checkpoint.read_f32(name), expected.astype(np.float32))
+                rows = checkpoint.read_raw(name, 3, 7)
+                assert rows.tobytes() == expected[3:7].tobytes()
+                assert rows.dtype == (np.uint32 if dtype == "F32" else np.uint16)
+    assert seen == set(checkpoint.names())
+
+
+def test_reading_rows_takes_no_more_memory_than_the_rows(tmp_path):
+    save_file({"big": np.zeros((4096, 1024), np.float32)}, tmp_path / SINGLE)
+    tracemalloc.start()
+    rows = Checkpoint(tmp_path).read_raw("big", 100, 104)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert rows.shape == (4, 1024)
+    assert peak < 1_000_000
+
+
+def test_special_floats_survive(tmp_path):
+    values = np.array([np.inf, -0.0, 1e-40, 65504, 1 / 3], np.float32)
+    stored = {"b": values.astype(ml_dtypes.bfloat16), "h": values.astype(np.float16), "f": values}
+    save_file(stored, tmp_path / SINGLE)
+    checkpoint = Checkpoint(tmp_path)
+    for name, array in stored.items():
+        assert checkpoint.read_f32(name).tobytes() == array.astype(np.float32).tobytes()
+
+
+def test_rows_out_of_range():
+    with pytest.raises(ValueError, match=r"rows 0:53 of model.norm.weight, which has 52"):
+        Checkpoint(MODELS / "qwen2").read_raw("model.norm.weight", 0, 53)
+
+
+def test_digest_notices_changes(tmp_path):
+    for name in ("a", "b"):
+        shutil.copytree(MODELS / "llama", tmp_path / name)
+    first = Checkpoint(tmp_path / "a").digest()
+    assert first == Checkpoint(tmp_path / "b").digest()
+    shard = sorted((tmp_path / "b").glob("*.safetensors"))[-1]
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    assert first != Checkpoint(tmp_path / "b").digest()
+
+
+def test_check_against_names_the_tensor(tmp_path):
+    config = ModelConfig.load(MODELS / "mistral")
+    checkpoint = Checkpoint(MODELS / "mistral")
+    with pytest.raises(UserError, match=r"layers.0.self_attn.q_proj.weight.*\[48, 52\].*\[96, 52\]"):
+        checkpoint.check_against(replace(config, head_dim=24))
+    with pytest.raises(UserError, match=r"model.layers.2.input_layernorm.weight is missing"):
+        checkpoint.check_against(replace(config, num_hidden_layers=3))
+    llama = replace(ModelConfig.load(MODELS / "llama"), attention_output_bias=False)
+    with pytest.raises(UserError, match=r"o_proj.bias, which config.json does not account for"):
+        Checkpoint(MODELS / "llama").check_against(llama)
+    save_file({"model.embed_tokens.weight": np.zeros((211, 52), np.int8)}, tmp_path / SINGLE)
+    with pytest.raises(UserError, match=r"embed_tokens.weight .*dtype I8: .* BF16, F16, F32"):
+        Checkpoint(tmp_path).check_against(config)
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "message"),
+    [
+        ({"a": entry(0, 8, [2])}, b"1234", "truncated, 4 bytes are missing"),
+        ({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, b"x" * 12, "a and b overlap"),
+        ({"a": entry(0, 8, [3])}, b"x" * 12, "makes no sense for a"),
+        ({"a": entry(8, 0, [2])}, b"x" * 8, "makes no sense for a"),
+        ({"a": entry(-4, 4, [2])}, b"x" * 8, "makes no sense for a"),
+        ({"a": {"dtype": "F32"}}, b"", "makes no sense for a"),
+        ({"a": 3}, b"", "makes no sense for a"),
+        (b"[1]", b"", "holds a JSON list"),
+        (b"\xff\xfe", b"", "cannot be read as JSON"),
+    ],
+)
+def test_damaged_headers(tmp_path, header, data, message):
+    write(tmp_path / SINGLE, header, data)
+    with pytest.raises(UserError, match=message):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("data", [b"", b"abc", (10**12).to_bytes(8, "little"), (200).to_bytes(8, "little") + b"{}"])
+def test_files_that_are_not_safetensors(tmp_path, data):
+    (tmp_path / SINGLE).write_bytes(data)
+    with pytest.raises(UserError, match="not a whole safetensors file"):
+        Checkpoint(tmp_path)
+
+
+def test_a_shard_that_shrinks_after_opening(tmp_path):
+    shutil.copy(MODELS / "qwen2" / SINGLE, tmp_path / SINGLE)
+    checkpoint = Checkpoint(tmp_path)
+    with (tmp_path / SINGLE).open("r+b") as file:
+        file.truncate(9000)
+    with pytest.raises(UserError, match=r"ended while model.norm.weight was read"):
+        checkpoint.read_raw("model.norm.weight")
+
+
+def test_missing_things(tmp_path):
+    with pytest.raises(UserError, match="is not a directory"):
+        Checkpoint(tmp_path / "no")
+    with pytest.raises(UserError, match=r"neither model.safetensors nor model.safetensors.index.json"):
+        Checkpoint(tmp_path)
+    with pytest.raises(UserError, match=r"nothing is missing from the shards"):
+        Checkpoint(MODELS / "qwen2").shape("nothing")
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        (None, "has no weight_map"),
+        ({"a": "../model.safetensors"}, "not a plain file name"),
+        ({"a": "/etc/passwd"}, "not a plain file name"),
+        ({"a": "..\\x"}, "not a plain file name"),
+        ({"a": ".."}, "not a plain file name"),
+        ({"a": 3}, "not a plain file name"),
+        ({"a": "gone.safetensors"}, "gone.safetensors, which is missing"),
+        ({"b": "one.safetensors"}, "places b in one.safetensors, which does not hold it"),
+    ],
+)
+def test_indexes(tmp_path, weight_map, message):
+    save_file({"a": np.zeros(3, np.float32)}, tmp_path / "one.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(UserError, match=message):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("model", ["./no", "/no/such", "~no/x", "a/b/c", "..", "C:\\x"])
+def test_paths_that_do_not_exist(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if model == "..":
+        assert resolve_model(model) == Path("..")
+        return
+    with pytest.raises(UserError, match=r"the model directory .* does not exist"):
+        resolve_model(model)
+
+
+def test_resolve_existing_and_odd_names(tmp_path):
+    assert resolve_model(str(tmp_path)) == tmp_path
+    (tmp_path / "m.GGUF").touch()
+    assert resolve_model(str(tmp_path / "m.GGUF")) == tmp_path / "m.GGUF"
+    with pytest.raises(UserError, match=r"the model file gone.gguf does not exist"):
+        resolve_model("gone.gguf")
+    (tmp_path / "f").touch()
+    with pytest.raises(UserError, match="is a file"):
+        resolve_model(str(tmp_path / "f"))
+    with pytest.raises(UserError, match="neither a directory nor a Hugging Face id"):
+        resolve_model("not an id")
+
+
+def test_hub_errors(monkeypatch, tmp_path):
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+
+    response = MagicMock(headers={})
+    cases = [
+        (errors.GatedRepoError("x", response=response), "is gated .* accept its terms"),
+        (errors.RepositoryNotFoundError("x", response=response), "nor a model on Hugging Face"),
+        (errors.LocalEntryNotFoundError("x"), "cannot be reached"),
+        (OSError("disk full"), r"could not be downloaded \(disk full\)"),
+    ]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for error, message in cases:
+
+        def fail(*args, error=error, **kwargs):
+            raise error
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+        with pytest.raises(UserError, match=message):
+            resolve_model("someone/something")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **kwargs: tmp_path)
+    with pytest.raises(UserError, match="has no safetensors: where it holds GGUF files"):
+        resolve_model("someone/something-gguf")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: (_ for _ in ()).throw(cases[2][0]))
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set"):
+        resolve_model("someone/something")

@@ -1,0 +1,80 @@
+"""The plan against what is allocated, and what is allocated against the process's resident memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from support.training import random_rows
+
+from wgpu_lora.gpu.adapters import list_adapters
+from wgpu_lora.models.config import ModelConfig
+
+# A process of its own, so that its resident memory is that of this run: prints bytes as JSON.
+CHILD = """
+import json, sys
+import psutil
+from wgpu_lora.models.loaded import open_model
+from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.finetune import prepare_job
+model, data, output = sys.argv[1:]
+def resident():
+    return psutil.Process().memory_info().rss
+# A run on a tiny model first: drivers, compilers and libraries are then in memory already.
+warm = TrainingArguments(model=sys.argv[1] + "-tiny", data=data, output=output + "-warm", max_steps=2, max_length=16,
+                         per_device_train_batch_size=1, gradient_accumulation_steps=1, base_dtype="f32")
+job = prepare_job(warm)
+job.train()
+device = job.session.device
+args = TrainingArguments(model=model, data=data, output=output, max_steps=2, max_length=16, base_dtype="f32",
+                         per_device_train_batch_size=1, gradient_accumulation_steps=1)
+before, held = resident(), device.allocated
+job = prepare_job(args, open_model(model, device, "f32"))
+planned = job.session.memory().peak
+highest = [0]
+loading = []
+job.train(lambda result: highest.append(resident()), lambda name: loading.append(resident()))
+print(json.dumps({"planned": planned, "allocated": device.peak_allocated - held, "resident": max(highest) - before,
+                  "loading": max(loading) - before}))
+"""
+
+
+def make_model(directory: Path, hidden: int, layers: int) -> Path:
+    """A random Qwen3 of f32 weights."""
+    config = {
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 512, "hidden_size": hidden,
+        "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+        "max_position_embeddings": 128, "tie_word_embeddings": True, "hidden_act": "silu",
+    }  # fmt: skip
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    rng = np.random.default_rng(0)
+    shapes = ModelConfig.from_dict(config).parameter_shapes()
+    tensors = {n: (rng.standard_normal(shape) * 0.02).astype(np.float32) for n, shape in shapes.items()}
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    list_adapters()[0].kind != "software", reason="needs a software driver, whose memory is the process's own"
+)
+def test_resident_memory_is_what_was_planned(tmp_path: Path) -> None:
+    """About 240 MB of weights: plan = allocation to the byte, resident memory within 15% and 48 MB of driver's own."""
+    make_model(tmp_path / "model", 1024, 4)
+    make_model(tmp_path / "model-tiny", 64, 1)
+    data = random_rows(tmp_path / "rows.jsonl", 4, 512)
+    command = [sys.executable, "-c", CHILD, str(tmp_path / "model"), str(data), str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen["planned"] == seen["allocated"]
+    assert abs(seen["resident"] - seen["planned"]) < 0.15 * seen["planned"] + (48 << 20), seen
+    # While loading, the host holds a piece of one tensor, not the model.
+    assert seen["loading"] - seen["planned"] < 512 << 20, seen

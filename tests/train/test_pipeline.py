@@ -1,0 +1,289 @@
+"""Several adapters in one run are what each would be by itself, whatever the schedule and whoever fails."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from support.training import model_dir, random_rows
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.models.loaded import LoadedModel, open_model
+from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.train.multi_adapter import MultiAdapterPipeline
+from wgpu_lora.train.output import LOG, read_log
+from wgpu_lora.train.pipeline import SCHEDULES
+from wgpu_lora.train.pipeline_state import read_pipeline_state
+from wgpu_lora.train.progress import StepResult
+from wgpu_lora.train.tasks import task_of
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def model(device: Device) -> LoadedModel:
+    return open_model(str(model_dir("qwen2")), device, "nf4")
+
+
+def options(**changes: Any) -> dict[str, Any]:
+    return {
+        "lora_r": 4,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_length": 16,
+        "packing": False,
+        "learning_rate": 1e-3,
+        "warmup_ratio": 0.5,  # the first updates of Adam are all of one size, and rounding may turn the smallest round
+        "num_train_epochs": 2.0,
+        "logging_steps": 1,
+        "save_steps": 3,
+    } | changes
+
+
+def adapters(tmp_path: Path, place: str) -> list[dict[str, Any]]:
+    """Three that differ in rank, targets, dropout, weight and length of the run."""
+    for seed, name in enumerate("abc"):
+        if not (tmp_path / f"{name}.jsonl").exists():
+            random_rows(tmp_path / f"{name}.jsonl", 8 + 2 * seed, 301, seed)
+            random_rows(tmp_path / f"{name}-heldout.jsonl", 3, 301, seed + 7)
+    own: dict[str, dict[str, Any]] = {
+        "a": {"dropout": 0.1},
+        "b": {"rank": 2, "target_modules": "q_proj,v_proj", "weight": 2},
+        "c": {"alpha": 4, "max_steps": 3, "learning_rate": 3e-3},
+    }
+    return [
+        {
+            "data": str(tmp_path / f"{name}.jsonl"),
+            "eval_data": str(tmp_path / f"{name}-heldout.jsonl"),
+            "checkpoint": str(tmp_path / place / name),
+            **own[name],
+        }
+        for name in own
+    ]
+
+
+def together(
+    model: LoadedModel, tmp_path: Path, place: str, callback: Callable[[StepResult], None] = lambda r: None, **how: Any
+) -> dict[str, Any]:
+    output = str(tmp_path / place / "pipeline")
+    pipeline = MultiAdapterPipeline(adapters(tmp_path, place), model, output=output, **options(**how))
+    return pipeline.train(callback)
+
+
+def alone(model: LoadedModel, tmp_path: Path) -> None:
+    """Each by itself, once for all tests of a directory."""
+    for values in adapters(tmp_path, "alone"):
+        task = task_of(values, "task")
+        base = TrainingArguments(**options(model=model.name))
+        prepare_job(task.arguments(base), model).train()
+
+
+def change(directory: Path, start: Path) -> dict[str, np.ndarray]:
+    after, before = load_file(directory / WEIGHTS), load_file(start / WEIGHTS)
+    return {name: after[name].astype(np.float64) - before[name] for name in after}
+
+
+def assert_same(tmp_path: Path, place: str, names: str = "abc") -> None:
+    """Within 1e-4 of the change from the initial adapter, by Frobenius norm, tensor by tensor."""
+    for name in names:
+        got, expected = (load_file(tmp_path / p / name / WEIGHTS) for p in (place, "alone"))
+        assert got.keys() == expected.keys()
+        begin = load_file(tmp_path / "start" / name / WEIGHTS)
+        for key, value in expected.items():
+            moved = np.linalg.norm(value.astype(np.float64) - begin[key])
+            assert moved > 0
+            assert np.linalg.norm(got[key].astype(np.float64) - value) < 1e-4 * moved, f"{name} {key}"
+
+
+@pytest.fixture(scope="module")
+def trained(model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with every adapter trained alone, and as it was before the first step."""
+    tmp_path = tmp_path_factory.mktemp("pipeline")
+    alone(model, tmp_path)
+    for values in adapters(tmp_path, "start"):
+        values["learning_rate"], values["max_steps"] = 0.0, 1
+        prepare_job(task_of(values, "task").arguments(TrainingArguments(**options(model=model.name))), model).train()
+    return tmp_path
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_together_is_as_alone(model: LoadedModel, trained: Path, schedule: str) -> None:
+    seen: list[str] = []
+    record = together(model, trained, schedule, lambda result: seen.append(result.adapter), schedule=schedule)
+    assert_same(trained, schedule)
+    assert [a["stop_reason"] for a in record["adapters"]] == ["epochs", "epochs", "max steps"]
+    steps = {a["name"]: a["step"] for a in record["adapters"]}
+    assert {name: seen.count(name) for name in "abc"} == steps
+    if schedule == "synchronized":
+        assert record["step"] == max(steps.values())
+        assert seen[:3] == ["a", "b", "c"]
+    else:
+        assert record["step"] == sum(steps.values())
+    if schedule == "round-robin":
+        assert seen[:4] == ["a", "b", "c", "a"]
+    assert json.loads((trained / schedule / "pipeline" / "pipeline.json").read_text()) == record
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_poisoned_adapter_stops_alone(model: LoadedModel, trained: Path, schedule: str) -> None:
+    """A learning rate that would throw b's weights out of range: b is not updated, and the others finish."""
+    place = f"poisoned-{schedule}"
+    tasks = adapters(trained, place)
+    tasks[1]["learning_rate"] = 1e30
+    output = trained / place / "pipeline"
+    record = MultiAdapterPipeline(tasks, model, output=str(output), **options(schedule=schedule)).train()
+    assert [a["stop_reason"] for a in record["adapters"]] == ["epochs", "diverged", "max steps"]
+    assert_same(trained, place, "ac")
+    poisoned = trained / place / "b"
+    for directory in (poisoned, poisoned / "last"):
+        assert max(np.abs(values).max() for values in load_file(directory / WEIGHTS).values()) < 1
+    assert [entry["step"] for entry in read_log(poisoned / LOG)] == [0]
+
+
+def test_ruined_weights_fall_back_to_the_last_sound_ones(model: LoadedModel, trained: Path) -> None:
+    """What step 2 left gives no finite loss: b goes back to before it, and nobody else is touched."""
+    output = str(trained / "ruined" / "pipeline")
+    pipeline = MultiAdapterPipeline(adapters(trained, "ruined"), model, output=output, **options(save_steps=1))
+    session = pipeline.job.session
+
+    def ruin(result: StepResult) -> None:
+        if (result.adapter, result.step) == ("b", 2):
+            factor = session.adapters.factors[0, "q_proj", "A"]
+            place = session.adapters.params[factor.page].storage.buffer
+            session.device.write(place, np.full(4, np.nan, np.float32), 4 * (factor.offset + factor.stride))
+
+    record = pipeline.train(ruin)
+    assert [a["stop_reason"] for a in record["adapters"]] == ["epochs", "non-finite", "max steps"]
+    assert record["adapters"][1]["step"] == 0  # a pipeline keeps one checkpoint, and that of step 2 is of no use
+    assert_same(trained, "ruined", "ac")
+    assert all(np.isfinite(values).all() for values in load_file(trained / "ruined" / "b" / WEIGHTS).values())
+
+
+def test_a_bad_gradient_costs_no_good_step(model: LoadedModel, trained: Path) -> None:
+    """Where the weights are not at fault, the adapter of the step before is kept."""
+    output = str(trained / "gradient" / "pipeline")
+    pipeline = MultiAdapterPipeline(adapters(trained, "gradient"), model, output=output, **options())
+    session = pipeline.job.session
+
+    def poison(result: StepResult) -> None:
+        if (result.adapter, result.step) == ("a", 2):
+            factor = session.adapters.factors[0, "q_proj", "A"]  # slot 0's comes first
+            gradients = session.adapters.grads[factor.page].storage.buffer
+            session.device.write(gradients, np.full(4, np.nan, np.float32), 4 * factor.offset)
+
+    record = pipeline.train(poison)
+    assert [a["stop_reason"] for a in record["adapters"]] == ["non-finite", "epochs", "max steps"]
+    assert record["adapters"][0]["step"] == 2
+    assert_same(trained, "gradient", "bc")
+    last = json.loads((trained / "gradient" / "a" / "last" / "metadata.json").read_text())
+    assert (last["step"], last["name"], last["slot"]) == (2, "a", 0)
+
+
+CHILD = """
+import json, os, signal, sys
+from wgpu_lora.train import record
+from wgpu_lora.train.multi_adapter import MultiAdapterPipeline
+tasks, options, deadly, where = json.loads(sys.argv[1])
+steps = [0]
+def callback(result):
+    steps[0] += 1
+    if where == "step" and steps[0] == deadly:
+        os.kill(os.getpid(), signal.SIGKILL)
+real = record.replace_directory
+def dying(tmp, final):
+    steps[0] += 1
+    if where == "move" and steps[0] == deadly:
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(tmp, final)
+if where == "move":
+    record.replace_directory = dying
+    callback = lambda result: None
+MultiAdapterPipeline(tasks, **options).train(callback)
+"""
+
+
+def child(tasks: list[dict[str, Any]], opts: dict[str, Any], deadly: int = 0, where: str = "step") -> int:
+    arguments = json.dumps([tasks, opts, deadly, where])
+    return subprocess.run([sys.executable, "-c", CHILD, arguments], check=False, timeout=300).returncode
+
+
+@pytest.mark.slow
+@pytest.mark.rare
+@pytest.mark.parametrize(
+    ("schedule", "deadly", "where"),
+    [("synchronized", 10, "step"), ("priority-val-loss", 9, "step"), ("synchronized", 5, "move")],
+)
+def test_a_killed_pipeline_resumes_byte_for_byte(tmp_path: Path, schedule: str, deadly: int, where: str) -> None:
+    """Killed in a step, or half way through moving checkpoints into place: everything comes out as without."""
+
+    def opts(place: str, **changes: Any) -> dict[str, Any]:
+        where = str(tmp_path / place / "pipeline")
+        return options(model=str(model_dir("qwen2")), schedule=schedule, output=where) | changes
+
+    assert child(adapters(tmp_path, "whole"), opts("whole")) == 0
+    assert child(adapters(tmp_path, "killed"), opts("killed"), deadly, where) == -signal.SIGKILL
+    assert child(adapters(tmp_path, "killed"), opts("killed", resume=True)) == 0
+    for name in "abc":
+        for file in (WEIGHTS, f"last/{WEIGHTS}", "last/optimizer.safetensors", f"best/{WEIGHTS}"):
+            assert (tmp_path / "killed" / name / file).read_bytes() == (tmp_path / "whole" / name / file).read_bytes()
+        lines = [read_log(tmp_path / p / name / LOG) for p in ("killed", "whole")]
+        timeless = [[{k: v for k, v in e.items() if "second" not in k} for e in log] for log in lines]
+        assert timeless[0] == timeless[1]
+    states = [read_pipeline_state(tmp_path / p / "pipeline") for p in ("killed", "whole")]
+    assert replace(states[0], request={}) == replace(states[1], request={})  # which has paths of its own
+
+
+def test_resuming_asks_for_the_same(model: LoadedModel, trained: Path) -> None:
+    place = "asked"
+
+    def pipeline(tasks: list[dict[str, Any]], **changes: Any) -> MultiAdapterPipeline:
+        output = str(trained / place / "pipeline")
+        return MultiAdapterPipeline(tasks, model, output=output, **options(max_steps=1) | changes)
+
+    tasks = adapters(trained, place)
+    with pytest.raises(UserError, match="There is no checkpoint"):
+        pipeline(tasks, resume=True)
+    pipeline(tasks).train()
+    with pytest.raises(UserError, match="already belongs to a pipeline"):
+        pipeline(tasks)
+    with pytest.raises(UserError, match="schedule was 'synchronized', not 'round-robin'"):
+        pipeline(tasks, resume=True, schedule="round-robin")
+    with pytest.raises(UserError, match="has an adapter 'c' too"):
+        pipeline(tasks[:2], resume=True)
+    with pytest.raises(UserError, match="seed was 42, not 1"):
+        pipeline(tasks, resume=True, seed=1)
+    record = pipeline(tasks, resume=True).train()  # of a pipeline that is done: nothing more
+    assert [a["step"] for a in record["adapters"]] == [1, 1, 3]
+
+
+def test_priority_needs_heldout_data(model: LoadedModel, trained: Path) -> None:
+    tasks = adapters(trained, "blind")
+    del tasks[1]["eval_data"]
+    how = options(schedule="priority-val-loss", output=str(trained / "blind" / "pipeline"))
+    with pytest.raises(UserError, match="adapter 'b' has none"):
+        MultiAdapterPipeline(tasks, model, **how)
+
+
+def test_shared_batches_are_bounded(model: LoadedModel, trained: Path) -> None:
+    tasks = adapters(trained, "bounded")
+    output = str(trained / "bounded" / "pipeline")
+
+    def buckets(**how: Any) -> list[int]:
+        return sorted(MultiAdapterPipeline(tasks, model, output=output, **options(**how)).job.session.steps)
+
+    most = max(buckets(schedule="round-robin"))
+    assert max(buckets()) > most
+    assert max(buckets(batch_tokens=48)) == 48
+    with pytest.raises(UserError, match="less than the longest row"):
+        buckets(batch_tokens=4)

@@ -1,0 +1,128 @@
+"""Gradients and 30-step loss curves of the product's own trainer against those of PEFT (tests/fixtures/README.md)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.models import ARCHITECTURES, golden
+from support.training import golden_arguments
+
+from wgpu_lora.formats.peft import read_adapter
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.models.inputs import Segment
+from wgpu_lora.models.loaded import open_model
+from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.train.finetune import Job, prepare_job
+from wgpu_lora.train.output import LOG, read_log
+
+CASES = [(architecture, base) for architecture in ARCHITECTURES for base in ("f32", "nf4")]
+
+
+def make_job(device: Device, tmp_path: Path, architecture: str, base: str, **changes: object) -> Job:
+    args = golden_arguments(tmp_path, architecture, base_dtype=base, **changes)
+    return prepare_job(args, open_model(args.model, device, base))
+
+
+def relative(got: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.abs(got - expected).max() / np.abs(expected).max())
+
+
+def gradients_of(job: Job, device: Device, architecture: str) -> tuple[float, dict[tuple[int, str, str], np.ndarray]]:
+    """(mean loss, every factor's gradient) of the golden batch."""
+    values, session = golden(architecture), job.session
+    session.allocate()
+    job.run.place_initial(session)
+    rows = [(values["input_ids"][i, :n], values["labels"][i, :n]) for i, n in enumerate(values["lengths"])]
+    tokens = sum(int((labels[1:] != -100).sum()) for _, labels in rows)
+    inputs, program = session.step_for(sum(len(ids) for ids, _ in rows))
+    session.optimizer.begin(device)
+    inputs.upload(device, [Segment(ids, labels, 0, 1 / tokens) for ids, labels in rows])
+    program.run()
+    total = device.read(inputs.loss.total.storage.buffer).view(np.float32)[0]
+    pairs = session.adapters.read(device, 0, session.adapters.grads)
+    found = {(*key, which): g.copy() for key, pair in pairs.items() for which, g in zip("AB", pair, strict=True)}
+    session.close()
+    return float(total / tokens), found
+
+
+@pytest.mark.parametrize(("architecture", "base", "recompute"), [(*case, case[1] == "nf4") for case in CASES])
+def test_gradients_match(device: Device, tmp_path: Path, architecture: str, base: str, recompute: bool) -> None:
+    """Every adapter's gradient through the whole decoder; half of the cases recompute activations."""
+    job = make_job(device, tmp_path, architecture, base, gradient_checkpointing=recompute)
+    loss, gradients = gradients_of(job, device, architecture)
+    values = golden(architecture)
+    assert loss == pytest.approx(values[f"loss.{base}"][0], rel=1e-5)
+    for (layer, module, which), gradient in gradients.items():
+        expected = values[f"grad.{base}.{layer}.{module}.{which}"]
+        assert relative(gradient, expected) < 2e-5, f"{layer}.{module}.{which}"
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("bf16", 4e-2), ("f16", 5e-3)])
+def test_half_operands_round_and_no_more(device: Device, tmp_path: Path, kind: str, bound: float) -> None:
+    """Gradients are off by what 8 and 11 bits of an operand give, but not equal: the option does something."""
+    job = make_job(device, tmp_path, "qwen3", "nf4", compute_dtype=kind, gradient_checkpointing=kind == "f16")
+    loss, gradients = gradients_of(job, device, "qwen3")
+    values = golden("qwen3")
+    assert loss == pytest.approx(values["loss.nf4"][0], rel=bound / 10)
+    for (layer, module, which), gradient in gradients.items():
+        expected = values[f"grad.nf4.{layer}.{module}.{which}"]
+        error = np.linalg.norm(gradient - expected) / np.linalg.norm(expected)
+        assert 1e-5 < error < bound, f"{layer}.{module}.{which}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "base"),
+    [pytest.param(*case, marks=pytest.mark.drivers) if case == ("qwen3", "nf4") else case for case in CASES],
+)
+def test_curve_matches_peft(device: Device, tmp_path: Path, architecture: str, base: str) -> None:
+    """30 steps: losses, clipped norms and learning rates as PEFT's, final weights within 1e-3 of the change."""
+    job = make_job(device, tmp_path, architecture, base)
+    facts = job.train()
+    values = golden(architecture)
+    assert facts["stop_reason"] == "max steps"
+    log = read_log(tmp_path / "run" / LOG)
+    assert [line["step"] for line in log] == list(range(1, 31))
+    assert [line["learning_rate"] for line in log] == pytest.approx(
+        values["learning_rates"].tolist(), rel=1e-6, abs=1e-9
+    )
+    assert [line["loss"] for line in log] == pytest.approx(values[f"losses.{base}"].tolist(), rel=1e-3)
+    assert [line["grad_norm"] for line in log] == pytest.approx(values[f"grad_norms.{base}"].tolist(), rel=1e-3)
+    _, matrices = read_adapter(tmp_path / "run")
+    for (layer, module), pair in matrices.items():
+        for which, matrix in zip("AB", pair, strict=True):
+            first = values[f"adapter.{layer}.{module}.{which}"]
+            final = values[f"final.{base}.{layer}.{module}.{which}"]
+            error = np.linalg.norm(matrix - final) / np.linalg.norm(final - first)
+            assert error < 1e-3, f"{layer}.{module}.{which}: {error}"
+
+
+def test_packing_and_accumulation_do_not_change_the_result(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All eight rows a step: four batches of two, eight of one, packed into one, or that one's MLP in row blocks, as
+    where a binding holds no more. Dropout on: its draws stay too."""
+    ways = [
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
+        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "packing": True},
+        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "packing": True},
+    ]
+    results = []
+    for number, way in enumerate(ways):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        if number == 3:
+            monkeypatch.setattr(Recorder, "row_blocks", lambda _, rows, __: [(0, 64), (64, rows)])
+        job = make_job(device, folder, "qwen2", "nf4", max_steps=2, warmup_ratio=0.0, lora_dropout=0.1, **way)
+        assert [len(step) for step in job.run.stream.epoch(0)] == [way["gradient_accumulation_steps"]]
+        if way.get("packing"):
+            assert len(job.run.stream.epoch(0)[0][0]) == 8
+        job.train()
+        results.append(read_adapter(folder / "run")[1])
+    assert max(job.session.steps) > 64, "there was only one row block"
+    for other in results[1:]:
+        for key, pair in results[0].items():
+            for ours, theirs in zip(pair, other[key], strict=True):
+                assert np.abs(ours - theirs).max() < 1e-5
