@@ -17,7 +17,9 @@ RUNS = FIXTURES / "runs"  # of version 0.1.0 before records had a schema, on lav
 WEIGHTS = "adapter_model.safetensors"
 
 
-@pytest.mark.parametrize(("name", "members"), [("single", ["."]), ("pipeline/second", ["../first", "."])])
+@pytest.mark.parametrize(
+    ("name", "members"), [("single", ["."]), ("tuned", ["."]), ("pipeline/second", ["../first", "."])]
+)
 def test_a_checkpoint_of_the_version_before_resumes(
     name: str, members: list[str], tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
