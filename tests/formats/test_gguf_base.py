@@ -13,7 +13,8 @@ import pytest
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Kind
 from safetensors.numpy import save_file
-from support.gguf_files import DEMO, FIXTURES, demo_tokenizer, made_up, tensors_of, write_gguf
+from support import FIXTURES
+from support.gguf_files import DEMO, demo_tokenizer, made_up, tensors_of, write_gguf
 from support.models import ARCHITECTURES, full_logits, golden, golden_rows
 
 from wgpu_lora.cli import main
