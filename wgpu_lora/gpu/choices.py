@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock
 from platformdirs import user_cache_dir
 
-from wgpu_lora.gpu.assets import asset_dir
+from wgpu_lora.assets import asset_dir
 from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.struct import wgsl_struct
 from wgpu_lora.gpu.tiling import Tiling
