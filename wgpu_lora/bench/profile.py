@@ -14,6 +14,7 @@ from typing import Any
 from wgpu_lora.bench.step import WARMUP, TrainingStep
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.atomic import write_bytes_atomic
+from wgpu_lora.gpu.choices import Choices, choices_from_json
 from wgpu_lora.gpu.program import Dispatch, Program
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.train.arguments import TrainingArguments, from_values
@@ -126,13 +127,13 @@ class Profile:
 @dataclass(frozen=True)
 class TrainedAs:
     """What a finished run was trained with. rows, tokens: of a batch, and of each of its rows: as long as they may be
-    where rows were packed to that, else as long as they were on average. tiles: its kernels' tilings, empty for the
+    where rows were packed to that, else as long as they were on average. tilings: its kernels' tilings, empty for the
     defaults; device: its name."""
 
     args: TrainingArguments
     rows: int
     tokens: int
-    tiles: dict[str, Any]
+    tilings: Choices
     device: str
 
     @classmethod
@@ -147,7 +148,7 @@ class TrainedAs:
             if not packed and state["step"]:
                 tokens = max(2, math.ceil(state["processed_tokens"] / (state["step"] * batches * rows)))
             device = str(facts["environment"]["device"]["name"])
-            return cls(args, rows, tokens, dict(state["tiles"]), device)
+            return cls(args, rows, tokens, choices_from_json(state["tiles"]), device)
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"{directory} holds no finished run (there is no {RUN}): give its --output.") from None
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

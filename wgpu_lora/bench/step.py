@@ -10,6 +10,7 @@ import numpy as np
 
 from wgpu_lora.bench.words import ROW, own_words
 from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.config import LINEAR_PATHS
 from wgpu_lora.models.decoder import Decoder
@@ -76,9 +77,9 @@ class TrainingStep:
         self._segments: list[Segment] = []
         self._count = 0
 
-    def allocate(self) -> None:
+    def allocate(self, choices: Choices = NO_CHOICES) -> None:
         """Loads the base and creates every buffer. Raises UserError where the device has no room."""
-        self.session.allocate()
+        self.session.allocate(choices=choices)
         adapters, shapes = self.session.adapters, self.model.config.linear_shapes()
         for number, key in enumerate(self._modules):
             matrices = initial_matrices(0, number, shapes[key[1]], adapters.rank)

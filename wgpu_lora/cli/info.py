@@ -21,7 +21,7 @@ def info(device: Device = None, as_json: Json = False) -> int:
             {
                 "adapters": [a.as_dict() for a in adapters],
                 "used": used,
-                "subgroup_size": opened.subgroup_size,
+                "subgroup_size": opened.capabilities.subgroup_size,
                 "max_binding": opened.max_binding,
                 "max_buffer": opened.max_buffer,
             }
@@ -49,6 +49,7 @@ def info(device: Device = None, as_json: Json = False) -> int:
             f"{readable(limits['max-compute-workgroup-storage-size'])}",
         )
     console().print(table)
-    size = f"subgroups of {opened.subgroup_size} (measured)" if opened.subgroup_size else "no subgroups used"
-    line("used", f"{used}: {opened.info.name}, {size}; choose another with --device")
+    size = opened.capabilities.subgroup_size
+    subgroups = f"subgroups of {size} (measured)" if size else "no subgroups used"
+    line("used", f"{used}: {opened.info.name}, {subgroups}; choose another with --device")
     return 0

@@ -60,12 +60,8 @@ class Entry:
         return cls(value["kernel"], value["digest"], tiling, timed, float(value["took"]), like and str(like))
 
 
-def choices_to_json(choices: Choices) -> dict[str, dict[str, Any]]:
-    return {key: tiling.to_json() for key, tiling in choices.items()}
-
-
 def choices_from_json(value: Any) -> Choices:
-    """Of a run's record, of version 0.1 too. Raises ValueError where it is none."""
+    """Of tilings in `Tiling.to_json`'s form, or in version 0.1's. Raises ValueError where it is none."""
     if not isinstance(value, dict):
         raise ValueError("choices of tilings are an object")
     return {str(key): Tiling.from_json(tiling) for key, tiling in value.items()}

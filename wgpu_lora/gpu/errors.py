@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import NoRoomError
 
 MAX_GROUPS = 65535  # workgroups of a grid in each dimension, WebGPU's limit
 
 
-class DeviceError(UserError):
-    """A device cannot do what was asked of it. `fact` says so without a full stop, for advice to follow."""
+class DeviceError(NoRoomError):
+    """A device cannot do what was asked of it. `fact` says so, the message with what to do."""
 
     def __init__(self, fact: str):
         super().__init__(f"{fact}.")
-        self.fact = fact
+        self.fact, self.advised = fact, False
+
+    def advise(self, what: str) -> None:
+        """Adds what to do to the message, unless somebody who knew more has done so."""
+        if not self.advised:
+            super().__init__(f"{self.fact}: {what}.")
+            self.advised = True
 
 
 class OutOfDeviceMemory(DeviceError):

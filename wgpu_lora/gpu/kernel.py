@@ -74,7 +74,6 @@ def only_one(capabilities: Capabilities, c: Any) -> Sequence[Tiling]:
     return (Tiling(),)
 
 
-
 @dataclass(frozen=True)
 class Kernel:
     """A declared kernel. Calling it computes the float64 reference."""

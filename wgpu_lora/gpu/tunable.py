@@ -31,4 +31,4 @@ class Tunable(Protocol):
         """A smaller call that compiles to the same shaders, small enough for a float64 reference."""
 
     def inputs(self, c: Constants, present: tuple[str, ...], rng: np.random.Generator) -> Arrays:
-        """Synthetic arrays for the bindings `present`, outputs among them, that the shader and the reference agree on."""
+        """Synthetic arrays of the bindings `present`, outputs among them, on which shader and reference agree."""

@@ -17,6 +17,7 @@ from wgpu_lora.models.files import read_model
 from wgpu_lora.models.load import Progress, load_weights, staging_bytes, table_dtype, tensor_count
 from wgpu_lora.names.naming import setting
 from wgpu_lora.share import claim
+from wgpu_lora.share.refusals import advising
 from wgpu_lora.weights.registry import DEFAULT_FORMAT, base_format
 
 
@@ -45,6 +46,7 @@ class LoadedModel:
             f"{where})"
         )
 
+    @advising()
     def load_weights(self, progress: Progress = lambda name: None) -> None:
         """Streams the weights onto the device, once."""
         if self.weights_loaded:

@@ -54,7 +54,8 @@ class AttentionTuning:
 
     def work(self, c: Constants) -> float:
         """Multiply-adds of the scores, were all keys seen."""
-        return float(c["rows"]) * c.get("keys", c["rows"]) * c["kv_heads"] * c["group"] * c["dim"]
+        keys = c["keys"] if "keys" in c else c["rows"]
+        return float(c["rows"] * keys * c["kv_heads"] * c["group"] * c["dim"])
 
     def cut(self, c: Constants) -> Constants:
         return c | {size: min(c[size], CHECKED) for size in self.sizes if size in c}

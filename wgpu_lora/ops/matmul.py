@@ -34,7 +34,7 @@ def divisibility(c: Any) -> dict[str, bool]:
     }
 
 
-def finish(y: np.ndarray, product: np.ndarray, accumulate: bool, bias: Any = None, row_scale: Any = None) -> np.ndarray:
+def finish(y: np.ndarray, product: np.ndarray, accumulate: bool, bias: Any = None, row_scale: Any = None) -> Any:
     product = product + (0 if bias is None else bias)
     if row_scale is not None:
         return y * row_scale.reshape(-1, 1) + product
@@ -43,7 +43,8 @@ def finish(y: np.ndarray, product: np.ndarray, accumulate: bool, bias: Any = Non
 
 def operand(a: np.ndarray, m: int, k: int, a_scale: Any) -> np.ndarray:
     """a [m, k], its rows times a_scale where they were stored divided by it."""
-    return a.reshape(m, k) * (1 if a_scale is None else a_scale.reshape(-1, 1))
+    rows = a.reshape(m, k)
+    return rows if a_scale is None else rows * np.asarray(a_scale).reshape(-1, 1)
 
 
 def _range(x: np.ndarray, rows: int, first: int, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -110,7 +111,7 @@ def matmul_nn(
 
 def _slot_rows(ranges: np.ndarray, first_row: int, count: int) -> np.ndarray:
     """Each slot's rows [start, stop) among the `count` rows of the batch from first_row on."""
-    return np.clip(ranges.reshape(-1, 2).astype(int) - first_row, 0, count)
+    return (ranges.reshape(-1, 2).astype(int) - first_row).clip(0, count)
 
 
 def _by_slot(y: np.ndarray, ranges: np.ndarray, first_row: int, product: Any, accumulate: bool) -> np.ndarray:

@@ -59,7 +59,7 @@ class MatmulTuning:
     batch: tuple[str, ...] = ("m",)
 
     def work(self, c: Constants) -> float:
-        return float(c["m"]) * c["n"] * c["k"]
+        return float(c["m"] * c["n"] * c["k"])
 
     def cut(self, c: Constants) -> Constants:
         small = _fewer(c)
@@ -91,7 +91,7 @@ class LoraTuning:
     sizes: tuple[str, ...] = ("m", "n", "k")
 
     def work(self, c: Constants) -> float:
-        return float(c["m"]) * c["n"] * c["k"]
+        return float(c["m"] * c["n"] * c["k"])
 
     def cut(self, c: Constants) -> Constants:
         small = _fewer(c)

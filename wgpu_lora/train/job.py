@@ -12,6 +12,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.choices import Choices
 from wgpu_lora.gpu.tuner import Tuner, Watch, wanted
 from wgpu_lora.models.load import Progress
 from wgpu_lora.names.naming import setting
@@ -83,8 +84,7 @@ class Job:
                     run.prepare_directory()
                 device = self.session.device
                 device.peak_allocated = device.allocated  # of this run, not of what this process did before
-                self._choose_tiles(tuning)
-                self.session.allocate(progress)
+                self.session.allocate(progress, self._choose_tilings(tuning))
                 return self._train(callback, measuring)
             finally:
                 self.session.close()
@@ -99,12 +99,12 @@ class Job:
         args = self.run.args
         return Tuner(self.session.device) if wanted(args.tune) and not args.resume else None
 
-    def _choose_tiles(self, watch: Watch) -> None:
+    def _choose_tilings(self, watch: Watch) -> Choices:
         tuner = self.tuner()
-        tiles = tuner.tune(self.session.programs(), watch) if tuner else self.run.state.tiles
-        self.session.device.choices = tiles
+        choices = tuner.tune(self.session.programs(), watch) if tuner else self.run.state.tiles
         for run in self.runs:
-            run.state.tiles = tiles
+            run.state.tiles = choices
+        return choices
 
     def _train(self, callback: Callback, measuring: Measuring) -> dict[str, Any]:
         try:

@@ -75,7 +75,7 @@ def environment(device: Device) -> dict[str, Any]:
             "driver": info.driver,
             "backend": info.backend,
             "kind": info.kind,
-            "subgroup_size": device.subgroup_size,
+            "subgroup_size": device.capabilities.subgroup_size,
             "checked_shaders": device.options.checked,
         },
         "command": sys.argv,

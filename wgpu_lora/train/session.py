@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.plan import total_by_group
 from wgpu_lora.gpu.program import Arena, Program, allocate, release
 from wgpu_lora.gpu.tensor import Storage, persistent
@@ -16,8 +17,10 @@ from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.ops.loss import cross_entropy
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.share import claim
+from wgpu_lora.share.refusals import advising
 from wgpu_lora.train.optimizer import Optimizer
 
+ADVISED = ("per_device_train_batch_size", "max_length")  # where the device refuses a plan
 GROUPS = ("base", "adapters", "optimizer", "activations", "workspace")
 
 
@@ -47,6 +50,7 @@ class Session:
         compute_dtype: what activations are rounded to before a frozen matrix (see ops.half).
     """
 
+    @advising(*ADVISED)
     def __init__(
         self,
         model: LoadedModel,
@@ -74,6 +78,7 @@ class Session:
             self.steps[tokens] = (inputs, self._record(inputs, recompute))
         self.evaluator = Evaluator(model, adapters, eval_tokens, self.table, compute_dtype) if eval_tokens else None
         self.built: set[int] = set()
+        self.choices = NO_CHOICES
         self._claim = ExitStack()
         self.arena: Arena | None = None
 
@@ -101,6 +106,7 @@ class Session:
     def _arena_sizes(self) -> list[int]:
         return Arena.sizes_for([program.plan() for program in self.programs()])
 
+    @advising(*ADVISED)
     def memory(self) -> MemoryPlan:
         """The exact bytes of every buffer that `allocate` creates. Raises UserError where a tensor cannot be bound."""
         groups = dict.fromkeys(GROUPS, 0) | total_by_group(self.storages())
@@ -115,15 +121,21 @@ class Session:
 
     # -- run -------------------------------------------------------------------------------------------------------
 
-    def allocate(self, progress: Progress = lambda name: None) -> None:
-        """Loads the base, then creates every other buffer. Raises UserError where others hold the memory."""
+    @advising(*ADVISED)
+    def allocate(self, progress: Progress = lambda name: None, choices: Choices = NO_CHOICES) -> None:
+        """Loads the base, then creates every other buffer; the programs are built in the tilings of `choices`.
+
+        Raises:
+            UserError: others hold the memory.
+        """
+        self.choices = choices
         self._claim.enter_context(claim(self.device, self.needs(), "a training step"))
         self.model.load_weights(progress)
         allocate(self.device, self.storages())
         self.arena = Arena(self.device, self._arena_sizes())
-        self.optimizer.program.build(self.arena)
+        self.optimizer.program.build(self.arena, choices)
         if self.evaluator:
-            self.evaluator.build(self.arena)
+            self.evaluator.build(self.arena, choices)
         self.adapters.upload_scales(self.device)
         self.optimizer.initialise(self.device)
         self.device.write(self.table.storage.buffer, rope_table(self.model.config, self._positions))
@@ -134,7 +146,7 @@ class Session:
         inputs, program = self.steps[bucket]
         if bucket not in self.built:
             assert self.arena is not None, "allocate() first"
-            program.build(self.arena)
+            program.build(self.arena, self.choices)
             self.built.add(bucket)
         return inputs, program
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.bounded import read_json
-from wgpu_lora.gpu.choices import Choices
+from wgpu_lora.gpu.choices import Choices, choices_from_json
 
 STATE = "state.json"
 MAX_STATE_BYTES, MAX_STATE_PARTS = 256 << 20, 16 << 20  # a loss for every step since the last log line
@@ -56,7 +56,7 @@ def read_state(directory: Path) -> tuple[RunState, dict[str, Any]]:
     for name, value in state.items():
         if not _RULES[name](value):
             raise ValueError(f"{name} in {STATE} is {value!r:.40}")
-    return RunState(**state), identity
+    return RunState(**state | {"tiles": choices_from_json(state["tiles"])}), identity
 
 
 def is_count(value: Any) -> bool:
@@ -81,9 +81,11 @@ def _is_losses(value: Any) -> bool:
 
 
 def _is_tiles(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(tiles, dict) and all(is_count(size) for size in tiles.values()) for tiles in value.values()
-    )
+    try:
+        choices_from_json(value)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_identity(value: Any) -> bool:

@@ -11,6 +11,7 @@ from wgpu_lora.bench.stats import Timings
 from wgpu_lora.bench.step import largest
 from wgpu_lora.bench.workload import Context, Extra, Workload
 from wgpu_lora.bench.workloads.adapters import ALL, FEW, MANY, check_update, make_up, new_bytes, slot_session
+from wgpu_lora.gpu.choices import Choices
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.share import budget_bytes
@@ -90,13 +91,13 @@ class MultiAdapterMemory:
     def programs(self) -> list[Program]:
         return [self._few.optimizer.program]
 
-    def open(self) -> None:
+    def open(self, choices: Choices) -> None:
         """Allocates all that one adapter takes, gives it back but for the base, then all that three take."""
         device, base = self._cut.device, self._cut.model.decoder.storages()
         self._timer = Timer(device)
         others = device.allocated - sum(storage.nbytes for storage in base if storage.buffer is not None)
         for session in self._sessions:
-            session.allocate()
+            session.allocate(choices=choices)
             self._allocated.append(device.allocated - others)
             if session is not self._few:
                 session.close()

@@ -13,6 +13,7 @@ from wgpu_lora.bench.stats import Timings
 from wgpu_lora.bench.step import LEARNING_RATE, SCALING
 from wgpu_lora.bench.workload import Context, Extra, Workload
 from wgpu_lora.bench.workloads.training import hyper_record
+from wgpu_lora.gpu.choices import Choices
 from wgpu_lora.gpu.program import Program, missing_bytes
 from wgpu_lora.models.config import LINEAR_PATHS
 from wgpu_lora.models.inputs import Segment
@@ -149,9 +150,9 @@ class MultiAdapterStep:
     def programs(self) -> list[Program]:
         return [program for session in self._sessions.values() for program in session.programs()]
 
-    def open(self) -> None:
+    def open(self, choices: Choices) -> None:
         for session in self._sessions.values():
-            session.allocate()
+            session.allocate(choices=choices)
 
     def check(self, rng: np.random.Generator) -> Checked:
         found = Checked()

@@ -16,6 +16,7 @@ from wgpu_lora.bench.workload import (
     ProgramWorkload,
     Workload,
 )
+from wgpu_lora.gpu.choices import Choices
 from wgpu_lora.gpu.program import Program, missing_bytes
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.gpu.timer import Timer
@@ -126,10 +127,10 @@ class TrainStep:
     def programs(self) -> list[Program]:
         return self._session.programs()
 
-    def open(self) -> None:
+    def open(self, choices: Choices) -> None:
         device = self._context.device
         device.peak_allocated = device.allocated  # of this step, not of bricks before
-        self._session.allocate()
+        self._session.allocate(choices=choices)
         self._session.step_for(self._context.tokens)
 
     def check(self, rng: np.random.Generator) -> Checked:

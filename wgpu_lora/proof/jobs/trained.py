@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.formats.peft import read_adapter
+from wgpu_lora.gpu.choices import choices_from_json
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.lora import Matrices
 from wgpu_lora.train.arguments import TrainingArguments
@@ -46,9 +47,8 @@ def reopened(directory: Path, device: int) -> Iterator[Trained]:
     args = replace(TrainingArguments(**facts["options"]), device=str(device), resume=False)
     job = prepare_job(args, planning=True)
     session = job.session
-    session.device.choices = facts["state"]["tiles"]
     try:
-        session.allocate()
+        session.allocate(choices=choices_from_json(facts["state"]["tiles"]))
         yield Trained(session, job.run, facts, read_adapter(directory)[1])
     finally:
         session.close()
