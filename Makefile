@@ -107,7 +107,8 @@ BENCH_GPU ?=
 bench-gpu: setup  ## everything about this GPU in bench-gpu.json (BENCH_GPU=--quick: does it all run?)
 	$(BIN)/python scripts/bench_gpu.py --json bench-gpu.json $(BENCH_GPU)
 
-lint: setup  ## ruff and mypy
+lint: setup  ## ruff, mypy and who may import whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
