@@ -14,22 +14,21 @@ import typer
 
 from wgpu_lora.cli.console import OFTEN, Bar, duration, is_terminal, line
 from wgpu_lora.cli.describing import describe
+from wgpu_lora.cli.ending import CURES, losses
 from wgpu_lora.cli.options import choice
-from wgpu_lora.cli.starting import Starting
+from wgpu_lora.cli.starting import Starting, waiting
 from wgpu_lora.installed import program
 from wgpu_lora.names.allowed import SCHEDULES
 from wgpu_lora.train.arguments import ADAPTER, FILES, TrainingArguments
 from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
-    from wgpu_lora.share import Entry
     from wgpu_lora.train.finetune import FinetuneJob
     from wgpu_lora.train.progress import StepResult
     from wgpu_lora.train.records import RunRecord
     from wgpu_lora.train.slot import AdapterRun
 
 SMOOTHED = 10  # steps whose speed is shown
-CURES = "lower --learning-rate, or look for odd rows in the data"
 # Options of a pipeline, which `plan` has too.
 Adapters = Annotated[
     list[str] | None,
@@ -85,12 +84,6 @@ def finetune(
     with Watcher(job) as watcher:
         record = job.train(watcher.step, watcher.loaded, waiting, watcher.tuned, watcher.measuring)
     return report(record)
-
-
-def waiting(place: int, holders: list[Entry], seconds: float) -> None:
-    """A line for each look of a run that queues for memory."""
-    held = ", ".join(entry.who for entry in holders) or "nobody"
-    line("waiting", f"place {place} in the queue, {seconds:.0f} s so far; the device's memory is held by {held}")
 
 
 class Watcher(Starting):
@@ -191,11 +184,3 @@ def report(record: RunRecord) -> int:
     if record.damaged_log_lines:
         line("log", f"damaged lines of log.jsonl that were left out: {record.damaged_log_lines}")
     return exit_code(reason, record.signal)
-
-
-def losses(trained: float | None, before: float | None, heldout: float | None) -> list[str]:
-    """The training loss and the held-out loss, before and after, as far as they are known; none before a step."""
-    if trained is None:
-        return []
-    first = "" if before is None else f" ({before:.4f} before)"
-    return [f"loss {trained:.4f}", *([] if heldout is None else [f"held-out loss {heldout:.4f}{first}"])]

@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.elementwise import dropout_apply, fill
 from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.ops.weights import Weight
+
+
+class FrozenMatrix(Protocol):
+    """W [out_features, in_features], frozen."""
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def in_features(self) -> int: ...
+
+    def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
+        """y (+)= x W^T (+ bias)."""
+
+    def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:
+        """dx (+)= dy W."""
+
+
+W = TypeVar("W", bound=FrozenMatrix, covariant=True)
 
 
 @dataclass(frozen=True)
-class Linear:
+class Linear(Generic[W]):
     """A frozen matrix and its bias [out], if any."""
 
-    weight: Weight
+    weight: W
     bias: Tensor | None = None
 
 
@@ -57,7 +76,7 @@ class LoraSlots:
 def linear(
     rec: Recorder,
     x: Tensor,
-    layer: Linear,
+    layer: Linear[FrozenMatrix],
     lora: LoraSlots | None = None,
     into: Tensor | None = None,
     accumulate: bool = False,
