@@ -64,7 +64,7 @@ test-proof: setup  ## that the proof fails when it should; whole runs of it, so 
 # Where there is but one device, SwiftShader is the second: beside a GPU, or beside the software driver that is there.
 PROVE ?=
 prove-wgpu: setup  ## prove on this machine that it all runs on wgpu, without CUDA (PROVE='--devices 0,1 --out proof')
-	@kinds=$$($(BIN)/wgpu-lora info --json | $(BIN)/python -c 'import json, sys; print(*(a["kind"] for a in json.load(sys.stdin)["adapters"]))' || true); \
+	@kinds=$$($(BIN)/wgpu-lora info --json | $(BIN)/python -c 'import json, sys; print(*(a["kind"] for a in json.load(sys.stdin)["devices"]))' || true); \
 	case "$$kinds" in '' | *' '*) ;; *) \
 	  scripts/install_vulkan.sh --swiftshader .drivers || echo "A second device cannot be had here: the proof says what that leaves open."; \
 	  second=$(CURDIR)/.drivers/swiftshader.json; \
