@@ -60,7 +60,7 @@ class Entry:
         return cls(value["kernel"], value["digest"], tiling, timed, float(value["took"]), like and str(like))
 
 
-def choices_from_json(value: Any) -> Choices:
+def choices_from_json(value: Any) -> dict[str, Tiling]:
     """Of tilings in `Tiling.to_json`'s form, or in version 0.1's. Raises ValueError where it is none."""
     if not isinstance(value, dict):
         raise ValueError("choices of tilings are an object")

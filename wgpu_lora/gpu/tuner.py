@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from wgpu_lora.gpu.choices import ChoiceFile, Choices, Entry, choice_key, nearest, same_shader, shader_digest
+from wgpu_lora.gpu.choices import ChoiceFile, Entry, choice_key, nearest, same_shader, shader_digest
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.errors import ShaderError
 from wgpu_lora.gpu.program import Dispatch, Program
@@ -86,7 +86,7 @@ class Tuner:
         calls = self._calls(programs)
         return self._outlook(calls, self.file.read(_digests(calls)))
 
-    def tune(self, programs: Iterable[Program], watch: Watch = lambda tuning: None) -> Choices:
+    def tune(self, programs: Iterable[Program], watch: Watch = lambda tuning: None) -> dict[str, Tiling]:
         """Choices for every heavy call of the programs, measured now or read from the cache.
 
         Nothing of the programs is run. The largest work comes first, so that little time is spent where it matters

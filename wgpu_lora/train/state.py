@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.bounded import read_json
-from wgpu_lora.gpu.choices import Choices, choices_from_json
+from wgpu_lora.gpu.choices import choices_from_json
+from wgpu_lora.gpu.tiling import Tiling
+from wgpu_lora.train.schema import schema_of
 
 STATE = "state.json"
 MAX_STATE_BYTES, MAX_STATE_PARTS = 256 << 20, 16 << 20  # a loss for every step since the last log line
@@ -33,7 +35,8 @@ class RunState:
     best_step: int = 0
     last_loss: float | None = None
     last_eval_loss: float | None = None
-    tiles: Choices = field(default_factory=dict)  # another tiling rounds differently, so a resumed run keeps its own
+    # Chosen for heavy calls. Another tiling rounds differently, so a resumed run keeps its own.
+    tiles: dict[str, Tiling] = field(default_factory=dict)
     pending: list[float] = field(default_factory=list)  # losses of the steps since the last log line
     pending_tokens: int = 0
     pending_processed_tokens: int = 0
@@ -44,11 +47,14 @@ def read_state(directory: Path) -> tuple[RunState, dict[str, Any]]:
     """The state of a checkpoint, and the identity of the run that wrote it.
 
     Raises:
-        UserError: state.json is missing, or no JSON object. ValueError: a field is, or has, what none can be.
+        UserError: state.json is missing, no JSON object, or a later version's.
+        ValueError: a field is, or has, what none can be.
     """
     facts = read_json(directory / STATE, MAX_STATE_BYTES, MAX_STATE_PARTS)
+    schema = schema_of(facts, directory / STATE)
     state, identity = facts.get("state"), facts.get("identity")
-    if not isinstance(state, dict) or set(state) != {f.name for f in fields(RunState)}:
+    known = {f.name for f in fields(RunState)}
+    if not isinstance(state, dict) or not (set(state) <= known if schema == 1 else set(state) == known):
         raise ValueError(f"the fields of 'state' in {STATE} are not those of a run")
     if not _is_identity(identity):
         raise ValueError(f"'identity' in {STATE} is not that of a run")
@@ -56,7 +62,7 @@ def read_state(directory: Path) -> tuple[RunState, dict[str, Any]]:
     for name, value in state.items():
         if not _RULES[name](value):
             raise ValueError(f"{name} in {STATE} is {value!r:.40}")
-    return RunState(**state | {"tiles": choices_from_json(state["tiles"])}), identity
+    return RunState(**state | {"tiles": choices_from_json(state.get("tiles", {}))}), identity
 
 
 def is_count(value: Any) -> bool:
