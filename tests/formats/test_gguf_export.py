@@ -13,10 +13,10 @@ from support.gguf_models import DEMO, make_adapter, read, small, values
 
 from wgpu_lora.formats.checkpoint import Checkpoint
 from wgpu_lora.formats.gguf import mix
-from wgpu_lora.formats.gguf.lora import export_adapter
-from wgpu_lora.formats.gguf.metadata import rope_freqs
+from wgpu_lora.export.gguf_adapter import export_adapter
+from wgpu_lora.export.gguf_metadata import rope_freqs
 from wgpu_lora.formats.gguf.write import export_model
-from wgpu_lora.formats.merge import MergedModel, config_of, merge_adapter
+from wgpu_lora.export.merge import MergedModel, config_of, merge_adapter
 from wgpu_lora.formats.peft import module_path, read_adapter
 from wgpu_lora.models.config import ModelConfig
 

@@ -17,7 +17,7 @@ from support.gguf_models import DEMO, make_adapter, small
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint import Checkpoint
-from wgpu_lora.formats.gguf.lora import export_adapter
+from wgpu_lora.export.gguf_adapter import export_adapter
 from wgpu_lora.formats.gguf.write import export_model
 from wgpu_lora.formats.shards import TensorSpec, write_shards
 from wgpu_lora.models.config import ModelConfig

@@ -11,8 +11,8 @@ from support.gguf_models import DEMO, read, small
 
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.gguf.pretokenizers import splitting_of
-from wgpu_lora.formats.gguf.vocabulary_out import Vocabulary, read_vocabulary
+from wgpu_lora.tokens.pretokenizers import splitting_of
+from wgpu_lora.export.gguf_vocabulary import Vocabulary, read_vocabulary
 from wgpu_lora.formats.gguf.write import export_model
 from wgpu_lora.models.config import ModelConfig
 

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from support import FIXTURES
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import replace_directory, write_bytes_atomic
+from wgpu_lora.atomic import replace_directory, write_bytes_atomic
 from wgpu_lora.formats.peft import AdapterConfig, parse_config, read_adapter, tensor_name, write_adapter
 
 RAW = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}

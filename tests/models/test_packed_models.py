@@ -16,7 +16,7 @@ from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.bitsandbytes import STATE, Packed, from_words, to_words
 from wgpu_lora.formats.checkpoint import INDEX, SINGLE
-from wgpu_lora.formats.merge import merge_adapter
+from wgpu_lora.export.merge import merge_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.loaded import open_model

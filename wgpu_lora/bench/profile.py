@@ -13,7 +13,7 @@ from typing import Any
 
 from wgpu_lora.bench.step import WARMUP, TrainingStep
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import write_bytes_atomic
+from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.gpu.program import Dispatch, Program
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.train.arguments import TrainingArguments, from_values

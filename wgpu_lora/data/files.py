@@ -14,7 +14,7 @@ from typing import IO, cast
 
 from wgpu_lora.data.source import Place, Rows
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import file_digest
+from wgpu_lora.atomic import file_digest
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 FORMATS = "JSONL, a JSON array, CSV or Parquet"

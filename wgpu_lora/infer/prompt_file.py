@@ -18,7 +18,7 @@ from wgpu_lora.data.formats import Alpaca, Conversation, parse_example
 from wgpu_lora.data.parquet import read_parquet
 from wgpu_lora.data.source import Problem
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import write_new_bytes
+from wgpu_lora.atomic import write_new_bytes
 from wgpu_lora.infer.answer import Answer
 from wgpu_lora.infer.prompt import Prompt, check_prompt
 from wgpu_lora.words import counted, listed

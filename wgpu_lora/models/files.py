@@ -10,9 +10,9 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.formats.bitsandbytes import open_checkpoint
 from wgpu_lora.formats.checkpoint import WeightSource
 from wgpu_lora.formats.gguf.checkpoint import GGUFCheckpoint
-from wgpu_lora.formats.gguf.config import read_config
+from wgpu_lora.models.gguf import read_config
 from wgpu_lora.formats.gguf.header import read_header
-from wgpu_lora.formats.gguf.tokenizer import read_tokenizer
+from wgpu_lora.data.gguf_tokenizer import read_tokenizer
 from wgpu_lora.formats.hub import is_gguf
 from wgpu_lora.formats.peft import CONFIG
 from wgpu_lora.models.config import ModelConfig

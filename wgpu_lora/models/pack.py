@@ -13,7 +13,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.formats.bitsandbytes import QUANTIZATION_CONFIG, STATE, from_words, stored_parts
 from wgpu_lora.formats.checkpoint import Checkpoint
 from wgpu_lora.formats.gguf.checkpoint import GGUFCheckpoint
-from wgpu_lora.formats.gguf.companions import write_companions
+from wgpu_lora.export.companions import write_companions
 from wgpu_lora.formats.hub import is_gguf
 from wgpu_lora.formats.shards import MAX_SHARD_BYTES, TensorSpec, new_model_directory, write_shards
 from wgpu_lora.gpu.tensor import NUMPY, Tensor

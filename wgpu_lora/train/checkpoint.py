@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save
 
 from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import replace_directory, sweep
+from wgpu_lora.atomic import replace_directory, sweep
 from wgpu_lora.formats.checkpoint import read_header
 from wgpu_lora.formats.peft import (
     CONFIG,
@@ -25,7 +25,7 @@ from wgpu_lora.formats.peft import (
     read_adapter,
     tensor_name,
 )
-from wgpu_lora.formats.tokenizer_files import TEMPLATE, TOKENIZER
+from wgpu_lora.data.tokenizer_files import TEMPLATE, TOKENIZER
 from wgpu_lora.models.lora import AdapterSet, Matrices
 from wgpu_lora.names.naming import flag
 from wgpu_lora.strict_json import to_json

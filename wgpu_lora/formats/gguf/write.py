@@ -16,12 +16,12 @@ from gguf import GGMLQuantizationType, GGUFWriter
 
 from wgpu_lora.bounded import check_name
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import UMASK
+from wgpu_lora.atomic import UMASK
 from wgpu_lora.formats.gguf import metadata, mix
 from wgpu_lora.formats.gguf.names import ARCHITECTURES, gguf_name, rotated_heads, to_neighbours
-from wgpu_lora.formats.gguf.vocabulary_out import read_vocabulary, write_vocabulary
+from wgpu_lora.export.gguf_vocabulary import read_vocabulary, write_vocabulary
 from wgpu_lora.formats.hub import is_gguf
-from wgpu_lora.formats.merge import F16_MAX, MergedModel
+from wgpu_lora.export.merge import F16_MAX, MergedModel
 
 # Name -> (shape, type, the bytes in order).
 Tensors = dict[str, tuple[tuple[int, ...], GGMLQuantizationType, Callable[[], Iterator[np.ndarray]]]]

@@ -11,7 +11,7 @@ import numpy as np
 
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.gguf.config import config_dict, read_config
+from wgpu_lora.models.gguf import config_dict, read_config
 from wgpu_lora.formats.gguf.header import read_header
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.rope import RopeScaling, inv_freq

@@ -12,7 +12,7 @@ from gguf import GGUFWriter, TokenType
 
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.gguf.pretokenizers import Splitting, merges_of, splitting_of
+from wgpu_lora.tokens.pretokenizers import Splitting, merges_of, splitting_of
 from wgpu_lora.models.config import ModelConfig
 
 # llama.cpp ends a generation at these wherever they are in a vocabulary.

@@ -11,9 +11,9 @@ import numpy as np
 
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.gguf.config import special_ids
+from wgpu_lora.models.gguf import special_ids
 from wgpu_lora.formats.gguf.header import Header
-from wgpu_lora.formats.gguf.pretokenizers import NAMES, WHOLE_PIECES
+from wgpu_lora.tokens.pretokenizers import NAMES, WHOLE_PIECES
 from wgpu_lora.tokens.backend import BackendError
 from wgpu_lora.tokens.components import DocumentError
 from wgpu_lora.tokens.document import checked

@@ -11,8 +11,8 @@ import numpy as np
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.cards import CARD, card_of_merged
-from wgpu_lora.formats.gguf.companions import write_companions
-from wgpu_lora.formats.gguf.config import read_config
+from wgpu_lora.export.companions import write_companions
+from wgpu_lora.models.gguf import read_config
 from wgpu_lora.formats.gguf.header import read_header
 from wgpu_lora.formats.hub import is_gguf
 from wgpu_lora.formats.peft import module_path, read_adapter

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 from gguf import GGMLQuantizationType, Keys
 
-from wgpu_lora.formats.gguf.metadata import check_expressible
+from wgpu_lora.export.gguf_metadata import check_expressible
 from wgpu_lora.formats.gguf.names import ARCHITECTURES, gguf_name, rotated_heads, to_neighbours
 from wgpu_lora.formats.gguf.write import Tensors, Written, new_gguf, refuse_existing, write_tensors
-from wgpu_lora.formats.merge import check_finite, config_of, scaled_factors
+from wgpu_lora.export.merge import check_finite, config_of, scaled_factors
 from wgpu_lora.formats.peft import read_adapter
 
 
