@@ -25,7 +25,7 @@ from wgpu_lora.models.config import LINEAR_PATHS, ModelConfig
 from wgpu_lora.models.files import read_model
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.quant.nf4 import pack_bnb, quantize_nf4
+from wgpu_lora.weights.nf4_codes import pack_bnb, quantize_nf4
 
 MODELS = FIXTURES / "models"
 
