@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,7 +19,6 @@ import numpy as np
 
 from wgpu_lora.bounded import MAX_JSON_BYTES, parse_object, read_json
 from wgpu_lora.errors import UserError
-from wgpu_lora.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from wgpu_lora.formats.bitsandbytes import Packed
@@ -33,7 +33,7 @@ _ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2
 _ITEM_BYTES |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
 EDGE_BYTES = 64 * 1024
 _FILE_NAME = re.compile(r"[^/\\:\0]{1,200}")
-_LAYER = re.compile(r"model\.layers\.([0-9]{1,6})\.")
+_LAYER = re.compile(r".*?\.[0-9]{1,6}\.")  # of a tensor's name, as far as the layer's number
 
 
 @dataclass(frozen=True)
@@ -116,15 +116,103 @@ class Checkpoint:
         """The same rows as `read_raw`, widened to float32 (exactly: every BF16 and F16 is a float32)."""
         return _widen(self.read_raw(name, row_start, row_stop), self.dtype(name))
 
-    def check_against(self, config: ModelConfig) -> None:
-        """UserError unless every parameter of `config` is here in the right shape and a dtype that can be read.
+    def check_against(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """UserError unless every parameter of a model is here in its shape and a dtype that can be read.
 
-        A tensor of one of the model's own layers that the config does not know is refused too (a bias that nobody adds
+        A tensor of one of the model's own layers that is none of its parameters is refused too (a bias that nobody adds
         would change every result). Buffers (`inv_freq`) and a tied copy of the output layer are passed over.
         """
-        for name, shape in config.parameter_shapes().items():
+        for name, shape in shapes.items():
             self.check_parameter(name, shape)
-        self.check_unknown(config, self.names())
+        self.check_unknown(shapes)
+
+    def check_parameter(self, name: str, shape: tuple[int, ...]) -> None:
+        """UserError unless the tensor is here in this shape and a dtype that can be read."""
+        entry = self._entry(name)
+        if entry.shape != shape:
+            raise UserError(
+                f"{name} in {entry.path} has shape {list(entry.shape)} but config.json asks for {list(shape)}: "
+                "use the config.json and shards of one model."
+            )
+        _readable(name, entry)
+
+    def check_unknown(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """UserError where a tensor belongs to a layer of the model that does not have it."""
+        layers = {match[0] for name in expected if (match := _LAYER.match(name))}
+        for name in self.names():
+            layer = _LAYER.match(name)
+            if layer and layer[0] in layers and name not in expected and not name.endswith("rotary_emb.inv_freq"):
+                raise UserError(
+                    f"{self._entries[name].path} holds {name}, which config.json does not account for: "
+                    "use the config.json and shards of one model."
+                )
+
+    def digest(self) -> str: ...
+
+
+class Checkpoint:
+    """The safetensors shards of a model directory.
+
+    Raises UserError on opening when the directory, its index or a shard is missing or damaged.
+    """
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            raise UserError(f"{self.directory} is not a directory: give a directory that holds {SINGLE}.")
+        # the order of precedence is transformers'
+        if (self.directory / SINGLE).exists():
+            self.shards = [self.directory / SINGLE]
+            self._entries = read_header(self.shards[0])
+        else:
+            self.shards, self._entries = _read_index(self.directory)
+
+    def names(self) -> list[str]:
+        """The tensors' names, sorted."""
+        return sorted(self._entries)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor; UserError when there is none of that name."""
+        return self._entry(name).shape
+
+    def dtype(self, name: str) -> str:
+        """The dtype of a tensor in safetensors' notation: 'BF16', 'F16', 'F32', or another that cannot be read."""
+        return self._entry(name).dtype
+
+    def read_raw(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:
+        """The stored bits of rows [row_start, row_stop): uint16 (BF16, F16) or uint32 (F32), [rows, *shape[1:]].
+
+        A row is an element of a 1-D tensor. Raises UserError when the tensor is missing, has another dtype,
+        or the file has become shorter since it was opened; ValueError when the rows are out of range.
+        """
+        return _read_rows(name, self._entry(name), row_start, row_stop)
+
+    def read_stored(self, name: str) -> np.ndarray:
+        """A whole tensor's bytes, of whatever dtype: uint8."""
+        entry = self._entry(name)
+        count = _ITEM_BYTES[entry.dtype] * int(np.prod(entry.shape, dtype=np.int64))
+        return np.fromfile(entry.path, np.uint8, count, offset=entry.offset)
+
+    def packed(self, name: str) -> Packed | None:
+        """The tensor where it is stored in four bits (formats.bitsandbytes); here it never is."""
+        return None
+
+    def read_f32(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:
+        """The same rows as `read_raw`, widened to float32 (exactly: every BF16 and F16 is a float32)."""
+        return _widen(self.read_raw(name, row_start, row_stop), self.dtype(name))
+
+    def check_against(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """UserError unless every parameter of a model is here in its shape and a dtype that can be read.
+
+        A tensor of one of the model's own layers that is none of its parameters is refused too (a bias that nobody adds
+        would change every result). Buffers (`inv_freq`) and a tied copy of the output layer are passed over.
+        """
+        for name, shape in shapes.items():
+            self.check_parameter(name, shape)
+        self.check_unknown(shapes)
 
     def check_parameter(self, name: str, shape: tuple[int, ...]) -> None:
         """UserError unless the tensor is here in this shape and a dtype that can be read."""
