@@ -279,7 +279,8 @@ def contention(budget: int, acquisitions: int) -> dict[str, Any]:
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None  # a disk's syncs would be most of the time
     with tempfile.TemporaryDirectory(dir=memory) as directory:
         command = [sys.executable, __file__, directory, str(budget), str(acquisitions)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+        paths = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}  # what pytest found it with
+        done = subprocess.run(command, env=os.environ | paths, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     print(done.stdout)

@@ -11,6 +11,7 @@ from wgpu_lora.models.inputs import StepInputs
 from wgpu_lora.ops.linear import Linear, LoraSlots, linear
 from wgpu_lora.ops.norm import rmsnorm
 from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.weights.base import Weight
 
 Adapters = Mapping[str, LoraSlots]  # by module: 'model.layers.0.self_attn.q_proj'
 
@@ -20,7 +21,7 @@ class Layer:
     """A layer's frozen matrices by module ('self_attn.q_proj'), and its vectors by parameter ('input_layernorm.weight')."""
 
     path: str  # 'model.layers.0'
-    linears: dict[str, Linear]
+    linears: dict[str, Linear[Weight]]
     vectors: dict[str, Tensor]
 
 

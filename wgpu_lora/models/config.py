@@ -43,7 +43,7 @@ class Parameter:
 class ModelConfig(ABC):
     """The shape of a decoder-only language model, in config.json's own names, and what follows from it.
 
-    `architecture` is config.json's model_type. `packed`: the linears are stored in NF4, as bitsandbytes has it. A
+    `architecture` is config.json's model_type. `packed`: the base format that the linears are stored in, if any. A
     subclass adds the facts that its blocks need; all of them but `eos_token_ids` and `packed` are in `digest`.
     """
 
@@ -55,7 +55,7 @@ class ModelConfig(ABC):
     max_position_embeddings: int
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
-    packed: bool = False
+    packed: str | None = None
 
     # Where a checkpoint has what is in no layer, and its layers.
     EMBEDDING: ClassVar[str] = "model.embed_tokens.weight"

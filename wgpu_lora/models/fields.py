@@ -62,15 +62,15 @@ def token_ids(d: Mapping[str, Any], where: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def packed(d: Mapping[str, Any], where: str) -> bool:
-    """Whether the linears are packed to NF4 by bitsandbytes, the only quantisation that is supported."""
+def packed(d: Mapping[str, Any], where: str) -> str | None:
+    """The base format that the linears are stored in: bitsandbytes' NF4, the only quantisation that is supported."""
     quantization = d.get("quantization_config")
     if not quantization:
-        return False
+        return None
     stated = quantization if isinstance(quantization, Mapping) else {"quant_method": quantization}
     method, kind = stated.get("quant_method"), stated.get("bnb_4bit_quant_type")
     if method == "bitsandbytes" and stated.get("load_in_4bit") and kind == "nf4":
-        return True
+        return str(kind)
     raise UserError(
         f"quantization_config in {where} says the weights are stored as {method!r}"
         f"{f' ({kind})' if kind else ''}, which is not supported: use bitsandbytes' NF4, or the unquantised checkpoint "

@@ -20,7 +20,7 @@ from wgpu_lora.formats.gguf.header import Header, TensorInfo
 from wgpu_lora.formats.gguf.order import to_halves
 
 if TYPE_CHECKING:
-    from wgpu_lora.formats.bitsandbytes import Packed
+    from wgpu_lora.weights.base import Packed
 
 F16_MAX = 65504.0
 PLAIN = {Kind.F32: "F32", Kind.F16: "F16", Kind.BF16: "BF16"}
@@ -89,7 +89,7 @@ class GGUFCheckpoint:
         return self._decoded(self._tensors[name], self._rows(name, row_start, row_stop))
 
     def packed(self, name: str) -> Packed | None:
-        """The tensor where it is stored in bitsandbytes' NF4; here it never is."""
+        """The tensor where it is stored in a base format; here it never is."""
         return None
 
     def digest(self) -> str:
