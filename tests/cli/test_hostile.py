@@ -13,12 +13,12 @@ from support import SCRIPTS
 from support.hostile import refused
 from support.models import FIXTURES, save_golden_adapter
 
+from wgpu_lora.atomic import replace_directory
 from wgpu_lora.cli import main
 from wgpu_lora.data import Tokenizer, sandbox
 from wgpu_lora.errors import UserError
-from wgpu_lora.atomic import replace_directory
-from wgpu_lora.formats.checkpoint import INDEX, Checkpoint, read_header
 from wgpu_lora.export.merge import merge_adapter
+from wgpu_lora.formats.checkpoint import INDEX, Checkpoint, read_header
 from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.models.config import ModelConfig
 

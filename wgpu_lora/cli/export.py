@@ -35,9 +35,9 @@ def gguf(
     nor room for the model is needed.
     """
     from wgpu_lora.export.gguf_adapter import export_adapter
-    from wgpu_lora.formats.gguf.write import export_model
-    from wgpu_lora.formats.hub import resolve_model
+    from wgpu_lora.export.gguf_model import export_model
     from wgpu_lora.export.merge import config_of
+    from wgpu_lora.formats.hub import resolve_model
     from wgpu_lora.infer.named import base_of
 
     if lora and adapter is None:

@@ -7,10 +7,10 @@ import json
 import re
 from pathlib import Path
 
+from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bounded import leads_out, parse_object
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.atomic import write_bytes_atomic
 
 TOKENIZER = re.compile(
     r"tokenizer(_config)?\.json|tokenizer\.model|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)"

@@ -10,10 +10,10 @@ import numpy as np
 
 from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
+from wgpu_lora.export.companions import write_companions
 from wgpu_lora.formats.bitsandbytes import KIND, QUANTIZATION_CONFIG, STATE, stored_parts
 from wgpu_lora.formats.checkpoint import Checkpoint
 from wgpu_lora.formats.gguf.checkpoint import GGUFCheckpoint
-from wgpu_lora.export.companions import write_companions
 from wgpu_lora.formats.hub import is_gguf
 from wgpu_lora.formats.shards import MAX_SHARD_BYTES, TensorSpec, new_model_directory, write_shards
 from wgpu_lora.models.loaded import LoadedModel

@@ -66,9 +66,7 @@ class PackedCheckpoint(Checkpoint):
         nested = np.append(self._stored(f"{name}.nested_absmax", "F32"), np.float32(self._state(name)["nested_offset"]))
         return codes, self._stored(f"{name}.absmax", "U8"), nested.astype(np.float32)
 
-    def check_against(
-        self, shapes: Mapping[str, tuple[int, ...]], matrices: Collection[str] | None = None
-    ) -> None:
+    def check_against(self, shapes: Mapping[str, tuple[int, ...]], matrices: Collection[str] | None = None) -> None:
         """UserError unless every parameter is here, packed ones in the one form of NF4 that is supported.
 
         matrices: which may be packed; by default any.

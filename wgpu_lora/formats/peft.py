@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
+from wgpu_lora.atomic import replace_directory, write_bytes_atomic
 from wgpu_lora.bounded import is_name, read_json
 from wgpu_lora.errors import NotFiniteError, UserError
-from wgpu_lora.atomic import replace_directory, write_bytes_atomic
 from wgpu_lora.formats.checkpoint import SUPPORTED_DTYPES, read_f32_entry, read_header
 from wgpu_lora.patterns import first_matches
 

@@ -1,4 +1,4 @@
-"""One pass over T rows with what is kept between tokens: a piece of prompts (prefill) or one token of each sequence (decode)."""
+"""One pass over T rows with a cache: a piece of prompts (prefill) or one token of each sequence (decode)."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class State:
         name, nbytes = self.cache.largest()
         if nbytes > max_binding:
             raise NoRoomError(
-                f"The {name} of {self.batch} sequences of {self.capacity:,} tokens take {nbytes:,} bytes a layer, but a "
-                f"binding of this device holds at most {max_binding:,}: use a smaller capacity or batch."
+                f"The {name} of {self.batch} sequences of {self.capacity:,} tokens take {nbytes:,} bytes a layer, but "
+                f"a binding of this device holds at most {max_binding:,}: use a smaller capacity or batch."
             )
 
     def storages(self) -> set[Storage]:
@@ -100,9 +100,7 @@ class Step:
         self.newest = indices("newest", state.batch) if state.cache.by_sequence else None
         self.program = Program(device, f"step of {tokens} rows")
         recorder = Recorder(self.program, kept=kept)
-        caches = tuple(
-            state.cache.layer(i, self.cache_rows, self.newest) for i in range(config.num_hidden_layers)
-        )
+        caches = tuple(state.cache.layer(i, self.cache_rows, self.newest) for i in range(config.num_hidden_layers))
         hidden = decoder.hidden(recorder, self.inputs, adapters.bind(self.inputs) if adapters else {}, caches)
         cols = config.hidden_size
         self.program.dispatch(gather_rows, hidden, self.picked, state.last, rows=state.batch, cols=cols)

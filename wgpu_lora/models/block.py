@@ -18,7 +18,7 @@ Adapters = Mapping[str, LoraSlots]  # by module: 'model.layers.0.self_attn.q_pro
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer's frozen matrices by module ('self_attn.q_proj'), and its vectors by parameter ('input_layernorm.weight')."""
+    """A layer's frozen matrices by module ('self_attn.q_proj'), its vectors by parameter ('input_layernorm.weight')."""
 
     path: str  # 'model.layers.0'
     linears: dict[str, Linear[Weight]]

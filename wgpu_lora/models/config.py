@@ -72,7 +72,7 @@ class ModelConfig(ABC):
     @classmethod
     @abstractmethod
     def parse(cls, d: Mapping[str, Any], where: str) -> Self:
-        """Reads config.json's content, as transformers 5 or earlier wrote it; `where` names it in errors (UserError)."""
+        """Reads config.json as transformers 5 or earlier wrote it; `where` names it in errors (UserError)."""
 
     @abstractmethod
     def layer(self, index: int) -> Mapping[str, Parameter]:
@@ -150,14 +150,14 @@ class ModelConfig(ABC):
     @cached_property
     def lora_modules(self) -> dict[str, tuple[int, int]]:
         """(out, in) of every module that may carry an adapter, by its path: 'model.layers.0.self_attn.q_proj'."""
-        return {
-            module_of(name): (item.shape[0], item.shape[1]) for name, item in self.parameters.items() if item.lora
-        }
+        return {module_of(name): (item.shape[0], item.shape[1]) for name, item in self.parameters.items() if item.lora}
 
     def gguf(self) -> GGUFForm[Any]:
         """How GGUF has it; UserError where it does not."""
         if self.GGUF is None:
-            raise UserError(f"llama.cpp does not have the architecture {self.architecture}: write it with merge instead.")
+            raise UserError(
+                f"llama.cpp does not have the architecture {self.architecture}: write it with merge instead."
+            )
         return self.GGUF
 
 

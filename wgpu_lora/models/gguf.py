@@ -37,7 +37,7 @@ def open_weights(header: Header, config: ModelConfig) -> GGUFCheckpoint:
 
 
 def gguf_names(config: ModelConfig) -> dict[str, str]:
-    """By the checkpoint's name of a tensor, GGUF's: 'model.layers.0.self_attn.q_proj.weight' -> 'blk.0.attn_q.weight'."""
+    """The checkpoint's name of a tensor -> GGUF's: 'model.layers.0.self_attn.q_proj.weight', 'blk.0.attn_q.weight'."""
     config.gguf()
     found = {}
     for name, item in config.parameters.items():

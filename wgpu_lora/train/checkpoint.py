@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,21 +13,21 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from wgpu_lora.bounded import read_json
-from wgpu_lora.errors import UserError
 from wgpu_lora.atomic import replace_directory, sweep
+from wgpu_lora.bounded import read_json
+from wgpu_lora.data.tokenizer_files import TEMPLATE, TOKENIZER
+from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint import read_header
 from wgpu_lora.formats.peft import (
     CONFIG,
     WEIGHTS,
     AdapterConfig,
+    Matrices,
     adapter_files,
-    module_path,
     read_adapter,
     tensor_name,
 )
-from wgpu_lora.data.tokenizer_files import TEMPLATE, TOKENIZER
-from wgpu_lora.models.lora import AdapterSet, Matrices
+from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.names.naming import flag
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.manifest import damage, write_manifest
@@ -49,10 +50,10 @@ WRITTEN = re.compile(
 def adapter_tensors(matrices: Matrices, config: AdapterConfig) -> dict[str, np.ndarray]:
     """PEFT's names and shapes: each module at its own rank."""
     tensors = {}
-    for (layer, module), (a, b) in matrices.items():
-        rank = config.rank(module_path(layer, module))
-        tensors[tensor_name(layer, module, "A")] = np.ascontiguousarray(a[:rank])
-        tensors[tensor_name(layer, module, "B")] = np.ascontiguousarray(b[:, :rank])
+    for module, (a, b) in matrices.items():
+        rank = config.rank(module)
+        tensors[tensor_name(module, "A")] = np.ascontiguousarray(a[:rank])
+        tensors[tensor_name(module, "B")] = np.ascontiguousarray(b[:, :rank])
     return tensors
 
 
@@ -71,8 +72,8 @@ def write_checkpoint(
         device, adapters, optimizer = session.device, session.adapters, session.optimizer
         moments: dict[str, np.ndarray] = {}
         for kind, pages in (("first_moment", optimizer.first_moment), ("second_moment", optimizer.second_moment)):
-            for (layer, module), pair in adapters.read(device, slot, pages).items():
-                moments |= {f"{layer}.{module}.{which}.{kind}": m for which, m in zip("AB", pair, strict=True)}
+            for module, pair in adapters.read(device, slot, pages).items():
+                moments |= {f"{module}.{which}.{kind}": m for which, m in zip("AB", pair, strict=True)}
         files = adapter_files(adapter_tensors(adapters.read(device, slot), config), config)
         files[OPTIMIZER] = save(moments)
         files[METADATA] = (to_json(facts["metadata"], indent=1) + "\n").encode()
@@ -170,6 +171,14 @@ def read_metadata(directory: Path) -> dict[str, Any]:
     return read_json(directory / METADATA)
 
 
+def modern(name: str, modules: Collection[str]) -> str:
+    """A state's name by the module's path, from that of version 0.1.0: '0.q_proj.A.first_moment'."""
+    layer, _, rest = name.partition(".")
+    module, _, which = rest.partition(".")
+    found = [m for m in modules if f".{layer}." in m and m.endswith(f".{module}")] if layer.isdecimal() else []
+    return f"{found[0]}.{which}" if len(found) == 1 else name
+
+
 def restore(directory: Path, session: Session, slot: int) -> None:
     """Puts a checkpoint's adapter and moments on the device. Raises UserError where it is not whole, or another's."""
     check(directory)
@@ -183,21 +192,23 @@ def restore(directory: Path, session: Session, slot: int) -> None:
     if set(matrices) != expected or any(e.dtype != "F32" for e in read_header(directory / WEIGHTS).values()):
         raise refuse(directory, f"{WEIGHTS} holds other modules, or another type, than the run trains")
     pages = {"first_moment": session.optimizer.first_moment, "second_moment": session.optimizer.second_moment}
-    names = {(*key, which, kind) for key in expected for which in "AB" for kind in pages}
-    if set(stored) != {".".join(map(str, name)) for name in names}:
+    stored = {modern(name, expected): values for name, values in stored.items()}
+    if set(stored) != {f"{module}.{which}.{kind}" for module in expected for which in "AB" for kind in pages}:
         raise refuse(directory, f"{OPTIMIZER} holds other moments than the run has")
     rank = adapters.specs[slot].rank
 
-    def moment(layer: int, module: str, which: str, kind: str) -> np.ndarray:
-        name = f"{layer}.{module}.{which}.{kind}"
-        values, matrix = stored[name], matrices[layer, module]["AB".index(which)]
+    def moment(module: str, which: str, kind: str) -> np.ndarray:
+        name = f"{module}.{which}.{kind}"
+        values, matrix = stored[name], matrices[module]["AB".index(which)]
         shape = (rank, matrix.shape[1]) if which == "A" else (matrix.shape[0], rank)
         fits = values.dtype == np.float32 and values.shape == shape and np.isfinite(values).all()
         if not fits or (kind == "second_moment" and (values < 0).any()):
             raise refuse(directory, f"{name} in {OPTIMIZER} is not a {kind} in float32 of shape {list(shape)}")
         return values
 
-    moments = {kind: {key: (moment(*key, "A", kind), moment(*key, "B", kind)) for key in expected} for kind in pages}
+    moments = {
+        kind: {module: (moment(module, "A", kind), moment(module, "B", kind)) for module in expected} for kind in pages
+    }
     adapters.write(session.device, slot, matrices)
     for kind, destination in pages.items():
         adapters.write(session.device, slot, moments[kind], destination)

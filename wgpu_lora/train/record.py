@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.errors import UserError
 from wgpu_lora.atomic import replace_directory, write_bytes_atomic
+from wgpu_lora.errors import UserError
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train import checkpoint, output
 from wgpu_lora.train.checkpoint import LAST, NEXT

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from wgpu_lora.gpu.plan import total_by_group
 from wgpu_lora.gpu.program import Arena, Program, allocate, release
-from wgpu_lora.gpu.tensor import Storage, persistent
+from wgpu_lora.gpu.tensor import Storage
 from wgpu_lora.infer.evaluate import Evaluator
-from wgpu_lora.models.inputs import StepInputs, rope_table
+from wgpu_lora.models.inputs import StepInputs, Tables
 from wgpu_lora.models.load import Progress, staging_bytes
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
@@ -65,14 +65,13 @@ class Session:
         self.device = device = model.device
         self.optimizer = Optimizer(device, adapters)
         config = model.config
-        self.table = persistent((positions, config.head_dim // 2, 2), "f32", "workspace", "rope table")
-        self._positions = positions
+        self.tables = Tables.declare(config.tables(), positions)
         self.steps: dict[int, tuple[StepInputs, Program]] = {}
         for tokens in buckets:
             slots = len(adapters.specs)
-            inputs = StepInputs.declare(config, tokens, slots, self.table, self.optimizer.total, dropout)
+            inputs = StepInputs.declare(config.row_inputs(), tokens, slots, self.tables, self.optimizer.total, dropout)
             self.steps[tokens] = (inputs, self._record(inputs, recompute))
-        self.evaluator = Evaluator(model, adapters, eval_tokens, self.table, compute_dtype) if eval_tokens else None
+        self.evaluator = Evaluator(model, adapters, eval_tokens, self.tables, compute_dtype) if eval_tokens else None
         self.built: set[int] = set()
         self._claim = ExitStack()
         self.arena: Arena | None = None
@@ -126,7 +125,7 @@ class Session:
             self.evaluator.build(self.arena)
         self.adapters.upload_scales(self.device)
         self.optimizer.initialise(self.device)
-        self.device.write(self.table.storage.buffer, rope_table(self.model.config, self._positions))
+        self.tables.upload(self.device)
 
     def step_for(self, tokens: int) -> tuple[StepInputs, Program]:
         """The smallest bucket that holds `tokens`, its pipelines compiled on first use."""

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.data import Prepared, write_skipped
-from wgpu_lora.errors import UserError
-from wgpu_lora.formats.peft import AdapterConfig, read_adapter, write_adapter
 from wgpu_lora.data.tokenizer_files import write_tokenizer
-from wgpu_lora.models.lora import Matrices, SlotSpec
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.peft import AdapterConfig, Matrices, read_adapter, write_adapter
+from wgpu_lora.models.lora import SlotSpec
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.train import checkpoint, output
 from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments

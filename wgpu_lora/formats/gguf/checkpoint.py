@@ -147,9 +147,7 @@ class GGUFCheckpoint:
         return found.reshape(stop - start, row_bytes)
 
 
-def _checked(
-    header: Header, tensors: Mapping[str, Stored], passed_over: re.Pattern[str]
-) -> dict[str, TensorInfo]:
+def _checked(header: Header, tensors: Mapping[str, Stored], passed_over: re.Pattern[str]) -> dict[str, TensorInfo]:
     """The tensors by the model's names."""
     path, found = header.path, {}
     for name, stored in tensors.items():

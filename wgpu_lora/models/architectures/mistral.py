@@ -14,7 +14,9 @@ class Mistral(Transformer):
     POSITIONS = 131072
     TRANSFORMERS = "MistralForCausalLM"
     GGUF_INTERLEAVES = True
-    GGUF = TransformerGGUF("llama", windowed=True, mlp_bias=True, output_bias=True, factors=True)  # llama.cpp runs it as llama
+    GGUF = TransformerGGUF(
+        "llama", windowed=True, mlp_bias=True, output_bias=True, factors=True
+    )  # llama.cpp runs it as llama
 
     @classmethod
     def windows(cls, d: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:

@@ -17,7 +17,7 @@ from wgpu_lora.ops.rope import rope
 
 @dataclass(frozen=True)
 class KeyRanges:
-    """Which keys each row sees, u32 [T, 4] (see ops.attention): all before it, or the last `window`, itself included."""
+    """Which keys a row sees, u32 [T, 4] (see ops.attention): all before it, or the last `window`, itself included."""
 
     window: int | None = None
 

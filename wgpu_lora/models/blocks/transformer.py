@@ -81,7 +81,9 @@ class Transformer(ModelConfig):
         if types is None:
             first = whole(d, "max_window_layers", where, 28, minimum=0)
             return tuple(window if layer >= first else None for layer in range(layers))
-        return tuple(window if kind == "sliding_attention" else None for kind in layer_types(types, window, layers, where))
+        return tuple(
+            window if kind == "sliding_attention" else None for kind in layer_types(types, window, layers, where)
+        )
 
     @classmethod
     def parse(cls, d: Mapping[str, Any], where: str) -> Self:
@@ -120,7 +122,9 @@ class Transformer(ModelConfig):
         unset = d.get(name) is None and (name in d or not cls.GROUPED)
         kv_heads = heads if unset else whole(d, name, where)
         if heads % kv_heads:
-            raise UserError(f"num_attention_heads {heads} in {where} is not a multiple of {name} {kv_heads}: correct it.")
+            raise UserError(
+                f"num_attention_heads {heads} in {where} is not a multiple of {name} {kv_heads}: correct it."
+            )
         return kv_heads
 
     @classmethod

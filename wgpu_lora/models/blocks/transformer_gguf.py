@@ -142,9 +142,7 @@ class TransformerGGUF(GGUFForm[Transformer]):
             rope["attention_factor"] = more * (1.0 + 0.1 * math.log(max(factor, 1.0)))  # beside yarn's usual one
         for key, neutral in (("yarn_ext_factor", 1), ("yarn_log_multiplier", 0)):
             if self._number(header, f"rope.scaling.{key}", neutral) not in (neutral, -1):
-                raise UserError(
-                    f"{self.name}.rope.scaling.{key} in {header.path} is not supported: use another model."
-                )
+                raise UserError(f"{self.name}.rope.scaling.{key} in {header.path} is not supported: use another model.")
         return rope
 
     def read_tensors(self, config: Transformer, header: Header) -> Transformer:

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.formats.peft import read_adapter
+from wgpu_lora.formats.peft import Matrices, read_adapter
 from wgpu_lora.models.inputs import Segment
-from wgpu_lora.models.lora import Matrices
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.output import RUN
