@@ -209,7 +209,7 @@ def test_capacities_that_cannot_be_are_refused_and_nothing_is_kept(device):
 
 def test_adapters_of_another_model_are_refused(device, tmp_path):
     model = load("mistral", device)
-    with pytest.raises(UserError, match=r"fits a model\.layers\.0\.\S+ of shape .* but the model's has shape"):
+    with pytest.raises(UserError, match=r"its model\.layers\.0\.\S+ is of shape .* but the model's of"):
         load_adapters(device, model.config, [save_golden_adapter("qwen3", tmp_path / "other")])
     matrices = {
         tensor_name(path_of(7, "q_proj"), f): np.zeros(shape, np.float32)

@@ -15,9 +15,9 @@ from safetensors.numpy import load_file, save
 
 from wgpu_lora.atomic import replace_directory, sweep
 from wgpu_lora.bounded import read_json
-from wgpu_lora.data.tokenizer_files import TEMPLATE, TOKENIZER
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint import read_header
+from wgpu_lora.formats.file_names import TEMPLATE, TOKENIZER
 from wgpu_lora.formats.peft import (
     CONFIG,
     WEIGHTS,
