@@ -1,7 +1,8 @@
 """Other people's regular expressions over module names: what Python's `re` means by them, in bounded time.
 
-Names with dots and anchors, which is what nearly all patterns are, cannot take long and are matched here. All others
-are matched in a child of this process, together, which the system ends after a second of computing.
+What is regular in the strict sense, as nearly all patterns are, means the same to RE2, which matches it in linear time.
+All others (look-arounds, references, flags) are matched by `re` in a child of this process, together, which the system
+ends after a second of computing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from wgpu_lora.errors import UserError
 
@@ -20,8 +22,11 @@ SECONDS = 1  # of computing
 PATIENCE = 10.0  # seconds on a busy machine
 IMPATIENCE = 2.0  # where the system does not bound computing
 MAX_CHARACTERS = 1 << 18  # of all patterns together
-_PLAIN = re.compile(r"\^?(?:\\\.|[\w.-])*\$?", re.ASCII)
-_MOST_HERE = 50_000  # pairs of a pattern and a name
+MAX_MEMORY = 1 << 20  # bytes of RE2 for a pattern
+_REGULAR = re.compile(
+    r"(?:[\w.^$|)*+?!@#%&=~,:;<>/ -]|\(\?:|\((?!\?)|\\[.dDwWsS-]|\[\^?[^\[\]\\:&~|]+\]|\{\d+(?:,\d*)?\})*", re.ASCII
+)
+_MOST_HERE = 200_000  # pairs of a pattern and a name
 _CHILD = Path(__file__).with_name("pattern_child.py")
 
 
@@ -39,22 +44,48 @@ def first_matches(
     patterns = [pattern for group in groups for pattern in group]
     if sum(map(len, patterns)) > MAX_CHARACTERS:
         raise UserError(f"the patterns are longer than {MAX_CHARACTERS:,} characters together")
-    plain = all(map(_PLAIN.fullmatch, patterns)) and len(patterns) * len(names) <= _MOST_HERE
-    meant = [[rf"(.*\.)?({pattern})" if endings else pattern for pattern in group] for group in groups]
-    if plain:
-        compiled = [[re.compile(pattern) for pattern in group] for group in meant]
-        return [[_first(group, name) for name in names] for group in compiled]
-    return _in_child(groups, meant, names)
+    here = len(patterns) * len(names) <= _MOST_HERE
+    found: list[list[int | None]] = []
+    others: list[list[tuple[int, str]]] = []  # by group, what RE2 does not have: a pattern's number, and what it means
+    for group in groups:
+        meant = [rf"(.*\.)?({pattern})" if endings else pattern for pattern in group]
+        regular = [here and _REGULAR.fullmatch(pattern) is not None for pattern in group]
+        compiled = [
+            _compiled(pattern) if is_regular else None for pattern, is_regular in zip(meant, regular, strict=True)
+        ]
+        found.append([_first(compiled, name) for name in names])
+        others.append([(i, pattern) for i, pattern in enumerate(meant) if compiled[i] is None])
+    if any(others):
+        firsts = _in_child(groups, others, names)
+        found = [[_least(*pair) for pair in zip(*both, strict=True)] for both in zip(found, firsts, strict=True)]
+    return found
 
 
-def _first(patterns: Sequence[re.Pattern[str]], name: str) -> int | None:
-    return next((i for i, pattern in enumerate(patterns) if pattern.fullmatch(name)), None)
+def _compiled(pattern: str) -> Any:
+    """The pattern as RE2 has it; None where it has not, or would take too much memory."""
+    import re2
+
+    options = re2.Options()
+    options.log_errors, options.max_mem = False, MAX_MEMORY
+    try:
+        return re2.compile(pattern, options)
+    except re2.error:
+        return None
+
+
+def _first(patterns: Sequence[Any], name: str) -> int | None:
+    return next((i for i, pattern in enumerate(patterns) if pattern and pattern.fullmatch(name)), None)
+
+
+def _least(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else min(a, b)
 
 
 def _in_child(
-    groups: Sequence[Sequence[str]], meant: Sequence[Sequence[str]], names: Sequence[str]
+    groups: Sequence[Sequence[str]], others: Sequence[Sequence[tuple[int, str]]], names: Sequence[str]
 ) -> list[list[int | None]]:
     too_long = UserError("matching the patterns exceeded its computation limit: simplify them")
+    meant = [[pattern for _, pattern in group] for group in others]
     request = json.dumps({"groups": meant, "names": list(names), "seconds": SECONDS})
     try:
         done = subprocess.run(
@@ -70,7 +101,10 @@ def _in_child(
         raise too_long
     answer = json.loads(done.stdout)
     if "bad" in answer:
-        group, number = answer["bad"]
-        raise UserError(f"{groups[group][number]!r:.200} is no regular expression ({answer['detail']:.200})")
-    found: list[list[int | None]] = answer["found"]
-    return found
+        group, place = answer["bad"]
+        pattern = groups[group][others[group][place][0]]
+        raise UserError(f"{pattern!r:.200} is no regular expression ({answer['detail']:.200})")
+    return [
+        [None if place is None else others[group][place][0] for place in places]
+        for group, places in enumerate(answer["found"])
+    ]
