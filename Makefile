@@ -43,7 +43,7 @@ test-reference: setup .venv/reference  ## re-derive golden fixtures with torch, 
 
 # Everything that computes on the device, at lavapipe's other subgroup sizes (`make test` runs at the default one); then
 # the core subset without subgroups, at WebGPU's default limits, and with another vendor's compiler.
-GPU_TESTS := $(addsuffix .py,$(addprefix tests/,gpu/test_kernels gpu/test_program models/test_weights models/test_logits infer/test_generate \
+GPU_TESTS := $(addsuffix .py,$(addprefix tests/,gpu/test_kernels gpu/test_program weights/test_dense models/test_logits infer/test_generate \
   infer/test_evaluate train/test_training_golden train/test_resume))
 test-drivers: setup  ## other subgroup sizes, no subgroups, default limits, another driver
 	scripts/install_vulkan.sh --swiftshader .drivers
