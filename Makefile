@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-rare test-reference test-drivers test-proof test-exchange fuzz prove-wgpu bench bench-reference bench-gpu lint
+.PHONY: help setup demo test test-fast test-rare test-reference test-drivers test-proof test-exchange test-wheel fuzz prove-wgpu bench bench-reference bench-gpu lint
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -18,7 +18,7 @@ setup: .venv/ready  ## virtual environment in .venv, and a Vulkan driver if ther
 .venv/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1): install one and say 'make PYTHON=python3.11 $(MAKECMDGOALS)'." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
 demo: setup  ## fine-tune the demo model and see what it answered before and after
@@ -84,6 +84,9 @@ prove-wgpu: setup  ## prove on this machine that it all runs on wgpu, without CU
 
 test-exchange: setup .venv/exchange  ## that llama.cpp takes our GGUF files and answers as we do
 	$(PYTEST) tests/exchange
+
+test-wheel: setup  ## build the wheel, install it into an empty environment and run the demo from it
+	scripts/check_wheel.sh
 
 .venv/fuzz: .venv/ready
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[fuzz]'
