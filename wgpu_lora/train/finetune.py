@@ -158,6 +158,7 @@ def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int
         dropout=any(run.args.lora_dropout > 0 for run in runs),
         recompute=args.gradient_checkpointing,
         compute_dtype=args.compute_dtype,
+        optim=args.optim,
         eval_tokens=max([buckets[-1], *heldout]) if heldout else 0,
     )
 

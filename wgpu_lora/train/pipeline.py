@@ -108,6 +108,8 @@ def prepare_pipeline(
             )
     tokens = _batch_tokens(runs, schedule, batch_tokens)
     identity = _identity(args, schedule, tokens, tasks)
+    if args.resume:
+        state.identity = _completed(state.identity)
     if args.resume and state.identity != identity:
         raise UserError(
             f"{flag('resume')} needs the adapters, the schedule and the options that the pipeline in {home} began "
@@ -189,6 +191,12 @@ def _identity(args: TrainingArguments, schedule: str, tokens: int, tasks: Sequen
     options = {k: v for k, v in args.as_dict().items() if k not in FREE_ON_RESUME and k not in PLAN}
     adapters = [{"name": task.name, "weight": task.weight, "objective": task.objective} for task in tasks]
     return {"schedule": schedule, "batch_tokens": tokens, "adapters": adapters, "options": options}
+
+
+def _completed(identity: dict[str, Any]) -> dict[str, Any]:
+    """A recorded identity; options that its version did not have yet were as they are by default."""
+    compared = _identity(TrainingArguments(), "", 0, [])["options"]
+    return {**identity, "options": {**compared, **identity.get("options", {})}}
 
 
 def _recovered(home: Path, tasks: Sequence[AdapterTask]) -> PipelineState:

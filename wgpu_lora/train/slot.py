@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from wgpu_lora.data import Prepared, write_skipped
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft import AdapterConfig, read_adapter, write_adapter
@@ -103,8 +101,9 @@ class AdapterRun:
         self.state, before = checkpoint.check(self.resumed_from)
         now = self.identity()
         for name, value in now["options"].items():
-            if name not in PLAN and name in before["options"] and before["options"][name] != value:
-                raise differs(name, before["options"][name], value)
+            began = before["options"].get(name, getattr(TrainingArguments, name))  # its version may not have had it yet
+            if name not in PLAN and began != value:
+                raise differs(name, began, value)
         model = self.args.model
         if before["data"] != now["data"]:
             raise UserError(
@@ -147,15 +146,13 @@ class AdapterRun:
         session.adapters.write(session.device, self.slot, self.initial)
 
     def _place_first(self, session: Session) -> None:
-        """Puts what the run began with on the device, also where it was resumed; its moments become zero."""
+        """Puts what the run began with on the device, also where it was resumed; the optimizer's state becomes zero."""
         initial = self.initial
         if self.resumed_from:
             began = (checkpoint.read_metadata(self.resumed_from).get("options") or {}).get("init_adapter")
             initial = read_adapter(began)[1] if began else SeededMatrices(self.args, session.model.config)
         session.adapters.write(session.device, self.slot, initial)
-        zero = {key: (np.zeros_like(a), np.zeros_like(b)) for key, (a, b) in initial.items()}
-        for pages in (session.optimizer.first_moment, session.optimizer.second_moment):
-            session.adapters.write(session.device, self.slot, zero, pages)
+        session.optimizer.write_state(session.device, self.slot, {})
 
     # -- during ----------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from wgpu_lora.bench.check import Checked, check, poison
 from wgpu_lora.bench.stats import Timings
 from wgpu_lora.bench.step import LEARNING_RATE, SCALING
 from wgpu_lora.bench.workload import Context, Extra, Workload
-from wgpu_lora.bench.workloads.training import hyper_record
+from wgpu_lora.bench.workloads.training import EARLY, state_fill
 from wgpu_lora.gpu.program import Program, missing_bytes
 from wgpu_lora.models.config import LINEAR_PATHS
 from wgpu_lora.models.inputs import Segment
@@ -51,17 +51,18 @@ def make_up(session: Session, rng: np.random.Generator) -> None:
     assert session.arena is not None, "allocate() first"
     for buffer in (*session.arena.buffers, update.report.storage.buffer):
         poison(device, buffer)
-    for page in (*session.adapters.params, *session.adapters.grads, *update.first_moment):
+    for page in (*session.adapters.params, *session.adapters.grads):
         device.write(page.storage.buffer, np.float32(0.02) * rng.standard_normal(page.shape, np.float32))
-    for page in update.second_moment:
-        device.write(page.storage.buffer, np.float32(0.02) * rng.random(page.shape, np.float32))
+    for state, pages in update.state.items():
+        for page in pages:
+            device.write(page.storage.buffer, state_fill(state)(rng, page.shape))
     update.begin(device)
 
 
 def check_update(session: Session, found: Checked) -> Checked:
     """Every kernel of the update of all slots against its reference."""
-    hyper = np.tile(hyper_record(), len(session.adapters.specs)).astype(np.float32)
-    session.device.write(session.optimizer.hyper.storage.buffer, hyper)
+    for tensor, values in session.optimizer.settings(dict.fromkeys(range(len(session.adapters.specs)), EARLY)).items():
+        session.device.write(tensor.storage.buffer, values)
     return check(session.optimizer.program, found)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from wgpu_lora.bench.check import Checked, check, poison
-from wgpu_lora.bench.recording import Recording, fixed, normal
+from wgpu_lora.bench.recording import Fill, Recording, fixed, normal
 from wgpu_lora.bench.stats import Timings
 from wgpu_lora.bench.workload import (
     Context,
@@ -17,13 +17,15 @@ from wgpu_lora.bench.workload import (
     Workload,
 )
 from wgpu_lora.gpu.program import Program, missing_bytes
-from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.gpu.tensor import NUMPY, Tensor, persistent
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.load import piece_rows
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.ops.loss import LossInputs, cross_entropy
+from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.optimizer import Optimizer, SlotUpdate
+from wgpu_lora.train.optimizers.base import State
 from wgpu_lora.train.session import Session
 from wgpu_lora.weights.dense import DenseWeight
 from wgpu_lora.weights.nf4 import nf4_absmax, nf4_encode
@@ -31,6 +33,7 @@ from wgpu_lora.weights.nf4_codes import BLOCK
 
 ROW = 128  # tokens of a row of data in train_step, as in docs/performance.md
 DEVICE_RUNS = 3  # of the device's own time of a step
+EARLY = SlotUpdate(3, 1e-4, TrainingArguments(weight_decay=0.01))  # a usual step for kernels to be checked in
 
 
 def loss(context: Context) -> Iterator[Workload]:
@@ -57,15 +60,15 @@ def loss(context: Context) -> Iterator[Workload]:
 
 
 def optimizer(context: Context) -> Iterator[Workload]:
-    """Gradient norm, clipping and AdamW over the adapters of every layer, all seven projections."""
+    """Gradient norm, clipping and the update of the adapters of every layer, all seven projections."""
     adapters = adapter_set(context, 1)
-    update = Optimizer(context.device, adapters)
+    update = Optimizer(context.device, adapters, persistent((1,), "f32", "optimizer", "loss total"))
     recording = Recording(context.device)
     tensors = {
-        **dict.fromkeys((*adapters.params, *adapters.grads, *update.first_moment), normal()),
-        **dict.fromkeys(update.second_moment, lambda rng, shape: rng.random(shape, np.float32)),
+        **dict.fromkeys((*adapters.params, *adapters.grads), normal()),
+        **{page: state_fill(state) for state, pages in update.state.items() for page in pages},
         update.block_slots: fixed(np.concatenate(adapters.block_slots)),
-        update.hyper: fixed(hyper_record()),
+        **{tensor: fixed(values) for tensor, values in update.settings({0: EARLY}).items()},
         update.total: normal(),
         update.report: fixed(np.full(update.report.shape, np.nan)),
     }
@@ -145,7 +148,8 @@ class TrainStep:
         session.optimizer.begin(device)
         self._upload()
         found = check(self._program)
-        device.write(session.optimizer.hyper.storage.buffer, hyper_record().astype(np.float32))
+        for tensor, values in session.optimizer.settings({0: EARLY}).items():
+            device.write(tensor.storage.buffer, values)
         return check(session.optimizer.program, found)
 
     def _upload(self) -> None:
@@ -188,6 +192,11 @@ def adapter_set(context: Context, slots: int) -> AdapterSet:
     return AdapterSet.declare(config, [SlotSpec(context.rank, scaling)] * slots, context.device.max_binding)
 
 
-def hyper_record() -> np.ndarray:
-    """One slot's record of an early step at a usual learning rate; see ops.optimizer and train.optimizer."""
-    return np.array([1e-4, 0.9, 0.999, 1e-8, 0.01, 1 - 0.9**3, 1 - 0.999**3, 1.0, 1.0, 0.1, 0.001, 0.0])
+def state_fill(state: State) -> Fill:
+    """Values that an optimizer may have come to keep."""
+    if state.dtype != "f32":
+        return lambda rng, shape: np.zeros(shape, NUMPY[state.dtype])
+    if state.least is None:
+        return normal()
+    least = np.float32(state.least)
+    return lambda rng, shape: least + rng.random(shape, np.float32)
