@@ -9,9 +9,9 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import Any
 
+from wgpu_lora.assets import asset_dir
 from wgpu_lora.bench.formula import evaluate
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.assets import asset_dir
 from wgpu_lora.models.config import ModelConfig
 
 KINDS = ("training", "serving")

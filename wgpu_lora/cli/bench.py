@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +16,8 @@ from wgpu_lora.cli.bench_training import training as train
 from wgpu_lora.cli.console import Bar, console, is_terminal, line
 from wgpu_lora.cli.options import Device
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.allowed import BASE_DTYPES, COMPUTE_DTYPES
+from wgpu_lora.names.allowed import COMPUTE_DTYPES
+from wgpu_lora.weights.registry import BASE_FORMATS, DEFAULT_FORMAT
 
 WHAT, WITH, RUNS = "What to do", "Model and sizes", "--training and --find-max-batch"
 SHAPE = (
@@ -33,7 +34,7 @@ TIME_LIMIT = (
 )
 
 
-def option(text: str, panel: str, *names: str, choices: Sequence[str] = (), **settings: Any) -> Any:
+def option(text: str, panel: str, *names: str, choices: Collection[str] = (), **settings: Any) -> Any:
     if choices:
         settings |= {"metavar": "|".join(choices), "autocompletion": completion.one_of(choices)}
     return typer.Option(*names, help=text, rich_help_panel=panel, **settings)
@@ -63,7 +64,7 @@ def bench(
         int | None, option("Rank of the adapters. [x>=1]", WITH, show_default="16, or the recipe's")
     ] = None,
     base_dtype: Annotated[
-        str | None, option(BASE_DTYPE, WITH, choices=BASE_DTYPES, show_default="nf4, or the recipe's")
+        str | None, option(BASE_DTYPE, WITH, choices=BASE_FORMATS, show_default=f"{DEFAULT_FORMAT}, or the recipe's")
     ] = None,
     compute_dtype: Annotated[
         str | None, option(COMPUTE_DTYPE, WITH, choices=COMPUTE_DTYPES, show_default="f32, or the recipe's")
@@ -118,7 +119,7 @@ def bench(
 
         sizes.pop("base_dtype", None)
         batches = Batches(most=max_batch, limit=memory_limit, seconds=time_limit or SECONDS, **sizes)
-        return search_batches(model, shape, layers, base_dtype or "nf4", device, batches, json)
+        return search_batches(model, shape, layers, base_dtype or DEFAULT_FORMAT, device, batches, json)
     if shape and model:
         raise UserError("--shape and --model are both given: leave one of them out.")
     from wgpu_lora.bench.contract import brick_names

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import jinja2
 
-from wgpu_lora.gpu.assets import asset_dir, shader_text
+from wgpu_lora.assets import asset_dir, shader_text
 from wgpu_lora.gpu.struct import wgsl_struct
 
 if TYPE_CHECKING:
