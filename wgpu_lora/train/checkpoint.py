@@ -30,6 +30,7 @@ from wgpu_lora.models.lora import AdapterSet, Matrices
 from wgpu_lora.names.naming import flag
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.manifest import damage, write_manifest
+from wgpu_lora.train.schema import SCHEMA, NewerSchemaError, schema_of
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.state import STATE, RunState, read_state
 
@@ -72,7 +73,9 @@ def write_checkpoint(
         files = adapter_files(adapter_tensors(adapters.read(device, slot), config), config)
         files[OPTIMIZER] = save(optimizer.read_state(device, slot))
         files[METADATA] = (to_json(facts["metadata"], indent=1) + "\n").encode()
-        files[STATE] = to_json({"state": asdict(state), "identity": facts["identity"]}, indent=1).encode()
+        files[STATE] = to_json(
+            {"schema": SCHEMA, "state": asdict(state), "identity": facts["identity"]}, indent=1
+        ).encode()
         temporary.mkdir()
         for name, data in files.items():
             (temporary / name).write_bytes(data)
@@ -125,12 +128,18 @@ def sweep_run(run: Path) -> None:
 
 
 def fault(directory: Path) -> str | None:
-    """What is wrong with a checkpoint; None where it is as it was written, and makes sense."""
+    """What is wrong with a checkpoint; None where it is as it was written, and makes sense.
+
+    Raises:
+        NewerSchemaError: a later version wrote it.
+    """
     wrong = damage(directory, FILES)
     if wrong:
         return wrong
     try:
         step = read_state(directory)[0].step
+    except NewerSchemaError:
+        raise
     except (UserError, ValueError) as error:
         return str(error)
     named = NAME.fullmatch(directory.name)
@@ -163,7 +172,9 @@ def check(directory: Path) -> tuple[RunState, dict[str, Any]]:
 
 def read_metadata(directory: Path) -> dict[str, Any]:
     """What metadata.json says of a checkpoint that is whole: the run's options among others."""
-    return read_json(directory / METADATA)
+    facts = read_json(directory / METADATA)
+    schema_of(facts, directory / METADATA)
+    return facts
 
 
 def restore(directory: Path, session: Session, slot: int) -> None:

@@ -19,9 +19,10 @@ from wgpu_lora.train import checkpoint, output
 from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments
 from wgpu_lora.train.card import write_card
 from wgpu_lora.train.checkpoint import BEST, EPOCH, adapter_tensors
-from wgpu_lora.train.facts import facts_of, metadata
+from wgpu_lora.train.facts import metadata, record_of
 from wgpu_lora.train.initial import SeededMatrices
 from wgpu_lora.train.output import Log
+from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.resume import UNTIMED_STEPS, differs, go_on, nothing_in, refuse_used
 from wgpu_lora.train.schedule import learning_rate, warmup_steps
 from wgpu_lora.train.session import Session
@@ -100,10 +101,10 @@ class AdapterRun:
             raise nothing_in(self.directory)
         self.state, before = checkpoint.check(self.resumed_from)
         now = self.identity()
+        began = TrainingArguments().as_dict() | before["options"]  # the version that wrote it may not have known all
         for name, value in now["options"].items():
-            began = before["options"].get(name, getattr(TrainingArguments, name))  # its version may not have had it yet
-            if name not in PLAN and began != value:
-                raise differs(name, began, value)
+            if name not in PLAN and began[name] != value:
+                raise differs(name, began[name], value)
         model = self.args.model
         if before["data"] != now["data"]:
             raise UserError(
@@ -234,15 +235,15 @@ class AdapterRun:
 
     # -- end -------------------------------------------------------------------------------------------------------
 
-    def finish(self, session: Session, stop_reason: str, stop_signal: str | None = None) -> dict[str, Any]:
-        """Writes the final adapter, run.json and the card; returns what run.json holds.
+    def finish(self, session: Session, stop_reason: str, stop_signal: str | None = None) -> RunRecord:
+        """Writes the final adapter, run.json and the card.
 
         stop_signal: the name of the signal that interrupted it, if one did.
         """
         self.write_adapter(session, self.directory)
         for place in (self.directory, self.directory / BEST):
             write_tokenizer(place, session.model.path, session.model.tokenizer)
-        facts = {"stop_reason": stop_reason, "signal": stop_signal, **facts_of(self, session)}
-        output.write_run(self.directory, facts)
-        write_card(self.directory, facts)
-        return facts
+        record = record_of(self, session, stop_reason, stop_signal)
+        record.write(self.directory)
+        write_card(self.directory, record)
+        return record
