@@ -20,6 +20,7 @@ from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments
 from wgpu_lora.train.card import write_card
 from wgpu_lora.train.checkpoint import BEST, EPOCH, adapter_tensors
 from wgpu_lora.train.facts import metadata, record_of
+from wgpu_lora.train.heldout import heldout_loss
 from wgpu_lora.train.initial import SeededMatrices
 from wgpu_lora.train.output import Log
 from wgpu_lora.train.records import RunRecord
@@ -213,16 +214,18 @@ class AdapterRun:
         matrices = session.adapters.read(session.device, self.slot)
         write_adapter(directory, adapter_tensors(matrices, self.adapter), self.adapter)
 
-    def measure_heldout(self, session: Session, watch: Measuring) -> float | None:
-        """The held-out loss, or None without one that is finite; a new best one keeps a checkpoint in best/.
+    def measure_heldout(self, session: Session, watch: Measuring) -> dict[str, float]:
+        """The held-out `eval_loss` and metrics, {} where they are not finite; a new best one is kept in best/.
 
         Before the first step it is only what later ones are compared with.
         """
-        if not self.heldout or not session.evaluator:
-            return None
-        loss, _ = session.evaluator.loss(self.heldout.rows, self.slot, lambda rows: watch(self, rows, None))
-        if not math.isfinite(loss):
-            return None
+        if not self.heldout or not session.heldout:
+            return {}
+        stream = DataStream(self.heldout, self.args)
+        found = heldout_loss(session, stream, self.slot, lambda rows: watch(self, rows, None))
+        loss = found["loss"]
+        if not all(map(math.isfinite, found.values())):
+            return {}
         state = self.state
         state.last_eval_loss = loss
         if not state.step:
@@ -231,7 +234,7 @@ class AdapterRun:
             state.best_eval_loss, state.best_step = loss, state.step
             self.write_checkpoint(session, self.directory / BEST)
         watch(self, len(self.heldout.rows), loss)
-        return loss
+        return {f"eval_{name}": value for name, value in found.items()}
 
     # -- end -------------------------------------------------------------------------------------------------------
 

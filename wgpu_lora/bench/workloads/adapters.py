@@ -17,6 +17,7 @@ from wgpu_lora.gpu.program import Program, missing_bytes
 from wgpu_lora.models.config import LINEAR_PATHS
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
+from wgpu_lora.train.objectives.base import Group
 from wgpu_lora.train.optimizer import SlotUpdate
 from wgpu_lora.train.session import Session
 
@@ -56,7 +57,7 @@ def make_up(session: Session, rng: np.random.Generator) -> None:
     for state, pages in update.state.items():
         for page in pages:
             device.write(page.storage.buffer, state_fill(state)(rng, page.shape))
-    update.begin(device)
+    session.begin()
 
 
 def check_update(session: Session, found: Checked) -> Checked:
@@ -76,7 +77,7 @@ class SlotStep:
         self.session, self.tokens, self._times = session, sum(lengths), times
         self._slots = len(session.adapters.specs)
         self._rows = [(i * self._slots // len(lengths), length) for i, length in enumerate(lengths)]
-        self._segments: list[Segment] = []
+        self._groups: list[Group] = []
         self._count = 0
 
     def check(self, rng: np.random.Generator, found: Checked) -> None:
@@ -85,11 +86,11 @@ class SlotStep:
         for slot, length in self._rows:
             trained[slot] += length - 1
         rows = [(slot, rng.integers(0, vocab, length)) for slot, length in self._rows]
-        self._segments = [Segment(ids, ids, slot, 1 / trained[slot]) for slot, ids in rows]
-        inputs, program = self.session.step_for(self.tokens)
+        self._groups = [Group((Segment(ids, ids, slot),), slot, 1 / trained[slot]) for slot, ids in rows]
+        batch = self.session.batch_for(self._groups)
         make_up(self.session, rng)
-        inputs.upload(self.session.device, self._segments)
-        check(program, found)
+        batch.upload(self._groups)
+        check(batch.program, found)
         check_update(self.session, found)
 
     def run(self) -> float:
@@ -102,10 +103,8 @@ class SlotStep:
     def _step(self) -> None:
         session, device = self.session, self.session.device
         self._count += 1
-        session.optimizer.begin(device)
-        inputs, program = session.step_for(self.tokens)
-        inputs.upload(device, self._segments)
-        program.run()
+        session.begin()
+        session.accumulate(self._groups)
         session.optimizer.apply(device, dict.fromkeys(range(self._slots), SlotUpdate(self._count, LEARNING_RATE)))
 
 

@@ -21,8 +21,10 @@ from wgpu_lora.gpu.tensor import NUMPY, Tensor, persistent
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
-from wgpu_lora.ops.loss import LossInputs, cross_entropy
+from wgpu_lora.ops.loss import Targets, seed, sum_by_slot, token_logprobs
 from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.objectives import objective_of
+from wgpu_lora.train.objectives.base import Group, Scoring
 from wgpu_lora.train.optimizer import Optimizer, SlotUpdate
 from wgpu_lora.train.optimizers.base import State
 from wgpu_lora.train.session import Session
@@ -45,16 +47,18 @@ def loss(context: Context) -> Iterator[Workload]:
     def input(name: str, values: np.ndarray, dtype: str = "u32") -> Tensor:
         return recording.input(values.shape, fixed(values), dtype, name)
 
-    inputs = LossInputs(
+    targets = Targets(
         rows=input("rows", np.arange(tokens)),
-        targets=recording.input((tokens,), lambda rng, s: rng.integers(0, config.vocab_size, s), "u32", "targets"),
-        weight=input("weight", np.full(tokens, 1 / tokens), "f32"),
+        ids=recording.input((tokens,), lambda rng, s: rng.integers(0, config.vocab_size, s), "u32", "targets"),
         count=input("count", np.array([tokens])),
-        ranges=input("ranges", np.array([[0, tokens]])),
-        total=recording.input((1,), name="total"),
     )
-    cross_entropy(recording.rec, recording.tracked((tokens, config.hidden_size), "hidden"), head, inputs)
-    recording.rec.backward()
+    scoring = Scoring(input("weights", np.full(tokens, 1 / tokens), "f32"), input("ranges", np.array([[0, tokens]])))
+    rec = recording.rec
+    logprobs = token_logprobs(rec, recording.tracked((tokens, config.hidden_size), "hidden"), head, targets)
+    score = objective_of(TrainingArguments()).score(rec, logprobs, scoring)
+    rec.dispatch(sum_by_slot, score.losses, scoring.token_ranges, recording.input((1,), name="total"), slots=1)
+    seed(rec, logprobs, score.weights)
+    rec.backward()
     yield ProgramWorkload(recording, recording.forward)
 
 
@@ -111,8 +115,8 @@ class TrainStep:
         self._session = Session(
             context.model, self._adapters, [tokens], positions=max(self._rows), compute_dtype=context.compute_dtype
         )
-        inputs, self._program = self._session.steps[tokens]
-        self._inputs = inputs
+        self._batch = self._session.steps[tokens]
+        self._program = self._batch.program
         self.keys = {
             "pairs": float(sum(n * (n + 1) // 2 for n in self._rows)),
             "trained": float(sum(n - 1 for n in self._rows)),
@@ -133,7 +137,7 @@ class TrainStep:
         device = self._context.device
         device.peak_allocated = device.allocated  # of this step, not of bricks before
         self._session.allocate()
-        self._session.step_for(self._context.tokens)
+        self._session.batch_for(self._groups())
 
     def check(self, rng: np.random.Generator) -> Checked:
         session, device = self._session, self._context.device
@@ -144,25 +148,25 @@ class TrainStep:
         for page in (*self._adapters.params, *self._adapters.grads):
             values = np.float32(0.02) * rng.standard_normal(page.shape, np.float32)
             device.write(page.storage.buffer, values)
-        session.optimizer.begin(device)
-        self._upload()
+        session.begin()
+        self._batch.upload(self._groups())
         found = check(self._program)
         for tensor, values in session.optimizer.settings({0: EARLY}).items():
             device.write(tensor.storage.buffer, values)
         return check(session.optimizer.program, found)
 
-    def _upload(self) -> None:
-        context, rng = self._context, self._rng
-        rows = [rng.integers(0, context.config.vocab_size, n) for n in self._rows]
+    def _groups(self) -> list[Group]:
+        """New random rows."""
+        rows = [self._rng.integers(0, self._context.config.vocab_size, n) for n in self._rows]
         weight = 1 / max(1.0, self.keys["trained"])
-        self._inputs.upload(context.device, [Segment(ids, ids, weight=weight) for ids in rows])
+        return [Group((Segment(ids, ids),), weight=weight) for ids in rows]
 
     def run(self) -> float:
         session, device = self._session, self._context.device
         begin = time.perf_counter()
         self._steps += 1
-        session.optimizer.begin(device)
-        self._upload()
+        session.begin()
+        self._batch.upload(self._groups())
         self._program.run()
         session.optimizer.apply(device, {0: SlotUpdate(self._steps, 1e-4)})
         return time.perf_counter() - begin
