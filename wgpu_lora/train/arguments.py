@@ -65,9 +65,7 @@ class TrainingArguments:
     skip_bad_rows: bool = option(
         False, FILES, "Go on without rows that cannot be read; they are set aside in skipped_rows.jsonl in --output."
     )
-    device: str | None = option(
-        None, FILES, "GPU to use: its index or a part of its name, as 'wgpu-lora info' lists them."
-    )
+    device: str | None = option(None, FILES, "Device index or part of its name, as 'wgpu-lora info' lists them.")
     base_dtype: str = option(DEFAULT_FORMAT, MEMORY, "How the frozen weights are kept.", choices=BASE_FORMATS)
     compute_dtype: str = option(
         "f32",
