@@ -88,8 +88,7 @@ def full_logits(
     device, config, head = model.device, model.config, model.decoder.head
     tables = Tables.declare(config.tables(), ROWS)
     slots = len(adapters.specs) if adapters else 1
-    total = persistent((slots,), "f32", "workspace", "total")
-    inputs = StepInputs.declare(config.row_inputs(), ROWS, slots, tables, total)
+    inputs = StepInputs.declare(config.row_inputs(), ROWS, slots, tables)
     program = Program(device)
     hidden = model.decoder.hidden(Recorder(program), inputs, adapters.bind(inputs) if adapters else {})
     logits = persistent((ROWS, config.vocab_size), "f32", "workspace", "logits")

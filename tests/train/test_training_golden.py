@@ -16,6 +16,7 @@ from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.loaded import open_model
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.train.finetune import Job, prepare_job
+from wgpu_lora.train.objectives.base import Group
 from wgpu_lora.train.output import LOG, read_log
 
 CASES = [(architecture, base) for architecture in ARCHITECTURES for base in ("f32", "nf4")]
@@ -37,11 +38,9 @@ def gradients_of(job: Job, device: Device, architecture: str) -> tuple[float, di
     job.run.place_initial(session)
     rows = [(values["input_ids"][i, :n], values["labels"][i, :n]) for i, n in enumerate(values["lengths"])]
     tokens = sum(int((labels[1:] != -100).sum()) for _, labels in rows)
-    inputs, program = session.step_for(sum(len(ids) for ids, _ in rows))
-    session.optimizer.begin(device)
-    inputs.upload(device, [Segment(ids, labels, 0, 1 / tokens) for ids, labels in rows])
-    program.run()
-    total = device.read(inputs.loss.total.storage.buffer).view(np.float32)[0]
+    session.begin()
+    session.accumulate([Group((Segment(ids, labels),), weight=1 / tokens) for ids, labels in rows])
+    total = session.totals.read_loss(device, 0)
     pairs = session.adapters.read(device, 0, session.adapters.grads)
     found = {f"{short_of(key)}.{w}": g.copy() for key, pair in pairs.items() for w, g in zip("AB", pair, strict=True)}
     session.close()
@@ -79,9 +78,9 @@ def test_half_operands_round_and_no_more(device: Device, tmp_path: Path, kind: s
 def test_curve_matches_peft(device: Device, tmp_path: Path, architecture: str, base: str) -> None:
     """30 steps: losses, clipped norms and learning rates as PEFT's, final weights within 1e-3 of the change."""
     job = make_job(device, tmp_path, architecture, base)
-    facts = job.train()
+    record = job.train()
     values = golden(architecture)
-    assert facts["stop_reason"] == "max steps"
+    assert record.stop_reason == "max steps"
     log = read_log(tmp_path / "run" / LOG)
     assert [line["step"] for line in log] == list(range(1, 31))
     assert [line["learning_rate"] for line in log] == pytest.approx(

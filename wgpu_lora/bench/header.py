@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from wgpu_lora.bench.results import commit
@@ -11,4 +12,4 @@ from wgpu_lora.train.output import environment
 
 def header(schema: str, device: Device, **more: Any) -> dict[str, Any]:
     """The first line of a file of JSON lines: schema, device, driver, versions and commit."""
-    return {"schema": schema, "kind": "header", **more, "commit": commit(), **environment(device)}
+    return {"schema": schema, "kind": "header", **more, "commit": commit(), **asdict(environment(device))}

@@ -94,8 +94,7 @@ class Step:
         def indices(name: str, size: int) -> Tensor:
             return persistent((size,), "u32", "workspace", f"{name} [{tokens}]")
 
-        unused = persistent((slots,), "f32", "workspace", "no loss")
-        self.inputs = StepInputs.declare(config.row_inputs(), tokens, slots, state.tables, unused)
+        self.inputs = StepInputs.declare(config.row_inputs(), tokens, slots, state.tables)
         self.cache_rows, self.picked = indices("cache rows", tokens), indices("picked", state.batch)
         self.newest = indices("newest", state.batch) if state.cache.by_sequence else None
         self.program = Program(device, f"step of {tokens} rows")

@@ -10,7 +10,7 @@ import numpy as np
 
 from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, persistent
 from wgpu_lora.models.rows import NOWHERE, RowInput, Rows, Table
-from wgpu_lora.ops.loss import LossInputs
+from wgpu_lora.ops.loss import Targets
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.device import Device
@@ -20,15 +20,14 @@ if TYPE_CHECKING:
 class Segment:
     """One row of data in a batch.
 
-    labels are unshifted, -100 where untrained, as Hugging Face has them; None where nothing is trained.
-    slot: whose adapter applies (None: the base alone). weight: of each trained token's loss, 1 / the slot's trained
-    tokens of the whole optimizer step. draws: u32 [len, 4], what dropout is drawn from; None without dropout.
+    labels are unshifted, -100 where no log-probability is wanted, as Hugging Face has them; None where none is at all.
+    slot: whose adapter applies (None: the base alone). draws: u32 [len, 4], what dropout is drawn from; None without
+    dropout.
     """
 
     input_ids: np.ndarray
     labels: np.ndarray | None = None
     slot: int | None = 0
-    weight: float = 1.0
     draws: np.ndarray | None = None
 
 
@@ -64,20 +63,14 @@ class StepInputs:
     rows: dict[RowInput, Tensor]
     slot_ranges: Tensor
     draws: Tensor | None
-    loss: LossInputs
+    targets: Targets
     tables: Tables
 
     @classmethod
     def declare(
-        cls,
-        asked: Iterable[RowInput],
-        tokens: int,
-        slots: int,
-        tables: Tables,
-        total: Tensor,
-        dropout: bool = False,
+        cls, asked: Iterable[RowInput], tokens: int, slots: int, tables: Tables, dropout: bool = False
     ) -> StepInputs:
-        """asked: see ModelConfig.row_inputs. total: f32 [slots], where losses are summed."""
+        """asked: see ModelConfig.row_inputs."""
 
         def make(name: str, *shape: int, dtype: str = "u32") -> Tensor:
             return persistent(shape, dtype, "workspace", f"{name} [{tokens}]")
@@ -88,13 +81,8 @@ class StepInputs:
             rows={item: make(str(item), tokens, *([item.width] if item.width > 1 else [])) for item in asked},
             slot_ranges=make("slot ranges", slots, 2),
             draws=make("draws", tokens, 4) if dropout else None,
-            loss=LossInputs(
-                rows=make("trained rows", tokens),
-                targets=make("targets", tokens),
-                weight=make("token weights", tokens, dtype="f32"),
-                count=make("trained count", 1),
-                ranges=make("trained ranges", slots, 2),
-                total=total,
+            targets=Targets(
+                rows=make("target rows", tokens), ids=make("targets", tokens), count=make("target count", 1)
             ),
             tables=tables,
         )
@@ -109,14 +97,13 @@ class StepInputs:
         return {t.storage for t in tensors}
 
     def storages(self) -> set[Storage]:
-        """Everything that `upload` fills, the tables, and the loss total."""
-        loss = self.loss
-        tensors = [loss.rows, loss.targets, loss.weight, loss.count, loss.ranges, loss.total]
-        tensors += [self.draws] if self.draws else []
+        """Everything that `upload` fills, and the tables."""
+        targets = (self.targets.rows, self.targets.ids, self.targets.count)
+        tensors = (*targets, *([self.draws] if self.draws else []))
         return self.placed() | self.tables.storages() | {t.storage for t in tensors}
 
-    def upload(self, device: Device, segments: Sequence[Segment]) -> int:
-        """Lays segments side by side, ordered by slot, and uploads them; returns the trained tokens.
+    def upload(self, device: Device, segments: Sequence[Segment]) -> np.ndarray:
+        """Lays segments side by side, ordered by slot, and uploads them; returns [start, stop) of each one's targets.
 
         A token's successor is predicted only within its own segment; what is left of the batch is padding, each
         row of which sees itself alone.
@@ -128,10 +115,12 @@ class StepInputs:
         draws = np.zeros((size, 4), np.uint32)
         draws[:, 3] = np.float32(1).view(np.uint32)
         slots = self.slot_ranges.shape[0]
-        slot_ranges, loss_ranges = np.zeros((slots, 2), np.uint32), np.zeros((slots, 2), np.uint32)
-        rows, targets, weights = [], [], []
-        at = trained = 0
-        for segment in sorted(segments, key=lambda s: slots if s.slot is None else s.slot):
+        slot_ranges, places = np.zeros((slots, 2), np.uint32), np.zeros((len(segments), 2), np.int64)
+        rows, targets = [], []
+        at = count = 0
+        owners = [slots if segment.slot is None else segment.slot for segment in segments]
+        for number in sorted(range(len(segments)), key=owners.__getitem__):
+            segment = segments[number]
             length = len(segment.input_ids)
             stop = at + length
             assert stop <= size, f"{stop} tokens do not fit a batch of {size}"
@@ -143,26 +132,22 @@ class StepInputs:
             if segment.labels is not None:
                 rows.append(at + picked)
                 targets.append(segment.labels[1:][picked])
-                weights.append(np.full(picked.size, segment.weight))
             if segment.slot is not None:
                 slot_ranges[segment.slot] = (
                     at if slot_ranges[segment.slot, 1] == 0 else slot_ranges[segment.slot, 0],
                     stop,
                 )
-                begin = trained if loss_ranges[segment.slot, 1] == 0 else loss_ranges[segment.slot, 0]
-                loss_ranges[segment.slot] = (begin, trained + picked.size)
-            at, trained = stop, trained + picked.size
+            places[number] = count, count + picked.size
+            at, count = stop, count + picked.size
         write(device, self.ids, ids)
         self.place(device, Rows(positions, numbers, row, first, last))
         write(device, self.slot_ranges, slot_ranges)
         if self.draws:
             write(device, self.draws, draws)
-        write(device, self.loss.rows, _padded(rows, size, NOWHERE))
-        write(device, self.loss.targets, _padded(targets, size, 0))
-        write(device, self.loss.weight, _padded(weights, size, 0.0))
-        write(device, self.loss.count, np.array([trained]))
-        write(device, self.loss.ranges, loss_ranges)
-        return trained
+        write(device, self.targets.rows, _padded(rows, size, NOWHERE))
+        write(device, self.targets.ids, _padded(targets, size, 0))
+        write(device, self.targets.count, np.array([count]))
+        return places
 
     def place(self, device: Device, rows: Rows) -> None:
         """Uploads positions and what the architecture asks of these n <= T rows."""

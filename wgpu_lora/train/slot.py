@@ -1,78 +1,43 @@
-"""One adapter's run: its data, its options, where it stands, and its directory."""
+"""One adapter's run in its directory: how it begins, what it keeps, how it ends."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from wgpu_lora.data import Prepared, write_skipped
+from wgpu_lora.data import write_skipped
 from wgpu_lora.data.tokenizer_files import write_tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.peft import AdapterConfig, Matrices, read_adapter, write_adapter
-from wgpu_lora.models.lora import SlotSpec
+from wgpu_lora.formats.peft import read_adapter, write_adapter
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.train import checkpoint, output
-from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments
+from wgpu_lora.train.arguments import PLAN, TrainingArguments
 from wgpu_lora.train.card import write_card
 from wgpu_lora.train.checkpoint import BEST, EPOCH, adapter_tensors
-from wgpu_lora.train.facts import facts_of, metadata
+from wgpu_lora.train.facts import metadata, record_of
+from wgpu_lora.train.heldout import heldout_loss
 from wgpu_lora.train.initial import SeededMatrices
 from wgpu_lora.train.output import Log
+from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.resume import UNTIMED_STEPS, differs, go_on, nothing_in, refuse_used
+from wgpu_lora.train.run import Run
 from wgpu_lora.train.schedule import learning_rate, warmup_steps
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.state import RunState
 from wgpu_lora.train.stream import DataStream
 
-LOGGING_STEPS, SHORT = 10, 100  # a run of no more steps than SHORT logs every one
 # Called while a held-out loss is measured: the run, rows that are done, and the loss once it is known.
 Measuring = Callable[["AdapterRun", int, float | None], None]
 
 
 @dataclass
-class AdapterRun:
-    """Slot `slot` of a session. A fine-tune by itself is a pipeline of one.
+class AdapterRun(Run):
+    """A run in a session, and its directory."""
 
-    name: what a pipeline calls it; "" by itself, and then checkpoints are kept by step, not by epoch.
-    notes: what was chosen for it, and how it goes on, for a person.
-    """
-
-    slot: int
-    args: TrainingArguments
-    adapter: AdapterConfig
-    spec: SlotSpec
-    initial: Matrices
-    stream: DataStream
-    heldout: Prepared | None
-    base_digest: str
-    config_digest: str
-    name: str = ""
-    notes: tuple[str, ...] = ()
-    state: RunState = field(default_factory=RunState)
-    resumed_from: Path | None = None
-    weights_sha256: str | None = None  # of the base, once it is loaded
-    _began_with: str | None = None  # the same of the run that is resumed
-
-    @property
-    def directory(self) -> Path:
-        return self.args.directory
-
-    def logs(self, step: int, heldout: bool) -> bool:
-        """Whether a step has a line in the log: one of the last, and of a held-out loss, always has."""
-        every = self.args.logging_steps or (1 if self.state.total_steps <= SHORT else LOGGING_STEPS)
-        return heldout or step % every == 0 or step >= self.state.total_steps
-
-    def identity(self) -> dict[str, Any]:
-        """What a resumed run must share with the one it continues, and how far it was to go."""
-        options = {k: v for k, v in self.args.as_dict().items() if k not in FREE_ON_RESUME and k != "init_adapter"}
-        base = {"base": self.base_digest, "config": self.config_digest, "weights": self.weights_sha256}
-        return {"options": options, "data": self.stream.rows_digest(), **base}
+    _began_with: str | None = None  # weights_sha256 of the run that is resumed
 
     # -- beginning -------------------------------------------------------------------------------------------------
 
@@ -102,9 +67,10 @@ class AdapterRun:
             raise nothing_in(self.directory)
         self.state, before = checkpoint.check(self.resumed_from)
         now = self.identity()
+        began = TrainingArguments().as_dict() | before["options"]  # the version that wrote it may not have known all
         for name, value in now["options"].items():
-            if name not in PLAN and name in before["options"] and before["options"][name] != value:
-                raise differs(name, before["options"][name], value)
+            if name not in PLAN and began[name] != value:
+                raise differs(name, began[name], value)
         model = self.args.model
         if before["data"] != now["data"]:
             raise UserError(
@@ -147,15 +113,13 @@ class AdapterRun:
         session.adapters.write(session.device, self.slot, self.initial)
 
     def _place_first(self, session: Session) -> None:
-        """Puts what the run began with on the device, also where it was resumed; its moments become zero."""
+        """Puts what the run began with on the device, also where it was resumed; the optimizer's state becomes zero."""
         initial = self.initial
         if self.resumed_from:
             began = (checkpoint.read_metadata(self.resumed_from).get("options") or {}).get("init_adapter")
             initial = read_adapter(began)[1] if began else SeededMatrices(self.args, session.model.config)
         session.adapters.write(session.device, self.slot, initial)
-        zero = {key: (np.zeros_like(a), np.zeros_like(b)) for key, (a, b) in initial.items()}
-        for pages in (session.optimizer.first_moment, session.optimizer.second_moment):
-            session.adapters.write(session.device, self.slot, zero, pages)
+        session.optimizer.write_state(session.device, self.slot, {})
 
     # -- during ----------------------------------------------------------------------------------------------------
 
@@ -215,16 +179,18 @@ class AdapterRun:
         matrices = session.adapters.read(session.device, self.slot)
         write_adapter(directory, adapter_tensors(matrices, self.adapter), self.adapter)
 
-    def measure_heldout(self, session: Session, watch: Measuring) -> float | None:
-        """The held-out loss, or None without one that is finite; a new best one keeps a checkpoint in best/.
+    def measure_heldout(self, session: Session, watch: Measuring) -> dict[str, float]:
+        """The held-out `eval_loss` and metrics, {} where they are not finite; a new best one is kept in best/.
 
         Before the first step it is only what later ones are compared with.
         """
-        if not self.heldout or not session.evaluator:
-            return None
-        loss, _ = session.evaluator.loss(self.heldout.rows, self.slot, lambda rows: watch(self, rows, None))
-        if not math.isfinite(loss):
-            return None
+        if not self.heldout or not session.heldout:
+            return {}
+        stream = DataStream(self.heldout, self.args)
+        found = heldout_loss(session, stream, self.slot, lambda rows: watch(self, rows, None))
+        loss = found["loss"]
+        if not all(map(math.isfinite, found.values())):
+            return {}
         state = self.state
         state.last_eval_loss = loss
         if not state.step:
@@ -233,19 +199,19 @@ class AdapterRun:
             state.best_eval_loss, state.best_step = loss, state.step
             self.write_checkpoint(session, self.directory / BEST)
         watch(self, len(self.heldout.rows), loss)
-        return loss
+        return {f"eval_{name}": value for name, value in found.items()}
 
     # -- end -------------------------------------------------------------------------------------------------------
 
-    def finish(self, session: Session, stop_reason: str, stop_signal: str | None = None) -> dict[str, Any]:
-        """Writes the final adapter, run.json and the card; returns what run.json holds.
+    def finish(self, session: Session, stop_reason: str, stop_signal: str | None = None) -> RunRecord:
+        """Writes the final adapter, run.json and the card.
 
         stop_signal: the name of the signal that interrupted it, if one did.
         """
         self.write_adapter(session, self.directory)
         for place in (self.directory, self.directory / BEST):
             write_tokenizer(place, session.model.path, session.model.tokenizer)
-        facts = {"stop_reason": stop_reason, "signal": stop_signal, **facts_of(self, session)}
-        output.write_run(self.directory, facts)
-        write_card(self.directory, facts)
-        return facts
+        record = record_of(self, session, stop_reason, stop_signal)
+        record.write(self.directory)
+        write_card(self.directory, record)
+        return record
