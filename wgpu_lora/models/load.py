@@ -14,8 +14,6 @@ from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.weights.base import Loading, Weight, scratch_bytes
 from wgpu_lora.weights.dense import DTYPES
 
-Progress = Callable[[str], None]
-
 
 def table_dtype(checkpoint: WeightSource) -> str:
     """The type that the embedding is stored in, and kept in."""
@@ -23,7 +21,7 @@ def table_dtype(checkpoint: WeightSource) -> str:
 
 
 def load_weights(
-    device: Device, checkpoint: WeightSource, model: Decoder, progress: Progress = lambda name: None
+    device: Device, checkpoint: WeightSource, model: Decoder, progress: Callable[[str], None] = lambda name: None
 ) -> str:
     """Allocates the model's tensors and fills them; returns the SHA-256 of their values (see AuditedSource).
 
@@ -42,7 +40,7 @@ def load_weights(
         raise
 
 
-def _fill(loading: Loading, checkpoint: WeightSource, model: Decoder, progress: Progress) -> None:
+def _fill(loading: Loading, checkpoint: WeightSource, model: Decoder, progress: Callable[[str], None]) -> None:
     device = loading.device
     allocate(device, model.storages())
 

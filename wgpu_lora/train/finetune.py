@@ -9,6 +9,7 @@ from typing import Any
 from wgpu_lora.assets import DEMO_HELDOUT, DEMO_TRAIN
 from wgpu_lora.data import Prepared, Source, prepare, training_data
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import Events
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.load import table_dtype
 from wgpu_lora.models.loaded import LoadedModel, open_model
@@ -25,17 +26,17 @@ from wgpu_lora.train.memory import check_adapters
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.resume import outlook, plan_of, refuse_used
 from wgpu_lora.train.session import Session
-from wgpu_lora.train.slot import AdapterRun, Measuring
+from wgpu_lora.train.slot import AdapterRun
 from wgpu_lora.train.stream import DataStream, quarters
-from wgpu_lora.train.trainer import Callback, Trainer
+from wgpu_lora.train.trainer import Trainer
 
 
 @dataclass(repr=False)
 class FinetuneJob(Job[RunRecord]):
     """The run of one adapter, in slot 0."""
 
-    def finish(self, callback: Callback, measuring: Measuring) -> RunRecord:
-        return Trainer(self.session, self.runs, callback, measuring).train()[self.run.slot]
+    def finish(self, events: Events) -> RunRecord:
+        return Trainer(self.session, self.runs, events).train()[self.run.slot]
 
 
 def with_demo_data(args: TrainingArguments) -> TrainingArguments:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import Events
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.share import budget_bytes
@@ -25,10 +26,10 @@ from wgpu_lora.train.pipeline_state import PipelineState, difference, home_of, r
 from wgpu_lora.train.policy import POLICIES, make_policy
 from wgpu_lora.train.records import PipelineRecord
 from wgpu_lora.train.resume import refuse_used
-from wgpu_lora.train.slot import AdapterRun, Measuring
+from wgpu_lora.train.slot import AdapterRun
 from wgpu_lora.train.state import STATE
 from wgpu_lora.train.tasks import AdapterTask, check_apart, named_apart, request_of
-from wgpu_lora.train.trainer import Callback, Trainer
+from wgpu_lora.train.trainer import Trainer
 
 SCHEDULES = tuple(POLICIES)
 BATCH_TOKENS = 1024  # of a shared batch, where one adapter's own is not larger: enough for a GPU's tiles
@@ -50,10 +51,10 @@ class PipelineJob(Job[PipelineRecord]):
     def directories(self) -> list[Path]:
         return apart([*super().directories(), self.home])
 
-    def finish(self, callback: Callback, measuring: Measuring) -> PipelineRecord:
+    def finish(self, events: Events) -> PipelineRecord:
         policy = make_policy(self.schedule, self.state.policy or None)
         keeper = PipelineKeeper(self.home, self.run.args.save_steps, self.state)
-        trainer = Trainer(self.session, self.runs, callback, measuring, policy, keeper, self.state.step)
+        trainer = Trainer(self.session, self.runs, events, policy, keeper, self.state.step)
         trainer.end(self.state.ended)
         trainer.train()
         return write_pipeline(self.home, trainer, self.args, self.schedule, self.batch_tokens)

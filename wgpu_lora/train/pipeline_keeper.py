@@ -72,6 +72,7 @@ class PipelineKeeper:
         link_members(self.directory, (run.directory for run in trainer.runs))
         for run in moved:
             replace_directory(run.directory / NEXT, run.directory / LAST)
+            trainer.events.saved(run.directory / LAST, run.state.step, run.name)
         self.state = state
 
 

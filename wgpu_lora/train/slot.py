@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from wgpu_lora.data import Prepared, write_skipped
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import SILENT, Evaluating, Events
 from wgpu_lora.formats.peft import AdapterConfig, read_adapter, write_adapter
 from wgpu_lora.formats.tokenizer_files import write_tokenizer
 from wgpu_lora.models.lora import Matrices, SlotSpec
@@ -32,8 +32,6 @@ from wgpu_lora.train.state import RunState
 from wgpu_lora.train.stream import DataStream
 
 LOGGING_STEPS, SHORT = 10, 100  # a run of no more steps than SHORT logs every one
-# Called while a held-out loss is measured: the run, rows that are done, and the loss once it is known.
-Measuring = Callable[["AdapterRun", int, float | None], None]
 
 
 @dataclass
@@ -172,12 +170,13 @@ class AdapterRun:
         rises = args.lr_scheduler_type != "constant"
         return warmup_steps(total, args.warmup_ratio, args.warmup_steps) if rises else 0
 
-    def save(self, session: Session) -> None:
+    def save(self, session: Session, events: Events = SILENT) -> None:
         """Keeps a checkpoint of this step, and the newest --save-total-limit of those before."""
         steps = self.directory / checkpoint.STEPS
         final = steps / f"step-{self.state.step}"
         if not final.is_dir():  # else saved, or resumed from, at this very step
             self.write_checkpoint(session, final)
+            events.saved(final, self.state.step, None)
         checkpoint.remove_old(steps, self.args.save_total_limit)
 
     def save_epoch(self, session: Session, number: int) -> None:
@@ -217,14 +216,16 @@ class AdapterRun:
         matrices = session.adapters.read(session.device, self.slot)
         write_adapter(directory, adapter_tensors(matrices, self.adapter), self.adapter)
 
-    def measure_heldout(self, session: Session, watch: Measuring) -> float | None:
+    def measure_heldout(self, session: Session, events: Events) -> float | None:
         """The held-out loss, or None without one that is finite; a new best one keeps a checkpoint in best/.
 
         Before the first step it is only what later ones are compared with.
         """
         if not self.heldout or not session.evaluator:
             return None
-        loss, _ = session.evaluator.loss(self.heldout.rows, self.slot, lambda rows: watch(self, rows, None))
+        at = Evaluating(0, len(self.heldout.rows), step=self.state.step, adapter=self.name or None)
+        rows = self.heldout.rows
+        loss, _ = session.evaluator.loss(rows, self.slot, lambda done: events.evaluating(replace(at, rows=done)))
         if not math.isfinite(loss):
             return None
         state = self.state
@@ -234,7 +235,8 @@ class AdapterRun:
         elif state.best_eval_loss is None or loss < state.best_eval_loss:
             state.best_eval_loss, state.best_step = loss, state.step
             self.write_checkpoint(session, self.directory / BEST)
-        watch(self, len(self.heldout.rows), loss)
+            events.saved(self.directory / BEST, state.step, at.adapter)
+        events.evaluating(replace(at, rows=at.total, loss=loss))
         return loss
 
     # -- end -------------------------------------------------------------------------------------------------------

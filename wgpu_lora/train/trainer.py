@@ -5,21 +5,20 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from wgpu_lora.data import pack
+from wgpu_lora.events import Evaluating, Events, Passing
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.signals import handled
 from wgpu_lora.train.policy import Policy, Standing, Synchronized
-from wgpu_lora.train.progress import Progress, StepResult
+from wgpu_lora.train.progress import Progress
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.session import Session
-from wgpu_lora.train.slot import AdapterRun, Measuring
-
-Callback = Callable[[StepResult], bool | None]  # what is True ends the run after this step
+from wgpu_lora.train.slot import AdapterRun
 
 
 class _Interrupted(Exception):
@@ -43,7 +42,7 @@ class StepKeeper:
 
     def save(self, trainer: Trainer) -> None:
         if self.run.state.step or trainer.interrupted:
-            self.run.save(trainer.session)
+            self.run.save(trainer.session, trainer.events)
 
     def due(self, trainer: Trainer) -> bool:
         state, every = self.run.state, self.run.args.save_steps
@@ -62,15 +61,14 @@ class Trainer:
 
     session: Session
     runs: Sequence[AdapterRun]
-    callback: Callback = lambda result: None
-    measuring: Measuring = lambda run, rows, loss: None
+    events: Events = field(default_factory=Events)
     policy: Policy = field(default_factory=Synchronized)
     keeper: Keeper | None = None
     step: int = 0
     signal: str | None = None
     records: dict[int, RunRecord] = field(default_factory=dict)
     _stop: threading.Event = field(default_factory=threading.Event)
-    _asked: bool = False  # whether it was the callback that stopped it
+    _asked: bool = False  # whether it was `events.step` that stopped it
 
     def __post_init__(self) -> None:
         self.all = [Progress(run, self.session, self.policy.eval_steps) for run in self.runs]
@@ -102,18 +100,13 @@ class Trainer:
     def _measure_start(self) -> None:
         """The held-out losses that later ones are compared with, by people and by policies."""
 
-        def watch(run: AdapterRun, rows: int, loss: float | None) -> None:
-            if self.interrupted and loss is None:
-                raise _Interrupted
-            self.measuring(run, rows, loss)
-
         for progress in self.all:
             run, state = progress.run, progress.run.state
             wanted = run.args.eval_on_start or self.policy.eval_steps
             new = run.heldout and not state.step and state.first_eval_loss is None and not progress.ended
             if wanted and new:
                 with suppress(_Interrupted):  # nothing is lost: it is measured when the run is resumed
-                    progress.measure_start(watch)
+                    progress.measure_start(_Interruptible(self))
 
     def _live(self) -> list[Progress]:
         """Those that have work left; the others are ended, if they are not yet."""
@@ -176,8 +169,8 @@ class Trainer:
 
     def _after(self, progress: Progress) -> None:
         if progress.heldout_due():
-            progress.measure_heldout(self.measuring)
-        if self.callback(progress.logged()) is True:
+            progress.measure_heldout(self.events)
+        if self.events.step(progress.logged()) is True:
             self._asked = True
             self._stop.set()
         if progress.run.name and progress.epoch_done:
@@ -191,7 +184,7 @@ class Trainer:
         for progress in ending:
             progress.ended = reasons[progress.run.slot]
             if progress.ended == "target seconds":
-                progress.close(self.measuring)
+                progress.close(self.events)
         assert self.keeper is not None
         self.keeper.save(self)
         for progress in ending:
@@ -201,7 +194,7 @@ class Trainer:
 
     @property
     def interrupted(self) -> bool:
-        """Whether something else than the callback asked for an end."""
+        """Whether something else than `events.step` asked for an end."""
         return self._stop.is_set() and not self._asked
 
     def stop(self, signal_name: str | None = None) -> None:
@@ -216,3 +209,16 @@ class Trainer:
             return
         with handled(lambda number: self.stop(signal.Signals(number).name)):
             yield
+
+
+class _Interruptible(Passing):
+    """Leaves the measuring of a held-out loss as soon as a run is interrupted."""
+
+    def __init__(self, trainer: Trainer):
+        super().__init__(trainer.events)
+        self._trainer = trainer
+
+    def evaluating(self, evaluating: Evaluating) -> None:
+        if self._trainer.interrupted and evaluating.loss is None:
+            raise _Interrupted
+        super().evaluating(evaluating)
