@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ class StepResult:
     """A slot's optimizer step.
 
     adapter: its name in a pipeline, None for a run by itself. tokens: trained so far; step_tokens: in this step;
-    step_processed_tokens: that went through the model in this step, prompts included.
+    step_processed_tokens: that went through the model in this step, prompts included. metrics: the objective's.
     seconds: of the step alone, held-out loss excluded; where slots share a step, this one's part of it by tokens.
     """
 
@@ -78,6 +78,7 @@ class StepResult:
     slot: int = 0
     step_tokens: int = 0
     step_processed_tokens: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Events:

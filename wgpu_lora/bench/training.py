@@ -193,7 +193,7 @@ class _Watch(Events):
 
     def step(self, result: StepResult) -> None:
         step = next(self._steps)
-        rows = [self._stream.prepared.rows[i] for batch in step.micro_batches for i in batch]
+        rows = [row for sample in step.samples for row in self._stream.prepared.samples[sample]]
         self.ended.append(time.perf_counter())
         self.seconds.append(result.seconds)
         self.samples.append(len(rows))
