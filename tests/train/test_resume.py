@@ -26,7 +26,7 @@ from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import Job, prepare_job
 from wgpu_lora.train.output import LOG, read_log
 from wgpu_lora.train.records import RUN, RunRecord
-from wgpu_lora.train.trainer import Trainer
+from wgpu_lora.train.trainer import StepKeeper, Trainer
 
 # Run in a child process, so that it can be killed: argv = options as JSON, the step to die after (0: never).
 CHILD = """
@@ -176,7 +176,7 @@ def test_a_full_disk_keeps_what_was_saved(device: Device, tmp_path: Path) -> Non
     run.run.prepare_directory()
     session.allocate()
     run.run.place(session)
-    Trainer(session, [run.run]).train()
+    Trainer(session, [run.run], StepKeeper(run.run)).train()
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     run.run.state.step += 1
     try:

@@ -53,7 +53,7 @@ def _train(args: TrainingArguments, tasks: list[AdapterTask], schedule: str, bat
     with Table(job) as table:
         record = job.train(table)
     code = report(record, job.home)
-    if draw_curves({run.name: run.directory for run in job.runs}, job.home / CURVES):
+    if draw_curves({run.adapter_name: run.directory for run in job.runs}, job.home / CURVES):
         line("curves", str(job.home / CURVES))
     else:
         line("curves", f"not drawn: matplotlib is missing; {pip_line('plot')}")
@@ -84,12 +84,12 @@ class Table(Starting):
 
     def __init__(self, job: PipelineJob):
         super().__init__(job)
-        self._runs = {run.name: run for run in job.runs}
+        self._runs = {run.adapter_name: run for run in job.runs}
         self._said: dict[str, float] = {}
-        self._rows: dict[str, StepResult | None] = {run.name: None for run in job.runs}
+        self._rows: dict[str, StepResult | None] = {run.adapter_name: None for run in job.runs}
         self._heldout: dict[str, float] = {}
         self._steps = job.state.step
-        self._own = {run.name: job.state.steps.get(run.name, 0) for run in job.runs}
+        self._own = {run.adapter_name: job.state.steps.get(run.adapter_name, 0) for run in job.runs}
         self._live: Any = None
 
     def __enter__(self) -> Table:

@@ -29,7 +29,7 @@ from wgpu_lora.train.resume import outlook, plan_of, refuse_used
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun
 from wgpu_lora.train.stream import DataStream, group_lengths, quarters
-from wgpu_lora.train.trainer import Trainer
+from wgpu_lora.train.trainer import StepKeeper, Trainer
 
 
 @dataclass(repr=False)
@@ -37,7 +37,7 @@ class FinetuneJob(Job[RunRecord]):
     """The run of one adapter, in slot 0."""
 
     def finish(self, events: Events) -> RunRecord:
-        return Trainer(self.session, self.runs, events).train()[self.run.slot]
+        return Trainer(self.session, self.runs, StepKeeper(self.run), events).train()[self.run.slot]
 
 
 def with_demo_data(args: TrainingArguments) -> TrainingArguments:
@@ -86,7 +86,7 @@ def read_run(
     args: TrainingArguments,
     model: LoadedModel,
     slot: int = 0,
-    name: str = "",
+    name: str | None = None,
     weight: float = 1.0,
     rows: Mapping[str, Source] | None = None,
     own: Collection[str] = (),

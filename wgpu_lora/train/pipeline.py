@@ -54,7 +54,7 @@ class PipelineJob(Job[PipelineRecord]):
     def finish(self, events: Events) -> PipelineRecord:
         policy = make_policy(self.schedule, self.state.policy or None)
         keeper = PipelineKeeper(self.home, self.run.args.save_steps, self.state)
-        trainer = Trainer(self.session, self.runs, events, policy, keeper, self.state.step)
+        trainer = Trainer(self.session, self.runs, keeper, events, policy, self.state.step)
         trainer.end(self.state.ended)
         trainer.train()
         return write_pipeline(self.home, trainer, self.args, self.schedule, self.batch_tokens)
@@ -102,7 +102,7 @@ def prepare_pipeline(
         for slot, (task, one, resumed) in enumerate(zip(tasks, per_task, starts, strict=True))
     ]
     if schedule == "priority-val-loss":
-        blind = [run.name for run in runs if not run.heldout]
+        blind = [run.adapter_name for run in runs if not run.heldout]
         if blind:
             raise UserError(
                 f"{setting('schedule', schedule)} needs held-out data, but adapter '{blind[0]}' has none: give it "
@@ -117,10 +117,10 @@ def prepare_pipeline(
             f"with: {difference(state.identity, identity)}."
         )
     for run in runs:  # one that had finished goes on where it is to go further now
-        if state.ended.get(run.name) in FINISHED and state.steps[run.name] < run.stream.total_steps():
-            del state.ended[run.name]
-        elif state.ended.get(run.name, FINISHED[0]) not in FINISHED:
-            failed = f"resumed: {OUTCOMES[state.ended[run.name]]} already, and stays as it is"
+        if state.ended.get(run.adapter_name) in FINISHED and state.steps[run.adapter_name] < run.stream.total_steps():
+            del state.ended[run.adapter_name]
+        elif state.ended.get(run.adapter_name, FINISHED[0]) not in FINISHED:
+            failed = f"resumed: {OUTCOMES[state.ended[run.adapter_name]]} already, and stays as it is"
             run.notes = (*(note for note in run.notes if not note.startswith("resumed: ")), failed)
     try:
         make_policy(schedule, state.policy)

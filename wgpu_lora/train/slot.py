@@ -185,7 +185,7 @@ class AdapterRun(Run):
         if not self.heldout or not session.heldout:
             return {}
         stream = DataStream(self.heldout, self.args)
-        at = Evaluating(0, len(self.heldout.rows), step=self.state.step, adapter=self.name or None)
+        at = Evaluating(0, len(self.heldout.rows), step=self.state.step, adapter=self.name)
         found = heldout_loss(session, stream, self.slot, lambda rows: events.evaluating(replace(at, rows=rows)))
         loss = found["loss"]
         if not all(map(math.isfinite, found.values())):

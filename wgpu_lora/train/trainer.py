@@ -32,6 +32,11 @@ class Keeper(Protocol):
 
     def due(self, trainer: Trainer) -> bool:
         """Whether to save after this step."""
+        ...
+
+    def epoch_done(self, run: AdapterRun, number: int, trainer: Trainer) -> None:
+        """A run has taken the last step of an epoch, by its number from 1."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,9 @@ class StepKeeper:
         state, every = self.run.state, self.run.args.save_steps
         return bool(every) and state.step % every == 0 and state.step < state.total_steps
 
+    def epoch_done(self, run: AdapterRun, number: int, trainer: Trainer) -> None:
+        """Nothing: checkpoints are kept by step."""
+
 
 @dataclass
 class Trainer:
@@ -61,9 +69,9 @@ class Trainer:
 
     session: Session
     runs: Sequence[AdapterRun]
+    keeper: Keeper
     events: Events = field(default_factory=Events)
     policy: Policy = field(default_factory=Synchronized)
-    keeper: Keeper | None = None
     step: int = 0
     signal: str | None = None
     records: dict[int, RunRecord] = field(default_factory=dict)
@@ -72,7 +80,6 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.all = [Progress(run, self.session, self.policy.eval_steps) for run in self.runs]
-        self.keeper = self.keeper or StepKeeper(self.runs[0])
 
     def train(self) -> dict[int, RunRecord]:
         """Runs to the end and writes everything; returns `records`.
@@ -92,7 +99,7 @@ class Trainer:
     def end(self, reasons: Mapping[str, str]) -> None:
         """Ends slots, by name, that had ended before this run was interrupted."""
         for progress in self.all:
-            reason = reasons.get(progress.run.name)
+            reason = reasons.get(progress.run.adapter_name)
             if reason:
                 progress.ended = reason
                 self.records[progress.run.slot] = progress.run.finish(self.session, reason)
@@ -138,7 +145,6 @@ class Trainer:
             if reasons[progress.run.slot] == "non-finite" and not self._sound(progress):
                 progress.run.fall_back(self.session)
         self._retire(reasons)
-        assert self.keeper is not None
         if self.keeper.due(self):
             self.keeper.save(self)
 
@@ -170,8 +176,8 @@ class Trainer:
         if self.events.step(progress.logged()) is True:
             self._asked = True
             self._stop.set()
-        if progress.run.name and progress.epoch_done:
-            progress.run.save_epoch(self.session, progress.epoch_done)
+        if progress.epoch_done:
+            self.keeper.epoch_done(progress.run, progress.epoch_done, self)
 
     def _retire(self, reasons: dict[int, str]) -> None:
         """Ends slots: saves, then writes what they leave behind."""
@@ -182,7 +188,6 @@ class Trainer:
             progress.ended = reasons[progress.run.slot]
             if progress.ended == "target seconds":
                 progress.close(self.events)
-        assert self.keeper is not None
         self.keeper.save(self)
         for progress in ending:
             assert progress.ended
