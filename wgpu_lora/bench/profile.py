@@ -162,8 +162,8 @@ def profile_step(step: TrainingStep, rounds: int = 5, on_round: Callable[[], Non
     """
     session = step.session
     step.seconds(0, WARMUP)
-    _, program = session.step_for(step.rows * step.tokens)
-    programs = [program, session.optimizer.program]
+    [batch] = session.steps.values()
+    programs = [batch.program, session.optimizer.program]
     timer = Timer(session.device)
     try:
         whole, device, each = [], [], []

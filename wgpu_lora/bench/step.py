@@ -23,6 +23,7 @@ from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.initial import initial_matrices
 from wgpu_lora.train.memory import both, check_adapters
+from wgpu_lora.train.objectives.base import Group
 from wgpu_lora.train.optimizer import SlotUpdate
 from wgpu_lora.train.session import Session
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
@@ -73,7 +74,7 @@ class TrainingStep:
             model, adapters, [bucket], positions=tokens, recompute=checkpointing, compute_dtype=compute_dtype
         )
         self.trained = rows * (tokens - 1)
-        self._segments: list[Segment] = []
+        self._groups: list[Group] = []
         self._count = 0
 
     def allocate(self) -> None:
@@ -84,15 +85,13 @@ class TrainingStep:
             matrices = initial_matrices(0, number, shapes[key[1]], adapters.rank)
             adapters.write(self.session.device, 0, {key: matrices})
         ids = made_up_rows(self.rows, self.tokens, self.model.config.vocab_size)
-        self._segments = [Segment(row, row, 0, 1 / self.trained) for row in ids]
+        self._groups = [Group((Segment(row, row),), weight=1 / self.trained) for row in ids]
 
     def run(self) -> float:
         """One optimizer step as the trainer takes it; the mean loss of the trained tokens."""
         session, device = self.session, self.session.device
-        session.optimizer.begin(device)
-        inputs, program = session.step_for(self.rows * self.tokens)
-        inputs.upload(device, self._segments)
-        program.run()
+        session.begin()
+        session.accumulate(self._groups)
         self._count += 1
         report = session.optimizer.apply(device, {0: SlotUpdate(self._count, LEARNING_RATE)})[0]
         return report.loss_sum / self.trained
