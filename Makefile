@@ -43,7 +43,7 @@ test-reference: setup .venv/reference  ## regenerate and compare golden fixtures
 
 # The device tests with lavapipe's other subgroup sizes (`make test` uses the default one), then the core subset without
 # subgroups, with WebGPU's default limits, and with another vendor's compiler.
-GPU_TESTS := $(addsuffix .py,$(addprefix tests/,gpu/test_kernels gpu/test_program models/test_weights models/test_logits infer/test_generate \
+GPU_TESTS := $(addsuffix .py,$(addprefix tests/,gpu/test_kernels gpu/test_program weights/test_dense models/test_logits infer/test_generate \
   infer/test_evaluate train/test_training_golden train/test_resume))
 test-drivers: setup  ## device tests with other subgroup sizes, without subgroups, default limits, another driver
 	scripts/install_vulkan.sh --swiftshader .drivers

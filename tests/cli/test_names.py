@@ -17,8 +17,8 @@ import wgpu_lora
 from wgpu_lora.cli import app, main
 from wgpu_lora.cli.elsewhere import INSTEAD
 from wgpu_lora.cli.options import MOST_USED
-from wgpu_lora.formats.gguf.mix import FILE_TYPES
-from wgpu_lora.formats.merge import DTYPES
+from wgpu_lora.export.merge import DTYPES
+from wgpu_lora.export.mix import FILE_TYPES
 from wgpu_lora.names import allowed
 from wgpu_lora.names.aliases import aliases_of
 from wgpu_lora.names.instead import ANYWHERE, SENTENCES
@@ -114,7 +114,10 @@ def test_choices_are_those_that_are_there() -> None:
         ("finetune --load-in-4bits", "--load-in-4bits is not needed: the base is NF4 by default"),
         ("generate --load_in_4bit", "--load-in-4bit is not needed: the base is NF4 by default"),
         ("finetune --bf16 True", "--compute-dtype bf16 rounds activations, and --base-dtype bf16 keeps the base so."),
-        ("finetune --optim=adamw_torch", "--optim does not exist here: the optimizer is AdamW"),
+        ("finetune --optim=adafactor", "--optim must be one of adamw, not adafactor."),
+        ("finetune --optim_args=x", "--optim-args does not exist here: --optim names the optimizer"),
+        ("finetune --betas 0.9", "--betas is --adam-beta1 and --adam-beta2."),
+        ("finetune --beta2 1", "--adam-beta2 must be at least 0 and less than 1, not 1.0."),
         ("finetune --report_to none", "--report-to does not exist here: every step is in log.jsonl"),
         ("finetune --eval_strategy steps", "every --eval-steps steps."),
         ("finetune --packing_strategy bfd", "--packing-strategy does not exist here"),

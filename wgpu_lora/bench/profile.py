@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bench.step import WARMUP, TrainingStep
-from wgpu_lora.formats.atomic import write_bytes_atomic
 from wgpu_lora.gpu.choices import Choices
 from wgpu_lora.gpu.program import Dispatch, Program
 from wgpu_lora.gpu.timer import Timer
@@ -163,8 +163,8 @@ def profile_step(step: TrainingStep, rounds: int = 5, on_round: Callable[[], Non
     """
     session = step.session
     step.seconds(0, WARMUP)
-    _, program = session.step_for(step.rows * step.tokens)
-    programs = [program, session.optimizer.program]
+    [batch] = session.steps.values()
+    programs = [batch.program, session.optimizer.program]
     timer = Timer(session.device)
     try:
         whole, device, each = [], [], []

@@ -39,7 +39,9 @@ def plan(
     fits = available is None or memory.peak <= available
     ways = [] if available is None or fits else ways_to_fit(available, job.run.args, job.replan)
     buckets = sorted(session.steps)
-    steps = {run.name: run.stream.total_steps() for run in job.runs}
+    steps = [run.stream.total_steps() for run in job.runs]
+    several = bool(adapters or adapters_config)
+    named = zip(job.runs, steps, strict=True)
     if as_json:
         print_json(
             {
@@ -51,9 +53,9 @@ def plan(
                 "fits": fits,
                 "ways": [asdict(way) for way in ways],
                 "buckets": [
-                    {"tokens": tokens, "activations": session.steps[tokens][1].plan().nbytes} for tokens in buckets
+                    {"tokens": tokens, "activations": session.steps[tokens].program.plan().nbytes} for tokens in buckets
                 ],
-                "steps": steps if adapters or adapters_config else steps[""],
+                "steps": {run.adapter_name: count for run, count in named} if several else steps[0],
             }
         )
         return 0
@@ -72,7 +74,10 @@ def plan(
         table.add_row(name, f"{nbytes:,}", readable(nbytes))
     console().print(table)
     for tokens in buckets:
-        line("batch", f"of up to {tokens:,} tokens: {readable(session.steps[tokens][1].plan().nbytes)} of activations")
+        line(
+            "batch",
+            f"of up to {tokens:,} tokens: {readable(session.steps[tokens].program.plan().nbytes)} of activations",
+        )
     known = budget.source if available is None else f"{readable(available)}: {budget.source}"
     verdict = "" if available is None else "; it fits" if fits else "; it does not fit"
     advice = ""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
+from wgpu_lora.events import SILENT, Events, Tuning
 from wgpu_lora.gpu.choices import ChoiceFile, Entry, choice_key, nearest, same_shader, shader_digest
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.errors import ShaderError
@@ -22,42 +22,6 @@ SECONDS = 15.0  # of tuning, compilation included
 RUNS = 3  # timed runs of a tiling, after two that are not
 GAIN = 0.03  # a tiling must be so much faster than the default to replace it
 NMSE = 1e-10  # of a tiling's result against the float64 reference; half operands are rounded before
-
-
-@dataclass
-class Tuning:
-    """What there is to time, and how far that is.
-
-    Attributes:
-        sizes: kernel sizes that have to be timed on this device, and `tilings` of them in all.
-        limit: seconds that tuning may take; nothing is begun that would take longer.
-        each: seconds that a tiling took here so far, compilation included; None before the first ever.
-        longest: seconds of the one that took longest since the beginning, so that the next keeps to the limit.
-        kernel: the one at hand.
-        sizes_done, tilings_done, seconds: since the beginning.
-        over: whether this is the last that is heard of it.
-    """
-
-    sizes: int
-    tilings: int
-    limit: float
-    each: float | None = None
-    longest: float = 0.0
-    kernel: str = ""
-    sizes_done: int = 0
-    tilings_done: int = 0
-    seconds: float = 0.0
-    over: bool = False
-
-    @property
-    def expected(self) -> float | None:
-        """Seconds of the whole, None where nothing is known yet."""
-        if self.each is None:
-            return None
-        return min(self.limit, self.seconds + (self.tilings - self.tilings_done) * self.each)
-
-
-Watch = Callable[[Tuning], None]
 
 
 def wanted(asked: bool) -> bool:
@@ -86,14 +50,14 @@ class Tuner:
         calls = self._calls(programs)
         return self._outlook(calls, self.file.read(_digests(calls)))
 
-    def tune(self, programs: Iterable[Program], watch: Watch = lambda tuning: None) -> dict[str, Tiling]:
+    def tune(self, programs: Iterable[Program], events: Events = SILENT) -> dict[str, Tiling]:
         """Choices for every heavy call of the programs, measured now or read from the cache.
 
         Nothing of the programs is run. The largest work comes first, so that little time is spent where it matters
         most.
 
         Args:
-            watch: called before each tiling that is timed, and once at the end, where any was.
+            events: told of `tuning`.
         """
         calls = self._calls(programs)
         digests = _digests(calls)
@@ -105,7 +69,7 @@ class Tuner:
                 if key in known or len(self._tilings(call)) < 2:
                     continue
                 digest = digests[call.kernel.name]
-                entry = self._taken_over(key, call, known) or self._measure(call, digest, tuning, begin, watch)
+                entry = self._taken_over(key, call, known) or self._measure(call, digest, tuning, begin, events)
                 if entry:
                     fresh[key] = known[key] = entry
         finally:  # what was found before an interrupt is worth keeping
@@ -113,7 +77,7 @@ class Tuner:
                 self.file.add(fresh, digests)
         if tuning.tilings_done:
             tuning.seconds, tuning.over = time.perf_counter() - begin, True
-            watch(tuning)
+            events.tuning(tuning)
         return {key: known[key].tiling for key in calls if key in known}
 
     def _tilings(self, call: Dispatch) -> list[Tiling]:
@@ -156,7 +120,7 @@ class Tuner:
             return None
         return Entry(call.kernel.name, known[like].digest, tiling, like=like)
 
-    def _measure(self, call: Dispatch, digest: str, tuning: Tuning, begin: float, watch: Watch) -> Entry | None:
+    def _measure(self, call: Dispatch, digest: str, tuning: Tuning, begin: float, events: Events) -> Entry | None:
         """The best tiling of a call and what each took; the default where no time is left, None where none is right."""
         tilings = self._tilings(call)
         started = time.perf_counter()
@@ -168,7 +132,7 @@ class Tuner:
                     return Entry(call.kernel.name, digest, tilings[0])
                 break
             tuning.kernel = call.kernel.name
-            watch(tuning)
+            events.tuning(tuning)
             if self._is_right(call, tiling):
                 timed.append((self._seconds(call, tiling), tiling))
             tuning.tilings_done += 1

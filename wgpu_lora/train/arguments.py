@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.aliases import real_names
-from wgpu_lora.names.allowed import COMPUTE_DTYPES, LINEAR_PATHS, LR_SCHEDULERS, OVERFLOW
+from wgpu_lora.names.aliases import real_names, real_value
+from wgpu_lora.names.allowed import COMPUTE_DTYPES, LR_SCHEDULERS, OVERFLOW
 from wgpu_lora.names.naming import Naming, flag, naming
 from wgpu_lora.train.declared import Range, check, kinds, option, require
+from wgpu_lora.train.objectives import OBJECTIVES
+from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.weights.registry import BASE_FORMATS, DEFAULT_FORMAT
 
 # What may differ between a run and its resumption: it changes what is written, not what is trained.
@@ -80,7 +82,9 @@ class TrainingArguments:
     lora_alpha: float = option(32, ADAPTER, "Scale: alpha / r multiplies the adapter's output.", within=POSITIVE)
     lora_dropout: float = option(0.0, ADAPTER, "Dropout on the adapter's input.", within=Range(at_least=0, below=1))
     use_rslora: bool = option(False, ADAPTER, "Scale by alpha / sqrt(r) instead.")
-    target_modules: str = option("all-linear", ADAPTER, "'all-linear', or names such as q_proj,v_proj.")
+    target_modules: str = option(
+        "all-linear", ADAPTER, "'all-linear', names such as q_proj,v_proj, or a regular expression over modules' paths."
+    )
     learning_rate: float = option(2e-4, OPTIMISATION, "Peak learning rate.", within=NOT_NEGATIVE)
     lr_scheduler_type: str = option(
         "cosine", OPTIMISATION, "How the learning rate changes over the steps.", choices=LR_SCHEDULERS
@@ -97,7 +101,14 @@ class TrainingArguments:
         "Steps over which the learning rate rises, instead of a share of them, if positive.",
         within=NOT_NEGATIVE,
     )
-    weight_decay: float = option(0.0, OPTIMISATION, "Decoupled weight decay of AdamW.", within=NOT_NEGATIVE)
+    objective: str = option("sft", OPTIMISATION, "What is learnt from the rows.", choices=OBJECTIVES)
+    optim: str = option("adamw", OPTIMISATION, "The optimizer.", choices=OPTIMIZERS)
+    weight_decay: float = option(0.0, OPTIMISATION, "Decoupled weight decay.", within=NOT_NEGATIVE)
+    adam_beta1: float = option(0.9, OPTIMISATION, "Decay of AdamW's first moment.", within=Range(at_least=0, below=1))
+    adam_beta2: float = option(
+        0.999, OPTIMISATION, "Decay of AdamW's second moment.", within=Range(at_least=0, below=1)
+    )
+    adam_epsilon: float = option(1e-8, OPTIMISATION, "Added to the root of AdamW's second moment.", within=POSITIVE)
     max_grad_norm: float = option(
         1.0, OPTIMISATION, "Clip the gradient's global norm to this; 0 does not clip.", within=NOT_NEGATIVE
     )
@@ -169,23 +180,9 @@ class TrainingArguments:
     def __post_init__(self) -> None:
         for item in fields(self):
             check(item.name, getattr(self, item.name), item.metadata)
-        self.modules()
-        self.budget()
-
-    def modules(self) -> tuple[str, ...]:
-        """The module names that target_modules stands for."""
-        if self.target_modules == "all-linear":
-            return tuple(LINEAR_PATHS)
-        names = tuple(n.strip() for n in self.target_modules.split(",") if n.strip())
-        for name in names:
-            if name not in LINEAR_PATHS:
-                raise UserError(
-                    f"{flag('target_modules')} has no '{name:.40}': choose among {', '.join(LINEAR_PATHS)}, or "
-                    "'all-linear'."
-                )
-        if not names:
+        if not self.target_modules.strip(" ,"):
             raise UserError(f"{flag('target_modules')} is empty: name at least one module, or use 'all-linear'.")
-        return tuple(n for n in LINEAR_PATHS if n in names)
+        self.budget()
 
     def budget(self) -> int | None:
         """memory_budget in bytes."""
@@ -268,4 +265,4 @@ def _typed(name: str, value: Any, parts: list[str], where: str) -> Any:
     if not fits:
         kind = " or ".join(_TYPES[part] for part in parts if part != "None")
         raise UserError(f"{where}: {flag(name)} must be {kind}, not {value!r}.")
-    return value
+    return real_value(name, value)

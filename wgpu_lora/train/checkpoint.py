@@ -1,9 +1,10 @@
-"""A checkpoint directory: the adapter as PEFT has it, both moments, and where the run stood."""
+"""A checkpoint directory: the adapter as PEFT has it, the optimizer's state, and where the run stood."""
 
 from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,21 +13,21 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
+from wgpu_lora.atomic import replace_directory, sweep
 from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import replace_directory, sweep
 from wgpu_lora.formats.checkpoint import read_header
+from wgpu_lora.formats.file_names import TEMPLATE, TOKENIZER
 from wgpu_lora.formats.peft import (
     CONFIG,
     WEIGHTS,
     AdapterConfig,
+    Matrices,
     adapter_files,
-    module_path,
     read_adapter,
     tensor_name,
 )
-from wgpu_lora.formats.tokenizer_files import TEMPLATE, TOKENIZER
-from wgpu_lora.models.lora import AdapterSet, Matrices
+from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.names.naming import flag
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.manifest import damage, write_manifest
@@ -50,17 +51,17 @@ WRITTEN = re.compile(
 def adapter_tensors(matrices: Matrices, config: AdapterConfig) -> dict[str, np.ndarray]:
     """PEFT's names and shapes: each module at its own rank."""
     tensors = {}
-    for (layer, module), (a, b) in matrices.items():
-        rank = config.rank(module_path(layer, module))
-        tensors[tensor_name(layer, module, "A")] = np.ascontiguousarray(a[:rank])
-        tensors[tensor_name(layer, module, "B")] = np.ascontiguousarray(b[:, :rank])
+    for module, (a, b) in matrices.items():
+        rank = config.rank(module)
+        tensors[tensor_name(module, "A")] = np.ascontiguousarray(a[:rank])
+        tensors[tensor_name(module, "B")] = np.ascontiguousarray(b[:, :rank])
     return tensors
 
 
 def write_checkpoint(
     final: Path, session: Session, slot: int, config: AdapterConfig, state: RunState, facts: dict[str, Any]
 ) -> None:
-    """Writes a slot's adapter, moments, state, metadata.json and manifest beside `final`, syncs and renames them.
+    """Writes a slot's adapter, optimizer and run state, metadata and manifest beside `final`, syncs and renames them.
 
     facts: `identity` (see AdapterRun) and `metadata`. Raises OSError when the disk refuses; what was at `final` is then
     as it was.
@@ -70,12 +71,8 @@ def write_checkpoint(
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         device, adapters, optimizer = session.device, session.adapters, session.optimizer
-        moments: dict[str, np.ndarray] = {}
-        for kind, pages in (("first_moment", optimizer.first_moment), ("second_moment", optimizer.second_moment)):
-            for (layer, module), pair in adapters.read(device, slot, pages).items():
-                moments |= {f"{layer}.{module}.{which}.{kind}": m for which, m in zip("AB", pair, strict=True)}
         files = adapter_files(adapter_tensors(adapters.read(device, slot), config), config)
-        files[OPTIMIZER] = save(moments)
+        files[OPTIMIZER] = save(optimizer.read_state(device, slot))
         files[METADATA] = (to_json(facts["metadata"], indent=1) + "\n").encode()
         files[STATE] = to_json(
             {"schema": SCHEMA, "state": asdict(state), "identity": facts["identity"]}, indent=1
@@ -181,8 +178,20 @@ def read_metadata(directory: Path) -> dict[str, Any]:
     return facts
 
 
+def modern(name: str, modules: Collection[str]) -> str:
+    """A state's name by the module's path, from that of version 0.1.0: '0.q_proj.A.first_moment'."""
+    layer, _, rest = name.partition(".")
+    module, _, which = rest.partition(".")
+    found = [m for m in modules if f".{layer}." in m and m.endswith(f".{module}")] if layer.isdecimal() else []
+    return f"{found[0]}.{which}" if len(found) == 1 else name
+
+
 def restore(directory: Path, session: Session, slot: int) -> None:
-    """Puts a checkpoint's adapter and moments on the device. Raises UserError where it is not whole, or another's."""
+    """Puts a checkpoint's adapter and the optimizer's state on the device.
+
+    Raises:
+        UserError: it is not whole, or another run's.
+    """
     check(directory)
     adapters: AdapterSet = session.adapters
     try:
@@ -193,22 +202,9 @@ def restore(directory: Path, session: Session, slot: int) -> None:
     expected = set(adapters.modules(slot))
     if set(matrices) != expected or any(e.dtype != "F32" for e in read_header(directory / WEIGHTS).values()):
         raise refuse(directory, f"{WEIGHTS} holds other modules, or another type, than the run trains")
-    pages = {"first_moment": session.optimizer.first_moment, "second_moment": session.optimizer.second_moment}
-    names = {(*key, which, kind) for key in expected for which in "AB" for kind in pages}
-    if set(stored) != {".".join(map(str, name)) for name in names}:
-        raise refuse(directory, f"{OPTIMIZER} holds other moments than the run has")
-    rank = adapters.specs[slot].rank
-
-    def moment(layer: int, module: str, which: str, kind: str) -> np.ndarray:
-        name = f"{layer}.{module}.{which}.{kind}"
-        values, matrix = stored[name], matrices[layer, module]["AB".index(which)]
-        shape = (rank, matrix.shape[1]) if which == "A" else (matrix.shape[0], rank)
-        fits = values.dtype == np.float32 and values.shape == shape and np.isfinite(values).all()
-        if not fits or (kind == "second_moment" and (values < 0).any()):
-            raise refuse(directory, f"{name} in {OPTIMIZER} is not a {kind} in float32 of shape {list(shape)}")
-        return values
-
-    moments = {kind: {key: (moment(*key, "A", kind), moment(*key, "B", kind)) for key in expected} for kind in pages}
+    stored = {modern(name, expected): values for name, values in stored.items()}
+    wrong = session.optimizer.fault(slot, matrices, stored)
+    if wrong:
+        raise refuse(directory, f"{OPTIMIZER} is not this run's: {wrong}")
     adapters.write(session.device, slot, matrices)
-    for kind, destination in pages.items():
-        adapters.write(session.device, slot, moments[kind], destination)
+    session.optimizer.write_state(session.device, slot, stored)

@@ -9,33 +9,35 @@ from typing import Any
 from wgpu_lora.assets import DEMO_HELDOUT, DEMO_TRAIN
 from wgpu_lora.data import Prepared, Source, prepare, training_data
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import Events
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.load import table_dtype
 from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import OUTPUT, PLAN, TrainingArguments
 from wgpu_lora.train.batching import fitted
-from wgpu_lora.train.initial import adapter_of, spec_of
+from wgpu_lora.train.initial import adapter_of
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.length import fit_length, shortened
 from wgpu_lora.train.memory import check_adapters
+from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.resume import outlook, plan_of, refuse_used
 from wgpu_lora.train.session import Session
-from wgpu_lora.train.slot import AdapterRun, Measuring
-from wgpu_lora.train.stream import DataStream, quarters
-from wgpu_lora.train.trainer import Callback, Trainer
+from wgpu_lora.train.slot import AdapterRun
+from wgpu_lora.train.stream import DataStream, group_lengths, quarters
+from wgpu_lora.train.trainer import StepKeeper, Trainer
 
 
 @dataclass(repr=False)
 class FinetuneJob(Job[RunRecord]):
     """The run of one adapter, in slot 0."""
 
-    def finish(self, callback: Callback, measuring: Measuring) -> RunRecord:
-        return Trainer(self.session, self.runs, callback, measuring).train()[self.run.slot]
+    def finish(self, events: Events) -> RunRecord:
+        return Trainer(self.session, self.runs, StepKeeper(self.run), events).train()[self.run.slot]
 
 
 def with_demo_data(args: TrainingArguments) -> TrainingArguments:
@@ -84,7 +86,7 @@ def read_run(
     args: TrainingArguments,
     model: LoadedModel,
     slot: int = 0,
-    name: str = "",
+    name: str | None = None,
     weight: float = 1.0,
     rows: Mapping[str, Source] | None = None,
     own: Collection[str] = (),
@@ -109,7 +111,8 @@ def read_run(
     args, length = fit_length(args, model.config.max_position_embeddings)
     args, adapter, initial = adapter_of(args, model.config)
     prepared = _prepare(args, model, training)
-    args, note = fitted(args, prepared.lengths, weight)
+    objective = objective_of(args)
+    args, note = fitted(args, group_lengths(prepared, objective), weight, objective.members)
     stream = DataStream(prepared, args)
     heldout = _prepare(args, model, held_out) if held_out else None
     chosen = {"length": length, "batches": note}
@@ -117,7 +120,7 @@ def read_run(
     if args.eval_steps and not heldout:
         eval_steps, eval_data = setting("eval_steps", args.eval_steps), flag("eval_data")
         notes.append(f"note: {eval_steps} does nothing, since no rows are held out; {eval_data} names some")
-    spec = spec_of(adapter, initial)
+    spec = SlotSpec.of(adapter, initial)
     digests = model.checkpoint.digest(), model.config.digest()
     return AdapterRun(slot, args, adapter, spec, initial, stream, heldout, *digests, name, tuple(notes))
 
@@ -146,7 +149,8 @@ def declared_as(model: LoadedModel, base_dtype: str) -> LoadedModel:
     decoder = model.decoder
     if decoder.base_dtype == base_dtype:
         return model
-    other = Decoder.declare(model.config, base_dtype, table_dtype(model.checkpoint), model.device.max_binding)
+    table = table_dtype(model.checkpoint, model.config)
+    other = Decoder.declare(model.config, base_dtype, table, model.device.max_binding)
     return replace(model, decoder=other, weights_loaded=False)
 
 
@@ -157,21 +161,26 @@ def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int
         batch_tokens: the most tokens of a batch, where several slots share them.
     """
     args = runs[0].args
-    heldout = [length for run in runs if run.heldout for length in run.heldout.lengths]
+    heldout = [length for run in runs if run.heldout for length in group_lengths(run.heldout, run.stream.objective)]
     buckets = runs[0].stream.buckets() if batch_tokens is None else quarters(batch_tokens)
     return Session(
         model,
         AdapterSet.declare(model.config, [run.spec for run in runs], model.device.max_binding),
         buckets,
-        positions=max([*heldout, *(length for run in runs for length in run.stream.prepared.lengths)]),
+        positions=max(
+            length for run in runs for data in (run.stream.prepared, run.heldout) if data for length in data.lengths
+        ),
         dropout=any(run.args.lora_dropout > 0 for run in runs),
         recompute=args.gradient_checkpointing,
         compute_dtype=args.compute_dtype,
+        objectives=[run.stream.objective for run in runs],
+        optim=args.optim,
         eval_tokens=max([buckets[-1], *heldout]) if heldout else 0,
     )
 
 
 def _prepare(args: TrainingArguments, model: LoadedModel, source: Source) -> Prepared:
+    objective = objective_of(args)
     return prepare(
         source,
         model.tokenizer,
@@ -181,4 +190,6 @@ def _prepare(args: TrainingArguments, model: LoadedModel, source: Source) -> Pre
         chat_template_kwargs=args.template_kwargs(),
         vocab_size=model.config.vocab_size,
         skip_bad_rows=args.skip_bad_rows,
+        read=objective.sample,
+        parts=objective.parts,
     )

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from wgpu_lora.data import write_skipped
+from wgpu_lora.data.tokenizer_files import write_tokenizer
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import SILENT, Evaluating, Events
 from wgpu_lora.formats.peft import read_adapter, write_adapter
-from wgpu_lora.formats.tokenizer_files import write_tokenizer
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.train import checkpoint, output
 from wgpu_lora.train.arguments import PLAN, TrainingArguments
 from wgpu_lora.train.card import write_card
 from wgpu_lora.train.checkpoint import BEST, EPOCH, adapter_tensors
 from wgpu_lora.train.facts import metadata, record_of
+from wgpu_lora.train.heldout import heldout_loss
 from wgpu_lora.train.initial import SeededMatrices
 from wgpu_lora.train.output import Log
 from wgpu_lora.train.records import RunRecord
@@ -28,9 +27,7 @@ from wgpu_lora.train.run import Run
 from wgpu_lora.train.schedule import learning_rate, warmup_steps
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.state import RunState
-
-# Called while a held-out loss is measured: the run, rows that are done, and the loss once it is known.
-Measuring = Callable[["AdapterRun", int, float | None], None]
+from wgpu_lora.train.stream import DataStream
 
 
 @dataclass
@@ -113,15 +110,13 @@ class AdapterRun(Run):
         session.adapters.write(session.device, self.slot, self.initial)
 
     def _place_first(self, session: Session) -> None:
-        """Puts what the run began with on the device, also where it was resumed; its moments become zero."""
+        """Puts what the run began with on the device, also where it was resumed; the optimizer's state becomes zero."""
         initial = self.initial
         if self.resumed_from:
             began = (checkpoint.read_metadata(self.resumed_from).get("options") or {}).get("init_adapter")
             initial = read_adapter(began)[1] if began else SeededMatrices(self.args, session.model.config)
         session.adapters.write(session.device, self.slot, initial)
-        zero = {key: (np.zeros_like(a), np.zeros_like(b)) for key, (a, b) in initial.items()}
-        for pages in (session.optimizer.first_moment, session.optimizer.second_moment):
-            session.adapters.write(session.device, self.slot, zero, pages)
+        session.optimizer.write_state(session.device, self.slot, {})
 
     # -- during ----------------------------------------------------------------------------------------------------
 
@@ -136,12 +131,13 @@ class AdapterRun(Run):
         rises = args.lr_scheduler_type != "constant"
         return warmup_steps(total, args.warmup_ratio, args.warmup_steps) if rises else 0
 
-    def save(self, session: Session) -> None:
+    def save(self, session: Session, events: Events = SILENT) -> None:
         """Keeps a checkpoint of this step, and the newest --save-total-limit of those before."""
         steps = self.directory / checkpoint.STEPS
         final = steps / f"step-{self.state.step}"
         if not final.is_dir():  # else saved, or resumed from, at this very step
             self.write_checkpoint(session, final)
+            events.saved(final, self.state.step, None)
         checkpoint.remove_old(steps, self.args.save_total_limit)
 
     def save_epoch(self, session: Session, number: int) -> None:
@@ -181,16 +177,19 @@ class AdapterRun(Run):
         matrices = session.adapters.read(session.device, self.slot)
         write_adapter(directory, adapter_tensors(matrices, self.adapter), self.adapter)
 
-    def measure_heldout(self, session: Session, watch: Measuring) -> float | None:
-        """The held-out loss, or None without one that is finite; a new best one keeps a checkpoint in best/.
+    def measure_heldout(self, session: Session, events: Events) -> dict[str, float]:
+        """The held-out `eval_loss` and metrics, {} where they are not finite; a new best one is kept in best/.
 
         Before the first step it is only what later ones are compared with.
         """
-        if not self.heldout or not session.evaluator:
-            return None
-        loss, _ = session.evaluator.loss(self.heldout.rows, self.slot, lambda rows: watch(self, rows, None))
-        if not math.isfinite(loss):
-            return None
+        if not self.heldout or not session.heldout:
+            return {}
+        stream = DataStream(self.heldout, self.args)
+        at = Evaluating(0, len(self.heldout.rows), step=self.state.step, adapter=self.name)
+        found = heldout_loss(session, stream, self.slot, lambda rows: events.evaluating(replace(at, rows=rows)))
+        loss = found["loss"]
+        if not all(map(math.isfinite, found.values())):
+            return {}
         state = self.state
         state.last_eval_loss = loss
         if not state.step:
@@ -198,8 +197,9 @@ class AdapterRun(Run):
         elif state.best_eval_loss is None or loss < state.best_eval_loss:
             state.best_eval_loss, state.best_step = loss, state.step
             self.write_checkpoint(session, self.directory / BEST)
-        watch(self, len(self.heldout.rows), loss)
-        return loss
+            events.saved(self.directory / BEST, state.step, at.adapter)
+        events.evaluating(replace(at, rows=at.total, loss=loss))
+        return {f"eval_{name}": value for name, value in found.items()}
 
     # -- end -------------------------------------------------------------------------------------------------------
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 
 from support.kernels import NONE, SLOT_ROWS, SLOTS, Arrays, add, normal, poison, u32, unslotted
+from wgpu_lora.gpu.struct import struct_array
 from wgpu_lora.ops import half, loss, norm, optimizer
+from wgpu_lora.train.objectives import sft
+from wgpu_lora.train.optimizers import adamw
 
 
 def normalise(rows: int, cols: int, accumulate: bool) -> None:
@@ -55,18 +60,30 @@ softmax(first=37)
 softmax(first=0)
 
 
-def finish(gradient: bool, rows: int = 67, cols: int = 37) -> None:
-    def make(rng: np.random.Generator) -> Arrays:
-        state, weight, dh = normal(rng, rows, 4) ** 2 + 0.1, normal(rng, rows), normal(rng, rows, cols)
-        weight[::3], state[::3], dh[::3] = 0, np.nan, np.nan
-        arrays = {"state": state.astype(np.float32), "weight": weight, "loss": poison(rows)}
-        return {**arrays, "head_rows": normal(rng, rows, cols), "dh": dh} if gradient else arrays
+def finished(rng: np.random.Generator, rows: int = 67, cols: int = 37, count: int = 61) -> Arrays:
+    """Rows from `count` on hold nothing, and of those before some have no weight."""
+    state, weights, dh = normal(rng, rows, 4) ** 2 + 0.1, normal(rng, rows), normal(rng, rows, cols)
+    weights[::3], state[:count:3], dh[:count:3] = 0, np.nan, np.nan
+    state[count:], weights[count:], dh[count:] = np.nan, np.nan, np.nan
+    arrays = {"state": state.astype(np.float32), "weights": weights, "count": u32(count)}
+    return {**arrays, "head_rows": normal(rng, rows, cols), "dh": dh}
 
-    add(loss.loss_finish, make, rows=rows, cols=cols)
+
+def scored(rng: np.random.Generator, rows: int = 67, count: int = 61) -> Arrays:
+    state = normal(rng, rows, 4) ** 2 + 0.1
+    state[count:] = np.nan
+    return {"state": state.astype(np.float32), "count": u32(count), "logprobs": poison(rows)}
 
 
-finish(True)
-finish(False, rows=7, cols=5)
+def weighted(rng: np.random.Generator, rows: int = 67) -> Arrays:
+    logprobs, weights = -(normal(rng, rows) ** 2), normal(rng, rows)
+    logprobs[::3], weights[::3] = np.nan, 0
+    return {"logprobs": logprobs, "weights": weights, "losses": poison(rows)}
+
+
+add(loss.target_logprobs, scored, rows=67)
+add(loss.logprob_gradient, finished, rows=67, cols=37)
+add(sft.sft_loss, weighted, rows=67)
 add(
     loss.sum_by_slot,
     lambda rng: {"x": unslotted(normal(rng, SLOT_ROWS)), "ranges": SLOTS, "total": normal(rng, 3)},
@@ -78,10 +95,13 @@ HYPER_SLOTS = 5  # usual, of no block, unlimited norm, inactive, of a loss that 
 
 
 def hypers(rng: np.random.Generator) -> np.ndarray:
-    records = rng.random((HYPER_SLOTS, optimizer.HYPER_FIELDS), np.float32) * 0.5 + 0.25
-    records[:, [3, 7, 8]] = 1e-8, 1.0, 1.0
-    records[2, 7], records[3, 8] = 0, 0
-    return records
+    random = (rng.random((HYPER_SLOTS, 9)) * 0.5 + 0.25).tolist()
+    return struct_array(adamw.Hyper, [replace(adamw.Hyper(*values), eps=1e-8) for values in random])
+
+
+def clips() -> np.ndarray:
+    records = [optimizer.Clip(1.0), optimizer.Clip(1.0), optimizer.Clip(0.0), None, optimizer.Clip(1.0)]
+    return struct_array(optimizer.Clip, records)
 
 
 def norms(rng: np.random.Generator) -> Arrays:
@@ -92,7 +112,7 @@ def norms(rng: np.random.Generator) -> Arrays:
     return {
         "sums": rng.random(37, np.float32),
         "block_slots": block_slots,
-        "hyper": hypers(rng),
+        "clips": clips(),
         "loss": slot_loss,
         "report": report,
     }
@@ -131,9 +151,9 @@ def gates(rng: np.random.Generator) -> Arrays:
 
 
 add(optimizer.gradient_norm, norms, slots=HYPER_SLOTS, blocks=37)
-add(optimizer.adamw_check, checks, blocks=9)
+add(adamw.adamw_check, checks, blocks=9)
 add(optimizer.update_gate, gates, slots=HYPER_SLOTS, blocks=37)
-add(optimizer.adamw, updates, size=6 * optimizer.BLOCK - 36)
+add(adamw.adamw, updates, size=6 * optimizer.BLOCK - 36)
 
 
 def rounded(kind: str, rows: int, cols: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -12,28 +12,28 @@ from wgpu_lora.bench.check import Checked, check, poison
 from wgpu_lora.bench.stats import Timings
 from wgpu_lora.bench.step import LEARNING_RATE, SCALING
 from wgpu_lora.bench.workload import Context, Extra, Workload
-from wgpu_lora.bench.workloads.training import hyper_record
+from wgpu_lora.bench.workloads.training import EARLY, state_fill
 from wgpu_lora.gpu.choices import Choices
 from wgpu_lora.gpu.program import Program, missing_bytes
-from wgpu_lora.models.config import LINEAR_PATHS
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
+from wgpu_lora.models.targets import ALL, targeted
+from wgpu_lora.train.objectives.base import Group
 from wgpu_lora.train.optimizer import SlotUpdate
 from wgpu_lora.train.session import Session
 
 FEW, MANY = 3, 8  # adapters
 ROW = 64  # tokens of a row of data, and of the whole step of an adapter that has only short batches
-ALL = tuple(LINEAR_PATHS)
 
 
 def multi_adapter_step(context: Context) -> Iterator[Workload]:
     yield MultiAdapterStep(context)
 
 
-def slot_session(context: Context, slots: int, modules: Collection[str], buckets: Sequence[int]) -> Session:
-    """Of `slots` adapters of the run's rank on these projections of every layer; nothing is allocated."""
+def slot_session(context: Context, slots: int, target_modules: str, buckets: Sequence[int]) -> Session:
+    """Of `slots` adapters of the run's rank on these modules; nothing is allocated."""
     config = context.config
-    spec = SlotSpec(context.rank, {(i, m): SCALING for i in range(config.num_hidden_layers) for m in modules})
+    spec = SlotSpec(context.rank, dict.fromkeys(targeted(target_modules, config), SCALING))
     adapters = AdapterSet.declare(config, [spec] * slots, context.device.max_binding)
     return Session(context.model, adapters, list(buckets), positions=buckets[-1], compute_dtype=context.compute_dtype)
 
@@ -52,17 +52,18 @@ def make_up(session: Session, rng: np.random.Generator) -> None:
     assert session.arena is not None, "allocate() first"
     for buffer in (*session.arena.buffers, update.report.storage.buffer):
         poison(device, buffer)
-    for page in (*session.adapters.params, *session.adapters.grads, *update.first_moment):
+    for page in (*session.adapters.params, *session.adapters.grads):
         device.write(page.storage.buffer, np.float32(0.02) * rng.standard_normal(page.shape, np.float32))
-    for page in update.second_moment:
-        device.write(page.storage.buffer, np.float32(0.02) * rng.random(page.shape, np.float32))
-    update.begin(device)
+    for state, pages in update.state.items():
+        for page in pages:
+            device.write(page.storage.buffer, state_fill(state)(rng, page.shape))
+    session.begin()
 
 
 def check_update(session: Session, found: Checked) -> Checked:
     """Every kernel of the update of all slots against its reference."""
-    hyper = np.tile(hyper_record(), len(session.adapters.specs)).astype(np.float32)
-    session.device.write(session.optimizer.hyper.storage.buffer, hyper)
+    for tensor, values in session.optimizer.settings(dict.fromkeys(range(len(session.adapters.specs)), EARLY)).items():
+        session.device.write(tensor.storage.buffer, values)
     return check(session.optimizer.program, found)
 
 
@@ -76,7 +77,7 @@ class SlotStep:
         self.session, self.tokens, self._times = session, sum(lengths), times
         self._slots = len(session.adapters.specs)
         self._rows = [(i * self._slots // len(lengths), length) for i, length in enumerate(lengths)]
-        self._segments: list[Segment] = []
+        self._groups: list[Group] = []
         self._count = 0
 
     def check(self, rng: np.random.Generator, found: Checked) -> None:
@@ -85,11 +86,11 @@ class SlotStep:
         for slot, length in self._rows:
             trained[slot] += length - 1
         rows = [(slot, rng.integers(0, vocab, length)) for slot, length in self._rows]
-        self._segments = [Segment(ids, ids, slot, 1 / trained[slot]) for slot, ids in rows]
-        inputs, program = self.session.step_for(self.tokens)
+        self._groups = [Group((Segment(ids, ids, slot),), slot, 1 / trained[slot]) for slot, ids in rows]
+        batch = self.session.batch_for(self._groups)
         make_up(self.session, rng)
-        inputs.upload(self.session.device, self._segments)
-        check(program, found)
+        batch.upload(self._groups)
+        check(batch.program, found)
         check_update(self.session, found)
 
     def run(self) -> float:
@@ -102,10 +103,8 @@ class SlotStep:
     def _step(self) -> None:
         session, device = self.session, self.session.device
         self._count += 1
-        session.optimizer.begin(device)
-        inputs, program = session.step_for(self.tokens)
-        inputs.upload(device, self._segments)
-        program.run()
+        session.begin()
+        session.accumulate(self._groups)
         session.optimizer.apply(device, dict.fromkeys(range(self._slots), SlotUpdate(self._count, LEARNING_RATE)))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from wgpu_lora.bench.check import Checked, check, poison
-from wgpu_lora.bench.recording import Recording, fixed, normal
+from wgpu_lora.bench.recording import Fill, Recording, fixed, normal
 from wgpu_lora.bench.stats import Timings
 from wgpu_lora.bench.workload import (
     Context,
@@ -18,12 +18,17 @@ from wgpu_lora.bench.workload import (
 )
 from wgpu_lora.gpu.choices import Choices
 from wgpu_lora.gpu.program import Program, missing_bytes
-from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.gpu.tensor import NUMPY, Tensor, persistent
 from wgpu_lora.gpu.timer import Timer
+from wgpu_lora.models.config import MATRIX
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
-from wgpu_lora.ops.loss import LossInputs, cross_entropy
+from wgpu_lora.ops.loss import Targets, seed, sum_by_slot, token_logprobs
+from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.objectives import objective_of
+from wgpu_lora.train.objectives.base import Group, Scoring
 from wgpu_lora.train.optimizer import Optimizer, SlotUpdate
+from wgpu_lora.train.optimizers.base import State
 from wgpu_lora.train.session import Session
 from wgpu_lora.weights.dense import DenseWeight
 from wgpu_lora.weights.nf4 import nf4_absmax, nf4_encode, piece_rows
@@ -31,6 +36,7 @@ from wgpu_lora.weights.nf4_codes import BLOCK
 
 ROW = 128  # tokens of a row of data in train_step, as in docs/performance.md
 DEVICE_RUNS = 3  # of the device's own time of a step
+EARLY = SlotUpdate(3, 1e-4, TrainingArguments(weight_decay=0.01))  # a usual step for kernels to be checked in
 
 
 def loss(context: Context) -> Iterator[Workload]:
@@ -43,29 +49,31 @@ def loss(context: Context) -> Iterator[Workload]:
     def input(name: str, values: np.ndarray, dtype: str = "u32") -> Tensor:
         return recording.input(values.shape, fixed(values), dtype, name)
 
-    inputs = LossInputs(
+    targets = Targets(
         rows=input("rows", np.arange(tokens)),
-        targets=recording.input((tokens,), lambda rng, s: rng.integers(0, config.vocab_size, s), "u32", "targets"),
-        weight=input("weight", np.full(tokens, 1 / tokens), "f32"),
+        ids=recording.input((tokens,), lambda rng, s: rng.integers(0, config.vocab_size, s), "u32", "targets"),
         count=input("count", np.array([tokens])),
-        ranges=input("ranges", np.array([[0, tokens]])),
-        total=recording.input((1,), name="total"),
     )
-    cross_entropy(recording.rec, recording.tracked((tokens, config.hidden_size), "hidden"), head, inputs)
-    recording.rec.backward()
+    scoring = Scoring(input("weights", np.full(tokens, 1 / tokens), "f32"), input("ranges", np.array([[0, tokens]])))
+    rec = recording.rec
+    logprobs = token_logprobs(rec, recording.tracked((tokens, config.hidden_size), "hidden"), head, targets)
+    score = objective_of(TrainingArguments()).score(rec, logprobs, scoring)
+    rec.dispatch(sum_by_slot, score.losses, scoring.token_ranges, recording.input((1,), name="total"), slots=1)
+    seed(rec, logprobs, score.weights)
+    rec.backward()
     yield ProgramWorkload(recording, recording.forward)
 
 
 def optimizer(context: Context) -> Iterator[Workload]:
-    """Gradient norm, clipping and AdamW over the adapters of every layer, all seven projections."""
+    """Gradient norm, clipping and the update of the adapters of every layer, all seven projections."""
     adapters = adapter_set(context, 1)
-    update = Optimizer(context.device, adapters)
+    update = Optimizer(context.device, adapters, persistent((1,), "f32", "optimizer", "loss total"))
     recording = Recording(context.device)
     tensors = {
-        **dict.fromkeys((*adapters.params, *adapters.grads, *update.first_moment), normal()),
-        **dict.fromkeys(update.second_moment, lambda rng, shape: rng.random(shape, np.float32)),
+        **dict.fromkeys((*adapters.params, *adapters.grads), normal()),
+        **{page: state_fill(state) for state, pages in update.state.items() for page in pages},
         update.block_slots: fixed(np.concatenate(adapters.block_slots)),
-        update.hyper: fixed(hyper_record()),
+        **{tensor: fixed(values) for tensor, values in update.settings({0: EARLY}).items()},
         update.total: normal(),
         update.report: fixed(np.full(update.report.shape, np.nan)),
     }
@@ -76,9 +84,10 @@ def optimizer(context: Context) -> Iterator[Workload]:
 
 
 def quantize(context: Context) -> Iterator[Workload]:
-    """Packing the seven matrices of a layer from bf16 to NF4 codes, in loading's own pieces, upload left out."""
+    """Packing the matrices of a layer from bf16 to NF4 codes, in loading's own pieces, upload left out."""
     recording = Recording(context.device)
-    for module, (out, size_in) in context.config.linear_shapes().items():
+    matrices = [(name, item.shape) for name, item in context.config.layer(0).items() if item.kind == MATRIX]
+    for module, (out, size_in) in matrices:
         codes = recording.rec.temp((-(-size_in // 8), out), "u32", "codes")
         for first in range(0, out, piece_rows(size_in)):
             rows = min(piece_rows(size_in), out - first)
@@ -109,8 +118,8 @@ class TrainStep:
         self._session = Session(
             context.model, self._adapters, [tokens], positions=max(self._rows), compute_dtype=context.compute_dtype
         )
-        inputs, self._program = self._session.steps[tokens]
-        self._inputs = inputs
+        self._batch = self._session.steps[tokens]
+        self._program = self._batch.program
         self.keys = {
             "pairs": float(sum(n * (n + 1) // 2 for n in self._rows)),
             "trained": float(sum(n - 1 for n in self._rows)),
@@ -131,7 +140,7 @@ class TrainStep:
         device = self._context.device
         device.peak_allocated = device.allocated  # of this step, not of bricks before
         self._session.allocate(choices=choices)
-        self._session.step_for(self._context.tokens)
+        self._session.batch_for(self._groups())
 
     def check(self, rng: np.random.Generator) -> Checked:
         session, device = self._session, self._context.device
@@ -142,24 +151,25 @@ class TrainStep:
         for page in (*self._adapters.params, *self._adapters.grads):
             values = np.float32(0.02) * rng.standard_normal(page.shape, np.float32)
             device.write(page.storage.buffer, values)
-        session.optimizer.begin(device)
-        self._upload()
+        session.begin()
+        self._batch.upload(self._groups())
         found = check(self._program)
-        device.write(session.optimizer.hyper.storage.buffer, hyper_record().astype(np.float32))
+        for tensor, values in session.optimizer.settings({0: EARLY}).items():
+            device.write(tensor.storage.buffer, values)
         return check(session.optimizer.program, found)
 
-    def _upload(self) -> None:
-        context, rng = self._context, self._rng
-        rows = [rng.integers(0, context.config.vocab_size, n) for n in self._rows]
+    def _groups(self) -> list[Group]:
+        """New random rows."""
+        rows = [self._rng.integers(0, self._context.config.vocab_size, n) for n in self._rows]
         weight = 1 / max(1.0, self.keys["trained"])
-        self._inputs.upload(context.device, [Segment(ids, ids, weight=weight) for ids in rows])
+        return [Group((Segment(ids, ids),), weight=weight) for ids in rows]
 
     def run(self) -> float:
         session, device = self._session, self._context.device
         begin = time.perf_counter()
         self._steps += 1
-        session.optimizer.begin(device)
-        self._upload()
+        session.begin()
+        self._batch.upload(self._groups())
         self._program.run()
         session.optimizer.apply(device, {0: SlotUpdate(self._steps, 1e-4)})
         return time.perf_counter() - begin
@@ -182,12 +192,17 @@ class TrainStep:
 
 
 def adapter_set(context: Context, slots: int) -> AdapterSet:
-    """Adapters of the run's rank on all seven projections of every layer."""
+    """Adapters of the run's rank on every module that may carry one."""
     config = context.config
-    scaling = {(i, m): 2.0 for i in range(config.num_hidden_layers) for m in config.linear_shapes()}
+    scaling = dict.fromkeys(config.lora_modules, 2.0)
     return AdapterSet.declare(config, [SlotSpec(context.rank, scaling)] * slots, context.device.max_binding)
 
 
-def hyper_record() -> np.ndarray:
-    """One slot's record of an early step at a usual learning rate; see ops.optimizer and train.optimizer."""
-    return np.array([1e-4, 0.9, 0.999, 1e-8, 0.01, 1 - 0.9**3, 1 - 0.999**3, 1.0, 1.0, 0.1, 0.001, 0.0])
+def state_fill(state: State) -> Fill:
+    """Values that an optimizer may have come to keep."""
+    if state.dtype != "f32":
+        return lambda rng, shape: np.zeros(shape, NUMPY[state.dtype])
+    if state.least is None:
+        return normal()
+    least = np.float32(state.least)
+    return lambda rng, shape: least + rng.random(shape, np.float32)
