@@ -386,4 +386,4 @@ def tilings_of(device: Device, call: module.Dispatch) -> Sequence[Tiling]:
 def heavy(job: Job) -> list[module.Dispatch]:
     """The dispatches of a job's only training program that are tuned."""
     (bucket,) = job.session.built
-    return [step for step in job.session.steps[bucket][1].dispatches if step.kernel.tuning]
+    return [step for step in job.session.steps[bucket].program.dispatches if step.kernel.tuning]
