@@ -14,7 +14,7 @@ from wgpu_lora.bench.contract import numbers_of
 from wgpu_lora.bench.recording import Recording
 from wgpu_lora.bench.stats import Timings
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.choices import Choices
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.errors import BindingTooLarge
 from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
@@ -52,7 +52,7 @@ class Workload(Protocol):
     def programs(self) -> list[Program]:
         """What the product would tune before it runs them."""
 
-    def open(self, choices: Choices) -> None:
+    def open(self, choices: Choices = NO_CHOICES) -> None:
         """Allocates, and builds the programs in the tilings chosen for them."""
 
     def check(self, rng: np.random.Generator) -> Checked | None:
@@ -220,7 +220,7 @@ class ProgramWorkload:
     def nbytes(self) -> int:
         return missing_bytes(self._storages()) + sum(self._arena_sizes())
 
-    def open(self, choices: Choices) -> None:
+    def open(self, choices: Choices = NO_CHOICES) -> None:
         self._timer = Timer(self.device)
         allocate(self.device, self._storages())
         self._arena = Arena(self.device, self._arena_sizes())

@@ -11,7 +11,7 @@ from wgpu_lora.bench.stats import Timings
 from wgpu_lora.bench.step import largest
 from wgpu_lora.bench.workload import Context, Extra, Workload
 from wgpu_lora.bench.workloads.adapters import FEW, MANY, check_update, make_up, new_bytes, slot_session
-from wgpu_lora.gpu.choices import Choices
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.models.targets import ALL
@@ -92,7 +92,7 @@ class MultiAdapterMemory:
     def programs(self) -> list[Program]:
         return [self._few.optimizer.program]
 
-    def open(self, choices: Choices) -> None:
+    def open(self, choices: Choices = NO_CHOICES) -> None:
         """Allocates all that one adapter takes, gives it back but for the base, then all that three take."""
         device, base = self._cut.device, self._cut.model.decoder.storages()
         self._timer = Timer(device)

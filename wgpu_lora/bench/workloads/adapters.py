@@ -13,7 +13,7 @@ from wgpu_lora.bench.stats import Timings
 from wgpu_lora.bench.step import LEARNING_RATE, SCALING
 from wgpu_lora.bench.workload import Context, Extra, Workload
 from wgpu_lora.bench.workloads.training import EARLY, state_fill
-from wgpu_lora.gpu.choices import Choices
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.program import Program, missing_bytes
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
@@ -149,7 +149,7 @@ class MultiAdapterStep:
     def programs(self) -> list[Program]:
         return [program for session in self._sessions.values() for program in session.programs()]
 
-    def open(self, choices: Choices) -> None:
+    def open(self, choices: Choices = NO_CHOICES) -> None:
         for session in self._sessions.values():
             session.allocate(choices=choices)
 

@@ -16,7 +16,7 @@ from wgpu_lora.bench.workload import (
     ProgramWorkload,
     Workload,
 )
-from wgpu_lora.gpu.choices import Choices
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.program import Program, missing_bytes
 from wgpu_lora.gpu.tensor import NUMPY, Tensor, persistent
 from wgpu_lora.gpu.timer import Timer
@@ -136,7 +136,7 @@ class TrainStep:
     def programs(self) -> list[Program]:
         return self._session.programs()
 
-    def open(self, choices: Choices) -> None:
+    def open(self, choices: Choices = NO_CHOICES) -> None:
         device = self._context.device
         device.peak_allocated = device.allocated  # of this step, not of bricks before
         self._session.allocate(choices=choices)
