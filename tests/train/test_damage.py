@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from support import path_of
 from test_resume import job, options, train, weights
 
 from wgpu_lora.errors import UserError
