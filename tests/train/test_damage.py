@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from support import path_of
+from support.events import hearing
 from test_resume import job, options, train, weights
 
 from wgpu_lora.errors import UserError
@@ -37,7 +38,7 @@ def place(device: Device, tmp_path_factory: pytest.TempPathFactory) -> Path:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        stopped.train(stop)
+        stopped.train(hearing(step=stop))
     return place
 
 

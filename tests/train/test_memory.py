@@ -19,6 +19,7 @@ from wgpu_lora.models.architectures import parse_config
 CHILD = """
 import json, sys
 import psutil
+from wgpu_lora.events import Events
 from wgpu_lora.models.loaded import open_model
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import prepare_job
@@ -38,7 +39,12 @@ job = prepare_job(args, open_model(model, device, "f32"))
 planned = job.session.memory().peak
 highest = [0]
 loading = []
-job.train(lambda result: highest.append(resident()), lambda name: loading.append(resident()))
+class Watching(Events):
+    def step(self, result):
+        highest.append(resident())
+    def loading(self, *tensor):
+        loading.append(resident())
+job.train(Watching())
 print(json.dumps({"planned": planned, "allocated": device.peak_allocated - held, "resident": max(highest) - before,
                   "loading": max(loading) - before}))
 """

@@ -19,6 +19,7 @@ from support.training import model_dir, random_rows
 
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import StepResult
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.train.arguments import TrainingArguments
@@ -26,7 +27,6 @@ from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.output import LOG, read_log
 from wgpu_lora.train.pipeline import SCHEDULES
 from wgpu_lora.train.pipeline_state import read_pipeline_state
-from wgpu_lora.train.progress import StepResult
 from wgpu_lora.train.records import PipelineRecord
 from wgpu_lora.train.tasks import task_of
 

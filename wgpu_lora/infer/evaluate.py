@@ -12,10 +12,10 @@ import numpy as np
 
 from wgpu_lora.data import Prepared, Row, pack
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import SILENT, Evaluating, Events
 from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
 from wgpu_lora.gpu.tensor import Storage, persistent
 from wgpu_lora.models.inputs import Segment, StepInputs, Tables
-from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.ops.loss import sum_by_slot, token_logprobs
@@ -119,15 +119,14 @@ def evaluate(
     adapters: AdapterSet | None = None,
     slot: int | None = None,
     batch_tokens: int = 1024,
-    progress: Progress = lambda name: None,
-    watch: Callable[[int], None] = lambda rows: None,
+    events: Events = SILENT,
 ) -> Evaluation:
     """The loss of a prepared data file; loads the model's weights if they are not yet.
 
     Args:
         slot: which of `adapters` applies; None is the base alone.
         batch_tokens: tokens that are computed at a time; more where one row alone is longer.
-        watch: called with the number of rows that are done, at the beginning too.
+        events: told of `loading` and `evaluating`.
 
     Raises:
         UserError: nothing to predict, or the device has no room.
@@ -140,12 +139,13 @@ def evaluate(
     try:
         need = model.bytes_to_load() + missing_bytes(mine) + sum(plan.sizes)
         stack.enter_context(claim(model.device, need, "evaluating"))
-        model.load_weights(progress)
+        model.load_weights(events)
         begin = time.perf_counter()
         allocate(model.device, mine)
         arena = Arena(model.device, plan.sizes)
         evaluator.build(arena)
-        loss, trained = evaluator.loss(prepared.rows, slot, watch)
+        total = len(prepared.rows)
+        loss, trained = evaluator.loss(prepared.rows, slot, lambda done: events.evaluating(Evaluating(done, total)))
     finally:
         arena.free()
         release(model.device, mine)

@@ -9,12 +9,12 @@ from contextlib import ExitStack
 import numpy as np
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
 from wgpu_lora.gpu.tensor import Storage
 from wgpu_lora.infer.running import Generation, Run, check_requests
 from wgpu_lora.infer.sampling import Sampler
 from wgpu_lora.infer.step import Programs, Step
-from wgpu_lora.models.load import Progress as Loading
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.models.rows import NOWHERE
@@ -47,7 +47,7 @@ class Generator:
         capacity: int | None = None,
         batch: int = 1,
         buckets: Sequence[int] = BUCKETS,
-        progress: Loading = lambda name: None,
+        events: Events = SILENT,
     ):
         limit = model.config.max_position_embeddings
         capacity = min(CAPACITY, limit) if capacity is None else capacity
@@ -66,7 +66,7 @@ class Generator:
         try:
             need = model.bytes_to_load() + missing_bytes(self._owned) + sum(sizes)
             self._claim.enter_context(claim(self.device, need, "generating"))
-            model.load_weights(progress)
+            model.load_weights(events)
             allocate(self.device, self._owned)
             self._arena = Arena(self.device, sizes)
         except BaseException:

@@ -13,8 +13,6 @@ from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.weights.base import Loading, scratch_bytes
 from wgpu_lora.weights.dense import DTYPES
 
-Progress = Callable[[str], None]
-
 
 def table_dtype(checkpoint: WeightSource, config: ModelConfig) -> str:
     """The type that the embedding is stored in, and kept in."""
@@ -22,7 +20,7 @@ def table_dtype(checkpoint: WeightSource, config: ModelConfig) -> str:
 
 
 def load_weights(
-    device: Device, checkpoint: WeightSource, model: Decoder, progress: Progress = lambda name: None
+    device: Device, checkpoint: WeightSource, model: Decoder, progress: Callable[[str], None] = lambda name: None
 ) -> str:
     """Allocates the model's tensors and fills them; returns the SHA-256 of their values (see AuditedSource).
 
@@ -41,7 +39,7 @@ def load_weights(
         raise
 
 
-def _fill(loading: Loading, checkpoint: WeightSource, model: Decoder, progress: Progress) -> None:
+def _fill(loading: Loading, checkpoint: WeightSource, model: Decoder, progress: Callable[[str], None]) -> None:
     device = loading.device
     allocate(device, model.storages())
     for name, tensor in model.vectors():

@@ -9,6 +9,7 @@ from typing import Any
 from wgpu_lora.assets import DEMO_HELDOUT, DEMO_TRAIN
 from wgpu_lora.data import Prepared, Source, prepare, training_data
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import Events
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.load import table_dtype
 from wgpu_lora.models.loaded import LoadedModel, open_model
@@ -26,17 +27,17 @@ from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.resume import outlook, plan_of, refuse_used
 from wgpu_lora.train.session import Session
-from wgpu_lora.train.slot import AdapterRun, Measuring
+from wgpu_lora.train.slot import AdapterRun
 from wgpu_lora.train.stream import DataStream, group_lengths, quarters
-from wgpu_lora.train.trainer import Callback, Trainer
+from wgpu_lora.train.trainer import StepKeeper, Trainer
 
 
 @dataclass(repr=False)
 class FinetuneJob(Job[RunRecord]):
     """The run of one adapter, in slot 0."""
 
-    def finish(self, callback: Callback, measuring: Measuring) -> RunRecord:
-        return Trainer(self.session, self.runs, callback, measuring).train()[self.run.slot]
+    def finish(self, events: Events) -> RunRecord:
+        return Trainer(self.session, self.runs, StepKeeper(self.run), events).train()[self.run.slot]
 
 
 def with_demo_data(args: TrainingArguments) -> TrainingArguments:
@@ -85,7 +86,7 @@ def read_run(
     args: TrainingArguments,
     model: LoadedModel,
     slot: int = 0,
-    name: str = "",
+    name: str | None = None,
     weight: float = 1.0,
     rows: Mapping[str, Source] | None = None,
     own: Collection[str] = (),

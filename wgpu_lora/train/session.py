@@ -7,11 +7,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.plan import total_by_group
 from wgpu_lora.gpu.program import Arena, Program, allocate, release
 from wgpu_lora.gpu.tensor import Storage
 from wgpu_lora.models.inputs import Tables
-from wgpu_lora.models.load import Progress, staging_bytes
+from wgpu_lora.models.load import staging_bytes
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.share import claim
@@ -113,10 +114,10 @@ class Session:
 
     # -- run -------------------------------------------------------------------------------------------------------
 
-    def allocate(self, progress: Progress = lambda name: None) -> None:
+    def allocate(self, events: Events = SILENT) -> None:
         """Loads the base, then creates every other buffer. Raises UserError where others hold the memory."""
         self._claim.enter_context(claim(self.device, self.needs(), "a training step"))
-        self.model.load_weights(progress)
+        self.model.load_weights(events)
         allocate(self.device, self.storages())
         self.arena = Arena(self.device, self._arena_sizes())
         self.optimizer.program.build(self.arena)
