@@ -65,7 +65,7 @@ def loss(context: Context) -> Iterator[Workload]:
 
 
 def optimizer(context: Context) -> Iterator[Workload]:
-    """Gradient norm, clipping and the update of the adapters of every layer, all seven projections."""
+    """Gradient norm, clipping and the update of the adapters of every layer, on all that may carry one."""
     adapters = adapter_set(context, 1)
     update = Optimizer(context.device, adapters, persistent((1,), "f32", "optimizer", "loss total"))
     recording = Recording(context.device)
