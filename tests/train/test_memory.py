@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from support.training import random_rows
 
 from wgpu_lora.gpu.adapters import list_adapters
-from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.architectures import parse_config
 
 # A process of its own, so that its resident memory is that of this run: prints bytes as JSON.
 CHILD = """
@@ -61,7 +61,7 @@ def make_model(directory: Path, hidden: int, layers: int) -> Path:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(0)
-    shapes = ModelConfig.from_dict(config).parameter_shapes()
+    shapes = parse_config(config).parameter_shapes()
     tensors = {n: (rng.standard_normal(shape) * 0.02).astype(np.float32) for n, shape in shapes.items()}
     save_file(tensors, directory / "model.safetensors")
     return directory

@@ -144,7 +144,7 @@ class Context:
         model = open_model(self.name, self.device, self.base_dtype)
         if model.config.num_hidden_layers == self.config.num_hidden_layers:
             return model
-        dtype = table_dtype(model.checkpoint)
+        dtype = table_dtype(model.checkpoint, self.config)
         decoder = Decoder.declare(self.config, self.base_dtype, dtype, self.device.max_binding)
         return replace(model, config=self.config, decoder=decoder)
 

@@ -103,7 +103,7 @@ def generate(
         refuse_idle(ctx, ("as_json",), "beside --output or --prompts, whose answers are JSONL")
     if prompt and prompts:
         raise UserError("--prompt and --prompts contradict each other: give one of them.")
-    from wgpu_lora.formats.atomic import write_new_bytes
+    from wgpu_lora.atomic import write_new_bytes
     from wgpu_lora.infer.answer import answer_table
     from wgpu_lora.infer.named import BASE, model_of, named_adapters, slots_of
     from wgpu_lora.infer.prompt import check_text

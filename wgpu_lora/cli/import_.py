@@ -21,8 +21,8 @@ def import_model(
 
     The linears are quantised on the GPU and stored as bitsandbytes stores them, which transformers loads too.
     """
+    from wgpu_lora.export.packed import write_packed
     from wgpu_lora.models.loaded import open_model
-    from wgpu_lora.models.pack import write_packed
 
     opened = open_model(model, device)
     with Bar("packing", opened.tensors_to_load() + len(opened.config.parameter_shapes())) as bar:

@@ -10,7 +10,6 @@ from pathlib import Path
 from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.formats.peft import read_adapter
-from wgpu_lora.infer.adapters import check_shapes
 from wgpu_lora.infer.answer import replies, tokenizer_of
 from wgpu_lora.infer.conversation import Lane, Message
 from wgpu_lora.infer.generate import Generator
@@ -18,6 +17,7 @@ from wgpu_lora.infer.named import BASE, on_device, slots_of
 from wgpu_lora.infer.reply import Reply
 from wgpu_lora.infer.settings import Settings
 from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.models.lora import check_fits
 from wgpu_lora.names.naming import flag
 
 CAPACITY, LEAST = 4096, 512  # tokens of a conversation where nothing is said, and where memory is short
@@ -162,7 +162,7 @@ class Chat:
         slots_of({name: directory}, True)
         if name in self.adapters:
             raise UserError(f"There is an adapter '{name}' already, {self.adapters[name]}: name this one NAME=DIR.")
-        check_shapes(self.model.config, read_adapter(directory)[1], directory)
+        check_fits(self.model.config, read_adapter(directory)[1], directory)
         before = self.adapters
         self.adapters = {**before, name: directory}
         self.close()

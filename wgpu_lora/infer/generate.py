@@ -15,9 +15,9 @@ from wgpu_lora.gpu.tensor import Storage
 from wgpu_lora.infer.running import Generation, Run, check_requests
 from wgpu_lora.infer.sampling import Sampler
 from wgpu_lora.infer.step import Programs, Step
-from wgpu_lora.models.inputs import NOWHERE
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.models.rows import NOWHERE
 from wgpu_lora.share import claim
 
 CAPACITY = 2048  # tokens of a sequence where nothing else is said
@@ -72,9 +72,9 @@ class Generator:
         except BaseException:
             self.close()
             raise
-        self.state.upload(self.device, model.config)
+        self.state.upload(self.device)
         self._built: set[Program] = set()
-        # By sequence, the adapter and the tokens whose keys and values are in the cache.
+        # By sequence, the adapter and the tokens that the cache is of.
         self._held: dict[int, tuple[int | None, np.ndarray]] = {}
         self._build(programs.kept)
         programs.kept.run()
@@ -231,7 +231,8 @@ class Generator:
             return 0
         size = min(held.size, prompt.size - 1)
         differing = np.flatnonzero(held[:size] != prompt[:size])
-        return int(differing[0]) if differing.size else size
+        known = int(differing[0]) if differing.size else size
+        return known if self.state.cache.rewinds or known == held.size else 0
 
     def _run_decode(self, run: Run, live: Sequence[int]) -> None:
         """Computes the logits after the newest token of each live sequence."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from wgpu_lora.data import Tokenizer
+from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.formats.checkpoint import WeightSource
@@ -93,5 +93,5 @@ def open_model(model: str, device: Device | str | int | None = None, base_dtype:
         )
     opened = device if isinstance(device, Device) else Device(device)
     stored = checkpoint if config.packed else None
-    decoder = Decoder.declare(config, base_dtype, table_dtype(checkpoint), opened.max_binding, stored)
+    decoder = Decoder.declare(config, base_dtype, table_dtype(checkpoint, config), opened.max_binding, stored)
     return LoadedModel(model, path, config, checkpoint, files.tokenizer, opened, decoder)

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from wgpu_lora.atomic import replace_directory
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import replace_directory
 from wgpu_lora.train import checkpoint, output
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.checkpoint import LAST, NEXT

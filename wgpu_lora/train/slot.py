@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wgpu_lora.data import write_skipped
+from wgpu_lora.data.tokenizer_files import write_tokenizer
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, Events
 from wgpu_lora.formats.peft import read_adapter, write_adapter
-from wgpu_lora.formats.tokenizer_files import write_tokenizer
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.train import checkpoint, output
 from wgpu_lora.train.arguments import PLAN, TrainingArguments

@@ -10,13 +10,14 @@ from wgpu_lora.bench.check import Checked
 from wgpu_lora.bench.stats import Timings
 from wgpu_lora.bench.step import largest
 from wgpu_lora.bench.workload import Context, Extra, Workload
-from wgpu_lora.bench.workloads.adapters import ALL, FEW, MANY, check_update, make_up, new_bytes, slot_session
+from wgpu_lora.bench.workloads.adapters import FEW, MANY, check_update, make_up, new_bytes, slot_session
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.timer import Timer
+from wgpu_lora.models.targets import ALL
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.session import Session
 
-QV = ("q_proj", "v_proj")
+QV = "q_proj,v_proj"
 
 
 def multi_adapter_memory(context: Context) -> Iterator[Workload]:

@@ -131,10 +131,10 @@ class Serving:
         return found
 
     def _check(self, state: State, steps: list[Step], programs: list[Program], arena: Arena, found: Checked) -> None:
-        device, config = self._context.device, self._context.config
-        for tensor in (state.last, *state.logits, *state.cache.keys, *state.cache.values):
-            poison(device, tensor.storage.buffer)
-        state.upload(device, config)
+        device = self._context.device
+        for storage in {state.last.storage, *(t.storage for t in state.logits), *state.cache.storages()}:
+            poison(device, storage.buffer)
+        state.upload(device)
         *_, head, kept = programs
         for program in (kept, head):
             program.build(arena)
@@ -151,7 +151,7 @@ class Serving:
             for buffer in arena.buffers:
                 poison(device, buffer)
             program.build(arena)
-            ids = self._rng.integers(0, config.vocab_size, positions.size)
+            ids = self._rng.integers(0, self._context.config.vocab_size, positions.size)
             step.upload(ids, positions, sequences, self._slots(), picked)
             check(program, found)
         check(head, found)
@@ -218,13 +218,16 @@ class Load:
 
     def check(self, rng: np.random.Generator) -> Checked | None:
         """The smallest matrix against the NumPy reference of what its base format makes of the checkpoint's values."""
-        model, name = self._load(), "model.layers.0.self_attn.k_proj.weight"
+        model = self._load()
+        linears = {
+            f"{model.decoder.layers[0].path}.{m}.weight": i.weight for m, i in model.decoder.layers[0].linears.items()
+        }
+        name, weight = min(linears.items(), key=lambda item: item[1].out_features * item[1].in_features)
         if model.checkpoint.packed(name):
             return None
-        weight = model.decoder.layers[0].linears["k_proj"].weight
         want = base_format(weight.format).round_trip(model.checkpoint.read_f32(name))
         found = Checked()
-        found.add(nmse(weight.values(self._context.device), want), "k_proj of layer 0", part=True)
+        found.add(nmse(weight.values(self._context.device), want), name.removesuffix(".weight"), part=True)
         return found
 
     def _load(self) -> LoadedModel:

@@ -19,6 +19,7 @@ from wgpu_lora.bench.workload import (
 from wgpu_lora.gpu.program import Program, missing_bytes
 from wgpu_lora.gpu.tensor import NUMPY, Tensor, persistent
 from wgpu_lora.gpu.timer import Timer
+from wgpu_lora.models.config import MATRIX
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.ops.loss import Targets, seed, sum_by_slot, token_logprobs
@@ -82,9 +83,10 @@ def optimizer(context: Context) -> Iterator[Workload]:
 
 
 def quantize(context: Context) -> Iterator[Workload]:
-    """Packing the seven matrices of a layer from bf16 to NF4 codes, in loading's own pieces, upload left out."""
+    """Packing the matrices of a layer from bf16 to NF4 codes, in loading's own pieces, upload left out."""
     recording = Recording(context.device)
-    for module, (out, size_in) in context.config.linear_shapes().items():
+    matrices = [(name, item.shape) for name, item in context.config.layer(0).items() if item.kind == MATRIX]
+    for module, (out, size_in) in matrices:
         codes = recording.rec.temp((-(-size_in // 8), out), "u32", "codes")
         for first in range(0, out, piece_rows(size_in)):
             rows = min(piece_rows(size_in), out - first)
@@ -189,9 +191,9 @@ class TrainStep:
 
 
 def adapter_set(context: Context, slots: int) -> AdapterSet:
-    """Adapters of the run's rank on all seven projections of every layer."""
+    """Adapters of the run's rank on every module that may carry one."""
     config = context.config
-    scaling = {(i, m): 2.0 for i in range(config.num_hidden_layers) for m in config.linear_shapes()}
+    scaling = dict.fromkeys(config.lora_modules, 2.0)
     return AdapterSet.declare(config, [SlotSpec(context.rank, scaling)] * slots, context.device.max_binding)
 
 
