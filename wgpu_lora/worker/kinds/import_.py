@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.export.packed import write_packed
 from wgpu_lora.models.loaded import open_model
-from wgpu_lora.models.pack import write_packed
 from wgpu_lora.worker.child import Port
 
 
