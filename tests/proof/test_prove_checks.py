@@ -198,7 +198,10 @@ def test_evaluations_are_started_until_one_computes_during_steps(tmp_path: Path,
         "import sys, time\nfor _ in range(40):\n"
         "    time.sleep(0.05)\n    print('{}', flush=True, file=open(sys.argv[1], 'a'))"
     )
-    evaluation = "import json, time\ntime.sleep(0.6)\nprint(json.dumps({'event': 'result', 'code': 0, 'result': {'seconds': 0.5}}))"
+    evaluation = (
+        "import json, time; time.sleep(0.6)\n"
+        "print(json.dumps({'event': 'result', 'code': 0, 'result': {'seconds': 0.5}}))"
+    )
 
     class Stub:
         def start(self, name: str, job: str, **options: Any) -> Worker:

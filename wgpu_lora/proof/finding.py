@@ -93,7 +93,7 @@ class Result:
         return f"{'Partly checked' if partly else 'Not proven'}: {passed}; {'; '.join(said)}."
 
 
-def number(value: float | None) -> float:
+def finite_or_nan(value: float | None) -> float:
     """A number of a child's result, which has null for one that is not finite."""
     return math.nan if value is None else value
 

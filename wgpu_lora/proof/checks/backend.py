@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from wgpu_lora.proof.context import Proof
-from wgpu_lora.proof.finding import Finding, number
+from wgpu_lora.proof.finding import Finding, finite_or_nan
 
 FACTS = ("name", "driver", "backend", "kind")
 SAME_LOSS = 1e-5  # relative; the same program on the same device gives the same bits
@@ -22,7 +22,7 @@ def work_happened_on_the_device(proof: Proof) -> Finding:
     index = training.devices[0]
     said, listed = asdict(training.record.environment.device), proof.adapter(index)
     clock = proof.children.run("clock", "proof-clock", directory=str(training.directory), device=index)
-    logged, loss = training.log[0]["loss"], number(clock["loss"])
+    logged, loss = training.log[0]["loss"], finite_or_nan(clock["loss"])
     share = clock["device_seconds"] / clock["host_seconds"]
     times = [line["seconds"] for line in training.log]
     figures: dict[str, Any] = {

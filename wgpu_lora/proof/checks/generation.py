@@ -65,7 +65,7 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
                 worst = max(worst, difference) if np.isfinite(difference) else float("inf")
             if x["ids"] == y["ids"]:
                 continue
-            gap = number((x["gaps"] if len(x["gaps"]) > same else y["gaps"])[same])
+            gap = finite_or_nan((x["gaps"] if len(x["gaps"]) > same else y["gaps"])[same])
             if gap < TOLERANCE * scale:
                 near_ties += 1
             else:

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 
 from wgpu_lora.proof.context import Proof
-from wgpu_lora.proof.finding import Finding, NotRun, number
+from wgpu_lora.proof.finding import Finding, NotRun, finite_or_nan
 from wgpu_lora.proof.training import finetune_options
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.output import LOG, read_log
@@ -31,7 +31,7 @@ def gradients_agree(proof: Proof) -> Finding:
     rows = [row for row in found["directions"] if row["measured"] is not None]
     bent = len(found["directions"]) - len(rows)
     measured = np.array([row["measured"] for row in rows])
-    gradient = np.array([number(row["gradient"]) for row in rows])
+    gradient = np.array([finite_or_nan(row["gradient"]) for row in rows])
     figures = {
         **found,
         "tolerance": {"of_one": OF_ONE, "of_the_loss": EXTRAPOLATED * found["rounding"], "of_all": OF_ALL},
@@ -42,13 +42,13 @@ def gradients_agree(proof: Proof) -> Finding:
         )
     if not gradient.any():
         return Finding.of(["every gradient is zero"], "", figures)
-    allowed = OF_ONE * np.abs(gradient) + EXTRAPOLATED * found["rounding"] * abs(number(found["loss"]))
+    allowed = OF_ONE * np.abs(gradient) + EXTRAPOLATED * found["rounding"] * abs(finite_or_nan(found["loss"]))
     off = np.abs(measured - gradient) > allowed
     off |= ~np.isfinite(measured) | ~np.isfinite(gradient)
     together = float(np.linalg.norm(measured - gradient) / np.linalg.norm(gradient))
     faults = [
-        f"along {row['matrix']} the loss moves by {row['measured']:.3e}, not {row['gradient']:.3e}"
-        for row, wrong in zip(rows, off, strict=True)
+        f"along {row['matrix']} the loss moves by {row['measured']:.3e}, not {slope:.3e}"
+        for row, slope, wrong in zip(rows, gradient, off, strict=True)
         if wrong
     ]
     if not together <= OF_ALL:
