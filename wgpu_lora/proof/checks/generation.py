@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.proof.context import Proof
-from wgpu_lora.proof.finding import Finding, NotRun
+from wgpu_lora.proof.finding import Finding, NotRun, finite_or_nan
 
 # Of two devices' logits, over the largest logit. Sums in another order cost some 1e-6; an odd weight that lies between
 # two NF4 codes and is rounded to the other one costs more.
