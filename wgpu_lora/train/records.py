@@ -10,7 +10,7 @@ from typing import Any
 
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.errors import UserError
-from wgpu_lora.strict_json import to_json, built
+from wgpu_lora.strict_json import built, to_json
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.ending import OUTCOMES
 from wgpu_lora.train.schema import SCHEMA, schema_of
