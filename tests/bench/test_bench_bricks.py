@@ -232,15 +232,15 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "Say what to do with exactly one of --brick NAME, --all"),
-        (["--all", "--list"], "Say what to do with exactly one of"),
+        ([], "Say what to measure with exactly one of --brick NAME, --all"),
+        (["--all", "--list"], "Say what to measure with exactly one of"),
         (["--brick", "zork"], "The brick 'zork' is not known: choose one of attention"),
         (["--brick", "rope", "--shape", "zork"], f"The shape zork is not known: choose one of {'qwen2.5-0.5b'}"),
         (["--brick", "rope", "--shape", "tiny-qwen3", "--model", "demo"], "--shape and --model are both given"),
         (["--brick", "rope", "--time-limit", "0"], "--time-limit is 0"),
         (["--brick", "train_step", "--layers", "99", "--shape", "tiny-qwen3"], "--layers 99 is not possible"),
-        (["--compare", "nowhere", "nowhere"], "The result file nowhere cannot be read"),
-        (["--training", "--shape", "tiny-qwen3", "--model", "demo"], "a shape has made-up weights"),
+        (["compare", "nowhere", "nowhere"], "The result file nowhere cannot be read"),
+        (["training", "--shape", "tiny-qwen3", "--model", "demo"], "a shape has made-up weights"),
         (["--brick", "rope", "--device", "zork"], "No device is named 'zork'"),
     ],
 )
@@ -293,9 +293,9 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         writer = Writer(path)
         writer.write({"schema": "wgpu-lora-bench/1", "device": {"name": path.name}, "options": {}})
         writer.write(result(brick, seconds).record())
-    assert main(["bench", "--compare", str(paths[0]), str(paths[1])]) == 0
+    assert main(["bench", "compare", str(paths[0]), str(paths[1])]) == 0
     out = capsys.readouterr().out
     assert "warning   name: old before, new now" in out
     assert "faster" in out
     assert "0.500" in out
-    assert "have no brick in common" in refused(["--compare", str(paths[0]), str(paths[2])], capsys)
+    assert "have no brick in common" in refused(["compare", str(paths[0]), str(paths[2])], capsys)

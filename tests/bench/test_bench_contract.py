@@ -16,11 +16,12 @@ from wgpu_lora.bench.ceiling import Ceilings
 from wgpu_lora.bench.compare import compare, warnings
 from wgpu_lora.bench.contract import Contract, brick_names, load_contract
 from wgpu_lora.bench.formula import evaluate
-from wgpu_lora.bench.report import KEY, cells, details, duration, rate, table
+from wgpu_lora.bench.report import COLUMNS, KEY, LEFT, cells, details, duration, rate
 from wgpu_lora.bench.results import SCHEMA, Result, Writer, read_results
 from wgpu_lora.bench.run import ceilings_broken, floor_seconds, judge
 from wgpu_lora.bench.stats import Timings, repeat, variation
 from wgpu_lora.bench.workloads import WORKLOADS
+from wgpu_lora.cli.console import table
 from wgpu_lora.errors import UserError
 
 TOML = """
@@ -348,7 +349,7 @@ def test_the_table_fits_80_columns() -> None:
     budget = {"of": "fma", "asked": 0.025, "reached": 0.123}
     results = [result(name, **names, budget=budget) for name in brick_names()]
     shown = io.StringIO()
-    Console(file=shown, width=200).print(table(results))
+    Console(file=shown, width=200).print(table(COLUMNS, map(cells, results), LEFT))
     lines = shown.getvalue().splitlines()
     assert len(lines) == 1 + len(results)
     assert max(len(line.rstrip()) for line in lines) <= 80

@@ -13,7 +13,7 @@ from support.cli import QWEN2, SMALL, write_rows
 from wgpu_lora.bench.projection import operations, project
 from wgpu_lora.bench.step import TrainingStep, chosen_model
 from wgpu_lora.bench.training import WARMUP, Work, records, run_training, spread, trained_config
-from wgpu_lora.cli import bench_training
+from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models import shapes
@@ -141,13 +141,13 @@ def test_too_few_steps_are_refused_before_training(device: Device, tmp_path: Pat
 
 
 def test_command_writes_lines(shared: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    work = Work(shape="mini", layers=1, tokens=16, batch=2, rank=4, max_steps=WARMUP + 1)
-    assert bench_training.training(work, 1, str(tmp_path / "found.json")) == 0
+    of = ["--shape=mini", "--layers=1", "--tokens=16", "--batch=2", "--rank=4", "--max-steps=3", "--repeat=1", "--json"]
+    assert main(["bench", "training", *of, str(tmp_path / "found.json")]) == 0
     lines = [json.loads(line) for line in (tmp_path / "found.json").read_text().splitlines()]
     assert lines[0]["schema"] == "wgpu-lora-bench-training/1"
     assert [line["kind"] for line in lines] == ["header", "run", "summary"]
     out = capsys.readouterr().out
     assert "shape mini, 1 layer;" in out
     assert "one run" in out
-    with pytest.raises(UserError, match=r"The result file /nowhere/x\.json cannot be written"):
-        bench_training.training(work, 1, "/nowhere/x.json")
+    assert main(["bench", "training", *of, "/nowhere/x.json"]) == 2
+    assert "The result file /nowhere/x.json cannot be written" in capsys.readouterr().err

@@ -101,18 +101,25 @@ def commit() -> dict[str, Any] | None:
 
 
 class Writer:
-    """Writes a result file line by line, each flushed, so that a run that is interrupted leaves what it measured."""
+    """Writes a result file line by line, each flushed, so that a run that is interrupted leaves what it measured.
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
-        try:
-            self.path.write_text("", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"The result file {path} cannot be written: {error.strerror}.") from None
+    path: None for no file.
+    """
+
+    def __init__(self, path: str | Path | None):
+        self._path = path
+        self._add("", "w")
 
     def write(self, record: dict[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        self._add(json.dumps(record) + "\n", "a")
+
+    def _add(self, text: str, mode: str) -> None:
+        try:
+            if self._path is not None:
+                with Path(self._path).open(mode, encoding="utf-8") as file:
+                    file.write(text)
+        except OSError as error:
+            raise UserError(f"The result file {self._path} cannot be written: {error.strerror}.") from None
 
 
 def read_results(path: str | Path) -> tuple[Header, list[Result]]:
