@@ -16,7 +16,8 @@ from wgpu_lora.bench.ceiling import measure_ceilings
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import Kernel, Tiles
 from wgpu_lora.gpu.single import SingleKernel
-from wgpu_lora.ops.matmul import matmul_nn, matmul_nt, nf4_matmul, nf4_matmul_backward
+from wgpu_lora.ops.matmul import matmul_nn, matmul_nt
+from wgpu_lora.weights.nf4 import nf4_matmul, nf4_matmul_backward
 
 SHAPE = {"m": 512, "n": 1024, "k": 1024}
 A_TYPES = {"nf4_matmul": ("f32", "bf16", "f16"), "nf4_matmul_backward": ("f32", "bf16", "f16")}

@@ -19,9 +19,9 @@ from wgpu_lora.bench.workloads.adapter_memory import MultiAdapterMemory, base_re
 from wgpu_lora.bench.workloads.adapters import ALL, MultiAdapterStep, new_bytes, slot_session
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
-from wgpu_lora.ops.weights import NF4Weight
 from wgpu_lora.share.budget import Budget
 from wgpu_lora.train.session import MemoryPlan, Session
+from wgpu_lora.weights.nf4 import NF4Weight
 
 SPEEDS = {"together_speedup": 1.0, "short_speedup": 1.3, "eight_of_three": 0.9}
 MEMORY = {

@@ -13,7 +13,8 @@ import pytest
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Kind
 from safetensors.numpy import save_file
-from support.gguf_files import DEMO, FIXTURES, demo_tokenizer, made_up, tensors_of, write_gguf
+from support import FIXTURES
+from support.gguf_files import DEMO, demo_tokenizer, made_up, tensors_of, write_gguf
 from support.models import ARCHITECTURES, full_logits, golden, golden_rows
 
 from wgpu_lora.cli import main
@@ -25,7 +26,7 @@ from wgpu_lora.models.config import LINEAR_PATHS, ModelConfig
 from wgpu_lora.models.files import read_model
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.quant.nf4 import pack_bnb, quantize_nf4
+from wgpu_lora.weights.nf4_codes import pack_bnb, quantize_nf4
 
 MODELS = FIXTURES / "models"
 

@@ -15,7 +15,8 @@ import pytest
 from gguf.constants import GGMLQuantizationType as Kind
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from support.gguf_files import DEMO, FIXTURES, byte_level, demo_tokenizer, write_gguf
+from support import FIXTURES
+from support.gguf_files import DEMO, byte_level, demo_tokenizer, write_gguf
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.gguf import header as header_module

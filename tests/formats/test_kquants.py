@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Q
 
-from wgpu_lora.quant.kquants import CHUNK, SUPER, quantize_k
+from wgpu_lora.formats.gguf.kquants import CHUNK, SUPER, quantize_k
 
 KINDS = {4: Q.Q4_K, 5: Q.Q5_K, 6: Q.Q6_K}
 # Root mean square errors of ggml_quantize_chunk (llama.cpp of llama-cpp-python 0.3.36) on the same values, as a share

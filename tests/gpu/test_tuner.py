@@ -24,8 +24,9 @@ from wgpu_lora.gpu.tuner import Tuner, cut
 from wgpu_lora.models.loaded import open_model
 from wgpu_lora.ops.attention import attention_forward
 from wgpu_lora.ops.elementwise import fill
-from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn, matmul_nn, matmul_nt, nf4_matmul, nf4_matmul_backward
+from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn, matmul_nn, matmul_nt
 from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.weights.nf4 import nf4_matmul, nf4_matmul_backward
 
 SHAPE = {"m": 12, "n": 20, "k": 16}
 

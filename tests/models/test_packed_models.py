@@ -21,7 +21,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.loaded import open_model
 from wgpu_lora.models.pack import write_packed
-from wgpu_lora.quant.nf4 import double_dequantize, pack_bnb
+from wgpu_lora.weights.nf4_codes import double_dequantize, pack_bnb
 
 
 def packed_model(device: Device, architecture: str, output: Path, max_shard_bytes: int = 10**9) -> Path:

@@ -11,7 +11,7 @@ from wgpu_lora.gpu.program import Arena, Program, allocate
 from wgpu_lora.gpu.tensor import persistent
 from wgpu_lora.models.load import _rows_as
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.ops.weights import DenseWeight
+from wgpu_lora.weights.dense import DenseWeight
 
 
 @pytest.mark.drivers

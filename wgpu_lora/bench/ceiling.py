@@ -16,8 +16,8 @@ from wgpu_lora.gpu.single import SingleKernel
 from wgpu_lora.gpu.tensor import persistent
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.ops.elementwise import fill
-from wgpu_lora.quant.nf4 import NF4_CODE
 from wgpu_lora.share import claim
+from wgpu_lora.weights.nf4_codes import NF4_CODE
 
 CHAINS = ((10, 32), (12, 16), (12, 32), (12, 64), (13, 64))  # (count, unrolling) of FMA chains: the best one counts
 COPY_BYTES = 256 << 20  # of each of the two buffers, where a binding holds as much: more than any cache

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.ops.optimizer import BLOCK as PAGE_BLOCK
-from wgpu_lora.quant.nf4 import BLOCK
+from wgpu_lora.weights.nf4_codes import BLOCK
 
 Arrays = dict[str, np.ndarray]
 Constants = dict[str, Any]

@@ -11,9 +11,11 @@ from wgpu_lora.bench.check import poison
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, persistent
+from wgpu_lora.ops.linear import Weight
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.ops.weights import DenseWeight, NF4Weight, Weight
-from wgpu_lora.quant.nf4 import DYNAMIC_CODE
+from wgpu_lora.weights.dense import DenseWeight
+from wgpu_lora.weights.nf4 import NF4Weight
+from wgpu_lora.weights.nf4_codes import DYNAMIC_CODE
 
 Fill = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 

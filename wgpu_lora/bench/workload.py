@@ -25,7 +25,7 @@ from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.shapes import cut, shape_config
 from wgpu_lora.models.synthetic import synthetic_model
 from wgpu_lora.names.allowed import BASE_DTYPES, COMPUTE_DTYPES
-from wgpu_lora.quant.nf4 import BLOCK, NESTED_BLOCK
+from wgpu_lora.weights.nf4_codes import BLOCK, NESTED_BLOCK
 
 Extra = dict[str, float]
 

@@ -20,7 +20,7 @@ from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint import Checkpoint
 from wgpu_lora.models.config import LINEAR_PATHS, ModelConfig
-from wgpu_lora.quant.nf4 import BLOCK, DYNAMIC_CODE, NESTED_BLOCK, NF4_CODE, pack_bnb, unpack_bnb
+from wgpu_lora.weights.nf4_codes import BLOCK, DYNAMIC_CODE, NESTED_BLOCK, NF4_CODE, pack_bnb, unpack_bnb
 
 F32_MAX = float(np.finfo(np.float32).max)
 STATE = ".quant_state.bitsandbytes__nf4"

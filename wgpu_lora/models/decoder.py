@@ -11,11 +11,12 @@ from wgpu_lora.models.inputs import StepInputs
 from wgpu_lora.ops.attention import attention
 from wgpu_lora.ops.elementwise import residual, swiglu
 from wgpu_lora.ops.embedding import embed, scatter_rows
-from wgpu_lora.ops.linear import Linear, LoraSlots, linear
+from wgpu_lora.ops.linear import Linear, LoraSlots, Weight, linear
 from wgpu_lora.ops.norm import rmsnorm
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.rope import rope
-from wgpu_lora.ops.weights import DenseWeight, NF4Weight, Weight
+from wgpu_lora.weights.dense import DenseWeight
+from wgpu_lora.weights.nf4 import NF4Weight
 
 Adapters = Mapping[tuple[int, str], LoraSlots]  # (layer, module name) -> its adapters
 

@@ -19,9 +19,9 @@ from wgpu_lora.models.audit import AuditedSource
 from wgpu_lora.models.config import LINEAR_PATHS
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.names.naming import setting
-from wgpu_lora.ops.weights import DenseWeight, NF4Weight
-from wgpu_lora.quant.kernels import nf4_absmax, nf4_encode
-from wgpu_lora.quant.nf4 import BLOCK, DYNAMIC_CODE, double_quantize
+from wgpu_lora.weights.dense import DenseWeight
+from wgpu_lora.weights.nf4 import NF4Weight, nf4_absmax, nf4_encode
+from wgpu_lora.weights.nf4_codes import BLOCK, DYNAMIC_CODE, double_quantize
 
 MOST = {"f16": 65504.0, "bf16": 3.3895313892515355e38}
 STAGING = 32 << 20  # bytes of a piece on its way to the device

@@ -19,7 +19,7 @@ from wgpu_lora.formats.shards import MAX_SHARD_BYTES, TensorSpec, new_model_dire
 from wgpu_lora.gpu.tensor import NUMPY, Tensor
 from wgpu_lora.models.config import LINEAR_PATHS
 from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.ops.weights import NF4Weight
+from wgpu_lora.weights.nf4 import NF4Weight
 
 TORCH = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 SAFETENSORS = {np.dtype(np.uint8): "U8", np.dtype(np.float32): "F32"}

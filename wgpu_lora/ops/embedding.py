@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import numpy as np
 
 from wgpu_lora.gpu.kernel import U32, Fixed, In, InOut, Word, kernel, one_per
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.ops.weights import DenseWeight
+
+
+class Table(Protocol):
+    """Frozen rows [out_features, in_features], as they are stored: an embedding or an LM head."""
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    def chunks(self, max_rows: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """(first row, rows) pieces, none longer than max_rows (a multiple of 128, so that offsets can be bound)."""
 
 
 @kernel("embedding.wgsl.j2", grid=lambda c: one_per(c.rows * c.cols), lib=("linear", "half"))
@@ -42,7 +55,7 @@ def scatter_rows(x: In, rows_of: Fixed, y: InOut, *, rows: U32, cols: U32) -> An
     return result
 
 
-def embed(rec: Recorder, ids: Tensor, table: DenseWeight, name: str = "embedded") -> Tensor:
+def embed(rec: Recorder, ids: Tensor, table: Table, name: str = "embedded") -> Tensor:
     """table[ids]: [T, in]. The table is frozen, so no gradient passes."""
     rows, cols = ids.size, table.in_features
     y = rec.temp((rows, cols), name=name)

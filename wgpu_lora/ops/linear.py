@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.gpu.tensor import Storage, Tensor
 from wgpu_lora.ops.elementwise import dropout_apply, fill
 from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.ops.weights import Weight
+
+
+class Weight(Protocol):
+    """W [out_features, in_features], frozen."""
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def in_features(self) -> int: ...
+
+    def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
+        """y (+)= x W^T (+ bias)."""
+
+    def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:
+        """dx (+)= dy W."""
+
+    def storages(self) -> list[Storage]: ...
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,10 @@ import numpy as np
 from wgpu_lora.gpu.kernel import U32, Fixed, In, InOut, Out, kernel
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.elementwise import fill
-from wgpu_lora.ops.embedding import embed, gather_rows, scatter_rows
+from wgpu_lora.ops.embedding import Table, embed, gather_rows, scatter_rows
 from wgpu_lora.ops.matmul import matmul_nn, matmul_nt
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.rows import by_subgroup, row_grid
-from wgpu_lora.ops.weights import DenseWeight
 
 CHUNK_BYTES = 32 << 20  # of one chunk's logits
 LOWEST = -3.0e38
@@ -78,7 +77,7 @@ class LossInputs:
     total: Tensor
 
 
-def cross_entropy(rec: Recorder, hidden: Tensor, head: DenseWeight, inputs: LossInputs) -> Tensor:
+def cross_entropy(rec: Recorder, hidden: Tensor, head: Table, inputs: LossInputs) -> Tensor:
     """Adds each slot's summed loss to inputs.total, seeds the backward pass, and returns the losses [R]."""
     rows, cols = inputs.rows.size, head.in_features
     picked = rec.temp((rows, cols), name="picked")

@@ -8,7 +8,6 @@ import numpy as np
 
 from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, Grid, In, InOut, Tiles, Traits, Variants, Word, cdiv, kernel
 from wgpu_lora.ops import samples
-from wgpu_lora.quant.nf4 import NF4_CODE
 
 FILE = "matmul.wgsl.j2"
 
@@ -64,24 +63,14 @@ PACKED_NN = tiles(4, (16, 4), (16, 2), (8, 4))
 THIN = tiles(4, (16, 2), (8, 2), (16, 1))
 
 
-def _nf4_weight(codes: np.ndarray, scales: np.ndarray, out: int, size_in: int) -> np.ndarray:
-    """W[out, in] in float64 from device words [ceil(in / 8), out] and one scale for each 64 flattened values."""
-    nibbles = (codes.reshape(-1, out).astype(np.uint64)[:, :, None] >> (4 * np.arange(8, dtype=np.uint64))) & 15
-    values = NF4_CODE.astype(np.float64)[nibbles].transpose(1, 0, 2).reshape(out, -1)[:, :size_in]
-    block = np.arange(out * size_in).reshape(out, size_in) // 64
-    return values * scales.astype(np.float64).reshape(-1)[block]
-
-
-def _finish(
-    y: np.ndarray, product: np.ndarray, accumulate: bool, bias: Any = None, row_scale: Any = None
-) -> np.ndarray:
+def finish(y: np.ndarray, product: np.ndarray, accumulate: bool, bias: Any = None, row_scale: Any = None) -> np.ndarray:
     product = product + (0 if bias is None else bias)
     if row_scale is not None:
         return y * row_scale.reshape(-1, 1) + product
     return y + product if accumulate else product
 
 
-def _operand(a: np.ndarray, m: int, k: int, a_scale: Any) -> np.ndarray:
+def operand(a: np.ndarray, m: int, k: int, a_scale: Any) -> np.ndarray:
     """a [m, k], its rows times a_scale where they were stored divided by it."""
     return a.reshape(m, k) * (1 if a_scale is None else a_scale.reshape(-1, 1))
 
@@ -115,8 +104,8 @@ def matmul_nt(
 ) -> Any:
     """y[m, n] (+)= a_scale[m] sum_k a[m, k] b[n, k] (+ bias[n]); tiles wholly past row count[0] are left alone."""
     left, (result, part) = _range(a, m, a_first, k)[1], _range(y.copy(), m, y_first, n)
-    left = _operand(left, m, k, a_scale)
-    part[:] = _finish(part, left @ b.reshape(n, k).T, accumulate, None if bias is None else bias[y_first : y_first + n])
+    left = operand(left, m, k, a_scale)
+    part[:] = finish(part, left @ b.reshape(n, k).T, accumulate, None if bias is None else bias[y_first : y_first + n])
     return result
 
 
@@ -143,52 +132,9 @@ def matmul_nn(
 ) -> Any:
     """y[m, n] (+)= a_scale[m] sum_k a[m, k] b[k, n]; with row_scale, y[m] is scaled by row_scale[m] first."""
     left, (result, part) = _range(a, m, a_first, k)[1], _range(y.copy(), m, y_first, n)
-    left = _operand(left, m, k, a_scale)
-    part[:] = _finish(part, left @ b.reshape(k, n), accumulate, None, row_scale)
+    left = operand(left, m, k, a_scale)
+    part[:] = finish(part, left @ b.reshape(k, n), accumulate, None, row_scale)
     return result
-
-
-@kernel(FILE, grid=tile_grid, variants=PACKED, specialise=divisibility, sample=samples.matmul, lib=("nf4",))
-def nf4_matmul(
-    a: In,
-    codes: Fixed,
-    scales: In,
-    y: InOut,
-    bias: Fixed = None,
-    a_scale: In = None,
-    *,
-    m: Dim,
-    n: Dim,
-    k: Dim,
-    accumulate: Flag = False,
-    b_type: Word = "nf4",
-    a_type: Word = "f32",
-    form: Word = "nt",
-) -> Any:
-    """y[m, n] (+)= a_scale[m] sum_k a[m, k] W[n, k] (+ bias[n]) for an NF4 W[n, k]."""
-    weight = _nf4_weight(codes, scales, n, k)
-    return _finish(y.reshape(m, n), _operand(a, m, k, a_scale) @ weight.T, accumulate, bias)
-
-
-@kernel(FILE, grid=tile_grid, variants=PACKED_NN, specialise=divisibility, sample=samples.matmul, lib=("nf4",))
-def nf4_matmul_backward(
-    a: In,
-    codes: Fixed,
-    scales: In,
-    y: InOut,
-    a_scale: In = None,
-    *,
-    m: Dim,
-    n: Dim,
-    k: Dim,
-    accumulate: Flag = False,
-    b_type: Word = "nf4",
-    a_type: Word = "f32",
-    form: Word = "nn",
-) -> Any:
-    """dx[m, n] (+)= a_scale[m] sum_k dy[m, k] W[k, n] for an NF4 W[k, n], by the codes that the forward pass reads."""
-    weight = _nf4_weight(codes, scales, k, n)
-    return _finish(y.reshape(m, n), _operand(a, m, k, a_scale) @ weight, accumulate)
 
 
 def _slot_rows(ranges: np.ndarray, first_row: int, count: int) -> np.ndarray:

@@ -10,9 +10,9 @@ from support.kernels import NONE, Arrays, add, normal, poison, stored
 from wgpu_lora.bench import ceiling
 from wgpu_lora.gpu.kernel import cdiv
 from wgpu_lora.gpu.single import widened
-from wgpu_lora.ops import elementwise, embedding, rope, weights
-from wgpu_lora.quant import kernels as quant
-from wgpu_lora.quant.nf4 import DYNAMIC_CODE
+from wgpu_lora.ops import elementwise, embedding, rope
+from wgpu_lora.weights import nf4
+from wgpu_lora.weights.nf4_codes import DYNAMIC_CODE
 
 
 def several(rng: np.random.Generator, size: int, inputs: str, outputs: str) -> Arrays:
@@ -94,7 +94,7 @@ add(
     cols=7,
 )
 add(
-    weights.nf4_scales,
+    nf4.nf4_scales,
     lambda rng: {
         "absmax_codes": rng.integers(0, 256, 523, np.uint8),
         "nested": normal(rng, 4),
@@ -106,7 +106,7 @@ add(
 
 
 def absmax_of(w: np.ndarray) -> np.ndarray:
-    return quant.nf4_absmax(widened(w), None, size=w.size).astype(np.float32)
+    return nf4.nf4_absmax(widened(w), None, size=w.size).astype(np.float32)
 
 
 def encode(b_type: str, rows: int, size_in: int, first: int, out: int) -> None:
@@ -116,13 +116,13 @@ def encode(b_type: str, rows: int, size_in: int, first: int, out: int) -> None:
         codes = rng.integers(0, 2**32, (cdiv(size_in, 8), out), np.uint32)
         return {"w": w, "absmax": absmax_of(w), "codes": codes}
 
-    add(quant.nf4_encode, make, rows=rows, first=first, out=out, size_in=size_in, b_type=b_type)
+    add(nf4.nf4_encode, make, rows=rows, first=first, out=out, size_in=size_in, b_type=b_type)
 
 
 for kind, size in (("f32", 64 * 67 + 13), ("bf16", 5), ("f16", 64 * 3 + 1)):
     table(kind)
     add(
-        quant.nf4_absmax,
+        nf4.nf4_absmax,
         lambda rng, n=size, t=kind: {"w": stored(rng, t, n), "absmax": poison(cdiv(n, 64))},
         size=size,
         b_type=kind,

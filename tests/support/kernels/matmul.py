@@ -9,6 +9,7 @@ import numpy as np
 from support.kernels import SLOT_ROWS, SLOTS, Arrays, add, normal, stored, u32, unslotted
 from wgpu_lora.gpu.kernel import Kernel, cdiv
 from wgpu_lora.ops import matmul
+from wgpu_lora.weights import nf4
 
 
 def product(
@@ -27,7 +28,7 @@ def product(
         wide_k, wide_n = k + flags.get("a_skip", 0), n + flags.get("y_skip", 0)
         arrays = {"a": stored(rng, flags.get("a_type", "f32"), m, wide_k), "y": normal(rng, m, wide_n)}
         if "codes" in kernel.bindings:  # what lies in the nibbles past the last column must not matter
-            out, size_in = (n, k) if kernel is matmul.nf4_matmul else (k, n)
+            out, size_in = (n, k) if kernel is nf4.nf4_matmul else (k, n)
             arrays["codes"] = rng.integers(0, 2**32, (cdiv(size_in, 8), out), np.uint32)
             arrays["scales"] = rng.random(cdiv(out * size_in, 64), np.float32) + 0.5
         else:
@@ -56,27 +57,27 @@ product(matmul.matmul_nn, 41, 131, 52, row_scale=True, count=9)
 product(matmul.matmul_nn, 19, 70, 13, accumulate=True, b_type="bf16")
 product(matmul.matmul_nn, 3, 2, 5, row_scale=True, b_type="f16")
 product(matmul.matmul_nn, 9, 35, 10, b_type="bf16")
-product(matmul.nf4_matmul, 37, 131, 128, bias=True)
-product(matmul.nf4_matmul, 5, 19, 72, accumulate=True)
-product(matmul.nf4_matmul, 9, 67, 13)
-product(matmul.nf4_matmul, 2, 5, 20, bias=True, accumulate=True)
-product(matmul.nf4_matmul_backward, 19, 136, 37, accumulate=True)
-product(matmul.nf4_matmul_backward, 9, 67, 20)
-product(matmul.nf4_matmul_backward, 1, 5, 3, accumulate=True)
+product(nf4.nf4_matmul, 37, 131, 128, bias=True)
+product(nf4.nf4_matmul, 5, 19, 72, accumulate=True)
+product(nf4.nf4_matmul, 9, 67, 13)
+product(nf4.nf4_matmul, 2, 5, 20, bias=True, accumulate=True)
+product(nf4.nf4_matmul_backward, 19, 136, 37, accumulate=True)
+product(nf4.nf4_matmul_backward, 9, 67, 20)
+product(nf4.nf4_matmul_backward, 1, 5, 3, accumulate=True)
 # spans that end past the contraction, pairs of columns, blocks that never straddle rows
-product(matmul.nf4_matmul, 1, 70, 192)
-product(matmul.nf4_matmul, 3, 66, 40, bias=True)
-product(matmul.nf4_matmul_backward, 17, 128, 38)
-product(matmul.nf4_matmul_backward, 2, 64, 6)
+product(nf4.nf4_matmul, 1, 70, 192)
+product(nf4.nf4_matmul, 3, 66, 40, bias=True)
+product(nf4.nf4_matmul_backward, 17, 128, 38)
+product(nf4.nf4_matmul_backward, 2, 64, 6)
 product(matmul.matmul_nt, 1, 70, 20, b_type="bf16")
 product(matmul.matmul_nn, 18, 70, 12)
 # half operands
 product(matmul.matmul_nt, 17, 70, 36, a_type="bf16")
 product(matmul.matmul_nn, 17, 70, 9, a_type="f16", a_scale=True)
-product(matmul.nf4_matmul, 17, 70, 128, a_type="f16", a_scale=True, bias=True)
-product(matmul.nf4_matmul, 3, 19, 13, a_type="bf16")
-product(matmul.nf4_matmul_backward, 17, 72, 36, a_type="bf16", accumulate=True)
-product(matmul.nf4_matmul_backward, 9, 67, 21, a_type="f16", a_scale=True)
+product(nf4.nf4_matmul, 17, 70, 128, a_type="f16", a_scale=True, bias=True)
+product(nf4.nf4_matmul, 3, 19, 13, a_type="bf16")
+product(nf4.nf4_matmul_backward, 17, 72, 36, a_type="bf16", accumulate=True)
+product(nf4.nf4_matmul_backward, 9, 67, 21, a_type="f16", a_scale=True)
 
 
 def lora(kernel: Kernel, n: int, k: int, padding: int = 0, scale: bool = False, **flags: Any) -> None:

@@ -23,8 +23,8 @@ from wgpu_lora.gpu.single import nmse
 from wgpu_lora.infer.generate import BUCKETS, Generator
 from wgpu_lora.infer.step import Programs, State, Step
 from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.ops.weights import NF4Weight
-from wgpu_lora.quant.nf4 import NF4_CODE, double_dequantize, round_trip
+from wgpu_lora.weights.nf4 import NF4Weight
+from wgpu_lora.weights.nf4_codes import NF4_CODE, double_dequantize, round_trip
 
 PROMPTS = (7, 512)
 NEW_TOKENS = 32  # decoded after each prompt whose tokens are timed

@@ -23,11 +23,11 @@ from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.load import piece_rows
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.ops.loss import LossInputs, cross_entropy
-from wgpu_lora.ops.weights import DenseWeight
-from wgpu_lora.quant.kernels import nf4_absmax, nf4_encode
-from wgpu_lora.quant.nf4 import BLOCK
 from wgpu_lora.train.optimizer import Optimizer, SlotUpdate
 from wgpu_lora.train.session import Session
+from wgpu_lora.weights.dense import DenseWeight
+from wgpu_lora.weights.nf4 import nf4_absmax, nf4_encode
+from wgpu_lora.weights.nf4_codes import BLOCK
 
 ROW = 128  # tokens of a row of data in train_step, as in docs/performance.md
 DEVICE_RUNS = 3  # of the device's own time of a step

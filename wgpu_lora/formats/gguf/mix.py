@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType, quants
 
+from wgpu_lora.formats.gguf.kquants import quantize_k
 from wgpu_lora.formats.gguf.names import ARCHITECTURES
 from wgpu_lora.models.config import ModelConfig
-from wgpu_lora.quant.kquants import quantize_k
 
 Q = GGMLQuantizationType
 

@@ -9,9 +9,9 @@ import numpy as np
 from wgpu_lora.data import Row
 from wgpu_lora.infer import Generator
 from wgpu_lora.models.loaded import open_model
-from wgpu_lora.ops.weights import NF4Weight
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import read_run
+from wgpu_lora.weights.nf4 import NF4Weight
 
 PROMPTS, NEW_TOKENS = 4, 48
 KEPT = 16  # positions of each answer whose logits are kept whole

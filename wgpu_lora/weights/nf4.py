@@ -1,0 +1,150 @@
+"""NF4: codes of 4 bits, double-quantised constants of blocks of 64, packed on the device (Dettmers et al. 2023)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, In, InOut, Out, Word, kernel, one_per
+from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
+from wgpu_lora.ops import samples
+from wgpu_lora.ops.half import matmul_operand
+from wgpu_lora.ops.matmul import FILE, PACKED, PACKED_NN, divisibility, finish, operand, tile_grid
+from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.weights.nf4_codes import BLOCK, NESTED_BLOCK, NF4_CODE, NF4_MIDPOINTS
+
+
+def _nf4_weight(codes: np.ndarray, scales: np.ndarray, out: int, size_in: int) -> np.ndarray:
+    """W[out, in] in float64 from device words [ceil(in / 8), out] and one scale for each 64 flattened values."""
+    nibbles = (codes.reshape(-1, out).astype(np.uint64)[:, :, None] >> (4 * np.arange(8, dtype=np.uint64))) & 15
+    values = NF4_CODE.astype(np.float64)[nibbles].transpose(1, 0, 2).reshape(out, -1)[:, :size_in]
+    block = np.arange(out * size_in).reshape(out, size_in) // 64
+    return values * scales.astype(np.float64).reshape(-1)[block]
+
+
+@kernel(FILE, grid=tile_grid, variants=PACKED, specialise=divisibility, sample=samples.matmul, lib=("nf4",))
+def nf4_matmul(
+    a: In,
+    codes: Fixed,
+    scales: In,
+    y: InOut,
+    bias: Fixed = None,
+    a_scale: In = None,
+    *,
+    m: Dim,
+    n: Dim,
+    k: Dim,
+    accumulate: Flag = False,
+    b_type: Word = "nf4",
+    a_type: Word = "f32",
+    form: Word = "nt",
+) -> Any:
+    """y[m, n] (+)= a_scale[m] sum_k a[m, k] W[n, k] (+ bias[n]) for an NF4 W[n, k]."""
+    weight = _nf4_weight(codes, scales, n, k)
+    return finish(y.reshape(m, n), operand(a, m, k, a_scale) @ weight.T, accumulate, bias)
+
+
+@kernel(FILE, grid=tile_grid, variants=PACKED_NN, specialise=divisibility, sample=samples.matmul, lib=("nf4",))
+def nf4_matmul_backward(
+    a: In,
+    codes: Fixed,
+    scales: In,
+    y: InOut,
+    a_scale: In = None,
+    *,
+    m: Dim,
+    n: Dim,
+    k: Dim,
+    accumulate: Flag = False,
+    b_type: Word = "nf4",
+    a_type: Word = "f32",
+    form: Word = "nn",
+) -> Any:
+    """dx[m, n] (+)= a_scale[m] sum_k dy[m, k] W[k, n] for an NF4 W[k, n], by the codes that the forward pass reads."""
+    weight = _nf4_weight(codes, scales, k, n)
+    return finish(y.reshape(m, n), operand(a, m, k, a_scale) @ weight, accumulate)
+
+
+@kernel("nf4_absmax.wgsl.j2", grid=lambda c: one_per(-(-c.size // BLOCK)), lib=("linear", "half"))
+def nf4_absmax(w: Fixed, absmax: Out, *, size: U32, b_type: Word = "f32") -> Any:
+    """absmax[b] = max |w| of each block of 64 flattened values; the last may be shorter."""
+    flat = np.abs(w.reshape(-1)[:size])
+    return np.maximum.reduceat(flat, np.arange(0, size, BLOCK))
+
+
+@kernel("nf4_encode.wgsl.j2", grid=lambda c: one_per(c.rows * -(-c.size_in // 8)), lib=("linear", "half"))
+def nf4_encode(
+    w: Fixed, absmax: In, codes: InOut, *, rows: Dim, first: Dim, out: Dim, size_in: Dim, b_type: Word = "f32"
+) -> Any:
+    """codes[k8, first + n] packs the nearest NF4 codes of w[n, 8 k8 ..], for the `rows` rows that w holds."""
+    scale = 1 / np.maximum(np.repeat(absmax, BLOCK)[: rows * size_in], 1e-38)
+    nearest = np.searchsorted(NF4_MIDPOINTS.astype(np.float64), w.reshape(-1)[: rows * size_in] * scale)
+    padded = np.zeros((rows, -(-size_in // 8) * 8), np.uint64)
+    padded[:, :size_in] = nearest.reshape(rows, size_in)
+    words = (padded.reshape(rows, -1, 8) << (4 * np.arange(8, dtype=np.uint64))).sum(axis=2)
+    result = codes.reshape(-1, out).copy()
+    result[:, first : first + rows] = words.T
+    return result
+
+
+@kernel("nf4_scales.wgsl", grid=lambda c: one_per(c.blocks), lib=("linear",))
+def nf4_scales(absmax_codes: Fixed, nested: Fixed, dynamic: Fixed, scales: Out, *, blocks: U32) -> Any:
+    """scales[b] = dynamic[absmax_codes[b]] * nested[b / 256] + offset, with the offset as nested's last entry."""
+    codes = absmax_codes.reshape(-1)[:blocks].astype(int)
+    return dynamic[codes] * np.repeat(nested[:-1], NESTED_BLOCK)[:blocks] + nested[-1]
+
+
+@dataclass(frozen=True)
+class NF4Weight:
+    """4-bit codes with double-quantised constants; forward and backward read the same codes.
+
+    codes u32 [ceil(in / 8), out]: word (k8, n) packs W[n, 8 k8 .. 8 k8 + 7], lowest nibble first.
+    constants: absmax_codes u8 [blocks], nested f32 [ceil(blocks / 256) + 1], the last entry the offset, and dynamic
+    f32 [256]; or absmax f32 [blocks] alone, of a checkpoint that has them so.
+    """
+
+    out_features: int
+    in_features: int
+    codes: Tensor
+    constants: tuple[Tensor, ...]
+
+    @classmethod
+    def declare(cls, shape: tuple[int, int], name: str, dynamic: Tensor, nested: bool = True) -> NF4Weight:
+        out, size_in = shape
+        blocks = -(-out * size_in // BLOCK)
+        codes = persistent((-(-size_in // 8), out), "u32", "base", f"{name}.codes")
+        if not nested:
+            return cls(out, size_in, codes, (persistent((blocks,), "f32", "base", f"{name}.absmax"),))
+        absmax_codes = persistent((blocks,), "u8", "base", f"{name}.absmax_codes")
+        more = persistent((-(-blocks // NESTED_BLOCK) + 1,), "f32", "base", f"{name}.nested")
+        return cls(out, size_in, codes, (absmax_codes, more, dynamic))
+
+    def _scales(self, rec: Recorder) -> Tensor:
+        # Decoded into scratch before each product, so that the matmul reads one f32 a block and nothing stays; or kept.
+        blocks, source = self.constants[0].size, self.constants[0].storage
+        if len(self.constants) == 1:
+            return self.constants[0]
+        if rec.kept is None:
+            scales = rec.temp((blocks,), name="scales")
+            rec.dispatch(nf4_scales, *self.constants, scales, blocks=blocks)
+            return scales
+        if source not in rec.kept.tensors:
+            rec.kept.tensors[source] = persistent((blocks,), "f32", "workspace", "scales")
+            rec.kept.program.dispatch(nf4_scales, *self.constants, rec.kept.tensors[source], blocks=blocks)
+        return rec.kept.tensors[source]
+
+    def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
+        a, scale, kind = matmul_operand(rec, x, self.in_features, keep=True)
+        shape = {"m": x.size // self.in_features, "n": self.out_features, "k": self.in_features, "a_type": kind}
+        rec.dispatch(nf4_matmul, a, self.codes, self._scales(rec), y, bias, scale, accumulate=accumulate, **shape)
+
+    def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:
+        a, scale, kind = matmul_operand(rec, dy, self.out_features, keep=False)
+        shape = {"m": dy.size // self.out_features, "n": self.in_features, "k": self.out_features, "a_type": kind}
+        codes, constants = self.codes, self._scales(rec)
+        rec.dispatch(nf4_matmul_backward, a, codes, constants, dx, scale, accumulate=accumulate, **shape)
+
+    def storages(self) -> list[Storage]:
+        return [t.storage for t in (self.codes, *self.constants)]
