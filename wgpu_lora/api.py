@@ -31,6 +31,7 @@ from wgpu_lora.train.options import TrainingOptions
 from wgpu_lora.train.progress import StepResult
 from wgpu_lora.train.recipes import gather
 from wgpu_lora.train.trainer import Callback
+from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
 OnRows = Callable[[int, int], None]
 __all__ = ["Answer", "answer", "compare", "evaluate", "evaluate_several", "finetune", "generate", "load"]
@@ -52,7 +53,9 @@ class RunResult(dict[str, Any]):
         )
 
 
-def load(model: str | Path = "demo", *, device: str | int | None = None, base_dtype: str = "nf4") -> LoadedModel:
+def load(
+    model: str | Path = "demo", *, device: str | int | None = None, base_dtype: str = DEFAULT_FORMAT
+) -> LoadedModel:
     """Opens a model and a device. The weights go onto the device at first use, and stay there.
 
     Args:

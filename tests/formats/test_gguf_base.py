@@ -19,7 +19,6 @@ from support.models import ARCHITECTURES, full_logits, golden, golden_rows
 
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.bitsandbytes import from_words
 from wgpu_lora.formats.gguf.checkpoint import GGUFCheckpoint
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.config import LINEAR_PATHS, ModelConfig
@@ -139,11 +138,9 @@ def test_the_model_is_that_of_the_decoded_weights(device: Device, tmp_path: Path
     packed.load_weights()
     for module in ("q_proj", "down_proj"):
         weight = packed.decoder.layers[0].linears[module].weight
-        words = device.read(weight.codes.storage.buffer).view(np.uint32)
         matrix = checkpoint.read_f32(f"model.layers.0.{LINEAR_PATHS[module]}.weight")
-        size = (weight.out_features, weight.in_features)
         codes, _ = quantize_nf4(matrix.reshape(-1))
-        np.testing.assert_array_equal(from_words(words[: matrix.size // 8], size), pack_bnb(codes))
+        np.testing.assert_array_equal(weight.packed(device).read()[0], pack_bnb(codes))
 
 
 def test_tables_beyond_f16_are_refused(tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ from support.models import ARCHITECTURES, FIXTURES, full_logits, golden, golden_
 
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.bitsandbytes import STATE, Packed, from_words, to_words
+from wgpu_lora.formats.bitsandbytes import STATE
 from wgpu_lora.formats.checkpoint import INDEX, SINGLE
 from wgpu_lora.formats.merge import merge_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.loaded import open_model
 from wgpu_lora.models.pack import write_packed
-from wgpu_lora.weights.nf4_codes import double_dequantize, pack_bnb
+from wgpu_lora.weights.nf4_codes import double_dequantize, from_words, pack_bnb, to_words
 
 
 def packed_model(device: Device, architecture: str, output: Path, max_shard_bytes: int = 10**9) -> Path:
@@ -38,12 +38,12 @@ def logits(device: Device, architecture: str, directory: Path | None = None) -> 
 @pytest.mark.parametrize("shape", [(5, 16), (3, 10), (64, 24)])
 def test_layouts_turn_into_each_other(rng: np.random.Generator, shape: tuple[int, int]) -> None:
     values = rng.integers(0, 16, shape, np.uint8)
-    packed = Packed(shape, pack_bnb(values.reshape(-1)), np.zeros(1, np.float32))
-    words = to_words(packed)
+    packed = pack_bnb(values.reshape(-1))
+    words = to_words(packed, shape)
     assert words.shape == (-(-shape[1] // 8), shape[0])
     for n, k in np.ndindex(*shape):
         assert (words[k // 8, n] >> (4 * (k % 8))) & 15 == values[n, k]
-    np.testing.assert_array_equal(from_words(words, shape), packed.codes)
+    np.testing.assert_array_equal(from_words(words, shape), packed)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -9,9 +9,8 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Arena, Program, allocate
 from wgpu_lora.gpu.tensor import persistent
-from wgpu_lora.models.load import _rows_as
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.weights.dense import DenseWeight
+from wgpu_lora.weights.dense import DenseWeight, _rows_as
 
 
 @pytest.mark.drivers

@@ -125,7 +125,7 @@ def generated(tmp_path: Path, name: str, ids: list[int], shift: float = 0.0, gap
     logits = np.linspace(-10, 10, 40, dtype=np.float32).reshape(4, 10) + np.float32(shift)
     np.savez(tmp_path / name, logits)
     answers = [{"ids": ids, "gaps": [gap] * len(ids)}]
-    return {"matrices": 7, "nf4_matrices": 7, "arrays": str(tmp_path / f"{name}.npz"), "answers": answers}
+    return {"matrices": 7, "packed_matrices": 7, "arrays": str(tmp_path / f"{name}.npz"), "answers": answers}
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_generation(tmp_path: Path, other: dict[str, Any], want: str) -> None:
     proof = {"used": lambda: [0, 1], "generation": made.__getitem__}
     assert status(devices_agree, **proof) == want
     assert status(devices_agree, **(proof | {"used": lambda: [0]})) == "not run"
-    made[1]["nf4_matrices"] = 6
+    made[1]["packed_matrices"] = 6
     assert status(devices_agree, **proof) == "failed"
 
 

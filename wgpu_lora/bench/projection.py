@@ -19,6 +19,7 @@ from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.models.synthetic import synthetic_model
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.weights.registry import DEFAULT_FORMAT, base_format
 
 LARGER = ("qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b", "llama-2-13b")
 Record = dict[str, Any]
@@ -28,7 +29,9 @@ def operations(config: ModelConfig, rank: int, tokens: float) -> float:
     """Counted operations of training one row of so many tokens, by the contract of the brick `train_step`."""
     contract = load_contract("train_step")
     keys = {"tokens": tokens, "rank": float(rank), "pairs": tokens * (tokens + 1) / 2, "trained": tokens - 1}
-    return contract.operations(contract.values(numbers_of(config) | keys | {"weight_bits": 4.0}))
+    return contract.operations(
+        contract.values(numbers_of(config) | keys | {"weight_bits": base_format(DEFAULT_FORMAT).bits})
+    )
 
 
 def project(found: Record, config: ModelConfig, device: Device, shapes: Sequence[str] = LARGER) -> list[Record]:

@@ -11,11 +11,9 @@ from wgpu_lora.bench.check import poison
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, persistent
-from wgpu_lora.ops.linear import Weight
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.weights.dense import DenseWeight
-from wgpu_lora.weights.nf4 import NF4Weight
-from wgpu_lora.weights.nf4_codes import DYNAMIC_CODE
+from wgpu_lora.weights.base import Shared, Weight
+from wgpu_lora.weights.registry import base_format
 
 Fill = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
@@ -55,6 +53,7 @@ class Recording:
         self.forward, self.backward = (KeptProgram(device, name, self.temps) for name in ("forward", "backward"))
         self.rec = Recorder(self.forward, training=True, compute_dtype=compute_dtype)
         self._fills: dict[Tensor, Fill] = {}
+        self._weights: list[Weight] = []
 
     # -- what ops work on ------------------------------------------------------------------------------------------
 
@@ -75,19 +74,11 @@ class Recording:
         self.rec.node(lambda: None, inputs=[], outputs=[tensor], trains=True)
         return tensor
 
-    def weight(self, shape: tuple[int, int], dtype: str, name: str) -> Weight:
-        """A frozen matrix of random codes (nf4) or values of deviation 0.02."""
-        if dtype != "nf4":
-            dense = DenseWeight.declare(shape, dtype, name, self.device.max_binding)
-            for part in dense.parts:
-                self._fills[part] = normal(0.02)
-            return dense
-        packed = NF4Weight.declare(shape, name, persistent((256,), "f32", "base", "dynamic code"))
-        absmax_codes, nested, dynamic = packed.constants
-        self._fills[dynamic] = fixed(DYNAMIC_CODE)
-        self._fills[packed.codes] = self._fills[absmax_codes] = words
-        self._fills[nested] = lambda rng, shape: (0.01 + 0.01 * rng.random(shape)).astype(np.float32)
-        return packed
+    def weight(self, shape: tuple[int, int], base_dtype: str, name: str) -> Weight:
+        """A frozen matrix [out, in] in a base format, of random contents."""
+        weight = base_format(base_dtype).declare(shape, name, Shared(self.device.max_binding))
+        self._weights.append(weight)
+        return weight
 
     def record_backward(self, *outputs: Tensor) -> None:
         """Records the backward pass of everything so far, into `backward`, from random gradients of the outputs."""
@@ -102,7 +93,7 @@ class Recording:
 
     def storages(self) -> set[Storage]:
         held = self.forward.persistent_storages() | self.backward.persistent_storages()
-        return held | {tensor.storage for tensor in self._fills}
+        return held.union((tensor.storage for tensor in self._fills), *(weight.storages() for weight in self._weights))
 
     def fresh(self, rng: np.random.Generator) -> None:
         """New random inputs, and NaN wherever a kernel is to write."""
@@ -113,6 +104,9 @@ class Recording:
             elif values.dtype != np.uint8:
                 values = values.astype(NUMPY[tensor.dtype])
             self.device.write(tensor.storage.buffer, values.reshape(-1).view(np.uint8)[: tensor.nbytes])
+        for weight in self._weights:
+            for tensor, values in weight.synthetic(rng):
+                self.device.write(tensor.storage.buffer, values)
         for tensor in self.temps:
             if tensor.storage.buffer is not None:
                 poison(self.device, tensor.storage.buffer)

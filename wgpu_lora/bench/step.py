@@ -25,6 +25,7 @@ from wgpu_lora.train.initial import initial_matrices
 from wgpu_lora.train.memory import both, check_adapters
 from wgpu_lora.train.optimizer import SlotUpdate
 from wgpu_lora.train.session import Session
+from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.words import counted
 
 WARMUP = 2  # steps that compile, and find where to split submits
@@ -116,7 +117,7 @@ def made_up_rows(rows: int, tokens: int, vocab: int, seed: int = 0) -> np.ndarra
 
 
 def chosen_model(
-    model: str | None, shape: str | None, layers: int | None, device: Device, base_dtype: str = "nf4"
+    model: str | None, shape: str | None, layers: int | None, device: Device, base_dtype: str = DEFAULT_FORMAT
 ) -> LoadedModel:
     """A real model (the demo where nothing is named) or a synthetic one of a named shape; nothing is allocated.
 

@@ -24,8 +24,8 @@ from wgpu_lora.models.load import table_dtype
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.shapes import cut, shape_config
 from wgpu_lora.models.synthetic import synthetic_model
-from wgpu_lora.names.allowed import BASE_DTYPES, COMPUTE_DTYPES
-from wgpu_lora.weights.nf4_codes import BLOCK, NESTED_BLOCK
+from wgpu_lora.names.allowed import COMPUTE_DTYPES
+from wgpu_lora.weights.registry import BASE_FORMATS, DEFAULT_FORMAT, base_format
 
 Extra = dict[str, float]
 
@@ -80,7 +80,7 @@ class Context:
     config: ModelConfig
     tokens: int = 512
     rank: int = 16
-    base_dtype: str = "nf4"
+    base_dtype: str = DEFAULT_FORMAT
     compute_dtype: str = "f32"
     tune: bool = False
     real: bool = False
@@ -95,7 +95,7 @@ class Context:
         layers: int | None = None,
         tokens: int = 512,
         rank: int = 16,
-        base_dtype: str = "nf4",
+        base_dtype: str = DEFAULT_FORMAT,
         compute_dtype: str = "f32",
         tune: bool = False,
     ) -> Context:
@@ -104,7 +104,7 @@ class Context:
             if value < least:
                 raise UserError(f"{option} is {value}: give at least {least}.")
         for option, kind, known in (
-            ("--base-dtype", base_dtype, BASE_DTYPES),
+            ("--base-dtype", base_dtype, BASE_FORMATS),
             ("--compute-dtype", compute_dtype, COMPUTE_DTYPES),
         ):
             if kind not in known:
@@ -129,12 +129,11 @@ class Context:
     def keys(self) -> dict[str, float]:
         """What the dims of every contract may use."""
         config = self.config
-        packed = 4 + 8 / BLOCK + 32 / (BLOCK * NESTED_BLOCK)
         return {
             **numbers_of(config),
             "tokens": self.tokens,
             "rank": self.rank,
-            "weight_bits": {"nf4": packed, "f32": 32.0}.get(self.base_dtype, 16.0),
+            "weight_bits": base_format(self.base_dtype).bits,
             "parameters": float(sum(np.prod(shape) for shape in config.parameter_shapes().values())),
         }
 

@@ -16,6 +16,7 @@ from wgpu_lora.cli.commands import Command, Group, dashes
 from wgpu_lora.cli.console import Bar, console, is_terminal, line, table
 from wgpu_lora.cli.options import BaseDtype, Device, refuse_idle
 from wgpu_lora.errors import UserError
+from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
 BRICKS = "bricks"
 FLAGS = {"--compare": "compare", "--training": "training", "--find-max-batch": "max-batch"}  # as they were before
@@ -73,7 +74,7 @@ def bricks(
     layers: Layers = None,
     tokens: Annotated[int, typer.Option(help="Tokens of a training batch. [x>=8]")] = 512,
     rank: Rank = 16,
-    base_dtype: BaseDtype = "nf4",
+    base_dtype: BaseDtype = DEFAULT_FORMAT,
     compute_dtype: ComputeDtype = "f32",
     tune: Annotated[bool, typer.Option(help="Choose tilings as a training run does.")] = True,
     device: Device = None,

@@ -8,7 +8,8 @@ import typer
 
 from wgpu_lora.cli import completion
 from wgpu_lora.cli.options import choice
-from wgpu_lora.names.allowed import BASE_DTYPES, COMPUTE_DTYPES
+from wgpu_lora.names.allowed import COMPUTE_DTYPES
+from wgpu_lora.weights.registry import BASE_FORMATS, DEFAULT_FORMAT
 
 Model = Annotated[
     str | None,
@@ -31,7 +32,8 @@ TokensOr = Annotated[
 ]
 RankOr = Annotated[int | None, typer.Option(help="Rank of the adapters. [x>=1]", show_default="the recipe's, or 16")]
 BaseDtypeOr = Annotated[
-    str | None, choice("How the frozen weights are kept.", BASE_DTYPES, show_default="the recipe's, or nf4")
+    str | None,
+    choice("How the frozen weights are kept.", BASE_FORMATS, show_default=f"the recipe's, or {DEFAULT_FORMAT}"),
 ]
 ComputeDtypeOr = Annotated[
     str | None,

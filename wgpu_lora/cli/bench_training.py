@@ -23,6 +23,7 @@ from wgpu_lora.cli.bench_options import (
 from wgpu_lora.cli.console import console, line, table
 from wgpu_lora.cli.finetune import speed
 from wgpu_lora.cli.options import BaseDtype, Device
+from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.words import counted
 
 FINISHED = ("epochs", "max steps", "target seconds")
@@ -93,7 +94,7 @@ def max_batch(
     layers: Layers = None,
     tokens: Tokens = 512,
     rank: Rank = 16,
-    base_dtype: BaseDtype = "nf4",
+    base_dtype: BaseDtype = DEFAULT_FORMAT,
     compute_dtype: ComputeDtype = "f32",
     most: Annotated[
         int | None, typer.Option("--max-batch", help="Rows to go to at most; left out, as many as fit. [x>=1]")

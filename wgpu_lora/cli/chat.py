@@ -32,6 +32,7 @@ from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Model
 from wgpu_lora.cli.reading import Reader, unmarked
 from wgpu_lora.errors import UserError
 from wgpu_lora.signals import ENDING, handled
+from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.words import listed
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def chat(
     seed: Seed = 0,
     max_length: MaxLength = None,
     device: Device = None,
-    base_dtype: BaseDtype = "nf4",
+    base_dtype: BaseDtype = DEFAULT_FORMAT,
 ) -> int:
     """Talk to a model, with or without an adapter.
 

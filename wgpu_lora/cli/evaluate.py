@@ -15,6 +15,7 @@ from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Json, Model, choic
 from wgpu_lora.cli.several import as_rows, show_losses
 from wgpu_lora.errors import NotFiniteError
 from wgpu_lora.names.allowed import OVERFLOW
+from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.words import counted
 
 
@@ -36,7 +37,7 @@ def evaluate(
     completion_only_loss: Annotated[bool | None, typer.Option(help="Count answers only; otherwise on.")] = None,
     enable_thinking: Annotated[bool | None, typer.Option(help="Passed to the chat template.")] = None,
     device: Device = None,
-    base_dtype: BaseDtype = "nf4",
+    base_dtype: BaseDtype = DEFAULT_FORMAT,
     as_json: Json = False,
 ) -> int:
     """Measure loss and perplexity on data.

@@ -26,6 +26,7 @@ from wgpu_lora.cli.console import Bar, is_terminal, print_json
 from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Json, Model, refuse_idle
 from wgpu_lora.cli.several import as_rows, show_answers
 from wgpu_lora.errors import UserError
+from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def generate(
     stop: Stop = None,
     seed: Seed = 0,
     device: Device = None,
-    base_dtype: BaseDtype = "nf4",
+    base_dtype: BaseDtype = DEFAULT_FORMAT,
     as_json: Json = False,
 ) -> int:
     """Answer prompts; on a terminal, without a prompt, chat.

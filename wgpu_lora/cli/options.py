@@ -13,11 +13,11 @@ import typer
 from wgpu_lora.cli import completion
 from wgpu_lora.cli.commands import OPTIONS, Command
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.allowed import BASE_DTYPES
 from wgpu_lora.train.arguments import PANELS, TrainingArguments
 from wgpu_lora.train.declared import kinds
 from wgpu_lora.train.idle import idle
 from wgpu_lora.train.recipes import gather
+from wgpu_lora.weights.registry import BASE_FORMATS
 
 KINDS = {"str": str, "int": int, "float": float, "bool": bool}
 RECIPE = "Flat TOML file of these options, or the name of a bundled recipe; options given here win over it."
@@ -61,7 +61,7 @@ Adapter = Annotated[
 Device = Annotated[
     str | None, typer.Option(help="GPU to use: its index or a part of its name, as 'wgpu-lora info' lists them.")
 ]
-BaseDtype = Annotated[str, choice("How the frozen weights are kept.", BASE_DTYPES)]
+BaseDtype = Annotated[str, choice("How the frozen weights are kept.", BASE_FORMATS)]
 AllowUnconfined = Annotated[
     bool,
     typer.Option("--allow-unconfined", help="Run the model's code even where this system cannot confine it."),

@@ -11,6 +11,7 @@ from wgpu_lora.cli import completion
 from wgpu_lora.cli.console import Bar, console, line, print_json
 from wgpu_lora.cli.options import BaseDtype, Device, Json, Model, is_given
 from wgpu_lora.errors import UserError
+from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
 if TYPE_CHECKING:
     from wgpu_lora.bench.profile import Profile, TrainedAs
@@ -41,7 +42,7 @@ def profile(
     tokens: Annotated[int, typer.Option(help="Tokens of a row. [x>=2]")] = 512,
     batch: Annotated[int, typer.Option(help="Rows of the step. [x>=1]")] = 1,
     rank: Annotated[int, typer.Option(help="Rank of the adapter, on all seven projections. [x>=1]")] = 16,
-    base_dtype: BaseDtype = "nf4",
+    base_dtype: BaseDtype = DEFAULT_FORMAT,
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Recompute activations in the backward pass.")
     ] = False,

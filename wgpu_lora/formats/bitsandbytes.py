@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,20 @@ from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint import Checkpoint
 from wgpu_lora.models.config import LINEAR_PATHS, ModelConfig
-from wgpu_lora.weights.nf4_codes import BLOCK, DYNAMIC_CODE, NESTED_BLOCK, NF4_CODE, pack_bnb, unpack_bnb
+from wgpu_lora.weights.base import Packed
+from wgpu_lora.weights.nf4 import PARTS
+from wgpu_lora.weights.nf4_codes import BLOCK, DYNAMIC_CODE, NESTED_BLOCK, NF4_CODE
 
 F32_MAX = float(np.finfo(np.float32).max)
 STATE = ".quant_state.bitsandbytes__nf4"
-PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", STATE)
+SUFFIXES = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", STATE)
+KIND = "nf4"  # of its two kinds of 4 bits, the one that is a base format here, by the same name
 # What config.json says of such a model; transformers reads it.
 QUANTIZATION_CONFIG: dict[str, Any] = {
     "quant_method": "bitsandbytes",
     "load_in_4bit": True,
     "load_in_8bit": False,
-    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_quant_type": KIND,
     "bnb_4bit_use_double_quant": True,
     "bnb_4bit_compute_dtype": "bfloat16",
     "bnb_4bit_quant_storage": "uint8",
@@ -38,48 +41,37 @@ QUANTIZATION_CONFIG: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Packed:
-    """A matrix [out, in] in NF4. codes: uint8 [ceil(out * in / 2)]; constants: of its blocks of 64.
-
-    constants: (codes uint8 [blocks], nested f32 [ceil(blocks / 256)], offset) with double quantisation, else f32
-    [blocks].
-    """
-
-    shape: tuple[int, int]
-    codes: np.ndarray
-    constants: tuple[np.ndarray, np.ndarray, float] | np.ndarray
-
-
 class PackedCheckpoint(Checkpoint):
     """A checkpoint with packed linears. Its names are those of whole tensors, as if nothing were packed."""
 
     def names(self) -> list[str]:
-        return [name for name in super().names() if not name.endswith(PARTS)]
+        return [name for name in super().names() if not name.endswith(SUFFIXES)]
 
     def dtype(self, name: str) -> str:
-        return "NF4" if self.nested(name) is not None else super().dtype(name)
-
-    def nested(self, name: str) -> bool | None:
-        """Whether the constants of a packed tensor are quantised in turn; None where the tensor is not packed."""
-        return f"{name}.nested_absmax" in self if f"{name}{STATE}" in self else None
+        return "NF4" if f"{name}{STATE}" in self else super().dtype(name)
 
     def packed(self, name: str) -> Packed | None:
-        """A packed tensor as it is stored; None where it is not packed."""
-        nested = self.nested(name)
-        if nested is None:
+        """A packed tensor as weights.nf4 describes its parts; None where it is not packed."""
+        if f"{name}{STATE}" not in self:
             return None
-        state = self._state(name)
+        shape = tuple(self._state(name)["shape"])
+        return Packed(KIND, shape, PARTS if self._nested(name) else PARTS[:2], partial(self._read_packed, name))
+
+    def _nested(self, name: str) -> bool:
+        """Whether the constants of a packed tensor are quantised in turn."""
+        return f"{name}.nested_absmax" in self
+
+    def _read_packed(self, name: str) -> tuple[np.ndarray, ...]:
         codes = self._stored(name, "U8")
-        if nested:
-            absmax = self._stored(f"{name}.absmax", "U8"), self._stored(f"{name}.nested_absmax", "F32")
-            return Packed(tuple(state["shape"]), codes, (*absmax, float(state["nested_offset"])))
-        return Packed(tuple(state["shape"]), codes, self._stored(f"{name}.absmax", "F32"))
+        if not self._nested(name):
+            return codes, self._stored(f"{name}.absmax", "F32")
+        nested = np.append(self._stored(f"{name}.nested_absmax", "F32"), np.float32(self._state(name)["nested_offset"]))
+        return codes, self._stored(f"{name}.absmax", "U8"), nested.astype(np.float32)
 
     def check_against(self, config: ModelConfig) -> None:
         """UserError unless every parameter is here, packed linears in the one form of NF4 that is supported."""
         for name, shape in config.parameter_shapes().items():
-            if self.nested(name) is None:
+            if f"{name}{STATE}" not in self:
                 self.check_parameter(name, shape)
                 continue
             if not any(name.endswith(f"{path}.weight") for path in LINEAR_PATHS.values()):
@@ -88,9 +80,9 @@ class PackedCheckpoint(Checkpoint):
         self.check_unknown(config, self.names())
 
     def _check_packed(self, name: str, shape: tuple[int, ...]) -> None:
-        state, nested = self._state(name), self.nested(name)
+        state, nested = self._state(name), self._nested(name)
         size, where = prod(shape), f"{name} in {self.directory}"
-        wanted = {"quant_type": "nf4", "blocksize": BLOCK, "shape": list(shape)}
+        wanted = {"quant_type": KIND, "blocksize": BLOCK, "shape": list(shape)}
         if nested:
             wanted |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"}
         for key, value in wanted.items():
@@ -127,46 +119,22 @@ def open_checkpoint(directory: Path, config: ModelConfig) -> Checkpoint:
     return checkpoint
 
 
-def to_words(packed: Packed) -> np.ndarray:
-    """The device's layout: uint32 [ceil(in / 8), out], eight codes along `in` a word, the first in the low nibble."""
-    out, size_in = packed.shape
-    if size_in % 8 == 0:
-        swapped = (packed.codes >> 4) | (packed.codes << 4)
-        return np.ascontiguousarray(swapped.reshape(out, size_in // 2).view("<u4").T)
-    codes = np.zeros((out, -(-size_in // 8) * 8), np.uint32)
-    codes[:, :size_in] = unpack_bnb(packed.codes, out * size_in).reshape(out, size_in)
-    words = (codes.reshape(out, -1, 8) << (4 * np.arange(8, dtype=np.uint32))).sum(axis=2, dtype=np.uint32)
-    return np.ascontiguousarray(words.T)
-
-
-def from_words(words: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """bitsandbytes' bytes, uint8 [ceil(out * in / 2)], from the device's words."""
-    out, size_in = shape
-    if size_in % 8 == 0:
-        swapped = np.ascontiguousarray(words.reshape(-1, out).T).astype("<u4").view(np.uint8).reshape(-1)
-        return (swapped >> 4) | (swapped << 4)
-    nibbles = (words.reshape(-1, out).T[:, :, None] >> (4 * np.arange(8, dtype=np.uint32))) & 15
-    return pack_bnb(nibbles.reshape(out, -1)[:, :size_in].reshape(-1).astype(np.uint8))
-
-
-def stored_parts(
-    name: str, shape: tuple[int, int], codes: np.ndarray, constants: Any, dtype: str
-) -> dict[str, np.ndarray]:
+def stored_parts(name: str, packed: Packed, dtype: str) -> dict[str, np.ndarray]:
     """What a double-quantised matrix is stored as: by tensor name, for one that was `dtype` (such as bfloat16)."""
-    absmax, nested, offset = constants
+    codes, absmax, nested = packed.read()
     state: Mapping[str, Any] = {
-        "quant_type": "nf4",
+        "quant_type": packed.format,
         "blocksize": BLOCK,
         "dtype": dtype,
-        "shape": list(shape),
+        "shape": list(packed.shape),
         "nested_blocksize": NESTED_BLOCK,
         "nested_dtype": "float32",
-        "nested_offset": float(offset),
+        "nested_offset": float(nested[-1]),
     }
     return {
         name: codes.reshape(-1, 1),
         f"{name}.absmax": absmax,
-        f"{name}.nested_absmax": nested,
+        f"{name}.nested_absmax": nested[:-1],
         f"{name}.nested_quant_map": DYNAMIC_CODE,
         f"{name}.quant_map": NF4_CODE,
         f"{name}{STATE}": np.frombuffer(json.dumps(state).encode(), np.uint8),

@@ -21,7 +21,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.models.config import ModelConfig
 
 if TYPE_CHECKING:
-    from wgpu_lora.formats.bitsandbytes import Packed
+    from wgpu_lora.weights.base import Packed
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -109,7 +109,7 @@ class Checkpoint:
         return np.fromfile(entry.path, np.uint8, count, offset=entry.offset)
 
     def packed(self, name: str) -> Packed | None:
-        """The tensor where it is stored in four bits (formats.bitsandbytes); here it never is."""
+        """The tensor where it is stored in a base format (formats.bitsandbytes); here it never is."""
         return None
 
     def read_f32(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 
 from wgpu_lora.errors import NotFiniteError
-from wgpu_lora.formats.bitsandbytes import Packed
 from wgpu_lora.formats.checkpoint import WeightSource
+from wgpu_lora.weights.base import Packed
 
 LARGEST = {"BF16": 0x7F7F, "F16": 0x7BFF, "F32": 0x7F7FFFFF}  # bits of the largest finite magnitude
 AHEAD = 1  # pieces that wait to be looked at
@@ -20,7 +21,7 @@ CHUNK = 1 << 18  # values that are looked at together: they stay in the processo
 class AuditedSource:
     """A checkpoint whose reads are hashed and checked on a thread of their own, beside the work on the device.
 
-    What NF4 packs hides a NaN, and a change to the middle of a shard shows in no header; so each value is looked at on
+    Packing hides a NaN, and a change to the middle of a shard shows in no header; so each value is looked at on
     its way. Every tensor is expected to be read once, from its first row to its last.
 
     Use it as a context manager; leaving it waits for the thread.
@@ -64,15 +65,10 @@ class AuditedSource:
 
     def packed(self, name: str) -> Packed | None:
         found = self._source.packed(name)
-        if found is not None:
-            self._look(name, found.codes, None)
-            if isinstance(found.constants, np.ndarray):
-                self._look(name, found.constants, "F32")
-            else:
-                codes, nested, offset = found.constants
-                self._look(name, codes, None)
-                self._look(name, np.append(nested, np.float32(offset)), "F32")
-        return found
+        return found and replace(found, read=lambda: self._look_at_parts(name, found))
+
+    def _look_at_parts(self, name: str, packed: Packed) -> tuple[np.ndarray, ...]:
+        return tuple(self._look(name, part, "F32" if part.dtype == np.float32 else None) for part in packed.read())
 
     # -- the thread --------------------------------------------------------------------------------------------------
 

@@ -41,8 +41,8 @@ class ModelConfig:
 
     `architecture` is config.json's model_type. `attention_bias` says whether q, k and v have biases,
     `attention_output_bias` whether o does. `sliding_windows` holds one entry per layer: None attends to everything
-    before, w attends to the last w tokens, the current one included. `packed`: the linears are stored in NF4, as
-    bitsandbytes has it.
+    before, w attends to the last w tokens, the current one included. `packed`: the base format that the linears are
+    stored in, if any.
     """
 
     architecture: str
@@ -64,7 +64,7 @@ class ModelConfig:
     qk_norm: bool
     sliding_windows: tuple[int | None, ...]
     eos_token_ids: tuple[int, ...]
-    packed: bool = False
+    packed: str | None = None
 
     @classmethod
     def load(cls, directory: str | Path) -> ModelConfig:
@@ -165,15 +165,15 @@ class ModelConfig:
         return shapes
 
 
-def _packed(d: Mapping[str, Any], where: str) -> bool:
-    """Whether the linears are packed to NF4 by bitsandbytes, the only quantisation that is supported."""
+def _packed(d: Mapping[str, Any], where: str) -> str | None:
+    """The base format that the linears are stored in: bitsandbytes' NF4, the only quantisation that is supported."""
     quantization = d.get("quantization_config")
     if not quantization:
-        return False
+        return None
     stated = quantization if isinstance(quantization, Mapping) else {"quant_method": quantization}
     method, kind = stated.get("quant_method"), stated.get("bnb_4bit_quant_type")
     if method == "bitsandbytes" and stated.get("load_in_4bit") and kind == "nf4":
-        return True
+        return str(kind)
     raise UserError(
         f"quantization_config in {where} says the weights are stored as {method!r}"
         f"{f' ({kind})' if kind else ''}, which is not supported: use bitsandbytes' NF4, or the unquantised checkpoint "

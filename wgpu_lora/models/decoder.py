@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
@@ -11,12 +11,13 @@ from wgpu_lora.models.inputs import StepInputs
 from wgpu_lora.ops.attention import attention
 from wgpu_lora.ops.elementwise import residual, swiglu
 from wgpu_lora.ops.embedding import embed, scatter_rows
-from wgpu_lora.ops.linear import Linear, LoraSlots, Weight, linear
+from wgpu_lora.ops.linear import Linear, LoraSlots, linear
 from wgpu_lora.ops.norm import rmsnorm
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.rope import rope
+from wgpu_lora.weights.base import MatrixSource, Shared, Weight
 from wgpu_lora.weights.dense import DenseWeight
-from wgpu_lora.weights.nf4 import NF4Weight
+from wgpu_lora.weights.registry import declare
 
 Adapters = Mapping[tuple[int, str], LoraSlots]  # (layer, module name) -> its adapters
 
@@ -25,7 +26,7 @@ Adapters = Mapping[tuple[int, str], LoraSlots]  # (layer, module name) -> its ad
 class Layer:
     """One block: its seven linears by name and its norm weights, q_norm and k_norm only where the model has them."""
 
-    linears: dict[str, Linear]
+    linears: dict[str, Linear[Weight]]
     norms: dict[str, Tensor]
 
 
@@ -58,8 +59,6 @@ class Decoder:
     layers: tuple[Layer, ...]
     final_norm: Tensor
     head: DenseWeight
-    dynamic: Tensor  # NF4's table for the constants of the constants
-    packs: bool  # loading quantises the linears
 
     @classmethod
     def declare(
@@ -68,22 +67,18 @@ class Decoder:
         base_dtype: str,
         table_dtype: str,
         max_binding: int,
-        stored: Callable[[str], str] | None = None,
+        stored: MatrixSource | None = None,
     ) -> Decoder:
         """The tensors of a model whose embedding and LM head are stored as `table_dtype` (bf16, f16, f32).
 
-        stored: what a linear, by the name of its tensor, is kept as, since it is stored so: nf4, `nf4 absmax` (whose
-            constants are f32), bf16, f16 or f32. Without it all are base_dtype, and packed on loading if that is nf4.
+        base_dtype: the base format of the linears, but where `stored`, a checkpoint with linears in a base format
+            already, has them otherwise.
         """
-        dynamic = persistent((256,), "f32", "base", "dynamic code")
+        shared = Shared(max_binding)
         shapes = config.linear_shapes()
 
         def weight(layer: int, module: str) -> Weight:
-            name = f"layers.{layer}.{LINEAR_PATHS[module]}"
-            kind = stored(f"model.{name}.weight") if stored else base_dtype
-            if kind.startswith("nf4"):
-                return NF4Weight.declare(shapes[module], name, dynamic, nested=kind == "nf4")
-            return DenseWeight.declare(shapes[module], kind, name, max_binding)
+            return declare(base_dtype, shapes[module], f"layers.{layer}.{LINEAR_PATHS[module]}", shared, stored)
 
         def vector(size: int, name: str) -> Tensor:
             return persistent((size,), "f32", "base", name)
@@ -103,16 +98,22 @@ class Decoder:
         tied = config.tie_word_embeddings
         head = embedding if tied else DenseWeight.declare(shape, table_dtype, "lm_head", max_binding)
         layers = tuple(layer(i) for i in range(config.num_hidden_layers))
-        packs = base_dtype == "nf4" and stored is None
-        return cls(config, base_dtype, embedding, layers, vector(config.hidden_size, "norm"), head, dynamic, packs)
+        return cls(config, base_dtype, embedding, layers, vector(config.hidden_size, "norm"), head)
+
+    def weights(self) -> Iterator[Weight]:
+        """Every frozen matrix, the embedding among them."""
+        yield self.embedding
+        if self.head is not self.embedding:
+            yield self.head
+        for layer in self.layers:
+            yield from (item.weight for item in layer.linears.values())
 
     def storages(self) -> set[Storage]:
         """Everything that is loaded once and never changes."""
-        found = {*self.embedding.storages(), *self.head.storages(), self.final_norm.storage}
+        found = {self.final_norm.storage}.union(*(weight.storages() for weight in self.weights()))
         for layer in self.layers:
             found |= {norm.storage for norm in layer.norms.values()}
-            for item in layer.linears.values():
-                found |= {*item.weight.storages(), *([item.bias.storage] if item.bias else [])}
+            found |= {item.bias.storage for item in layer.linears.values() if item.bias}
         return found
 
     # -- forward ---------------------------------------------------------------------------------------------------

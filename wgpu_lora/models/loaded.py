@@ -14,10 +14,10 @@ from wgpu_lora.gpu.program import missing_bytes
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.files import read_model
-from wgpu_lora.models.load import Progress, load_weights, staging_bytes, stored_as, table_dtype, tensor_count
-from wgpu_lora.names.allowed import BASE_DTYPES
+from wgpu_lora.models.load import Progress, load_weights, staging_bytes, table_dtype, tensor_count
 from wgpu_lora.names.naming import setting
 from wgpu_lora.share import claim
+from wgpu_lora.weights.registry import DEFAULT_FORMAT, base_format
 
 
 @dataclass(repr=False)
@@ -64,26 +64,27 @@ class LoadedModel:
         return missing_bytes(self.decoder.storages()) + staging_bytes(self.decoder)
 
 
-def open_model(model: str, device: Device | str | int | None = None, base_dtype: str = "nf4") -> LoadedModel:
+def open_model(model: str, device: Device | str | int | None = None, base_dtype: str = DEFAULT_FORMAT) -> LoadedModel:
     """Reads a model's files and declares its tensors; nothing is allocated on the device yet.
 
     Args:
         model: a directory, a GGUF file, a hub id, or `demo`.
         device: an opened device, or what `--device` takes.
-        base_dtype: nf4, bf16, f16 or f32.
+        base_dtype: a base format of `weights.registry`.
 
     Raises:
         UserError: the model cannot be had or read, or is of a kind that is not supported.
     """
-    if base_dtype not in BASE_DTYPES:
-        raise UserError(f"{setting('base_dtype', base_dtype)} is not known: choose one of {', '.join(BASE_DTYPES)}.")
+    base_format(base_dtype)
     path = resolve_model(model)
     files = read_model(path)
     config, checkpoint = files.config, files.checkpoint
-    if config.packed and base_dtype != "nf4":
+    if config.packed not in (None, base_dtype):
         raise UserError(
-            f"{setting('base_dtype', base_dtype)} is not possible: the linears of {model} are stored in NF4."
+            f"{setting('base_dtype', base_dtype)} is not possible: the linears of {model} are stored in "
+            f"{config.packed.upper()}."
         )
     opened = device if isinstance(device, Device) else Device(device)
-    decoder = Decoder.declare(config, base_dtype, table_dtype(checkpoint), opened.max_binding, stored_as(checkpoint))
+    stored = checkpoint if config.packed else None
+    decoder = Decoder.declare(config, base_dtype, table_dtype(checkpoint), opened.max_binding, stored)
     return LoadedModel(model, path, config, checkpoint, files.tokenizer, opened, decoder)

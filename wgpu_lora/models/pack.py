@@ -10,16 +10,14 @@ import numpy as np
 
 from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.bitsandbytes import QUANTIZATION_CONFIG, STATE, from_words, stored_parts
+from wgpu_lora.formats.bitsandbytes import KIND, QUANTIZATION_CONFIG, STATE, stored_parts
 from wgpu_lora.formats.checkpoint import Checkpoint
 from wgpu_lora.formats.gguf.checkpoint import GGUFCheckpoint
 from wgpu_lora.formats.gguf.companions import write_companions
 from wgpu_lora.formats.hub import is_gguf
 from wgpu_lora.formats.shards import MAX_SHARD_BYTES, TensorSpec, new_model_directory, write_shards
-from wgpu_lora.gpu.tensor import NUMPY, Tensor
 from wgpu_lora.models.config import LINEAR_PATHS
 from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.weights.nf4 import NF4Weight
 
 TORCH = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 SAFETENSORS = {np.dtype(np.uint8): "U8", np.dtype(np.float32): "F32"}
@@ -42,14 +40,14 @@ def write_packed(
         UserError: the model is not kept in NF4, is stored packed already, or `output` is in use.
     """
     checkpoint = model.checkpoint
-    if not isinstance(checkpoint, Checkpoint | GGUFCheckpoint) or not model.decoder.packs:
+    kept = model.config.packed is None and model.decoder.base_dtype == KIND
+    if not isinstance(checkpoint, Checkpoint | GGUFCheckpoint) or not kept:
         raise UserError(f"{model.name} is not a model that is packed on loading: give one in full precision, as NF4.")
     model.load_weights()
     packed = {
         f"model.layers.{i}.{LINEAR_PATHS[module]}.weight": item.weight
         for i, layer in enumerate(model.decoder.layers)
         for module, item in layer.linears.items()
-        if isinstance(item.weight, NF4Weight)
     }
     parts: dict[str, np.ndarray] = {}
 
@@ -57,7 +55,9 @@ def write_packed(
         """The stored tensors of one packed matrix; those of the last are kept, since they are asked for one by one."""
         if name not in parts:
             parts.clear()
-            parts.update(_parts(model, name, packed[name], TORCH[checkpoint.dtype(name)]))
+            found = packed[name].packed(model.device)
+            assert found, f"{name} is kept as it is stored"
+            parts.update(stored_parts(name, found, TORCH[checkpoint.dtype(name)]))
         return parts
 
     specs: dict[str, TensorSpec] = {}
@@ -84,15 +84,3 @@ def write_packed(
         write_shards(directory, specs, pieces, max_shard_bytes)
         stated = read_json(directory / "config.json") | {"quantization_config": QUANTIZATION_CONFIG}
         (directory / "config.json").write_text(json.dumps(stated, indent=2) + "\n")
-
-
-def _parts(model: LoadedModel, name: str, weight: NF4Weight, dtype: str) -> dict[str, np.ndarray]:
-    device, shape = model.device, (weight.out_features, weight.in_features)
-    codes, nested, _ = weight.constants
-
-    def read(tensor: Tensor) -> np.ndarray:
-        return device.read(tensor.storage.buffer).view(NUMPY[tensor.dtype])[: tensor.size]
-
-    nested_and_offset = read(nested)
-    constants = read(codes), nested_and_offset[:-1], nested_and_offset[-1]
-    return stored_parts(name, shape, from_words(read(weight.codes), shape), constants, dtype)

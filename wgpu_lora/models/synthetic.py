@@ -11,6 +11,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
 POOL = 1 << 20  # values drawn once; every tensor reads the pool from a place of its own
 
@@ -51,7 +52,7 @@ class SyntheticCheckpoint:
 
 
 def synthetic_model(
-    config: ModelConfig, device: Device, base_dtype: str = "nf4", name: str = "synthetic"
+    config: ModelConfig, device: Device, base_dtype: str = DEFAULT_FORMAT, name: str = "synthetic"
 ) -> LoadedModel:
     """A model without a tokenizer; nothing is allocated until its weights are loaded."""
     decoder = Decoder.declare(config, base_dtype, "bf16", device.max_binding)

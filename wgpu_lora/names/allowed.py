@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-BASE_DTYPES = ("nf4", "bf16", "f16", "f32")  # of frozen weights
 COMPUTE_DTYPES = ("f32", "bf16", "f16")  # of what stands before a frozen matrix
 LR_SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup")
 OVERFLOW = ("truncate", "drop")  # what happens to rows that are too long

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
-from wgpu_lora.gpu.tensor import Storage, Tensor
+from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.elementwise import dropout_apply, fill
 from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn
 from wgpu_lora.ops.recorder import Recorder
 
 
-class Weight(Protocol):
+class FrozenMatrix(Protocol):
     """W [out_features, in_features], frozen."""
 
     @property
@@ -26,14 +26,15 @@ class Weight(Protocol):
     def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:
         """dx (+)= dy W."""
 
-    def storages(self) -> list[Storage]: ...
+
+W = TypeVar("W", bound=FrozenMatrix, covariant=True)
 
 
 @dataclass(frozen=True)
-class Linear:
+class Linear(Generic[W]):
     """A frozen matrix and its bias [out], if any."""
 
-    weight: Weight
+    weight: W
     bias: Tensor | None = None
 
 
@@ -75,7 +76,7 @@ class LoraSlots:
 def linear(
     rec: Recorder,
     x: Tensor,
-    layer: Linear,
+    layer: Linear[FrozenMatrix],
     lora: LoraSlots | None = None,
     into: Tensor | None = None,
     accumulate: bool = False,

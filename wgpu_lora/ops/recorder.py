@@ -33,7 +33,7 @@ class Recorder:
         training: False records no backward pass.
         recompute: record `checkpoint`ed blocks again inside the backward pass instead of keeping their activations.
         compute_dtype: what activations are rounded to before a frozen matrix (see ops.half).
-        kept: where NF4's block constants are kept decoded, an eighth more memory beside the codes.
+        kept: where a base format keeps what it would decode before each product (of NF4, an eighth more memory).
     """
 
     def __init__(

@@ -18,6 +18,7 @@ from wgpu_lora.proof.training import Training, train
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import with_demo_data
 from wgpu_lora.train.recipes import gather
+from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
 
 class Refused(UserError):
@@ -146,8 +147,9 @@ def read_recipe(recipe: str) -> tuple[TrainingArguments, Path]:
     files = _files(args)
     if len(files) < 2:
         raise UserError(f"The recipe {path} has no held-out data, which a proof needs: give it eval_data.")
-    if args.base_dtype != "nf4":
-        raise UserError(f"The recipe {path} keeps the base in {args.base_dtype}: a proof is of NF4, so leave it out.")
+    if args.base_dtype != DEFAULT_FORMAT:
+        proven, kept = DEFAULT_FORMAT.upper(), args.base_dtype
+        raise UserError(f"The recipe {path} keeps the base in {kept}: a proof is of {proven}, so leave it out.")
     resolve_model(args.model or "demo")
     return replace(args, data=files[0], split=None, eval_data=files[1], eval_split=None, resume=False), path
 

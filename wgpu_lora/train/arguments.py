@@ -11,9 +11,10 @@ from typing import Any
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names
-from wgpu_lora.names.allowed import BASE_DTYPES, COMPUTE_DTYPES, LINEAR_PATHS, LR_SCHEDULERS, OVERFLOW
+from wgpu_lora.names.allowed import COMPUTE_DTYPES, LINEAR_PATHS, LR_SCHEDULERS, OVERFLOW
 from wgpu_lora.names.naming import Naming, flag, naming
 from wgpu_lora.train.declared import Range, check, kinds, option, require
+from wgpu_lora.weights.registry import BASE_FORMATS, DEFAULT_FORMAT
 
 # What may differ between a run and its resumption: it changes what is written, not what is trained.
 FREE_ON_RESUME = {
@@ -65,7 +66,7 @@ class TrainingArguments:
     device: str | None = option(
         None, FILES, "GPU to use: its index or a part of its name, as 'wgpu-lora info' lists them."
     )
-    base_dtype: str = option("nf4", MEMORY, "How the frozen weights are kept.", choices=BASE_DTYPES)
+    base_dtype: str = option(DEFAULT_FORMAT, MEMORY, "How the frozen weights are kept.", choices=BASE_FORMATS)
     compute_dtype: str = option(
         "f32",
         MEMORY,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import Field, dataclass, field
 from typing import Any
 
@@ -66,7 +66,7 @@ def option(
     text: str,
     *,
     within: Range | None = None,
-    choices: Sequence[str] | None = None,
+    choices: Collection[str] | None = None,
     hint: str = "",
 ) -> Any:
     """A field of TrainingArguments.

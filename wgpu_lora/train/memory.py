@@ -11,6 +11,7 @@ from psutil import virtual_memory
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import flag, setting, settings
+from wgpu_lora.weights.registry import DEFAULT_FORMAT, base_format
 from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def check_adapters(runs: Sequence[TrainingArguments], config: ModelConfig, budge
 def without_a_way(base: int, available: int, args: TrainingArguments, replan: Replan) -> str:
     """Advice where no option makes a run fit."""
     smaller = f"lower {flag('lora_r')}, or choose a smaller model"
-    if base > available and args.base_dtype == "nf4":
+    if base > available and "base_dtype" not in _savings(args):
         return f"the base alone takes {base:,} bytes, so choose a smaller model"
     for savings in (_savings(args), {}):
         least = {**savings, "per_device_train_batch_size": 1, "max_length": min(SHORTEST, args.length)}
@@ -106,7 +107,8 @@ def ways_to_fit(available: int, args: TrainingArguments, replan: Replan) -> list
 def _savings(args: TrainingArguments) -> dict[str, Any]:
     """What would save memory and change little of what is learnt, where it is not chosen yet."""
     found: dict[str, Any] = {} if args.gradient_checkpointing else {"gradient_checkpointing": True}
-    return found if args.base_dtype == "nf4" else found | {"base_dtype": "nf4"}
+    smaller = base_format(DEFAULT_FORMAT).bits < base_format(args.base_dtype).bits
+    return found | ({"base_dtype": DEFAULT_FORMAT} if smaller else {})
 
 
 def _way(changes: Mapping[str, Any], fitting: Fitting) -> Way | None:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import ml_dtypes
+import numpy as np
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Storage, Tensor, persistent
+from wgpu_lora.names.naming import setting
 from wgpu_lora.ops.half import matmul_operand
 from wgpu_lora.ops.matmul import matmul_nn, matmul_nt
 from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Packed, Shared
+from wgpu_lora.weights.registry import DEFAULT_FORMAT
+
+DTYPES = {"BF16": "bf16", "F16": "f16", "F32": "f32"}  # what safetensors calls them -> what they are called here
+NUMPY = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
+MOST = {"f16": 65504.0, "bf16": 3.3895313892515355e38}
 
 
 @dataclass(frozen=True)
@@ -17,6 +29,10 @@ class DenseWeight:
 
     parts: tuple[Tensor, ...]
     dtype: str
+
+    @property
+    def format(self) -> str:
+        return self.dtype
 
     @property
     def out_features(self) -> int:
@@ -68,3 +84,61 @@ class DenseWeight:
 
     def storages(self) -> list[Storage]:
         return [part.storage for part in self.parts]
+
+    def scratch(self) -> Mapping[str, int]:
+        return {}
+
+    def load(self, loading: Loading, source: MatrixSource, name: str) -> None:
+        row_bytes = self.in_features * ITEM_BYTES[self.dtype]
+        step = max(1, PIECE_BYTES // row_bytes)
+        step = step // 2 * 2 or 2  # an even number of rows keeps every piece on a whole word
+        for first, part in self.chunks():
+            for start in range(0, part.shape[0], step):
+                stop = min(start + step, part.shape[0])
+                rows = _rows_as(source, name, self.dtype, first + start, first + stop)
+                loading.device.write(part.storage.buffer, rows, start * row_bytes)
+
+    def values(self, device: Device) -> np.ndarray:
+        parts = (device.read(p.storage.buffer)[: p.nbytes].view(NUMPY[self.dtype]).reshape(p.shape) for p in self.parts)
+        return np.concatenate([part.astype(np.float32) for part in parts])
+
+    def packed(self, device: Device) -> Packed | None:
+        return None
+
+    def synthetic(self, rng: np.random.Generator) -> Iterator[tuple[Tensor, np.ndarray]]:
+        for part in self.parts:
+            yield part, (0.02 * rng.standard_normal(part.shape, np.float32)).astype(NUMPY[self.dtype])
+
+
+def _rows_as(source: MatrixSource, name: str, dtype: str, start: int, stop: int) -> np.ndarray:
+    if DTYPES.get(source.dtype(name)) == dtype:
+        return source.read_raw(name, start, stop)
+    values = source.read_f32(name, start, stop)
+    most = MOST.get(dtype, np.inf)
+    if most < np.abs(values).max() < np.inf:  # what is not finite is said by models.audit
+        raise UserError(
+            f"{name} has values beyond {dtype}'s range of {most:,.6g}: use {setting('base_dtype', DEFAULT_FORMAT)} "
+            "or f32."
+        )
+    with np.errstate(over="ignore"):
+        return values.astype(NUMPY[dtype])
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A base format of plain floats."""
+
+    name: str
+
+    @property
+    def bits(self) -> float:
+        return 8.0 * ITEM_BYTES[self.name]
+
+    def declare(self, shape: tuple[int, int], name: str, shared: Shared, packed: Packed | None = None) -> DenseWeight:
+        return DenseWeight.declare(shape, self.name, name, shared.max_binding)
+
+    def round_trip(self, w: np.ndarray) -> np.ndarray:
+        return w.astype(NUMPY[self.name]).astype(np.float32)
+
+
+BF16, F16, F32 = Dense("bf16"), Dense("f16"), Dense("f32")

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
+from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, In, InOut, Out, Word, kernel, one_per
-from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
+from wgpu_lora.gpu.program import Program
+from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, align, persistent
 from wgpu_lora.ops import samples
 from wgpu_lora.ops.half import matmul_operand
 from wgpu_lora.ops.matmul import FILE, PACKED, PACKED_NN, divisibility, finish, operand, tile_grid
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.weights.nf4_codes import BLOCK, NESTED_BLOCK, NF4_CODE, NF4_MIDPOINTS
+from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Packed, Shared
+from wgpu_lora.weights.dense import DTYPES
+from wgpu_lora.weights.nf4_codes import (
+    BLOCK,
+    DYNAMIC_CODE,
+    NESTED_BLOCK,
+    NF4_CODE,
+    NF4_MIDPOINTS,
+    dequantize_nf4,
+    double_dequantize,
+    double_quantize,
+    from_words,
+    round_trip,
+    to_words,
+    unpack_bnb,
+)
+
+NAME = "nf4"
+# In files: codes uint8 [ceil(out * in / 2)]; absmax f32 [blocks] or, of double quantisation, codes uint8 [blocks] and
+# nested f32 [ceil(blocks / 256) + 1], the last entry the offset.
+PARTS = ("codes", "absmax", "nested")
 
 
 def _nf4_weight(codes: np.ndarray, scales: np.ndarray, out: int, size_in: int) -> np.ndarray:
@@ -102,24 +125,15 @@ class NF4Weight:
 
     codes u32 [ceil(in / 8), out]: word (k8, n) packs W[n, 8 k8 .. 8 k8 + 7], lowest nibble first.
     constants: absmax_codes u8 [blocks], nested f32 [ceil(blocks / 256) + 1], the last entry the offset, and dynamic
-    f32 [256]; or absmax f32 [blocks] alone, of a checkpoint that has them so.
+    f32 [256]; or absmax f32 [blocks] alone, of a checkpoint that has them so. stored: it goes up as a file has it.
     """
 
     out_features: int
     in_features: int
     codes: Tensor
     constants: tuple[Tensor, ...]
-
-    @classmethod
-    def declare(cls, shape: tuple[int, int], name: str, dynamic: Tensor, nested: bool = True) -> NF4Weight:
-        out, size_in = shape
-        blocks = -(-out * size_in // BLOCK)
-        codes = persistent((-(-size_in // 8), out), "u32", "base", f"{name}.codes")
-        if not nested:
-            return cls(out, size_in, codes, (persistent((blocks,), "f32", "base", f"{name}.absmax"),))
-        absmax_codes = persistent((blocks,), "u8", "base", f"{name}.absmax_codes")
-        more = persistent((-(-blocks // NESTED_BLOCK) + 1,), "f32", "base", f"{name}.nested")
-        return cls(out, size_in, codes, (absmax_codes, more, dynamic))
+    stored: bool
+    format: ClassVar[str] = NAME
 
     def _scales(self, rec: Recorder) -> Tensor:
         # Decoded into scratch before each product, so that the matmul reads one f32 a block and nothing stays; or kept.
@@ -148,3 +162,99 @@ class NF4Weight:
 
     def storages(self) -> list[Storage]:
         return [t.storage for t in (self.codes, *self.constants)]
+
+    # -- contents --------------------------------------------------------------------------------------------------
+
+    def scratch(self) -> Mapping[str, int]:
+        if self.stored:
+            return {}
+        size = min(self.out_features, piece_rows(self.in_features)) * self.in_features
+        return {"staging": size, "absmax": align(4 * -(-size // BLOCK)) // 4}
+
+    def load(self, loading: Loading, source: MatrixSource, name: str) -> None:
+        packed = source.packed(name)
+        if packed is None:
+            self._pack(loading, source, name)
+            return
+        codes, *constants = packed.read()
+        loading.device.write(self.codes.storage.buffer, to_words(codes, packed.shape))
+        self._write_constants(loading.device, *constants)
+
+    def _pack(self, loading: Loading, source: MatrixSource, name: str) -> None:
+        """Packs it on the device; only the block constants, 1/64 of the values, pass through the host."""
+        device, staging, absmax = loading.device, loading.scratch["staging"], loading.scratch["absmax"]
+        kind, out, size_in = DTYPES[source.dtype(name)], self.out_features, self.in_features
+        found = []
+        for first in range(0, out, piece_rows(size_in)):
+            rows = min(piece_rows(size_in), out - first)
+            device.write(staging.storage.buffer, source.read_raw(name, first, first + rows))
+            program = Program(device, "pack")
+            program.dispatch(nf4_absmax, staging, absmax, size=rows * size_in, b_type=kind)
+            shape: dict[str, Any] = {"rows": rows, "first": first, "out": out, "size_in": size_in, "b_type": kind}
+            program.dispatch(nf4_encode, staging, absmax, self.codes, **shape)
+            with loading.running(program):
+                blocks = -(-rows * size_in // BLOCK)
+                found.append(device.read(absmax.storage.buffer, 4 * blocks).view(np.float32).copy())
+        with np.errstate(invalid="ignore"):  # what is not finite is said by models.audit
+            codes, nested, offset = double_quantize(np.concatenate(found))
+        self._write_constants(device, codes, np.append(nested, offset).astype(np.float32))
+
+    def _write_constants(self, device: Device, *found: np.ndarray) -> None:
+        for tensor, values in zip(self.constants, (*found, DYNAMIC_CODE), strict=False):
+            device.write(tensor.storage.buffer, values)
+
+    def packed(self, device: Device) -> Packed:
+        shape = (self.out_features, self.in_features)
+        codes, *constants = (_read(device, tensor) for tensor in (self.codes, *self.constants[:2]))
+        arrays = (from_words(codes, shape), *constants)
+        return Packed(self.format, shape, PARTS[: len(arrays)], lambda: arrays)
+
+    def values(self, device: Device) -> np.ndarray:
+        codes, *constants = self.packed(device).read()
+        shape = (self.out_features, self.in_features)
+        absmax = constants[0]
+        if len(constants) > 1:
+            absmax = double_dequantize(constants[0], constants[1][:-1], constants[1][-1])
+        return dequantize_nf4(unpack_bnb(codes, shape[0] * shape[1]), absmax).reshape(shape)
+
+    def synthetic(self, rng: np.random.Generator) -> Iterator[tuple[Tensor, np.ndarray]]:
+        yield self.codes, rng.integers(0, 2**32, self.codes.shape, np.uint32)
+        if len(self.constants) > 1:
+            yield self.constants[0], rng.integers(0, 256, self.constants[0].shape, np.uint8)
+            yield self.constants[2], DYNAMIC_CODE
+        scale = self.constants[min(1, len(self.constants) - 1)]
+        yield scale, (0.01 + 0.01 * rng.random(scale.shape)).astype(np.float32)
+
+
+def _read(device: Device, tensor: Tensor) -> np.ndarray:
+    values = device.read(tensor.storage.buffer).view(NUMPY[tensor.dtype])[: tensor.size]
+    return values.reshape(tensor.shape)
+
+
+def piece_rows(size_in: int) -> int:
+    """Rows of a matrix that are packed at a time; multiples of 64 start at a whole block of the flattened matrix."""
+    return max(BLOCK, PIECE_BYTES // (4 * size_in) // BLOCK * BLOCK)
+
+
+class _NF4:
+    """The base format. Of its parts in files, see PARTS; the codes are `pack_bnb`'s bytes."""
+
+    name = NAME
+    bits = 4 + 8 / BLOCK + 32 / (BLOCK * NESTED_BLOCK)
+
+    def declare(self, shape: tuple[int, int], name: str, shared: Shared, packed: Packed | None = None) -> NF4Weight:
+        out, size_in = shape
+        blocks, stored = -(-out * size_in // BLOCK), packed is not None
+        codes = persistent((-(-size_in // 8), out), "u32", "base", f"{name}.codes")
+        if packed and len(packed.parts) == 2:
+            return NF4Weight(out, size_in, codes, (persistent((blocks,), "f32", "base", f"{name}.absmax"),), stored)
+        absmax_codes = persistent((blocks,), "u8", "base", f"{name}.absmax_codes")
+        nested = persistent((-(-blocks // NESTED_BLOCK) + 1,), "f32", "base", f"{name}.nested")
+        dynamic = shared.tables.setdefault("dynamic code", persistent((256,), "f32", "base", "dynamic code"))
+        return NF4Weight(out, size_in, codes, (absmax_codes, nested, dynamic), stored)
+
+    def round_trip(self, w: np.ndarray) -> np.ndarray:
+        return round_trip(w)
+
+
+NF4 = _NF4()

@@ -131,6 +131,31 @@ def unpack_bnb(packed: np.ndarray, count: int) -> np.ndarray:
     return np.stack([packed.reshape(-1) >> 4, packed.reshape(-1) & 15], axis=1).reshape(-1)[:count]
 
 
+def to_words(packed: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """`pack_bnb`'s bytes of a matrix [out, in] in the device's layout: uint32 [ceil(in / 8), out].
+
+    Eight codes along `in` make a word, the first in the low nibble.
+    """
+    out, size_in = shape
+    if size_in % 8 == 0:
+        swapped = (packed >> 4) | (packed << 4)
+        return np.ascontiguousarray(swapped.reshape(out, size_in // 2).view("<u4").T)
+    codes = np.zeros((out, -(-size_in // 8) * 8), np.uint32)
+    codes[:, :size_in] = unpack_bnb(packed, out * size_in).reshape(out, size_in)
+    words = (codes.reshape(out, -1, 8) << (4 * np.arange(8, dtype=np.uint32))).sum(axis=2, dtype=np.uint32)
+    return np.ascontiguousarray(words.T)
+
+
+def from_words(words: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """`pack_bnb`'s bytes, uint8 [ceil(out * in / 2)], from the device's words."""
+    out, size_in = shape
+    if size_in % 8 == 0:
+        swapped = np.ascontiguousarray(words.reshape(-1, out).T).astype("<u4").view(np.uint8).reshape(-1)
+        return (swapped >> 4) | (swapped << 4)
+    nibbles = (words.reshape(-1, out).T[:, :, None] >> (4 * np.arange(8, dtype=np.uint32))) & 15
+    return pack_bnb(nibbles.reshape(out, -1)[:, :size_in].reshape(-1).astype(np.uint8))
+
+
 def _quantize(x: np.ndarray, midpoints: np.ndarray, blocksize: int) -> tuple[np.ndarray, np.ndarray]:
     flat = np.asarray(x, dtype=np.float32).reshape(-1)
     if not flat.size:

@@ -17,6 +17,7 @@ from wgpu_lora.ops.linear import Linear, LoraSlots, linear
 from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn
 from wgpu_lora.ops.norm import rmsnorm
 from wgpu_lora.ops.rope import rope
+from wgpu_lora.weights.nf4 import NF4
 
 READS = {"q_proj": "x", "k_proj": "x", "v_proj": "x", "o_proj": "attended", "gate_proj": "h", "up_proj": "h"}
 THIN = (lora_nt, lora_nn, lora_tn)
@@ -24,13 +25,13 @@ THIN = (lora_nt, lora_nn, lora_tn)
 
 def nf4_matmul(context: Context) -> Iterator[Workload]:
     recording = Recording(context.device, context.compute_dtype)
-    _linears(context, recording, "nf4", adapters=False)
+    _linears(context, recording, NF4.name, adapters=False)
     yield ProgramWorkload(recording, recording.forward)
 
 
 def nf4_matmul_backward(context: Context) -> Iterator[Workload]:
     recording = Recording(context.device, context.compute_dtype)
-    recording.record_backward(*_linears(context, recording, "nf4", adapters=False))
+    recording.record_backward(*_linears(context, recording, NF4.name, adapters=False))
     yield ProgramWorkload(recording, recording.backward)
 
 

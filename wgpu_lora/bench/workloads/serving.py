@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from wgpu_lora.bench.check import Checked, check, poison, read
+from wgpu_lora.bench.check import Checked, check, poison
 from wgpu_lora.bench.stats import Timings
 from wgpu_lora.bench.workload import (
     Context,
@@ -23,8 +23,7 @@ from wgpu_lora.gpu.single import nmse
 from wgpu_lora.infer.generate import BUCKETS, Generator
 from wgpu_lora.infer.step import Programs, State, Step
 from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.weights.nf4 import NF4Weight
-from wgpu_lora.weights.nf4_codes import NF4_CODE, double_dequantize, round_trip
+from wgpu_lora.weights.registry import base_format
 
 PROMPTS = (7, 512)
 NEW_TOKENS = 32  # decoded after each prompt whose tokens are timed
@@ -218,20 +217,14 @@ class Load:
         pass
 
     def check(self, rng: np.random.Generator) -> Checked | None:
-        """Of NF4, the smallest matrix against the NumPy reference of what packing makes of the checkpoint's values."""
-        model = self._load()
-        weight = model.decoder.layers[0].linears["k_proj"].weight
-        if not isinstance(weight, NF4Weight):
+        """The smallest matrix against the NumPy reference of what its base format makes of the checkpoint's values."""
+        model, name = self._load(), "model.layers.0.self_attn.k_proj.weight"
+        if model.checkpoint.packed(name):
             return None
-        device = self._context.device
-        codes, constants, nested = (read(device, t) for t in (weight.codes, *weight.constants[:2]))
-        nibbles = (codes[:, :, None] >> 4 * np.arange(8, dtype=np.uint32)) & 15  # [in / 8, out, 8]
-        values = NF4_CODE[nibbles.transpose(1, 0, 2).reshape(weight.out_features, -1)[:, : weight.in_features]]
-        scales = double_dequantize(constants, nested[:-1], nested[-1])
-        got = values.reshape(-1) * np.repeat(scales, 64)[: values.size]
-        want = round_trip(model.checkpoint.read_f32("model.layers.0.self_attn.k_proj.weight"))
+        weight = model.decoder.layers[0].linears["k_proj"].weight
+        want = base_format(weight.format).round_trip(model.checkpoint.read_f32(name))
         found = Checked()
-        found.add(nmse(got, want.reshape(-1)), "k_proj of layer 0", part=True)
+        found.add(nmse(weight.values(self._context.device), want), "k_proj of layer 0", part=True)
         return found
 
     def _load(self) -> LoadedModel:

@@ -20,13 +20,12 @@ from wgpu_lora.gpu.program import Program, missing_bytes
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.models.inputs import Segment
-from wgpu_lora.models.load import piece_rows
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.ops.loss import LossInputs, cross_entropy
 from wgpu_lora.train.optimizer import Optimizer, SlotUpdate
 from wgpu_lora.train.session import Session
 from wgpu_lora.weights.dense import DenseWeight
-from wgpu_lora.weights.nf4 import nf4_absmax, nf4_encode
+from wgpu_lora.weights.nf4 import nf4_absmax, nf4_encode, piece_rows
 from wgpu_lora.weights.nf4_codes import BLOCK
 
 ROW = 128  # tokens of a row of data in train_step, as in docs/performance.md

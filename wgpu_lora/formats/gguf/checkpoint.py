@@ -19,7 +19,7 @@ from wgpu_lora.formats.gguf.names import gguf_name, rotated_heads, to_halves
 from wgpu_lora.models.config import ModelConfig
 
 if TYPE_CHECKING:
-    from wgpu_lora.formats.bitsandbytes import Packed
+    from wgpu_lora.weights.base import Packed
 
 F16_MAX = 65504.0
 PLAIN = {Kind.F32: "F32", Kind.F16: "F16", Kind.BF16: "BF16"}
@@ -76,7 +76,7 @@ class GGUFCheckpoint:
         return self._decoded(self._tensors[name], self._rows(name, row_start, row_stop))
 
     def packed(self, name: str) -> Packed | None:
-        """The tensor where it is stored in bitsandbytes' NF4; here it never is."""
+        """The tensor where it is stored in a base format; here it never is."""
         return None
 
     def digest(self) -> str:

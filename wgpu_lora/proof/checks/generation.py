@@ -20,9 +20,9 @@ def devices_agree(proof: Proof) -> Finding:
     found = {index: proof.generation(index) for index in (first, *others)}
     faults = []
     for index, generated in found.items():
-        if generated["nf4_matrices"] != generated["matrices"]:
+        if generated["packed_matrices"] != generated["matrices"]:
             faults.append(
-                f"device {index} holds {generated['nf4_matrices']} of {generated['matrices']} matrices in NF4"
+                f"device {index} holds {generated['packed_matrices']} of {generated['matrices']} matrices in NF4"
             )
         if not any(answer["ids"] for answer in generated["answers"]):
             faults.append(f"device {index} generated nothing")
@@ -42,7 +42,7 @@ def devices_agree(proof: Proof) -> Finding:
     tokens = sum(len(answer["ids"]) for answer in found[first]["answers"])
     answers = f"{len(found[first]['answers'])} greedy answers of {tokens} tokens"
     reason = (
-        f"{found[first]['nf4_matrices']} matrices packed to NF4 on each of {len(found)} devices; logits within "
+        f"{found[first]['packed_matrices']} matrices packed to NF4 on each of {len(found)} devices; logits within "
         f"{worst:.1e} of the largest (allowed {TOLERANCE:.0e}); {answers} the same"
         + (f" but for {ties} near-ties" if ties else "")
     )

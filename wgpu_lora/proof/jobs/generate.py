@@ -11,7 +11,7 @@ from wgpu_lora.infer import Generator
 from wgpu_lora.models.loaded import open_model
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import read_run
-from wgpu_lora.weights.nf4 import NF4Weight
+from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
 PROMPTS, NEW_TOKENS = 4, 48
 KEPT = 16  # positions of each answer whose logits are kept whole
@@ -39,13 +39,12 @@ def run(options: dict[str, Any], device: int, arrays: str) -> dict[str, Any]:
         stop_ids = model.tokenizer.stop_ids if model.tokenizer else ()
         found = generator.generate(prompts, max_new_tokens=NEW_TOKENS, stop_ids=stop_ids, on_token=keep)
     np.savez(arrays, *(np.array(kept) for kept in logits))  # arr_0, arr_1 ...
-    packed = [w.weight for layer in model.decoder.layers for w in layer.linears.values()]
-    nf4 = [w for w in packed if isinstance(w, NF4Weight)]
+    linears = [item.weight for layer in model.decoder.layers for item in layer.linears.values()]
     decode = model.tokenizer.decode if model.tokenizer else str
     return {
-        "matrices": len(packed),
-        "nf4_matrices": len(nf4),
-        "nf4_bytes": sum(w.codes.nbytes for w in nf4),
+        "matrices": len(linears),
+        "packed_matrices": sum(weight.format == DEFAULT_FORMAT for weight in linears),
+        "packed_bytes": sum({s: s.nbytes for weight in linears for s in weight.storages()}.values()),
         "answers": [{"ids": g.token_ids, "gaps": gaps[i], "text": decode(g.token_ids)} for i, g in enumerate(found)],
         "tokens_per_second": found[0].decode_speed,
     }

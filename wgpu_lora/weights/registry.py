@@ -1,0 +1,49 @@
+"""The base formats, a line each."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.names.naming import setting
+
+if TYPE_CHECKING:
+    from wgpu_lora.weights.base import BaseFormat, MatrixSource, Shared, Weight
+
+# Name -> module:attribute. Nothing is imported before it is used: help and shell completion read the names.
+BASE_FORMATS = {
+    "nf4": "wgpu_lora.weights.nf4:NF4",
+    "bf16": "wgpu_lora.weights.dense:BF16",
+    "f16": "wgpu_lora.weights.dense:F16",
+    "f32": "wgpu_lora.weights.dense:F32",
+}
+DEFAULT_FORMAT = next(iter(BASE_FORMATS))
+
+
+def base_format(name: str) -> BaseFormat:
+    """The format of this name.
+
+    Raises:
+        UserError: it is not registered.
+    """
+    if name not in BASE_FORMATS:
+        raise UserError(f"{setting('base_dtype', name)} is not known: choose one of {', '.join(BASE_FORMATS)}.")
+    module, attribute = BASE_FORMATS[name].split(":")
+    found: BaseFormat = getattr(import_module(module), attribute)
+    return found
+
+
+def declare(base_dtype: str, shape: tuple[int, int], name: str, shared: Shared, stored: MatrixSource | None) -> Weight:
+    """A frozen matrix [out, in] of a model, allocated and filled later.
+
+    Args:
+        base_dtype: the format that it is kept in, where `stored` is None.
+        name: of the matrix in the model, without the `model.` in front and the `.weight` behind.
+        stored: a checkpoint with matrices in some base format already, which are kept as they are stored.
+    """
+    if stored is None:
+        return base_format(base_dtype).declare(shape, name, shared)
+    tensor = f"model.{name}.weight"
+    packed = stored.packed(tensor)
+    return base_format(packed.format if packed else stored.dtype(tensor).lower()).declare(shape, name, shared, packed)
