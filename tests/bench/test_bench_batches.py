@@ -162,9 +162,9 @@ def test_nothing_is_allocated_for_what_does_not_fit(device: Device):
         return TrainingStep(of, 1, 16, 4).session.memory().peak
 
     two = needs(chosen_model(None, "mini", 2, device))
-    with pytest.raises(UserError, match=r"mini with 3 layers needs .* are available: --layers 2 would fit\."):
+    with pytest.raises(UserError, match=r"mini with 3 layers needs .* are available: it fits with --layers 2\."):
         check_fits(model, needs, limit=two)
-    with pytest.raises(UserError, match="not even one layer would fit"):
+    with pytest.raises(UserError, match="not even one layer fits"):
         find_max_batch(model, Batches(tokens=16, rank=4, limit=1000))
     assert device.allocated == before
 

@@ -11,8 +11,9 @@ from support.bench import MINI_ROW
 from support.cli import QWEN2, SMALL, write_rows
 
 from wgpu_lora.bench.projection import operations, project
+from wgpu_lora.bench.stats import spread
 from wgpu_lora.bench.step import TrainingStep, chosen_model
-from wgpu_lora.bench.training import WARMUP, Work, records, run_training, spread, trained_config
+from wgpu_lora.bench.training import WARMUP, Work, records, run_training, trained_config
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device

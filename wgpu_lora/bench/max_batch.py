@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from wgpu_lora.bench.header import header
-from wgpu_lora.bench.step import WARMUP, TrainingStep, check_fits
-from wgpu_lora.bench.words import ROW, own_words
+from wgpu_lora.bench.results import header
+from wgpu_lora.bench.step import ROW, WARMUP, TrainingStep, check_fits, own_words
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.share import budget_bytes

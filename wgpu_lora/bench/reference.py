@@ -214,10 +214,10 @@ class OurSide:
 
     def serve(self, prompt: int, new: int, runs: int) -> Record:
         """Tokens/s of a prompt of `prompt` tokens and of `new` tokens after it, medians of `runs` after two more."""
-        from wgpu_lora.bench.step import made_up_rows
+        from wgpu_lora.bench.step import synthetic_rows
         from wgpu_lora.infer.generate import Generator
 
-        (ids,) = made_up_rows(1, prompt, self._model.config.vocab_size).tolist()
+        (ids,) = synthetic_rows(1, prompt, self._model.config.vocab_size).tolist()
         prefill, decode = [], []
         with Generator(self._model, capacity=prompt + new, buckets=(prompt,)) as generator:
             for run in range(2 + runs):

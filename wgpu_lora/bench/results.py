@@ -9,14 +9,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bench.workload import Context
 from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.train.output import environment
 
 NAME, VERSION = "wgpu-lora-bench", "1"
 SCHEMA = f"{NAME}/{VERSION}"
 HOLDS, NOISY, BROKEN = "holds", "noisy", "broken"
 ADDED = ("kind", "verdict")  # to a result's own fields, in its line of a file
-Header = dict[str, Any]  # see bench.header
+Header = dict[str, Any]  # what `header` makes
 
 
 @dataclass
@@ -70,17 +71,9 @@ class Result:
         return {"kind": "brick", **asdict(self), "verdict": self.verdict}
 
 
-def options_of(context: Context) -> dict[str, Any]:
-    """What a result depends on beside the device."""
-    return {
-        "shape": context.name,
-        "layers": context.config.num_hidden_layers,
-        "tokens": context.tokens,
-        "rank": context.rank,
-        "base_dtype": context.base_dtype,
-        "compute_dtype": context.compute_dtype,
-        "tuned": context.tune,
-    }
+def header(schema: str, device: Device, **more: Any) -> Header:
+    """What a file says first: its form, and what was measured on what: device, driver, versions and commit."""
+    return {"schema": schema, "kind": "header", **more, "commit": commit(), **environment(device)}
 
 
 def commit() -> dict[str, Any] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bench.header import header
-from wgpu_lora.bench.step import WARMUP, TrainingStep, check_fits, chosen_model, made_up_rows
-from wgpu_lora.bench.words import TRAINING, own_words
+from wgpu_lora.bench.results import header
+from wgpu_lora.bench.stats import spread
+from wgpu_lora.bench.step import TRAINING, WARMUP, TrainingStep, check_fits, chosen_model, own_words, synthetic_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.gpu.device import Device
@@ -166,7 +165,7 @@ def _synthetic(work: Work, given: Record, place: Path, opened: Device | None) ->
         return TrainingStep(of, rows, tokens, args.lora_r, compute_dtype=args.compute_dtype)
 
     check_fits(model, lambda of: step(of).session.memory().peak)
-    ids = made_up_rows(min(args.max_steps, 64) * rows * accumulation, tokens, model.config.vocab_size)
+    ids = synthetic_rows(min(args.max_steps, 64) * rows * accumulation, tokens, model.config.vocab_size)
     lines = (json.dumps({"input_ids": row, "labels": row}) for row in ids.tolist())
     data = place / "rows.jsonl"
     data.write_text("".join(f"{line}\n" for line in lines))
@@ -245,24 +244,6 @@ def timed(job: Job) -> Record:
         "final_eval_loss": facts["state"]["last_eval_loss"],
         "peak_planned": memory["peak"],
         "peak_allocated": memory["peak_allocated"],
-    }
-
-
-def spread(values: Sequence[float]) -> Record:
-    """How far values lie apart: variance is the sample's (n - 1), cv the deviation over the mean.
-
-    Both are None where there is one value, which says nothing of spread; cv also where the mean is 0.
-    """
-    mean = statistics.fmean(values)
-    variance = statistics.variance(values) if len(values) > 1 else None
-    cv = None if variance is None or mean == 0 else variance**0.5 / abs(mean)
-    return {
-        "median": statistics.median(values),
-        "mean": mean,
-        "min": min(values),
-        "max": max(values),
-        "variance": variance,
-        "cv": cv,
     }
 
 

@@ -123,13 +123,13 @@ def _context(selector: str | None, shape: str | None, model: str | None, layers:
 def _measure(context: Any, names: list[str], time_limit: float | None, file: str | None) -> int:
     from wgpu_lora.bench.ceiling import measure_ceilings
     from wgpu_lora.bench.report import COLUMNS, KEY, LEFT, STYLES, VERDICTS, ceiling_lines, cells, details, noise_text
-    from wgpu_lora.bench.results import BROKEN, Writer, options_of
+    from wgpu_lora.bench.results import BROKEN, Writer
     from wgpu_lora.bench.run import ceilings_broken, check_fit, header_of, run_bricks
 
     for name in names:
         check_fit(context, name)
     writer = Writer(file)
-    info, options = context.device.info, options_of(context)
+    info, options = context.device.info, context.options()
     line("device", f"{info.name} ({info.driver})")
     tuned = "tuned" if options.pop("tuned") else "not tuned"
     line("model", ", ".join([*(f"{name.replace('_', ' ')} {value}" for name, value in options.items()), tuned]))
