@@ -13,6 +13,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 from urllib.request import url2pathname
 
+from wgpu_lora.assets import ROOT
+
 NAME = "wgpu-lora"
 
 
@@ -55,8 +57,7 @@ def _origin() -> tuple[Path | str | None, bool]:
     try:
         text = distribution(NAME).read_text("direct_url.json")
     except PackageNotFoundError:  # run from its source, not installed
-        checkout = Path(__file__).resolve().parent.parent
-        return (checkout, True) if (checkout / "pyproject.toml").is_file() else (None, False)
+        return (ROOT, True) if (ROOT / "pyproject.toml").is_file() else (None, False)
     try:
         said: dict[str, Any] = json.loads(text or "{}")
         url, information = str(said["url"]), said.get("dir_info")

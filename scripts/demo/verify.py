@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from wgpu_lora.demo import HELDOUT_FILE, MODEL_DIR, TRAIN_FILE  # noqa: E402
+from wgpu_lora.assets import DEMO_HELDOUT, DEMO_MODEL, DEMO_TRAIN  # noqa: E402
 from wgpu_lora.demo.check import run_check  # noqa: E402
 from wgpu_lora.demo.confine.parent import confinement  # noqa: E402
 
@@ -122,9 +122,9 @@ def finetune(model, tokenizer, rows: list[dict], args: argparse.Namespace) -> tu
 def main() -> None:
     """Score, fine-tune, score again, and print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=MODEL_DIR)
-    parser.add_argument("--train", type=Path, default=TRAIN_FILE)
-    parser.add_argument("--heldout", type=Path, default=HELDOUT_FILE)
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL)
+    parser.add_argument("--train", type=Path, default=DEMO_TRAIN)
+    parser.add_argument("--heldout", type=Path, default=DEMO_HELDOUT)
     parser.add_argument("--nf4", action="store_true")
     parser.add_argument("--steps", type=int, default=360)
     parser.add_argument("--rows", type=int, default=16, help="rows of one step")

@@ -15,7 +15,7 @@ import pytest
 from support.cli import QWEN2, SMALL, share_device, write_rows
 
 import wgpu_lora
-from wgpu_lora import bars
+from wgpu_lora.api import bars
 from wgpu_lora.demo.compare import fresh_directory
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.settings import AnswerOptions, Settings

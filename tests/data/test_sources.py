@@ -15,7 +15,7 @@ from support.data import chat
 from support.sources import ROWS, ids_of, prepared, refused, written
 
 from wgpu_lora.data import json_array, rows_given, training_data
-from wgpu_lora.data.files import MIN_GROWN
+from wgpu_lora.data.opening import MIN_GROWN
 from wgpu_lora.data.source import Problem
 from wgpu_lora.errors import UserError
 

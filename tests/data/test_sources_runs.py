@@ -11,10 +11,10 @@ from safetensors.numpy import load_file
 from support.cli import QWEN2, ROWS, SMALL, flags, share_device, write_rows
 
 import wgpu_lora
+from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.cli import main
 from wgpu_lora.data.account import SKIPPED
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.train.multi_adapter import MultiAdapterPipeline
 
 WEIGHTS = "adapter_model.safetensors"
 

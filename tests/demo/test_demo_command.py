@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from support.cli import share_device
 
+from wgpu_lora.assets import DEMO_HELDOUT
 from wgpu_lora.cli import console, main
-from wgpu_lora.demo import HELDOUT_FILE
 from wgpu_lora.demo.compare import Checked
 from wgpu_lora.gpu.device import Device
 
@@ -26,9 +26,9 @@ def test_its_last_line_works_as_printed(
     """In the directory it was run in: a held-out request, answered as it was answered there."""
     share_device(device, monkeypatch)
     few = tmp_path / "held out.jsonl"
-    few.write_text("".join(HELDOUT_FILE.read_text().splitlines(keepends=True)[:2]))
-    for where in ("wgpu_lora.demo", "wgpu_lora.demo.compare"):
-        monkeypatch.setattr(f"{where}.HELDOUT_FILE", few)
+    few.write_text("".join(DEMO_HELDOUT.read_text().splitlines(keepends=True)[:2]))
+    for where in ("wgpu_lora.train.finetune", "wgpu_lora.demo.compare"):
+        monkeypatch.setattr(f"{where}.DEMO_HELDOUT", few)
     monkeypatch.chdir(tmp_path)
     assert main(["demo", "--max-steps", "1", "--output", "the run", "--show", "1"]) == 0
     said = capsys.readouterr().out.splitlines()

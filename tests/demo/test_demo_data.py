@@ -11,7 +11,7 @@ import pytest
 from support import SCRIPTS
 from tokenizers import Tokenizer
 
-from wgpu_lora.demo import HELDOUT_FILE, MODEL_DIR, TRAIN_FILE
+from wgpu_lora.assets import DEMO_HELDOUT, DEMO_MODEL, DEMO_TRAIN
 from wgpu_lora.demo.asserts import Outcome, parse_check
 from wgpu_lora.demo.check import run_check
 from wgpu_lora.demo.confine import plain
@@ -26,7 +26,7 @@ def read(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-TRAIN, HELDOUT = read(TRAIN_FILE), read(HELDOUT_FILE)
+TRAIN, HELDOUT = read(DEMO_TRAIN), read(DEMO_HELDOUT)
 
 
 def failure(code: str, check: str) -> str | None:
@@ -108,7 +108,7 @@ def test_leak_check_sees_through_names_and_numbers():
 def test_model_folder_is_whole_and_small():
     names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     names |= {"chat_template.jinja", "training.json", "README.md"}
-    files = {path.name: path for path in MODEL_DIR.iterdir()}
+    files = {path.name: path for path in DEMO_MODEL.iterdir()}
     assert names <= set(files)
     assert sum(path.stat().st_size for path in files.values()) < 10_000_000
     config = json.loads(files["config.json"].read_text(encoding="utf-8"))
@@ -118,6 +118,6 @@ def test_model_folder_is_whole_and_small():
 
 
 def test_rows_are_short():
-    tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     for row in TRAIN + HELDOUT:
         assert sum(len(tokenizer.encode(turn["content"]).ids) for turn in row["messages"]) < 130

@@ -12,16 +12,16 @@ from support.cli import flags, share_device
 from support.data import small_tokenizer
 from support.models import save_golden_adapter, words_model
 
+from wgpu_lora.assets import DEMO_MODEL
 from wgpu_lora.cli import main
 from wgpu_lora.data import Tokenizer
-from wgpu_lora.demo import MODEL_DIR
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.tokenizer_files import write_tokenizer
 from wgpu_lora.formats.upload import prepare
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.files import read_model
 
-DEMO = Path(MODEL_DIR)
+DEMO = DEMO_MODEL
 WRITTEN = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
 
 

@@ -11,11 +11,11 @@ import gguf
 import numpy as np
 from safetensors.numpy import save_file
 
-from wgpu_lora.demo import MODEL_DIR
+from wgpu_lora.assets import DEMO_MODEL
 from wgpu_lora.formats.peft import AdapterConfig, tensor_name, write_adapter
 from wgpu_lora.models.config import ModelConfig
 
-DEMO = Path(MODEL_DIR)
+DEMO = DEMO_MODEL
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 BASE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
 BASE |= {"num_key_value_heads": 2, "vocab_size": 4096, "max_position_embeddings": 512, "rms_norm_eps": 1e-6}

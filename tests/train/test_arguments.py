@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from wgpu_lora.assets import asset_dir
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.assets import asset_dir
 from wgpu_lora.names.naming import COMMAND_LINE, naming
 from wgpu_lora.share import Budget
 from wgpu_lora.train.arguments import PANELS, TrainingArguments, from_values

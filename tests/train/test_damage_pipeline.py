@@ -13,12 +13,12 @@ import pytest
 from support.training import model_dir
 from test_pipeline import WEIGHTS, adapters, options
 
+from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.train.checkpoint import FILES
 from wgpu_lora.train.manifest import MANIFEST
-from wgpu_lora.train.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.train.record import PipelineState, write_pipeline_state
 from wgpu_lora.train.state import STATE
 

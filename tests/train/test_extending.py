@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from support.training import model_dir, random_rows
 
+from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import open_model
 from wgpu_lora.train import finetune
 from wgpu_lora.train.ending import OUTCOMES, STOP_TEXT
-from wgpu_lora.train.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.train.output import LOG, read_log
 from wgpu_lora.train.pipeline_state import difference
 from wgpu_lora.train.recipes import gather

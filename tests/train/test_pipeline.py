@@ -16,12 +16,12 @@ import pytest
 from safetensors.numpy import load_file
 from support.training import model_dir, random_rows
 
+from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.train.output import LOG, read_log
 from wgpu_lora.train.pipeline import SCHEDULES
 from wgpu_lora.train.pipeline_state import read_pipeline_state
@@ -193,7 +193,7 @@ def test_a_bad_gradient_costs_no_good_step(model: LoadedModel, trained: Path) ->
 CHILD = """
 import json, os, signal, sys
 from wgpu_lora.train import record
-from wgpu_lora.train.multi_adapter import MultiAdapterPipeline
+from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 tasks, options, deadly, where = json.loads(sys.argv[1])
 steps = [0]
 def callback(result):

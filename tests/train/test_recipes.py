@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from wgpu_lora.assets import DEMO_TRAIN, asset_dir
 from wgpu_lora.cli import main
-from wgpu_lora.demo import TRAIN_FILE
-from wgpu_lora.gpu.assets import asset_dir
 from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.train.arguments import from_values
 from wgpu_lora.train.recipes import find_recipe, read_recipe
@@ -20,7 +19,7 @@ RECIPES = sorted(path.stem for path in Path(str(asset_dir("recipes"))).glob("*.t
 @pytest.mark.parametrize("name", RECIPES)
 def test_it_runs_cut_down(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(TRAIN_FILE.read_text().splitlines(keepends=True)[:4]))
+    rows.write_text("".join(DEMO_TRAIN.read_text().splitlines(keepends=True)[:4]))
     cut = ["--model", "demo", "--data", str(rows), "--output", str(tmp_path / "run"), "--max-steps", "2"]
     cut += ["--per-device-train-batch-size", "1", "--gradient-accumulation-steps", "1", "--max-length", "64"]
     # One rank, no dropout and no checkpointing: the runs then share their compiled kernels.

@@ -9,9 +9,9 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from wgpu_lora.assets import asset_dir
 from wgpu_lora.bench.formula import evaluate
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.assets import asset_dir
 from wgpu_lora.models.config import ModelConfig
 
 Kind = Literal["training", "serving"]

@@ -8,7 +8,7 @@ from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.gpu.assets import asset_dir
+from wgpu_lora.assets import asset_dir
 from wgpu_lora.names.allowed import LINEAR_PATHS
 
 Completer = Callable[[str], list[Any]]  # what is typed so far -> values, or (value, help)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
 import time
 from collections import deque
@@ -15,21 +14,20 @@ import typer
 
 from wgpu_lora.cli.console import OFTEN, Bar, duration, is_terminal, line
 from wgpu_lora.cli.describing import describe
+from wgpu_lora.cli.ending import CURES, losses
 from wgpu_lora.cli.options import choice
-from wgpu_lora.cli.starting import Starting
+from wgpu_lora.cli.starting import Starting, waiting
 from wgpu_lora.installed import program
 from wgpu_lora.names.allowed import SCHEDULES
 from wgpu_lora.train.arguments import ADAPTER, FILES, TrainingArguments
 from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
-    from wgpu_lora.share import Entry
     from wgpu_lora.train.job import Job
     from wgpu_lora.train.progress import StepResult
     from wgpu_lora.train.slot import AdapterRun
 
 SMOOTHED = 10  # steps whose speed is shown
-CURES = "lower --learning-rate, or look for odd rows in the data"
 # Options of a pipeline, which `plan` has too.
 Adapters = Annotated[
     list[str] | None,
@@ -85,12 +83,6 @@ def finetune(
     with Watcher(job) as watcher:
         facts = job.train(watcher.step, watcher.loaded, waiting, watcher.tuned, watcher.measuring)
     return report(facts, job.run.directory)
-
-
-def waiting(place: int, holders: list[Entry], seconds: float) -> None:
-    """A line for each look of a run that queues for memory."""
-    held = ", ".join(entry.who for entry in holders) or "nobody"
-    line("waiting", f"place {place} in the queue, {seconds:.0f} s so far; the device's memory is held by {held}")
 
 
 class Watcher(Starting):
@@ -173,7 +165,7 @@ def speed(trained: int, processed: int, seconds: float) -> str:
 
 def report(facts: dict[str, Any], output: Path) -> int:
     """How the run ended and where its adapter is; returns the exit code."""
-    from wgpu_lora.train.ending import OUTCOMES, STOP_TEXT
+    from wgpu_lora.train.ending import OUTCOMES, STOP_TEXT, exit_code
 
     state, reason = facts["state"], facts["stop_reason"]
     outcome = OUTCOMES[reason]
@@ -192,18 +184,3 @@ def report(facts: dict[str, Any], output: Path) -> int:
     if facts["damaged_log_lines"]:
         line("log", f"damaged lines of log.jsonl that were left out: {facts['damaged_log_lines']}")
     return exit_code(reason, facts["signal"])
-
-
-def losses(trained: float | None, before: float | None, heldout: float | None) -> list[str]:
-    """The training loss and the held-out loss, before and after, as far as they are known; none before a step."""
-    if trained is None:
-        return []
-    first = "" if before is None else f" ({before:.4f} before)"
-    return [f"loss {trained:.4f}", *([] if heldout is None else [f"held-out loss {heldout:.4f}{first}"])]
-
-
-def exit_code(reason: str, signal_name: str | None) -> int:
-    """0, 1 for a run that failed, or what a shell gives a program that a signal ended."""
-    if reason == "interrupt":
-        return 128 + (signal.Signals[signal_name] if signal_name else signal.SIGINT)
-    return 1 if reason in ("non-finite", "diverged") else 0

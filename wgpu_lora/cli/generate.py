@@ -104,7 +104,7 @@ def generate(
     if prompt and prompts:
         raise UserError("--prompt and --prompts contradict each other: give one of them.")
     from wgpu_lora.formats.atomic import write_new_bytes
-    from wgpu_lora.infer.ask import answer_table
+    from wgpu_lora.infer.answer import answer_table
     from wgpu_lora.infer.named import BASE, model_of, named_adapters, slots_of
     from wgpu_lora.infer.prompt import check_text
     from wgpu_lora.infer.prompt_file import Request, check_new, kept_on_failure, read_requests, row_of, to_jsonl

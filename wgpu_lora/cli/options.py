@@ -138,9 +138,9 @@ def training_options(run: Callable[..., int]) -> Callable[..., int]:
 
 def _first_checkpoint(adapters: list[str] | None, adapters_config: Path | None, **others: Any) -> str:
     """Where the record of a pipeline is that is resumed, or what says so."""
-    from wgpu_lora.cli.pipeline import tasks_of
+    from wgpu_lora.train.tasks import named_tasks
 
-    return tasks_of(adapters or [], adapters_config)[0].checkpoint
+    return named_tasks(adapters or [], adapters_config)[0].checkpoint
 
 
 def _recipe() -> Any:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from wgpu_lora.bounded import printable
 from wgpu_lora.cli.console import OFTEN, console, is_terminal, line
 from wgpu_lora.cli.describing import describe
-from wgpu_lora.cli.finetune import CURES, exit_code, losses, waiting
-from wgpu_lora.cli.starting import Starting
+from wgpu_lora.cli.ending import CURES, losses
+from wgpu_lora.cli.starting import Starting, waiting
 from wgpu_lora.installed import pip_line, program
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.words import counted
@@ -25,18 +25,13 @@ if TYPE_CHECKING:
     from wgpu_lora.train.tasks import AdapterTask
 
 
-def tasks_of(pairs: list[str], config: Path | None) -> list[AdapterTask]:
-    """The adapters that the command line names, by --adapters and by --adapters-config."""
-    from wgpu_lora.train.tasks import read_tasks, task_of_pair
-
-    return [*(task_of_pair(pair) for pair in pairs), *(read_tasks(config) if config else [])]
-
-
 def train_pipeline(
     args: TrainingArguments, pairs: list[str], config: Path | None, schedule: str, batch_tokens: int | None
 ) -> int:
     """Trains, shows and reports; returns the exit code."""
-    return _train(args, tasks_of(pairs, config), schedule, batch_tokens)
+    from wgpu_lora.train.tasks import named_tasks
+
+    return _train(args, named_tasks(pairs, config), schedule, batch_tokens)
 
 
 def resume_pipeline(args: TrainingArguments, home: Path) -> int:
@@ -67,7 +62,7 @@ def _train(args: TrainingArguments, tasks: list[AdapterTask], schedule: str, bat
 
 def report(record: dict[str, Any], home: Path) -> int:
     """How each adapter ended, and where it is; returns the exit code."""
-    from wgpu_lora.train.ending import OUTCOMES, STOP_TEXT
+    from wgpu_lora.train.ending import OUTCOMES, STOP_TEXT, exit_code
 
     outcomes = []
     for adapter in record["adapters"]:

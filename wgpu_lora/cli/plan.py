@@ -91,7 +91,7 @@ def _prepare(
         from wgpu_lora.train.finetune import prepare_job
 
         return prepare_job(args, planning=True)
-    from wgpu_lora.cli.pipeline import tasks_of
     from wgpu_lora.train.pipeline import prepare_pipeline
+    from wgpu_lora.train.tasks import named_tasks
 
-    return prepare_pipeline(args, tasks_of(pairs or [], config), schedule, batch_tokens, planning=True)
+    return prepare_pipeline(args, named_tasks(pairs or [], config), schedule, batch_tokens, planning=True)

@@ -23,7 +23,7 @@ def list_recipes() -> int:
     """List the bundled recipes."""
     from rich.table import Table
 
-    from wgpu_lora.gpu.assets import asset_dir
+    from wgpu_lora.assets import asset_dir
 
     table = Table(box=None, pad_edge=False)
     table.add_column("recipe", no_wrap=True)

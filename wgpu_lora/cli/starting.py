@@ -9,6 +9,7 @@ from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.tuner import Tuning
+    from wgpu_lora.share import Entry
     from wgpu_lora.train.job import Job
     from wgpu_lora.train.slot import AdapterRun
 
@@ -22,6 +23,12 @@ def describe_tuning(job: Job) -> None:
         takes = f"at most {duration(tuning.limit)}" if known is None else f"about {duration(known)}"
         sizes = counted(tuning.sizes, "kernel size")
         line("tuning", f"{sizes} to be timed on this device, once: {takes}, before the first step")
+
+
+def waiting(place: int, holders: list[Entry], seconds: float) -> None:
+    """A line for each look of a run that queues for memory."""
+    held = ", ".join(entry.who for entry in holders) or "nobody"
+    line("waiting", f"place {place} in the queue, {seconds:.0f} s so far; the device's memory is held by {held}")
 
 
 class Starting:

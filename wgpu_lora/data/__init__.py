@@ -8,10 +8,10 @@ packing                                                                which row
 """
 
 from wgpu_lora.data.account import write_skipped
+from wgpu_lora.data.files import read_jsonl
 from wgpu_lora.data.find import heldout_data, training_data
 from wgpu_lora.data.formats import parse_example, read_examples
 from wgpu_lora.data.given import given_rows, rows_given
-from wgpu_lora.data.jsonl import read_jsonl
 from wgpu_lora.data.masks import UNTRAINED, tokenize_example
 from wgpu_lora.data.packing import batches, epoch_order, pack
 from wgpu_lora.data.prepare import Prepared, Row, prepare

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from wgpu_lora.data.files import opened
 from wgpu_lora.data.formats import LISTS, Check, check_columns, format_of
 from wgpu_lora.data.jsonl import MAX_LINE, MAX_SHOWN
+from wgpu_lora.data.opening import opened
 from wgpu_lora.data.source import Place, Problem, Rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.words import counted

@@ -1,26 +1,26 @@
-"""A file of rows: which format it has, and its bytes, decompressed where they are gzipped."""
+"""A file of rows: which format it has, and what reads it."""
 
 from __future__ import annotations
 
-import gzip
-import io
-import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import IO, cast
+from typing import Any
 
-from wgpu_lora.data.source import Place, Rows
+from wgpu_lora.data.delimited import read_delimited
+from wgpu_lora.data.json_array import read_array
+from wgpu_lora.data.jsonl import read_lines
+from wgpu_lora.data.opening import bare_name, opened
+from wgpu_lora.data.parquet import read_parquet
+from wgpu_lora.data.source import Place, Rows, strict_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.atomic import file_digest
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 FORMATS = "JSONL, a JSON array, CSV or Parquet"
-MAX_GROWTH, MIN_GROWN = 200, 64 << 20  # a gzipped file may hold this many times its size, and that much at any rate
 _HEAD = 1 << 12
-_GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
+_PARQUET = b"PAR1"
 _OTHERS = {
     b"PK\x03\x04": "is a zip archive or an Excel workbook; unpack it, or save the sheet as CSV in UTF-8",
     b"\x28\xb5\x2f\xfd": "is compressed with zstd; decompress it, or use gzip",
@@ -75,26 +75,14 @@ def file_source(path: Path) -> FileSource:
     if not path.is_file():
         wrong = "is not a regular file" if path.exists() else "does not exist"
         raise UserError(f"{path} {wrong}; give a file of rows ({FORMATS}).")
-    from wgpu_lora.data.json_array import read_array
-
     source = FileSource(path, reader_of(path))
     if source.reader is read_array and bare_name(path).suffix != ".json":
         return replace(source, notes=(f"{path.name} is a JSON array: it is read as rows",))
     return source
 
 
-def bare_name(path: Path) -> Path:
-    """The path without .gz."""
-    return path.with_suffix("") if path.suffix.lower() == ".gz" else path
-
-
 def reader_of(path: Path) -> Callable[[Path], Rows]:
     """What reads a file, by its first bytes and, where these do not say it, by its name."""
-    from wgpu_lora.data.delimited import read_delimited
-    from wgpu_lora.data.json_array import read_array
-    from wgpu_lora.data.jsonl import read_lines
-    from wgpu_lora.data.parquet import read_parquet
-
     with opened(path) as file:
         head = file.read(_HEAD)
     suffix = bare_name(path).suffix.lower()
@@ -115,40 +103,7 @@ def reader_of(path: Path) -> Callable[[Path], Rows]:
     return read_lines
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
-    """The file's bytes; what goes wrong in reading them, also later, is a UserError."""
-    try:
-        with open(path, "rb") as file:
-            if file.read(2) != _GZIP:
-                file.seek(0)
-                yield file
-                return
-            file.seek(0)
-            size = path.stat().st_size
-            with gzip.open(file) as inner, io.BufferedReader(_Bounded(inner, size, path)) as bounded:
-                yield cast(IO[bytes], bounded)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path} cannot be decompressed ({error}); the file is damaged or cut short.") from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error}).") from error
-
-
-class _Bounded(io.RawIOBase):
-    """What a gzipped file holds, as long as it is not out of proportion."""
-
-    def __init__(self, inner: gzip.GzipFile, size: int, path: Path) -> None:
-        self._inner, self._path = inner, path
-        self._left = max(MIN_GROWN, MAX_GROWTH * size)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        count = self._inner.readinto(buffer)
-        self._left -= count
-        if self._left < 0:
-            raise UserError(
-                f"{self._path} holds more than {MAX_GROWTH} times its own size; if that is right, decompress it."
-            )
-        return count
+def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number from 1, object) of every line of a file in which all are right; UserError where one is not."""
+    for place, row in strict_rows(FileSource(path, read_lines)):
+        yield place.number, row

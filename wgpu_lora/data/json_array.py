@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from wgpu_lora.data.files import opened
 from wgpu_lora.data.jsonl import BOM, MAX_LINE, parse_line, too_long
+from wgpu_lora.data.opening import opened
 from wgpu_lora.data.source import Place, Rows
 from wgpu_lora.errors import UserError
 

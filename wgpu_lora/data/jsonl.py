@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from wgpu_lora.bounded import object_of
-from wgpu_lora.data.files import FileSource, opened
 from wgpu_lora.data.formats import remedy
-from wgpu_lora.data.source import Place, Problem, Rows, kind_of, strict_rows
+from wgpu_lora.data.opening import opened
+from wgpu_lora.data.source import Place, Problem, Rows, kind_of
 from wgpu_lora.errors import UserError
 
 MAX_LINE = 16 << 20  # bytes; as lists of lists, the worst there is, Python takes half a gigabyte for them
@@ -40,12 +40,6 @@ def read_lines(path: Path) -> Rows:
             yield Place("line", number), row
     if first:
         raise UserError(f"{path} is empty; at least one row is needed.")
-
-
-def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, object) of every line of a file in which all are right; UserError where one is not."""
-    for place, row in strict_rows(FileSource(path, read_lines)):
-        yield place.number, row
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:

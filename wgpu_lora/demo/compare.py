@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.api import answer, load
+from wgpu_lora.assets import DEMO_HELDOUT
 from wgpu_lora.data import read_jsonl
-from wgpu_lora.demo import HELDOUT_FILE
 from wgpu_lora.demo.asserts import parse_check
 from wgpu_lora.demo.check import run_check
 from wgpu_lora.demo.confine.parent import Confinement, confinement
@@ -82,8 +82,8 @@ class Comparison:
         args, recipe = gather(given, "demo", "The demo")
         model = load("demo", device=device, base_dtype=args.base_dtype)
         rows = []
-        for number, row in read_jsonl(HELDOUT_FILE):
-            parse_check(row.get("check"), f"{HELDOUT_FILE}, line {number},")
+        for number, row in read_jsonl(DEMO_HELDOUT):
+            parse_check(row.get("check"), f"{DEMO_HELDOUT}, line {number},")
             rows.append(row)
         job = prepare_job(args, model)
         return cls(job, model, recipe or find_recipe("demo"), rows, confined, allow_unconfined)

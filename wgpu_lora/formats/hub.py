@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from wgpu_lora.assets import DEMO_MODEL
 from wgpu_lora.errors import UserError
 
 # Weights in safetensors only: other formats can run code when they are loaded.
@@ -19,9 +20,7 @@ def resolve_model(model: str) -> Path:
     not found, needs permission, or cannot be reached.
     """
     if model == "demo":
-        from wgpu_lora.demo import MODEL_DIR
-
-        return Path(MODEL_DIR)
+        return DEMO_MODEL
     try:
         path = Path(model).expanduser()
     except RuntimeError:  # ~someone who has no home here

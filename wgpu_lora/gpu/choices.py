@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock
 from platformdirs import user_cache_dir
 
-from wgpu_lora.gpu.assets import asset_dir
+from wgpu_lora.assets import asset_dir
 from wgpu_lora.gpu.kernel import Kernel, Tiles
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import jinja2
 
-from wgpu_lora.gpu.assets import asset_dir, shader_text
+from wgpu_lora.assets import asset_dir, shader_text
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.device import Device

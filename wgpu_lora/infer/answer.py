@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -186,3 +186,37 @@ def answer_of(prompt: Prompt, reply: Reply) -> Answer:
     assert generation.stop_reason
     speed = round(generation.decode_speed, 2)
     return Answer(prompt, reply.text, generation.token_ids, generation.stop_reason, speed)
+
+
+def answer_table(
+    model: LoadedModel,
+    prompts: Sequence[Prompt],
+    adapters: Mapping[str, str | Path],
+    slots: Mapping[str, int | None],
+    settings: Settings,
+    *,
+    batch: int | None = None,
+    on_done: OnDone = lambda number: None,
+    on_answer: Callable[[int, str, Answer], None] = lambda number, name, answer: None,
+    progress: Progress = lambda name: None,
+) -> list[dict[str, Answer]]:
+    """Answers each prompt under every name: a dict by name for each.
+
+    Args:
+        slots: by name, its place among the adapters; None is the base alone.
+        on_answer: called with a prompt's number, a name and the answer, once those answered together are.
+    """
+    names = list(slots)
+    found = answer_slots(
+        model,
+        [prompt for prompt in prompts for _ in names],
+        list(adapters.values()),
+        [slot for _ in prompts for slot in slots.values()],
+        settings,
+        batch=batch,
+        on_done=on_done,
+        on_answer=lambda number, answer: on_answer(number // len(names), names[number % len(names)], answer),
+        progress=progress,
+    )
+    rows = iter(found)
+    return [{name: next(rows) for name in names} for _ in prompts]

@@ -13,8 +13,9 @@ from typing import Any
 
 from wgpu_lora.data.account import Account
 from wgpu_lora.data.delimited import read_delimited
-from wgpu_lora.data.files import SUFFIXES, FileSource, bare_name, opened, reader_of
+from wgpu_lora.data.files import SUFFIXES, FileSource, reader_of
 from wgpu_lora.data.formats import Alpaca, Conversation, parse_example
+from wgpu_lora.data.opening import bare_name, opened
 from wgpu_lora.data.parquet import read_parquet
 from wgpu_lora.data.source import Problem
 from wgpu_lora.errors import UserError

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import wgpu_lora
+from wgpu_lora.assets import ROOT
 from wgpu_lora.formats.atomic import write_bytes_atomic
 from wgpu_lora.pages import render as render_page
 from wgpu_lora.pages.chart import Chart, Line, line_chart
@@ -60,12 +60,11 @@ def gather_facts(result: Result, proof: Proof) -> dict[str, Any]:
 
 def commit() -> str | None:
     """The checkout's commit, with + where its files differ from it; None outside of a checkout."""
-    root = Path(wgpu_lora.__file__).resolve().parent.parent
-    if not (root / ".git").exists():
+    if not (ROOT / ".git").exists():
         return None
 
     def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True)
+        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
     try:

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, cast
 import psutil
 import tokenizers
 
-import wgpu_lora
+from wgpu_lora.assets import ROOT
 from wgpu_lora.tokens.backend import Added, BackendError, Facts, Span
 from wgpu_lora.tokens.child import Message, receive, send
 
@@ -118,7 +118,7 @@ class _Process:
     def __init__(self, size: int) -> None:
         self.size = size  # bytes of its document, which it may be asked for
         paths = [os.path.abspath(path) for path in sys.path]
-        paths += [str(Path(cast(str, module.__file__)).parent.parent) for module in (wgpu_lora, tokenizers)]
+        paths += [str(ROOT), str(Path(cast(str, tokenizers.__file__)).parent.parent)]
         options: dict[str, Any] = {"start_new_session": True}  # Ctrl-C is for this process to see
         if sys.platform == "win32":
             options = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW}

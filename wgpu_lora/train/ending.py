@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from wgpu_lora.ops.optimizer import MAX_PARAMETER
 
 STOP_TEXT = {
@@ -24,3 +26,10 @@ OUTCOMES = {
     "non-finite": "failed",
     "diverged": "failed",
 }
+
+
+def exit_code(reason: str, signal_name: str | None) -> int:
+    """0, 1 for a run that failed, or what a shell gives a program that a signal ended."""
+    if reason == "interrupt":
+        return 128 + (signal.Signals[signal_name] if signal_name else signal.SIGINT)
+    return 1 if reason in ("non-finite", "diverged") else 0

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from wgpu_lora.assets import DEMO_HELDOUT, DEMO_TRAIN
 from wgpu_lora.data import Prepared, Source, prepare, training_data
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.decoder import Decoder
@@ -34,9 +35,7 @@ def with_demo_data(args: TrainingArguments) -> TrainingArguments:
             raise UserError(
                 f"{flag('data')} is missing: give a file of rows, a folder with train.jsonl, or a data set."
             )
-        from wgpu_lora.demo import HELDOUT_FILE, TRAIN_FILE
-
-        args = replace(args, data=str(TRAIN_FILE), eval_data=args.eval_data or str(HELDOUT_FILE))
+        args = replace(args, data=str(DEMO_TRAIN), eval_data=args.eval_data or str(DEMO_HELDOUT))
     return replace(args, model=args.model or "demo", output=args.output or OUTPUT)
 
 

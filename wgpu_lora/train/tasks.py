@@ -143,6 +143,11 @@ def read_tasks(path: Path) -> list[AdapterTask]:
     return [task_of(table, f"{path}: adapter {number}") for number, table in enumerate(tables, 1)]
 
 
+def named_tasks(pairs: Sequence[str], config: Path | None) -> list[AdapterTask]:
+    """The adapters that the command line names, by --adapters and by --adapters-config. Raises UserError."""
+    return [*map(task_of_pair, pairs), *(read_tasks(config) if config else [])]
+
+
 def request_of(tasks: Sequence[AdapterTask], home: Path) -> list[dict[str, Any]]:
     """The tasks as a pipeline's record keeps them: checkpoints relative to the record."""
     found = []

@@ -15,7 +15,7 @@ from typing import Any
 import cffi
 import pytest
 
-from wgpu_lora.demo import HELDOUT_FILE
+from wgpu_lora.assets import DEMO_HELDOUT
 from wgpu_lora.errors import UserError
 from wgpu_lora.proof.checks.cuda import no_cuda
 from wgpu_lora.proof.checks.program import resuming_is_exact
@@ -133,7 +133,7 @@ def test_held_out_rows_are_compared_by_what_they_say(tmp_path: Path) -> None:
     for file, rows in zip(files, ([row("a"), row("c")], [row(" a ", check="x"), row("d")]), strict=True):
         file.write_text("".join(json.dumps(one) + "\n" for one in rows))
     assert seen_rows(*files) == (1, 2)
-    assert seen_rows(HELDOUT_FILE.with_name("train.jsonl"), HELDOUT_FILE)[0] == 0
+    assert seen_rows(DEMO_HELDOUT.with_name("train.jsonl"), DEMO_HELDOUT)[0] == 0
 
 
 def test_requests_are_all_before_the_last_answer_and_take_template_options() -> None:

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from support.cli import QWEN2, ROWS, write_rows
 
-from wgpu_lora.demo import HELDOUT_FILE
+from wgpu_lora.assets import DEMO_HELDOUT
 from wgpu_lora.formats.peft import tensor_name, write_adapter
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.train.arguments import TrainingArguments
@@ -262,4 +262,4 @@ def test_a_used_directory_gets_a_number(tmp_path: Path) -> None:
 
 def test_the_recipe_s_requests_have_checks() -> None:
     """What check 7 of the bundled recipe stands on."""
-    assert all("check" in json.loads(line) for line in HELDOUT_FILE.read_text().splitlines())
+    assert all("check" in json.loads(line) for line in DEMO_HELDOUT.read_text().splitlines())

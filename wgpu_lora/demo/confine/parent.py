@@ -18,17 +18,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import wgpu_lora
+from wgpu_lora.assets import ROOT
 from wgpu_lora.errors import UserError
 
 MEMORY = 512 << 20  # of address space
 LISTENER = "answer-listener"  # name of the thread that reads
 OUTPUT = 1 << 18  # bytes; the demo's answers return a few hundred
 START = 60.0  # seconds until it is confined
-ROOT = str(Path(wgpu_lora.__file__).resolve().parents[1])
 ENTRY = "import sys; sys.path.append(sys.argv.pop(1)); from wgpu_lora.demo.confine.child import main; main()"
 # What an answer can import; imported before the process is confined, which leaves no files to import from.
 IMPORTABLE = (
@@ -115,7 +113,7 @@ class Process:
         self.waits = False  # whether the confined process has one that waits for it
         self._flooded = False
         self._popen = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", "-W", "ignore", "-c", ENTRY, ROOT, json.dumps(config)],
+            [sys.executable, "-I", "-S", "-B", "-W", "ignore", "-c", ENTRY, str(ROOT), json.dumps(config)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
-from wgpu_lora.bars import Bars
+from wgpu_lora.api.bars import Bars
 from wgpu_lora.errors import UserError
-from wgpu_lora.infer.answer import Answer, OnAnswer, OnDone, OnText, answer_slots, stream_slot, tokenizer_of
+from wgpu_lora.infer.answer import (
+    Answer,
+    OnAnswer,
+    OnDone,
+    OnText,
+    answer_slots,
+    answer_table,
+    stream_slot,
+    tokenizer_of,
+)
 from wgpu_lora.infer.named import slots_of
 from wgpu_lora.infer.prompt import Messages, Prompt, check_prompt
-from wgpu_lora.infer.settings import AnswerOptions, Settings, settings_of
+from wgpu_lora.infer.settings import AnswerOptions, settings_of
 from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel, open_model
 
@@ -224,40 +233,6 @@ def compare(
             progress=progress or bars.loading(opened),
         )
     return found
-
-
-def answer_table(
-    model: LoadedModel,
-    prompts: Sequence[Prompt],
-    adapters: Mapping[str, str | Path],
-    slots: Mapping[str, int | None],
-    settings: Settings,
-    *,
-    batch: int | None = None,
-    on_done: OnDone = lambda number: None,
-    on_answer: Callable[[int, str, Answer], None] = lambda number, name, answer: None,
-    progress: Progress = lambda name: None,
-) -> list[dict[str, Answer]]:
-    """Answers each prompt under every name: a dict by name for each.
-
-    Args:
-        slots: by name, its place among the adapters; None is the base alone.
-        on_answer: called with a prompt's number, a name and the answer, once those answered together are.
-    """
-    names = list(slots)
-    found = answer_slots(
-        model,
-        [prompt for prompt in prompts for _ in names],
-        list(adapters.values()),
-        [slot for _ in prompts for slot in slots.values()],
-        settings,
-        batch=batch,
-        on_done=on_done,
-        on_answer=lambda number, answer: on_answer(number // len(names), names[number % len(names)], answer),
-        progress=progress,
-    )
-    rows = iter(found)
-    return [{name: next(rows) for name in names} for _ in prompts]
 
 
 def _opened(model: Model) -> LoadedModel:

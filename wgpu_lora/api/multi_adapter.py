@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bars import Bars
+from wgpu_lora.api.bars import Bars
 from wgpu_lora.data import Source, given_rows
 from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel

@@ -8,25 +8,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from wgpu_lora.bars import Bars
+from wgpu_lora.api.ask import answer as answer
+from wgpu_lora.api.ask import compare as compare
+from wgpu_lora.api.ask import generate as generate
+from wgpu_lora.api.bars import Bars
+from wgpu_lora.api.multi_adapter import MultiAdapterPipeline as MultiAdapterPipeline
+from wgpu_lora.api.signatures import listing
 from wgpu_lora.data import Prepared, Source, given_rows, heldout_data, prepare, rows_given
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer import Evaluation
 from wgpu_lora.infer import evaluate as evaluate_rows
 from wgpu_lora.infer.answer import Answer as Answer
-from wgpu_lora.infer.ask import answer as answer
-from wgpu_lora.infer.ask import compare as compare
-from wgpu_lora.infer.ask import generate as generate
 from wgpu_lora.infer.named import on_device, slots_of
 from wgpu_lora.infer.settings import AnswerOptions, Settings
 from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.signatures import listing
 from wgpu_lora.train.arguments import TrainingArguments, named
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.idle import idle
 from wgpu_lora.train.length import check_rows, fit_rows
-from wgpu_lora.train.multi_adapter import MultiAdapterPipeline as MultiAdapterPipeline
 from wgpu_lora.train.options import TrainingOptions
 from wgpu_lora.train.progress import StepResult
 from wgpu_lora.train.recipes import gather

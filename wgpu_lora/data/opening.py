@@ -1,0 +1,60 @@
+"""A file's bytes, decompressed where they are gzipped, within bounds."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, cast
+
+from wgpu_lora.errors import UserError
+
+MAX_GROWTH, MIN_GROWN = 200, 64 << 20  # a gzipped file may hold this many times its size, and that much at any rate
+_GZIP = b"\x1f\x8b"
+
+
+def bare_name(path: Path) -> Path:
+    """The path without .gz."""
+    return path.with_suffix("") if path.suffix.lower() == ".gz" else path
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """The file's bytes; what goes wrong in reading them, also later, is a UserError."""
+    try:
+        with open(path, "rb") as file:
+            if file.read(2) != _GZIP:
+                file.seek(0)
+                yield file
+                return
+            file.seek(0)
+            size = path.stat().st_size
+            with gzip.open(file) as inner, io.BufferedReader(_Bounded(inner, size, path)) as bounded:
+                yield cast(IO[bytes], bounded)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{path} cannot be decompressed ({error}); the file is damaged or cut short.") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error}).") from error
+
+
+class _Bounded(io.RawIOBase):
+    """What a gzipped file holds, as long as it is not out of proportion."""
+
+    def __init__(self, inner: gzip.GzipFile, size: int, path: Path) -> None:
+        self._inner, self._path = inner, path
+        self._left = max(MIN_GROWN, MAX_GROWTH * size)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        count = self._inner.readinto(buffer)
+        self._left -= count
+        if self._left < 0:
+            raise UserError(
+                f"{self._path} holds more than {MAX_GROWTH} times its own size; if that is right, decompress it."
+            )
+        return count
