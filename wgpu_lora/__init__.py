@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from wgpu_lora.api import (
         Answer,
         MultiAdapterPipeline,
+        RunRecord,
+        TrainingArguments,
         answer,
         compare,
         evaluate,
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Answer",
     "MultiAdapterPipeline",
+    "RunRecord",
+    "TrainingArguments",
     "UserError",
     "__version__",
     "answer",

@@ -1,7 +1,4 @@
-// A slot's hyper-parameters of one step; rest is 1 - beta, taken in float64: 1 - 0.999 in f32 is off in the fifth digit.
-struct Hyper { learning_rate: f32, beta1: f32, beta2: f32, eps: f32, weight_decay: f32, correction1: f32,
-               correction2: f32, max_grad_norm: f32, enabled: f32, rest1: f32, rest2: f32, unused: f32 }
-
+// AdamW's new moments and parameters, of a slot's Hyper (train/optimizers/adamw.py).
 fn new_first_moment(h: Hyper, moment: vec4<f32>, g: vec4<f32>) -> vec4<f32> {
     return fma(vec4<f32>(h.beta1), moment, h.rest1 * g);
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import FIXTURES
 from support.cli import QWEN2
 
 from wgpu_lora.bench.profile import Piece, Profile, TrainedAs, profile_step, write_trace
@@ -145,8 +146,9 @@ def finished(tmp_path: Path, device: Device) -> Path:
     """What a run of the fixture qwen2 leaves, as far as a profile reads it."""
     options = {"model": QWEN2, "base_dtype": "bf16", "lora_r": 3, "max_length": 24, "per_device_train_batch_size": 3}
     options |= {"gradient_checkpointing": True, "target_modules": "q_proj,v_proj"}
-    facts = {"options": options, "state": {"tiles": {"a kernel": {}}}}
-    facts["environment"] = {"device": {"name": device.info.name}}
+    facts = json.loads((FIXTURES / "runs/expected/single/run.json").read_text())
+    facts |= {"options": options, "state": {"tiles": {"a kernel": {}}}}
+    facts["environment"]["device"]["name"] = device.info.name
     (tmp_path / "run.json").write_text(json.dumps(facts))
     return tmp_path
 
@@ -190,7 +192,7 @@ def test_of_a_run_that_cannot_be_read(run: Any, finished: Path):
     (finished / "run.json").write_text('{"options": {}}')
     code, _, err = run("--run", str(finished))
     assert code == 2
-    assert "cannot be read (KeyError: 'state')" in err
+    assert "cannot be read: 'stop_reason' is missing" in err
     code, _, err = run("--run", str(finished / "none"))
     assert code == 2
     assert "holds no finished run" in err

@@ -48,7 +48,7 @@ def test_finetune_and_evaluate(tmp_path: Path):
     allocated = model.device.allocated
     result = wgpu_lora.finetune(model, data=data, output=tmp_path / "out", callback=seen.append, **options)
     after = wgpu_lora.evaluate(model, data, adapter=tmp_path / "out", max_length=16)
-    assert result["stop_reason"] == "max steps"
+    assert result.stop_reason == "max steps"
     assert [r.step for r in seen] == [1, 2]
     assert seen[0].loss > 0
     assert after.loss < before.loss
@@ -107,7 +107,7 @@ def test_everything_shows_itself_in_a_line(tmp_path: Path):
     assert "not yet on" in repr(model)
     data = write_rows(tmp_path / "rows.jsonl")
     result = wgpu_lora.finetune(model, data=data, output=tmp_path / "out", **SMALL)
-    assert repr(result).startswith("RunResult(stop_reason='max steps', steps=2, loss=")
+    assert repr(result).startswith("RunRecord(stop_reason='max steps', steps=2, loss=")
     pipeline = wgpu_lora.MultiAdapterPipeline(
         [{"data": str(data), "checkpoint": str(tmp_path / "a")}], model, output=tmp_path / "p", **SMALL
     )
@@ -142,6 +142,23 @@ def test_options_are_checked(tmp_path: Path):
         wgpu_lora.finetune(model, lerning_rate=1)
     with pytest.raises(wgpu_lora.UserError, match="loaded with base_dtype 'nf4'"):
         wgpu_lora.finetune(model, base_dtype="f32")
+
+
+def test_training_arguments_are_taken_whole(tmp_path: Path):
+    args = wgpu_lora.TrainingArguments(
+        model=QWEN2, data=str(write_rows(tmp_path / "rows.jsonl")), output=str(tmp_path / "out"), **SMALL
+    )
+    record = wgpu_lora.finetune(None, args, seed=7)
+    assert (record.steps, record.loss) == (2, record.state.last_loss)
+    assert (record.options.seed, record.options.lora_r) == (7, args.lora_r)
+    again = wgpu_lora.finetune(None, wgpu_lora.TrainingArguments(output=args.output, resume=True, max_steps=3))
+    assert (again.steps, again.options.seed) == (3, 7)
+    for given, options, message in (
+        ((QWEN2, {"lora_r": 2}), {}, "args must be"),
+        ((None, args), {"recipe": "demo"}, "one of them"),
+    ):
+        with pytest.raises(wgpu_lora.UserError, match=message):
+            wgpu_lora.finetune(*given, **options)
 
 
 def test_how_the_model_and_the_device_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

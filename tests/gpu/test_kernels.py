@@ -12,6 +12,8 @@ import pytest
 from support.kernels import CASES, Case
 
 import wgpu_lora.ops
+import wgpu_lora.train.objectives
+import wgpu_lora.train.optimizers
 import wgpu_lora.weights
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import REGISTRY, Tiles, Traits
@@ -20,7 +22,7 @@ from wgpu_lora.gpu.single import SingleKernel, widened
 NMSE = 1e-11  # mean squared error over the mean square of the reference: 3e-6 relative, a few dozen roundings of f32
 WORST = 1e-5  # of (|value| + root mean square), for any one value
 
-for package in (wgpu_lora.ops, wgpu_lora.weights):
+for package in (wgpu_lora.ops, wgpu_lora.weights, wgpu_lora.train.objectives, wgpu_lora.train.optimizers):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
 for family in ("matmul", "attention", "rows", "elements", "bench"):

@@ -358,7 +358,7 @@ def test_a_resumed_run_keeps_its_tiles(device: Device, tmp_path: Path, monkeypat
     model = open_model(args.model, device, "f32")
     job = prepare_job(args, model)
     assert job.tuner()
-    first = job.train()["state"]["tiles"]
+    first = job.train().state.tiles
     assert first
     (bucket,) = job.session.built
     used = [step for step in job.session.steps[bucket][1].dispatches if step.kernel.sample]
@@ -367,5 +367,5 @@ def test_a_resumed_run_keeps_its_tiles(device: Device, tmp_path: Path, monkeypat
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-2")
     monkeypatch.setattr(Tuner, "_measure", lambda *_: pytest.fail("it was tuned again"))
     again = prepare_job(replace(args, resume=True), model)
-    assert again.train()["state"]["tiles"] == first
+    assert again.train().state.tiles == first
     device.choices = {}

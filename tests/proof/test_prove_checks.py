@@ -30,6 +30,7 @@ from wgpu_lora.proof.training import Evaluated, Training, _meanwhile
 from wgpu_lora.proof.watch import Watcher
 from wgpu_lora.proof.witness import Witness
 from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.records import UsedDevice
 
 # -- CUDA --------------------------------------------------------------------------------------------------------------
 
@@ -161,10 +162,10 @@ EVALUATED = {"loss": 1.0, "device": DEVICE}
 def training(losses: list[float], heldout: float = 0.5, **changes: Any) -> Training:
     log = [{"step": i, "loss": loss, "grad_norm": 1.0, "seconds": float(i)} for i, loss in enumerate(losses, 1)]
     log[-1]["eval_loss"] = heldout
-    facts = {"stop_reason": "max steps", "environment": {"device": {"name": "a", "driver": "d", "backend": "Vulkan",
-                                                                    "kind": "discrete"}}}  # fmt: skip
+    used = UsedDevice("a", "d", "Vulkan", "discrete", 32, False)
+    record = SimpleNamespace(stop_reason="max steps", environment=SimpleNamespace(device=used))
     beside = [Evaluated(0, EVALUATED, "", 3, 1.0)]
-    values = {"code": 0, "said": "it ended", "beside": beside, "devices": [0, 1], "facts": facts} | changes
+    values = {"code": 0, "said": "it ended", "beside": beside, "devices": [0, 1], "record": record} | changes
     return Training(Path("run"), seconds=1.0, before=EVALUATED, pid=1, log=log, **values)
 
 
@@ -231,8 +232,8 @@ def test_losses() -> None:
     assert of([1.3, 0.7] * 18 + [1.2, 0.5] * 2) == "failed"  # within the scatter
     assert of([*falling[:-1], math.inf]) == "failed"
     assert of(falling[:19]) == "not run"
-    assert of(falling, facts={"stop_reason": "non-finite"}, code=1) == "failed"
-    assert of(falling, facts=None, code=1) == "not run"
+    assert of(falling, record=SimpleNamespace(stop_reason="non-finite"), code=1) == "failed"
+    assert of(falling, record=None, code=1) == "not run"
 
 
 def test_backend() -> None:

@@ -406,4 +406,4 @@ def test_odd_values_are_drawn_or_named(runs: Path, tmp_path: Path, capsys: pytes
     (run / "run.json").write_text(json.dumps(facts))
     capsys.readouterr()
     assert main(["report", str(run), "--output", str(tmp_path / "out")]) == 2
-    assert "nan is no amount" in capsys.readouterr().err
+    assert "base is nan" in capsys.readouterr().err

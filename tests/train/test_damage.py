@@ -254,8 +254,8 @@ def test_a_damaged_line_of_the_log_costs_that_line(device: Device, place: Path, 
     good = (run / LOG).read_bytes().splitlines(keepends=True)
     (run / LOG).write_bytes(b"".join([good[0], *(line + b"\n" for line in LINES), *good[2:]]))
     assert [line["step"] for line in read_log(run / LOG)] == [1, 3, 4, 5]
-    facts = train(device, options(run.parent, resume=True))
-    assert facts["damaged_log_lines"] == len(LINES)
+    record = train(device, options(run.parent, resume=True))
+    assert record.damaged_log_lines == len(LINES)
     assert [line["step"] for line in read_log(run / LOG)] == [1, 3, 4, 5, 6, 7]
     assert weights(run) == weights(place / "whole")
 

@@ -19,7 +19,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.train.checkpoint import FILES
 from wgpu_lora.train.manifest import MANIFEST
-from wgpu_lora.train.record import PipelineState, write_pipeline_state
+from wgpu_lora.train.pipeline_state import PipelineState, write_pipeline_state
 from wgpu_lora.train.state import STATE
 
 

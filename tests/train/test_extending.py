@@ -20,6 +20,7 @@ from wgpu_lora.train.ending import OUTCOMES, STOP_TEXT
 from wgpu_lora.train.output import LOG, read_log
 from wgpu_lora.train.pipeline_state import difference
 from wgpu_lora.train.recipes import gather
+from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.resume import continued, refuse_used
 from wgpu_lora.train.trainer import Callback
 
@@ -48,7 +49,7 @@ def options(tmp_path: Path, name: str, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def train(device: Device, given: dict[str, Any], callback: Callback = lambda result: None) -> dict[str, Any]:
+def train(device: Device, given: dict[str, Any], callback: Callback = lambda result: None) -> RunRecord:
     args, _ = gather(given, None, "finetune()")
     return finetune.prepare_job(args, open_model(str(args.model), device, args.base_dtype)).train(callback)
 
@@ -67,8 +68,8 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 
 def test_a_constant_rate_goes_on_as_one_run(device: Device, tmp_path: Path, finished: Path, run: Path) -> None:
-    facts = train(device, {"output": str(run), "resume": True, "num_train_epochs": 4.0})
-    assert (facts["stop_reason"], facts["state"]["step"], facts["state"]["total_steps"]) == ("epochs", 8, 8)
+    record = train(device, {"output": str(run), "resume": True, "num_train_epochs": 4.0})
+    assert (record.stop_reason, record.steps, record.state.total_steps) == ("epochs", 8, 8)
     whole = tmp_path / "whole"
     train(device, options(finished.parent, "whole", output=str(whole), num_train_epochs=4.0))
     for name in (WEIGHTS, MOMENTS):
@@ -123,26 +124,26 @@ def test_a_relative_path_is_found_from_elsewhere(
     train(device, named)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    facts = train(device, {"output": "../run", "resume": True, "max_steps": 2})
-    assert facts["state"]["step"] == 2
+    record = train(device, {"output": "../run", "resume": True, "max_steps": 2})
+    assert record.steps == 2
 
 
 def test_a_callback_stops_it_early(device: Device, tmp_path: Path) -> None:
-    facts = train(device, options(tmp_path, "run"), lambda result: result.step == 3)
-    assert (facts["stop_reason"], facts["state"]["step"]) == ("callback", 3)
-    assert train(device, {"output": str(tmp_path / "run"), "resume": True})["stop_reason"] == "epochs"
+    record = train(device, options(tmp_path, "run"), lambda result: result.step == 3)
+    assert (record.stop_reason, record.steps) == ("callback", 3)
+    assert train(device, {"output": str(tmp_path / "run"), "resume": True}).stop_reason == "epochs"
 
 
 def test_before_the_first_step(device: Device, tmp_path: Path, finished: Path) -> None:
     """The held-out loss that the card calls "before" is, and nothing else is taken for it."""
-    state = json.loads((finished / "run.json").read_text())["state"]
+    state = RunRecord.read(finished).state
     first = read_log(finished / LOG)[0]
-    assert (first["step"], first["eval_loss"]) == (0, state["first_eval_loss"])
-    assert state["first_eval_loss"] > state["last_eval_loss"]
+    assert (first["step"], first["eval_loss"]) == (0, state.first_eval_loss)
+    assert state.first_eval_loss > state.last_eval_loss
     card = (finished / "README.md").read_text()
-    assert f"| {first['eval_loss']:.4f} before, {state['last_eval_loss']:.4f} after" in card
-    facts = train(device, options(tmp_path, "without", eval_on_start=False))
-    assert facts["state"]["first_eval_loss"] is None
+    assert f"| {first['eval_loss']:.4f} before, {state.last_eval_loss:.4f} after" in card
+    record = train(device, options(tmp_path, "without", eval_on_start=False))
+    assert record.state.first_eval_loss is None
     assert "not measured before" in (tmp_path / "without" / "README.md").read_text()
 
 

@@ -26,6 +26,7 @@ from wgpu_lora.train.output import LOG, read_log
 from wgpu_lora.train.pipeline import SCHEDULES
 from wgpu_lora.train.pipeline_state import read_pipeline_state
 from wgpu_lora.train.progress import StepResult
+from wgpu_lora.train.records import PipelineRecord
 from wgpu_lora.train.tasks import task_of
 
 WEIGHTS = "adapter_model.safetensors"
@@ -122,17 +123,22 @@ def test_together_is_as_alone(model: LoadedModel, trained: Path, schedule: str) 
     seen: list[str] = []
     record = together(model, trained, schedule, lambda result: seen.append(result.adapter), schedule=schedule)
     assert_same(trained, schedule)
-    assert [a["stop_reason"] for a in record["adapters"]] == ["epochs", "epochs", "max steps"]
-    steps = {a["name"]: a["step"] for a in record["adapters"]}
+    assert [a.stop_reason for a in record.adapters] == ["epochs", "epochs", "max steps"]
+    steps = {a.name: a.step for a in record.adapters}
     assert {name: seen.count(name) for name in "abc"} == steps
     if schedule == "synchronized":
-        assert record["step"] == max(steps.values())
+        assert record.step == max(steps.values())
         assert seen[:3] == ["a", "b", "c"]
     else:
-        assert record["step"] == sum(steps.values())
+        assert record.step == sum(steps.values())
     if schedule == "round-robin":
         assert seen[:4] == ["a", "b", "c", "a"]
-    assert json.loads((trained / schedule / "pipeline" / "pipeline.json").read_text()) == record
+    said = json.loads((trained / schedule / "pipeline" / "pipeline.json").read_text())
+    assert PipelineRecord.from_json(said) == record
+    both = {name: said["options"].pop(name, said.pop(name)) for name in ("schedule", "batch_tokens")}
+    before = {**said, "options": said["options"] | both}
+    assert before.pop("schema") == 2
+    assert PipelineRecord.from_json(before) == record  # as version 0.1.0 wrote it
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -143,7 +149,7 @@ def test_a_poisoned_adapter_stops_alone(model: LoadedModel, trained: Path, sched
     tasks[1]["learning_rate"] = 1e30
     output = trained / place / "pipeline"
     record = MultiAdapterPipeline(tasks, model, output=str(output), **options(schedule=schedule)).train()
-    assert [a["stop_reason"] for a in record["adapters"]] == ["epochs", "diverged", "max steps"]
+    assert [a.stop_reason for a in record.adapters] == ["epochs", "diverged", "max steps"]
     assert_same(trained, place, "ac")
     poisoned = trained / place / "b"
     for directory in (poisoned, poisoned / "last"):
@@ -164,8 +170,8 @@ def test_ruined_weights_fall_back_to_the_last_sound_ones(model: LoadedModel, tra
             session.device.write(place, np.full(4, np.nan, np.float32), 4 * (factor.offset + factor.stride))
 
     record = pipeline.train(ruin)
-    assert [a["stop_reason"] for a in record["adapters"]] == ["epochs", "non-finite", "max steps"]
-    assert record["adapters"][1]["step"] == 0  # a pipeline keeps one checkpoint, and that of step 2 is of no use
+    assert [a.stop_reason for a in record.adapters] == ["epochs", "non-finite", "max steps"]
+    assert record.adapters[1].step == 0  # a pipeline keeps one checkpoint, and that of step 2 is of no use
     assert_same(trained, "ruined", "ac")
     assert all(np.isfinite(values).all() for values in load_file(trained / "ruined" / "b" / WEIGHTS).values())
 
@@ -183,8 +189,8 @@ def test_a_bad_gradient_costs_no_good_step(model: LoadedModel, trained: Path) ->
             session.device.write(gradients, np.full(4, np.nan, np.float32), 4 * factor.offset)
 
     record = pipeline.train(poison)
-    assert [a["stop_reason"] for a in record["adapters"]] == ["non-finite", "epochs", "max steps"]
-    assert record["adapters"][0]["step"] == 2
+    assert [a.stop_reason for a in record.adapters] == ["non-finite", "epochs", "max steps"]
+    assert record.adapters[0].step == 2
     assert_same(trained, "gradient", "bc")
     last = json.loads((trained / "gradient" / "a" / "last" / "metadata.json").read_text())
     assert (last["step"], last["name"], last["slot"]) == (2, "a", 0)
@@ -192,7 +198,7 @@ def test_a_bad_gradient_costs_no_good_step(model: LoadedModel, trained: Path) ->
 
 CHILD = """
 import json, os, signal, sys
-from wgpu_lora.train import record
+from wgpu_lora.train import pipeline_keeper
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 tasks, options, deadly, where = json.loads(sys.argv[1])
 steps = [0]
@@ -200,14 +206,14 @@ def callback(result):
     steps[0] += 1
     if where == "step" and steps[0] == deadly:
         os.kill(os.getpid(), signal.SIGKILL)
-real = record.replace_directory
+real = pipeline_keeper.replace_directory
 def dying(tmp, final):
     steps[0] += 1
     if where == "move" and steps[0] == deadly:
         os.kill(os.getpid(), signal.SIGKILL)
     real(tmp, final)
 if where == "move":
-    record.replace_directory = dying
+    pipeline_keeper.replace_directory = dying
     callback = lambda result: None
 MultiAdapterPipeline(tasks, **options).train(callback)
 """
@@ -264,7 +270,7 @@ def test_resuming_asks_for_the_same(model: LoadedModel, trained: Path) -> None:
     with pytest.raises(UserError, match="seed was 42, not 1"):
         pipeline(tasks, resume=True, seed=1)
     record = pipeline(tasks, resume=True).train()  # of a pipeline that is done: nothing more
-    assert [a["step"] for a in record["adapters"]] == [1, 1, 3]
+    assert [a.step for a in record.adapters] == [1, 1, 3]
 
 
 def test_priority_needs_heldout_data(model: LoadedModel, trained: Path) -> None:

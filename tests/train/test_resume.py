@@ -21,8 +21,9 @@ from wgpu_lora.models.loaded import open_model
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import Job, prepare_job
-from wgpu_lora.train.output import LOG, RUN, read_log
+from wgpu_lora.train.output import LOG, read_log
 from wgpu_lora.train.progress import StepResult
+from wgpu_lora.train.records import RUN, RunRecord
 from wgpu_lora.train.trainer import Callback, Trainer
 
 # Run in a child process, so that it can be killed: argv = options as JSON, the step to die after (0: never).
@@ -70,7 +71,7 @@ def child(opts: dict[str, object], deadly: int = 0) -> subprocess.Popen[str]:
     )
 
 
-def train(device: Device, opts: dict[str, object], callback: Callback = lambda result: None) -> dict[str, object]:
+def train(device: Device, opts: dict[str, object], callback: Callback = lambda result: None) -> RunRecord:
     return job(device, opts).train(callback)
 
 
@@ -126,12 +127,12 @@ def test_interrupt_saves_and_says_so(device: Device, tmp_path: Path) -> None:
         if result.step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    facts = train(device, options(tmp_path, save_steps=0), interrupt)
-    assert facts["stop_reason"] == "interrupt"
+    record = train(device, options(tmp_path, save_steps=0), interrupt)
+    assert record.stop_reason == "interrupt"
     assert checkpoint.found(tmp_path / "run" / "checkpoints")[-1][0] == 3
     assert (tmp_path / "run" / "adapter_model.safetensors").exists()
-    facts = train(device, options(tmp_path, save_steps=0, resume=True))
-    assert facts["stop_reason"] == "max steps"
+    record = train(device, options(tmp_path, save_steps=0, resume=True))
+    assert record.stop_reason == "max steps"
 
 
 def test_an_interrupt_before_the_first_step_goes_on_as_well(device: Device, tmp_path: Path) -> None:
@@ -141,8 +142,8 @@ def test_an_interrupt_before_the_first_step_goes_on_as_well(device: Device, tmp_
     def interrupt(run: object, rows: int, loss: float | None) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    facts = job(device, options(tmp_path, **heldout)).train(measuring=interrupt)
-    assert (facts["stop_reason"], facts["state"]["step"], facts["state"]["first_eval_loss"]) == ("interrupt", 0, None)
+    record = job(device, options(tmp_path, **heldout)).train(measuring=interrupt)
+    assert (record.stop_reason, record.steps, record.state.first_eval_loss) == ("interrupt", 0, None)
     train(device, options(tmp_path, resume=True, **heldout))
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
     steps = [[line["step"] for line in read_log(tmp_path / name / LOG)] for name in ("whole", "run")]
@@ -195,9 +196,9 @@ def test_a_nan_stops_the_run_without_an_update(device: Device, tmp_path: Path) -
         if result.step == 2:
             device.write(run.session.model.decoder.final_norm.storage.buffer, np.full(52, np.nan, np.float32))
 
-    facts = run.train(poison)
-    assert facts["stop_reason"] == "non-finite"
-    assert facts["state"]["step"] == 1
+    record = run.train(poison)
+    assert record.stop_reason == "non-finite"
+    assert record.steps == 1
     assert weights(tmp_path / "bad") == weights(tmp_path / "good" / "checkpoints" / "step-1")
     assert [path.name for path in (tmp_path / "bad" / "checkpoints").iterdir()] == ["step-1"]
     assert all(np.isfinite(line["loss"]) for line in read_log(tmp_path / "bad" / LOG))
@@ -215,7 +216,7 @@ def test_a_resumed_run_knows_what_it_began_with(device: Device, tmp_path: Path) 
         run.place(session)
         run.fall_back(session)
         found = session.adapters.read(device, 0)
-        moments = session.adapters.read(device, 0, session.optimizer.second_moment)
+        moments = session.optimizer.read_state(device, 0)
     finally:
         session.close()
     assert run.state.step == 0
@@ -223,7 +224,8 @@ def test_a_resumed_run_knows_what_it_began_with(device: Device, tmp_path: Path) 
     for key, pair in fresh.items():
         for have, want in zip(found[key], pair, strict=True):
             np.testing.assert_array_equal(have, want)
-    assert not any(values.any() for pair in moments.values() for values in pair)
+    assert moments
+    assert not any(values.any() for values in moments.values())
 
 
 def test_target_seconds_fixes_a_budget(device: Device, tmp_path: Path) -> None:
@@ -231,13 +233,13 @@ def test_target_seconds_fixes_a_budget(device: Device, tmp_path: Path) -> None:
     rare = {"logging_steps": 10**6, "eval_steps": 10**6, "save_steps": 0}
     heldout = str(random_rows(tmp_path / "heldout.jsonl", 3, 301, seed=2))
     limits = {"max_steps": -1, "num_train_epochs": 1000.0, "target_seconds": 2.0}
-    facts = train(device, options(tmp_path, eval_data=heldout, **rare, **limits))
-    state = facts["state"]
-    assert facts["stop_reason"] == "target seconds"
-    assert state["calibrated"]
-    assert state["step"] <= state["total_steps"]
+    record = train(device, options(tmp_path, eval_data=heldout, **rare, **limits))
+    state = record.state
+    assert record.stop_reason == "target seconds"
+    assert state.calibrated
+    assert state.step <= state.total_steps
     line = read_log(tmp_path / "run" / LOG)[-1]
-    assert (line["step"], line["eval_loss"]) == (state["step"], state["last_eval_loss"])
+    assert (line["step"], line["eval_loss"]) == (state.step, state.last_eval_loss)
     assert json.loads((tmp_path / "run" / RUN).read_text())["state"]["seconds"] > 0
 
 
@@ -245,8 +247,8 @@ def test_a_run_that_died_before_its_first_checkpoint_can_begin_again(device: Dev
     process = child(options(tmp_path, save_steps=0), deadly=1)
     process.communicate(timeout=300)
     assert (tmp_path / "run" / ".lock").exists()
-    facts = train(device, options(tmp_path, max_steps=2))
-    assert facts["state"]["step"] == 2
+    record = train(device, options(tmp_path, max_steps=2))
+    assert record.steps == 2
     assert [line["step"] for line in read_log(tmp_path / "run" / LOG)] == [1, 2]
 
 
@@ -255,7 +257,7 @@ def test_an_initial_adapter_sets_the_options_and_survives_resuming(device: Devic
     train(device, options(tmp_path, "first", lora_r=2, lora_alpha=64, target_modules="q_proj,v_proj", max_steps=2))
     changes = {"init_adapter": str(tmp_path / "first"), "lora_r": 16, "target_modules": "all-linear"}
     whole = train(device, options(tmp_path, "whole", **changes))
-    kept = {name: whole["options"][name] for name in ("lora_r", "lora_alpha", "target_modules")}
+    kept = {name: getattr(whole.options, name) for name in ("lora_r", "lora_alpha", "target_modules")}
     assert kept == {"lora_r": 2, "lora_alpha": 64, "target_modules": "q_proj,v_proj"}
 
     def stop(result: StepResult) -> None:
@@ -271,8 +273,8 @@ def test_an_initial_adapter_sets_the_options_and_survives_resuming(device: Devic
 
 def test_target_seconds_and_max_steps_together(device: Device, tmp_path: Path) -> None:
     """Few steps an epoch do not end a timed run early; --max-steps does."""
-    facts = train(device, options(tmp_path, "a", max_steps=9, target_seconds=300.0, num_train_epochs=1.0))
-    assert (facts["stop_reason"], facts["state"]["step"]) == ("max steps", 9)
-    facts = train(device, options(tmp_path, "b", max_steps=-1, target_seconds=3.0, num_train_epochs=1.0))
-    assert facts["stop_reason"] == "target seconds"
-    assert facts["state"]["step"] > 3
+    record = train(device, options(tmp_path, "a", max_steps=9, target_seconds=300.0, num_train_epochs=1.0))
+    assert (record.stop_reason, record.steps) == ("max steps", 9)
+    record = train(device, options(tmp_path, "b", max_steps=-1, target_seconds=3.0, num_train_epochs=1.0))
+    assert record.stop_reason == "target seconds"
+    assert record.steps > 3

@@ -79,9 +79,9 @@ def test_half_operands_round_and_no_more(device: Device, tmp_path: Path, kind: s
 def test_curve_matches_peft(device: Device, tmp_path: Path, architecture: str, base: str) -> None:
     """30 steps: losses, clipped norms and learning rates as PEFT's, final weights within 1e-3 of the change."""
     job = make_job(device, tmp_path, architecture, base)
-    facts = job.train()
+    record = job.train()
     values = golden(architecture)
-    assert facts["stop_reason"] == "max steps"
+    assert record.stop_reason == "max steps"
     log = read_log(tmp_path / "run" / LOG)
     assert [line["step"] for line in log] == list(range(1, 31))
     assert [line["learning_rate"] for line in log] == pytest.approx(

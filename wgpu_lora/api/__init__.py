@@ -23,13 +23,14 @@ from wgpu_lora.infer.named import on_device, slots_of
 from wgpu_lora.infer.settings import AnswerOptions, Settings
 from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.train.arguments import TrainingArguments, named
+from wgpu_lora.train.arguments import TrainingArguments, from_values, named
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.idle import idle
 from wgpu_lora.train.length import check_rows, fit_rows
 from wgpu_lora.train.options import TrainingOptions
 from wgpu_lora.train.progress import StepResult
 from wgpu_lora.train.recipes import gather
+from wgpu_lora.train.records import RunRecord as RunRecord
 from wgpu_lora.train.trainer import Callback
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
@@ -38,19 +39,6 @@ __all__ = ["Answer", "answer", "compare", "evaluate", "evaluate_several", "finet
 
 for _asking in (answer, compare, generate):
     listing(Settings, AnswerOptions)(_asking)
-
-
-class RunResult(dict[str, Any]):
-    """What run.json holds, shown in a line."""
-
-    def __repr__(self) -> str:
-        state = self["state"]
-        losses = {"loss": state["last_loss"], "held_out_loss": state["last_eval_loss"]}
-        shown = "".join(f", {name}={value:.4f}" for name, value in losses.items() if value is not None)
-        return (
-            f"RunResult(stop_reason={self['stop_reason']!r}, steps={state['step']}{shown}, "
-            f"output={self['options']['output']!r})"
-        )
 
 
 def load(
@@ -68,6 +56,7 @@ def load(
 @listing(TrainingArguments, TrainingOptions, leave_out=("model",))
 def finetune(
     model: LoadedModel | str | Path | None = None,
+    args: TrainingArguments | None = None,
     /,
     *,
     recipe: str | Path | None = None,
@@ -75,15 +64,16 @@ def finetune(
     progress: Progress | None = None,
     progress_bar: bool | None = None,
     **options: Unpack[TrainingOptions],
-) -> dict[str, Any]:
-    """Trains an adapter and writes it to `output`; returns what run.json holds.
+) -> RunRecord:
+    """Trains an adapter and writes it to `output`; returns the record of the run, which run.json holds too.
 
     The options are those of `wgpu-lora finetune`, with underscores.
 
     Args:
         model: a loaded one, or what `load` takes; may be given by name too.
+        args: all options at once; those given by name win over it.
         recipe: a TOML file of options, or the name of a bundled one; options given here win over it.
-        callback: called after every step with a StepResult.
+        callback: called after every step with a StepResult; what returns True ends the run.
         progress: called with the name of each tensor that is loaded.
         progress_bar: whether to show progress; None does on a terminal and in a notebook.
 
@@ -99,7 +89,6 @@ def finetune(
     model = also if model is None else model
     said, rows = given_rows(said)
     given = {name: _plain(name, value) for name, value in said.items()}
-    chosen = None if recipe is None else str(_plain("recipe", recipe))
     loaded = model if isinstance(model, LoadedModel) else None
     if loaded:
         for name, fixed in (("model", loaded.name), ("base_dtype", loaded.decoder.base_dtype)):
@@ -107,19 +96,34 @@ def finetune(
                 raise UserError(f"The model was loaded with {name} {fixed!r}: load another for {given[name]!r}.")
     elif model is not None:
         given["model"] = _plain("model", str(model))
-    args, _ = gather(given, chosen, "finetune()")
-    for text in idle(given, args):
+    chosen = _chosen(given, args, None if recipe is None else str(_plain("recipe", recipe)))
+    for text in idle(given, chosen):
         warnings.warn(text, stacklevel=2)
-    job = prepare_job(args, loaded, rows=rows)
+    job = prepare_job(chosen, loaded, rows=rows)
     with Bars(progress_bar) as bars:
 
         def step(result: StepResult) -> bool | None:
             bars.step(result)
             return callback(result) if callback else None
 
-        return RunResult(
-            job.train(step, progress or bars.loading(job.session.model), tuning=bars.tuning, measuring=bars.measuring)
+        return job.train(
+            step, progress or bars.loading(job.session.model), tuning=bars.tuning, measuring=bars.measuring
         )
+
+
+def _chosen(given: Mapping[str, Any], args: TrainingArguments | None, recipe: str | None) -> TrainingArguments:
+    """What was given by name, over `args`, a recipe, or the run that is resumed."""
+    if args is None:
+        return gather(given, recipe, "finetune()")[0]
+    if not isinstance(args, TrainingArguments):
+        raise UserError(f"finetune(): args must be TrainingArguments, not {args!r:.60}.")
+    if recipe:
+        raise UserError("finetune() was given args and a recipe: give one of them.")
+    whole = from_values(given, "finetune()", args)
+    if not whole.resume:
+        return whole
+    usual = TrainingArguments().as_dict()
+    return gather({k: v for k, v in whole.as_dict().items() if v != usual[k]}, None, "finetune()")[0]
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -15,6 +15,7 @@ from wgpu_lora.share import Notice
 from wgpu_lora.train.pipeline import prepare_pipeline
 from wgpu_lora.train.progress import StepResult
 from wgpu_lora.train.recipes import gather
+from wgpu_lora.train.records import PipelineRecord
 from wgpu_lora.train.session import MemoryPlan
 from wgpu_lora.train.tasks import AdapterTask, task_of
 from wgpu_lora.train.trainer import Callback
@@ -83,7 +84,7 @@ class MultiAdapterPipeline:
         progress: Progress | None = None,
         waiting: Notice = lambda place, holders, seconds: None,
         progress_bar: bool | None = None,
-    ) -> dict[str, Any]:
+    ) -> PipelineRecord:
         """Trains to the end and returns what pipeline.json holds.
 
         Args:

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.bench.step import WARMUP, TrainingStep
-from wgpu_lora.errors import UserError
 from wgpu_lora.formats.atomic import write_bytes_atomic
 from wgpu_lora.gpu.program import Dispatch, Program
 from wgpu_lora.gpu.timer import Timer
-from wgpu_lora.train.arguments import TrainingArguments, from_values
-from wgpu_lora.train.output import RUN
+from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.records import RunRecord
 from wgpu_lora.words import counted
 
 SCHEMA = "wgpu-lora-profile/1"
@@ -138,20 +137,13 @@ class TrainedAs:
     @classmethod
     def read(cls, directory: Path) -> TrainedAs:
         """Raises UserError where the directory holds no finished run, or its run.json is damaged."""
-        path = directory / RUN
-        try:
-            facts = json.loads(path.read_text(encoding="utf-8"))
-            args = from_values(facts["options"], str(path))
-            packed, rows, batches = args.batching
-            state, tokens = facts["state"], args.length
-            if not packed and state["step"]:
-                tokens = max(2, math.ceil(state["processed_tokens"] / (state["step"] * batches * rows)))
-            device = str(facts["environment"]["device"]["name"])
-            return cls(args, rows, tokens, dict(state["tiles"]), device)
-        except (FileNotFoundError, NotADirectoryError):
-            raise UserError(f"{directory} holds no finished run (there is no {RUN}): give its --output.") from None
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} cannot be read ({type(error).__name__}: {error}).") from error
+        record = RunRecord.read(directory)
+        args, state = record.options, record.state
+        packed, rows, batches = args.batching
+        tokens = args.length
+        if not packed and state.step:
+            tokens = max(2, math.ceil(state.processed_tokens / (state.step * batches * rows)))
+        return cls(args, rows, tokens, state.tiles, record.environment.device.name)
 
 
 def described(work: Mapping[str, Any]) -> str:

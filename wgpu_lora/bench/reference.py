@@ -201,7 +201,7 @@ class OurSide:
         self._step.allocate()
         loss = self._step.run()
         self._step.seconds(0, WARMUP - 1)
-        return {"first_loss": loss, "environment": environment(device)}
+        return {"first_loss": loss, "environment": asdict(environment(device))}
 
     def steps(self, count: int) -> Record:
         return {"seconds": self._step.seconds(count)}

@@ -73,7 +73,7 @@ class Result:
 
 def header(schema: str, device: Device, **more: Any) -> Header:
     """What a file says first: its form, and what was measured on what: device, driver, versions and commit."""
-    return {"schema": schema, "kind": "header", **more, "commit": commit(), **environment(device)}
+    return {"schema": schema, "kind": "header", **more, "commit": commit(), **asdict(environment(device))}
 
 
 def commit() -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from wgpu_lora.bench.check import Checked, check, poison
+from wgpu_lora.bench.recording import state_fill
 from wgpu_lora.bench.stats import timed
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
@@ -36,6 +37,7 @@ LEARNING_RATE = 1e-4
 SCALING = 2.0  # alpha / rank, the trainer's default
 TILE = 16  # batches are padded to whole tiles of the matrix products, as the trainer pads them
 ALL = tuple(LINEAR_PATHS)
+EARLY = SlotUpdate(3, LEARNING_RATE, TrainingArguments(weight_decay=0.01))  # a usual step for kernels to be checked in
 # What a training run's options are called by commands that take a step's sizes, and by those that train.
 ROW = {"per_device_train_batch_size": "tokens", "max_length": "tokens", "lora_r": "rank"}
 TRAINING = {
@@ -160,28 +162,24 @@ class TrainingStep(SlotStep):
 
 
 def make_up(session: Session, rng: np.random.Generator) -> None:
-    """Adapters, gradients and moments of random values, and NaN wherever a step is to write."""
+    """Adapters, gradients and optimizer state of random values, and NaN wherever a step is to write."""
     device, update = session.device, session.optimizer
     assert session.arena is not None, "allocate() first"
     for buffer in (*session.arena.buffers, update.report.storage.buffer):
         poison(device, buffer)
-    for page in (*session.adapters.params, *session.adapters.grads, *update.first_moment):
+    for page in (*session.adapters.params, *session.adapters.grads):
         device.write(page.storage.buffer, np.float32(0.02) * rng.standard_normal(page.shape, np.float32))
-    for page in update.second_moment:
-        device.write(page.storage.buffer, np.float32(0.02) * rng.random(page.shape, np.float32))
+    for state, pages in update.state.items():
+        for page in pages:
+            device.write(page.storage.buffer, state_fill(state)(rng, page.shape))
     update.begin(device)
 
 
 def check_update(session: Session, found: Checked) -> Checked:
     """Every kernel of the update of all slots against its reference."""
-    hyper = np.tile(hyper_record(), len(session.adapters.specs)).astype(np.float32)
-    session.device.write(session.optimizer.hyper.storage.buffer, hyper)
+    for tensor, values in session.optimizer.settings(dict.fromkeys(range(len(session.adapters.specs)), EARLY)).items():
+        session.device.write(tensor.storage.buffer, values)
     return check(session.optimizer.program, found)
-
-
-def hyper_record() -> np.ndarray:
-    """One slot's record of an early step at a usual learning rate; see ops.optimizer and train.optimizer."""
-    return np.array([1e-4, 0.9, 0.999, 1e-8, 0.01, 1 - 0.9**3, 1 - 0.999**3, 1.0, 1.0, 0.1, 0.001, 0.0])
 
 
 def synthetic_rows(rows: int, tokens: int, vocab: int, seed: int = 0) -> np.ndarray:

@@ -218,20 +218,19 @@ def timed(job: Job) -> Record:
     """
     watch = _Watch.of(job)
     begin = time.perf_counter()
-    facts = job.train(watch.step)
+    record = job.train(watch.step)
     end = time.perf_counter()
-    if facts["stop_reason"] == "interrupt":
+    if record.stop_reason == "interrupt":
         raise KeyboardInterrupt
     if len(watch.seconds) <= WARMUP:
         raise UserError(
-            f"The training ended ({facts['stop_reason']}) after {counted(len(watch.seconds), 'step')}, but the first "
+            f"The training ended ({record.stop_reason}) after {counted(len(watch.seconds), 'step')}, but the first "
             f"{WARMUP} are warm-up: there is nothing to time."
         )
     steps = watch.seconds[WARMUP:]
     spent = sum(steps)
-    memory = facts["memory"]
     return {
-        "stop_reason": facts["stop_reason"],
+        "stop_reason": record.stop_reason,
         "seconds": end - watch.ended[WARMUP - 1],
         "warmup_seconds": watch.ended[WARMUP - 1] - begin,
         "steps": len(steps),
@@ -240,10 +239,10 @@ def timed(job: Job) -> Record:
         "samples_per_second": sum(watch.samples[WARMUP:]) / spent,
         "tokens_per_second": sum(watch.tokens[WARMUP:]) / spent,
         "trained_tokens_per_second": sum(watch.trained[WARMUP:]) / spent,
-        "final_loss": facts["state"]["last_loss"],
-        "final_eval_loss": facts["state"]["last_eval_loss"],
-        "peak_planned": memory["peak"],
-        "peak_allocated": memory["peak_allocated"],
+        "final_loss": record.loss,
+        "final_eval_loss": record.eval_loss,
+        "peak_planned": record.memory.peak,
+        "peak_allocated": record.memory.peak_allocated,
     }
 
 

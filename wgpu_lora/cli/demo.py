@@ -48,13 +48,13 @@ def demo(
         comparison.before = comparison.measure(None, _shown(bar))
     line("before", _score(comparison.before))
     with Watcher(job) as watcher:
-        facts = job.train(watcher.step, watcher.loaded, tuning=watcher.tuned)
-    code = report(facts, job.run.directory)
+        record = job.train(watcher.step, watcher.loaded, tuning=watcher.tuned)
+    code = report(record)
     if code:
         return code
     with Bar("held-out requests, after", len(comparison.rows)) as bar:
-        comparison.trained(facts, _shown(bar))
-    path = comparison.write(facts)
+        comparison.trained(record, _shown(bar))
+    path = comparison.write(record)
     return _conclude(comparison, show, str(path))
 
 

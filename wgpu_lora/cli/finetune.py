@@ -8,7 +8,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,8 +23,9 @@ from wgpu_lora.train.arguments import ADAPTER, FILES, TrainingArguments
 from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
-    from wgpu_lora.train.job import Job
+    from wgpu_lora.train.finetune import FinetuneJob
     from wgpu_lora.train.progress import StepResult
+    from wgpu_lora.train.records import RunRecord
     from wgpu_lora.train.slot import AdapterRun
 
 SMOOTHED = 10  # steps whose speed is shown
@@ -81,8 +82,8 @@ def finetune(
     job = prepare_job(args)
     describe(job)
     with Watcher(job) as watcher:
-        facts = job.train(watcher.step, watcher.loaded, waiting, watcher.tuned, watcher.measuring)
-    return report(facts, job.run.directory)
+        record = job.train(watcher.step, watcher.loaded, waiting, watcher.tuned, watcher.measuring)
+    return report(record)
 
 
 class Watcher(Starting):
@@ -91,7 +92,7 @@ class Watcher(Starting):
     The lines are of the first step and of those that the log has, but none is waited for longer than ten seconds.
     """
 
-    def __init__(self, job: Job):
+    def __init__(self, job: FinetuneJob):
         super().__init__(job)
         self._run = job.run
         self._training = Bar("training", None)
@@ -163,24 +164,23 @@ def speed(trained: int, processed: int, seconds: float) -> str:
     return f"{trained / seconds:,.0f} trained, {processed / seconds:,.0f} processed tokens/s"
 
 
-def report(facts: dict[str, Any], output: Path) -> int:
+def report(record: RunRecord) -> int:
     """How the run ended and where its adapter is; returns the exit code."""
-    from wgpu_lora.train.ending import OUTCOMES, STOP_TEXT, exit_code
+    from wgpu_lora.train.ending import STOP_TEXT, exit_code
 
-    state, reason = facts["state"], facts["stop_reason"]
-    outcome = OUTCOMES[reason]
+    state, reason, outcome, output = record.state, record.stop_reason, record.outcome, record.directory
     timed = reason == "target seconds"  # such a run knows how many steps it takes when it has taken them
-    count = counted(state["step"], "step") if timed else f"{state['step']:,} of {counted(state['total_steps'], 'step')}"
-    why = f"{count} in {state['seconds']:,.1f} s ({STOP_TEXT[reason]})"
-    known = losses(state["last_loss"], state["first_eval_loss"], state["last_eval_loss"])
+    count = counted(state.step, "step") if timed else f"{state.step:,} of {counted(state.total_steps, 'step')}"
+    why = f"{count} in {state.seconds:,.1f} s ({STOP_TEXT[reason]})"
+    known = losses(state.last_loss, state.first_eval_loss, state.last_eval_loss)
     line(outcome, "; ".join([why, *known, f"the adapter is in {output}"]))
-    if state["best_step"] and state["best_step"] < state["step"]:
-        best = f"held-out loss {state['best_eval_loss']:.4f} after step {state['best_step']:,}"
+    if state.best_step and state.best_step < state.step:
+        best = f"held-out loss {state.best_eval_loss:.4f} after step {state.best_step:,}"
         line("best", f"{output / 'best'} is better than the last: {best}")
     if outcome == "interrupted":
         line("go on", f"{program()} finetune --output {shlex.quote(str(output))} --resume", whole=True)
     if outcome == "failed":
         print(f"wgpu-lora: {STOP_TEXT[reason]}: {CURES}.", file=sys.stderr)
-    if facts["damaged_log_lines"]:
-        line("log", f"damaged lines of log.jsonl that were left out: {facts['damaged_log_lines']}")
-    return exit_code(reason, facts["signal"])
+    if record.damaged_log_lines:
+        line("log", f"damaged lines of log.jsonl that were left out: {record.damaged_log_lines}")
+    return exit_code(reason, record.signal)

@@ -21,6 +21,7 @@ from wgpu_lora.words import counted
 if TYPE_CHECKING:
     from wgpu_lora.train.pipeline import PipelineJob
     from wgpu_lora.train.progress import StepResult
+    from wgpu_lora.train.records import PipelineRecord
     from wgpu_lora.train.slot import AdapterRun
     from wgpu_lora.train.tasks import AdapterTask
 
@@ -60,23 +61,23 @@ def _train(args: TrainingArguments, tasks: list[AdapterTask], schedule: str, bat
     return code
 
 
-def report(record: dict[str, Any], home: Path) -> int:
+def report(record: PipelineRecord, home: Path) -> int:
     """How each adapter ended, and where it is; returns the exit code."""
-    from wgpu_lora.train.ending import OUTCOMES, STOP_TEXT, exit_code
+    from wgpu_lora.train.ending import STOP_TEXT, exit_code
 
     outcomes = []
-    for adapter in record["adapters"]:
-        outcome, text = OUTCOMES[adapter["stop_reason"]], STOP_TEXT[adapter["stop_reason"]]
+    for adapter in record.adapters:
+        outcome, text = adapter.outcome, STOP_TEXT[adapter.stop_reason]
         outcomes.append(outcome)
-        why = f"{adapter['name']}: {adapter['step']:,} of {counted(adapter['total_steps'], 'step')} ({text})"
-        found = adapter["losses"]
-        known = losses(found["train"], found["before"], found["held_out"])
-        line(outcome, "; ".join([why, *known, f"the adapter is in {adapter['checkpoint']}"]))
+        why = f"{adapter.name}: {adapter.step:,} of {counted(adapter.total_steps, 'step')} ({text})"
+        found = adapter.losses
+        known = losses(found.train, found.before, found.held_out)
+        line(outcome, "; ".join([why, *known, f"the adapter is in {adapter.checkpoint}"]))
         if outcome == "failed":
-            print(f"wgpu-lora: adapter {adapter['name']}: {text}: {CURES}.", file=sys.stderr)
+            print(f"wgpu-lora: adapter {adapter.name}: {text}: {CURES}.", file=sys.stderr)
     if "interrupted" in outcomes:
         line("go on", f"{program()} finetune --output {shlex.quote(str(home))} --resume", whole=True)
-    return max(exit_code(adapter["stop_reason"], record["signal"]) for adapter in record["adapters"])
+    return max(exit_code(adapter.stop_reason, record.signal) for adapter in record.adapters)
 
 
 class Table(Starting):

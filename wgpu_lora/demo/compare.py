@@ -16,8 +16,9 @@ from wgpu_lora.demo.check import run_check
 from wgpu_lora.demo.confine.parent import Confinement, confinement
 from wgpu_lora.formats.atomic import write_bytes_atomic
 from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.train.finetune import Job, prepare_job
+from wgpu_lora.train.finetune import FinetuneJob, prepare_job
 from wgpu_lora.train.recipes import find_recipe, gather
+from wgpu_lora.train.records import RunRecord
 
 BATCH = 20  # requests that are answered at a time
 NEW_TOKENS = 96  # twice the longest answer
@@ -59,7 +60,7 @@ class Measured:
 class Comparison:
     """A prepared run of the demo, and what was measured on either side of it."""
 
-    job: Job
+    job: FinetuneJob
     model: LoadedModel
     recipe: Path
     rows: list[dict[str, Any]]
@@ -114,12 +115,12 @@ class Comparison:
             tokens += sum(len(one.token_ids) for one in found)
         return Measured(checked)
 
-    def trained(self, facts: dict[str, Any], watch: Watch = lambda requests, tokens: None) -> None:
-        """Measures again, after the run that left these facts; its held-out losses are those of the rows here."""
+    def trained(self, record: RunRecord, watch: Watch = lambda requests, tokens: None) -> None:
+        """Measures again, after the run that left this record; its held-out losses are those of the rows here."""
         assert self.before
         self.after = self.measure(self.job.run.directory, watch)
-        self.before.loss = facts["state"]["first_eval_loss"]
-        self.after.loss = facts["state"]["last_eval_loss"]
+        self.before.loss = record.state.first_eval_loss
+        self.after.loss = record.state.last_eval_loss
 
     def pairs(self) -> list[tuple[str, Checked, Checked]]:
         """(request, before, after), those that the training turned from failure to success first."""
@@ -128,7 +129,7 @@ class Comparison:
         found = list(zip(self.requests(), self.before.answers, self.after.answers, strict=True))
         return sorted(found, key=lambda pair: pair[1].passed or not pair[2].passed)
 
-    def write(self, facts: dict[str, Any]) -> Path:
+    def write(self, record: RunRecord) -> Path:
         """Puts everything into the run's demo.json."""
         assert self.before
         assert self.after
@@ -137,8 +138,8 @@ class Comparison:
             "requests": self.requests(),
             "before": self.before.as_dict(),
             "after": self.after.as_dict(),
-            "steps": facts["state"]["step"],
-            "seconds": facts["state"]["seconds"],
+            "steps": record.state.step,
+            "seconds": record.state.seconds,
             "recipe": str(self.recipe),
         }
         write_bytes_atomic(path, (json.dumps(result, indent=1) + "\n").encode())

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import jinja2
 
 from wgpu_lora.assets import asset_dir, shader_text
+from wgpu_lora.gpu.struct import wgsl_struct
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.device import Device
@@ -36,6 +37,7 @@ Out = Annotated[Any, "out"]
 InOut = Annotated[Any, "inout"]
 Fixed = Annotated[Any, "fixed"]
 U32 = Annotated[int, "u32"]
+I32 = Annotated[int, "i32"]
 F32 = Annotated[float, "f32"]
 Flag = Annotated[bool, "bool"]
 Word = Annotated[str, "word"]  # seen by a template only, such as an element type
@@ -88,6 +90,7 @@ class Kernel:
     grid: Callable[[Any], Grid]
     reference: Callable[..., Any]
     lib: tuple[str, ...] = ()
+    structs: tuple[type, ...] = ()
     variants: Variants = lambda traits, c: ({},)
     specialise: Callable[[Any], dict[str, Any]] | None = None
     sample: Callable[..., dict[str, Any]] | None = None
@@ -121,7 +124,8 @@ class Kernel:
             text = _environment().get_template(self.file).render(bind=bind, **values)
         else:
             text = shader_text(self.file)
-        text = "\n".join([*(shader_text(f"lib/{name}.wgsl") for name in self.lib), text])
+        front = [*map(wgsl_struct, self.structs), *(shader_text(f"lib/{name}.wgsl") for name in self.lib)]
+        text = "\n".join([*front, text])
 
         def value(match: re.Match[str]) -> str:
             name, kind = match[1], match[2]
@@ -182,6 +186,7 @@ def kernel(
     *,
     grid: Callable[[Any], Grid],
     lib: tuple[str, ...] = (),
+    structs: tuple[type, ...] = (),
     variants: Variants = lambda traits, c: ({},),
     specialise: Callable[[Any], dict[str, Any]] | None = None,
     sample: Callable[..., dict[str, Any]] | None = None,
@@ -192,6 +197,7 @@ def kernel(
         file: the WGSL file, or `.wgsl.j2` template, in `shaders/`.
         grid: constants and tiles -> workgroups.
         lib: files of `shaders/lib/` that are put in front.
+        structs: dataclasses whose WGSL declarations are put before those (see gpu.struct).
         variants: a device's traits and a call's constants -> the tilings that can run it, the default first.
         specialise: constants -> what a template derives from the dims, such as whether rows are whole vec4s.
         sample: constants, present bindings, rng -> inputs to time tilings on; only kernels that have it are tuned.
@@ -216,6 +222,7 @@ def kernel(
             grid,
             function,
             lib,
+            structs,
             variants,
             specialise,
             sample,

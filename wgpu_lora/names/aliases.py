@@ -13,7 +13,7 @@ from typing import Any
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.instead import ANYWHERE, SENTENCES
 from wgpu_lora.names.naming import flag, setting
-from wgpu_lora.names.others import ALIASES, WORDS
+from wgpu_lora.names.others import ALIASES, VALUES, WORDS
 
 _MARK = re.compile(r"\{(\w+)(?:=([^}]*))?\}")
 CLOSE, NEARLY = 0.87, 0.9  # how alike, of 1, letters have to be
@@ -125,6 +125,12 @@ def real_names(
             raise UserError(f"{where}: {flag(called[name])} and {flag(typed)} are the same {what}: leave one out.")
         given[name], called[name] = _builtin(value), typed
     return given
+
+
+def real_value(name: str, value: Any) -> Any:
+    """The value of an option where others call it something else."""
+    said = VALUES.get(name, {}) if isinstance(value, str) else {}
+    return next((real for real, others in said.items() if value in others.split()), value)
 
 
 def _builtin(value: Any) -> Any:

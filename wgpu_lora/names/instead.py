@@ -39,9 +39,12 @@ SENTENCES: tuple[tuple[str, str], ...] = (
         "torch_dtype dtype precision model_dtype tf32 fp8 bnb_4bit_compute_dtype",
     ),
     (
-        "does not exist here: the optimizer is AdamW, with betas of 0.9 and 0.999 and an epsilon of 1e-8",
-        "optim optimizer optim_args adam_beta1 adam_beta2 adam_epsilon adam_beta_1 adam_beta_2 optimizer_name "
-        "optim_target_modules adafactor beta1 beta2 betas adam_eps eps epsilon momentum",
+        "is {adam_beta1} and {adam_beta2}",
+        "betas adam_betas",
+    ),
+    (
+        "does not exist here: {optim} names the optimizer, which has options of its own",
+        "optim_args optim_target_modules adafactor momentum",
     ),
     (
         "does not exist here: held-out data that {eval_data} names are measured after every epoch, or every "

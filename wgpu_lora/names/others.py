@@ -13,7 +13,11 @@ ALIASES: dict[tuple[str, ...], str] = {
     ("lr_scheduler_type",): "lr_scheduler lr_schedule scheduler_type learning_rate_scheduler",
     ("warmup_ratio",): "lr_warmup_ratio",
     ("warmup_steps",): "num_warmup_steps lr_warmup_steps",
+    ("optim",): "optimizer optimizer_name",
     ("weight_decay",): "wd",
+    ("adam_beta1",): "beta1 adam_beta_1",
+    ("adam_beta2",): "beta2 adam_beta_2",
+    ("adam_epsilon",): "adam_eps eps epsilon",
     ("max_grad_norm",): "gradient_clipping grad_clip clip_grad_norm max_norm",
     ("per_device_train_batch_size", "batch"): "batch_size train_batch_size micro_batch_size per_device_batch_size "
     "device_batch_size per_gpu_train_batch_size mbs",
@@ -61,6 +65,14 @@ ALIASES: dict[tuple[str, ...], str] = {
     ("prompt",): "question message",
 }
 
+# An option -> what others call its values.
+VALUES: dict[str, dict[str, str]] = {
+    "optim": {
+        "adamw": "adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused adamw_torch_xla adamw_torch_npu_fused "
+        "paged_adamw paged_adamw_32bit",
+    },
+}
+
 # A word of a name that nobody has -> the options that it may be about.
 WORDS: dict[str, str] = {
     "batch": "per_device_train_batch_size gradient_accumulation_steps batch",
@@ -74,6 +86,9 @@ WORDS: dict[str, str] = {
     "lr rate": "learning_rate",
     "scheduler decay": "lr_scheduler_type weight_decay",
     "warmup warm": "warmup_ratio warmup_steps",
+    "optim optimizer adam adamw": "optim",
+    "beta betas": "adam_beta1 adam_beta2",
+    "eps epsilon": "adam_epsilon",
     "clip norm": "max_grad_norm",
     "eval evaluation valid validation val heldout test": "eval_data eval_steps",
     "save saving checkpoint checkpoints": "save_steps save_total_limit",

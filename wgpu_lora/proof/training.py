@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,7 +10,8 @@ from typing import Any
 
 from wgpu_lora.proof.children import Child, Children, finish
 from wgpu_lora.train.arguments import TrainingArguments
-from wgpu_lora.train.output import LOG, RUN, read_log
+from wgpu_lora.train.output import LOG, read_log
+from wgpu_lora.train.records import RUN, RunRecord
 
 POLL = 0.05
 APART = 1.0  # seconds between the starts of evaluations
@@ -37,7 +37,7 @@ class Training:
     """What became of it. before: the held-out loss's evaluation on the training device, before any step.
 
     beside: evaluations on the other device, or afterwards on the same one where there is no other.
-    seconds: of the finetune command; facts: its run.json, None where it wrote none.
+    seconds: of the finetune command; record: of the run, None where it left none.
     """
 
     directory: Path
@@ -49,7 +49,7 @@ class Training:
     devices: list[int]
     pid: int
     log: list[dict[str, Any]] = field(default_factory=list)
-    facts: dict[str, Any] | None = None
+    record: RunRecord | None = None
 
 
 def evaluate_options(args: TrainingArguments, device: int) -> list[object]:
@@ -90,7 +90,6 @@ def train(children: Children, recipe: Path, args: TrainingArguments, output: Pat
     if not others:
         child = children.command("evaluate-after", *evaluate_options(args, first))
         beside = [_evaluated(child, child.wait(), [], time.monotonic())]
-    run = output / RUN
     return Training(
         output,
         code,
@@ -101,7 +100,7 @@ def train(children: Children, recipe: Path, args: TrainingArguments, output: Pat
         [first, *others[:1]],
         finetune.process.pid,
         read_log(output / LOG) if (output / LOG).is_file() else [],
-        json.loads(run.read_text()) if run.is_file() else None,
+        RunRecord.read(output) if (output / RUN).is_file() else None,
     )
 
 

@@ -1,17 +1,17 @@
-"""What a page says of a run, each a line of a table: read out of run.json all at once, so that damage shows at once."""
+"""What a page says of a run, each a line of a table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.ending import OUTCOMES, STOP_TEXT
 from wgpu_lora.train.memory import readable
+from wgpu_lora.train.records import RunRecord
 
-Facts = Mapping[str, Any]
-Fact = Callable[[Facts], str]
+Fact = Callable[[RunRecord], str]
 OWN = ("output", "resume")  # options that say nothing of what was trained
 NONE = "none"
 
@@ -28,29 +28,28 @@ def span(seconds: float) -> str:
     return f"{minutes} min {rest:02} s" if minutes < 100 else f"{minutes // 60:,} h {minutes % 60:02} min"
 
 
-def model_of(facts: Facts) -> str:
-    return str(facts["options"]["model"] or "demo")
+def model_of(run: RunRecord) -> str:
+    return run.options.model or "demo"
 
 
-def steps_of(facts: Facts) -> str:
-    return f"{facts['state']['step']:,} of {facts['state']['total_steps']:,}"
+def steps_of(run: RunRecord) -> str:
+    return f"{run.state.step:,} of {run.state.total_steps:,}"
 
 
-def ended(facts: Facts) -> str:
+def ended(run: RunRecord) -> str:
     """Finished, stopped early, interrupted or failed, and why where that says more."""
-    reason = str(facts["stop_reason"])
+    reason = run.stop_reason
     outcome = OUTCOMES.get(reason, reason)
     return f"{outcome} ({STOP_TEXT[reason].partition(';')[0]})" if outcome == "failed" else outcome
 
 
 def _loss(name: str) -> Fact:
-    return lambda facts: number(facts["state"].get(name))  # runs of earlier versions have no loss before the first step
+    return lambda run: number(getattr(run.state, name))
 
 
-def _best(facts: Facts) -> str:
-    state = facts["state"]
-    best = state["best_eval_loss"]
-    return number(best) if best is None else f"{number(best)}, step {state['best_step']:,}"
+def _best(run: RunRecord) -> str:
+    best = run.state.best_eval_loss
+    return number(best) if best is None else f"{number(best)}, step {run.state.best_step:,}"
 
 
 LOSSES: dict[str, Fact] = {
@@ -62,31 +61,31 @@ LOSSES: dict[str, Fact] = {
     "ended": ended,
 }
 COSTS: dict[str, Fact] = {
-    "time": lambda facts: span(facts["state"]["seconds"]),
-    "trained tokens": lambda facts: f"{facts['state']['tokens']:,}",
-    "trained parameters": lambda facts: f"{facts['trainable_parameters']:,}",
-    "peak device memory": lambda facts: readable(facts["memory"]["peak"]),
-    "device": lambda facts: "{name}, {backend}".format(**facts["environment"]["device"]),
+    "time": lambda run: span(run.state.seconds),
+    "trained tokens": lambda run: f"{run.state.tokens:,}",
+    "trained parameters": lambda run: f"{run.trainable_parameters:,}",
+    "peak device memory": lambda run: readable(run.memory.peak),
+    "device": lambda run: f"{run.environment.device.name}, {run.environment.device.backend}",
 }
 # What a run is of beside its options; a digest tells files apart that have one name.
 RECORD: dict[str, Fact] = {
-    "training data": lambda facts: str(facts["data"]["summary"]),
-    "training data, SHA-256": lambda facts: str(facts["data"]["digest"]),
-    "held-out data, SHA-256": lambda facts: str(facts["eval_data"]["digest"]) if facts["eval_data"] else NONE,
-    "base, SHA-256": lambda facts: str(facts["base_digest"]),
-    "initial adapter, SHA-256": lambda facts: str(facts["init_adapter_sha256"] or NONE),
-    "device": lambda facts: "{name}, {driver}, {backend}".format(**facts["environment"]["device"]),
-    "versions": lambda facts: ", ".join(f"{k} {v}" for k, v in facts["environment"]["versions"].items()),
+    "training data": lambda run: run.data.summary,
+    "training data, SHA-256": lambda run: run.data.digest,
+    "held-out data, SHA-256": lambda run: run.eval_data.digest if run.eval_data else NONE,
+    "base, SHA-256": lambda run: run.base_digest,
+    "initial adapter, SHA-256": lambda run: run.init_adapter_sha256 or NONE,
+    "device": lambda run: ", ".join(vars(run.environment.device)[name] for name in ("name", "driver", "backend")),
+    "versions": lambda run: ", ".join(f"{k} {v}" for k, v in run.environment.versions.items()),
 }
 RESULT: dict[str, Fact] = {
-    "adapter, SHA-256": lambda facts: str(facts["adapter_sha256"]),
-    "peak device memory": lambda facts: f"{facts['memory']['peak']:,} bytes",
+    "adapter, SHA-256": lambda run: run.adapter_sha256,
+    "peak device memory": lambda run: f"{run.memory.peak:,} bytes",
 }
 
 
-def settings(facts: Facts) -> dict[str, str]:
+def settings(run: RunRecord) -> dict[str, str]:
     """A run's options as its command line has them."""
-    options = {**facts["options"], "model": model_of(facts)}
+    options = {**run.options.as_dict(), "model": model_of(run)}
     return {flag: _shown(options[name]) for name in sorted(options) if name not in OWN for flag in [_flag(name)]}
 
 
@@ -107,19 +106,19 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def summary(name: str, facts: Facts, speeds: Sequence[str]) -> str:
+def summary(name: str, run: RunRecord, speeds: Sequence[str]) -> str:
     """A Markdown line for a run log."""
-    state, options, device = facts["state"], facts["options"], facts["environment"]["device"]
-    losses = [f"loss {number(state['last_loss'])}"]
-    if state["last_eval_loss"] is not None:
-        first = state.get("first_eval_loss")
+    state, options, device = run.state, run.options, run.environment.device
+    losses = [f"loss {number(state.last_loss)}"]
+    if state.last_eval_loss is not None:
+        first = state.first_eval_loss
         seen = [] if first is None else [f"{number(first)} before"]
-        seen += [] if state["best_eval_loss"] is None else [f"best {number(state['best_eval_loss'])}"]
-        losses.append(f"held-out {number(state['last_eval_loss'])}" + (f" ({', '.join(seen)})" if seen else ""))
+        seen += [] if state.best_eval_loss is None else [f"best {number(state.best_eval_loss)}"]
+        losses.append(f"held-out {number(state.last_eval_loss)}" + (f" ({', '.join(seen)})" if seen else ""))
     speed = f"{', '.join(speeds)} tokens/s" if speeds else "speed not logged"
-    what = f"{model_of(facts)}, rank {options['lora_r']} on {options['target_modules']}"
-    memory = f"{readable(facts['memory']['peak'])} of device memory"
+    what = f"{model_of(run)}, rank {options.lora_r} on {options.target_modules}"
+    memory = f"{readable(run.memory.peak)} of device memory"
     return (
-        f"- **{name}**: {what}, {steps_of(facts)} steps ({ended(facts)}), {', '.join(losses)}, "
-        f"{span(state['seconds'])}, {speed}, {memory}, on {device['name']}, {device['driver']}"
+        f"- **{name}**: {what}, {steps_of(run)} steps ({ended(run)}), {', '.join(losses)}, "
+        f"{span(state.seconds)}, {speed}, {memory}, on {device.name}, {device.driver}"
     )

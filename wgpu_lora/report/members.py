@@ -7,8 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.train.output import LOG, RUN
-from wgpu_lora.train.pipeline_state import MEMBER, PIPELINE, home_of, read_pipeline_state
+from wgpu_lora.train.output import LOG
+from wgpu_lora.train.pipeline_state import MEMBER, home_of, read_pipeline_state
+from wgpu_lora.train.records import PIPELINE, RUN
 from wgpu_lora.train.state import STATE
 from wgpu_lora.train.tasks import tasks_of_request
 

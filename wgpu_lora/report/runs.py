@@ -14,7 +14,8 @@ from wgpu_lora.bounded import printable
 from wgpu_lora.errors import UserError
 from wgpu_lora.report.facts import COSTS, LOSSES, RECORD, RESULT, model_of, settings, summary
 from wgpu_lora.report.members import directories_of, nothing_in
-from wgpu_lora.train.output import LOG, RUN, read_log
+from wgpu_lora.train.output import LOG, read_log
+from wgpu_lora.train.records import RUN, RunRecord
 
 PROFILE = "profile.json"
 ADVICE = f"'wgpu-lora profile --run RUN --json > RUN/{PROFILE}'"
@@ -79,26 +80,22 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
 
 
 def _read(name: str, directory: Path) -> Run:
-    path = directory / RUN
-    if not path.is_file():
+    if not (directory / RUN).is_file():
         raise nothing_in(directory)
+    found = RunRecord.read(directory)
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
         log = _log(directory / LOG)
         losses, costs, record, result = (
-            {label: value(facts) for label, value in table.items()} for table in (LOSSES, COSTS, RECORD, RESULT)
+            {label: value(found) for label, value in table.items()} for table in (LOSSES, COSTS, RECORD, RESULT)
         )
         speeds = _speeds(log)
         costs |= {f"{kind} tokens/s": f"{speeds[kind]:,.0f}" if kind in speeds else "not logged" for kind in SPEEDS}
         costs["device"] = costs.pop("device")  # the longest, so the last
-        last = facts["state"]["last_eval_loss"]
-        held_out = None if last is None else (record["held-out data, SHA-256"], float(last))
-        memory = {str(group): _amount(count) for group, count in facts["memory"]["groups"].items()}
-        kernels, profiled = _profile(name, directory / PROFILE, facts)
-        line = summary(name, facts, [f"{value:,.0f} {kind}" for kind, value in speeds.items()])
-        options = settings(facts)
-    except KeyError as error:
-        raise UserError(f"The run in {directory} cannot be read: {error} is missing.") from error
+        held_out = None if found.eval_loss is None else (record["held-out data, SHA-256"], found.eval_loss)
+        memory = {group: _amount(count) for group, count in found.memory.groups.items()}
+        kernels, profiled = _profile(name, directory / PROFILE, found)
+        line = summary(name, found, [f"{value:,.0f} {kind}" for kind, value in speeds.items()])
+        options = settings(found)
     except DAMAGE as error:
         raise UserError(f"The run in {directory} cannot be read ({type(error).__name__}: {error}).") from error
     return Run(name, options, losses, costs, record, result, held_out, line, log, memory, kernels, profiled)
@@ -126,7 +123,7 @@ def _speeds(log: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {kind: statistics.median(values) for kind, values in found.items() if values}
 
 
-def _profile(name: str, path: Path, facts: Mapping[str, Any]) -> tuple[dict[str, float] | None, str]:
+def _profile(name: str, path: Path, run: RunRecord) -> tuple[dict[str, float] | None, str]:
     """A profile's seconds by kernel, where it is of the run's model and base weights, and what is to be said of it."""
     if not path.is_file():
         return None, ""
@@ -139,14 +136,14 @@ def _profile(name: str, path: Path, facts: Mapping[str, Any]) -> tuple[dict[str,
             why = f"its {PROFILE} does not say what it is of; {ADVICE} makes one that does"
             return None, f"{name}: not drawn, since {why}."
         device = "{name} ({driver})".format(**profile["device"])
-        activations, trained = work["compute_dtype"], facts["options"]["compute_dtype"]
+        activations, trained = work["compute_dtype"], run.options.compute_dtype
         unlike = "" if activations == trained else f" (the run's in {trained})"
         what = f"{described(work)}, activations in {activations}{unlike}, on {device}"
-        same = work["base_digest"] == facts["base_digest"] and work["base_dtype"] == facts["options"]["base_dtype"]
+        same = work["base_digest"] == run.base_digest and work["base_dtype"] == run.options.base_dtype
         if same and work["whole"]:
             return seconds, f"{name}: {what}"
     except DAMAGE as error:
         why = f"its {PROFILE} cannot be read ({type(error).__name__}: {error}); {ADVICE} makes it anew"
         return None, f"{name}: not drawn, since {why}."
-    own = f"{model_of(facts)} in {facts['options']['base_dtype']}"
+    own = f"{model_of(run)} in {run.options.base_dtype}"
     return None, f"{name}: not drawn, since its {PROFILE} is of {what}, the run of {own}; {ADVICE} makes its own."

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.aliases import real_names
+from wgpu_lora.names.aliases import real_names, real_value
 from wgpu_lora.names.allowed import COMPUTE_DTYPES, LINEAR_PATHS, LR_SCHEDULERS, OVERFLOW
 from wgpu_lora.names.naming import Naming, flag, naming
 from wgpu_lora.train.declared import Range, check, kinds, option, require
+from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.weights.registry import BASE_FORMATS, DEFAULT_FORMAT
 
 # What may differ between a run and its resumption: it changes what is written, not what is trained.
@@ -99,7 +100,13 @@ class TrainingArguments:
         "Steps over which the learning rate rises, instead of a share of them, if positive.",
         within=NOT_NEGATIVE,
     )
-    weight_decay: float = option(0.0, OPTIMISATION, "Decoupled weight decay of AdamW.", within=NOT_NEGATIVE)
+    optim: str = option("adamw", OPTIMISATION, "The optimizer.", choices=OPTIMIZERS)
+    weight_decay: float = option(0.0, OPTIMISATION, "Decoupled weight decay.", within=NOT_NEGATIVE)
+    adam_beta1: float = option(0.9, OPTIMISATION, "Decay of AdamW's first moment.", within=Range(at_least=0, below=1))
+    adam_beta2: float = option(
+        0.999, OPTIMISATION, "Decay of AdamW's second moment.", within=Range(at_least=0, below=1)
+    )
+    adam_epsilon: float = option(1e-8, OPTIMISATION, "Added to the root of AdamW's second moment.", within=POSITIVE)
     max_grad_norm: float = option(
         1.0, OPTIMISATION, "Clip the gradient's global norm to this; 0 does not clip.", within=NOT_NEGATIVE
     )
@@ -270,4 +277,4 @@ def _typed(name: str, value: Any, parts: list[str], where: str) -> Any:
     if not fits:
         kind = " or ".join(_TYPES[part] for part in parts if part != "None")
         raise UserError(f"{where}: {flag(name)} must be {kind}, not {value!r}.")
-    return value
+    return real_value(name, value)

@@ -9,7 +9,7 @@ from typing import Any
 from wgpu_lora.formats.atomic import write_bytes_atomic
 from wgpu_lora.formats.cards import CARD, header, table
 from wgpu_lora.formats.hub import hub_id
-from wgpu_lora.train.ending import OUTCOMES
+from wgpu_lora.train.records import RunRecord
 
 # Options whose value is a place on this machine, which is nobody else's business: a card has only its last part.
 PATHS = ("data", "eval_data", "output", "model", "init_adapter")
@@ -40,91 +40,92 @@ llama-cli -m {adapter}.gguf
 ```"""
 
 
-def write_card(directory: Path, facts: dict[str, Any]) -> None:
-    """Writes README.md from what run.json says (`slot.facts`)."""
-    write_bytes_atomic(directory / CARD, card(facts).encode())
+def write_card(directory: Path, record: RunRecord) -> None:
+    """Writes README.md."""
+    write_bytes_atomic(directory / CARD, card(record).encode())
 
 
-def card(facts: dict[str, Any]) -> str:
+def card(record: RunRecord) -> str:
     """The card's text: data, losses, options and digests."""
-    options, environment = facts["options"], facts["environment"]
-    stated, device = options["model"] or "demo", environment["device"]
+    options, environment = record.options, record.environment
+    stated, device = options.model or "demo", environment.device
     base = hub_id(stated)
     name = base or Path(stated).name
+    said = {name: _shown(name, value) for name, value in options.as_dict().items() if value is not None}
     return f"""{header(base, "peft", ["lora", "wgpu-lora"])}
 # LoRA adapter for {name}
 
-Trained with wgpu-lora {environment["versions"]["wgpu-lora"]} on {device["name"]}
-({device["backend"]}, {device["driver"]}).
+Trained with wgpu-lora {environment.versions["wgpu-lora"]} on {device.name}
+({device.backend}, {device.driver}).
 
 ## Use
 
-{_use(stated, name, facts)}
+{_use(stated, name, record)}
 
 ## Data
 
-{table(_data(facts))}
+{table(_data(record))}
 
 ## Result
 
-{table(_result(facts))}
-{_better(facts)}
+{table(_result(record))}
+{_better(record)}
 ## Options
 
-{table({name: _shown(name, value) for name, value in options.items() if value is not None and name != "resume"})}
+{table({name: value for name, value in said.items() if name != "resume"})}
 
 ## Digests
 
-{table(_digests(facts))}
+{table(_digests(record))}
 """
 
 
-def _use(stated: str, name: str, facts: dict[str, Any]) -> str:
+def _use(stated: str, name: str, record: RunRecord) -> str:
     """How others load it; a base that is a directory has only its name, which whoever has it completes."""
-    adapter = Path(str(facts["options"]["output"])).resolve().name
+    adapter = record.directory.resolve().name
     place = stated if hub_id(stated) else "path/to/wgpu_lora/demo/model" if stated == "demo" else f"path/to/{name}"
     base = "demo" if stated == "demo" else place
     return USE.format(base=shlex.quote(base), place=place, adapter=adapter)
 
 
-def _better(facts: dict[str, Any]) -> str:
+def _better(record: RunRecord) -> str:
     """That best/ is better than the adapter itself, where it is."""
-    state = facts["state"]
-    best, last = state["best_eval_loss"], state["last_eval_loss"]
+    state = record.state
+    best, last = state.best_eval_loss, state.last_eval_loss
     if best is None or last is None or best >= last:
         return ""
     return (
-        f"\n`best/` has the adapter after step {state['best_step']:,}, whose held-out loss is lower: {best:.4f} "
+        f"\n`best/` has the adapter after step {state.best_step:,}, whose held-out loss is lower: {best:.4f} "
         f"instead of {last:.4f} after the last step.\n"
     )
 
 
-def _data(facts: dict[str, Any]) -> dict[str, str]:
-    data, held_out = facts["data"], facts["eval_data"]
-    rows = {"training": data["summary"], "SHA-256": data["digest"]}
+def _data(record: RunRecord) -> dict[str, str]:
+    data, held_out = record.data, record.eval_data
+    rows = {"training": data.summary, "SHA-256": data.digest}
     if held_out:
-        rows |= {"held out": Path(held_out["path"]).name, "SHA-256 of the held-out": held_out["digest"]}
+        rows |= {"held out": Path(held_out.path).name, "SHA-256 of the held-out": held_out.digest}
     return rows
 
 
-def _result(facts: dict[str, Any]) -> dict[str, str]:
-    state = facts["state"]
-    moments = [(state[f"{key}_eval_loss"], text) for key, text in MOMENTS]
+def _result(record: RunRecord) -> dict[str, str]:
+    state = record.state
+    moments = [(getattr(state, f"{key}_eval_loss"), text) for key, text in MOMENTS]
     heldout = ", ".join(f"{_number(loss)} {text}" for loss, text in moments if loss is not None or text != "at best")
     return {
-        "steps": f"{state['step']:,} of {state['total_steps']:,} ({OUTCOMES[facts['stop_reason']]})",
-        "trained tokens": f"{state['tokens']:,}",
-        "trained parameters": f"{facts['trainable_parameters']:,}",
-        "final loss": _number(state["last_loss"]),
-        **({"held-out loss": heldout} if facts["eval_data"] else {}),
+        "steps": f"{state.step:,} of {state.total_steps:,} ({record.outcome})",
+        "trained tokens": f"{state.tokens:,}",
+        "trained parameters": f"{record.trainable_parameters:,}",
+        "final loss": _number(state.last_loss),
+        **({"held-out loss": heldout} if record.eval_data else {}),
     }
 
 
-def _digests(facts: dict[str, Any]) -> dict[str, str]:
+def _digests(record: RunRecord) -> dict[str, str]:
     return {
-        "adapter_model.safetensors, SHA-256": facts["adapter_sha256"],
-        "base (names, shapes and the shards' edges)": facts["base_digest"],
-        "initial adapter, SHA-256": facts["init_adapter_sha256"] or "none",
+        "adapter_model.safetensors, SHA-256": record.adapter_sha256,
+        "base (names, shapes and the shards' edges)": record.base_digest,
+        "initial adapter, SHA-256": record.init_adapter_sha256 or "none",
     }
 
 

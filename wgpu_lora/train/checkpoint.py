@@ -1,4 +1,4 @@
-"""A checkpoint directory: the adapter as PEFT has it, both moments, and where the run stood."""
+"""A checkpoint directory: the adapter as PEFT has it, the optimizer's state, and where the run stood."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from wgpu_lora.models.lora import AdapterSet, Matrices
 from wgpu_lora.names.naming import flag
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.manifest import damage, write_manifest
+from wgpu_lora.train.schema import SCHEMA, NewerSchemaError, schema_of
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.state import STATE, RunState, read_state
 
@@ -59,7 +60,7 @@ def adapter_tensors(matrices: Matrices, config: AdapterConfig) -> dict[str, np.n
 def write_checkpoint(
     final: Path, session: Session, slot: int, config: AdapterConfig, state: RunState, facts: dict[str, Any]
 ) -> None:
-    """Writes a slot's adapter, moments, state, metadata.json and manifest beside `final`, syncs and renames them.
+    """Writes a slot's adapter, optimizer and run state, metadata and manifest beside `final`, syncs and renames them.
 
     facts: `identity` (see AdapterRun) and `metadata`. Raises OSError when the disk refuses; what was at `final` is then
     as it was.
@@ -69,14 +70,12 @@ def write_checkpoint(
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         device, adapters, optimizer = session.device, session.adapters, session.optimizer
-        moments: dict[str, np.ndarray] = {}
-        for kind, pages in (("first_moment", optimizer.first_moment), ("second_moment", optimizer.second_moment)):
-            for (layer, module), pair in adapters.read(device, slot, pages).items():
-                moments |= {f"{layer}.{module}.{which}.{kind}": m for which, m in zip("AB", pair, strict=True)}
         files = adapter_files(adapter_tensors(adapters.read(device, slot), config), config)
-        files[OPTIMIZER] = save(moments)
+        files[OPTIMIZER] = save(optimizer.read_state(device, slot))
         files[METADATA] = (to_json(facts["metadata"], indent=1) + "\n").encode()
-        files[STATE] = to_json({"state": asdict(state), "identity": facts["identity"]}, indent=1).encode()
+        files[STATE] = to_json(
+            {"schema": SCHEMA, "state": asdict(state), "identity": facts["identity"]}, indent=1
+        ).encode()
         temporary.mkdir()
         for name, data in files.items():
             (temporary / name).write_bytes(data)
@@ -129,12 +128,18 @@ def sweep_run(run: Path) -> None:
 
 
 def fault(directory: Path) -> str | None:
-    """What is wrong with a checkpoint; None where it is as it was written, and makes sense."""
+    """What is wrong with a checkpoint; None where it is as it was written, and makes sense.
+
+    Raises:
+        NewerSchemaError: a later version wrote it.
+    """
     wrong = damage(directory, FILES)
     if wrong:
         return wrong
     try:
         step = read_state(directory)[0].step
+    except NewerSchemaError:
+        raise
     except (UserError, ValueError) as error:
         return str(error)
     named = NAME.fullmatch(directory.name)
@@ -167,11 +172,17 @@ def check(directory: Path) -> tuple[RunState, dict[str, Any]]:
 
 def read_metadata(directory: Path) -> dict[str, Any]:
     """What metadata.json says of a checkpoint that is whole: the run's options among others."""
-    return read_json(directory / METADATA)
+    facts = read_json(directory / METADATA)
+    schema_of(facts, directory / METADATA)
+    return facts
 
 
 def restore(directory: Path, session: Session, slot: int) -> None:
-    """Puts a checkpoint's adapter and moments on the device. Raises UserError where it is not whole, or another's."""
+    """Puts a checkpoint's adapter and the optimizer's state on the device.
+
+    Raises:
+        UserError: it is not whole, or another run's.
+    """
     check(directory)
     adapters: AdapterSet = session.adapters
     try:
@@ -182,22 +193,8 @@ def restore(directory: Path, session: Session, slot: int) -> None:
     expected = set(adapters.modules(slot))
     if set(matrices) != expected or any(e.dtype != "F32" for e in read_header(directory / WEIGHTS).values()):
         raise refuse(directory, f"{WEIGHTS} holds other modules, or another type, than the run trains")
-    pages = {"first_moment": session.optimizer.first_moment, "second_moment": session.optimizer.second_moment}
-    names = {(*key, which, kind) for key in expected for which in "AB" for kind in pages}
-    if set(stored) != {".".join(map(str, name)) for name in names}:
-        raise refuse(directory, f"{OPTIMIZER} holds other moments than the run has")
-    rank = adapters.specs[slot].rank
-
-    def moment(layer: int, module: str, which: str, kind: str) -> np.ndarray:
-        name = f"{layer}.{module}.{which}.{kind}"
-        values, matrix = stored[name], matrices[layer, module]["AB".index(which)]
-        shape = (rank, matrix.shape[1]) if which == "A" else (matrix.shape[0], rank)
-        fits = values.dtype == np.float32 and values.shape == shape and np.isfinite(values).all()
-        if not fits or (kind == "second_moment" and (values < 0).any()):
-            raise refuse(directory, f"{name} in {OPTIMIZER} is not a {kind} in float32 of shape {list(shape)}")
-        return values
-
-    moments = {kind: {key: (moment(*key, "A", kind), moment(*key, "B", kind)) for key in expected} for kind in pages}
+    wrong = session.optimizer.fault(slot, matrices, stored)
+    if wrong:
+        raise refuse(directory, f"{OPTIMIZER} is not this run's: {wrong}")
     adapters.write(session.device, slot, matrices)
-    for kind, destination in pages.items():
-        adapters.write(session.device, slot, moments[kind], destination)
+    session.optimizer.write_state(session.device, slot, stored)

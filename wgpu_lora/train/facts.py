@@ -1,14 +1,16 @@
-"""What a run says of itself: metadata.json of a checkpoint, and run.json at its end."""
+"""What a run says of itself: metadata.json of a checkpoint, and its record at its end."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.formats.atomic import file_digest
 from wgpu_lora.formats.peft import WEIGHTS
 from wgpu_lora.train import output
+from wgpu_lora.train.records import Data, HeldOut, Memory, RunRecord
+from wgpu_lora.train.schema import SCHEMA
 from wgpu_lora.train.session import Session
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ def metadata(run: AdapterRun) -> dict[str, Any]:
     """metadata.json: what a person or a tool wants to know of a checkpoint."""
     state = run.state
     return {
+        "schema": SCHEMA,
         "slot": run.slot,
         "name": run.name,
         "epoch": state.epoch,  # that the next step belongs to: as many are done
@@ -36,22 +39,30 @@ def metadata(run: AdapterRun) -> dict[str, Any]:
     }
 
 
-def facts_of(run: AdapterRun, session: Session) -> dict[str, Any]:
-    """run.json but for why the run ended; its adapter is written already."""
-    prepared, plan, state = run.stream.prepared, session.memory(), asdict(run.state)
-    if run.args.target_seconds and not run.state.calibrated:
-        state["total_steps"] = run.state.step  # it ended before there was a budget
-    return {
-        "damaged_log_lines": run.log.damaged,
-        "options": run.args.as_dict(),
-        "state": state,
-        "data": {"path": prepared.path, "digest": prepared.digest, "summary": prepared.summary()},
-        "eval_data": run.heldout and {"path": run.heldout.path, "digest": run.heldout.digest},
-        "base_digest": run.base_digest,
-        "base_sha256": run.weights_sha256,
-        "init_adapter_sha256": run.args.init_adapter and output.adapter_digest(run.args.init_adapter),
-        "adapter_sha256": file_digest(run.directory / WEIGHTS),
-        "trainable_parameters": session.adapters.trainable(run.slot, session.model.config),
-        "memory": {"groups": plan.groups, "peak": plan.peak, "peak_allocated": session.device.peak_allocated},
-        "environment": output.environment(session.device),
-    }
+def record_of(run: AdapterRun, session: Session, stop_reason: str, stop_signal: str | None) -> RunRecord:
+    """What run.json holds of a run that has ended; its adapter is written already."""
+    prepared, state = run.stream.prepared, replace(run.state)
+    if run.args.target_seconds and not state.calibrated:
+        state = replace(state, total_steps=state.step)  # it ended before there was a budget
+    return RunRecord(
+        stop_reason=stop_reason,
+        signal=stop_signal,
+        damaged_log_lines=run.log.damaged,
+        options=run.args,
+        state=state,
+        data=Data(prepared.path, prepared.digest, prepared.summary()),
+        eval_data=HeldOut(run.heldout.path, run.heldout.digest) if run.heldout else None,
+        base_digest=run.base_digest,
+        base_sha256=run.weights_sha256,
+        init_adapter_sha256=output.adapter_digest(run.args.init_adapter) if run.args.init_adapter else None,
+        adapter_sha256=file_digest(run.directory / WEIGHTS),
+        trainable_parameters=session.adapters.trainable(run.slot, session.model.config),
+        memory=memory_of(session),
+        environment=output.environment(session.device),
+    )
+
+
+def memory_of(session: Session) -> Memory:
+    """What was planned, and what was allocated at the most."""
+    plan = session.memory()
+    return Memory(plan.groups, plan.peak, session.device.peak_allocated)

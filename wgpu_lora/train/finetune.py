@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from wgpu_lora.assets import DEMO_HELDOUT, DEMO_TRAIN
@@ -22,10 +22,20 @@ from wgpu_lora.train.initial import adapter_of, spec_of
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.length import fit_length, shortened
 from wgpu_lora.train.memory import check_adapters
+from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.resume import outlook, plan_of, refuse_used
 from wgpu_lora.train.session import Session
-from wgpu_lora.train.slot import AdapterRun
+from wgpu_lora.train.slot import AdapterRun, Measuring
 from wgpu_lora.train.stream import DataStream, quarters
+from wgpu_lora.train.trainer import Callback, Trainer
+
+
+@dataclass(repr=False)
+class FinetuneJob(Job[RunRecord]):
+    """The run of one adapter, in slot 0."""
+
+    def finish(self, callback: Callback, measuring: Measuring) -> RunRecord:
+        return Trainer(self.session, self.runs, callback, measuring).train()[self.run.slot]
 
 
 def with_demo_data(args: TrainingArguments) -> TrainingArguments:
@@ -45,7 +55,7 @@ def prepare_job(
     *,
     planning: bool = False,
     rows: Mapping[str, Source] | None = None,
-) -> Job:
+) -> FinetuneJob:
     """Reads the data and the model's files and records the programs. Allocates nothing on the device.
 
     Args:
@@ -67,7 +77,7 @@ def prepare_job(
         other = with_options(run, changes)
         return session_of(declared_as(model, other.args.base_dtype), [other]).memory().peak
 
-    return Job(session_of(model, [run]), [run], replan)
+    return FinetuneJob(session_of(model, [run]), [run], replan)
 
 
 def read_run(
@@ -157,6 +167,7 @@ def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int
         dropout=any(run.args.lora_dropout > 0 for run in runs),
         recompute=args.gradient_checkpointing,
         compute_dtype=args.compute_dtype,
+        optim=args.optim,
         eval_tokens=max([buckets[-1], *heldout]) if heldout else 0,
     )
 

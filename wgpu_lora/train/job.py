@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Generic, TypeVar
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
@@ -17,15 +17,17 @@ from wgpu_lora.models.load import Progress
 from wgpu_lora.names.naming import setting
 from wgpu_lora.share import Notice, budget_bytes, claim
 from wgpu_lora.train.memory import Replan, check_memory, options_that_fit
+from wgpu_lora.train.records import PipelineRecord, RunRecord
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun, Measuring
-from wgpu_lora.train.trainer import Callback, Trainer
+from wgpu_lora.train.trainer import Callback
 
 LOCK = ".lock"
+Record = TypeVar("Record", RunRecord, PipelineRecord)  # what it leaves
 
 
 @dataclass(repr=False)
-class Job:
+class Job(Generic[Record]):
     """A session and the runs of its slots, with nothing allocated yet."""
 
     session: Session
@@ -58,8 +60,8 @@ class Job:
         waiting: Notice = lambda place, holders, seconds: None,
         tuning: Watch = lambda tuning: None,
         measuring: Measuring = lambda run, rows, loss: None,
-    ) -> dict[str, Any]:
-        """Waits for the device's memory, loads the weights, trains and writes; returns what the record holds.
+    ) -> Record:
+        """Waits for the device's memory, loads the weights, trains and writes; returns the record of it.
 
         Args:
             waiting: called at each look of a run that queues for memory (--wait).
@@ -106,7 +108,7 @@ class Job:
         for run in self.runs:
             run.state.tiles = tiles
 
-    def _train(self, callback: Callback, measuring: Measuring) -> dict[str, Any]:
+    def _train(self, callback: Callback, measuring: Measuring) -> Record:
         try:
             for run in self.runs:
                 run.place(self.session)
@@ -119,9 +121,9 @@ class Job:
                 f"mend that and continue with {setting('resume', True)}."
             ) from error
 
-    def finish(self, callback: Callback, measuring: Measuring) -> dict[str, Any]:
-        """Trains and writes; returns run.json's contents."""
-        return Trainer(self.session, self.runs, callback, measuring).train()[self.run.slot]
+    def finish(self, callback: Callback, measuring: Measuring) -> Record:
+        """Trains and writes."""
+        raise NotImplementedError
 
 
 @contextmanager

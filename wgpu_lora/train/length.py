@@ -14,7 +14,7 @@ from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.train.arguments import LENGTH, TrainingArguments
 from wgpu_lora.train.checkpoint import METADATA
 from wgpu_lora.train.declared import check
-from wgpu_lora.train.output import RUN
+from wgpu_lora.train.records import RUN
 
 # What rows are made into, and how it is where neither a person nor an adapter says.
 ROWS: dict[str, Any] = {"on_overflow": "truncate", "completion_only_loss": True, "enable_thinking": None}

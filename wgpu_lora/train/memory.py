@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from psutil import virtual_memory
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import flag, setting, settings
+from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.weights.registry import DEFAULT_FORMAT, base_format
 from wgpu_lora.words import counted
 
@@ -52,8 +54,9 @@ def check_adapters(runs: Sequence[TrainingArguments], config: ModelConfig, budge
     available = max(virtual_memory().total, budget.bytes or 0)  # the plan knows better what is too much by less
     shapes = config.linear_shapes()
     modules = {module for args in runs for module in args.modules()}
-    # Parameters, gradients and two moments in float32; all slots have the largest rank.
-    a_rank = 16 * len(runs) * config.num_hidden_layers * sum(sum(shapes[module]) for module in modules)
+    # Parameters and gradients in float32, and the optimizer's state; all slots have the largest rank.
+    each = 8 + max(sum(state.bytes_per_parameter for state in OPTIMIZERS[args.optim].state) for args in runs)
+    a_rank = math.ceil(each * len(runs) * config.num_hidden_layers * sum(sum(shapes[module]) for module in modules))
     rank = max(args.lora_r for args in runs)
     if rank * a_rank > available:
         advice = f"lower it to at most {available // a_rank:,}" if available >= a_rank else "choose a smaller model"

@@ -1,26 +1,26 @@
-"""AdamW over an adapter set: its moments on the device, and the program that applies a step."""
+"""An optimizer over an adapter set: its state on the device, the update program, and what checkpoints keep of it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
-from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
-from wgpu_lora.models.lora import AdapterSet
-from wgpu_lora.ops.optimizer import (
-    BLOCK,
-    HYPER_FIELDS,
-    adamw,
-    adamw_check,
-    gradient_norm,
-    square_sums,
-    update_gate,
-)
+from wgpu_lora.gpu.struct import struct_array, struct_words
+from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, persistent
+from wgpu_lora.models.lora import AdapterSet, Matrices
+from wgpu_lora.ops.optimizer import BLOCK, Clip, gradient_norm, square_sums, update_gate
+from wgpu_lora.registry import with_options
+from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.optimizers import OPTIMIZERS
+from wgpu_lora.train.optimizers.base import Page, State
+
+Arrays = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -38,66 +38,62 @@ class StepReport:
 
 
 @dataclass(frozen=True)
-class AdamWSettings:
-    """Names and defaults of transformers' TrainingArguments."""
-
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_epsilon: float = 1e-8
-
-
-@dataclass(frozen=True)
 class SlotUpdate:
-    """A slot's update; step is its 1-based count."""
+    """A slot's update; step is its 1-based count, and `args` has the optimizer's options."""
 
     step: int
     learning_rate: float
-    settings: AdamWSettings = AdamWSettings()
+    args: TrainingArguments = field(default_factory=TrainingArguments)
 
 
 class Optimizer:
-    """Moments, hyper-parameters and the update program. Declaring it allocates nothing."""
+    """State, hyper-parameters and the update program. Declaring it allocates nothing.
 
-    def __init__(self, device: Device, adapters: AdapterSet):
-        self.adapters = adapters
+    Args:
+        total: f32 [slots], the step's loss of each slot.
+        name: one of OPTIMIZERS.
+    """
+
+    def __init__(self, device: Device, adapters: AdapterSet, total: Tensor, name: str = TrainingArguments.optim):
+        self.adapters, self.total, self.rule = adapters, total, OPTIMIZERS[name]
         self.slots = len(adapters.specs)
-
-        def pages(kind: str) -> tuple[Tensor, ...]:
-            return tuple(persistent(p.shape, "f32", "optimizer", f"{kind} {i}") for i, p in enumerate(adapters.params))
-
-        self.first_moment, self.second_moment = pages("first moment"), pages("second moment")
-        blocks = sum(table.size for table in adapters.block_slots)
-        self.block_slots = persistent((blocks,), "u32", "optimizer", "block slots")
-        self.hyper = persistent((self.slots * HYPER_FIELDS,), "f32", "optimizer", "hyper")
+        blocks = [table.size for table in adapters.block_slots]
+        self.state = {
+            state: tuple(
+                persistent((count * state.values,), state.dtype, "optimizer", f"{state.name} {i}")
+                for i, count in enumerate(blocks)
+            )
+            for state in self.rule.state
+        }
+        self.block_slots = persistent((sum(blocks),), "u32", "optimizer", "block slots")
+        self.hyper = persistent((self.slots, struct_words(self.rule.Hyper)), "f32", "optimizer", "hyper")
+        self.clips = persistent((self.slots, struct_words(Clip)), "f32", "optimizer", "clips")
         self.report = persistent((self.slots, 4), "f32", "optimizer", "report")
-        self.total = persistent((self.slots,), "f32", "optimizer", "loss total")
         self.program = Program(device, "update")
         self._record(blocks)
 
-    def _record(self, blocks: int) -> None:
-        program = self.program
-        sums = program.temp((blocks,), name="square sums")
+    def _record(self, blocks: list[int]) -> None:
+        program, all_blocks = self.program, sum(blocks)
+        sums, diverged = (program.temp((all_blocks,), name=name) for name in ("square sums", "diverged"))
         spans, first = [], 0
-        for table, grads in zip(self.adapters.block_slots, self.adapters.grads, strict=True):
-            spans.append((first, first + table.size))
-            program.dispatch(square_sums, grads, sums.rows(*spans[-1]), blocks=table.size)
-            first += table.size
-        program.dispatch(
-            gradient_norm, sums, self.block_slots, self.hyper, self.total, self.report, slots=self.slots, blocks=blocks
-        )
-        diverged = program.temp((blocks,), name="diverged")
-        for i, span in enumerate(spans):
-            program.dispatch(adamw_check, *self._page(i, span), diverged.rows(*span), blocks=span[1] - span[0])
-        program.dispatch(update_gate, diverged, self.block_slots, self.report, slots=self.slots, blocks=blocks)
-        for i, span in enumerate(spans):
-            program.dispatch(adamw, *self._page(i, span), size=(span[1] - span[0]) * BLOCK)
+        for count, grads in zip(blocks, self.adapters.grads, strict=True):
+            spans.append((first, first + count))
+            program.dispatch(square_sums, grads, sums.rows(*spans[-1]), blocks=count)
+            first += count
+        shape: dict[str, Any] = {"slots": self.slots, "blocks": all_blocks}
+        program.dispatch(gradient_norm, sums, self.block_slots, self.clips, self.total, self.report, **shape)
+        pages = [self._page(i, span) for i, span in enumerate(spans)]
+        for page, span in zip(pages, spans, strict=True):
+            self.rule.record_check(program, page, diverged.rows(*span))
+        program.dispatch(update_gate, diverged, self.block_slots, self.report, **shape)
+        for page in pages:
+            self.rule.record_update(program, page)
 
-    def _page(self, i: int, span: tuple[int, int]) -> tuple[Tensor, ...]:
-        """What the update of page `i`, whose blocks are `span`, reads and writes."""
-        values = (self.adapters.params, self.adapters.grads, self.first_moment, self.second_moment)
-        return (*(pages[i] for pages in values), self.block_slots.rows(*span), self.hyper, self.report)
+    def _page(self, i: int, span: tuple[int, int]) -> Page:
+        state = tuple(pages[i] for pages in self.state.values())
+        params, grads = self.adapters.params[i], self.adapters.grads[i]
+        block_slots = self.block_slots.rows(*span)
+        return Page(span[1] - span[0], params, grads, state, block_slots, self.hyper, self.report)
 
     def storages(self) -> set[Storage]:
         return self.program.persistent_storages()
@@ -105,29 +101,15 @@ class Optimizer:
     def initialise(self, device: Device) -> None:
         device.write(self.block_slots.storage.buffer, np.concatenate(self.adapters.block_slots))
 
+    # -- a step ----------------------------------------------------------------------------------------------------
+
     def begin(self, device: Device) -> None:
         """Zeroes the loss totals of the step; gradients were zeroed by the last update."""
         device.write(self.total.storage.buffer, np.zeros(self.slots, np.float32))
 
     def apply(self, device: Device, updates: Mapping[int, SlotUpdate]) -> dict[int, StepReport]:
         """Updates the slots that `updates` names, and no other; one that would not stay in order is left as it was."""
-        hyper = np.zeros((self.slots, HYPER_FIELDS), np.float32)
-        for slot, update in updates.items():
-            s, step = update.settings, update.step
-            corrections = (1 - s.adam_beta1**step, 1 - s.adam_beta2**step)
-            hyper[slot, :11] = (
-                update.learning_rate,
-                s.adam_beta1,
-                s.adam_beta2,
-                s.adam_epsilon,
-                s.weight_decay,
-                *corrections,
-                s.max_grad_norm,
-                1.0,
-                1 - s.adam_beta1,
-                1 - s.adam_beta2,
-            )
-        report = self._run(device, hyper)
+        report = self._run(device, updates)
         read = {slot: [float(x) for x in report[slot]] for slot in updates}
         return {
             slot: StepReport(norm, applied := bool(go) and finite, finite and not applied, loss)
@@ -137,11 +119,79 @@ class Optimizer:
 
     def finite(self, device: Device, slot: int) -> bool:
         """Whether a slot's loss and gradient are finite; nothing is updated, and gradients are zeroed."""
-        norm, _, _, loss = self._run(device, np.zeros((self.slots, HYPER_FIELDS), np.float32))[slot]
+        norm, _, _, loss = self._run(device, {})[slot]
         return bool(np.isfinite(norm) and np.isfinite(loss))
 
-    def _run(self, device: Device, hyper: np.ndarray) -> np.ndarray:
+    def _run(self, device: Device, updates: Mapping[int, SlotUpdate]) -> np.ndarray:
         """The report [slots, 4] of the update program."""
-        device.write(self.hyper.storage.buffer, hyper)
+        for tensor, values in self.settings(updates).items():
+            device.write(tensor.storage.buffer, values)
         self.program.run()
         return device.read(self.report.storage.buffer).view(np.float32).reshape(-1, 4)
+
+    def settings(self, updates: Mapping[int, SlotUpdate]) -> dict[Tensor, np.ndarray]:
+        """What the update program has to be told of each slot; one that `updates` does not name takes no step."""
+        asked = [updates.get(slot) for slot in range(self.slots)]
+        hyper = [u and with_options(self.rule, u.args).hyper(u.step, u.learning_rate) for u in asked]
+        clips = [u and Clip(u.args.max_grad_norm) for u in asked]
+        return {self.hyper: struct_array(self.rule.Hyper, hyper), self.clips: struct_array(Clip, clips)}
+
+    # -- what is saved ---------------------------------------------------------------------------------------------
+
+    def read_state(self, device: Device, slot: int) -> Arrays:
+        """A slot's state by name. What is kept by parameter has its matrix's shape, at the slot's own rank; else it is
+        [blocks, values]."""
+        found: Arrays = {}
+        for state, pages in self.state.items():
+            if state.by_parameter:
+                for (layer, module), pair in self.adapters.read(device, slot, pages).items():
+                    found |= {f"{layer}.{module}.{which}.{state.name}": m for which, m in zip("AB", pair, strict=True)}
+                continue
+            host = [device.read(page.storage.buffer).view(NUMPY[state.dtype]) for page in pages]
+            for name, page, first, blocks in self._spans(state, slot):
+                values = host[page][first * state.values : (first + blocks) * state.values]
+                found[name] = values.reshape(blocks, state.values).copy()
+        return found
+
+    def fault(self, slot: int, matrices: Matrices, stored: Mapping[str, np.ndarray]) -> str | None:
+        """What is wrong with a slot's stored state beside its matrices; None where it may be written."""
+        rank = self.adapters.specs[slot].rank  # of all of them, though a module's own may be below
+        shapes: dict[str, tuple[State, tuple[int, ...]]] = {}
+        for state in self.rule.state:
+            for name, _, _, blocks in self._spans(state, slot):
+                shapes[name] = state, (blocks, state.values)
+            if state.by_parameter:
+                for (layer, module), pair in matrices.items():
+                    shapes[f"{layer}.{module}.A.{state.name}"] = state, (rank, pair[0].shape[1])
+                    shapes[f"{layer}.{module}.B.{state.name}"] = state, (pair[1].shape[0], rank)
+        if set(stored) != set(shapes):
+            return "it holds another optimizer's state than the run has"
+        for name, (state, shape) in shapes.items():
+            values = stored[name]
+            fits = values.dtype == NUMPY[state.dtype] and values.shape == shape and np.isfinite(values).all()
+            if not fits or (state.least is not None and (values < state.least).any()):
+                return f"{name} is not a {state.name} in {NUMPY[state.dtype].__name__} of shape {list(shape)}"
+        return None
+
+    def write_state(self, device: Device, slot: int, stored: Mapping[str, np.ndarray]) -> None:
+        """Puts a slot's state, as `read_state` gave it, on the device; what `stored` does not have becomes zero."""
+        for state, pages in self.state.items():
+            for name, page, first, blocks in self._spans(state, slot):
+                values = stored.get(name)
+                if state.by_parameter and values is not None:
+                    layer, module, which, _ = name.split(".")
+                    factor = self.adapters.factors[int(layer), module, which]
+                    padded = np.zeros(factor.shape, np.float32)
+                    padded[: values.shape[0], : values.shape[1]] = values
+                    values = padded
+                if values is None:
+                    values = np.zeros(blocks * state.values, NUMPY[state.dtype])
+                device.write(pages[page].storage.buffer, values, first * state.block_bytes)
+
+    def _spans(self, state: State, slot: int) -> Iterator[tuple[str, int, int, int]]:
+        """(name, page, first block, blocks) of each of a slot's matrices."""
+        for layer, module in self.adapters.modules(slot):
+            for which in "AB":
+                factor = self.adapters.factors[layer, module, which]
+                first, blocks = factor.offset // BLOCK, factor.stride // BLOCK
+                yield f"{layer}.{module}.{which}.{state.name}", factor.page, first + slot * blocks, blocks

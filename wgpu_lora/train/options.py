@@ -33,7 +33,11 @@ class TrainingOptions(TypedDict, total=False):
     lr_scheduler_type: str
     warmup_ratio: float
     warmup_steps: int
+    optim: str
     weight_decay: float
+    adam_beta1: float
+    adam_beta2: float
+    adam_epsilon: float
     max_grad_norm: float
     per_device_train_batch_size: int | None
     gradient_accumulation_steps: int | None

@@ -1,4 +1,4 @@
-"""What a run leaves behind beside its adapter: log.jsonl and run.json (the model card: train/card.py)."""
+"""What a run leaves behind beside its adapter: log.jsonl, and what it depended on."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from wgpu_lora.formats.atomic import file_digest, write_bytes_atomic
 from wgpu_lora.gpu.adapters import native_version
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.strict_json import to_json
+from wgpu_lora.train.records import Environment, UsedDevice
 from wgpu_lora.train.state import is_number
 
-LOG, RUN = "log.jsonl", "run.json"
+LOG = "log.jsonl"
 NEEDED = {"step", "epoch"}  # of a line, and a loss or, before the first step, a held-out loss
 PACKAGES = ("wgpu-lora", "wgpu", "numpy", "safetensors", "tokenizers", "jinja2")
 
@@ -63,30 +64,19 @@ def _entry(line: bytes) -> dict[str, Any] | None:
     return entry if whole else None
 
 
-def environment(device: Device) -> dict[str, Any]:
+def environment(device: Device) -> Environment:
     """Versions, device and driver: what else a run depends on."""
     info = device.info
     versions = {name: version(name) for name in PACKAGES}
-    return {
-        "versions": {"python": platform.python_version(), "wgpu-native": native_version(), **versions},
-        "platform": platform.platform(),
-        "device": {
-            "name": info.name,
-            "driver": info.driver,
-            "backend": info.backend,
-            "kind": info.kind,
-            "subgroup_size": device.subgroup_size,
-            "checked_shaders": device.options.checked,
-        },
-        "command": sys.argv,
-    }
+    return Environment(
+        {"python": platform.python_version(), "wgpu-native": native_version(), **versions},
+        platform.platform(),
+        UsedDevice(info.name, info.driver, info.backend, info.kind, device.subgroup_size, device.options.checked),
+        sys.argv,
+    )
 
 
 def adapter_digest(directory: str) -> str | None:
     """The digest of an adapter's weights, None where they are gone by now."""
     path = Path(directory) / "adapter_model.safetensors"
     return file_digest(path) if path.is_file() else None
-
-
-def write_run(directory: Path, facts: dict[str, Any]) -> None:
-    write_bytes_atomic(directory / RUN, (to_json(facts, indent=1) + "\n").encode())

@@ -20,9 +20,10 @@ from wgpu_lora.train.finetune import declared_as, read_run, session_of, with_opt
 from wgpu_lora.train.job import Job, locked
 from wgpu_lora.train.length import fit_length
 from wgpu_lora.train.memory import check_adapters
+from wgpu_lora.train.pipeline_keeper import PipelineKeeper, recover, write_pipeline
 from wgpu_lora.train.pipeline_state import PipelineState, difference, home_of, read_pipeline_state
 from wgpu_lora.train.policy import POLICIES, make_policy
-from wgpu_lora.train.record import PipelineRecord, recover, write_pipeline
+from wgpu_lora.train.records import PipelineRecord
 from wgpu_lora.train.resume import refuse_used
 from wgpu_lora.train.slot import AdapterRun, Measuring
 from wgpu_lora.train.state import STATE
@@ -34,7 +35,7 @@ BATCH_TOKENS = 1024  # of a shared batch, where one adapter's own is not larger:
 
 
 @dataclass(repr=False)
-class PipelineJob(Job):
+class PipelineJob(Job[PipelineRecord]):
     """The runs of all adapters, in slots 0, 1, ...
 
     home: where the pipeline's own record is.
@@ -43,19 +44,19 @@ class PipelineJob(Job):
     home: Path
     schedule: str
     batch_tokens: int
-    options: dict[str, Any]
+    args: TrainingArguments
     state: PipelineState
 
     def directories(self) -> list[Path]:
         return apart([*super().directories(), self.home])
 
-    def finish(self, callback: Callback, measuring: Measuring) -> dict[str, Any]:
+    def finish(self, callback: Callback, measuring: Measuring) -> PipelineRecord:
         policy = make_policy(self.schedule, self.state.policy or None)
-        record = PipelineRecord(self.home, self.run.args.save_steps, self.state)
-        trainer = Trainer(self.session, self.runs, callback, measuring, policy, record, self.state.step)
+        keeper = PipelineKeeper(self.home, self.run.args.save_steps, self.state)
+        trainer = Trainer(self.session, self.runs, callback, measuring, policy, keeper, self.state.step)
         trainer.end(self.state.ended)
         trainer.train()
-        return write_pipeline(self.home, self.runs, trainer, self.options)
+        return write_pipeline(self.home, trainer, self.args, self.schedule, self.batch_tokens)
 
 
 def prepare_pipeline(
@@ -108,6 +109,7 @@ def prepare_pipeline(
             )
     tokens = _batch_tokens(runs, schedule, batch_tokens)
     identity = _identity(args, schedule, tokens, tasks)
+    state.identity = _whole(state.identity)
     if args.resume and state.identity != identity:
         raise UserError(
             f"{flag('resume')} needs the adapters, the schedule and the options that the pipeline in {home} began "
@@ -137,8 +139,7 @@ def prepare_pipeline(
         most = _batch_tokens(others, schedule, batch_tokens)
         return session_of(declared_as(model, others[0].args.base_dtype), others, most).memory().peak
 
-    options = {**args.as_dict(), "schedule": schedule, "batch_tokens": tokens}
-    return PipelineJob(session_of(model, runs, tokens), runs, replan, home, schedule, tokens, options, state)
+    return PipelineJob(session_of(model, runs, tokens), runs, replan, home, schedule, tokens, args, state)
 
 
 def _home(args: TrainingArguments, tasks: Sequence[AdapterTask]) -> Path:
@@ -186,9 +187,18 @@ def _batch_tokens(runs: Sequence[AdapterRun], schedule: str, given: int | None) 
 
 def _identity(args: TrainingArguments, schedule: str, tokens: int, tasks: Sequence[AdapterTask]) -> dict[str, Any]:
     """What a resumed pipeline must share; every adapter's own options are compared with its checkpoint's."""
-    options = {k: v for k, v in args.as_dict().items() if k not in FREE_ON_RESUME and k not in PLAN}
     adapters = [{"name": task.name, "weight": task.weight, "objective": task.objective} for task in tasks]
-    return {"schedule": schedule, "batch_tokens": tokens, "adapters": adapters, "options": options}
+    return {"schedule": schedule, "batch_tokens": tokens, "adapters": adapters, "options": _fixed(args)}
+
+
+def _whole(identity: dict[str, Any]) -> dict[str, Any]:
+    """A recorded identity with the defaults of options that the version which wrote it did not know."""
+    return {**identity, "options": _fixed(TrainingArguments()) | identity.get("options", {})}
+
+
+def _fixed(args: TrainingArguments) -> dict[str, Any]:
+    """The options that may not change when a pipeline is resumed."""
+    return {k: v for k, v in args.as_dict().items() if k not in FREE_ON_RESUME and k not in PLAN}
 
 
 def _recovered(home: Path, tasks: Sequence[AdapterTask]) -> PipelineState:

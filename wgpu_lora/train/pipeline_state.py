@@ -17,9 +17,10 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.formats.atomic import write_bytes_atomic
 from wgpu_lora.names.naming import flag
 from wgpu_lora.strict_json import to_json
+from wgpu_lora.train.schema import SCHEMA, NewerSchemaError, schema_of
 from wgpu_lora.train.state import STATE, is_count
 
-PIPELINE, MEMBER = "pipeline.json", "member.json"
+MEMBER = "member.json"
 
 
 @dataclass
@@ -65,18 +66,22 @@ def link_members(home: Path, members: Iterable[Path]) -> None:
 def write_pipeline_state(directory: Path, state: PipelineState) -> None:
     """Replaces the state, with the SHA-256 of what it says."""
     said = vars(state)
-    write_bytes_atomic(directory / STATE, (to_json({"sha256": _digest(said), "state": said}, indent=1) + "\n").encode())
+    text = to_json({"schema": SCHEMA, "sha256": _digest(said), "state": said}, indent=1)
+    write_bytes_atomic(directory / STATE, (text + "\n").encode())
 
 
 def read_pipeline_state(directory: Path) -> PipelineState:
-    """Raises UserError where there is none, or it is damaged."""
+    """Raises UserError where there is none, it is damaged, or a later version wrote it."""
     path = directory / STATE
     if not path.is_file():
         raise UserError(f"There is no pipeline in {directory} to resume: start without {flag('resume')}.")
     advice = f"start again elsewhere; every adapter's own checkpoint can be given to {flag('init_adapter')}"
     try:
         found = read_json(path)
-    except UserError as error:
+        schema_of(found, path)
+    except NewerSchemaError:
+        raise
+    except (UserError, ValueError) as error:
         raise UserError(f"The pipeline's state is damaged ({str(error).partition(':')[0]}): {advice}.") from None
     said = found.get("state")
     if not isinstance(said, dict) or found.get("sha256") != _digest(said) or not _is_state(said):

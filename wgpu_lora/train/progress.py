@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wgpu_lora.models.inputs import Segment
-from wgpu_lora.train.optimizer import AdamWSettings, SlotUpdate, StepReport
+from wgpu_lora.train.optimizer import SlotUpdate, StepReport
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun, Measuring
 from wgpu_lora.train.stream import Step
@@ -90,9 +90,7 @@ class Progress:
         return [stream.segments(taken, batch, 1.0, self.run.slot) for batch in taken.micro_batches] if taken else []
 
     def update(self) -> SlotUpdate:
-        args = self.run.args
-        settings = AdamWSettings(weight_decay=args.weight_decay, max_grad_norm=args.max_grad_norm)
-        return SlotUpdate(self.run.state.step + 1, self.run.rate(), settings)
+        return SlotUpdate(self.run.state.step + 1, self.run.rate(), self.run.args)
 
     def advance(self, report: StepReport, update: SlotUpdate, seconds: float) -> None:
         """Counts the step that was taken; `logged` follows."""

@@ -11,8 +11,8 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import either, flag, setting
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments, from_values
-from wgpu_lora.train.output import RUN
-from wgpu_lora.train.pipeline_state import MEMBER, PIPELINE, home_of, read_pipeline_state
+from wgpu_lora.train.pipeline_state import MEMBER, home_of, read_pipeline_state
+from wgpu_lora.train.records import PIPELINE, RUN
 from wgpu_lora.train.schedule import learning_rate, warmup_steps
 from wgpu_lora.train.state import STATE, RunState
 from wgpu_lora.train.stream import DataStream

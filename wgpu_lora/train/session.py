@@ -16,6 +16,7 @@ from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.ops.loss import cross_entropy
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.share import claim
+from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.optimizer import Optimizer
 
 GROUPS = ("base", "adapters", "optimizer", "activations", "workspace")
@@ -58,12 +59,14 @@ class Session:
         recompute: bool = False,
         eval_tokens: int = 0,
         compute_dtype: str = "f32",
+        optim: str = TrainingArguments.optim,
     ):
         self.model = model
         self.compute_dtype = compute_dtype
         self.adapters = adapters
         self.device = device = model.device
-        self.optimizer = Optimizer(device, adapters)
+        total = persistent((len(adapters.specs),), "f32", "optimizer", "loss total")
+        self.optimizer = Optimizer(device, adapters, total, optim)
         config = model.config
         self.table = persistent((positions, config.head_dim // 2, 2), "f32", "workspace", "rope table")
         self._positions = positions

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from wgpu_lora.data import Prepared, write_skipped
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft import AdapterConfig, read_adapter, write_adapter
@@ -21,9 +19,10 @@ from wgpu_lora.train import checkpoint, output
 from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments
 from wgpu_lora.train.card import write_card
 from wgpu_lora.train.checkpoint import BEST, EPOCH, adapter_tensors
-from wgpu_lora.train.facts import facts_of, metadata
+from wgpu_lora.train.facts import metadata, record_of
 from wgpu_lora.train.initial import SeededMatrices
 from wgpu_lora.train.output import Log
+from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.resume import UNTIMED_STEPS, differs, go_on, nothing_in, refuse_used
 from wgpu_lora.train.schedule import learning_rate, warmup_steps
 from wgpu_lora.train.session import Session
@@ -102,9 +101,10 @@ class AdapterRun:
             raise nothing_in(self.directory)
         self.state, before = checkpoint.check(self.resumed_from)
         now = self.identity()
+        began = TrainingArguments().as_dict() | before["options"]  # the version that wrote it may not have known all
         for name, value in now["options"].items():
-            if name not in PLAN and name in before["options"] and before["options"][name] != value:
-                raise differs(name, before["options"][name], value)
+            if name not in PLAN and began[name] != value:
+                raise differs(name, began[name], value)
         model = self.args.model
         if before["data"] != now["data"]:
             raise UserError(
@@ -147,15 +147,13 @@ class AdapterRun:
         session.adapters.write(session.device, self.slot, self.initial)
 
     def _place_first(self, session: Session) -> None:
-        """Puts what the run began with on the device, also where it was resumed; its moments become zero."""
+        """Puts what the run began with on the device, also where it was resumed; the optimizer's state becomes zero."""
         initial = self.initial
         if self.resumed_from:
             began = (checkpoint.read_metadata(self.resumed_from).get("options") or {}).get("init_adapter")
             initial = read_adapter(began)[1] if began else SeededMatrices(self.args, session.model.config)
         session.adapters.write(session.device, self.slot, initial)
-        zero = {key: (np.zeros_like(a), np.zeros_like(b)) for key, (a, b) in initial.items()}
-        for pages in (session.optimizer.first_moment, session.optimizer.second_moment):
-            session.adapters.write(session.device, self.slot, zero, pages)
+        session.optimizer.write_state(session.device, self.slot, {})
 
     # -- during ----------------------------------------------------------------------------------------------------
 
@@ -237,15 +235,15 @@ class AdapterRun:
 
     # -- end -------------------------------------------------------------------------------------------------------
 
-    def finish(self, session: Session, stop_reason: str, stop_signal: str | None = None) -> dict[str, Any]:
-        """Writes the final adapter, run.json and the card; returns what run.json holds.
+    def finish(self, session: Session, stop_reason: str, stop_signal: str | None = None) -> RunRecord:
+        """Writes the final adapter, run.json and the card.
 
         stop_signal: the name of the signal that interrupted it, if one did.
         """
         self.write_adapter(session, self.directory)
         for place in (self.directory, self.directory / BEST):
             write_tokenizer(place, session.model.path, session.model.tokenizer)
-        facts = {"stop_reason": stop_reason, "signal": stop_signal, **facts_of(self, session)}
-        output.write_run(self.directory, facts)
-        write_card(self.directory, facts)
-        return facts
+        record = record_of(self, session, stop_reason, stop_signal)
+        record.write(self.directory)
+        write_card(self.directory, record)
+        return record

@@ -10,6 +10,7 @@ from typing import Any
 
 from wgpu_lora.bounded import read_json
 from wgpu_lora.gpu.choices import Choices
+from wgpu_lora.train.schema import schema_of
 
 STATE = "state.json"
 MAX_STATE_BYTES, MAX_STATE_PARTS = 256 << 20, 16 << 20  # a loss for every step since the last log line
@@ -44,11 +45,14 @@ def read_state(directory: Path) -> tuple[RunState, dict[str, Any]]:
     """The state of a checkpoint, and the identity of the run that wrote it.
 
     Raises:
-        UserError: state.json is missing, or no JSON object. ValueError: a field is, or has, what none can be.
+        UserError: state.json is missing, no JSON object, or a later version's.
+        ValueError: a field is, or has, what none can be.
     """
     facts = read_json(directory / STATE, MAX_STATE_BYTES, MAX_STATE_PARTS)
+    schema = schema_of(facts, directory / STATE)
     state, identity = facts.get("state"), facts.get("identity")
-    if not isinstance(state, dict) or set(state) != {f.name for f in fields(RunState)}:
+    known = {f.name for f in fields(RunState)}
+    if not isinstance(state, dict) or not (set(state) <= known if schema == 1 else set(state) == known):
         raise ValueError(f"the fields of 'state' in {STATE} are not those of a run")
     if not _is_identity(identity):
         raise ValueError(f"'identity' in {STATE} is not that of a run")

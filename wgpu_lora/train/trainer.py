@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from wgpu_lora.data import pack
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.signals import handled
 from wgpu_lora.train.policy import Policy, Standing, Synchronized
 from wgpu_lora.train.progress import Progress, StepResult
+from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun, Measuring
 
@@ -56,7 +57,7 @@ class Trainer:
     Attributes:
         step: steps of the whole, of whichever slots.
         signal: the name of the signal that interrupted it.
-        facts: by slot, what the run.json of a run that has ended holds.
+        records: by slot, of those runs that have ended.
     """
 
     session: Session
@@ -67,7 +68,7 @@ class Trainer:
     keeper: Keeper | None = None
     step: int = 0
     signal: str | None = None
-    facts: dict[int, dict[str, Any]] = field(default_factory=dict)
+    records: dict[int, RunRecord] = field(default_factory=dict)
     _stop: threading.Event = field(default_factory=threading.Event)
     _asked: bool = False  # whether it was the callback that stopped it
 
@@ -75,8 +76,8 @@ class Trainer:
         self.all = [Progress(run, self.session, self.policy.eval_steps) for run in self.runs]
         self.keeper = self.keeper or StepKeeper(self.runs[0])
 
-    def train(self) -> dict[int, dict[str, Any]]:
-        """Runs to the end and writes everything; returns `facts`.
+    def train(self) -> dict[int, RunRecord]:
+        """Runs to the end and writes everything; returns `records`.
 
         Raises:
             UserError: the checkpoint to resume is damaged. OSError: the disk refused; earlier checkpoints are whole.
@@ -88,7 +89,7 @@ class Trainer:
                     self._retire(dict.fromkeys((p.run.slot for p in live), "callback" if self._asked else "interrupt"))
                 else:
                     self._take(live)
-            return self.facts
+            return self.records
 
     def end(self, reasons: Mapping[str, str]) -> None:
         """Ends slots, by name, that had ended before this run was interrupted."""
@@ -96,7 +97,7 @@ class Trainer:
             reason = reasons.get(progress.run.name)
             if reason:
                 progress.ended = reason
-                self.facts[progress.run.slot] = progress.run.finish(self.session, reason)
+                self.records[progress.run.slot] = progress.run.finish(self.session, reason)
 
     def _measure_start(self) -> None:
         """The held-out losses that later ones are compared with, by people and by policies."""
@@ -196,7 +197,7 @@ class Trainer:
         for progress in ending:
             assert progress.ended
             interrupted = self.signal if progress.ended == "interrupt" else None
-            self.facts[progress.run.slot] = progress.run.finish(self.session, progress.ended, interrupted)
+            self.records[progress.run.slot] = progress.run.finish(self.session, progress.ended, interrupted)
 
     @property
     def interrupted(self) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 
 from support.kernels import NONE, SLOT_ROWS, SLOTS, Arrays, add, normal, poison, u32, unslotted
+from wgpu_lora.gpu.struct import struct_array
 from wgpu_lora.ops import half, loss, norm, optimizer
+from wgpu_lora.train.optimizers import adamw
 
 
 def normalise(rows: int, cols: int, accumulate: bool) -> None:
@@ -78,10 +82,13 @@ HYPER_SLOTS = 5  # usual, of no block, unlimited norm, inactive, of a loss that 
 
 
 def hypers(rng: np.random.Generator) -> np.ndarray:
-    records = rng.random((HYPER_SLOTS, optimizer.HYPER_FIELDS), np.float32) * 0.5 + 0.25
-    records[:, [3, 7, 8]] = 1e-8, 1.0, 1.0
-    records[2, 7], records[3, 8] = 0, 0
-    return records
+    random = (rng.random((HYPER_SLOTS, 9)) * 0.5 + 0.25).tolist()
+    return struct_array(adamw.Hyper, [replace(adamw.Hyper(*values), eps=1e-8) for values in random])
+
+
+def clips() -> np.ndarray:
+    records = [optimizer.Clip(1.0), optimizer.Clip(1.0), optimizer.Clip(0.0), None, optimizer.Clip(1.0)]
+    return struct_array(optimizer.Clip, records)
 
 
 def norms(rng: np.random.Generator) -> Arrays:
@@ -92,7 +99,7 @@ def norms(rng: np.random.Generator) -> Arrays:
     return {
         "sums": rng.random(37, np.float32),
         "block_slots": block_slots,
-        "hyper": hypers(rng),
+        "clips": clips(),
         "loss": slot_loss,
         "report": report,
     }
@@ -131,9 +138,9 @@ def gates(rng: np.random.Generator) -> Arrays:
 
 
 add(optimizer.gradient_norm, norms, slots=HYPER_SLOTS, blocks=37)
-add(optimizer.adamw_check, checks, blocks=9)
+add(adamw.adamw_check, checks, blocks=9)
 add(optimizer.update_gate, gates, slots=HYPER_SLOTS, blocks=37)
-add(optimizer.adamw, updates, size=6 * optimizer.BLOCK - 36)
+add(adamw.adamw, updates, size=6 * optimizer.BLOCK - 36)
 
 
 def rounded(kind: str, rows: int, cols: int) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from wgpu_lora.bench.check import Checked
-from wgpu_lora.bench.recording import Recording, fixed, normal
+from wgpu_lora.bench.recording import Recording, fixed, normal, state_fill
 from wgpu_lora.bench.stats import Timings, timed
-from wgpu_lora.bench.step import SlotStep, adapter_set, hyper_record
+from wgpu_lora.bench.step import EARLY, SlotStep, adapter_set
 from wgpu_lora.bench.workload import Context, Extra, ProgramWorkload, SessionWorkload, Workload
-from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.gpu.tensor import Tensor, persistent
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.ops.loss import LossInputs, cross_entropy
 from wgpu_lora.train.optimizer import Optimizer
@@ -47,15 +47,15 @@ def loss(context: Context) -> Iterator[Workload]:
 
 
 def optimizer(context: Context) -> Iterator[Workload]:
-    """Gradient norm, clipping and AdamW over the adapters of every layer, all seven projections."""
+    """Gradient norm, clipping and the update of the adapters of every layer, all seven projections."""
     adapters = adapter_set(context.config, context.device, context.rank)
-    update = Optimizer(context.device, adapters)
+    update = Optimizer(context.device, adapters, persistent((1,), "f32", "optimizer", "loss total"))
     recording = Recording(context.device)
     tensors = {
-        **dict.fromkeys((*adapters.params, *adapters.grads, *update.first_moment), normal()),
-        **dict.fromkeys(update.second_moment, lambda rng, shape: rng.random(shape, np.float32)),
+        **dict.fromkeys((*adapters.params, *adapters.grads), normal()),
+        **{page: state_fill(state) for state, pages in update.state.items() for page in pages},
         update.block_slots: fixed(np.concatenate(adapters.block_slots)),
-        update.hyper: fixed(hyper_record()),
+        **{tensor: fixed(values) for tensor, values in update.settings({0: EARLY}).items()},
         update.total: normal(),
         update.report: fixed(np.full(update.report.shape, np.nan)),
     }

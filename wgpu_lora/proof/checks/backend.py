@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
@@ -17,9 +18,9 @@ SKEW = 0.02  # by which the device's clock may run faster than the host's
 def work_happened_on_the_device(proof: Proof) -> Finding:
     """Passes where run.json names the enumerated device and the first step, repeated there, gives the logged loss."""
     training = proof.trained()
-    assert training.facts
+    assert training.record
     index = training.devices[0]
-    said, listed = training.facts["environment"]["device"], proof.adapter(index)
+    said, listed = asdict(training.record.environment.device), proof.adapter(index)
     clock = proof.children.job("clock", "clock", directory=str(training.directory), device=index)
     logged, loss = training.log[0]["loss"], clock["loss"]
     share = clock["device_seconds"] / clock["host_seconds"]

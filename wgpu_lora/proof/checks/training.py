@@ -83,7 +83,7 @@ def losses_fall(proof: Proof) -> Finding:
     """Passes where every loss is finite and both the training loss and the held-out loss have fallen by the margins."""
     training = proof.training()
     losses = [line["loss"] for line in training.log]
-    stopped = training.facts["stop_reason"] if training.facts else "no run.json"
+    stopped = training.record.stop_reason if training.record else "no run.json"
     if stopped in ("non-finite", "diverged"):
         return Finding.of(
             [f"training stopped after {counted(len(losses), 'step')}: {training.said}"], "", {"losses": losses}

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.lora import Matrices
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.train.output import RUN
+from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun
 
 
 @dataclass(frozen=True)
 class Trained:
-    """session: allocated, with no adapter placed yet. facts: run.json's contents."""
+    """session: allocated, with no adapter placed yet."""
 
     session: Session
     run: AdapterRun
-    facts: dict[str, Any]
     adapter: Matrices
 
     def first_step(self) -> tuple[list[list[Segment]], int]:
@@ -42,13 +38,13 @@ class Trained:
 @contextmanager
 def reopened(directory: Path, device: int) -> Iterator[Trained]:
     """The run in a directory; what is written to it by this is nothing."""
-    facts = json.loads((directory / RUN).read_text())
-    args = replace(TrainingArguments(**facts["options"]), device=str(device), resume=False)
+    record = RunRecord.read(directory)
+    args = replace(record.options, device=str(device), resume=False)
     job = prepare_job(args, planning=True)
     session = job.session
-    session.device.choices = facts["state"]["tiles"]
+    session.device.choices = record.state.tiles
     try:
         session.allocate()
-        yield Trained(session, job.run, facts, read_adapter(directory)[1])
+        yield Trained(session, job.run, read_adapter(directory)[1])
     finally:
         session.close()

@@ -8,19 +8,20 @@ first writes `.next`; then state.json, replaced atomically, says which steps cou
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import replace_directory, write_bytes_atomic
-from wgpu_lora.strict_json import to_json
+from wgpu_lora.formats.atomic import replace_directory
 from wgpu_lora.train import checkpoint, output
+from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.checkpoint import LAST, NEXT
 from wgpu_lora.train.ending import RESUMABLE
-from wgpu_lora.train.pipeline_state import PIPELINE, PipelineState, link_members, write_pipeline_state
+from wgpu_lora.train.facts import memory_of
+from wgpu_lora.train.pipeline_state import PipelineState, link_members, write_pipeline_state
 from wgpu_lora.train.policy import policy_state
+from wgpu_lora.train.records import AdapterLosses, AdapterRecord, PipelineRecord, RunRecord
 from wgpu_lora.train.slot import AdapterRun
 from wgpu_lora.train.state import read_state
 from wgpu_lora.train.trainer import Trainer
@@ -46,7 +47,7 @@ def recover(state: PipelineState, directories: Mapping[str, Path]) -> None:
 
 
 @dataclass
-class PipelineRecord:
+class PipelineKeeper:
     """Keeps a pipeline's checkpoints, all slots' together."""
 
     directory: Path
@@ -75,43 +76,37 @@ class PipelineRecord:
 
 
 def write_pipeline(
-    directory: Path, runs: Sequence[AdapterRun], trainer: Trainer, options: dict[str, Any]
-) -> dict[str, Any]:
+    directory: Path, trainer: Trainer, args: TrainingArguments, schedule: str, batch_tokens: int
+) -> PipelineRecord:
     """Writes pipeline.json, and returns what it holds."""
     session = trainer.session
-    plan = session.memory()
-    adapters = []
-    for run in runs:
-        facts = trainer.facts[run.slot]
-        state = run.state
-        adapters.append(
-            {
-                "slot": run.slot,
-                "name": run.name,
-                "data": facts["data"],
-                "checkpoint": str(run.directory),
-                "stop_reason": facts["stop_reason"],
-                "step": state.step,
-                "total_steps": state.total_steps,
-                "tokens": state.tokens,
-                "seconds": state.seconds,
-                "losses": {
-                    "train": state.last_loss,
-                    "before": state.first_eval_loss,
-                    "held_out": state.last_eval_loss,
-                    "best": state.best_eval_loss,
-                },
-                "trainable_parameters": facts["trainable_parameters"],
-                "adapter_sha256": facts["adapter_sha256"],
-            }
-        )
-    record = {
-        "step": trainer.step,
-        "signal": trainer.signal,
-        "options": options,
-        "adapters": adapters,
-        "memory": {"groups": plan.groups, "peak": plan.peak, "peak_allocated": session.device.peak_allocated},
-        "environment": output.environment(session.device),
-    }
-    write_bytes_atomic(directory / PIPELINE, (to_json(record, indent=1) + "\n").encode())
+    record = PipelineRecord(
+        step=trainer.step,
+        signal=trainer.signal,
+        schedule=schedule,
+        batch_tokens=batch_tokens,
+        options=args,
+        adapters=[_adapter_record(run, trainer.records[run.slot]) for run in trainer.runs],
+        memory=memory_of(session),
+        environment=output.environment(session.device),
+    )
+    record.write(directory)
     return record
+
+
+def _adapter_record(run: AdapterRun, record: RunRecord) -> AdapterRecord:
+    state = record.state
+    return AdapterRecord(
+        slot=run.slot,
+        name=run.name,
+        data=record.data,
+        checkpoint=str(run.directory),
+        stop_reason=record.stop_reason,
+        step=state.step,
+        total_steps=state.total_steps,
+        tokens=state.tokens,
+        seconds=state.seconds,
+        losses=AdapterLosses(state.last_loss, state.first_eval_loss, state.last_eval_loss, state.best_eval_loss),
+        trainable_parameters=record.trainable_parameters,
+        adapter_sha256=record.adapter_sha256,
+    )

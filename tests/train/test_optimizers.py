@@ -1,0 +1,190 @@
+"""An optimizer is one file and one line: SGD with momentum, of this file alone, trained, saved and resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from support.training import golden_arguments
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.kernel import F32, REGISTRY, U32, Fixed, In, InOut, Kernel, Out, kernel, one_per
+from wgpu_lora.gpu.program import Program
+from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.ops.optimizer import BLOCK
+from wgpu_lora.train.finetune import Job, prepare_job
+from wgpu_lora.train.manifest import MANIFEST, write_manifest
+from wgpu_lora.train.optimizer import SlotUpdate
+from wgpu_lora.train.optimizers import OPTIMIZERS
+from wgpu_lora.train.optimizers.base import Page, State
+
+BINDINGS = """const SIZE: u32 = 1024u;
+@group(0) @binding(0) var<storage, read_write> params: array<f32>;
+@group(0) @binding(1) var<storage, read_write> grads: array<f32>;
+@group(0) @binding(2) var<storage, read_write> momentum: array<f32>;
+@group(0) @binding(3) var<storage, read> block_slots: array<u32>;
+@group(0) @binding(4) var<storage, read> hyper: array<Hyper>;
+@group(0) @binding(5) var<storage, read_write> report: array<vec4<f32>>;
+"""
+UPDATE = """@group(0) @binding(6) var<storage, read_write> updates: array<u32>;
+
+@compute @workgroup_size(64)
+fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) local: u32) {
+    let i = linear_index(group, local);
+    if (i >= SIZE) { return; }
+    let slot = block_slots[i / 1024u];
+    if (slot == 0xffffffffu) { return; }
+    let g = grads[i] * report[slot].y;
+    grads[i] = 0.0;
+    if (report[slot].z == 0.0) { return; }
+    momentum[i] = hyper[slot].momentum * momentum[i] + g;
+    params[i] -= hyper[slot].learning_rate * momentum[i];
+    if (i % 1024u == 0u) { updates[i / 1024u] += 1u; }
+}
+"""
+CHECK = """@group(0) @binding(6) var<storage, read_write> diverged: array<f32>;
+
+@compute @workgroup_size(64)
+fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) local: u32) {
+    let b = linear_index(group, local);
+    if (b >= SIZE / 1024u) { return; }
+    let slot = block_slots[b];
+    diverged[b] = 0.0;
+    if (slot == 0xffffffffu || report[slot].z == 0.0) { return; }
+    for (var i = b * 1024u; i < (b + 1u) * 1024u; i++) {
+        let m = hyper[slot].momentum * momentum[i] + grads[i] * report[slot].y;
+        let p = params[i] - hyper[slot].learning_rate * m;
+        if ((bitcast<u32>(p) & 0x7fffffffu) > bitcast<u32>(1048576.0)) { diverged[b] = 1.0; }
+    }
+}
+"""
+
+
+@dataclass(frozen=True)
+class Hyper:
+    learning_rate: F32
+    momentum: F32
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """p -= lr m with m = beta m + g. It counts every block's updates too: a state of one integer a block."""
+
+    state: ClassVar[tuple[State, ...]] = (State("momentum"), State("updates", "u32", 1))
+    Hyper: ClassVar[type] = Hyper
+    kernels: ClassVar[list[Kernel]] = []
+
+    adam_beta1: float
+
+    def hyper(self, step: int, learning_rate: float) -> Any:
+        return Hyper(learning_rate, self.adam_beta1)
+
+    @staticmethod
+    def record_check(program: Program, page: Page, diverged: Tensor) -> None:
+        program.dispatch(Momentum.kernels[0], *Momentum.values(page), diverged, size=page.size)
+
+    @staticmethod
+    def record_update(program: Program, page: Page) -> None:
+        program.dispatch(Momentum.kernels[1], *Momentum.values(page), page.state[1], size=page.size)
+
+    @staticmethod
+    def values(page: Page) -> tuple[Tensor, ...]:
+        return page.params, page.grads, page.state[0], page.block_slots, page.hyper, page.report
+
+
+@pytest.fixture(autouse=True)
+def momentum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Registers it for a test."""
+    shaders = {name: tmp_path / f"{name}.wgsl" for name in ("check", "update")}
+    shaders["check"].write_text(BINDINGS + CHECK)
+    shaders["update"].write_text(BINDINGS + UPDATE)
+
+    @kernel(str(shaders["check"]), grid=lambda c: one_per(c.size // BLOCK), lib=("linear",), structs=(Hyper,))
+    def momentum_check(
+        params: In, grads: In, momentum: In, block_slots: Fixed, hyper: Fixed, report: In, diverged: Out, *, size: U32
+    ) -> Any:  # fmt: skip
+        """diverged[b] = 1 where the update would leave a parameter beyond 2^20."""
+
+    @kernel(str(shaders["update"]), grid=lambda c: one_per(c.size), lib=("linear",), structs=(Hyper,))
+    def momentum_update(
+        params: InOut, grads: InOut, momentum: InOut, block_slots: Fixed, hyper: Fixed, report: In, updates: InOut,
+        *, size: U32,
+    ) -> Any:  # fmt: skip
+        """m = beta m + g; p = p - lr m; updates += 1."""
+
+    monkeypatch.setattr(Momentum, "kernels", [momentum_check, momentum_update])
+    OPTIMIZERS["momentum"] = Momentum
+    yield
+    for name in ("momentum_check", "momentum_update"):
+        del REGISTRY[name]
+    del OPTIMIZERS["momentum"]
+
+
+def job(directory: Path, **changes: Any) -> Job:
+    directory.mkdir(exist_ok=True)
+    options = {"optim": "momentum", "adam_beta1": 0.5, "learning_rate": 0.1, "weight_decay": 0.0, "max_steps": 4}
+    return prepare_job(golden_arguments(directory, "qwen2", **{**options, "lr_scheduler_type": "constant", **changes}))
+
+
+def test_it_trains_as_its_formula_says(device: Device, tmp_path: Path) -> None:
+    """The first step alone, of which the gradients are read before; then what is saved of two."""
+    first = job(tmp_path / "a", max_steps=1)
+    session, run = first.session, first.run
+    run.prepare_directory()
+    session.allocate()
+    run.place(session)
+    batch = run.stream.segments(next(run.stream.steps()), next(run.stream.steps()).micro_batches[0], 0.05)
+    inputs, program = session.step_for(sum(len(segment.input_ids) for segment in batch))
+    session.optimizer.begin(session.device)
+    inputs.upload(session.device, batch)
+    program.run()
+    before = session.adapters.read(session.device, 0)
+    gradients = session.adapters.read(session.device, 0, session.adapters.grads)
+    report = session.optimizer.apply(session.device, {0: SlotUpdate(1, 0.1, run.args)})[0]
+    assert report.applied
+    factor = min(1.0, 1 / (report.grad_norm + 1e-6))
+    after, state = session.adapters.read(session.device, 0), session.optimizer.read_state(session.device, 0)
+    for (layer, module), pair in before.items():
+        for which, old, new, g in zip("AB", pair, after[layer, module], gradients[layer, module], strict=True):
+            np.testing.assert_allclose(new, old - 0.1 * factor * g, rtol=1e-5, atol=1e-7)
+            np.testing.assert_allclose(state[f"{layer}.{module}.{which}.momentum"], factor * g, rtol=1e-5, atol=1e-9)
+            counts = state[f"{layer}.{module}.{which}.updates"]
+            assert counts.dtype == np.uint32
+            assert (counts == 1).all()
+    session.close()
+
+
+def test_it_is_saved_and_resumed(device: Device, tmp_path: Path) -> None:
+    """To the same bytes as a run that was not interrupted; another's state, or damaged ones, are refused."""
+    whole = job(tmp_path / "a").train()
+    job(tmp_path / "b", max_steps=2).train()
+    resumed = job(tmp_path / "b", resume=True).train()
+    assert whole["adapter_sha256"] == resumed["adapter_sha256"]
+    assert whole["options"]["optim"] == "momentum"
+    steps = tmp_path / "b" / "run" / "checkpoints"
+    state = load_file(steps / "step-4" / "optimizer.safetensors")
+    assert {name.rsplit(".", 1)[1] for name in state} == {"momentum", "updates"}
+    assert {int(values.min()) for name, values in state.items() if name.endswith("updates")} == {4}
+    broken = {name: values.astype(np.float32) if name.endswith("updates") else values for name, values in state.items()}
+    save_file(broken, steps / "step-4" / "optimizer.safetensors")
+    (steps / "step-4" / MANIFEST).unlink()
+    write_manifest(steps / "step-4")
+    with pytest.raises(UserError, match=r"updates is not a updates in uint32 of shape"):
+        job(tmp_path / "b", resume=True, max_steps=6).train()
+
+
+def test_one_that_is_not_registered(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"optim must be one of adamw, momentum, not lion\."):
+        golden_arguments(tmp_path, "qwen2", optim="lion")
+
+
+def test_another_than_the_run_began_with(tmp_path: Path) -> None:
+    job(tmp_path / "a", max_steps=1).train()
+    with pytest.raises(UserError, match="optim was 'momentum', not 'adamw'"):
+        job(tmp_path / "a", resume=True, optim="adamw").train()

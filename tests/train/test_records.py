@@ -1,0 +1,116 @@
+"""Records of today and of the version before, and those of a version that is not yet."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support import FIXTURES
+
+from wgpu_lora.cli import main
+from wgpu_lora.errors import UserError
+from wgpu_lora.report.runs import read_runs
+from wgpu_lora.train import checkpoint
+from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.manifest import MANIFEST, write_manifest
+from wgpu_lora.train.pipeline_state import read_pipeline_state
+from wgpu_lora.train.records import RUN, RunRecord
+from wgpu_lora.train.schema import SCHEMA, NewerSchemaError
+from wgpu_lora.train.state import STATE
+
+RUNS = FIXTURES / "runs"  # of schema 1
+SINGLE = RUNS / "expected" / "single"
+
+
+def test_a_record_of_the_version_before_is_read_and_written_as_todays(tmp_path: Path) -> None:
+    record = RunRecord.read(SINGLE)
+    assert (record.steps, record.outcome, record.options.lora_r) == (7, "finished", 2)
+    assert record.eval_loss == record.state.last_eval_loss == pytest.approx(7.5377, abs=1e-4)
+    assert record.environment.device.kind == "software"
+    record.write(tmp_path)
+    written = json.loads((tmp_path / RUN).read_text())
+    assert written.pop("schema") == SCHEMA
+    assert written == json.loads((SINGLE / RUN).read_text())
+    assert RunRecord.read(tmp_path) == record
+    assert read_runs([SINGLE])[0].losses["steps"] == "7 of 7"
+
+
+def test_what_an_earlier_version_did_not_know_has_its_default(tmp_path: Path) -> None:
+    facts = json.loads((SINGLE / RUN).read_text())
+    del facts["options"]["compute_dtype"], facts["state"]["processed_tokens"]
+    record = RunRecord.from_json(facts)
+    assert (record.options.compute_dtype, record.state.processed_tokens) == ("f32", 0)
+    kept = shutil.copytree(checkpoint.newest(RUNS / "single"), tmp_path / "step-4")
+    state = json.loads((kept / STATE).read_text())
+    del state["state"]["heldout_seconds"]
+    (kept / STATE).write_text(json.dumps(state))
+    assert checkpoint.read_state(kept)[0].heldout_seconds == 0.0
+    state["schema"] = SCHEMA  # today's has them all
+    (kept / STATE).write_text(json.dumps(state))
+    with pytest.raises(ValueError, match="are not those of a run"):
+        checkpoint.read_state(kept)
+
+
+@pytest.mark.parametrize("name", [STATE, checkpoint.METADATA])
+def test_a_checkpoint_of_a_newer_version_is_not_called_damaged(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(RUNS / "single", tmp_path / "run")
+    newest = checkpoint.newest(tmp_path / "run")
+    assert newest
+    newer(newest / name)
+    (newest / MANIFEST).unlink()
+    write_manifest(newest)
+    assert main(["finetune", "--output", str(tmp_path / "run"), "--resume"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert f"{name} was written by a newer version of wgpu-lora (schema {SCHEMA + 1}, and this version reads up" in said
+
+
+def test_other_records_of_a_newer_version(tmp_path: Path) -> None:
+    shutil.copytree(SINGLE, tmp_path / "run")
+    newer(tmp_path / "run" / RUN)
+    with pytest.raises(NewerSchemaError):
+        RunRecord.read(tmp_path / "run")
+    shutil.copytree(RUNS / "pipeline", tmp_path / "pipeline")
+    assert read_pipeline_state(tmp_path / "pipeline" / "first").steps
+    newer(tmp_path / "pipeline" / "first" / STATE)
+    with pytest.raises(NewerSchemaError):
+        read_pipeline_state(tmp_path / "pipeline" / "first")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("schema", 0, "the schema of run.json is 0"),
+        ("schema", "2", "the schema of run.json is '2'"),
+        ("trainable_parameters", "5", "trainable_parameters is '5'"),
+        ("memory", {"groups": {"base": None}, "peak": 1, "peak_allocated": 1}, "groups.base is None"),
+        ("eval_data", [], r"eval_data is \[\]"),
+        ("options", {"lora_r": -1}, "must be greater than 0"),
+    ],
+)
+def test_a_record_that_cannot_be_is_one_sentence(tmp_path: Path, name: str, value: object, said: str) -> None:
+    facts = json.loads((SINGLE / RUN).read_text())
+    (tmp_path / RUN).write_text(json.dumps(facts | {name: value}))
+    with pytest.raises(UserError, match=said) as raised:
+        RunRecord.read(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_record_is_still_a_mapping_with_a_note() -> None:
+    record = RunRecord.read(SINGLE)
+    with pytest.warns(DeprecationWarning, match=r"result\.state instead of result\['state'\]"):
+        assert record["state"]["last_loss"] == record.loss
+    options = TrainingArguments(output="o")
+    assert repr(replace(record, options=options)) == (
+        "RunRecord(stop_reason='max steps', steps=7, loss=7.3260, eval_loss=7.5377, output='o')"
+    )
+
+
+def newer(path: Path) -> None:
+    facts = json.loads(path.read_text())
+    facts["schema"] = SCHEMA + 1
+    path.write_text(json.dumps(facts))
