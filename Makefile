@@ -1,4 +1,4 @@
-# What one does with a checkout; `make` alone lists it. Nothing here asks a question or needs a GPU.
+# Commands for a checkout; `make` lists them. None of them is interactive or needs a GPU.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -12,25 +12,25 @@ PYTEST := $(BIN)/python -m pytest -q
 help:  ## list these targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
-setup: .venv/ready  ## virtual environment in .venv, and a Vulkan driver if there is none
+setup: .venv/ready  ## create .venv, and install a Vulkan driver if there is none
 	@scripts/install_vulkan.sh
 
 .venv/ready: pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1): install one and say 'make PYTHON=python3.11 $(MAKECMDGOALS)'." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1): install one and run 'make PYTHON=python3.11 $(MAKECMDGOALS)'." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
-demo: setup  ## fine-tune the demo model and see what it answered before and after
+demo: setup  ## fine-tune the demo model and compare its answers before and after
 	$(BIN)/wgpu-lora demo
 
-test: setup  ## every test but those that have a target of their own
+test: setup  ## all tests except those with their own targets
 	$(PYTEST) -n $(JOBS) -m 'not reference and not rare'
 
-test-fast: setup  ## the same without the slow ones
+test-fast: setup  ## the same without slow tests
 	$(PYTEST) -n $(JOBS) -m 'not reference and not slow and not rare'
 
-test-rare: setup  ## processes killed at random, leases under contention, the demo's data: what is long and seldom changes
+test-rare: setup  ## long tests of what seldom changes: killed processes, contention for memory, demo data, tutorial
 	$(PYTEST) -n $(JOBS) -m rare
 
 .venv/reference: .venv/ready
@@ -38,14 +38,14 @@ test-rare: setup  ## processes killed at random, leases under contention, the de
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[reference]'
 	@touch $@
 
-test-reference: setup .venv/reference  ## re-derive golden fixtures with torch, transformers, PEFT and bitsandbytes
+test-reference: setup .venv/reference  ## regenerate and compare golden fixtures with torch, transformers, PEFT, bitsandbytes
 	$(PYTEST) -m reference
 
-# Everything that computes on the device, at lavapipe's other subgroup sizes (`make test` runs at the default one); then
-# the core subset without subgroups, at WebGPU's default limits, and with another vendor's compiler.
-GPU_TESTS := $(addsuffix .py,$(addprefix tests/,gpu/test_kernels gpu/test_program models/test_weights models/test_logits infer/test_generate \
+# The device tests with lavapipe's other subgroup sizes (`make test` uses the default one), then the core subset without
+# subgroups, with WebGPU's default limits, and with another vendor's compiler.
+GPU_TESTS := $(addsuffix .py,$(addprefix tests/,gpu/test_kernels gpu/test_program weights/test_dense models/test_logits infer/test_generate \
   infer/test_evaluate train/test_training_golden train/test_resume))
-test-drivers: setup  ## other subgroup sizes, no subgroups, default limits, another driver
+test-drivers: setup  ## device tests with other subgroup sizes, without subgroups, default limits, another driver
 	scripts/install_vulkan.sh --swiftshader .drivers
 	@run() { echo "=== $$*"; env "$$@" $(PYTEST) -n $(JOBS) -m "$$only" $$tests || exit 1; }; \
 	lavapipe=$$(compgen -G '/usr/share/vulkan/icd.d/lvp_icd*.json' | head -1 || true); \
@@ -55,18 +55,18 @@ test-drivers: setup  ## other subgroup sizes, no subgroups, default limits, anot
 	  only=drivers tests=tests; \
 	  run VK_DRIVER_FILES=$$lavapipe WGPU_LORA_NO_SUBGROUPS=1; \
 	  run VK_DRIVER_FILES=$$lavapipe WGPU_LORA_DEFAULT_LIMITS=1; \
-	else only=drivers tests=tests; echo "Mesa's lavapipe is not here: only SwiftShader is tested."; fi; \
+	else only=drivers tests=tests; echo "Mesa's lavapipe is not installed: testing SwiftShader only."; fi; \
 	run VK_DRIVER_FILES=$(CURDIR)/.drivers/swiftshader.json
 
-test-proof: setup  ## that the proof fails when it should; whole runs of it, so minutes
+test-proof: setup  ## whole runs of the proof, and that it fails when it should (minutes)
 	$(PYTEST) tests/proof/runs
 
-# Where there is but one device, SwiftShader is the second: beside a GPU, or beside the software driver that is there.
+# With only one device, SwiftShader becomes the second, next to a GPU or to the installed software driver.
 PROVE ?=
-prove-wgpu: setup  ## prove on this machine that it all runs on wgpu, without CUDA (PROVE='--devices 0,1 --out proof')
-	@kinds=$$($(BIN)/wgpu-lora info --json | $(BIN)/python -c 'import json, sys; print(*(a["kind"] for a in json.load(sys.stdin)["adapters"]))' || true); \
+prove-wgpu: setup  ## prove on this machine that everything runs on wgpu, without CUDA (PROVE='--devices 0,1 --out proof')
+	@kinds=$$($(BIN)/wgpu-lora info --json | $(BIN)/python -c 'import json, sys; print(*(a["kind"] for a in json.load(sys.stdin)["devices"]))' || true); \
 	case "$$kinds" in '' | *' '*) ;; *) \
-	  scripts/install_vulkan.sh --swiftshader .drivers || echo "A second device cannot be had here: the proof says what that leaves open."; \
+	  scripts/install_vulkan.sh --swiftshader .drivers || echo "No second device is available: the proof lists what it could not check."; \
 	  second=$(CURDIR)/.drivers/swiftshader.json; \
 	  first=$${VK_DRIVER_FILES:-$$(compgen -G '/usr/share/vulkan/icd.d/lvp_icd*.json' | head -1 || true)}; \
 	  if [ ! -f "$$second" ]; then :; \
@@ -75,17 +75,17 @@ prove-wgpu: setup  ## prove on this machine that it all runs on wgpu, without CU
 	esac; \
 	$(BIN)/wgpu-lora prove $(PROVE)
 
-# llama.cpp has no wheels: it is compiled, which takes some minutes. Not for this very processor: virtual machines name
-# instructions, such as AMX's, that they then refuse.
+# llama.cpp has no wheels, so it is compiled, which takes some minutes. GGML_NATIVE is off because virtual machines report
+# instructions, such as AMX, that they do not support.
 .venv/exchange: .venv/reference
 	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) CMAKE_ARGS='-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF' \
 	  $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[exchange]'
 	@touch $@
 
-test-exchange: setup .venv/exchange  ## that llama.cpp takes our GGUF files and answers as we do
+test-exchange: setup .venv/exchange  ## compare llama.cpp on exported GGUF files with our own results
 	$(PYTEST) tests/exchange
 
-test-wheel: setup  ## build the wheel, install it into an empty environment and run the demo from it
+test-wheel: setup  ## build the wheel, install it into an empty environment and run the demo there
 	scripts/check_wheel.sh
 
 .venv/fuzz: .venv/ready
@@ -93,21 +93,22 @@ test-wheel: setup  ## build the wheel, install it into an empty environment and 
 	@touch $@
 
 FUZZ ?=
-fuzz: setup .venv/fuzz  ## a million mutated files through everything that reads other people's (FUZZ='--inputs N TARGET')
+fuzz: setup .venv/fuzz  ## feed a million mutated files to all readers of untrusted files (FUZZ='--inputs N TARGET')
 	$(BIN)/python scripts/fuzz.py --jobs $(JOBS) $(FUZZ)
 
 BENCH_SHAPE ?=
-bench: setup  ## every brick under pytest-benchmark, figures in bench.json (BENCH_SHAPE=qwen2.5-0.5b: at its size)
+bench: setup  ## all bricks under pytest-benchmark, results in bench.json (BENCH_SHAPE=qwen2.5-0.5b for that size)
 	WGPU_LORA_BENCH_SHAPE=$(BENCH_SHAPE) $(PYTEST) tests/benchmarks --benchmark-only --benchmark-json=bench.json
 
-bench-reference: setup .venv/reference  ## a training step beside PyTorch + PEFT in f32, the two taking turns
+bench-reference: setup .venv/reference  ## a training step compared with PyTorch + PEFT in f32, alternating
 	$(BIN)/python scripts/bench_reference.py --json bench-reference.json
 
 BENCH_GPU ?=
-bench-gpu: setup  ## everything about this GPU in bench-gpu.json (BENCH_GPU=--quick: does it all run?)
+bench-gpu: setup  ## a full report on this GPU in bench-gpu.json (BENCH_GPU=--quick only checks that everything runs)
 	$(BIN)/python scripts/bench_gpu.py --json bench-gpu.json $(BENCH_GPU)
 
-lint: setup  ## ruff and mypy
+lint: setup  ## ruff, mypy and import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache

@@ -38,6 +38,7 @@ from wgpu_lora.models.config import LINEAR_PATHS
 from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.models.synthetic import SyntheticCheckpoint
 from wgpu_lora.train.memory import readable
+from wgpu_lora.weights.registry import BASE_FORMATS
 
 SCHEMA = "wgpu-lora-bench-reference/1"
 PACKAGES = ("torch", "transformers", "peft")
@@ -260,7 +261,7 @@ def main() -> int:
     parser.add_argument("--rows", type=numbers, default=[1, 4], help="rows a step, a comparison for each")
     parser.add_argument("--tokens", type=int, default=128, help="tokens a row")
     parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--ours", type=names(("f32", "nf4", "bf16", "f16")), default=["f32", "nf4"])
+    parser.add_argument("--ours", type=names(tuple(BASE_FORMATS)), default=["f32", "nf4"])
     parser.add_argument("--torch", type=names(TORCH_DTYPES), default=["f32"], help="the first is what ratios are of")
     parser.add_argument("--torch-device", default="cpu", help="cpu or cuda")
     parser.add_argument("--device", help="ours, as 'wgpu-lora info' lists them")

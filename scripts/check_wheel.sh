@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the wheel, installs it into an empty virtual environment, and runs it where no checkout is in sight.
+# Builds the wheel, installs it into an empty virtual environment, and runs it outside the checkout.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=$root/.venv/bin/python
@@ -16,7 +16,7 @@ unset PYTHONPATH
 export WGPU_LORA_NO_TUNE=1 WGPU_LORA_SHARE_DIR=$work/share
 command=$work/env/bin/wgpu-lora
 where=$("$work/env/bin/python" -c 'import wgpu_lora; print(wgpu_lora.__file__)')
-case $where in "$work"/env/*) ;; *) echo "The wheel was not what ran: $where" >&2; exit 1 ;; esac
+case $where in "$work"/env/*) ;; *) echo "Something other than the wheel was imported: $where" >&2; exit 1 ;; esac
 "$work/env/bin/python" - <<'PYTHON'
 from importlib.metadata import files, metadata
 
@@ -33,4 +33,4 @@ PYTHON
 "$command" demo --max-steps 2 --output demo
 test -f demo/adapter_model.safetensors
 "$command" generate --adapter demo --prompt "Define a function kind_kettle(xs)." --max-new-tokens 8
-echo "$(basename "$wheel") runs by itself."
+echo "$(basename "$wheel") works without the checkout."

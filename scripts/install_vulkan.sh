@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Makes sure that a Vulkan driver is present: does nothing where one is, else installs Mesa's software driver.
-# --swiftshader DIR also unpacks SwiftShader there, as a second, independent driver for `make test-drivers`.
+# Installs Mesa's software Vulkan driver, unless a Vulkan driver is already installed.
+# --swiftshader DIR also unpacks SwiftShader into DIR, as a second, independent driver for `make test-drivers` and
+# `make prove-wgpu`.
 set -euo pipefail
 
 have_driver() {
-  # Through a variable: under pipefail a 'grep -q' that stops early would fail the pipe.
+  # Not piped into 'grep -q': it stops early, which would fail the pipe under pipefail.
   local libraries
   libraries=$(ldconfig -p 2>/dev/null)
   [[ $libraries == *libvulkan.so.1* ]] || return 1
@@ -22,8 +23,8 @@ can_install() {
   command -v apt-get >/dev/null && { [ "$(id -u)" = 0 ] || sudo -n true 2>/dev/null; }
 }
 
-# Debian's backports carry a Mesa whose software driver is about twice as fast as the one in Debian 12.
-# The mirror is the one that the system already uses.
+# The software driver of Mesa in Debian's backports is about twice as fast as the one in Debian 12.
+# Uses the mirror that the system already uses.
 enable_backports() {
   . /etc/os-release
   [ "${ID:-}" = debian ] || return 1
@@ -69,7 +70,7 @@ if ! have_driver; then
     echo "No Vulkan driver found: installing Mesa's software driver."
     install_mesa
   else
-    echo "No Vulkan driver found and this user may not install one: install your GPU's driver, or 'mesa-vulkan-drivers' and 'libvulkan1' (Debian, Ubuntu), then run this again." >&2
+    echo "No Vulkan driver found, and this user may not install one: install your GPU's driver, or 'mesa-vulkan-drivers' and 'libvulkan1' (Debian, Ubuntu), then run this again." >&2
     exit 1
   fi
 fi
@@ -77,7 +78,7 @@ fi
 if [ "${1:-}" = --swiftshader ]; then
   folder=$(mkdir -p "${2:?--swiftshader needs a folder}" && cd "$2" && pwd)
   if [ ! -f "$folder/swiftshader.json" ]; then
-    command -v apt-get >/dev/null || { echo "SwiftShader is fetched with apt-get, which is not here." >&2; exit 1; }
+    command -v apt-get >/dev/null || { echo "SwiftShader is downloaded with apt-get, which is not installed here." >&2; exit 1; }
     [ -n "$(find /var/lib/apt/lists -name '*Packages*' 2>/dev/null | head -1)" ] || as_root apt-get update -q
     install_swiftshader "$folder"
   fi

@@ -118,8 +118,8 @@ def test_every_dispatch_of_the_step_is_timed(device: Device, mini: str):
         profile = profile_step(step, rounds=1)
     finally:
         step.close()
-    ((_, program),) = step.session.steps.values()
-    dispatches = [*program.dispatches, *step.session.optimizer.program.dispatches]
+    [batch] = step.session.steps.values()
+    dispatches = [*batch.program.dispatches, *step.session.optimizer.program.dispatches]
     assert [piece.kernel for piece in profile.pieces] == [d.kernel.name for d in dispatches]
     assert all(piece.seconds > 0 for piece in profile.pieces)
     first = next(piece for piece in profile.pieces if piece.kernel == "nf4_matmul")

@@ -137,7 +137,8 @@ def test_no_adapter(run: Run, monkeypatch: pytest.MonkeyPatch):
 def test_info(run: Run):
     assert "*" in run("info").out
     found = json.loads(run("info", "--json").out)
-    assert found["adapters"][found["used"]]["index"] == found["used"]
+    assert found["devices"][found["used"]]["index"] == found["used"]
+    assert found["adapters"] == found["devices"]  # what 0.1 called them
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------

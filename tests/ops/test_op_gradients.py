@@ -11,7 +11,7 @@ from support.kernels.attention import packed
 
 from wgpu_lora.ops.attention import attention_backward_kv, attention_backward_q, attention_forward, attention_stats
 from wgpu_lora.ops.elementwise import dropout_apply, swiglu_backward, swiglu_forward
-from wgpu_lora.ops.loss import loss_finish, softmax_chunk
+from wgpu_lora.ops.loss import logprob_gradient, softmax_chunk, target_logprobs
 from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn, matmul_nn, matmul_nt
 from wgpu_lora.ops.norm import rmsnorm_backward, rmsnorm_forward
 from wgpu_lora.ops.rope import rope_rotate
@@ -91,7 +91,7 @@ def test_attention_that_sees_nothing_is_zero(rng: np.random.Generator) -> None:
 
 
 def cross_entropy(hidden: np.ndarray, head: np.ndarray, targets: np.ndarray, weight: np.ndarray, chunk: int) -> Any:
-    """The sweep of ops/loss.py: (losses, gradient of the weighted losses by hidden)."""
+    """The sweep of ops/loss.py: (-log p, gradient of the sum of those times weight by hidden)."""
     rows, cols = hidden.shape
     state, rescale, dh = np.full((rows, 4), np.nan), np.full(rows, np.nan), np.full((rows, cols), np.nan)
     for first in range(0, len(head), chunk):
@@ -102,7 +102,8 @@ def cross_entropy(hidden: np.ndarray, head: np.ndarray, targets: np.ndarray, wei
             logits, targets, np.array([rows]), state, rescale, rows=rows, cols=len(part), first=first
         )
         dh = matmul_nn(p, part, dh, rescale if first else None, m=rows, n=cols, k=len(part))
-    return loss_finish(state, weight, None, head[targets], dh, rows=rows, cols=cols)
+    logprobs = target_logprobs(state, np.array([rows]), None, rows=rows)
+    return -logprobs, logprob_gradient(state, weight, np.array([rows]), head[targets], dh, rows=rows, cols=cols)
 
 
 @pytest.mark.parametrize("chunk", [4, 13])
@@ -112,7 +113,7 @@ def test_cross_entropy(rng: np.random.Generator, chunk: int) -> None:
     losses, gradient = cross_entropy(hidden, head, targets, weight, chunk)
     logits = hidden @ head.T
     expected = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(3), targets]
-    np.testing.assert_allclose(losses, np.where(weight != 0, expected, 0))
+    np.testing.assert_allclose(losses, expected)
     agree(gradient, lambda h: cross_entropy(h, head, targets, weight, chunk)[0], hidden, weight)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 from wgpu_lora.gpu.adapters import AdapterInfo
 from wgpu_lora.proof.checks.devices import devices_compute
 from wgpu_lora.proof.context import Proof
-from wgpu_lora.proof.finding import Finding
+from wgpu_lora.proof.finding import LEFT_OUT, Check, Finding, Result
 from wgpu_lora.proof.jobs.devices import by_default
-from wgpu_lora.proof.run import LEFT_OUT, Check, Result, on_devices
+from wgpu_lora.proof.run import on_devices
 from wgpu_lora.train.arguments import TrainingArguments
 
 

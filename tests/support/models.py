@@ -88,7 +88,7 @@ def full_logits(
     device, config, head = model.device, model.config, model.decoder.head
     table = persistent((ROWS, config.head_dim // 2, 2), "f32", "workspace", "rope")
     slots = len(adapters.specs) if adapters else 1
-    inputs = StepInputs.declare(config, ROWS, slots, table, persistent((slots,), "f32", "workspace", "total"))
+    inputs = StepInputs.declare(config, ROWS, slots, table)
     program = Program(device)
     hidden = model.decoder.hidden(Recorder(program), inputs, adapters.bind(inputs) if adapters else {})
     logits = persistent((ROWS, config.vocab_size), "f32", "workspace", "logits")

@@ -139,11 +139,9 @@ def test_it_trains_as_its_formula_says(device: Device, tmp_path: Path) -> None:
     run.prepare_directory()
     session.allocate()
     run.place(session)
-    batch = run.stream.segments(next(run.stream.steps()), next(run.stream.steps()).micro_batches[0], 0.05)
-    inputs, program = session.step_for(sum(len(segment.input_ids) for segment in batch))
-    session.optimizer.begin(session.device)
-    inputs.upload(session.device, batch)
-    program.run()
+    session.begin()
+    for groups in run.stream.groups(next(run.stream.steps())):
+        session.accumulate(groups)
     before = session.adapters.read(session.device, 0)
     gradients = session.adapters.read(session.device, 0, session.adapters.grads)
     report = session.optimizer.apply(session.device, {0: SlotUpdate(1, 0.1, run.args)})[0]
@@ -165,8 +163,8 @@ def test_it_is_saved_and_resumed(device: Device, tmp_path: Path) -> None:
     whole = job(tmp_path / "a").train()
     job(tmp_path / "b", max_steps=2).train()
     resumed = job(tmp_path / "b", resume=True).train()
-    assert whole["adapter_sha256"] == resumed["adapter_sha256"]
-    assert whole["options"]["optim"] == "momentum"
+    assert whole.adapter_sha256 == resumed.adapter_sha256
+    assert whole.options.optim == "momentum"
     steps = tmp_path / "b" / "run" / "checkpoints"
     state = load_file(steps / "step-4" / "optimizer.safetensors")
     assert {name.rsplit(".", 1)[1] for name in state} == {"momentum", "updates"}

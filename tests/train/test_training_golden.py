@@ -15,6 +15,7 @@ from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.loaded import open_model
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.train.finetune import Job, prepare_job
+from wgpu_lora.train.objectives.base import Group
 from wgpu_lora.train.output import LOG, read_log
 
 CASES = [(architecture, base) for architecture in ARCHITECTURES for base in ("f32", "nf4")]
@@ -36,11 +37,9 @@ def gradients_of(job: Job, device: Device, architecture: str) -> tuple[float, di
     job.run.place_initial(session)
     rows = [(values["input_ids"][i, :n], values["labels"][i, :n]) for i, n in enumerate(values["lengths"])]
     tokens = sum(int((labels[1:] != -100).sum()) for _, labels in rows)
-    inputs, program = session.step_for(sum(len(ids) for ids, _ in rows))
-    session.optimizer.begin(device)
-    inputs.upload(device, [Segment(ids, labels, 0, 1 / tokens) for ids, labels in rows])
-    program.run()
-    total = device.read(inputs.loss.total.storage.buffer).view(np.float32)[0]
+    session.begin()
+    session.accumulate([Group((Segment(ids, labels),), weight=1 / tokens) for ids, labels in rows])
+    total = session.totals.read_loss(device, 0)
     pairs = session.adapters.read(device, 0, session.adapters.grads)
     found = {(*key, which): g.copy() for key, pair in pairs.items() for which, g in zip("AB", pair, strict=True)}
     session.close()

@@ -48,7 +48,7 @@ def load(
 
     Args:
         model: a directory, a GGUF file, a hub id, or `demo`.
-        device: index or part of a name, as `wgpu-lora info` lists them.
+        device: device index or part of its name, as `wgpu-lora info` lists them.
     """
     return open_model(str(model), device, base_dtype)
 

@@ -162,8 +162,7 @@ def profile_step(step: TrainingStep, rounds: int = 5, on_round: Callable[[], Non
     """
     session = step.session
     step.seconds(0, WARMUP)
-    _, program = session.step_for(step.tokens)
-    programs = [program, session.optimizer.program]
+    programs = session.programs()
     timer = Timer(session.device)
     try:
         whole, device, each = [], [], []

@@ -27,6 +27,7 @@ from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.initial import initial_matrices
 from wgpu_lora.train.memory import both, check_adapters
+from wgpu_lora.train.objectives.base import Group
 from wgpu_lora.train.optimizer import SlotUpdate
 from wgpu_lora.train.session import Session
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
@@ -75,35 +76,34 @@ class SlotStep:
         for slot, length in rows:
             self._trained[slot] += length - 1
         self.trained = self._trained.total()
-        self._segments: list[Segment] = []
+        self._groups: list[Group] = []
         self._count = 0
 
     def fill(self, rows: Sequence[np.ndarray]) -> None:
         """The token ids of each row, for all runs that follow."""
-        slots = [slot for slot, _ in self._rows]
-        weights = [1 / max(1, self._trained[slot]) for slot in slots]
-        self._segments = [Segment(*row) for row in zip(rows, rows, slots, weights, strict=True)]
+        self._groups = [
+            Group((Segment(ids, ids, slot),), slot, 1 / max(1, self._trained[slot]))
+            for ids, (slot, _) in zip(rows, self._rows, strict=True)
+        ]
 
     def check(self, rng: np.random.Generator, found: Checked) -> Checked:
         """Compares every kind of dispatch with its reference, on new rows and on values that training may have."""
         vocab = self.session.model.config.vocab_size
         self.fill([rng.integers(0, vocab, length) for _, length in self._rows])
-        inputs, program = self.session.step_for(self.tokens)
+        batch = self.session.batch_for(self._groups)
         make_up(self.session, rng)
-        inputs.upload(self.session.device, self._segments)
-        check(program, found)
+        batch.upload(self._groups)
+        check(batch.program, found)
         return check_update(self.session, found)
 
     def run(self) -> float:
         """One optimizer step; the mean loss of the trained tokens."""
-        session, device = self.session, self.session.device
-        session.optimizer.begin(device)
-        inputs, program = session.step_for(self.tokens)
-        inputs.upload(device, self._segments)
-        program.run()
+        session = self.session
+        session.begin()
+        session.accumulate(self._groups)
         self._count += 1
         update = SlotUpdate(self._count, LEARNING_RATE)
-        reports = session.optimizer.apply(device, dict.fromkeys(self._trained, update))
+        reports = session.optimizer.apply(session.device, dict.fromkeys(self._trained, update))
         return sum(report.loss_sum for report in reports.values()) / max(1, self.trained)
 
     def seconds(self, runs: int, warmup: int = 0) -> list[float]:
@@ -172,7 +172,7 @@ def make_up(session: Session, rng: np.random.Generator) -> None:
     for state, pages in update.state.items():
         for page in pages:
             device.write(page.storage.buffer, state_fill(state)(rng, page.shape))
-    update.begin(device)
+    session.begin()
 
 
 def check_update(session: Session, found: Checked) -> Checked:

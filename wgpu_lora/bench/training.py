@@ -201,7 +201,7 @@ class _Watch:
     def step(self, result: StepResult) -> None:
         stream = self.job.run.stream
         step = next(self._steps)
-        rows = [stream.prepared.rows[i] for batch in step.micro_batches for i in batch]
+        rows = [row for sample in step.samples for row in stream.prepared.samples[sample]]
         self.ended.append(time.perf_counter())
         self.seconds.append(result.seconds)
         self.samples.append(len(rows))

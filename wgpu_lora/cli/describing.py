@@ -50,8 +50,7 @@ def describe_steps(run: AdapterRun, mark: str) -> None:
     """How long it will be, and a warning where that is too short to learn much."""
     args, stream = run.args, run.stream
     an_epoch = stream.epoch(0)
-    lengths = stream.prepared.lengths
-    a_step = [sum(lengths[row] for batch in step for row in batch) for step in an_epoch]
+    a_step = [stream.processed_tokens([sample for batch in step for sample in batch]) for step in an_epoch]
     each = f"{len(an_epoch):,} an epoch, of {sum(a_step) / len(a_step):,.0f} tokens"
     if args.target_seconds:
         line("steps", f"{mark}as many as {args.target_seconds:g} s allow; {each}")

@@ -1,4 +1,4 @@
-"""wgpu-lora info: the adapters there are, and which one would be used."""
+"""wgpu-lora info: the devices there are, and which one would be used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from wgpu_lora.cli.options import Device, Json
 
 
 def info(device: Device = None, as_json: Json = False) -> int:
-    """List the GPU adapters.
+    """List the GPUs.
 
     With their drivers, features and limits; * marks the one that would be used.
     """
@@ -15,11 +15,12 @@ def info(device: Device = None, as_json: Json = False) -> int:
     from wgpu_lora.gpu.device import Device as OpenedDevice
 
     opened = OpenedDevice(device)
-    adapters, used = list_adapters(), opened.info.index
+    devices, used = list_adapters(), opened.info.index
     if as_json:
         print_json(
             {
-                "adapters": [a.as_dict() for a in adapters],
+                "devices": [d.as_dict() for d in devices],
+                "adapters": [d.as_dict() for d in devices],  # what 0.1 called them; goes with the next version
                 "used": used,
                 "subgroup_size": opened.subgroup_size,
                 "max_binding": opened.max_binding,
@@ -34,14 +35,14 @@ def info(device: Device = None, as_json: Json = False) -> int:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0))
     for name in ("", "#", "device and driver", "kind", "features", "limits"):
         table.add_column(name)
-    for a in adapters:
-        limits = a.limits
+    for d in devices:
+        limits = d.limits
         table.add_row(
-            "*" if a.index == used else "",
-            str(a.index),
-            f"{a.name}\n{a.driver}",
-            f"{a.kind}\n{a.backend}",
-            "\n".join(a.features) or "none",
+            "*" if d.index == used else "",
+            str(d.index),
+            f"{d.name}\n{d.driver}",
+            f"{d.kind}\n{d.backend}",
+            "\n".join(d.features) or "none",
             f"buffer {readable(limits['max-buffer-size'])}\n"
             f"binding {readable(limits['max-storage-buffer-binding-size'])}\n"
             f"{limits['max-storage-buffers-per-shader-stage']} bindings a shader\n"

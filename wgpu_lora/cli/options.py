@@ -58,9 +58,7 @@ Adapter = Annotated[
         metavar="[NAME=]DIR",
     ),
 ]
-Device = Annotated[
-    str | None, typer.Option(help="GPU to use: its index or a part of its name, as 'wgpu-lora info' lists them.")
-]
+Device = Annotated[str | None, typer.Option(help="Device index or part of its name, as 'wgpu-lora info' lists them.")]
 BaseDtype = Annotated[str, choice("How the frozen weights are kept.", BASE_FORMATS)]
 AllowUnconfined = Annotated[
     bool,

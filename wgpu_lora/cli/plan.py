@@ -51,7 +51,7 @@ def plan(
                 "fits": fits,
                 "ways": [asdict(way) for way in ways],
                 "buckets": [
-                    {"tokens": tokens, "activations": session.steps[tokens][1].plan().nbytes} for tokens in buckets
+                    {"tokens": tokens, "activations": session.steps[tokens].program.plan().nbytes} for tokens in buckets
                 ],
                 "steps": steps if adapters or adapters_config else steps[""],
             }
@@ -72,7 +72,10 @@ def plan(
         table.add_row(name, f"{nbytes:,}", readable(nbytes))
     console().print(table)
     for tokens in buckets:
-        line("batch", f"of up to {tokens:,} tokens: {readable(session.steps[tokens][1].plan().nbytes)} of activations")
+        line(
+            "batch",
+            f"of up to {tokens:,} tokens: {readable(session.steps[tokens].program.plan().nbytes)} of activations",
+        )
     known = budget.source if available is None else f"{readable(available)}: {budget.source}"
     verdict = "" if available is None else "; it fits" if fits else "; it does not fit"
     advice = ""

@@ -13,7 +13,7 @@ from wgpu_lora.cli.options import RECIPE, AllowUnconfined
 from wgpu_lora.errors import UserError
 
 if TYPE_CHECKING:
-    from wgpu_lora.proof.run import Check, Result
+    from wgpu_lora.proof.finding import Check, Result
 
 COLOURS = {"passed": "green", "failed": "red", "not run": "bright_black"}
 
@@ -67,7 +67,7 @@ def _table(result: Result) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from wgpu_lora.proof.run import LEFT_OUT
+    from wgpu_lora.proof.finding import LEFT_OUT
 
     table = Table(show_lines=True)
     table.add_column("#", justify="right")

@@ -41,9 +41,9 @@ def status(as_json: Json = False) -> None:
     from wgpu_lora.share import Budget, Ledger, budget_bytes, device_key, device_memory
 
     found: dict[Path, AdapterInfo | None] = {}
-    adapters = list_adapters()
-    for adapter in adapters:  # a device that several drivers list is one
-        found.setdefault(Ledger(device_key(adapter, adapters)).path, adapter)
+    listed = list_adapters()
+    for one in listed:  # a device that several drivers list is one
+        found.setdefault(Ledger(device_key(one, listed)).path, one)
     for ledger in Ledger.all():
         found.setdefault(ledger.path, None)
     devices = []

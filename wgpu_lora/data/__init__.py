@@ -1,7 +1,7 @@
 """Training data on the CPU: sources of rows, formats, tokenizer and chat template, loss masks, packing.
 
 find -> jsonl, json_array, delimited, parquet, huggingface, given      a name, or rows from Python, becomes a source
-source -> formats -> empty -> masks -> prepare                         its rows become token ids and labels
+source -> formats -> sample -> empty -> masks -> prepare               its rows become token ids and labels
 account                                                                what became of every row
 template -> tokenizer                                                  text to tokens and back
 packing                                                                which rows go together in a step
@@ -15,6 +15,7 @@ from wgpu_lora.data.given import given_rows, rows_given
 from wgpu_lora.data.masks import UNTRAINED, tokenize_example
 from wgpu_lora.data.packing import batches, epoch_order, pack
 from wgpu_lora.data.prepare import Prepared, Row, prepare
+from wgpu_lora.data.sample import Sample, one_example
 from wgpu_lora.data.source import Source
 from wgpu_lora.data.tokenizer import StreamDecoder, Tokenizer
 
@@ -22,6 +23,7 @@ __all__ = [
     "UNTRAINED",
     "Prepared",
     "Row",
+    "Sample",
     "Source",
     "StreamDecoder",
     "Tokenizer",
@@ -29,6 +31,7 @@ __all__ = [
     "epoch_order",
     "given_rows",
     "heldout_data",
+    "one_example",
     "pack",
     "parse_example",
     "prepare",

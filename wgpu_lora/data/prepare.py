@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,14 +13,15 @@ import numpy as np
 from wgpu_lora.data.account import Account
 from wgpu_lora.data.empty import without_empty_answers
 from wgpu_lora.data.files import file_source
-from wgpu_lora.data.formats import Example, Tokens, parse_example
+from wgpu_lora.data.formats import Example, Tokens
 from wgpu_lora.data.masks import UNTRAINED, Pair, tokenize_examples
+from wgpu_lora.data.sample import ReadSample, Sample, one_example
 from wgpu_lora.data.source import Place, Problem, Source
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
 
 _BLOCK_ROWS, _BLOCK_SIZE = 64, 1 << 19  # that are tokenised together, at most; characters
-_Read = tuple[Place, dict[str, Any] | Problem, Example | None]
+_Read = tuple[Place, dict[str, Any] | Problem, Sample | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +48,7 @@ class Prepared:
     """Data, ready to train on.
 
     path: what they are called. digest: sha256 of the file's bytes or of the rows, hexadecimal.
+    parts: how many rows, one after another, are a sample's. values: of each sample; none where the data give none.
     account: what became of every row. notes: what a person should know of how they were read.
     trained_tokens, total_tokens: over `rows`.
     """
@@ -58,6 +61,16 @@ class Prepared:
     trained_tokens: int
     total_tokens: int
     notes: tuple[str, ...] = ()
+    parts: int = 1
+    values: tuple[float, ...] = ()
+
+    @cached_property
+    def samples(self) -> list[list[Row]]:
+        """Rows that stay together."""
+        return [self.rows[start : start + self.parts] for start in range(0, len(self.rows), self.parts)]
+
+    def value(self, sample: int) -> float:
+        return self.values[sample] if self.values else 1.0
 
     @property
     def lengths(self) -> list[int]:
@@ -80,6 +93,8 @@ def prepare(
     chat_template_kwargs: dict[str, Any] | None = None,
     vocab_size: int | None = None,
     skip_bad_rows: bool = False,
+    read: ReadSample = one_example,
+    parts: int = 1,
 ) -> Prepared:
     """Reads, tokenises and masks the rows of a source, or of a file.
 
@@ -88,6 +103,7 @@ def prepare(
         max_length: tokens of the longest row; longer ones are cut at the end or dropped, as `on_overflow` says.
         vocab_size: rows of the model's embedding; the tokenizer's vocabulary where it is not given.
         skip_bad_rows: go on without the rows that cannot be used; the account has them.
+        read, parts: what a row of the data gives, and of how many examples.
 
     Raises:
         UserError: the source cannot be read, rows of it are wrong (with their places) or have a token outside of the
@@ -102,21 +118,34 @@ def prepare(
     source = file_source(data) if isinstance(data, Path) else data
     account = Account(source, keep_bad=skip_bad_rows)
     rows: list[Row] = []
-    for block in _blocks(source, account, completion_only_loss):
-        examples = [example for _, _, example in block if example is not None]
+    values: list[float] = []
+    for block in _blocks(source, account, completion_only_loss, read):
+        examples = [example for _, _, sample in block if sample for example in sample.examples]
         found = iter(tokenize_examples(examples, tokenizer, completion_only_loss, chat_template_kwargs))
-        for place, row, example in block:
-            pairs = [] if example is None else next(found)
-            wrong = str(pairs) if isinstance(pairs, UserError) else _outside(pairs, vocab_size)
+        for place, row, sample in block:
+            pairs: list[Pair] = []
+            wrong = None
+            for expanded in [next(found) for _ in (sample.examples if sample else ())]:
+                if isinstance(expanded, UserError):
+                    wrong = str(expanded)
+                elif parts > 1 and len(expanded) != 1:
+                    wrong = (
+                        "the chat template cuts a row for each turn, so it has no single answer to set beside another"
+                    )
+                else:
+                    wrong = wrong or _outside(expanded, vocab_size)
+                    pairs += expanded
             if wrong:
                 account.add_bad(place, Problem(wrong, row))
-            if wrong or example is None:
+            if wrong or sample is None:
                 account.expanded += 1  # an index must not hang on what becomes of other rows
                 continue
-            assert not isinstance(pairs, UserError)
             kept = list(_kept(pairs, place, account, max_length, on_overflow == "drop"))
+            if parts > 1 and len(kept) < parts:
+                kept = []  # what is left of a sample is nothing without the rest
             if skip_bad_rows or not account.bad:
                 rows += kept
+                values += [sample.value] * (len(kept) // parts)
     digest = account.close()
     if not skip_bad_rows:
         account.refuse_bad()
@@ -131,6 +160,8 @@ def prepare(
         trained_tokens=sum(row.trained_tokens for row in rows),
         total_tokens=sum(len(row.input_ids) for row in rows),
         notes=source.notes,
+        parts=parts,
+        values=tuple(values) if set(values) - {1.0} else (),
     )
 
 
@@ -155,15 +186,15 @@ def _kept(pairs: list[Pair], place: Place, account: Account, max_length: int, dr
         yield row
 
 
-def _blocks(source: Source, account: Account, completion_only_loss: bool) -> Iterator[list[_Read]]:
+def _blocks(source: Source, account: Account, completion_only_loss: bool, read: ReadSample) -> Iterator[list[_Read]]:
     """Rows that are tokenised together; None is the example of one with nothing to tokenise, which is accounted for."""
     block: list[_Read] = []
     size = 0
     for place, row in source.rows():
         account.examples += 1
-        example = _example(place, row, account, completion_only_loss)
-        block.append((place, row, example))
-        size += 0 if example is None else _size(example)
+        sample = _sample(place, row, account, completion_only_loss, read)
+        block.append((place, row, sample))
+        size += sum(map(_size, sample.examples)) if sample else 0
         if len(block) >= _BLOCK_ROWS or size >= _BLOCK_SIZE:
             yield block
             block, size = [], 0
@@ -171,22 +202,28 @@ def _blocks(source: Source, account: Account, completion_only_loss: bool) -> Ite
         yield block
 
 
-def _example(place: Place, row: dict[str, Any] | Problem, account: Account, completion_only: bool) -> Example | None:
+def _sample(
+    place: Place, row: dict[str, Any] | Problem, account: Account, completion_only: bool, read: ReadSample
+) -> Sample | None:
     try:
         problem = row if isinstance(row, Problem) else account.note(place, row)
-        example = None if isinstance(row, Problem) or problem else parse_example(row)
+        sample = None if isinstance(row, Problem) or problem else read(row)
     except UserError as error:
-        problem, example = Problem(str(error), row), None
+        problem, sample = Problem(str(error), row), None
     if problem:
         account.add_bad(place, problem)
-    if example is None:
+    if sample is None:
         return None
-    kept, silent = without_empty_answers(example, completion_only)
-    if kept is None:
-        account.empty.add(place)
-    if silent:
-        account.silent.add(place, silent)
-    return kept
+    examples = []
+    for example in sample.examples:
+        kept, silent = without_empty_answers(example, completion_only)
+        if silent:
+            account.silent.add(place, silent)
+        if kept is None:
+            account.empty.add(place)
+            return None
+        examples.append(kept)
+    return replace(sample, examples=tuple(examples))
 
 
 def _size(example: Example) -> int:

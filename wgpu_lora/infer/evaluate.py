@@ -18,7 +18,7 @@ from wgpu_lora.models.inputs import Segment, StepInputs, rope_table
 from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
-from wgpu_lora.ops.loss import cross_entropy
+from wgpu_lora.ops.loss import sum_by_slot, token_logprobs
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.share import claim
 
@@ -62,14 +62,17 @@ class Evaluator:
     ):
         self.model, self.adapters, self.device, config = model, adapters, model.device, model.config
         slots = len(adapters.specs) if adapters else 1
-        total = persistent((slots,), "f32", "workspace", "evaluation loss")
+        # Of all rows of a batch, whoever's they are.
+        self._total = persistent((1,), "f32", "workspace", "evaluation total")
+        self._counted = persistent((1, 2), "u32", "workspace", "evaluated targets")
         self._own_table = table is None
         self._table = table or persistent((tokens, config.head_dim // 2, 2), "f32", "workspace", "evaluation rope")
-        self.inputs = StepInputs.declare(config, tokens, slots, self._table, total)
+        self.inputs = StepInputs.declare(config, tokens, slots, self._table)
         self.program = Program(model.device, "evaluation")
         recorder = Recorder(self.program, compute_dtype=compute_dtype)
         hidden = model.decoder.hidden(recorder, self.inputs, adapters.bind(self.inputs) if adapters else {})
-        cross_entropy(recorder, hidden, model.decoder.head, self.inputs.loss)
+        logprobs = token_logprobs(recorder, hidden, model.decoder.head, self.inputs.targets)
+        recorder.dispatch(sum_by_slot, logprobs, self._counted, self._total, slots=1)
 
     def storages(self) -> set[Storage]:
         """Everything persistent that the program needs, the model's weights and the adapters among it."""
@@ -96,25 +99,18 @@ class Evaluator:
         watch(done)
         for together in pack([len(row.input_ids) for row in rows], range(len(rows)), self.inputs.tokens):
             segments = [Segment(rows[i].input_ids, rows[i].labels, slot) for i in together]
-            trained = self.inputs.upload(self.device, segments)
-            self._count_as_one(trained)
+            count = int(self.inputs.upload(self.device, segments).max())
+            self.device.write(self._counted.storage.buffer, np.array([0, count], np.uint32))
+            self.device.write(self._total.storage.buffer, np.zeros(1, np.float32))
             self.program.run()
             # Summed here in float64: a float32 total over many batches would lose the small ones.
-            total += float(self.device.read(self.inputs.loss.total.storage.buffer, 4).view(np.float32)[0])
-            tokens += trained
+            total -= float(self.device.read(self._total.storage.buffer, 4).view(np.float32)[0])
+            tokens += count
             done += len(together)
             watch(done)
         if not tokens:
             raise UserError("The rows to evaluate have no token to predict: check their labels, or use other data.")
         return total / tokens, tokens
-
-    def _count_as_one(self, trained: int) -> None:
-        # Sums are kept by slot, but rows of the base alone have none: all are summed in place 0, whoever's they are.
-        ranges = np.zeros(self.inputs.loss.ranges.shape, np.uint32)
-        ranges[0] = 0, trained
-        self.device.write(self.inputs.loss.ranges.storage.buffer, ranges)
-        total = self.inputs.loss.total
-        self.device.write(total.storage.buffer, np.zeros(total.shape, np.float32))
 
 
 def evaluate(

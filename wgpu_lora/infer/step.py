@@ -94,8 +94,7 @@ class Step:
     ):
         self.device, self.state, self.tokens = device, state, tokens
         slots = len(adapters.specs) if adapters else 1
-        unused = persistent((slots,), "f32", "workspace", "no loss")
-        self.inputs = StepInputs.declare(decoder.config, tokens, slots, state.rope_table, unused)
+        self.inputs = StepInputs.declare(decoder.config, tokens, slots, state.rope_table)
         self.cache_rows = persistent((tokens,), "u32", "workspace", f"cache rows [{tokens}]")
         self.picked = persistent((state.batch,), "u32", "workspace", f"picked [{tokens}]")
         self.program = Program(device, f"step of {tokens} rows")

@@ -11,7 +11,7 @@ import numpy as np
 from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, persistent
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.rope import attention_factor, inv_freq
-from wgpu_lora.ops.loss import LossInputs
+from wgpu_lora.ops.loss import Targets
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.device import Device
@@ -23,15 +23,14 @@ NOWHERE = 0xFFFFFFFF
 class Segment:
     """One row of data in a batch.
 
-    labels are unshifted, -100 where untrained, as Hugging Face has them; None where nothing is trained.
-    slot: whose adapter applies (None: the base alone). weight: of each trained token's loss, 1 / the slot's trained
-    tokens of the whole optimizer step. draws: u32 [len, 4], what dropout is drawn from; None without dropout.
+    labels are unshifted, -100 where no log-probability is wanted, as Hugging Face has them; None where none is at all.
+    slot: whose adapter applies (None: the base alone). draws: u32 [len, 4], what dropout is drawn from; None without
+    dropout.
     """
 
     input_ids: np.ndarray
     labels: np.ndarray | None = None
     slot: int | None = 0
-    weight: float = 1.0
     draws: np.ndarray | None = None
 
 
@@ -53,13 +52,11 @@ class StepInputs:
     ranges: dict[int | None, Tensor]
     slot_ranges: Tensor
     draws: Tensor | None
-    loss: LossInputs
+    targets: Targets
     rope_table: Tensor
 
     @classmethod
-    def declare(
-        cls, config: ModelConfig, tokens: int, slots: int, table: Tensor, total: Tensor, dropout: bool = False
-    ) -> StepInputs:
+    def declare(cls, config: ModelConfig, tokens: int, slots: int, table: Tensor, dropout: bool = False) -> StepInputs:
         def make(name: str, *shape: int, dtype: str = "u32") -> Tensor:
             return persistent(shape, dtype, "workspace", f"{name} [{tokens}]")
 
@@ -70,13 +67,8 @@ class StepInputs:
             ranges={w: make(f"ranges {w}", tokens, 4) for w in windows},
             slot_ranges=make("slot ranges", slots, 2),
             draws=make("draws", tokens, 4) if dropout else None,
-            loss=LossInputs(
-                rows=make("trained rows", tokens),
-                targets=make("targets", tokens),
-                weight=make("token weights", tokens, dtype="f32"),
-                count=make("trained count", 1),
-                ranges=make("trained ranges", slots, 2),
-                total=total,
+            targets=Targets(
+                rows=make("target rows", tokens), ids=make("targets", tokens), count=make("target count", 1)
             ),
             rope_table=table,
         )
@@ -86,21 +78,14 @@ class StepInputs:
         return self.ids.size
 
     def storages(self) -> set[Storage]:
-        """Everything that `upload` fills, the rope table, and the loss total."""
-        loss = self.loss
-        tensors = [self.ids, self.positions, *self.ranges.values(), self.slot_ranges, self.rope_table, loss.rows]
-        tensors += [
-            loss.targets,
-            loss.weight,
-            loss.count,
-            loss.ranges,
-            loss.total,
-            *([self.draws] if self.draws else []),
-        ]
+        """Everything that `upload` fills, and the rope table."""
+        targets = self.targets
+        tensors = [self.ids, self.positions, *self.ranges.values(), self.slot_ranges, self.rope_table]
+        tensors += [targets.rows, targets.ids, targets.count, *([self.draws] if self.draws else [])]
         return {t.storage for t in tensors}
 
-    def upload(self, device: Device, segments: Sequence[Segment]) -> int:
-        """Lays segments side by side, ordered by slot, and uploads them; returns the trained tokens.
+    def upload(self, device: Device, segments: Sequence[Segment]) -> np.ndarray:
+        """Lays segments side by side, ordered by slot, and uploads them; returns [start, stop) of each one's targets.
 
         A token's successor is predicted only within its own segment; what is left of the batch is padding, each
         row of which sees itself alone.
@@ -111,10 +96,12 @@ class StepInputs:
         draws = np.zeros((size, 4), np.uint32)
         draws[:, 3] = np.float32(1).view(np.uint32)
         slots = self.slot_ranges.shape[0]
-        slot_ranges, loss_ranges = np.zeros((slots, 2), np.uint32), np.zeros((slots, 2), np.uint32)
-        rows, targets, weights = [], [], []
-        at = trained = 0
-        for segment in sorted(segments, key=lambda s: slots if s.slot is None else s.slot):
+        slot_ranges, places = np.zeros((slots, 2), np.uint32), np.zeros((len(segments), 2), np.int64)
+        rows, targets = [], []
+        at = count = 0
+        owners = [slots if segment.slot is None else segment.slot for segment in segments]
+        for number in sorted(range(len(segments)), key=owners.__getitem__):
+            segment = segments[number]
             length = len(segment.input_ids)
             stop = at + length
             assert stop <= size, f"{stop} tokens do not fit a batch of {size}"
@@ -126,15 +113,13 @@ class StepInputs:
             if segment.labels is not None:
                 rows.append(at + picked)
                 targets.append(segment.labels[1:][picked])
-                weights.append(np.full(picked.size, segment.weight))
             if segment.slot is not None:
                 slot_ranges[segment.slot] = (
                     at if slot_ranges[segment.slot, 1] == 0 else slot_ranges[segment.slot, 0],
                     stop,
                 )
-                first = trained if loss_ranges[segment.slot, 1] == 0 else loss_ranges[segment.slot, 0]
-                loss_ranges[segment.slot] = (first, trained + picked.size)
-            at, trained = stop, trained + picked.size
+            places[number] = count, count + picked.size
+            at, count = stop, count + picked.size
         self._write(device, self.ids, ids)
         self._write(device, self.positions, positions)
         row = np.arange(size)
@@ -145,12 +130,10 @@ class StepInputs:
         self._write(device, self.slot_ranges, slot_ranges)
         if self.draws:
             self._write(device, self.draws, draws)
-        self._write(device, self.loss.rows, _padded(rows, size, NOWHERE))
-        self._write(device, self.loss.targets, _padded(targets, size, 0))
-        self._write(device, self.loss.weight, _padded(weights, size, 0.0))
-        self._write(device, self.loss.count, np.array([trained]))
-        self._write(device, self.loss.ranges, loss_ranges)
-        return trained
+        self._write(device, self.targets.rows, _padded(rows, size, NOWHERE))
+        self._write(device, self.targets.ids, _padded(targets, size, 0))
+        self._write(device, self.targets.count, np.array([count]))
+        return places
 
     def _write(self, device: Device, tensor: Tensor, values: np.ndarray) -> None:
         device.write(tensor.storage.buffer, values.astype(NUMPY[tensor.dtype]))

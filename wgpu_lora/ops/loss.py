@@ -1,8 +1,10 @@
-"""LM head and cross-entropy in vocabulary chunks, forward and backward in one sweep, all logits never held.
+"""Log-probabilities of a batch's targets, and their gradient, in one sweep over chunks of the vocabulary.
 
-The gradient of a row's loss by its hidden state is sum_v p_v W[v] - W[target]. Like attention, it can be accumulated
-with an online softmax: each chunk's products are added with p taken relative to the running maximum, what came before
-is rescaled, and the sum divides at the end. So a chunk is multiplied twice, not three times.
+With W the LM head, the gradient of a row's -log p(target) by its hidden state is sum_v p_v W[v] - W[target]. Like
+attention, it can be accumulated with an online softmax: each chunk's products are added with p taken relative to the
+running maximum, what came before is rescaled, and the sum divides at the end. So a chunk is multiplied twice, not three
+times, and all logits are never held. What an objective makes of the log-probabilities only scales each row's gradient,
+so it may be known after the sweep.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Fixed, In, InOut, Out, kernel
+from wgpu_lora.gpu.kernel import U32, Fixed, In, InOut, Out, kernel, one_per
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.elementwise import fill
 from wgpu_lora.ops.embedding import Table, embed, gather_rows, scatter_rows
@@ -41,18 +43,21 @@ def softmax_chunk(
     return logits, state, rescale
 
 
-@kernel("loss_finish.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
-def loss_finish(
-    state: In, weight: Fixed, loss: Out, head_rows: In = None, dh: InOut = None, *, rows: U32, cols: U32
-) -> Any:
-    """loss = m + log(sum) - target's logit; dh = weight (dh / sum - head_rows); rows of weight 0 give zeros."""
+@kernel("target_logprobs.wgsl", grid=lambda c: one_per(c.rows), lib=("linear",))
+def target_logprobs(state: In, count: Fixed, logprobs: Out, *, rows: U32) -> Any:
+    """logprobs = target's logit - (m + log(sum)), of `softmax_chunk`'s state; 0 for rows >= count[0]."""
     top, total, picked, _ = state.reshape(rows, 4).T
-    used = weight.reshape(-1) != 0
-    loss = np.where(used, top + np.log(np.where(used, total, 1)) - picked, 0)
-    if dh is None:
-        return loss
-    gradient = weight.reshape(-1, 1) * (dh / np.where(used, total, 1)[:, None] - head_rows)
-    return loss, np.where(used[:, None], gradient, 0)
+    used = np.arange(rows) < int(count.reshape(-1)[0])
+    return np.where(used, picked - (top + np.log(np.where(used, total, 1))), 0)
+
+
+@kernel("logprob_gradient.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
+def logprob_gradient(state: In, weights: In, count: Fixed, head_rows: In, dh: InOut, *, rows: U32, cols: U32) -> Any:
+    """dh = weights (dh / sum - head_rows); rows of weight 0 and rows >= count[0] give zeros."""
+    total = state.reshape(rows, 4)[:, 1]
+    used = (weights.reshape(-1) != 0) & (np.arange(rows) < int(count.reshape(-1)[0]))
+    gradient = weights.reshape(-1, 1) * (dh / np.where(used, total, 1)[:, None] - head_rows)
+    return np.where(used[:, None], gradient, 0)
 
 
 @kernel("sum_by_slot.wgsl.j2", grid=row_grid(lambda c: c.slots), variants=by_subgroup)
@@ -62,26 +67,26 @@ def sum_by_slot(x: In, ranges: Fixed, total: InOut, *, slots: U32) -> Any:
 
 
 @dataclass(frozen=True)
-class LossInputs:
-    """A step's trained rows, compacted: R = T at most, the first `count` of them real.
+class Targets:
+    """The tokens of a batch that have a log-probability, compacted: R = T at most, the first `count` of them real.
 
-    rows u32 [R] (row of the batch, 0xffffffff: none), targets u32 [R], weight f32 [R] (1 / the slot's trained tokens
-    of the whole optimizer step), count u32 [1], ranges u32 [slots, 2] of compacted rows, total f32 [slots].
+    rows u32 [R] (row of the batch, 0xffffffff: none), ids u32 [R], count u32 [1].
     """
 
     rows: Tensor
-    targets: Tensor
-    weight: Tensor
+    ids: Tensor
     count: Tensor
-    ranges: Tensor
-    total: Tensor
 
 
-def cross_entropy(rec: Recorder, hidden: Tensor, head: Table, inputs: LossInputs) -> Tensor:
-    """Adds each slot's summed loss to inputs.total, seeds the backward pass, and returns the losses [R]."""
-    rows, cols = inputs.rows.size, head.in_features
+def token_logprobs(rec: Recorder, hidden: Tensor, head: Table, targets: Targets) -> Tensor:
+    """The log-probability of every target, f32 [R].
+
+    Where a gradient is wanted, `rec` takes as that of this tensor the weights of each token's -log p in the loss
+    (`seed`).
+    """
+    rows, cols = targets.rows.size, head.in_features
     picked = rec.temp((rows, cols), name="picked")
-    rec.dispatch(gather_rows, hidden, inputs.rows, picked, rows=rows, cols=cols)
+    rec.dispatch(gather_rows, hidden, targets.rows, picked, rows=rows, cols=cols)
     gradient = rec.training and rec.tracks(hidden)
     dpicked = rec.temp((rows, cols), name="dpicked") if gradient else None
     state, rescale = rec.temp((rows, 4), name="softmax state"), rec.temp((rows,), name="rescale")
@@ -89,22 +94,28 @@ def cross_entropy(rec: Recorder, hidden: Tensor, head: Table, inputs: LossInputs
     for first, part in head.chunks(step):
         width = part.shape[0]
         logits = rec.temp((rows, width), name="logits")
-        count, kind = inputs.count, head.dtype
+        count, kind = targets.count, head.dtype
         rec.dispatch(matmul_nt, picked, part, logits, None, count, m=rows, n=width, k=cols, b_type=kind)
-        rec.dispatch(softmax_chunk, logits, inputs.targets, count, state, rescale, rows=rows, cols=width, first=first)
+        rec.dispatch(softmax_chunk, logits, targets.ids, count, state, rescale, rows=rows, cols=width, first=first)
         if dpicked:
             old = rescale if first else None
             rec.dispatch(matmul_nn, logits, part, dpicked, old, count, m=rows, n=cols, k=width, b_type=kind)
-    losses = rec.temp((rows,), name="losses")
-    targets = embed(rec, inputs.targets, head, name="target rows") if dpicked else None
-    rec.dispatch(loss_finish, state, inputs.weight, losses, targets, dpicked, rows=rows, cols=cols)
-    rec.dispatch(sum_by_slot, losses, inputs.ranges, inputs.total, slots=inputs.total.size)
+    logprobs = rec.temp((rows,), name="logprobs")
+    rec.dispatch(target_logprobs, state, targets.count, logprobs, rows=rows)
 
     def backward() -> None:
         assert dpicked is not None
+        head_rows, weights = embed(rec, targets.ids, head, name="target rows"), rec.gradient(logprobs)
+        shape = {"rows": rows, "cols": cols}
+        rec.dispatch(logprob_gradient, state, weights, targets.count, head_rows, dpicked, **shape)
         dhidden = rec.new_gradient(hidden)
         rec.dispatch(fill, dhidden, size=dhidden.size)
-        rec.dispatch(scatter_rows, dpicked, inputs.rows, dhidden, rows=rows, cols=cols)
+        rec.dispatch(scatter_rows, dpicked, targets.rows, dhidden, **shape)
 
-    rec.node(backward, inputs=[hidden], outputs=[losses])
-    return losses
+    rec.node(backward, inputs=[hidden], outputs=[logprobs])
+    return logprobs
+
+
+def seed(rec: Recorder, logprobs: Tensor, weights: Tensor) -> None:
+    """Begins the backward pass of a loss whose derivative by each token's -log p is `weights` f32 [R]."""
+    rec.give_gradient(logprobs, weights)

@@ -93,6 +93,11 @@ class Recorder:
         self._gradients[tensor.storage] = gradient
         return gradient
 
+    def give_gradient(self, tensor: Tensor, gradient: Tensor) -> None:
+        """Begins a backward pass at `tensor`, whose gradient is known."""
+        assert tensor.storage not in self._gradients, f"{tensor.name} has a gradient already"
+        self._gradients[tensor.storage] = gradient
+
     def gradient_target(self, tensor: Tensor) -> tuple[Tensor, bool]:
         """Where to write a tensor's gradient, and whether to add to what is there."""
         if not self.tracks(tensor):
@@ -120,7 +125,7 @@ class Recorder:
             self._gradients[target.storage] = self.gradient(source)
 
     def backward(self) -> None:
-        """Records the backward pass of everything on the tape; the last op seeds it."""
+        """Records the backward pass of everything on the tape, from the gradient that was given (`give_gradient`)."""
         while self._nodes:
             self._nodes.pop()()
 

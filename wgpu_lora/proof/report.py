@@ -11,16 +11,14 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from wgpu_lora.assets import ROOT
 from wgpu_lora.formats.atomic import write_bytes_atomic
 from wgpu_lora.pages import render as render_page
 from wgpu_lora.pages.chart import Chart, Line, line_chart
 from wgpu_lora.proof.context import Proof
-
-if TYPE_CHECKING:
-    from wgpu_lora.proof.run import Result
+from wgpu_lora.proof.finding import Result
 
 SCHEMA = 1
 JSON, PAGE = "proof.json", "proof.html"

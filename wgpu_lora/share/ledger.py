@@ -31,15 +31,15 @@ def share_directory() -> Path:
     return Path(named) if named else Path(user_state_dir("wgpu-lora")) / "share"
 
 
-def device_key(info: AdapterInfo, adapters: Sequence[AdapterInfo] | None = None) -> str:
-    """Names a physical device among `adapters`, by default all: its kind, model, and number among those of one model.
+def device_key(info: AdapterInfo, listed: Sequence[AdapterInfo] | None = None) -> str:
+    """Names a physical device among those `listed`, by default all: kind, model, and number among those of its model.
 
     Names carry the driver in brackets, and each backend and driver lists the device anew: neither makes another device.
     """
-    if adapters is None:
+    if listed is None:
         from wgpu_lora.gpu.adapters import list_adapters
 
-        adapters = list_adapters()
+        listed = list_adapters()
 
     def model(a: AdapterInfo) -> str:
         return " ".join(re.sub(r"\(.*?\)", " ", a.name).split())
@@ -47,7 +47,7 @@ def device_key(info: AdapterInfo, adapters: Sequence[AdapterInfo] | None = None)
     def listing(a: AdapterInfo) -> tuple[str, ...]:
         return a.kind, model(a), a.backend, a.driver
 
-    number = sum(listing(a) == listing(info) and a.index < info.index for a in adapters)
+    number = sum(listing(a) == listing(info) and a.index < info.index for a in listed)
     return f"{info.kind} {model(info)} {number}"
 
 

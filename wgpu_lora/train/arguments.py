@@ -14,6 +14,7 @@ from wgpu_lora.names.aliases import real_names, real_value
 from wgpu_lora.names.allowed import COMPUTE_DTYPES, LINEAR_PATHS, LR_SCHEDULERS, OVERFLOW
 from wgpu_lora.names.naming import Naming, flag, naming
 from wgpu_lora.train.declared import Range, check, kinds, option, require
+from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.weights.registry import BASE_FORMATS, DEFAULT_FORMAT
 
@@ -64,9 +65,7 @@ class TrainingArguments:
     skip_bad_rows: bool = option(
         False, FILES, "Go on without rows that cannot be read; they are set aside in skipped_rows.jsonl in --output."
     )
-    device: str | None = option(
-        None, FILES, "GPU to use: its index or a part of its name, as 'wgpu-lora info' lists them."
-    )
+    device: str | None = option(None, FILES, "Device index or part of its name, as 'wgpu-lora info' lists them.")
     base_dtype: str = option(DEFAULT_FORMAT, MEMORY, "How the frozen weights are kept.", choices=BASE_FORMATS)
     compute_dtype: str = option(
         "f32",
@@ -100,6 +99,7 @@ class TrainingArguments:
         "Steps over which the learning rate rises, instead of a share of them, if positive.",
         within=NOT_NEGATIVE,
     )
+    objective: str = option("sft", OPTIMISATION, "What is learnt from the rows.", choices=OBJECTIVES)
     optim: str = option("adamw", OPTIMISATION, "The optimizer.", choices=OPTIMIZERS)
     weight_decay: float = option(0.0, OPTIMISATION, "Decoupled weight decay.", within=NOT_NEGATIVE)
     adam_beta1: float = option(0.9, OPTIMISATION, "Decay of AdamW's first moment.", within=Range(at_least=0, below=1))

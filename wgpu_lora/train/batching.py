@@ -13,7 +13,9 @@ FEW = 32  # steps of an epoch: with fewer, what was left open is chosen by the r
 ROWS = (8, 4, 2)  # of a step then, the first that gives that many steps
 
 
-def fitted(args: TrainingArguments, lengths: Sequence[int], weight: float = 1.0) -> tuple[TrainingArguments, str]:
+def fitted(
+    args: TrainingArguments, lengths: Sequence[int], weight: float = 1.0, members: int = 1
+) -> tuple[TrainingArguments, str]:
     """Fills in packing, rows a batch and batches a step where they were left open; also a note where data are small.
 
     Small data are those of which packed batches, 4 a step, would make fewer than FEW steps an epoch. They get 2 or 1 a
@@ -21,12 +23,14 @@ def fitted(args: TrainingArguments, lengths: Sequence[int], weight: float = 1.0)
     many, in batches of no more tokens than a packed one.
 
     Args:
-        lengths: tokens of each row.
+        lengths: tokens of each row, or of all that a sample of several has in a batch.
+        members: how many that are; a batch is larger by so much.
         weight: batches a step, by those of an adapter of weight 1, where they were left open.
     """
     packing, rows, accumulation = args.batching
     said = args.packing, args.per_device_train_batch_size, args.gradient_accumulation_steps
-    a_batch = rows * args.length if packing else rows * sum(lengths) / len(lengths)  # tokens
+    longest = args.length * members
+    a_batch = rows * longest if packing else rows * sum(lengths) / len(lengths)  # tokens
 
     def few(batches: int) -> bool:
         return sum(lengths) / (a_batch * batches) < FEW
@@ -39,7 +43,7 @@ def fitted(args: TrainingArguments, lengths: Sequence[int], weight: float = 1.0)
             note = f"{counted(max(1, round(accumulation * weight)), 'packed batch', 'packed batches')} a step, {small}"
         if few(accumulation) and not args.packing:
             packing = False
-            rows, accumulation = _sizes(said[1], said[2], lengths, ROWS_PER_BATCH * args.length, weight)
+            rows, accumulation = _sizes(said[1], said[2], lengths, ROWS_PER_BATCH * longest, weight)
             batches = accumulation if said[2] else max(1, round(accumulation * weight))
             note = f"{counted(min(rows * batches, len(lengths)), 'row')} a step, not packed, {small}"
     if said[2] is None:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from wgpu_lora.formats.atomic import file_digest
 from wgpu_lora.formats.peft import WEIGHTS
 from wgpu_lora.train import output
 from wgpu_lora.train.records import Data, HeldOut, Memory, RunRecord
+from wgpu_lora.train.run import Run
 from wgpu_lora.train.schema import SCHEMA
 from wgpu_lora.train.session import Session
 
-if TYPE_CHECKING:
-    from wgpu_lora.train.slot import AdapterRun
 
-
-def metadata(run: AdapterRun) -> dict[str, Any]:
+def metadata(run: Run) -> dict[str, Any]:
     """metadata.json: what a person or a tool wants to know of a checkpoint."""
     state = run.state
     return {
@@ -39,7 +37,7 @@ def metadata(run: AdapterRun) -> dict[str, Any]:
     }
 
 
-def record_of(run: AdapterRun, session: Session, stop_reason: str, stop_signal: str | None) -> RunRecord:
+def record_of(run: Run, session: Session, stop_reason: str, stop_signal: str | None) -> RunRecord:
     """What run.json holds of a run that has ended; its adapter is written already."""
     prepared, state = run.stream.prepared, replace(run.state)
     if run.args.target_seconds and not state.calibrated:

@@ -22,11 +22,12 @@ from wgpu_lora.train.initial import adapter_of, spec_of
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.length import fit_length, shortened
 from wgpu_lora.train.memory import check_adapters
+from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.resume import outlook, plan_of, refuse_used
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun, Measuring
-from wgpu_lora.train.stream import DataStream, quarters
+from wgpu_lora.train.stream import DataStream, group_lengths, quarters
 from wgpu_lora.train.trainer import Callback, Trainer
 
 
@@ -109,7 +110,8 @@ def read_run(
     args, length = fit_length(args, model.config.max_position_embeddings)
     args, adapter, initial = adapter_of(args, model.config)
     prepared = _prepare(args, model, training)
-    args, note = fitted(args, prepared.lengths, weight)
+    objective = objective_of(args)
+    args, note = fitted(args, group_lengths(prepared, objective), weight, objective.members)
     stream = DataStream(prepared, args)
     heldout = _prepare(args, model, held_out) if held_out else None
     chosen = {"length": length, "batches": note}
@@ -157,22 +159,26 @@ def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int
         batch_tokens: the most tokens of a batch, where several slots share them.
     """
     args = runs[0].args
-    heldout = [length for run in runs if run.heldout for length in run.heldout.lengths]
+    heldout = [length for run in runs if run.heldout for length in group_lengths(run.heldout, run.stream.objective)]
     buckets = runs[0].stream.buckets() if batch_tokens is None else quarters(batch_tokens)
     return Session(
         model,
         AdapterSet.declare(model.config, [run.spec for run in runs], model.device.max_binding),
         buckets,
-        positions=max([*heldout, *(length for run in runs for length in run.stream.prepared.lengths)]),
+        positions=max(
+            length for run in runs for data in (run.stream.prepared, run.heldout) if data for length in data.lengths
+        ),
         dropout=any(run.args.lora_dropout > 0 for run in runs),
         recompute=args.gradient_checkpointing,
         compute_dtype=args.compute_dtype,
+        objectives=[run.stream.objective for run in runs],
         optim=args.optim,
         eval_tokens=max([buckets[-1], *heldout]) if heldout else 0,
     )
 
 
 def _prepare(args: TrainingArguments, model: LoadedModel, source: Source) -> Prepared:
+    objective = objective_of(args)
     return prepare(
         source,
         model.tokenizer,
@@ -182,4 +188,6 @@ def _prepare(args: TrainingArguments, model: LoadedModel, source: Source) -> Pre
         chat_template_kwargs=args.template_kwargs(),
         vocab_size=model.config.vocab_size,
         skip_bad_rows=args.skip_bad_rows,
+        read=objective.sample,
+        parts=objective.parts,
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.bounded import read_json
-from wgpu_lora.data import Prepared
+from wgpu_lora.data import Prepared, Row
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.train.arguments import LENGTH, TrainingArguments
@@ -47,17 +47,22 @@ def fit_length(args: TrainingArguments, positions: int) -> tuple[TrainingArgumen
 
 def shortened(prepared: Prepared, args: TrainingArguments) -> Prepared:
     """Rows as they would be with a smaller max_length, for planning: their account stays that of the longer ones."""
-    rows, length = [], args.length
-    for row in prepared.rows:
-        if len(row.input_ids) > length:
-            if args.on_overflow == "drop":
-                continue
-            row = replace(row, input_ids=row.input_ids[:length], labels=row.labels[:length])
-        if row.trained_tokens:
-            rows.append(row)
-    if not rows:
+    length, drop = args.length, args.on_overflow == "drop"
+
+    def cut(row: Row) -> Row:
+        return replace(row, input_ids=row.input_ids[:length], labels=row.labels[:length])
+
+    kept = {}
+    for number, rows in enumerate(prepared.samples):
+        shorter = [cut(row) for row in rows]
+        whole = all(row.trained_tokens for row in shorter)
+        if whole and not (drop and any(len(row.input_ids) > length for row in rows)):
+            kept[number] = shorter
+    if not kept:
         raise UserError(f"{setting('max_length', length)} leaves no row with anything to learn: raise it.")
-    return replace(prepared, rows=rows, max_length=length)
+    values = tuple(prepared.values[number] for number in kept) if prepared.values else ()
+    left = [row for rows in kept.values() for row in rows]
+    return replace(prepared, rows=left, values=values, max_length=length)
 
 
 def fit_rows(given: Mapping[str, Any], adapters: Sequence[str | Path], positions: int) -> RowOptions:

@@ -103,10 +103,6 @@ class Optimizer:
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def begin(self, device: Device) -> None:
-        """Zeroes the loss totals of the step; gradients were zeroed by the last update."""
-        device.write(self.total.storage.buffer, np.zeros(self.slots, np.float32))
-
     def apply(self, device: Device, updates: Mapping[int, SlotUpdate]) -> dict[int, StepReport]:
         """Updates the slots that `updates` names, and no other; one that would not stay in order is left as it was."""
         report = self._run(device, updates)

@@ -33,6 +33,7 @@ class TrainingOptions(TypedDict, total=False):
     lr_scheduler_type: str
     warmup_ratio: float
     warmup_steps: int
+    objective: str
     optim: str
     weight_decay: float
     adam_beta1: float

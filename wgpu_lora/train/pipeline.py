@@ -174,7 +174,7 @@ def _check(args: TrainingArguments, tasks: Sequence[AdapterTask], schedule: str,
 
 def _batch_tokens(runs: Sequence[AdapterRun], schedule: str, given: int | None) -> int:
     largest = [run.stream.buckets()[-1] for run in runs]
-    longest = max(length for run in runs for length in run.stream.prepared.lengths)
+    longest = max(length for run in runs for length in run.stream.lengths)
     if given is not None:
         if given < longest:
             raise UserError(
@@ -187,13 +187,15 @@ def _batch_tokens(runs: Sequence[AdapterRun], schedule: str, given: int | None) 
 
 def _identity(args: TrainingArguments, schedule: str, tokens: int, tasks: Sequence[AdapterTask]) -> dict[str, Any]:
     """What a resumed pipeline must share; every adapter's own options are compared with its checkpoint's."""
-    adapters = [{"name": task.name, "weight": task.weight, "objective": task.objective} for task in tasks]
+    adapters = [{"name": task.name, "weight": task.weight} for task in tasks]
     return {"schedule": schedule, "batch_tokens": tokens, "adapters": adapters, "options": _fixed(args)}
 
 
 def _whole(identity: dict[str, Any]) -> dict[str, Any]:
     """A recorded identity with the defaults of options that the version which wrote it did not know."""
-    return {**identity, "options": _fixed(TrainingArguments()) | identity.get("options", {})}
+    # Version 0.1.0 had an adapter's objective here, which is among its own options now.
+    adapters = [{k: v for k, v in adapter.items() if k != "objective"} for adapter in identity.get("adapters", [])]
+    return {**identity, "adapters": adapters, "options": _fixed(TrainingArguments()) | identity.get("options", {})}
 
 
 def _fixed(args: TrainingArguments) -> dict[str, Any]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from wgpu_lora.models.inputs import Segment
+from wgpu_lora.train.objectives.base import Group
 from wgpu_lora.train.optimizer import SlotUpdate, StepReport
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun, Measuring
@@ -22,7 +22,7 @@ class StepResult:
     """What a callback sees of a slot's step.
 
     adapter: its name in a pipeline, "" for a run by itself. tokens: trained so far; step_tokens: in this step;
-    step_processed_tokens: that went through the model in this step, prompts included.
+    step_processed_tokens: that went through the model in this step, prompts included. metrics: the objective's.
     seconds: of the step alone, held-out loss excluded; where slots share a step, this one's part of it by tokens.
     """
 
@@ -39,6 +39,7 @@ class StepResult:
     slot: int = 0
     step_tokens: int = 0
     step_processed_tokens: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -76,27 +77,28 @@ class Progress:
 
     @property
     def trained_tokens(self) -> int:
-        return self.run.stream.trained_tokens(self.step)
+        return self.run.stream.trained_tokens(self.step.samples)
 
-    def micro_batches(self) -> list[list[Segment]]:
-        """The rows of the next step; their losses are weighted so that they sum to its mean."""
-        stream, weight = self.run.stream, 1 / self.trained_tokens
-        return [stream.segments(self.step, batch, weight, self.run.slot) for batch in self.step.micro_batches]
+    def micro_batches(self) -> list[list[Group]]:
+        """The groups of the next step."""
+        return self.run.stream.groups(self.step, self.run.slot)
 
-    def previous_batches(self) -> list[list[Segment]]:
-        """The rows of the step that was taken last; none before the first."""
+    def previous_batches(self) -> list[list[Group]]:
+        """The groups of the step that was taken last; none before the first."""
         stream, state = self.run.stream, self.run.state
         taken = stream.step_before(state.epoch, state.index)
-        return [stream.segments(taken, batch, 1.0, self.run.slot) for batch in taken.micro_batches] if taken else []
+        return stream.groups(taken, self.run.slot) if taken else []
 
     def update(self) -> SlotUpdate:
         return SlotUpdate(self.run.state.step + 1, self.run.rate(), self.run.args)
 
     def advance(self, report: StepReport, update: SlotUpdate, seconds: float) -> None:
         """Counts the step that was taken; `logged` follows."""
-        state, step, tokens = self.run.state, self.step, self.trained_tokens
-        processed = self.run.stream.processed_tokens(step)
-        loss = report.loss_sum / tokens
+        state, step, stream, tokens = self.run.state, self.step, self.run.stream, self.trained_tokens
+        processed, units = stream.processed_tokens(step.samples), stream.units(step.samples)
+        loss = report.loss_sum / units
+        sums = self.session.totals.read_metrics(self.session.device, self.run.slot, stream.objective)
+        metrics = {name: value / units for name, value in sums.items()}
         state.step += 1
         state.epoch, state.index = (step.epoch + 1, 0) if step.last_of_epoch else (step.epoch, step.index + 1)
         state.tokens += tokens
@@ -109,8 +111,9 @@ class Progress:
         state.last_loss = loss
         self._calibrate(seconds)
         self._epoch = round(step.epoch + (step.index + 1) / len(self.run.stream.epoch(step.epoch)), 4)
-        self._line = {"loss": loss, "learning_rate": update.learning_rate, "grad_norm": report.grad_norm}
-        self._seconds, self._tokens, self._processed = seconds, tokens, processed
+        rate, norm = update.learning_rate, report.grad_norm
+        self._line = {"loss": loss, "learning_rate": rate, "grad_norm": norm, **metrics}
+        self._metrics, self._seconds, self._tokens, self._processed = metrics, seconds, tokens, processed
         self.step = next(self._steps)
 
     @property
@@ -129,23 +132,22 @@ class Progress:
     def measure_start(self, watch: Measuring) -> None:
         """The held-out loss before the first step, which has a line of the log to itself."""
         begin = time.perf_counter()
-        loss = self.run.measure_heldout(self.session, watch)
+        found = self.run.measure_heldout(self.session, watch)
         state = self.run.state
         state.seconds += time.perf_counter() - begin
-        if loss is not None:
-            self.run.log.write({"step": 0, "epoch": 0.0, "eval_loss": loss, "seconds": round(state.seconds, 4)})
+        if found:
+            self.run.log.write({"step": 0, "epoch": 0.0, **found, "seconds": round(state.seconds, 4)})
 
     def measure_heldout(self, watch: Measuring) -> None:
         begin = time.perf_counter()
-        loss = self.run.measure_heldout(self.session, watch)
+        found = self.run.measure_heldout(self.session, watch)
         state = self.run.state
         taken = time.perf_counter() - begin
         state.seconds += taken
         if self.run.args.target_seconds and self.run.heldout and not state.heldout_seconds:
             state.heldout_seconds = taken
             self._fix_budget()
-        if loss is not None:
-            self._line["eval_loss"] = loss
+        self._line |= found
 
     def _calibrate(self, elapsed: float) -> None:
         """With --target-seconds, fixes the schedule's length once some steps have been timed."""
@@ -188,6 +190,7 @@ class Progress:
             run.slot,
             self._tokens,
             self._processed,
+            self._metrics,
         )
 
     def write_pending(self) -> None:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from wgpu_lora.gpu.plan import total_by_group
 from wgpu_lora.gpu.program import Arena, Program, allocate, release
 from wgpu_lora.gpu.tensor import Storage, persistent
-from wgpu_lora.infer.evaluate import Evaluator
-from wgpu_lora.models.inputs import StepInputs, rope_table
+from wgpu_lora.models.inputs import rope_table
 from wgpu_lora.models.load import Progress, staging_bytes
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
-from wgpu_lora.ops.loss import cross_entropy
-from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.share import claim
 from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.batch import Batch, Totals
+from wgpu_lora.train.objectives import objective_of
+from wgpu_lora.train.objectives.base import Group, Objective
 from wgpu_lora.train.optimizer import Optimizer
 
 GROUPS = ("base", "adapters", "optimizer", "activations", "workspace")
@@ -43,6 +45,8 @@ class Session:
 
     Args:
         buckets: tokens of the batches to record, ascending.
+        objectives: of each slot; the default one where it is None.
+        optim: one of OPTIMIZERS.
         eval_tokens: tokens of a held-out batch, 0 for none.
         positions: longest row.
         compute_dtype: what activations are rounded to before a frozen matrix (see ops.half).
@@ -59,47 +63,40 @@ class Session:
         recompute: bool = False,
         eval_tokens: int = 0,
         compute_dtype: str = "f32",
+        objectives: Sequence[Objective] | None = None,
         optim: str = TrainingArguments.optim,
     ):
         self.model = model
         self.compute_dtype = compute_dtype
         self.adapters = adapters
         self.device = device = model.device
-        total = persistent((len(adapters.specs),), "f32", "optimizer", "loss total")
-        self.optimizer = Optimizer(device, adapters, total, optim)
+        chosen = objectives or [objective_of(TrainingArguments())] * len(adapters.specs)
+        self.totals = Totals(chosen)
+        self.optimizer = Optimizer(device, adapters, self.totals.loss, optim)
         config = model.config
         self.table = persistent((positions, config.head_dim // 2, 2), "f32", "workspace", "rope table")
         self._positions = positions
-        self.steps: dict[int, tuple[StepInputs, Program]] = {}
-        for tokens in buckets:
-            slots = len(adapters.specs)
-            inputs = StepInputs.declare(config, tokens, slots, self.table, self.optimizer.total, dropout)
-            self.steps[tokens] = (inputs, self._record(inputs, recompute))
-        self.evaluator = Evaluator(model, adapters, eval_tokens, self.table, compute_dtype) if eval_tokens else None
+
+        def batch(tokens: int, **options: Any) -> Batch:
+            shared = self.totals, self.table
+            return Batch(model, adapters, tokens, chosen, *shared, compute_dtype=compute_dtype, **options)
+
+        self.steps = {tokens: batch(tokens, dropout=dropout, recompute=recompute) for tokens in buckets}
+        self.heldout = batch(eval_tokens, training=False) if eval_tokens else None
         self.built: set[int] = set()
         self._claim = ExitStack()
         self.arena: Arena | None = None
 
-    def _record(self, inputs: StepInputs, recompute: bool) -> Program:
-        program = Program(self.device, f"train {inputs.tokens}")
-        recorder = Recorder(program, True, recompute, self.compute_dtype)
-        hidden = self.model.decoder.hidden(recorder, inputs, self.adapters.bind(inputs))
-        cross_entropy(recorder, hidden, self.model.decoder.head, inputs.loss)
-        recorder.backward()
-        program.prune()
-        return program
-
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def programs(self) -> list[Program]:
-        own = [program for _, program in self.steps.values()]
-        return [*own, self.optimizer.program, *([self.evaluator.program] if self.evaluator else [])]
+        own = [batch.program for batch in self.steps.values()]
+        return [*own, self.optimizer.program, *([self.heldout.program] if self.heldout else [])]
 
     def storages(self) -> set[Storage]:
         found = self.model.decoder.storages() | self.adapters.storages() | self.optimizer.storages()
-        for inputs, program in self.steps.values():
-            found |= inputs.storages() | program.persistent_storages()
-        return found | (self.evaluator.storages() if self.evaluator else set())
+        batches = [*self.steps.values(), *([self.heldout] if self.heldout else [])]
+        return found.union(self.totals.storages(), *(batch.storages() for batch in batches))
 
     def _arena_sizes(self) -> list[int]:
         return Arena.sizes_for([program.plan() for program in self.programs()])
@@ -125,21 +122,32 @@ class Session:
         allocate(self.device, self.storages())
         self.arena = Arena(self.device, self._arena_sizes())
         self.optimizer.program.build(self.arena)
-        if self.evaluator:
-            self.evaluator.build(self.arena)
+        if self.heldout:
+            self.heldout.program.build(self.arena)
         self.adapters.upload_scales(self.device)
         self.optimizer.initialise(self.device)
         self.device.write(self.table.storage.buffer, rope_table(self.model.config, self._positions))
 
-    def step_for(self, tokens: int) -> tuple[StepInputs, Program]:
-        """The smallest bucket that holds `tokens`, its pipelines compiled on first use."""
+    def begin(self) -> None:
+        """Zeroes the totals of a step; gradients were zeroed by the last update."""
+        self.totals.clear(self.device)
+
+    def accumulate(self, groups: Sequence[Group]) -> None:
+        """Adds losses, metrics and gradients of a batch of groups to those since `begin`."""
+        batch = self.batch_for(groups)
+        batch.upload(groups)
+        batch.program.run()
+
+    def batch_for(self, groups: Sequence[Group]) -> Batch:
+        """The smallest bucket that holds the groups, its pipelines compiled on first use."""
+        tokens = sum(group.tokens for group in groups)
         bucket = min(size for size in self.steps if size >= tokens)
-        inputs, program = self.steps[bucket]
+        batch = self.steps[bucket]
         if bucket not in self.built:
             assert self.arena is not None, "allocate() first"
-            program.build(self.arena)
+            batch.program.build(self.arena)
             self.built.add(bucket)
-        return inputs, program
+        return batch
 
     def close(self) -> None:
         """Frees everything but the base, which other runs may use."""

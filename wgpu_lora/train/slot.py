@@ -1,77 +1,43 @@
-"""One adapter's run: its data, its options, where it stands, and its directory."""
+"""One adapter's run in its directory: how it begins, what it keeps, how it ends."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from wgpu_lora.data import Prepared, write_skipped
+from wgpu_lora.data import write_skipped
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.peft import AdapterConfig, read_adapter, write_adapter
+from wgpu_lora.formats.peft import read_adapter, write_adapter
 from wgpu_lora.formats.tokenizer_files import write_tokenizer
-from wgpu_lora.models.lora import Matrices, SlotSpec
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.train import checkpoint, output
-from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments
+from wgpu_lora.train.arguments import PLAN, TrainingArguments
 from wgpu_lora.train.card import write_card
 from wgpu_lora.train.checkpoint import BEST, EPOCH, adapter_tensors
 from wgpu_lora.train.facts import metadata, record_of
+from wgpu_lora.train.heldout import heldout_loss
 from wgpu_lora.train.initial import SeededMatrices
 from wgpu_lora.train.output import Log
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.resume import UNTIMED_STEPS, differs, go_on, nothing_in, refuse_used
+from wgpu_lora.train.run import Run
 from wgpu_lora.train.schedule import learning_rate, warmup_steps
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.state import RunState
 from wgpu_lora.train.stream import DataStream
 
-LOGGING_STEPS, SHORT = 10, 100  # a run of no more steps than SHORT logs every one
 # Called while a held-out loss is measured: the run, rows that are done, and the loss once it is known.
 Measuring = Callable[["AdapterRun", int, float | None], None]
 
 
 @dataclass
-class AdapterRun:
-    """Slot `slot` of a session. A fine-tune by itself is a pipeline of one.
+class AdapterRun(Run):
+    """A run in a session, and its directory."""
 
-    name: what a pipeline calls it; "" by itself, and then checkpoints are kept by step, not by epoch.
-    notes: what was chosen for it, and how it goes on, for a person.
-    """
-
-    slot: int
-    args: TrainingArguments
-    adapter: AdapterConfig
-    spec: SlotSpec
-    initial: Matrices
-    stream: DataStream
-    heldout: Prepared | None
-    base_digest: str
-    config_digest: str
-    name: str = ""
-    notes: tuple[str, ...] = ()
-    state: RunState = field(default_factory=RunState)
-    resumed_from: Path | None = None
-    weights_sha256: str | None = None  # of the base, once it is loaded
-    _began_with: str | None = None  # the same of the run that is resumed
-
-    @property
-    def directory(self) -> Path:
-        return self.args.directory
-
-    def logs(self, step: int, heldout: bool) -> bool:
-        """Whether a step has a line in the log: one of the last, and of a held-out loss, always has."""
-        every = self.args.logging_steps or (1 if self.state.total_steps <= SHORT else LOGGING_STEPS)
-        return heldout or step % every == 0 or step >= self.state.total_steps
-
-    def identity(self) -> dict[str, Any]:
-        """What a resumed run must share with the one it continues, and how far it was to go."""
-        options = {k: v for k, v in self.args.as_dict().items() if k not in FREE_ON_RESUME and k != "init_adapter"}
-        base = {"base": self.base_digest, "config": self.config_digest, "weights": self.weights_sha256}
-        return {"options": options, "data": self.stream.rows_digest(), **base}
+    _began_with: str | None = None  # weights_sha256 of the run that is resumed
 
     # -- beginning -------------------------------------------------------------------------------------------------
 
@@ -213,16 +179,18 @@ class AdapterRun:
         matrices = session.adapters.read(session.device, self.slot)
         write_adapter(directory, adapter_tensors(matrices, self.adapter), self.adapter)
 
-    def measure_heldout(self, session: Session, watch: Measuring) -> float | None:
-        """The held-out loss, or None without one that is finite; a new best one keeps a checkpoint in best/.
+    def measure_heldout(self, session: Session, watch: Measuring) -> dict[str, float]:
+        """The held-out `eval_loss` and metrics, {} where they are not finite; a new best one is kept in best/.
 
         Before the first step it is only what later ones are compared with.
         """
-        if not self.heldout or not session.evaluator:
-            return None
-        loss, _ = session.evaluator.loss(self.heldout.rows, self.slot, lambda rows: watch(self, rows, None))
-        if not math.isfinite(loss):
-            return None
+        if not self.heldout or not session.heldout:
+            return {}
+        stream = DataStream(self.heldout, self.args)
+        found = heldout_loss(session, stream, self.slot, lambda rows: watch(self, rows, None))
+        loss = found["loss"]
+        if not all(map(math.isfinite, found.values())):
+            return {}
         state = self.state
         state.last_eval_loss = loss
         if not state.step:
@@ -231,7 +199,7 @@ class AdapterRun:
             state.best_eval_loss, state.best_step = loss, state.step
             self.write_checkpoint(session, self.directory / BEST)
         watch(self, len(self.heldout.rows), loss)
-        return loss
+        return {f"eval_{name}": value for name, value in found.items()}
 
     # -- end -------------------------------------------------------------------------------------------------------
 

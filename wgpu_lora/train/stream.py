@@ -1,27 +1,35 @@
-"""Which rows go into which optimizer step: a pure function of lengths and options, so that resuming is exact."""
+"""Which samples go into which optimizer step: a pure function of lengths and options, so that resuming is exact."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from wgpu_lora.data import Prepared, batches, epoch_order
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.objectives import objective_of
+from wgpu_lora.train.objectives.base import Group, Objective
 
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step: its micro-batches as positions in Prepared.rows."""
+    """One optimizer step: its micro-batches as positions in Prepared.samples."""
 
     epoch: int
     index: int  # within the epoch
     last_of_epoch: bool
     micro_batches: list[list[int]]
+
+    @property
+    def samples(self) -> list[int]:
+        """Of all its micro-batches."""
+        return [sample for batch in self.micro_batches for sample in batch]
 
 
 @dataclass
@@ -34,19 +42,23 @@ class DataStream:
     _total: int | None = None  # counting steps packs every epoch, and several ask
     _digest: str | None = None  # every checkpoint has it
 
+    @cached_property
+    def objective(self) -> Objective:
+        return objective_of(self.args)
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of each sample in a batch, a reference pass included."""
+        return group_lengths(self.prepared, self.objective)
+
     def epoch(self, number: int) -> list[list[list[int]]]:
         """The optimizer steps of an epoch; the last may have fewer micro-batches."""
         if number not in self._epochs:
             args = self.args
             packing, rows, group = args.batching
-            order = epoch_order(len(self.prepared.rows), args.seed, number, args.shuffle)
-            made = batches(
-                self.prepared.lengths,
-                order.tolist(),
-                batch_size=rows,
-                max_length=args.length,
-                packing=packing,
-            )
+            order = epoch_order(len(self.lengths), args.seed, number, args.shuffle)
+            longest = args.length * self.objective.members
+            made = batches(self.lengths, order.tolist(), batch_size=rows, max_length=longest, packing=packing)
             self._epochs = {number: [made[i : i + group] for i in range(0, len(made), group)]}
         return self._epochs[number]
 
@@ -87,18 +99,31 @@ class DataStream:
         made = self.epoch(epoch)
         return Step(epoch, index - 1, index == len(made), made[index - 1])
 
-    def trained_tokens(self, step: Step) -> int:
+    def trained_tokens(self, samples: Iterable[int]) -> int:
         """Tokens that are learnt."""
-        return sum(self.prepared.rows[row].trained_tokens for batch in step.micro_batches for row in batch)
+        return sum(row.trained_tokens for sample in samples for row in self.prepared.samples[sample])
 
-    def processed_tokens(self, step: Step) -> int:
-        """Tokens that go through the model, prompts included."""
-        return sum(len(self.prepared.rows[row].input_ids) for batch in step.micro_batches for row in batch)
+    def processed_tokens(self, samples: Iterable[int]) -> int:
+        """Tokens that go through the model, prompts and reference passes included."""
+        return sum(self.lengths[sample] for sample in samples)
 
-    def segments(self, step: Step, batch: list[int], weight: float, slot: int = 0) -> list[Segment]:
-        rows = [self.prepared.rows[i] for i in batch]
-        draws = [self._draws(step.epoch, row.index, len(row.input_ids)) for row in rows]
-        return [Segment(r.input_ids, r.labels, slot, weight, d) for r, d in zip(rows, draws, strict=True)]
+    def units(self, samples: Sequence[int]) -> int:
+        """How many tokens or groups the loss of these samples is a mean over."""
+        return self.trained_tokens(samples) if self.objective.unit == "token" else len(samples)
+
+    def groups(self, step: Step, slot: int = 0) -> list[list[Group]]:
+        """The micro-batches of a step, weighted so that their losses sum to its mean."""
+        weight = 1 / self.units(step.samples)
+        return [[self.group(i, weight, slot, step.epoch) for i in batch] for batch in step.micro_batches]
+
+    def group(self, sample: int, weight: float, slot: int, epoch: int | None = None) -> Group:
+        """A sample as a batch has it; `epoch` is what its dropout is drawn by, None for none."""
+        rows = self.prepared.samples[sample]
+        draws = [None if epoch is None else self._draws(epoch, row.index, len(row.input_ids)) for row in rows]
+        segments = [Segment(r.input_ids, r.labels, slot, d) for r, d in zip(rows, draws, strict=True)]
+        if self.objective.reference:
+            segments += [Segment(row.input_ids, row.labels, None) for row in rows]
+        return Group(tuple(segments), slot, weight, self.prepared.value(sample))
 
     def _draws(self, epoch: int, row: int, length: int) -> np.ndarray | None:
         """What dropout is drawn from: keyed by seed, epoch, row and token, so by nothing that packing changes."""
@@ -124,17 +149,24 @@ class DataStream:
         for row in self.prepared.rows:
             digest.update(np.array([row.index, len(row.input_ids)], np.int64).tobytes())
             digest.update(row.input_ids.tobytes() + row.labels.tobytes())
+        digest.update(np.array(self.prepared.values, np.float64).tobytes())
         return digest.hexdigest()
 
     # -- shapes ----------------------------------------------------------------------------------------------------
 
     def buckets(self) -> list[int]:
         """Tokens of the batches to record programs for, ascending; every batch fits the last."""
-        lengths = sorted(self.prepared.lengths)
+        lengths = sorted(self.lengths)
         packing, rows, _ = self.args.batching
         if packing:
-            return [_rounded(min(rows * self.args.length, sum(lengths)))]
+            return [_rounded(min(rows * self.args.length * self.objective.members, sum(lengths)))]
         return quarters(sum(lengths[-rows:]))
+
+
+def group_lengths(prepared: Prepared, objective: Objective) -> list[int]:
+    """Tokens of each sample in a batch, a reference pass included."""
+    passes = 2 if objective.reference else 1
+    return [passes * sum(len(row.input_ids) for row in rows) for rows in prepared.samples]
 
 
 def quarters(most: int) -> list[int]:

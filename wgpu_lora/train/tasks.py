@@ -23,12 +23,11 @@ OPTIONS = {
     "alpha": "lora_alpha",
     "dropout": "lora_dropout",
     "epochs": "num_train_epochs",
-    **{name: name for name in ("target_modules", "learning_rate", "max_steps", "max_length")},
+    **{name: name for name in ("objective", "target_modules", "learning_rate", "max_steps", "max_length")},
     **{name: name for name in ("eval_data", "split", "eval_split", "dataset_config", "init_adapter")},
 }
 KEYS = {option: key for key, option in OPTIONS.items()}
-OWN = ("data", "checkpoint", "name", "weight", "objective")
-OBJECTIVES = ("sft",)
+OWN = ("data", "checkpoint", "name", "weight")
 MAX_WEIGHT = 1_000_000
 
 
@@ -45,7 +44,6 @@ class AdapterTask:
     checkpoint: str
     name: str
     weight: float = 1.0
-    objective: str = "sft"
     options: Mapping[str, Any] = field(default_factory=dict)
     rows: Mapping[str, Source] = field(default_factory=dict)
 
@@ -72,7 +70,7 @@ def task_of(values: Mapping[str, Any], where: str) -> AdapterTask:
         UserError: a key is unknown or missing, or a value is not of its kind.
     """
     values = _by_keys(values, where)
-    for key in ("data", "checkpoint", "name", "objective"):
+    for key in ("data", "checkpoint", "name"):
         given = values.get(key, "some")
         if not (isinstance(given, str | Path) and str(given).strip() and is_name(str(given))):
             raise UserError(f"{where}: '{key}' must be some text in UTF-8, not {given!a:.80}.")
@@ -84,13 +82,10 @@ def task_of(values: Mapping[str, Any], where: str) -> AdapterTask:
         raise UserError(
             f"{where}: 'weight' must be a number greater than 0 and at most {MAX_WEIGHT:,}, not {weight!r:.80}."
         )
-    objective = values.get("objective", "sft")
-    if objective not in OBJECTIVES:
-        raise UserError(f"{where}: 'objective' must be one of {', '.join(OBJECTIVES)}, not {objective!r}.")
     checkpoint = str(values["checkpoint"])
     options = {OPTIONS[key]: _plain(value) for key, value in values.items() if key in OPTIONS}
     name = values.get("name") or Path(checkpoint).resolve().name
-    return AdapterTask(str(values["data"]), checkpoint, name, float(weight), objective, options)
+    return AdapterTask(str(values["data"]), checkpoint, name, float(weight), options)
 
 
 def _by_keys(values: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -173,6 +168,7 @@ def tasks_of_request(request: Mapping[str, Any], home: Path) -> list[AdapterTask
             )
         task = task_of({k: v for k, v in said.items() if k != "options"}, f"The record in {home}")
         began_in, known = request.get("directory"), {k: v for k, v in options.items() if k in OPTIONS.values()}
+        known = {**task.options, **known}  # version 0.1.0 had the objective beside the options
         known |= {name: found_from(began_in, known[name]) for name in ("eval_data", "init_adapter") if known.get(name)}
         data = found_from(began_in, task.data) or task.data
         checkpoint = os.path.relpath(os.path.normpath(home / task.checkpoint))

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from wgpu_lora.data import pack
-from wgpu_lora.models.inputs import Segment
 from wgpu_lora.signals import handled
+from wgpu_lora.train.objectives.base import Group
 from wgpu_lora.train.policy import Policy, Standing, Synchronized
 from wgpu_lora.train.progress import Progress, StepResult
 from wgpu_lora.train.records import RunRecord
@@ -154,25 +154,22 @@ class Trainer:
         self._accumulate(self._packed(progress.previous_batches()))
         return self.session.optimizer.finite(self.session.device, progress.run.slot)
 
-    def _accumulate(self, batches: list[list[Segment]]) -> None:
+    def _accumulate(self, batches: list[list[Group]]) -> None:
         """Adds up losses and gradients, without an update."""
-        device = self.session.device
-        self.session.optimizer.begin(device)
-        for segments in batches:
-            inputs, program = self.session.step_for(sum(len(s.input_ids) for s in segments))
-            inputs.upload(device, segments)
-            program.run()
+        self.session.begin()
+        for groups in batches:
+            self.session.accumulate(groups)
 
-    def _batches(self, chosen: list[Progress]) -> list[list[Segment]]:
-        """The rows of a step: a run's own batches, or those of several slots packed together."""
+    def _batches(self, chosen: list[Progress]) -> list[list[Group]]:
+        """The groups of a step: a run's own batches, or those of several slots packed together."""
         return self._packed([batch for progress in chosen for batch in progress.micro_batches()])
 
-    def _packed(self, batches: list[list[Segment]]) -> list[list[Segment]]:
+    def _packed(self, batches: list[list[Group]]) -> list[list[Group]]:
         if len(self.all) == 1:
             return batches
-        segments = [segment for batch in batches for segment in batch]
-        lengths = [len(segment.input_ids) for segment in segments]
-        return [[segments[i] for i in row] for row in pack(lengths, range(len(lengths)), max(self.session.steps))]
+        groups = [group for batch in batches for group in batch]
+        lengths = [group.tokens for group in groups]
+        return [[groups[i] for i in bin] for bin in pack(lengths, range(len(lengths)), max(self.session.steps))]
 
     def _after(self, progress: Progress) -> None:
         if progress.heldout_due():

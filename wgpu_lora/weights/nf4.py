@@ -42,9 +42,10 @@ PARTS = ("codes", "absmax", "nested")
 def _nf4_weight(codes: np.ndarray, scales: np.ndarray, out: int, size_in: int) -> np.ndarray:
     """W[out, in] in float64 from device words [ceil(in / 8), out] and one scale for each 64 flattened values."""
     nibbles = (codes.reshape(-1, out).astype(np.uint64)[:, :, None] >> (4 * np.arange(8, dtype=np.uint64))) & 15
-    values = NF4_CODE.astype(np.float64)[nibbles].transpose(1, 0, 2).reshape(out, -1)[:, :size_in]
+    values: np.ndarray = NF4_CODE.astype(np.float64)[nibbles].transpose(1, 0, 2).reshape(out, -1)[:, :size_in]
     block = np.arange(out * size_in).reshape(out, size_in) // 64
-    return values * scales.astype(np.float64).reshape(-1)[block]
+    values *= scales.astype(np.float64).reshape(-1)[block]
+    return values
 
 
 @kernel(FILE, grid=tile_grid, variants=PACKED, specialise=divisibility, sample=samples.matmul, lib=("nf4",))

@@ -72,7 +72,8 @@ DYNAMIC_CODE = _dynamic_code()
 
 
 def _midpoints(code: np.ndarray) -> np.ndarray:
-    return (code[:-1] + code[1:]) / np.float32(2)
+    middle: np.ndarray = (code[:-1] + code[1:]) / np.float32(2)
+    return middle
 
 
 NF4_MIDPOINTS = _midpoints(NF4_CODE)
@@ -89,7 +90,8 @@ def quantize_nf4(w: np.ndarray, blocksize: int = BLOCK) -> tuple[np.ndarray, np.
 
 def dequantize_nf4(codes: np.ndarray, absmax: np.ndarray, blocksize: int = BLOCK) -> np.ndarray:
     """float32 [n] from codes uint8 [n] and absmax float32 [ceil(n / blocksize)]."""
-    return NF4_CODE[codes] * _spread(absmax, blocksize, codes.size)
+    values: np.ndarray = NF4_CODE[codes] * _spread(absmax, blocksize, codes.size)
+    return values
 
 
 def double_quantize(absmax: np.ndarray, blocksize: int = NESTED_BLOCK) -> tuple[np.ndarray, np.ndarray, np.float32]:
@@ -107,7 +109,8 @@ def double_dequantize(
     codes: np.ndarray, nested_absmax: np.ndarray, offset: np.float32 | float, blocksize: int = NESTED_BLOCK
 ) -> np.ndarray:
     """The absmax values, float32 [n], from what `double_quantize` returned."""
-    return DYNAMIC_CODE[codes] * _spread(nested_absmax, blocksize, codes.size) + np.float32(offset)
+    centred: np.ndarray = DYNAMIC_CODE[codes] * _spread(nested_absmax, blocksize, codes.size)
+    return centred + np.float32(offset)
 
 
 def round_trip(w: np.ndarray, blocksize: int = BLOCK) -> np.ndarray:
@@ -123,7 +126,8 @@ def pack_bnb(codes: np.ndarray) -> np.ndarray:
     """
     if codes.size % 2:
         codes = np.append(codes, np.uint8(7))
-    return (codes[::2] << 4 | codes[1::2]).astype(np.uint8)
+    packed: np.ndarray = codes[::2] << 4 | codes[1::2]
+    return packed.astype(np.uint8)
 
 
 def unpack_bnb(packed: np.ndarray, count: int) -> np.ndarray:

@@ -20,12 +20,12 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.proof.checks.cuda import no_cuda
 from wgpu_lora.proof.checks.program import resuming_is_exact
 from wgpu_lora.proof.children import Children
-from wgpu_lora.proof.finding import Finding
+from wgpu_lora.proof.finding import Check, Finding, Result
 from wgpu_lora.proof.heldout import request_of, seen_rows, shown
 from wgpu_lora.proof.jobs.answers import prompt_of
 from wgpu_lora.proof.native import look_into, ours
 from wgpu_lora.proof.report import render
-from wgpu_lora.proof.run import Check, Result, prove
+from wgpu_lora.proof.run import prove
 from wgpu_lora.proof.witness import Witness, command_of
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.output import LOG

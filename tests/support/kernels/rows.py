@@ -10,6 +10,7 @@ import numpy as np
 from support.kernels import NONE, SLOT_ROWS, SLOTS, Arrays, add, normal, poison, u32, unslotted
 from wgpu_lora.gpu.struct import struct_array
 from wgpu_lora.ops import half, loss, norm, optimizer
+from wgpu_lora.train.objectives import sft
 from wgpu_lora.train.optimizers import adamw
 
 
@@ -59,18 +60,30 @@ softmax(first=37)
 softmax(first=0)
 
 
-def finish(gradient: bool, rows: int = 67, cols: int = 37) -> None:
-    def make(rng: np.random.Generator) -> Arrays:
-        state, weight, dh = normal(rng, rows, 4) ** 2 + 0.1, normal(rng, rows), normal(rng, rows, cols)
-        weight[::3], state[::3], dh[::3] = 0, np.nan, np.nan
-        arrays = {"state": state.astype(np.float32), "weight": weight, "loss": poison(rows)}
-        return {**arrays, "head_rows": normal(rng, rows, cols), "dh": dh} if gradient else arrays
+def finished(rng: np.random.Generator, rows: int = 67, cols: int = 37, count: int = 61) -> Arrays:
+    """Rows from `count` on hold nothing, and of those before some have no weight."""
+    state, weights, dh = normal(rng, rows, 4) ** 2 + 0.1, normal(rng, rows), normal(rng, rows, cols)
+    weights[::3], state[:count:3], dh[:count:3] = 0, np.nan, np.nan
+    state[count:], weights[count:], dh[count:] = np.nan, np.nan, np.nan
+    arrays = {"state": state.astype(np.float32), "weights": weights, "count": u32(count)}
+    return {**arrays, "head_rows": normal(rng, rows, cols), "dh": dh}
 
-    add(loss.loss_finish, make, rows=rows, cols=cols)
+
+def scored(rng: np.random.Generator, rows: int = 67, count: int = 61) -> Arrays:
+    state = normal(rng, rows, 4) ** 2 + 0.1
+    state[count:] = np.nan
+    return {"state": state.astype(np.float32), "count": u32(count), "logprobs": poison(rows)}
 
 
-finish(True)
-finish(False, rows=7, cols=5)
+def weighted(rng: np.random.Generator, rows: int = 67) -> Arrays:
+    logprobs, weights = -(normal(rng, rows) ** 2), normal(rng, rows)
+    logprobs[::3], weights[::3] = np.nan, 0
+    return {"logprobs": logprobs, "weights": weights, "losses": poison(rows)}
+
+
+add(loss.target_logprobs, scored, rows=67)
+add(loss.logprob_gradient, finished, rows=67, cols=37)
+add(sft.sft_loss, weighted, rows=67)
 add(
     loss.sum_by_slot,
     lambda rng: {"x": unslotted(normal(rng, SLOT_ROWS)), "ranges": SLOTS, "total": normal(rng, 3)},

@@ -13,7 +13,10 @@ from wgpu_lora.bench.step import EARLY, SlotStep, adapter_set
 from wgpu_lora.bench.workload import Context, Extra, ProgramWorkload, SessionWorkload, Workload
 from wgpu_lora.gpu.tensor import Tensor, persistent
 from wgpu_lora.gpu.timer import Timer
-from wgpu_lora.ops.loss import LossInputs, cross_entropy
+from wgpu_lora.ops.loss import Targets, seed, sum_by_slot, token_logprobs
+from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.objectives import objective_of
+from wgpu_lora.train.objectives.base import Scoring
 from wgpu_lora.train.optimizer import Optimizer
 from wgpu_lora.weights.dense import DenseWeight
 from wgpu_lora.weights.nf4 import nf4_absmax, nf4_encode, piece_rows
@@ -33,16 +36,18 @@ def loss(context: Context) -> Iterator[Workload]:
     def input(name: str, values: np.ndarray, dtype: str = "u32") -> Tensor:
         return recording.input(values.shape, fixed(values), dtype, name)
 
-    inputs = LossInputs(
+    targets = Targets(
         rows=input("rows", np.arange(tokens)),
-        targets=recording.input((tokens,), lambda rng, s: rng.integers(0, config.vocab_size, s), "u32", "targets"),
-        weight=input("weight", np.full(tokens, 1 / tokens), "f32"),
+        ids=recording.input((tokens,), lambda rng, s: rng.integers(0, config.vocab_size, s), "u32", "targets"),
         count=input("count", np.array([tokens])),
-        ranges=input("ranges", np.array([[0, tokens]])),
-        total=recording.input((1,), name="total"),
     )
-    cross_entropy(recording.rec, recording.tracked((tokens, config.hidden_size), "hidden"), head, inputs)
-    recording.rec.backward()
+    scoring = Scoring(input("weights", np.full(tokens, 1 / tokens), "f32"), input("ranges", np.array([[0, tokens]])))
+    rec = recording.rec
+    logprobs = token_logprobs(rec, recording.tracked((tokens, config.hidden_size), "hidden"), head, targets)
+    score = objective_of(TrainingArguments()).score(rec, logprobs, scoring)
+    rec.dispatch(sum_by_slot, score.losses, scoring.token_ranges, recording.input((1,), name="total"), slots=1)
+    seed(rec, logprobs, score.weights)
+    rec.backward()
     yield ProgramWorkload(recording, recording.forward)
 
 

@@ -6,8 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.proof.jobs.trained import reopened
 
@@ -20,27 +18,26 @@ def run(directory: str, device: int) -> dict[str, Any]:
         session = trained.session
         trained.run.place_initial(session)
         timer = Timer(session.device)
-        batches, tokens = trained.first_step()
-        steps = [session.step_for(sum(len(s.input_ids) for s in batch)) for batch in batches]
+        batches, units = trained.first_step()
+        steps = [(session.batch_for(groups), groups) for groups in batches]
         for _ in range(2):  # the first run compiles, the second finds where a long step is to be split
-            for (inputs, program), batch in zip(steps, batches, strict=True):
-                inputs.upload(session.device, batch)
-                program.run()
+            for batch, groups in steps:
+                batch.upload(groups)
+                batch.program.run()
         device_seconds, host_seconds = [], []
         for _ in range(REPEATS):
-            session.optimizer.begin(session.device)
+            session.begin()
             begin, spent = time.perf_counter(), 0.0
-            for (inputs, program), batch in zip(steps, batches, strict=True):
-                inputs.upload(session.device, batch)
-                spent += timer.run(program)
+            for batch, groups in steps:
+                batch.upload(groups)
+                spent += timer.run(batch.program)
             device_seconds.append(spent)
             host_seconds.append(time.perf_counter() - begin)
-        total = session.device.read(session.optimizer.total.storage.buffer).view(np.float32)
         timer.free()
         return {
             "clock": timer.clock,
-            "dispatches": sum(len(program.dispatches) for _, program in steps),
+            "dispatches": sum(len(batch.program.dispatches) for batch, _ in steps),
             "device_seconds": sorted(device_seconds)[REPEATS // 2],
             "host_seconds": sorted(host_seconds)[REPEATS // 2],
-            "loss": float(total[0]) / tokens,
+            "loss": session.totals.read_loss(session.device, 0) / units,
         }

@@ -51,15 +51,14 @@ class Losses:
 
     @classmethod
     def of(cls, trained: Trained) -> Losses:
-        session, segments = trained.session, trained.first_step()[0][0]
-        inputs, program = session.step_for(sum(len(s.input_ids) for s in segments))
-        inputs.upload(session.device, segments)
+        session, groups = trained.session, trained.first_step()[0][0]
+        batch = session.batch_for(groups)
+        batch.upload(groups)
 
         def run() -> float:
-            session.optimizer.begin(session.device)
-            program.run()
-            total = session.device.read(session.optimizer.total.storage.buffer).view(np.float32)
-            return float(total[0]) * segments[0].weight
+            session.begin()
+            batch.program.run()
+            return session.totals.read_loss(session.device, 0) * groups[0].weight
 
         return cls(trained, run)
 

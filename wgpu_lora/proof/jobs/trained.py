@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wgpu_lora.formats.peft import read_adapter
-from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.lora import Matrices
 from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.train.objectives.base import Group
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun
@@ -24,15 +24,14 @@ class Trained:
     run: AdapterRun
     adapter: Matrices
 
-    def first_step(self) -> tuple[list[list[Segment]], int]:
-        """The micro-batches of the run's first step, each token weighted for the step's mean, and its trained tokens.
+    def first_step(self) -> tuple[list[list[Group]], int]:
+        """The micro-batches of the run's first step, weighted for the step's mean, and what that is a mean over.
 
         Those of a resumed, or any later, step depend on nothing but the options either (see train.stream).
         """
         stream = self.run.stream
         step = next(stream.steps())
-        tokens = stream.trained_tokens(step)
-        return [stream.segments(step, batch, 1 / tokens) for batch in step.micro_batches], tokens
+        return stream.groups(step), stream.units(step.samples)
 
 
 @contextmanager

@@ -1,0 +1,176 @@
+"""A base format of a test's own: registered by a line, it is chosen, planned, loaded, computed with, and measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+from support.bench import CEILINGS, mini
+from support.models import full_logits, golden, golden_rows, relative_error
+from support.training import golden_arguments, model_dir
+
+from wgpu_lora.bench.run import run_bricks
+from wgpu_lora.cli import main
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.tensor import Storage, Tensor
+from wgpu_lora.models.decoder import Decoder
+from wgpu_lora.models.inputs import Segment
+from wgpu_lora.models.loaded import LoadedModel, open_model
+from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.weights.base import Loading, MatrixSource, Packed, Shared
+from wgpu_lora.weights.dense import DenseWeight
+from wgpu_lora.weights.registry import BASE_FORMATS
+
+
+@dataclass(frozen=True)
+class TwinWeight:
+    """W = high + low, both bf16: 16 bits of a float32's 24."""
+
+    high: DenseWeight
+    low: DenseWeight
+    format: ClassVar[str] = "twin"
+
+    @property
+    def out_features(self) -> int:
+        return self.high.out_features
+
+    @property
+    def in_features(self) -> int:
+        return self.high.in_features
+
+    def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
+        self.high.forward(rec, x, y, bias, accumulate)
+        self.low.forward(rec, x, y, None, True)
+
+    def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:
+        self.high.backward(rec, dy, dx, accumulate)
+        self.low.backward(rec, dy, dx, True)
+
+    def storages(self) -> list[Storage]:
+        return [*self.high.storages(), *self.low.storages()]
+
+    def scratch(self) -> Mapping[str, int]:
+        return {}
+
+    def load(self, loading: Loading, source: MatrixSource, name: str) -> None:
+        packed = source.packed(name)
+        parts = packed.read() if packed else split(source.read_f32(name))
+        for storage, part in zip(self.storages(), parts, strict=True):
+            loading.device.write(storage.buffer, part)
+
+    def values(self, device: Device) -> np.ndarray:
+        return self.high.values(device) + self.low.values(device)
+
+    def packed(self, device: Device) -> Packed:
+        parts = (self.high.values(device).astype(bfloat16), self.low.values(device).astype(bfloat16))
+        return Packed(self.format, (self.out_features, self.in_features), ("high", "low"), lambda: parts)
+
+    def synthetic(self, rng: np.random.Generator) -> Iterator[tuple[Tensor, np.ndarray]]:
+        yield from self.high.synthetic(rng)
+        yield from self.low.synthetic(rng)
+
+
+def split(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    high = w.astype(bfloat16)
+    return high, (w - high.astype(np.float32)).astype(bfloat16)
+
+
+class Twin:
+    name, bits = "twin", 32.0
+
+    def declare(self, shape: tuple[int, int], name: str, shared: Shared, packed: Packed | None = None) -> TwinWeight:
+        parts = (DenseWeight.declare(shape, "bf16", f"{name}.{part}", shared.max_binding) for part in ("high", "low"))
+        return TwinWeight(*parts)
+
+    def round_trip(self, w: np.ndarray) -> np.ndarray:
+        high, low = split(w)
+        return high.astype(np.float32) + low.astype(np.float32)
+
+
+TWIN = Twin()
+K_PROJ = "model.layers.0.self_attn.k_proj.weight"
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BASE_FORMATS, "twin", f"{__name__}:TWIN")
+
+
+def logits(model: LoadedModel) -> list[np.ndarray]:
+    return full_logits(model, [Segment(ids) for ids in golden_rows(golden("llama"), "input_ids")])
+
+
+def test_it_is_named_with_the_others() -> None:
+    with pytest.raises(UserError, match=r"base_dtype='zork' is not known: choose one of nf4, bf16, f16, f32, twin\."):
+        open_model(str(model_dir("llama")), base_dtype="zork")
+
+
+def test_it_is_loaded_and_computed_with(device: Device) -> None:
+    """The golden llama is f32, of which bf16 keeps too little to pass, and twin enough."""
+    model, dense = (open_model(str(model_dir("llama")), device, base) for base in ("twin", "f32"))
+    assert model.bytes_to_load() == dense.bytes_to_load()
+    model.load_weights()
+    dense.load_weights()
+    weight = model.decoder.layers[0].linears["k_proj"].weight
+    values = model.checkpoint.read_f32(K_PROJ)
+    np.testing.assert_array_equal(weight.values(device), TWIN.round_trip(values))
+    np.testing.assert_array_equal(weight.packed(device).read(), split(values))
+    found = logits(model)
+    assert max(map(relative_error, found, logits(dense))) < 1e-4
+
+    class Stored:
+        """A checkpoint that has the linears packed already, and nothing else of them."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(model.checkpoint, name)
+
+        def read_f32(self, name: str, *rows: int | None) -> np.ndarray:
+            assert not name.endswith("_proj.weight")
+            return model.checkpoint.read_f32(name, *rows)
+
+        def packed(self, name: str) -> Packed | None:
+            if not name.endswith("_proj.weight"):
+                return None
+            parts = split(model.checkpoint.read_f32(name))
+            return Packed(TWIN.name, parts[0].shape, ("high", "low"), lambda: parts)
+
+    stored = Stored()
+    decoder = Decoder.declare(model.config, "nf4", "f32", device.max_binding, stored)
+    again = replace(model, checkpoint=stored, decoder=decoder, weights_loaded=False, weights_sha256=None)
+    again.load_weights()
+    for have, want in zip(logits(again), found, strict=True):
+        np.testing.assert_array_equal(have, want)
+
+
+def test_it_is_planned_and_trained_on(device: Device, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = golden_arguments(tmp_path, "llama", base_dtype="twin", max_steps=2)
+    options = ["--model", args.model, "--data", args.data, "--max-length", "16", "--base-dtype"]
+    planned = []
+    for base in ("twin", "f32"):
+        assert main(["plan", "--json", *map(str, options), base]) == 0
+        planned.append(json.loads(capsys.readouterr().out)["groups"]["base"])
+    assert planned[0] == planned[1]
+    losses = []
+    for base in ("twin", "f32"):
+        run = tmp_path / base
+        prepare_job(replace(args, base_dtype=base, output=str(run), tune=False)).train()
+        assert json.loads((run / "run.json").read_text())["options"]["base_dtype"] == base
+        log = map(json.loads, (run / "log.jsonl").read_text().splitlines())
+        losses.append([row["loss"] for row in log if "loss" in row])
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+    assert losses[0] != losses[1]  # it is not the same model
+
+
+def test_it_is_measured(device: Device) -> None:
+    context = mini(device, base_dtype="twin")
+    assert context.keys()["weight_bits"] == 32
+    found = list(run_bricks(context, ["lora_forward", "load"], CEILINGS, 0.01))
+    assert [result.brick for result in found] == ["lora_forward", "load"]

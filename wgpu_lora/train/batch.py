@@ -1,0 +1,120 @@
+"""The program of a batch: the model's forward pass, what the objectives make of it, and the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.program import Program
+from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
+from wgpu_lora.models.inputs import StepInputs
+from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.ops.elementwise import add_forward
+from wgpu_lora.ops.loss import seed, sum_by_slot, token_logprobs
+from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.train.objectives.base import Group, Objective, Scoring
+
+
+class Totals:
+    """What a step adds up for each slot: its loss, and metrics by name. f32 [slots] each."""
+
+    def __init__(self, objectives: Sequence[Objective]):
+        def make(name: str) -> Tensor:
+            return persistent((len(objectives),), "f32", "optimizer", f"{name} total")
+
+        self.loss = make("loss")
+        names = dict.fromkeys(name for objective in objectives for name in objective.metrics)
+        self.metrics = {name: make(name) for name in names}
+
+    def storages(self) -> set[Storage]:
+        return {tensor.storage for tensor in (self.loss, *self.metrics.values())}
+
+    def clear(self, device: Device) -> None:
+        for tensor in (self.loss, *self.metrics.values()):
+            device.write(tensor.storage.buffer, np.zeros(tensor.shape, np.float32))
+
+    def read_loss(self, device: Device, slot: int) -> float:
+        return float(device.read(self.loss.storage.buffer).view(np.float32)[slot])
+
+    def read_metrics(self, device: Device, slot: int, objective: Objective) -> dict[str, float]:
+        """Those that the slot's objective has."""
+        found = {name: device.read(self.metrics[name].storage.buffer) for name in objective.metrics}
+        return {name: float(values.view(np.float32)[slot]) for name, values in found.items()}
+
+
+class Batch:
+    """A recorded program for up to `tokens` tokens, and its inputs. Recording allocates nothing.
+
+    Args:
+        objectives: of each slot.
+        totals: what the program adds losses and metrics to.
+        table: the model's rope table.
+        training: also record the backward pass, which adds to the adapters' gradients.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        adapters: AdapterSet,
+        tokens: int,
+        objectives: Sequence[Objective],
+        totals: Totals,
+        table: Tensor,
+        *,
+        training: bool = True,
+        dropout: bool = False,
+        recompute: bool = False,
+        compute_dtype: str = "f32",
+    ):
+        self.tokens, self.device, self._objectives = tokens, model.device, objectives
+        slots = len(objectives)
+        self.inputs = StepInputs.declare(model.config, tokens, slots, table, dropout)
+        self._scoring = {o: Scoring.declare(o, tokens, slots) for o in dict.fromkeys(objectives)}
+        self.program = Program(model.device, f"{'train' if training else 'held-out'} {tokens}")
+        rec = Recorder(self.program, training, recompute, compute_dtype)
+        hidden = model.decoder.hidden(rec, self.inputs, adapters.bind(self.inputs))
+        logprobs = token_logprobs(rec, hidden, model.decoder.head, self.inputs.targets)
+        weights = self._score(rec, logprobs, totals)
+        if training:
+            seed(rec, logprobs, weights)
+            rec.backward()
+        self.program.prune()
+
+    def _score(self, rec: Recorder, logprobs: Tensor, totals: Totals) -> Tensor:
+        """Records every objective, and returns the weights of all tokens."""
+        weights = None
+        for objective, scoring in self._scoring.items():
+            score = objective.score(rec, logprobs, scoring)
+            ranges = scoring.group_ranges or scoring.token_ranges
+            sums = {
+                totals.loss: score.losses,
+                **{totals.metrics[name]: score.metrics[name] for name in objective.metrics},
+            }
+            for total, values in sums.items():
+                rec.dispatch(sum_by_slot, values, ranges, total, slots=total.size)
+            if weights is None:
+                weights = score.weights
+                continue
+            both = rec.temp(logprobs.shape, name="weights")
+            rec.dispatch(add_forward, weights, score.weights, both, size=both.size)
+            weights = both
+        assert weights is not None, "there are no slots"
+        return weights
+
+    def storages(self) -> set[Storage]:
+        """Everything persistent that the program reads or writes, or that `upload` fills."""
+        found = self.inputs.storages() | self.program.persistent_storages()
+        return found.union(*(scoring.storages() for scoring in self._scoring.values()))
+
+    def upload(self, groups: Sequence[Group]) -> None:
+        """Puts groups into the batch, which has room for them."""
+        segments = [segment for group in groups for segment in group.segments]
+        places = np.split(
+            self.inputs.upload(self.device, segments), np.cumsum([len(group.segments) for group in groups])[:-1]
+        )
+        for objective, scoring in self._scoring.items():
+            mine = [i for i, group in enumerate(groups) if self._objectives[group.slot] == objective]
+            scoring.upload(self.device, [groups[i] for i in mine], [places[i] for i in mine])

@@ -1,0 +1,140 @@
+"""What an objective has to say of itself, and what it is given of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from wgpu_lora.data import Sample, one_example
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, persistent
+from wgpu_lora.models.inputs import Segment
+from wgpu_lora.ops.recorder import Recorder
+
+
+@dataclass(frozen=True)
+class Group:
+    """What a sample has in a batch: its examples with the adapter on, then, for a reference pass, with it off.
+
+    weight: 1 / what the optimizer step's loss is a mean over. value: the sample's.
+    """
+
+    segments: tuple[Segment, ...]
+    slot: int = 0
+    weight: float = 1.0
+    value: float = 1.0
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(segment.input_ids) for segment in self.segments)
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What a batch says of one objective's slots; R are the batch's target tokens, G the most groups that fit.
+
+    token_weights f32 [R]: the group's weight; 0 where the adapter is off, for padding and for tokens of other
+    objectives. token_ranges u32 [slots, 2] of R. The others are there for objectives by group, in order of slots:
+    members u32 [G, members, 2], [start, stop) among R of each of a group's segments; group_weights and group_values f32
+    [G], weight 0 for padding; group_ranges u32 [slots, 2] of G.
+    """
+
+    token_weights: Tensor
+    token_ranges: Tensor
+    members: Tensor | None = None
+    group_weights: Tensor | None = None
+    group_values: Tensor | None = None
+    group_ranges: Tensor | None = None
+
+    @classmethod
+    def declare(cls, objective: Objective, tokens: int, slots: int) -> Scoring:
+        def make(name: str, *shape: int, dtype: str = "u32") -> Tensor:
+            return persistent(shape, dtype, "workspace", f"{name} [{tokens}]")
+
+        own = make("token weights", tokens, dtype="f32"), make("token ranges", slots, 2)
+        if objective.unit == "token":
+            return cls(*own)
+        size = max(1, tokens // (2 * objective.members))  # a segment has two tokens at least
+        return cls(
+            *own,
+            members=make("members", size, objective.members, 2),
+            group_weights=make("group weights", size, dtype="f32"),
+            group_values=make("group values", size, dtype="f32"),
+            group_ranges=make("group ranges", slots, 2),
+        )
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in vars(self).values() if tensor is not None]
+
+    def storages(self) -> set[Storage]:
+        return {tensor.storage for tensor in self.tensors()}
+
+    def upload(self, device: Device, groups: Sequence[Group], places: Sequence[np.ndarray]) -> None:
+        """Fills the tensors. places: [start, stop) among R of each segment of each group."""
+        values = {tensor: np.zeros(tensor.shape, NUMPY[tensor.dtype]) for tensor in self.tensors()}
+        order = sorted(range(len(groups)), key=lambda i: groups[i].slot)
+        for at, number in enumerate(order):
+            group, place = groups[number], places[number]
+            for segment, (start, stop) in zip(group.segments, place, strict=True):
+                if segment.slot is not None:
+                    values[self.token_weights][start:stop] = group.weight
+                    _extend(values[self.token_ranges][group.slot], start, stop)
+            if self.members and self.group_weights and self.group_values and self.group_ranges:
+                values[self.members][at] = place
+                values[self.group_weights][at], values[self.group_values][at] = group.weight, group.value
+                _extend(values[self.group_ranges][group.slot], at, at + 1)
+        for tensor, array in values.items():
+            device.write(tensor.storage.buffer, array)
+
+
+def _extend(span: np.ndarray, start: int, stop: int) -> None:
+    """Takes what follows into [start, stop), which is empty at first."""
+    span[:] = (start if span[1] == 0 else min(span[0], start), max(span[1], stop))
+
+
+@dataclass(frozen=True)
+class Score:
+    """What an objective makes of a batch.
+
+    weights f32 [R]: of each target token's -log p in the step's loss, that is the loss's derivative by it; 0 for tokens
+    of other objectives. losses f32, by token [R] or by group [G] as the objective's unit is: their sum over a step is
+    the step's loss times what it is a mean over; likewise `metrics`, by name.
+    """
+
+    weights: Tensor
+    losses: Tensor
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is learnt from rows: a frozen dataclass, whose fields are the training options that it reads.
+
+    unit: what the loss is a mean over. parts: how many examples a sample has; they stay in one batch. reference:
+    whether each goes through the base alone too, in the same batch. metrics: what is logged beside the loss.
+    """
+
+    unit: ClassVar[Literal["token", "group"]] = "token"
+    parts: ClassVar[int] = 1
+    reference: ClassVar[bool] = False
+    metrics: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def members(self) -> int:
+        """Segments of a group."""
+        return self.parts * (2 if self.reference else 1)
+
+    def sample(self, row: dict[str, Any]) -> Sample:
+        """What there is to learn in a row of the data.
+
+        Raises:
+            UserError: the row has not what the objective needs; the message says which key, not which line.
+        """
+        return one_example(row)
+
+    def score(self, rec: Recorder, logprobs: Tensor, scoring: Scoring) -> Score:
+        """Records what turns log-probabilities f32 [R] into weights and losses."""
+        raise NotImplementedError

@@ -1,0 +1,29 @@
+"""Supervised fine-tuning: the mean cross-entropy of the trained tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from wgpu_lora.gpu.kernel import U32, Fixed, In, Out, kernel, one_per
+from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.train.objectives.base import Objective, Score, Scoring
+
+
+@kernel("objectives/sft.wgsl", grid=lambda c: one_per(c.rows), lib=("linear",))
+def sft_loss(logprobs: In, weights: Fixed, losses: Out, *, rows: U32) -> Any:
+    """losses = -logprobs; 0 for tokens of weight 0."""
+    return np.where(weights.reshape(-1) != 0, -logprobs.reshape(-1), 0)
+
+
+@dataclass(frozen=True)
+class SFT(Objective):
+    """Every trained token has the same weight, 1 / trained tokens of the optimizer step."""
+
+    def score(self, rec: Recorder, logprobs: Tensor, scoring: Scoring) -> Score:
+        losses = rec.temp(logprobs.shape, name="losses")
+        rec.dispatch(sft_loss, logprobs, scoring.token_weights, losses, rows=losses.size)
+        return Score(scoring.token_weights, losses)
