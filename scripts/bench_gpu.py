@@ -23,11 +23,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bench.contract import brick_names, load_contract
 from wgpu_lora.bench.results import header
 from wgpu_lora.cli.console import line
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import write_bytes_atomic
 from wgpu_lora.gpu.device import Device
 
 SCHEMA = "wgpu-lora-bench-gpu/1"

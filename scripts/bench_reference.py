@@ -34,7 +34,7 @@ from wgpu_lora.bench.results import commit
 from wgpu_lora.bench.step import LEARNING_RATE, SCALING, WARMUP, synthetic_rows
 from wgpu_lora.cli.console import console, line
 from wgpu_lora.errors import UserError
-from wgpu_lora.models.config import LINEAR_PATHS
+from wgpu_lora.models.config import module_of
 from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.models.synthetic import SyntheticCheckpoint
 from wgpu_lora.train.memory import readable
@@ -66,7 +66,7 @@ class TorchSide:
         config = self._peft.LoraConfig(
             r=work.rank,
             lora_alpha=int(SCALING * work.rank),
-            target_modules=list(LINEAR_PATHS),
+            target_modules="all-linear",
             task_type="CAUSAL_LM",
         )
         self._trained = self._peft.get_peft_model(model, config)
@@ -109,23 +109,22 @@ class TorchSide:
         import bitsandbytes as bnb
 
         torch = self._torch
-        for block in model.model.layers:
-            for path in LINEAR_PATHS.values():
-                parent, name = block.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
-                dense = getattr(parent, name)
-                packed = bnb.nn.Linear4bit(
-                    dense.in_features,
-                    dense.out_features,
-                    bias=dense.bias is not None,
-                    compute_dtype=torch.bfloat16,
-                    compress_statistics=True,
-                    quant_type="nf4",
-                )
-                packed.weight = bnb.nn.Params4bit(
-                    dense.weight.data.cpu(), requires_grad=False, quant_type="nf4", compress_statistics=True
-                )
-                packed.bias = dense.bias
-                setattr(parent, name, packed.to(self._device))
+        for path in map(module_of, shape_config(self._work.shape, self._work.layers).matrices()):
+            parent, name = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
+            dense = getattr(parent, name)
+            packed = bnb.nn.Linear4bit(
+                dense.in_features,
+                dense.out_features,
+                bias=dense.bias is not None,
+                compute_dtype=torch.bfloat16,
+                compress_statistics=True,
+                quant_type="nf4",
+            )
+            packed.weight = bnb.nn.Params4bit(
+                dense.weight.data.cpu(), requires_grad=False, quant_type="nf4", compress_statistics=True
+            )
+            packed.bias = dense.bias
+            setattr(parent, name, packed.to(self._device))
         model.is_loaded_in_4bit = True  # what PEFT asks
         return model
 

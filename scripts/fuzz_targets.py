@@ -20,12 +20,12 @@ import numpy as np
 from fuzz_mutators import of_json, of_parts, of_rows, of_safetensors, of_template
 from fuzz_tokenizers import of_tokenizer
 
-from wgpu_lora.data import Tokenizer, prepare, sandbox, template, tokenizer
+from wgpu_lora.data import Tokenizer, gguf_tokenizer, prepare, sandbox, template, tokenizer
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats import peft
 from wgpu_lora.formats.bitsandbytes import PackedCheckpoint
 from wgpu_lora.formats.checkpoint import INDEX, Checkpoint, read_header
-from wgpu_lora.formats.gguf import tokenizer as gguf_tokenizer
+from wgpu_lora.models.architectures import load_config
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.files import read_model
 from wgpu_lora.models.rope import inv_freq
@@ -89,14 +89,20 @@ def files(*patterns: str, demo: str | None = None) -> Callable[[Path], list[byte
 
 
 def model_config(place: Path) -> None:
-    config = ModelConfig.load(place)
+    config = load_config(place)
     if config.num_hidden_layers < 100 and config.head_dim < 1000:
         config.parameter_shapes()
         inv_freq(config)
 
 
+@cache
+def qwen2() -> ModelConfig:
+    return load_config(MODELS / "qwen2")
+
+
 def packed_model(place: Path) -> None:
-    PackedCheckpoint(place).check_against(ModelConfig.load(MODELS / "qwen2"))
+    config = qwen2()
+    PackedCheckpoint(place).check_against(config.parameter_shapes(), config.matrices())
 
 
 @cache
@@ -169,7 +175,10 @@ def run_cli(*arguments: object) -> None:
 
 def an_adapter(place: Path) -> list[bytes]:
     shapes = {"A": (2, 3), "B": (4, 2)}
-    tensors = {peft.tensor_name(0, "q_proj", kind): np.ones(shape, np.float32) for kind, shape in shapes.items()}
+    tensors = {
+        peft.tensor_name("model.layers.0.self_attn.q_proj", kind): np.ones(shape, np.float32)
+        for kind, shape in shapes.items()
+    }
     config = peft.AdapterConfig(r=4, rank_pattern={"q_proj": 2}, alpha_pattern={".*v": 3})
     peft.write_adapter(place / "a", tensors, config)
     return [(place / "a" / peft.CONFIG).read_bytes().strip() + b"\n\n" + (place / "a" / peft.WEIGHTS).read_bytes()]

@@ -1,11 +1,10 @@
-"""Other people's files: JSON and patterns read within bounds of time and memory, and links that lead elsewhere."""
+"""Untrusted files: JSON and TOML read within bounds of time and memory, and links that lead elsewhere."""
 
 from __future__ import annotations
 
 import json
 import tomllib
 from collections import Counter
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -121,27 +120,3 @@ def leads_out(path: Path, directory: Path) -> bool:
     root, target = directory.resolve(), path.resolve()
     cached = root.parent.name == "snapshots" and target.is_relative_to(root.parent.parent / "blobs")
     return not (target.is_relative_to(root) or cached)
-
-
-def matches(pattern: str, text: str) -> bool:
-    """Whether somebody else's pattern matches all of `text`, in time linear in it (RE2).
-
-    Raises:
-        UserError: it is no pattern; the text is the pattern and what is wrong with it.
-    """
-    return _compiled(pattern).fullmatch(text) is not None
-
-
-@lru_cache(maxsize=4096)
-def _compiled(pattern: str) -> Any:
-    import re2
-
-    options = re2.Options()
-    options.log_errors, options.max_mem = False, 1 << 20
-    try:
-        return re2.compile(pattern, options)
-    except re2.error as error:
-        detail = error.args[0].decode(errors="replace")
-    except UnicodeEncodeError as error:
-        detail = str(error)
-    raise UserError(f"{pattern!r} ({detail})")

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.events import hearing
 from support.training import golden_arguments
 
+from wgpu_lora.events import Tuning
 from wgpu_lora.gpu import tuner as module
 from wgpu_lora.gpu.choices import SCHEMA, ChoiceFile, bucket, choice_key, nearest, same_shader
 from wgpu_lora.gpu.device import Device
@@ -211,10 +213,10 @@ def test_it_says_how_long_it_will_take(device: Device, tmp_path: Path, monkeypat
     """Nothing before anything was timed on the device, then from what a tiling took, up to the limit."""
     monkeypatch.setattr(Tuner, "_seconds", lambda *_: 1.0)
     monkeypatch.setattr(Tuner, "_is_right", lambda *_: True)
-    seen: list[module.Tuning] = []
+    seen: list[Tuning] = []
     first, other = (product(device, n=n)[0] for n in (20, 600))
     assert Tuner(device, directory=tmp_path).outlook([first]).expected is None
-    Tuner(device, directory=tmp_path).tune([first], lambda tuning: seen.append(replace(tuning)))
+    Tuner(device, directory=tmp_path).tune([first], hearing(tuning=lambda tuning: seen.append(replace(tuning))))
     count = len(first.dispatches[0].kernel.tilings(device.traits, first.dispatches[0].constants))
     assert [tuning.over for tuning in seen] == [*[False] * (len(seen) - 1), True]
     assert [tuning.tilings_done for tuning in seen] == [*range(len(seen) - 1), seen[-1].tilings]

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bench.step import WARMUP, TrainingStep
-from wgpu_lora.formats.atomic import write_bytes_atomic
 from wgpu_lora.gpu.program import Dispatch, Program
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.train.arguments import TrainingArguments

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import subprocess
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ class Writer:
         self._path = path
         self._add("", "w")
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Mapping[str, Any]) -> None:
         self._add(json.dumps(record) + "\n", "a")
 
     def _add(self, text: str, mode: str) -> None:

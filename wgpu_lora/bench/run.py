@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -19,11 +19,11 @@ from wgpu_lora.bench.step import ROW, check_room, own_words
 from wgpu_lora.bench.workload import Context, Workload
 from wgpu_lora.bench.workloads import WORKLOADS
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.tuner import Tuner
 from wgpu_lora.share import budget_bytes, claim
 
 NUMPY_SHARE = 0.9  # of NumPy's matmul that FMA chains on the same cores must reach, or they are no ceiling
-Progress = Callable[[str, str], None]
 
 
 def header_of(context: Context, ceilings: Ceilings) -> Header:
@@ -37,13 +37,13 @@ def run_bricks(
     names: Sequence[str],
     ceilings: Ceilings,
     time_limit: float | None = None,
-    progress: Progress = lambda brick, case: None,
+    events: Events = SILENT,
 ) -> Iterator[Result]:
     """Measures bricks one after the other; whether they fit is asked before, of `check_fit`.
 
     Args:
         time_limit: seconds of measuring a case, instead of the contract's own.
-        progress: told which brick and case come next.
+        events: told of `measuring`.
 
     Raises:
         UserError: a brick is not known, or cannot run on this device.
@@ -53,7 +53,7 @@ def run_bricks(
         for contract in contracts:
             with own_words(ROW):
                 for workload in WORKLOADS[contract.name](context):
-                    progress(contract.name, workload.case)
+                    events.measuring(contract.name, workload.case)
                     yield measure(context, contract, workload, ceilings, time_limit)
     finally:
         context.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from wgpu_lora.bench.recording import state_fill
 from wgpu_lora.bench.stats import timed
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.config import LINEAR_PATHS, ModelConfig
+from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.load import table_dtype
@@ -22,6 +22,7 @@ from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.models.shapes import cut, shape_config
 from wgpu_lora.models.synthetic import synthetic_model
+from wgpu_lora.models.targets import ALL, targeted
 from wgpu_lora.names.naming import COMMAND_LINE, naming, renamed
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.arguments import TrainingArguments
@@ -37,7 +38,6 @@ WARMUP = 2  # steps that compile, and find where to split submits
 LEARNING_RATE = 1e-4
 SCALING = 2.0  # alpha / rank, the trainer's default
 TILE = 16  # batches are padded to whole tiles of the matrix products, as the trainer pads them
-ALL = tuple(LINEAR_PATHS)
 EARLY = SlotUpdate(3, LEARNING_RATE, TrainingArguments(weight_decay=0.01))  # a usual step for kernels to be checked in
 # What a training run's options are called by commands that take a step's sizes, and by those that train.
 ROW = {"per_device_train_batch_size": "tokens", "max_length": "tokens", "lora_r": "rank"}
@@ -55,10 +55,10 @@ def own_words(names: dict[str, str]) -> AbstractContextManager[None]:
 
 
 def adapter_set(
-    config: ModelConfig, device: Device, rank: int, slots: int = 1, modules: Collection[str] = ALL
+    config: ModelConfig, device: Device, rank: int, slots: int = 1, target_modules: str = ALL
 ) -> AdapterSet:
-    """Adapters of one rank on these projections of every layer."""
-    spec = SlotSpec(rank, {(layer, m): SCALING for layer in range(config.num_hidden_layers) for m in modules})
+    """Adapters of one rank on these modules."""
+    spec = SlotSpec(rank, dict.fromkeys(targeted(target_modules, config), SCALING))
     return AdapterSet.declare(config, [spec] * slots, device.max_binding)
 
 
@@ -116,7 +116,7 @@ class SlotStep:
 
 
 class TrainingStep(SlotStep):
-    """Forward, backward and update of `rows` rows of `tokens` tokens, with one adapter on `modules`.
+    """Forward, backward and update of `rows` rows of `tokens` tokens, with one adapter.
 
     Declaring it allocates nothing, so its memory can be asked for first: `session.memory()`.
 
@@ -132,7 +132,7 @@ class TrainingStep(SlotStep):
         tokens: int,
         rank: int = 16,
         checkpointing: bool = False,
-        modules: Sequence[str] = ALL,
+        target_modules: str = ALL,
         compute_dtype: str = "f32",
     ):
         for name, value in (("--rank", rank), ("The batch", rows)):
@@ -142,9 +142,9 @@ class TrainingStep(SlotStep):
         if not 2 <= tokens <= limit:
             raise UserError(f"--tokens {tokens} is not possible: {model.name} is made for rows of 2 to {limit} tokens.")
         with own_words(ROW):
-            adapted = TrainingArguments(lora_r=rank, target_modules=",".join(modules))
+            adapted = TrainingArguments(lora_r=rank, target_modules=target_modules)
             check_adapters([adapted], config, budget_bytes(model.device.info))
-        adapters = adapter_set(config, model.device, rank, 1, modules)
+        adapters = adapter_set(config, model.device, rank, 1, target_modules)
         bucket = -(-rows * tokens // TILE) * TILE
         session = Session(
             model, adapters, [bucket], positions=tokens, recompute=checkpointing, compute_dtype=compute_dtype
@@ -155,9 +155,9 @@ class TrainingStep(SlotStep):
         """Loads the base and creates every buffer. Raises UserError where the device has no room."""
         self.session.allocate()
         adapters, config = self.session.adapters, self.session.model.config
-        for number, (layer, module) in enumerate(adapters.specs[0].scaling):
-            matrices = initial_matrices(0, number, config.linear_shapes()[module], adapters.rank)
-            adapters.write(self.session.device, 0, {(layer, module): matrices})
+        for number, module in enumerate(adapters.specs[0].scaling):
+            matrices = initial_matrices(0, number, config.lora_modules[module], adapters.rank)
+            adapters.write(self.session.device, 0, {module: matrices})
         self.fill(list(synthetic_rows(len(self._rows), self._rows[0][1], config.vocab_size)))
 
 
@@ -211,7 +211,7 @@ def cut_model(model: LoadedModel, layers: int | None) -> LoadedModel:
     config = cut(model.config, layers)
     if config == model.config:
         return model
-    table = table_dtype(model.checkpoint)
+    table = table_dtype(model.checkpoint, config)
     decoder = Decoder.declare(config, model.decoder.base_dtype, table, model.device.max_binding)
     return replace(model, config=config, decoder=decoder, weights_loaded=False)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -12,7 +12,7 @@ from wgpu_lora.bench.check import Checked, check, poison
 from wgpu_lora.bench.contract import numbers_of
 from wgpu_lora.bench.recording import Recording
 from wgpu_lora.bench.stats import Timings
-from wgpu_lora.bench.step import ALL, adapter_set, cut_model
+from wgpu_lora.bench.step import adapter_set, cut_model
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
@@ -22,6 +22,7 @@ from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.shapes import cut, shape_config
 from wgpu_lora.models.synthetic import synthetic_model
+from wgpu_lora.models.targets import ALL
 from wgpu_lora.names.allowed import COMPUTE_DTYPES
 from wgpu_lora.train.session import Session
 from wgpu_lora.weights.registry import BASE_FORMATS, DEFAULT_FORMAT, base_format
@@ -124,10 +125,10 @@ class Context:
         return self._model
 
     def session(
-        self, buckets: Sequence[int], slots: int = 1, modules: Collection[str] = ALL, positions: int | None = None
+        self, buckets: Sequence[int], slots: int = 1, target_modules: str = ALL, positions: int | None = None
     ) -> Session:
-        """Of `slots` adapters of the run's rank on these projections of every layer; nothing is allocated."""
-        adapters = adapter_set(self.config, self.device, self.rank, slots, modules)
+        """Of `slots` adapters of the run's rank on these modules; nothing is allocated."""
+        adapters = adapter_set(self.config, self.device, self.rank, slots, target_modules)
         longest = positions or buckets[-1]
         return Session(self.model, adapters, list(buckets), positions=longest, compute_dtype=self.compute_dtype)
 

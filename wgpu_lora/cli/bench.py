@@ -16,6 +16,7 @@ from wgpu_lora.cli.commands import Command, Group, dashes
 from wgpu_lora.cli.console import Bar, console, is_terminal, line, table
 from wgpu_lora.cli.options import BaseDtype, Device, refuse_idle
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import Events
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
 BRICKS = "bricks"
@@ -143,13 +144,7 @@ def _measure(context: Any, names: list[str], time_limit: float | None, file: str
         for label, text in zip_longest(["ceilings"], ceiling_lines(ceilings), fillvalue=""):
             line(label, text)
         writer.write(header_of(context, ceilings))
-        begun: dict[str, None] = {}
-
-        def show(brick: str, case: str) -> None:
-            begun[brick] = None
-            bar.advance(f"{brick} {case}".strip(), to=len(begun))
-
-        for result in run_bricks(context, names, ceilings, time_limit, show):
+        for result in run_bricks(context, names, ceilings, time_limit, _Begun(bar)):
             results.append(result)
             writer.write(result.record())
             if not on_terminal:
@@ -166,6 +161,18 @@ def _measure(context: Any, names: list[str], time_limit: float | None, file: str
     for text in broken:
         line(VERDICTS[BROKEN], text)
     return 1 if broken else 0
+
+
+class _Begun(Events):
+    """A bar of the bricks that are measured."""
+
+    def __init__(self, bar: Bar):
+        self._bar = bar
+        self._begun: dict[str, None] = {}
+
+    def measuring(self, brick: str, case: str) -> None:
+        self._begun[brick] = None
+        self._bar.advance(f"{brick} {case}".strip(), to=len(self._begun))
 
 
 def _list() -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,13 +24,17 @@ from wgpu_lora.cli.bench_options import (
 from wgpu_lora.cli.console import console, line, table
 from wgpu_lora.cli.finetune import speed
 from wgpu_lora.cli.options import BaseDtype, Device
+from wgpu_lora.events import Events
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.words import counted
+
+if TYPE_CHECKING:
+    from wgpu_lora.bench.results import Writer
 
 FINISHED = ("epochs", "max steps", "target seconds")
 # What others count as tokens per second differs, so it is said which.
 SPREAD_NAMES = {"tokens_per_second": "processed tokens/s", "trained_tokens_per_second": "trained tokens/s"}
-Record = dict[str, Any]
+Record = Mapping[str, Any]
 
 
 def training(
@@ -69,12 +74,7 @@ def training(
         device=device,
     )  # fmt: skip
     writer = Writer(json)
-
-    def note(record: Record) -> None:
-        writer.write(record)
-        SHOWN[record["kind"]](record)
-
-    found = run_training(work, repeat, note)
+    found = run_training(work, repeat, _Noted(writer))
     if project:
         from wgpu_lora.bench.projection import project as projected
         from wgpu_lora.gpu.device import Device as OpenedDevice
@@ -119,13 +119,7 @@ def max_batch(
     batches = Batches(tokens, rank, compute_dtype, most, memory_limit, time_limit)
     writer = Writer(json)
     opened = chosen_model(model, shape, layers, OpenedDevice(device), base_dtype)
-
-    def note(record: Record) -> None:
-        writer.write(record)
-        if record["kind"] in ("header", "batch"):
-            SHOWN[record["kind"]](record)
-
-    found = find_max_batch(opened, batches, note)
+    found = find_max_batch(opened, batches, _Noted(writer))
     console().print(table(BATCHES, map(_batch, found["rows"])))
     if not all(row["warmup"] for row in found["rows"]):
         line("*", "there was time for the first steps alone, in which kernels are compiled")
@@ -190,7 +184,22 @@ def _show_spread(record: Record) -> None:
     console().print(table(SPREAD, rows, SPREAD[:1]))
 
 
-SHOWN = {"header": _show_header, "batch": _show_batch, "run": _show_run, "summary": _show_spread}
+class _Noted(Events):
+    """Writes each record, and shows those that there is something to say of."""
+
+    def __init__(self, writer: Writer):
+        self._writer = writer
+
+    def measured(self, record: Record) -> None:
+        self._writer.write(record)
+        if record["kind"] == "header":
+            _show_header(record)
+        elif record["kind"] == "batch":
+            _show_batch(record)
+        elif record["kind"] == "run":
+            _show_run(record)
+        elif "spread" in record:
+            _show_spread(record)
 
 
 def _projection(record: Record) -> tuple[str, ...]:

@@ -79,7 +79,7 @@ def profile(
 
     def declared(of: LoadedModel) -> TrainingStep:
         sizes = (work["batch"], work["tokens"], work["rank"], work["gradient_checkpointing"])
-        return TrainingStep(of, *sizes, args.modules(), args.compute_dtype)
+        return TrainingStep(of, *sizes, args.target_modules, args.compute_dtype)
 
     with own_words(TRAINING):
         check_fits(opened, lambda of: declared(of).session.memory().peak)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from wgpu_lora.events import SILENT, Events, Tuning
 from wgpu_lora.gpu.choices import ChoiceFile, Choices, Entry, choice_key, nearest, same_shader, shader_digest
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import Tiles
@@ -23,42 +23,6 @@ RUNS = 3  # timed runs of a tiling, after two that are not
 GAIN = 0.03  # a tiling must be so much faster than the default to replace it
 NMSE = 1e-10  # of a tiling's result against the float64 reference; half operands are rounded before
 CHECKED = 64  # rows, columns and steps that a check is cut to, give or take what keeps the shape's divisibility
-
-
-@dataclass
-class Tuning:
-    """What there is to time, and how far that is.
-
-    Attributes:
-        sizes: kernel sizes that have to be timed on this device, and `tilings` of them in all.
-        limit: seconds that tuning may take; nothing is begun that would take longer.
-        each: seconds that a tiling took here so far, compilation included; None before the first ever.
-        longest: seconds of the one that took longest since the beginning, so that the next keeps to the limit.
-        kernel: the one at hand.
-        sizes_done, tilings_done, seconds: since the beginning.
-        over: whether this is the last that is heard of it.
-    """
-
-    sizes: int
-    tilings: int
-    limit: float
-    each: float | None = None
-    longest: float = 0.0
-    kernel: str = ""
-    sizes_done: int = 0
-    tilings_done: int = 0
-    seconds: float = 0.0
-    over: bool = False
-
-    @property
-    def expected(self) -> float | None:
-        """Seconds of the whole, None where nothing is known yet."""
-        if self.each is None:
-            return None
-        return min(self.limit, self.seconds + (self.tilings - self.tilings_done) * self.each)
-
-
-Watch = Callable[[Tuning], None]
 
 
 def wanted(asked: bool) -> bool:
@@ -87,14 +51,14 @@ class Tuner:
         calls = self._calls(programs)
         return self._outlook(calls, self.file.read(_digests(calls)))
 
-    def tune(self, programs: Iterable[Program], watch: Watch = lambda tuning: None) -> Choices:
+    def tune(self, programs: Iterable[Program], events: Events = SILENT) -> Choices:
         """Choices for every heavy call of the programs, measured now or read from the cache.
 
         Nothing of the programs is run. The largest work comes first, so that little time is spent where it matters
         most.
 
         Args:
-            watch: called before each tiling that is timed, and once at the end, where any was.
+            events: told of `tuning`.
         """
         calls = self._calls(programs)
         digests = _digests(calls)
@@ -104,7 +68,7 @@ class Tuner:
             for key, call in calls.items():
                 entry = None
                 if key not in known and len(self._tilings(call)) > 1:
-                    entry = self._taken_over(key, call, known) or self._measure(call, tuning, begin, watch)
+                    entry = self._taken_over(key, call, known) or self._measure(call, tuning, begin, events)
                 if entry:
                     name = call.kernel.name
                     fresh[key] = known[key] = {"kernel": name, "digest": digests[name], **entry}
@@ -113,7 +77,7 @@ class Tuner:
                 self.file.add(fresh, digests)
         if tuning.tilings_done:
             tuning.seconds, tuning.over = time.perf_counter() - begin, True
-            watch(tuning)
+            events.tuning(tuning)
         return {key: known[key]["tiles"] for key in calls if key in known}
 
     def _tilings(self, call: Dispatch) -> list[Tiles]:
@@ -156,7 +120,7 @@ class Tuner:
             return None
         return {"tiles": tiles, "seconds": [], "like": like}
 
-    def _measure(self, call: Dispatch, tuning: Tuning, begin: float, watch: Watch) -> Entry | None:
+    def _measure(self, call: Dispatch, tuning: Tuning, begin: float, events: Events) -> Entry | None:
         """The best tiling of a call and what each took; the default where no time is left, None where none is right."""
         tilings = self._tilings(call)
         started = time.perf_counter()
@@ -168,7 +132,7 @@ class Tuner:
                     return {"tiles": tilings[0], "seconds": []}
                 break
             tuning.kernel = call.kernel.name
-            watch(tuning)
+            events.tuning(tuning)
             if self._is_right(call, tiles):
                 timed.append((self._seconds(call, tiles), tiles))
             tuning.tilings_done += 1

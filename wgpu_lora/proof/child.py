@@ -6,8 +6,8 @@ import json
 import sys
 from importlib import import_module
 
+from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import write_bytes_atomic
 from wgpu_lora.names.naming import COMMAND_LINE, naming
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from wgpu_lora.errors import NoRoomError, UserError
+from wgpu_lora.events import SILENT, Events
 from wgpu_lora.names.naming import either, flag
 from wgpu_lora.share.entry import RENEW_SECONDS, Entry
 from wgpu_lora.share.ledger import Ledger
@@ -21,7 +22,6 @@ FIRST_PAUSE, LAST_PAUSE = 1.0, 30.0  # seconds between a waiter's looks; each is
 
 Advice = Callable[[int], str]  # bytes that are free -> what to do to need no more, or nothing
 Free = Callable[[], int | None]
-Notice = Callable[[int, list[Entry], float], None]  # place in the queue from 1, the holders, seconds waited
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def take(
     budget: int | None,
     what: str,
     wait: float | None = None,
-    notice: Notice = lambda place, holders, waited: None,
+    events: Events = SILENT,
     advise: Advice = lambda free: "",
     held: int = 0,
     free: Free = lambda: None,
@@ -43,7 +43,7 @@ def take(
         what: what for, a few words that others read.
         wait: seconds to queue for, `math.inf` for as long as it takes; None and NO_QUEUE do not queue, and do not go
             before those who do.
-        notice: told at each look of a waiter that does not get the memory yet.
+        events: told of `waiting` at each look of a waiter that does not get the memory yet.
         advise: what would need no more than what others leave; part of the refusal.
         held: bytes that this process holds already under other leases, and needs as well.
         free: bytes that the system says are free now, None where it does not say: programs that take no lease count.
@@ -64,7 +64,7 @@ def take(
     entry, stop = Entry.of_this_process(need, what), threading.Event()
     try:
         with _unwinding_on_sigterm():
-            _wait_for_turn(ledger, entry, budget, wait, notice, advise, free)
+            _wait_for_turn(ledger, entry, budget, wait, events, advise, free)
         threading.Thread(target=_renew, args=(ledger, entry, stop), daemon=True).start()
         yield entry
     finally:
@@ -84,7 +84,7 @@ class Look:
 
 
 def _wait_for_turn(
-    ledger: Ledger, entry: Entry, budget: int | None, wait: float | None, notice: Notice, advise: Advice, free: Free
+    ledger: Ledger, entry: Entry, budget: int | None, wait: float | None, events: Events, advise: Advice, free: Free
 ) -> None:
     begin, pause = time.monotonic(), FIRST_PAUSE
     seconds = max(wait or 0, 0)
@@ -93,7 +93,7 @@ def _wait_for_turn(
         left = seconds - waited
         if left <= 0:
             raise NoRoomError(_refusal(entry, budget, look, wait, advise))
-        notice(look.ahead + 1, look.holders, waited)
+        events.waiting(look.ahead + 1, [entry.who for entry in look.holders], waited)
         time.sleep(min(pause, left))
         pause = min(2 * pause, LAST_PAUSE)
 

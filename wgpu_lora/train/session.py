@@ -7,11 +7,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.plan import total_by_group
 from wgpu_lora.gpu.program import Arena, Program, allocate, release
-from wgpu_lora.gpu.tensor import Storage, persistent
-from wgpu_lora.models.inputs import rope_table
-from wgpu_lora.models.load import Progress, staging_bytes
+from wgpu_lora.gpu.tensor import Storage
+from wgpu_lora.models.inputs import Tables
+from wgpu_lora.models.load import staging_bytes
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.share import claim
@@ -73,12 +74,10 @@ class Session:
         chosen = objectives or [objective_of(TrainingArguments())] * len(adapters.specs)
         self.totals = Totals(chosen)
         self.optimizer = Optimizer(device, adapters, self.totals.loss, optim)
-        config = model.config
-        self.table = persistent((positions, config.head_dim // 2, 2), "f32", "workspace", "rope table")
-        self._positions = positions
+        self.tables = Tables.declare(model.config.tables(), positions)
 
         def batch(tokens: int, **options: Any) -> Batch:
-            shared = self.totals, self.table
+            shared = self.totals, self.tables
             return Batch(model, adapters, tokens, chosen, *shared, compute_dtype=compute_dtype, **options)
 
         self.steps = {tokens: batch(tokens, dropout=dropout, recompute=recompute) for tokens in buckets}
@@ -115,10 +114,10 @@ class Session:
 
     # -- run -------------------------------------------------------------------------------------------------------
 
-    def allocate(self, progress: Progress = lambda name: None) -> None:
+    def allocate(self, events: Events = SILENT) -> None:
         """Loads the base, then creates every other buffer. Raises UserError where others hold the memory."""
         self._claim.enter_context(claim(self.device, self.needs(), "a training step"))
-        self.model.load_weights(progress)
+        self.model.load_weights(events)
         allocate(self.device, self.storages())
         self.arena = Arena(self.device, self._arena_sizes())
         self.optimizer.program.build(self.arena)
@@ -126,7 +125,7 @@ class Session:
             self.heldout.program.build(self.arena)
         self.adapters.upload_scales(self.device)
         self.optimizer.initialise(self.device)
-        self.device.write(self.table.storage.buffer, rope_table(self.model.config, self._positions))
+        self.tables.upload(self.device)
 
     def begin(self) -> None:
         """Zeroes the totals of a step; gradients were zeroed by the last update."""

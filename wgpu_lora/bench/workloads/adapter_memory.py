@@ -8,15 +8,16 @@ import numpy as np
 
 from wgpu_lora.bench.check import Checked
 from wgpu_lora.bench.stats import Timings
-from wgpu_lora.bench.step import ALL, check_update, largest, make_up
+from wgpu_lora.bench.step import check_update, largest, make_up
 from wgpu_lora.bench.workload import Context, Extra, SessionWorkload, Workload, new_bytes
 from wgpu_lora.bench.workloads.adapters import FEW, MANY
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.timer import Timer
+from wgpu_lora.models.targets import ALL
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.session import Session
 
-QV = ("q_proj", "v_proj")
+QV = "q_proj,v_proj"
 
 
 def multi_adapter_memory(context: Context) -> Iterator[Workload]:

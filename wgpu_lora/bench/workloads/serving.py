@@ -111,8 +111,8 @@ class Serving(Workload):
         programs = [recorded.kept, recorded.head, *(step.program for step in steps)]
         arena = Arena(device, Arena.sizes_for([program.plan() for program in programs]))  # the Generator has its own
         try:
-            for tensor in (state.last, *state.logits, *state.cache.keys, *state.cache.values):
-                poison(device, tensor.storage.buffer)
+            for storage in {state.last.storage, *(t.storage for t in state.logits), *state.cache.storages()}:
+                poison(device, storage.buffer)
             for program in programs:
                 program.build(arena)
             check(recorded.kept, found)
@@ -176,13 +176,15 @@ class Load(Workload):
 
     def check(self, rng: np.random.Generator) -> Checked | None:
         """The smallest matrix against the NumPy reference of what its base format makes of the checkpoint's values."""
-        model, name = self._load(), "model.layers.0.self_attn.k_proj.weight"
+        model = self._load()
+        layer = model.decoder.layers[0]
+        linears = {f"{layer.path}.{module}.weight": item.weight for module, item in layer.linears.items()}
+        name, weight = min(linears.items(), key=lambda item: item[1].out_features * item[1].in_features)
         if model.checkpoint.packed(name):
             return None
-        weight = model.decoder.layers[0].linears["k_proj"].weight
         want = base_format(weight.format).round_trip(model.checkpoint.read_f32(name))
         found = Checked()
-        found.add(nmse(weight.values(self._context.device), want), "k_proj of layer 0", part=True)
+        found.add(nmse(weight.values(self._context.device), want), name.removesuffix(".weight"), part=True)
         return found
 
     def _load(self) -> LoadedModel:

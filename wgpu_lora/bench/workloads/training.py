@@ -13,6 +13,7 @@ from wgpu_lora.bench.step import EARLY, SlotStep, adapter_set
 from wgpu_lora.bench.workload import Context, Extra, ProgramWorkload, SessionWorkload, Workload
 from wgpu_lora.gpu.tensor import Tensor, persistent
 from wgpu_lora.gpu.timer import Timer
+from wgpu_lora.models.config import MATRIX
 from wgpu_lora.ops.loss import Targets, seed, sum_by_slot, token_logprobs
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.objectives import objective_of
@@ -71,9 +72,10 @@ def optimizer(context: Context) -> Iterator[Workload]:
 
 
 def quantize(context: Context) -> Iterator[Workload]:
-    """Packing the seven matrices of a layer from bf16 to NF4 codes, in loading's own pieces, upload left out."""
+    """Packing the matrices of a layer from bf16 to NF4 codes, in loading's own pieces, upload left out."""
     recording = Recording(context.device)
-    for module, (out, size_in) in context.config.linear_shapes().items():
+    matrices = [(name, item.shape) for name, item in context.config.layer(0).items() if item.kind == MATRIX]
+    for module, (out, size_in) in matrices:
         codes = recording.rec.temp((-(-size_in // 8), out), "u32", "codes")
         for first in range(0, out, piece_rows(size_in)):
             rows = min(piece_rows(size_in), out - first)

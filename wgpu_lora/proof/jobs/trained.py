@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from wgpu_lora.formats.peft import read_adapter
-from wgpu_lora.models.lora import Matrices
+from wgpu_lora.formats.peft import Matrices, read_adapter
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.objectives.base import Group
 from wgpu_lora.train.records import RunRecord

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 from gguf import GGMLQuantizationType, Keys
 
-from wgpu_lora.formats.gguf.metadata import check_expressible
-from wgpu_lora.formats.gguf.names import ARCHITECTURES, gguf_name, rotated_heads, to_neighbours
-from wgpu_lora.formats.gguf.write import Tensors, Written, new_gguf, refuse_existing, write_tensors
-from wgpu_lora.formats.merge import check_finite, config_of, scaled_factors
+from wgpu_lora.export.gguf_model import Written, check_expressible
+from wgpu_lora.export.merge import check_finite, config_of, scaled_factors
+from wgpu_lora.formats.gguf.order import to_neighbours
+from wgpu_lora.formats.gguf.write import Tensors, new_gguf, refuse_existing, write_tensors
 from wgpu_lora.formats.peft import read_adapter
+from wgpu_lora.models.gguf import gguf_names
 
 
 def export_adapter(model: Path, adapter: Path, output: Path) -> Written:
@@ -26,19 +27,18 @@ def export_adapter(model: Path, adapter: Path, output: Path) -> Written:
     check_expressible(config, model)
     adapter_config, _ = read_adapter(adapter)
     alpha = np.float32(adapter_config.lora_alpha)
-    tensors: Tensors = {}
-    count = 0
+    form, names, tensors, count = config.gguf(), gguf_names(config), Tensors(), 0
     for own, (a, b) in scaled_factors(adapter, config, model).items():
         # llama.cpp multiplies B A by the one alpha over A's rows. Ours may be another number, by rsLoRA or patterns,
         # so B comes scaled already and the quotient is taken out of it again.
         factor_b = b * np.float32(len(a) / alpha)
-        heads = rotated_heads(config, own)
+        heads = config.parameters[own].gguf_heads
         factor_b = to_neighbours(factor_b, heads) if heads else factor_b
         for letter, factor in (("a", a), ("b", factor_b)):
             check_finite(factor, f"lora_{letter} of {own}")
-            tensors[f"{gguf_name(own)}.lora_{letter}"] = (factor.shape, GGMLQuantizationType.F32, _whole(factor))
+            tensors[f"{names[own]}.lora_{letter}"] = (factor.shape, GGMLQuantizationType.F32, _whole(factor))
             count += factor.size
-    with new_gguf(output, ARCHITECTURES[config.architecture]) as writer:
+    with new_gguf(output, form.name) as writer:
         writer.add_type("adapter")
         writer.add_name(adapter.absolute().name)
         writer.add_string(Keys.Adapter.TYPE, "lora")

@@ -1,14 +1,11 @@
-"""Which type each tensor of a GGUF file gets, as llama.cpp's own quantiser mixes them, and packing rows into it."""
+"""Which type each tensor of a GGUF file gets, as llama.cpp's own quantiser mixes them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType, quants
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 
-from wgpu_lora.formats.gguf.kquants import quantize_k
-from wgpu_lora.formats.gguf.names import ARCHITECTURES
 from wgpu_lora.models.config import ModelConfig
 
 Q = GGMLQuantizationType
@@ -33,7 +30,6 @@ FILE_TYPES = {
     "q5_k_m": FileType(LlamaFileType.MOSTLY_Q5_K_M, Q.Q5_K),
     "q6_k": FileType(LlamaFileType.MOSTLY_Q6_K, Q.Q6_K),
 }
-K_BITS = {Q.Q4_K: 4, Q.Q5_K: 5, Q.Q6_K: 6}
 # For rows that are not whole super-blocks of 256 values.
 SHORT_ROWS = {Q.Q4_K: Q.Q5_0, Q.Q5_K: Q.Q5_1, Q.Q6_K: Q.Q8_0}
 
@@ -54,7 +50,7 @@ def _wanted(config: ModelConfig, kind: str, most: GGMLQuantizationType, name: st
     _, layer, module, _ = name.split(".")
     if module in ("attn_v", "ffn_down") and _deserves_more(int(layer), config.num_hidden_layers):
         return Q.Q6_K
-    return Q.Q5_K if module == "attn_v" and most == Q.Q4_K and _is_70b(config) else most
+    return Q.Q5_K if module == "attn_v" and most == Q.Q4_K and config.gguf().widens_values(config) else most
 
 
 def _deserves_more(layer: int, layers: int) -> bool:
@@ -63,27 +59,7 @@ def _deserves_more(layer: int, layers: int) -> bool:
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
 
 
-def _is_70b(config: ModelConfig) -> bool:
-    """What llama.cpp takes for a model of 70B, whose attn_v is small beside the rest."""
-    architecture = ARCHITECTURES[config.architecture]
-    grouped = config.num_attention_heads != config.num_key_value_heads
-    return config.num_hidden_layers == 80 and (architecture == "qwen2" or (architecture == "llama" and grouped))
-
-
 def _for_rows(wanted: GGMLQuantizationType, columns: int) -> GGMLQuantizationType:
     if columns % GGML_QUANT_SIZES[wanted][0]:
         wanted = SHORT_ROWS.get(wanted, wanted)
     return Q.F16 if columns % GGML_QUANT_SIZES[wanted][0] else wanted
-
-
-def nbytes(shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
-    """Bytes of a tensor whose last dimension is whole blocks of its type."""
-    block, size = GGML_QUANT_SIZES[kind]
-    return int(np.prod(shape, dtype=np.int64)) // block * size
-
-
-def pack(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    """Float32 rows in the bytes of a type that `tensor_type` chose."""
-    if kind in K_BITS:
-        return quantize_k(values, K_BITS[kind])
-    return quants.quantize(values, kind)

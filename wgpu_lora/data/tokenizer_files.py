@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from pathlib import Path
 
+from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bounded import leads_out, parse_object
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import write_bytes_atomic
+from wgpu_lora.formats.file_names import TEMPLATE, TOKENIZER
 
-TOKENIZER = re.compile(
-    r"tokenizer(_config)?\.json|tokenizer\.model|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)"
-    r"|merges\.txt|spiece\.model|sentencepiece\.bpe\.model"
-)
-TEMPLATE = re.compile(r"chat_template\.(jinja|json)|additional_chat_templates/[\w-]+\.jinja")
 WHOLE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 MAX_BYTES = 256 << 20  # of all of them; the largest vocabularies take 40 MB
 OF_OTHERS = "generation_config.json"  # which a model has, and an adapter does not

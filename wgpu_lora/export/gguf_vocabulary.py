@@ -12,8 +12,8 @@ from gguf import GGUFWriter, TokenType
 
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.gguf.pretokenizers import Splitting, merges_of, splitting_of
 from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.tokens.pretokenizers import Splitting, merges_of, splitting_of
 
 # llama.cpp ends a generation at these wherever they are in a vocabulary.
 KNOWN_ENDS = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "</s>", "<|eom_id|>", "<|end_of_text|>"}

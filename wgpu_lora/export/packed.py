@@ -10,13 +10,12 @@ import numpy as np
 
 from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
+from wgpu_lora.export.companions import write_companions
 from wgpu_lora.formats.bitsandbytes import KIND, QUANTIZATION_CONFIG, STATE, stored_parts
 from wgpu_lora.formats.checkpoint import Checkpoint
 from wgpu_lora.formats.gguf.checkpoint import GGUFCheckpoint
-from wgpu_lora.formats.gguf.companions import write_companions
 from wgpu_lora.formats.hub import is_gguf
 from wgpu_lora.formats.shards import MAX_SHARD_BYTES, TensorSpec, new_model_directory, write_shards
-from wgpu_lora.models.config import LINEAR_PATHS
 from wgpu_lora.models.loaded import LoadedModel
 
 TORCH = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -44,11 +43,8 @@ def write_packed(
     if not isinstance(checkpoint, Checkpoint | GGUFCheckpoint) or not kept:
         raise UserError(f"{model.name} is not a model that is packed on loading: give one in full precision, as NF4.")
     model.load_weights()
-    packed = {
-        f"model.layers.{i}.{LINEAR_PATHS[module]}.weight": item.weight
-        for i, layer in enumerate(model.decoder.layers)
-        for module, item in layer.linears.items()
-    }
+    linears = model.config.matrices()
+    packed = {name: weight for name, weight in model.decoder.matrices() if name in linears}
     parts: dict[str, np.ndarray] = {}
 
     def of(name: str) -> dict[str, np.ndarray]:

@@ -9,16 +9,16 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
+from wgpu_lora.export.companions import write_companions
 from wgpu_lora.formats.cards import CARD, card_of_merged
-from wgpu_lora.formats.gguf.companions import write_companions
-from wgpu_lora.formats.gguf.config import read_config
-from wgpu_lora.formats.gguf.header import read_header
 from wgpu_lora.formats.hub import is_gguf
-from wgpu_lora.formats.peft import module_path, read_adapter
+from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.formats.shards import MAX_SHARD_BYTES, TensorSpec, new_model_directory, write_shards
-from wgpu_lora.models.config import ModelConfig, read_json
-from wgpu_lora.models.files import read_model
+from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.files import config_of, read_model
+from wgpu_lora.models.lora import check_fits
 
 DTYPES = {"bf16": ("BF16", ml_dtypes.bfloat16), "f16": ("F16", np.float16), "f32": ("F32", np.float32)}
 TORCH = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
@@ -75,11 +75,6 @@ def check_finite(values: np.ndarray, name: str) -> None:
         raise UserError(f"{name} has values that are not finite: train the adapter again, or use another model.")
 
 
-def config_of(model: Path) -> ModelConfig:
-    """The config of a directory or a GGUF file, without a look at its weights; UserError as in reading either."""
-    return read_config(read_header(model)) if is_gguf(model) else ModelConfig.load(model)
-
-
 def scaled_factors(adapter: Path, config: ModelConfig, model: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """By the name of the weight that it is added to, an adapter's A [r, in] and scale B [out, r].
 
@@ -87,14 +82,10 @@ def scaled_factors(adapter: Path, config: ModelConfig, model: Path) -> dict[str,
         UserError: the adapter cannot be read, or does not fit the model.
     """
     adapter_config, matrices = read_adapter(adapter)
-    shapes = config.linear_shapes()
-    factors = {}
-    for (layer, module), (a, b) in matrices.items():
-        path = module_path(layer, module)
-        if layer >= config.num_hidden_layers or (b.shape[0], a.shape[1]) != shapes[module]:
-            raise UserError(f"The adapter {adapter} does not fit {model}: {path} differs in shape.")
-        factors[f"{path}.weight"] = (a, np.float32(adapter_config.scaling(path)) * b)
-    return factors
+    check_fits(config, matrices, adapter, str(model))
+    return {
+        f"{module}.weight": (a, np.float32(adapter_config.scaling(module)) * b) for module, (a, b) in matrices.items()
+    }
 
 
 def merge_adapter(

@@ -11,12 +11,11 @@ import numpy as np
 
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.gguf.config import special_ids
-from wgpu_lora.formats.gguf.header import Header
-from wgpu_lora.formats.gguf.pretokenizers import NAMES, WHOLE_PIECES
+from wgpu_lora.formats.gguf.header import Header, special_ids
 from wgpu_lora.tokens.backend import BackendError
 from wgpu_lora.tokens.components import DocumentError
 from wgpu_lora.tokens.document import checked
+from wgpu_lora.tokens.pretokenizers import NAMES, WHOLE_PIECES
 from wgpu_lora.tokens.process import Child
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
