@@ -16,6 +16,7 @@ from wgpu_lora.bench.workload import Context
 from wgpu_lora.bench.workloads import WORKLOADS, serving
 from wgpu_lora.cli import app, main
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import Events
 from wgpu_lora.gpu.device import Device
 
 BENCH: Any = typer.main.get_command(app).commands["bench"]  # type: ignore[attr-defined]
@@ -40,7 +41,7 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
 
     def note(*arguments: Any, **named: Any) -> Any:
-        found.append(([a for a in arguments if not callable(a)], named))
+        found.append(([a for a in arguments if not isinstance(a, Events)], named))
         return {"header": {"work": {"options": {"device": None}}}, "rows": [], "runs": [], "summary": []}
 
     command = import_module("wgpu_lora.cli.bench")  # the package has the group by this name
