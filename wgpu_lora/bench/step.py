@@ -13,6 +13,7 @@ from wgpu_lora.bench.check import Checked, check, poison
 from wgpu_lora.bench.recording import state_fill
 from wgpu_lora.bench.stats import timed
 from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.decoder import Decoder
@@ -151,9 +152,9 @@ class TrainingStep(SlotStep):
         )
         super().__init__(session, [(0, tokens)] * rows)
 
-    def allocate(self) -> None:
+    def allocate(self, choices: Choices = NO_CHOICES) -> None:
         """Loads the base and creates every buffer. Raises UserError where the device has no room."""
-        self.session.allocate()
+        self.session.allocate(choices=choices)
         adapters, config = self.session.adapters, self.session.model.config
         for number, module in enumerate(adapters.specs[0].scaling):
             matrices = initial_matrices(0, number, config.lora_modules[module], adapters.rank)

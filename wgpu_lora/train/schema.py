@@ -12,6 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.tiling import Tiling
 
 SCHEMA = 2
 T = TypeVar("T")
@@ -54,6 +55,8 @@ def typed(kind: Any, value: Any, name: str = "the record") -> Any:
         if value is None and NoneType in get_args(kind):
             return None
         return typed(next(one for one in get_args(kind) if one is not NoneType), value, name)
+    if kind is Tiling:  # which version 0.1.0 wrote in another form
+        return Tiling.from_json(value)
     origin, parts = get_origin(kind) or kind, get_args(kind)
     if is_dataclass(kind) and isinstance(kind, type):
         return _built(kind, _of(dict, value, name), name)

@@ -11,6 +11,7 @@ from wgpu_lora.bench.stats import Timings
 from wgpu_lora.bench.step import check_update, largest, make_up
 from wgpu_lora.bench.workload import Context, Extra, SessionWorkload, Workload, new_bytes
 from wgpu_lora.bench.workloads.adapters import FEW, MANY
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.models.targets import ALL
@@ -86,13 +87,13 @@ class MultiAdapterMemory(SessionWorkload):
     def programs(self) -> list[Program]:
         return [self._few.optimizer.program]
 
-    def open(self) -> None:
+    def open(self, choices: Choices = NO_CHOICES) -> None:
         """Allocates all that one adapter takes, gives it back but for the base, then all that three take."""
         device, base = self._cut.device, self._cut.model.decoder.storages()
         self._timer = Timer(device)
         others = device.allocated - sum(storage.nbytes for storage in base if storage.buffer is not None)
         for session in self.sessions:
-            session.allocate()
+            session.allocate(choices=choices)
             self._allocated.append(device.allocated - others)
             if session is not self._few:
                 session.close()

@@ -12,6 +12,7 @@ from wgpu_lora.bench.stats import Timings, timed
 from wgpu_lora.bench.step import adapter_set
 from wgpu_lora.bench.workload import Context, Extra, Workload, unload
 from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.program import Arena, allocate, missing_bytes, release
 from wgpu_lora.gpu.single import nmse
 from wgpu_lora.infer.generate import BUCKETS, Generator
@@ -84,7 +85,7 @@ class Serving(Workload):
         running = missing_bytes(used) + sum(Arena.sizes_for([p.plan() for p in programs.all()]))
         return max(running, model.bytes_to_load())
 
-    def open(self) -> None:
+    def open(self, choices: Choices = NO_CHOICES) -> None:
         context, adapters = self._context, self._adapters
         context.model.load_weights()
         if adapters:
@@ -171,7 +172,7 @@ class Load(Workload):
     def nbytes(self) -> int:
         return self._context.declare().bytes_to_load()
 
-    def open(self) -> None:
+    def open(self, choices: Choices = NO_CHOICES) -> None:
         pass
 
     def check(self, rng: np.random.Generator) -> Checked | None:
