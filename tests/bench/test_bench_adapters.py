@@ -192,8 +192,8 @@ def test_a_base_that_is_read_for_every_slot_is_found(device: Device, monkeypatch
 def test_what_nobody_planned_is_found(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     allocate, extra = Session.allocate, []
 
-    def careless(session: Session) -> None:
-        allocate(session)
+    def careless(session: Session, **given: Any) -> None:
+        allocate(session, **given)
         extra.append(device.create_buffer(256))
 
     monkeypatch.setattr(Session, "allocate", careless)
