@@ -200,10 +200,10 @@ def test_contexts(device: Device) -> None:
     for wrong, message in (
         ({"shape": "zork"}, "The shape zork is not known: choose one of qwen2.5-0.5b"),
         ({"tokens": 0}, "--tokens is 0"),
-        ({"rank": -1}, "--rank is -1"),
-        ({"tokens": 10**6}, "more than the positions of tiny-qwen3, 4096"),
-        ({"base_dtype": "zork"}, "--base-dtype zork is not known"),
-        ({"compute_dtype": "zork"}, "--compute-dtype zork is not known"),
+        ({"rank": -1}, "--rank must be "),
+        ({"tokens": 10**6}, "--tokens is 1000000: give 8 to 4096 for tiny-qwen3"),
+        ({"base_dtype": "zork"}, "--base-dtype must be one of nf4"),
+        ({"compute_dtype": "zork"}, "--compute-dtype must be one of f32"),
         ({"layers": 9}, "--layers 9 is not possible"),
     ):
         with pytest.raises(UserError) as refused:
@@ -240,7 +240,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--brick", "rope", "--time-limit", "0"], "--time-limit is 0"),
         (["--brick", "train_step", "--layers", "99", "--shape", "tiny-qwen3"], "--layers 99 is not possible"),
         (["compare", "nowhere", "nowhere"], "The result file nowhere cannot be read"),
-        (["training", "--shape", "tiny-qwen3", "--model", "demo"], "a shape has made-up weights"),
+        (["training", "--shape", "tiny-qwen3", "--model", "demo"], "a shape has synthetic weights"),
         (["--brick", "rope", "--device", "zork"], "No device is named 'zork'"),
     ],
 )

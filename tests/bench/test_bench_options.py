@@ -117,14 +117,17 @@ def test_help_is_of_bricks_and_names_the_commands(capsys: pytest.CaptureFixture[
     assert not any(flag in out for flag in ("--compare", "--training", "--find-max-batch", "--repeat"))
 
 
-def test_what_a_training_is_told_reaches_its_options(device: Device, tmp_path: Path) -> None:
-    told: dict[str, Any] = {"tokens": 48, "batch": 3, "accumulation": 5, "rank": 6, "base_dtype": "f32"}
-    told |= {"compute_dtype": "bf16", "tune": False, "max_steps": 9}
-    names = ("max_length", "per_device_train_batch_size", "gradient_accumulation_steps", "lora_r", "base_dtype",
-             "compute_dtype", "tune", "max_steps")  # fmt: skip
+def test_what_a_training_is_told_reaches_its_options(reached: list[Any], device: Device, tmp_path: Path) -> None:
+    told = {"max_length": 48, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 5, "lora_r": 6}
+    told |= {"base_dtype": "f32", "compute_dtype": "bf16", "tune": False, "max_steps": 9}
+    names = ("--tokens", "--batch", "--accumulation", "--rank", "--base-dtype", "--compute-dtype")
+    given = [word for pair in zip(names, told.values(), strict=False) for word in map(str, pair)]
+    run(["training", *given, "--no-tune", "--max-steps", "9"], reached)
+    (work,) = (argument for arguments, _ in reached for argument in arguments if isinstance(argument, Work))
+    assert work.options == told
     for where in ({"shape": "tiny-qwen3", "layers": 1}, {"recipe": "demo"}):
-        args, model = _prepared(Work(**where, **told), tmp_path, device)
-        assert [getattr(args, name) for name in names] == list(told.values())
+        args, model = _prepared(Work(**where, options=told), tmp_path, device)
+        assert {name: getattr(args, name) for name in told} == told
         assert model.decoder.base_dtype == "f32"
 
 

@@ -1,4 +1,4 @@
-"""Recording one brick: the product's own ops on made-up tensors, forward and backward in programs of their own."""
+"""Recording one brick: the product's own ops on synthetic tensors, forward and backward in programs of their own."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from wgpu_lora.bench.check import Checked, check, poison
 from wgpu_lora.bench.contract import numbers_of
 from wgpu_lora.bench.recording import Recording
 from wgpu_lora.bench.stats import Timings
-from wgpu_lora.bench.step import adapter_set, cut_model
+from wgpu_lora.bench.step import ROW, adapter_set, cut_model, own_words
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.device import Device
@@ -25,9 +25,9 @@ from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.shapes import cut, shape_config
 from wgpu_lora.models.synthetic import synthetic_model
 from wgpu_lora.models.targets import ALL
-from wgpu_lora.names.allowed import COMPUTE_DTYPES
+from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.session import Session
-from wgpu_lora.weights.registry import BASE_FORMATS, DEFAULT_FORMAT, base_format
+from wgpu_lora.weights.registry import DEFAULT_FORMAT, base_format
 
 Extra = dict[str, float]
 LEAST_TOKENS = 8  # of fewer, the scores' gradients are nothing but rounding, and no error relative to them means much
@@ -66,23 +66,16 @@ class Context:
         tune: bool = False,
     ) -> Context:
         """Of a named shape or a model. Raises UserError for what is not known or cannot be."""
-        for option, value, least in (("--tokens", tokens, LEAST_TOKENS), ("--rank", rank, 1)):
-            if value < least:
-                raise UserError(f"{option} is {value}: give at least {least}.")
-        for option, kind, known in (
-            ("--base-dtype", base_dtype, BASE_FORMATS),
-            ("--compute-dtype", compute_dtype, COMPUTE_DTYPES),
-        ):
-            if kind not in known:
-                raise UserError(f"{option} {kind} is not known: choose one of {', '.join(known)}.")
+        with own_words(ROW):  # refuses what no run can have
+            TrainingArguments(base_dtype=base_dtype, compute_dtype=compute_dtype, lora_r=rank)
         name = model or shape or default_shape(device)
         config = open_model(model, device, base_dtype).config if model else shape_config(name)
-        for option, value, most, what in (
-            ("--rank", rank, config.hidden_size, "the hidden size"),
-            ("--tokens", tokens, config.max_position_embeddings, "the positions"),
+        for option, value, least, most in (
+            ("--rank", rank, 1, config.hidden_size),
+            ("--tokens", tokens, LEAST_TOKENS, config.max_position_embeddings),
         ):
-            if value > most:
-                raise UserError(f"{option} {value} is more than {what} of {name}, {most}: lower it.")
+            if not least <= value <= most:
+                raise UserError(f"{option} is {value}: give {least} to {most} for {name}.")
         return cls(device, name, cut(config, layers), tokens, rank, base_dtype, compute_dtype, tune, model is not None)
 
     def with_layers(self, layers: int) -> Context:

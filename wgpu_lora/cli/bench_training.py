@@ -68,11 +68,12 @@ def training(
     from wgpu_lora.bench.results import Writer
     from wgpu_lora.bench.training import Work, run_training, trained_config
 
-    work = Work(
-        recipe=recipe, shape=shape, layers=layers, tokens=tokens, batch=batch, accumulation=accumulation, data=data,
-        model=model, rank=rank, base_dtype=base_dtype, compute_dtype=compute_dtype, tune=tune, max_steps=max_steps,
-        device=device,
-    )  # fmt: skip
+    options = {
+        "data": data, "model": model, "max_steps": max_steps, "device": device, "max_length": tokens, "lora_r": rank,
+        "per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation, "base_dtype": base_dtype,
+        "compute_dtype": compute_dtype, "tune": tune,
+    }  # fmt: skip
+    work = Work(recipe, shape, layers, {name: value for name, value in options.items() if value is not None})
     writer = Writer(json)
     found = run_training(work, repeat, _Noted(writer))
     if project:
