@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -35,6 +36,7 @@ from wgpu_lora.train.session import Session
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.words import counted
 
+R = TypeVar("R")
 WARMUP = 2  # steps that compile, and find where to split submits
 LEARNING_RATE = 1e-4
 SCALING = 2.0  # alpha / rank, the trainer's default
@@ -244,19 +246,30 @@ def check_room(what: str, needs: Callable[[int], int], layers: int, available: i
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest n of 1 .. most that fits, 0 where none does, by binary search; what fits, fits for all smaller n.
+    """The largest n of 1 .. most that fits, 0 where none does; what fits, fits for all smaller n.
 
     A size that cannot be had at all (UserError) does not fit.
     """
 
-    def possible(size: int) -> bool:
+    def refusal(size: int) -> bool:
         try:
-            return fits(size)
+            return not fits(size)
         except UserError:
-            return False
+            return True
 
-    low, high = 0, max(most, 0)  # low fits
-    while low < high:
-        middle = high if low == 0 and high == most else (low + high + 1) // 2
-        low, high = (middle, high) if possible(middle) else (low, middle - 1)
-    return low
+    return search(refusal, most, most)[0] if most > 0 else 0
+
+
+def search(refusal: Callable[[int], R], most: int | None, first: int = 1) -> tuple[int, R | None]:
+    """The largest n of 1 .. most that is not refused, 0 where all are, and the refusal of the next, None of `most`.
+
+    It doubles from `first`, then bisects, so that nothing is asked for that is more than twice what is not refused.
+    """
+    low, high, refused = 0, first, None
+    while low != most and not (refused := refusal(high)):
+        low, high = high, 2 * high if most is None else min(2 * high, most)
+    while low != most and high - low > 1:
+        middle = (low + high) // 2
+        found = refusal(middle)
+        low, high, refused = (low, middle, found) if found else (middle, high, refused)
+    return low, refused or None
