@@ -62,6 +62,13 @@ class Work:
                 f"{WARMUP + 1}."
             )
 
+    @classmethod
+    def of(cls, recipe: str | None = None, shape: str | None = None, layers: int | None = None, **options: Any) -> Work:
+        """By the names that bench has for options; what is None is not given."""
+        names = {own: name for name, own in TRAINING.items()}
+        given = {names.get(name, name): value for name, value in options.items() if value is not None}
+        return cls(recipe, shape, layers, given)
+
 
 def run_training(work: Work, repeat: int = 2, events: Events = SILENT, opened: Device | None = None) -> Record:
     """Trains `repeat` times from the same start, in a directory that is removed again.

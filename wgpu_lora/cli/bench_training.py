@@ -25,13 +25,13 @@ from wgpu_lora.cli.console import console, line, table
 from wgpu_lora.cli.finetune import speed
 from wgpu_lora.cli.options import BaseDtype, Device
 from wgpu_lora.events import Events
+from wgpu_lora.train.ending import FINISHED
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
     from wgpu_lora.bench.results import Writer
 
-FINISHED = ("epochs", "max steps", "target seconds")
 # What others count as tokens per second differs, so it is said which.
 SPREAD_NAMES = {"tokens_per_second": "processed tokens/s", "trained_tokens_per_second": "trained tokens/s"}
 Record = Mapping[str, Any]
@@ -68,12 +68,10 @@ def training(
     from wgpu_lora.bench.results import Writer
     from wgpu_lora.bench.training import Work, run_training, trained_config
 
-    options = {
-        "data": data, "model": model, "max_steps": max_steps, "device": device, "max_length": tokens, "lora_r": rank,
-        "per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation, "base_dtype": base_dtype,
-        "compute_dtype": compute_dtype, "tune": tune,
-    }  # fmt: skip
-    work = Work(recipe, shape, layers, {name: value for name, value in options.items() if value is not None})
+    work = Work.of(
+        recipe, shape, layers, tokens=tokens, batch=batch, accumulation=accumulation, data=data, model=model, rank=rank,
+        base_dtype=base_dtype, compute_dtype=compute_dtype, tune=tune, max_steps=max_steps, device=device,
+    )  # fmt: skip
     writer = Writer(json)
     found = run_training(work, repeat, _Noted(writer))
     if project:
