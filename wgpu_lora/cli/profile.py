@@ -41,7 +41,7 @@ def profile(
     layers: Layers = None,
     tokens: Annotated[int, typer.Option(help="Tokens of a row. [x>=2]")] = 512,
     batch: Annotated[int, typer.Option(help="Rows of the step. [x>=1]")] = 1,
-    rank: Annotated[int, typer.Option(help="Rank of the adapter, on all seven projections. [x>=1]")] = 16,
+    rank: Annotated[int, typer.Option(help="Rank of the adapter, on all linear layers. [x>=1]")] = 16,
     base_dtype: BaseDtype = DEFAULT_FORMAT,
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Recompute activations in the backward pass.")

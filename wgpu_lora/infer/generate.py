@@ -1,4 +1,4 @@
-"""Generation with a KV cache: a batch of sequences, each with an adapter of its own or none."""
+"""Generation: a batch of sequences, each with an adapter of its own or none."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def base_reads(session: Session) -> int:
 def planned_figures(context: Context) -> Extra:
     """What the plan says of one, three and eight adapters at equal tokens a step.
 
-    memory_ratio is of three to one on q and v, all_ratio the same on all seven projections. A growth is the largest of
+    memory_ratio is of three to one on q and v, all_ratio the same on all linear layers. A growth is the largest of
     the three figures over the smallest, at the worse of both targets.
     """
     found: Extra = {}

@@ -109,7 +109,7 @@ class SlotStep:
 
 
 class MultiAdapterStep:
-    """Steps of one, three and eight adapters on all seven projections of every layer, by turns in one run.
+    """Steps of one, three and eight adapters on all linear layers, by turns in one run.
 
     Adapters trained one after another take steps of one slot; each one's steps are alike, so that one such step tells
     the tokens a second of all three. Together, a step of as many tokens has rows of every slot and updates every

@@ -58,14 +58,14 @@ def loss(context: Context) -> Iterator[Workload]:
     rec = recording.rec
     logprobs = token_logprobs(rec, recording.tracked((tokens, config.hidden_size), "hidden"), head, targets)
     score = objective_of(TrainingArguments()).score(rec, logprobs, scoring)
-    rec.dispatch(sum_by_slot, score.losses, scoring.token_ranges, recording.input((1,), name="total"), slots=1)
+    rec.dispatch(sum_by_slot, score.losses, scoring.loss_ranges, recording.input((1,), name="total"), slots=1)
     seed(rec, logprobs, score.weights)
     rec.backward()
     yield ProgramWorkload(recording, recording.forward)
 
 
 def optimizer(context: Context) -> Iterator[Workload]:
-    """Gradient norm, clipping and the update of the adapters of every layer, all seven projections."""
+    """Gradient norm, clipping and the update of the adapters of every layer, on all that may carry one."""
     adapters = adapter_set(context, 1)
     update = Optimizer(context.device, adapters, persistent((1,), "f32", "optimizer", "loss total"))
     recording = Recording(context.device)
