@@ -15,6 +15,7 @@ from wgpu_lora.bench.step import WARMUP, TrainingStep, check_fits
 from wgpu_lora.bench.words import ROW, own_words
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
+from wgpu_lora.gpu.errors import DeviceError
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.arguments import TrainingArguments
@@ -101,8 +102,8 @@ def planned_batch(
 
 
 def _fact(error: UserError) -> str:
-    """What a plan refuses, without its advice, which names a training run's options."""
-    return str(error).partition(": lower ")[0].rstrip(".")
+    """What a plan refuses; a device's refusal without its advice, which names a training run's options."""
+    return error.fact if isinstance(error, DeviceError) else str(error).rstrip(".")
 
 
 def find_max_batch(model: LoadedModel, batches: Batches, events: Events = SILENT) -> Record:

@@ -10,6 +10,7 @@ import numpy as np
 
 from wgpu_lora.bench.words import ROW, own_words
 from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.inputs import Segment
@@ -77,9 +78,9 @@ class TrainingStep:
         self._groups: list[Group] = []
         self._count = 0
 
-    def allocate(self) -> None:
+    def allocate(self, choices: Choices = NO_CHOICES) -> None:
         """Loads the base and creates every buffer. Raises UserError where the device has no room."""
-        self.session.allocate()
+        self.session.allocate(choices=choices)
         adapters, shapes = self.session.adapters, self.model.config.lora_modules
         for number, module in enumerate(self._modules):
             matrices = initial_matrices(0, number, shapes[module], adapters.rank)

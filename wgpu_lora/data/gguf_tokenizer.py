@@ -62,8 +62,10 @@ class _Vocabulary:
         return value
 
 
-def read_tokenizer(header: Header, vocab_size: int) -> Tokenizer | None:
+def read_tokenizer(header: Header, vocab_size: int, pre: str | None = None) -> Tokenizer | None:
     """The tokenizer of a file, or None where it describes none.
+
+    pre: what tokenizer.ggml.pre is where a file from before there was this key does not state it.
 
     Raises:
         UserError: it is of a kind that cannot be built, does not fit the model's `vocab_size`, or makes no sense.
@@ -77,7 +79,7 @@ def read_tokenizer(header: Header, vocab_size: int) -> Tokenizer | None:
         )
     vocabulary = _vocabulary(header, vocab_size)
     try:
-        document, add_bos = (_byte_level if kind == "gpt2" else _sentencepiece)(vocabulary)
+        document, add_bos = _byte_level(vocabulary, pre) if kind == "gpt2" else _sentencepiece(vocabulary)
         document["added_tokens"] = _added_tokens(vocabulary)
         document["post_processor"] = _post_processor(vocabulary, add_bos)
         names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
@@ -127,12 +129,10 @@ def _bytes_only(use_regex: bool) -> Document:
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
 
 
-def _byte_level(vocabulary: _Vocabulary) -> tuple[Document, bool]:
+def _byte_level(vocabulary: _Vocabulary, pre: str | None) -> tuple[Document, bool]:
     """Byte-level BPE, and whether it starts a text with bos where the metadata do not say."""
     header = vocabulary.header
-    name = header.values.get("tokenizer.ggml.pre")
-    if name is None and header.values.get("general.architecture") in ("qwen2", "qwen3"):
-        name = "qwen2"  # files from before there was this key
+    name = header.values.get("tokenizer.ggml.pre", pre)
     if not isinstance(name, str) or name not in _PRES:
         raise UserError(
             f"tokenizer.ggml.pre {name!r:.100} of {header.path} is not supported: convert the model again, to one of "

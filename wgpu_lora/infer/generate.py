@@ -1,4 +1,4 @@
-"""Generation with a KV cache: a batch of sequences, each with an adapter of its own or none."""
+"""Generation: a batch of sequences, each with an adapter of its own or none."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.models.rows import NOWHERE
 from wgpu_lora.share import claim
+from wgpu_lora.share.refusals import advising
 
 CAPACITY = 2048  # tokens of a sequence where nothing else is said
 BUCKETS = (16, 64, 256, 1024)  # rows of the prefill programs; each is compiled only when a prompt needs it
@@ -40,6 +41,7 @@ class Generator:
         UserError: the model is not made for so many tokens, or the device has no room for their keys and values.
     """
 
+    @advising(otherwise="use shorter prompts and answers, fewer at a time, or a smaller model")
     def __init__(
         self,
         model: LoadedModel,

@@ -71,4 +71,5 @@ def _read_directory(directory: Path) -> ModelFiles:
 def _read_gguf(path: Path) -> ModelFiles:
     header = read_header(path)
     config = read_config(header)
-    return ModelFiles(config, open_weights(header, config), read_tokenizer(header, config.vocab_size))
+    tokenizer = read_tokenizer(header, config.vocab_size, config.gguf().pretokenizer)
+    return ModelFiles(config, open_weights(header, config), tokenizer)

@@ -22,6 +22,7 @@ class GGUFForm(ABC, Generic[Config]):
 
     name: str  # general.architecture
     passed_over: ClassVar[str] = ""  # a pattern of tensors that are no parameters
+    pretokenizer: str | None = None  # what tokenizer.ggml.pre is in files that do not state it
 
     @abstractmethod
     def fields(self, header: Header) -> dict[str, Any] | None:

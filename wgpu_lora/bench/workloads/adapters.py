@@ -13,6 +13,7 @@ from wgpu_lora.bench.stats import Timings
 from wgpu_lora.bench.step import LEARNING_RATE, SCALING
 from wgpu_lora.bench.workload import Context, Extra, Workload
 from wgpu_lora.bench.workloads.training import EARLY, state_fill
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.program import Program, missing_bytes
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
@@ -108,7 +109,7 @@ class SlotStep:
 
 
 class MultiAdapterStep:
-    """Steps of one, three and eight adapters on all seven projections of every layer, by turns in one run.
+    """Steps of one, three and eight adapters on all linear layers, by turns in one run.
 
     Adapters trained one after another take steps of one slot; each one's steps are alike, so that one such step tells
     the tokens a second of all three. Together, a step of as many tokens has rows of every slot and updates every
@@ -148,9 +149,9 @@ class MultiAdapterStep:
     def programs(self) -> list[Program]:
         return [program for session in self._sessions.values() for program in session.programs()]
 
-    def open(self) -> None:
+    def open(self, choices: Choices = NO_CHOICES) -> None:
         for session in self._sessions.values():
-            session.allocate()
+            session.allocate(choices=choices)
 
     def check(self, rng: np.random.Generator) -> Checked:
         found = Checked()

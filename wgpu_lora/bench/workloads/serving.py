@@ -18,6 +18,7 @@ from wgpu_lora.bench.workload import (
 )
 from wgpu_lora.bench.workloads.training import adapter_set
 from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
 from wgpu_lora.gpu.single import nmse
 from wgpu_lora.infer.generate import BUCKETS, Generator
@@ -100,7 +101,7 @@ class Serving:
 
     # -- run -------------------------------------------------------------------------------------------------------
 
-    def open(self) -> None:
+    def open(self, choices: Choices = NO_CHOICES) -> None:
         context, adapters = self._context, self._adapters
         context.model.load_weights()
         if adapters:
@@ -213,7 +214,7 @@ class Load:
     def programs(self) -> list[Program]:
         return []
 
-    def open(self) -> None:
+    def open(self, choices: Choices = NO_CHOICES) -> None:
         pass
 
     def check(self, rng: np.random.Generator) -> Checked | None:

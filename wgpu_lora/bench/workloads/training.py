@@ -16,6 +16,7 @@ from wgpu_lora.bench.workload import (
     ProgramWorkload,
     Workload,
 )
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.program import Program, missing_bytes
 from wgpu_lora.gpu.tensor import NUMPY, Tensor, persistent
 from wgpu_lora.gpu.timer import Timer
@@ -57,14 +58,14 @@ def loss(context: Context) -> Iterator[Workload]:
     rec = recording.rec
     logprobs = token_logprobs(rec, recording.tracked((tokens, config.hidden_size), "hidden"), head, targets)
     score = objective_of(TrainingArguments()).score(rec, logprobs, scoring)
-    rec.dispatch(sum_by_slot, score.losses, scoring.token_ranges, recording.input((1,), name="total"), slots=1)
+    rec.dispatch(sum_by_slot, score.losses, scoring.loss_ranges, recording.input((1,), name="total"), slots=1)
     seed(rec, logprobs, score.weights)
     rec.backward()
     yield ProgramWorkload(recording, recording.forward)
 
 
 def optimizer(context: Context) -> Iterator[Workload]:
-    """Gradient norm, clipping and the update of the adapters of every layer, all seven projections."""
+    """Gradient norm, clipping and the update of the adapters of every layer, on all that may carry one."""
     adapters = adapter_set(context, 1)
     update = Optimizer(context.device, adapters, persistent((1,), "f32", "optimizer", "loss total"))
     recording = Recording(context.device)
@@ -135,10 +136,10 @@ class TrainStep:
     def programs(self) -> list[Program]:
         return self._session.programs()
 
-    def open(self) -> None:
+    def open(self, choices: Choices = NO_CHOICES) -> None:
         device = self._context.device
         device.peak_allocated = device.allocated  # of this step, not of bricks before
-        self._session.allocate()
+        self._session.allocate(choices=choices)
         self._session.batch_for(self._groups())
 
     def check(self, rng: np.random.Generator) -> Checked:

@@ -14,7 +14,7 @@ class Qwen2(Transformer):
     POSITIONS = 32768
     TRANSFORMERS = "Qwen2ForCausalLM"
     READS_BIASES = Biases(attention=True)
-    GGUF = TransformerGGUF("qwen2", attention_bias=False, split_heads=False)
+    GGUF = TransformerGGUF("qwen2", attention_bias=False, split_heads=False, pretokenizer="qwen2")
 
     @classmethod
     def biases(cls, d: Mapping[str, Any], where: str) -> Biases:

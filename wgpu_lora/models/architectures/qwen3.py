@@ -16,7 +16,7 @@ class Qwen3(Transformer):
     READS_BIASES = Biases(attention=True)
     QK_NORM = True
     HEAD_DIM = 128
-    GGUF = TransformerGGUF("qwen3")
+    GGUF = TransformerGGUF("qwen3", pretokenizer="qwen2")
 
     @classmethod
     def window(cls, d: Mapping[str, Any], where: str) -> int | None:

@@ -56,6 +56,7 @@ class TransformerGGUF(GGUFForm[Transformer]):
     output_bias: bool = False
     factors: bool = False
     split_heads: bool = True
+    pretokenizer: str | None = None
     passed_over = r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight"  # factors, and frequencies llama.cpp ignores
 
     # -- reading ---------------------------------------------------------------------------------------------------

@@ -64,4 +64,4 @@ def multiply(index: int) -> dict[str, Any]:
     single.run()
     error = nmse(single.outputs()[0], widened(a) @ widened(b).T)
     single.free()
-    return {"error": error, "fine": error < TOLERANCE, "subgroup_size": device.subgroup_size}
+    return {"error": error, "fine": error < TOLERANCE, "subgroup_size": device.capabilities.subgroup_size}
