@@ -16,7 +16,7 @@ from wgpu_lora.installed import pip_line
 from wgpu_lora.names.naming import flag
 
 if TYPE_CHECKING:
-    from wgpu_lora.gpu.adapters import AdapterInfo
+    from wgpu_lora.gpu.devices import DeviceInfo
 
 # The rest is for the desktop, the driver and, where memory is unified, the host's own programs.
 DISCRETE, UNIFIED = 0.85, 0.60
@@ -42,7 +42,7 @@ class Budget:
     stated: bool = False  # by the user
 
 
-def budget_bytes(info: AdapterInfo, explicit: int | None = None) -> Budget:
+def budget_bytes(info: DeviceInfo, explicit: int | None = None) -> Budget:
     """The budget of a device, in bytes: `explicit` (--memory-budget) where it is given, else what the system says."""
     if explicit is not None:
         return Budget(explicit, flag("memory_budget"), stated=True)
@@ -55,7 +55,7 @@ def budget_bytes(info: AdapterInfo, explicit: int | None = None) -> Budget:
     return Budget(int(share * memory.total), f"{share:.2f} of {memory.total:,} bytes ({memory.source})")
 
 
-def device_memory(info: AdapterInfo) -> DeviceMemory | None:
+def device_memory(info: DeviceInfo) -> DeviceMemory | None:
     """What the operating system says of a device's memory; None where it says nothing."""
     if info.backend == "Metal" and (found := metal_memory(info.name)):
         return found
@@ -68,7 +68,7 @@ def device_memory(info: AdapterInfo) -> DeviceMemory | None:
     return None
 
 
-def is_unified(info: AdapterInfo) -> bool:
+def is_unified(info: DeviceInfo) -> bool:
     """Whether the device lives in the system's memory."""
     return info.kind in ("integrated", "software") or info.name.startswith("Apple")
 

@@ -22,8 +22,8 @@ from wgpu_lora.share.lease import NO_QUEUE, Advice, take, update
 from wgpu_lora.share.ledger import Ledger, device_key
 
 if TYPE_CHECKING:
-    from wgpu_lora.gpu.adapters import AdapterInfo
     from wgpu_lora.gpu.device import Device
+    from wgpu_lora.gpu.devices import DeviceInfo
 
 STAYS = "what stays loaded"
 
@@ -135,7 +135,7 @@ def _end(holding: _Holding) -> None:
 
 def _take(
     holding: _Holding,
-    info: AdapterInfo,  # and no device: what is kept must not keep it
+    info: DeviceInfo,  # and no device: what is kept must not keep it
     more: int,
     what: str,
     budget: Budget | None,
