@@ -1,4 +1,4 @@
-"""JSON as its standard has it: Python's own writer also puts down NaN and Infinity, which other readers refuse."""
+"""Standard JSON: Python's own writer emits NaN and Infinity, which other readers refuse."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def to_json(value: Any, **options: Any) -> str:
-    """`json.dumps(value, **options)` with null for every number that is not finite."""
+    """`json.dumps(value, **options)`, with null for every non-finite number."""
     return json.dumps(_finite(value), allow_nan=False, **options)
 
 

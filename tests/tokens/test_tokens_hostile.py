@@ -115,7 +115,7 @@ def families() -> Iterator[tuple[str, Part | str, str]]:
     prefixed = json.dumps(model(BYTE_BPE, continuing_subword_prefix="zzz"))
     yield "a prefix", prefixed, "continuing_subword_prefix.*not supported"
     yield "a prefix in escapes", prefixed.replace("subword", "\\u0073ubword"), "continuing_subword_prefix.*not supp"
-    yield "a key twice", prefixed.replace('"zzz"', 'null, "continuing_subwor\\u0064_prefix": "zzz"'), "stands twice"
+    yield "a key twice", prefixed.replace('"zzz"', 'null, "continuing_subwor\\u0064_prefix": "zzz"'), "is repeated"
     for name, kind in (("normalizer", "Foo"), ("pre_tokenizer", "NFC"), ("decoder", "Split"), ("post_processor", "")):
         yield f"an unknown {name}", stated(**{name: of(kind)}), "is not known"
     yield "an unknown model", model(BYTE_BPE, type="Foo"), "none that is known"
