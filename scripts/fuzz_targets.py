@@ -54,12 +54,12 @@ def shard_index(place: Path) -> Target:
 
 
 def model_config(place: Path) -> Target:
-    from wgpu_lora.models.config import ModelConfig
+    from wgpu_lora.models.architectures import load_config
     from wgpu_lora.models.rope import inv_freq
 
     def run(data: bytes) -> None:
         (place / "config.json").write_bytes(data)
-        config = ModelConfig.load(place)
+        config = load_config(place)
         if config.num_hidden_layers < 100 and config.head_dim < 1000:
             config.parameter_shapes()
             inv_freq(config)
@@ -82,13 +82,13 @@ def adapter(place: Path) -> Target:
 
 def packed_model(place: Path) -> Target:
     from wgpu_lora.formats.bitsandbytes import PackedCheckpoint
-    from wgpu_lora.models.config import ModelConfig
+    from wgpu_lora.models.architectures import load_config
 
-    config = ModelConfig.load(MODELS / "qwen2")
+    config = load_config(MODELS / "qwen2")
 
     def run(data: bytes) -> None:
         (place / "model.safetensors").write_bytes(data)
-        PackedCheckpoint(place).check_against(config)
+        PackedCheckpoint(place).check_against(config.parameter_shapes(), config.matrices())
 
     return run
 
@@ -160,7 +160,7 @@ def chat_template(place: Path) -> Target:
 
 
 def gguf(place: Path) -> Target:
-    from wgpu_lora.formats.gguf import tokenizer
+    from wgpu_lora.data import gguf_tokenizer as tokenizer
     from wgpu_lora.models.files import read_model
     from wgpu_lora.tokens.backend import Local
 
@@ -257,7 +257,10 @@ def _made(target: str, place: Path) -> list[bytes]:
         from wgpu_lora.formats.peft import CONFIG, WEIGHTS, AdapterConfig, tensor_name, write_adapter
 
         shapes = {"A": (2, 3), "B": (4, 2)}
-        tensors = {tensor_name(0, "q_proj", kind): np.ones(shape, np.float32) for kind, shape in shapes.items()}
+        tensors = {
+            tensor_name("model.layers.0.self_attn.q_proj", kind): np.ones(shape, np.float32)
+            for kind, shape in shapes.items()
+        }
         write_adapter(place / "a", tensors, AdapterConfig(r=4, rank_pattern={"q_proj": 2}, alpha_pattern={".*v": 3}))
         return [(place / "a" / CONFIG).read_bytes().strip() + b"\n\n" + (place / "a" / WEIGHTS).read_bytes()]
     if target in ("tokenizer_json", "tokenizer_child"):

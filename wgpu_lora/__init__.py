@@ -15,8 +15,10 @@ from wgpu_lora.errors import UserError
 if TYPE_CHECKING:
     from wgpu_lora.api import (
         Answer,
+        Events,
         MultiAdapterPipeline,
         RunRecord,
+        StepResult,
         TrainingArguments,
         answer,
         compare,
@@ -29,8 +31,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Answer",
+    "Events",
     "MultiAdapterPipeline",
     "RunRecord",
+    "StepResult",
     "TrainingArguments",
     "UserError",
     "__version__",

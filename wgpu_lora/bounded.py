@@ -1,11 +1,10 @@
-"""Safe reading of untrusted files: JSON, TOML and patterns within time and memory limits, and links out of a folder."""
+"""Safe reading of untrusted files: JSON and TOML within time and memory limits, and links out of a folder."""
 
 from __future__ import annotations
 
 import json
 import tomllib
 from collections import Counter
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -139,27 +138,3 @@ def leads_out(path: Path, directory: Path) -> bool:
     root, target = directory.resolve(), path.resolve()
     cached = root.parent.name == "snapshots" and target.is_relative_to(root.parent.parent / "blobs")
     return not (target.is_relative_to(root) or cached)
-
-
-def matches(pattern: str, text: str) -> bool:
-    """Whether an untrusted pattern matches all of `text`, in linear time (RE2).
-
-    Raises:
-        UserError: the pattern is invalid; the message is the pattern and the reason.
-    """
-    return _compiled(pattern).fullmatch(text) is not None
-
-
-@lru_cache(maxsize=4096)
-def _compiled(pattern: str) -> Any:
-    import re2
-
-    options = re2.Options()
-    options.log_errors, options.max_mem = False, 1 << 20
-    try:
-        return re2.compile(pattern, options)
-    except re2.error as error:
-        detail = error.args[0].decode(errors="replace")
-    except UnicodeEncodeError as error:
-        detail = str(error)
-    raise UserError(f"{pattern!r} ({detail})")

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import path_of
 from support.bench import CEILINGS, mini, result
 
 from wgpu_lora.bench.contract import load_contract
@@ -16,7 +17,7 @@ from wgpu_lora.bench.stats import Timings
 from wgpu_lora.bench.workload import Context
 from wgpu_lora.bench.workloads import adapter_memory
 from wgpu_lora.bench.workloads.adapter_memory import MultiAdapterMemory, base_reads, planned_figures
-from wgpu_lora.bench.workloads.adapters import ALL, MultiAdapterStep, new_bytes, slot_session
+from wgpu_lora.bench.workloads.adapters import MultiAdapterStep, new_bytes, slot_session
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.share.budget import Budget
@@ -139,7 +140,9 @@ def test_the_plan_of_a_7b_model(device: Device, tokens: int) -> None:
 def test_slots_of_different_targets_share_the_base_too(device: Device, recompute: bool) -> None:
     """Three adapters, each on projections and layers of its own, beside one that has all of theirs."""
     context = mini(device, layers=2)
-    parts = [{(0, "q_proj"): 2.0, (1, "v_proj"): 1.0}, {(1, "down_proj"): 2.0}, {(1, m): 0.5 for m in ALL}]
+    every = [module for module in context.config.lora_modules if module.startswith("model.layers.1.")]
+    parts = [{path_of(0, "q_proj"): 2.0, path_of(1, "v_proj"): 1.0}, {path_of(1, "down_proj"): 2.0}]
+    parts.append(dict.fromkeys(every, 0.5))
     union = {key: 1.0 for part in parts for key in part}
 
     def session(specs: list[SlotSpec]) -> Session:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.bench import MINI_ROW
+from support.events import hearing
 
 from wgpu_lora.bench import max_batch as search
 from wgpu_lora.bench.max_batch import Batches, Planned, find_max_batch, leading_to, planned_batch
@@ -96,7 +97,7 @@ def test_search_agrees_with_the_plan_and_the_device(device: Device):
 
     before = device.allocated  # by other tests
     noted: list[dict[str, Any]] = []
-    found = find_max_batch(model, Batches(tokens=16, rank=4, limit=peak(2), runs=1), noted.append)
+    found = find_max_batch(model, Batches(tokens=16, rank=4, limit=peak(2), runs=1), hearing(measured=noted.append))
     plain, checkpointing = found["summary"]
     assert (plain["planned"], plain["confirmed"], plain["bounded_by"]) == (2, 2, "--memory-limit")
     assert checkpointing["confirmed"] == checkpointing["planned"] >= 2

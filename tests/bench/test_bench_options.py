@@ -127,7 +127,7 @@ def recorded(device: Device, name: str, layers: int = 1, **changes: Any) -> Any:
         dims = contract.values({**context.keys(), **workload.keys})
         steps = [step for program in workload.programs() for step in program.dispatches]
         calls = [(step.kernel.name, sorted(step.constants.items()), step.present) for step in steps]
-        tuned = any(step.kernel.sample for step in steps) if context.tune else False
+        tuned = any(step.kernel.tuning for step in steps) if context.tune else False
         found.append((contract.operations(dims), contract.bytes(dims), workload.nbytes(), calls, tuned))
     return found
 

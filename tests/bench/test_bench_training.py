@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.bench import MINI_ROW
 from support.cli import QWEN2, SMALL, write_rows
+from support.events import hearing
 
 from wgpu_lora.bench.projection import operations, project
 from wgpu_lora.bench.step import TrainingStep, chosen_model
@@ -82,7 +83,7 @@ def test_runs_on_a_shape_are_alike_and_counted(device: Device):
     work = Work(shape="mini", layers=1, tokens=16, batch=2, rank=4, max_steps=WARMUP + 2)
     noted: list[dict[str, Any]] = []
     before = device.allocated  # by other tests
-    found = run_training(work, 2, noted.append, device)
+    found = run_training(work, 2, hearing(measured=noted.append), device)
     assert noted == records(found)
     assert [record["kind"] for record in noted] == ["header", "run", "run", "summary"]
     assert found["header"]["work"]["layers"] == 1

@@ -13,6 +13,7 @@ from typing import get_args, get_type_hints
 import numpy as np
 import pytest
 from support.cli import QWEN2, SMALL, share_device, write_rows
+from support.events import hearing
 
 import wgpu_lora
 from wgpu_lora.api import bars
@@ -74,7 +75,8 @@ def test_prompts_must_be_text():
 def test_generate_with_the_demo():
     model = wgpu_lora.load("demo")
     pieces: list[str] = []
-    (found,) = wgpu_lora.answer(model, ["Write a Python function f(xs)."], max_new_tokens=4, on_text=pieces.append)
+    asked = ["Write a Python function f(xs)."]
+    (found,) = wgpu_lora.answer(model, asked, max_new_tokens=4, events=hearing(text=pieces.append))
     assert "".join(pieces) == found.text
     assert len(found.token_ids) <= 4
     both = wgpu_lora.answer(model, ["Write a Python function f(xs).", "Hello"], max_new_tokens=4, batch=2)
@@ -142,6 +144,19 @@ def test_options_are_checked(tmp_path: Path):
         wgpu_lora.finetune(model, lerning_rate=1)
     with pytest.raises(wgpu_lora.UserError, match="loaded with base_dtype 'nf4'"):
         wgpu_lora.finetune(model, base_dtype="f32")
+
+
+def test_what_version_0_1_0_called_by_functions_has_a_note(tmp_path: Path):
+    data, tensors, rows = write_rows(tmp_path / "rows.jsonl"), [], []
+    with pytest.warns(DeprecationWarning, match=r"(progress|on_rows) is a method of an Events object now"):
+        wgpu_lora.evaluate(QWEN2, data, progress=tensors.append, on_rows=lambda *done: rows.append(done))
+    assert "model.norm.weight" in tensors
+    assert rows[0][0] == 0 < rows[-1][0] == rows[-1][1]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'zork'"):
+        wgpu_lora.evaluate(QWEN2, data, zork=1)
+    for wrong in ({"callback": 3}, {"events": print}):
+        with pytest.raises(wgpu_lora.UserError, match="must be"):
+            wgpu_lora.finetune(QWEN2, data=data, **wrong)
 
 
 def test_training_arguments_are_taken_whole(tmp_path: Path):

@@ -23,11 +23,11 @@ from support.cli import MODELS, QWEN2, SMALL, flags, share_device, write_rows
 
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import StepResult
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.share import Budget
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.memory import check_memory
-from wgpu_lora.train.progress import StepResult
 
 
 class Result(NamedTuple):

@@ -15,8 +15,7 @@ from wgpu_lora.cli import console
 from wgpu_lora.cli.console import Bar, duration
 from wgpu_lora.cli.finetune import Watcher
 from wgpu_lora.cli.starting import Starting, describe_tuning
-from wgpu_lora.gpu.tuner import Tuning
-from wgpu_lora.train.progress import StepResult
+from wgpu_lora.events import StepResult, Tuning
 
 
 class Clock:
@@ -139,9 +138,9 @@ def test_a_terminal_shows_training_before_its_first_step(monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("TERM", "xterm")
     with Watcher(job(tensors=2)) as watcher:
-        watcher.loaded("a")
+        watcher.loading("model", "a", 1, 2)
         assert "compiling" not in stream.getvalue()
-        watcher.loaded("b")
+        watcher.loading("model", "b", 2, 2)
         first, second = screen(watcher._training)
         assert "0/50" in first
         assert second.rstrip() == "compiling the kernels of the first step"
@@ -167,7 +166,7 @@ def test_tuning_says_what_it_will_take_and_what_it_took(
         clock.now += 3
         tuning.kernel, tuning.tilings_done, tuning.seconds = "matmul_nt", 4 * done, clock.now - 103
         tuning.sizes_done, tuning.over = min(done, 2), done == 3
-        starting.tuned(tuning)
+        starting.tuning(tuning)
     said = capsys.readouterr()
     assert said.out.splitlines() == [
         "tuning    3 kernel sizes to be timed on this device, once: at most 15 s, before the first step",

@@ -13,14 +13,14 @@ from support import SCRIPTS
 from support.hostile import refused
 from support.models import FIXTURES, save_golden_adapter
 
+from wgpu_lora.atomic import replace_directory
 from wgpu_lora.cli import main
 from wgpu_lora.data import Tokenizer, sandbox
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import replace_directory
+from wgpu_lora.export.merge import merge_adapter
 from wgpu_lora.formats.checkpoint import INDEX, Checkpoint, read_header
-from wgpu_lora.formats.merge import merge_adapter
 from wgpu_lora.formats.peft import read_adapter
-from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.architectures import load_config
 
 sys.path.insert(0, str(SCRIPTS))
 import fuzz
@@ -78,7 +78,7 @@ def test_an_index_leads_nowhere_else(tmp_path: Path, shard: object) -> None:
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_pipes_are_not_waited_for(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
-    read = ModelConfig.load if name == "config.json" else Checkpoint
+    read = load_config if name == "config.json" else Checkpoint
     refused(lambda: read(tmp_path), "not a regular file")
 
 
@@ -130,7 +130,7 @@ def test_replacing_a_link_leaves_what_it_leads_to(tmp_path: Path) -> None:
     ("key", "value", "words"),
     [
         ("rank_pattern", {"(" * 5000: 4}, "bad pattern"),
-        ("rank_pattern", {"((a{1000}){1000}){1000}": 4}, "bad pattern"),
+        ("rank_pattern", {"(?=(([a-z_.0-9]+)+)+!)": 4}, "exceeded its computation limit"),
         ("alpha_pattern", {f"m{i}": 1 for i in range(3000)}, "more than 2,000 patterns"),
         ("r", 10**30, "do not fit rank|expected a positive"),
         ("lora_alpha", float("inf"), "expected a positive number"),
@@ -146,7 +146,7 @@ def test_adapter_configs(tmp_path: Path, key: str, value: object, words: str) ->
 def test_a_pattern_that_backtracks_is_only_a_pattern(tmp_path: Path) -> None:
     adapter = save_golden_adapter("qwen2", tmp_path / "adapter")
     stated = json.loads((adapter / "adapter_config.json").read_text())
-    patterns = {"(([a-z_.0-9]+)+)+!": 4, "(a|a)*(a|a)*b": 4}
+    patterns = {"(([a-z_.0-9]+)+)+!": 4, "(a|a)*(a|a)*b": 4, "((a{1000}){1000}){1000}": 4}
     (adapter / "adapter_config.json").write_text(json.dumps(stated | {"rank_pattern": patterns}))
     assert read_adapter(adapter)[1]
 
@@ -155,7 +155,7 @@ def test_a_pattern_that_backtracks_is_only_a_pattern(tmp_path: Path) -> None:
 def test_names_of_adapters_tensors(tmp_path: Path, name: str) -> None:
     adapter = save_golden_adapter("qwen2", tmp_path / "adapter")
     write_header(adapter / "adapter_model.safetensors", {name: entry(0, 4, [1, 1])}, b"\0" * 4)
-    refused(lambda: read_adapter(adapter), "not the LoRA factor")
+    refused(lambda: read_adapter(adapter), "not a LoRA factor|holds only lora_A")
 
 
 def test_a_name_does_not_reach_the_terminal_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,8 +17,8 @@ import wgpu_lora
 from wgpu_lora.cli import app, main
 from wgpu_lora.cli.elsewhere import INSTEAD
 from wgpu_lora.cli.options import MOST_USED
-from wgpu_lora.formats.gguf.mix import FILE_TYPES
-from wgpu_lora.formats.merge import DTYPES
+from wgpu_lora.export.merge import DTYPES
+from wgpu_lora.export.mix import FILE_TYPES
 from wgpu_lora.names import allowed
 from wgpu_lora.names.aliases import aliases_of
 from wgpu_lora.names.instead import ANYWHERE, SENTENCES

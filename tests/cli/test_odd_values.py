@@ -25,7 +25,8 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft import CONFIG, WEIGHTS
 from wgpu_lora.formats.upload import prepare
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.config import MOST, ModelConfig
+from wgpu_lora.models.architectures import parse_config
+from wgpu_lora.models.fields import MOST
 from wgpu_lora.train.arguments import TrainingArguments, from_values
 from wgpu_lora.train.recipes import read_recipe
 from wgpu_lora.train.tasks import read_tasks, task_of
@@ -62,7 +63,7 @@ def test_no_size_of_a_config_is_taken_on_trust(name: str) -> None:
         if value is None and name in ("head_dim", "num_key_value_heads", "sliding_window"):
             continue  # as if it were not there
         with pytest.raises(UserError, match=name) as caught:
-            ModelConfig.from_dict(stated(**{**needed, name: value}), "c.json")
+            parse_config(stated(**{**needed, name: value}), "c.json")
         assert len(str(caught.value)) < 300
     assert time.monotonic() - begin < 5
 
@@ -78,13 +79,13 @@ def test_no_number_of_a_rope_is_taken_on_trust(name: str, value: Any) -> None:
     if name == "original_max_position_embeddings" and value == 0 and value is not True:
         return  # as if it were not there
     with pytest.raises(UserError, match=r"c\.json"):
-        ModelConfig.from_dict(stated(rope_parameters=rope), "c.json")
+        parse_config(stated(rope_parameters=rope), "c.json")
 
 
 @pytest.mark.parametrize("value", [10**400, [10**400], [1, -1], 1.5, "a", [[1]], {"a": 1}, 2**31])
 def test_no_token_id_is_taken_on_trust(value: Any) -> None:
     with pytest.raises(UserError, match="eos_token_id"):
-        ModelConfig.from_dict(stated(eos_token_id=value), "c.json")
+        parse_config(stated(eos_token_id=value), "c.json")
 
 
 def test_a_config_of_many_layers_costs_nothing(tmp_path: Path) -> None:

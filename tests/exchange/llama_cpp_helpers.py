@@ -13,9 +13,9 @@ import numpy as np
 import torch
 import transformers
 from safetensors.numpy import save_file
-
 from wgpu_lora.formats.gguf.names import gguf_name, rotated_heads, to_halves
-from wgpu_lora.models.config import ModelConfig
+
+from wgpu_lora.models.architectures import load_config
 
 
 def opened(path: Path, context: int = 512, **options: Any) -> llama_cpp.Llama:
@@ -47,7 +47,7 @@ def reference_logits(directory: Path, ids: Sequence[int]) -> np.ndarray:
 def dequantized(path: Path, model: Path, directory: Path) -> Path:
     """The values that a GGUF file of `model` holds, by the gguf package, as a model that transformers loads."""
     shutil.copytree(model, directory)
-    config = ModelConfig.load(model)
+    config = load_config(model)
     found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     tensors = {}
     for name, shape in config.parameter_shapes().items():

@@ -14,8 +14,8 @@ from gguf import GGMLQuantizationType as Q
 from llama_cpp_helpers import tensor_types
 from support.gguf_models import DEMO, make_model
 
-from wgpu_lora.formats.gguf.mix import FILE_TYPES, pack
-from wgpu_lora.formats.gguf.write import export_model
+from wgpu_lora.export.gguf_model import export_model
+from wgpu_lora.export.mix import FILE_TYPES, pack
 
 MIXED: dict[str, dict[str, Any]] = {
     "demo": {},  # rows of 192, which are no whole super-blocks, and of 512

@@ -15,8 +15,8 @@ from support.gguf_models import DEMO, make_model
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from wgpu_lora.data.tokenizer import Tokenizer
-from wgpu_lora.formats.gguf.pretokenizers import NAMES
-from wgpu_lora.formats.gguf.write import export_model
+from wgpu_lora.export.gguf_model import export_model
+from wgpu_lora.tokens.pretokenizers import NAMES
 
 REGEX = {name: pattern for pattern, name in NAMES.items()}
 TINY = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}

@@ -13,7 +13,7 @@ import pytest
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Kind
 from safetensors.numpy import save_file
-from support import FIXTURES
+from support import FIXTURES, path_of
 from support.gguf_files import DEMO, demo_tokenizer, made_up, tensors_of, write_gguf
 from support.models import ARCHITECTURES, full_logits, golden, golden_rows
 
@@ -21,7 +21,7 @@ from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.gguf.checkpoint import GGUFCheckpoint
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.config import LINEAR_PATHS, ModelConfig
+from wgpu_lora.models.architectures import parse_config
 from wgpu_lora.models.files import read_model
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.loaded import LoadedModel, open_model
@@ -137,8 +137,8 @@ def test_the_model_is_that_of_the_decoded_weights(device: Device, tmp_path: Path
     packed = open_model(str(file), device)
     packed.load_weights()
     for module in ("q_proj", "down_proj"):
-        weight = packed.decoder.layers[0].linears[module].weight
-        matrix = checkpoint.read_f32(f"model.layers.0.{LINEAR_PATHS[module]}.weight")
+        weight = packed.decoder.layers[0].linears[path_of(0, module).removeprefix("model.layers.0.")].weight
+        matrix = checkpoint.read_f32(f"{path_of(0, module)}.weight")
         codes, _ = quantize_nf4(matrix.reshape(-1))
         np.testing.assert_array_equal(weight.packed(device).read()[0], pack_bnb(codes))
 
@@ -181,7 +181,7 @@ def test_only_the_rows_asked_for_are_in_memory(tmp_path: Path) -> None:
 
     config = json.loads((source / "config.json").read_text()) | {"hidden_size": 3840}
     (source / "config.json").write_text(json.dumps(config))
-    shapes = ModelConfig.from_dict(config).parameter_shapes()
+    shapes = parse_config(config).parameter_shapes()
     save_file({n: np.zeros(s, np.float16) for n, s in shapes.items()}, source / "model.safetensors")
     write_gguf(source, big, quantize=zeros)
     done = subprocess.run([sys.executable, "-c", CHILD, str(big)], capture_output=True, text=True, check=False)

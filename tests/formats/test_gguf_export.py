@@ -9,16 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import path_of
 from support.gguf_models import DEMO, make_adapter, read, small, values
 
+from wgpu_lora.export import mix
+from wgpu_lora.export.gguf_adapter import export_adapter
+from wgpu_lora.export.gguf_model import export_model
+from wgpu_lora.export.merge import MergedModel, merge_adapter
 from wgpu_lora.formats.checkpoint import Checkpoint
-from wgpu_lora.formats.gguf import mix
-from wgpu_lora.formats.gguf.lora import export_adapter
-from wgpu_lora.formats.gguf.metadata import rope_freqs
-from wgpu_lora.formats.gguf.write import export_model
-from wgpu_lora.formats.merge import MergedModel, config_of, merge_adapter
-from wgpu_lora.formats.peft import module_path, read_adapter
-from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.formats.peft import read_adapter
+from wgpu_lora.models.architectures import load_config, parse_config
+from wgpu_lora.models.files import config_of
 
 
 def test_the_demo(tmp_path: Path) -> None:
@@ -83,7 +84,7 @@ def test_the_demo(tmp_path: Path) -> None:
 
 
 def test_the_mix_of_a_larger_model() -> None:
-    config = ModelConfig.from_dict(
+    config = parse_config(
         {"model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960}
         | {"num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": False}
     )
@@ -151,7 +152,7 @@ def test_an_adapter_alone(tmp_path: Path, architecture: str) -> None:
     assert facts["adapter.type"] == "lora"
     assert facts["general.architecture"] == architecture
     config, factors = read_adapter(adapter)
-    dim = ModelConfig.load(model).head_dim
+    dim = load_config(model).head_dim
     assert len(tensors) == 2 * len(factors)
     for (layer, module), name in (
         ((0, "q_proj"), "attn_q"),
@@ -159,8 +160,8 @@ def test_an_adapter_alone(tmp_path: Path, architecture: str) -> None:
         ((1, "up_proj"), "ffn_up"),
     ):
         a, b = (values(tensors[f"blk.{layer}.{name}.weight.lora_{letter}"]) for letter in "ab")
-        own_a, own_b = factors[layer, module]
-        expected = config.scaling(module_path(layer, module)) * own_b @ own_a
+        own_a, own_b = factors[path_of(layer, module)]
+        expected = config.scaling(path_of(layer, module)) * own_b @ own_a
         if architecture == "llama" and module == "q_proj":
             expected = expected.reshape(-1, 2, dim // 2, expected.shape[1]).swapaxes(1, 2).reshape(expected.shape)
         np.testing.assert_allclose(facts["adapter.lora.alpha"] / len(a) * b @ a, expected, rtol=1e-5, atol=1e-7)
@@ -172,7 +173,8 @@ def test_rope(tmp_path: Path) -> None:
     export_model(model, tmp_path / "llama3.gguf")
     facts, tensors = read(tmp_path / "llama3.gguf")
     factors = values(tensors["rope_freqs.weight"])
-    np.testing.assert_array_equal(factors, rope_freqs(ModelConfig.load(model)))
+    config = load_config(model)
+    np.testing.assert_array_equal(factors, config.gguf().tensors(config)["rope_freqs.weight"])
     assert factors[0] == 1.0
     assert factors[-1] == 4.0  # the config's factor, of the slowest pair
     assert (np.diff(factors) >= 0).all()
@@ -240,4 +242,4 @@ def test_an_adapter_merges_into_a_gguf_file(tmp_path: Path) -> None:
     assert one.names() == other.names()
     for name in one.names():
         np.testing.assert_array_equal(one.read_f32(name), other.read_f32(name))  # the made weights are f16 anyway
-    assert ModelConfig.load(tmp_path / "other").num_key_value_heads == 2
+    assert load_config(tmp_path / "other").num_key_value_heads == 2

@@ -16,11 +16,11 @@ import pytest
 from support.gguf_models import DEMO, make_adapter, small
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.export.gguf_adapter import export_adapter
+from wgpu_lora.export.gguf_model import export_model
 from wgpu_lora.formats.checkpoint import Checkpoint
-from wgpu_lora.formats.gguf.lora import export_adapter
-from wgpu_lora.formats.gguf.write import export_model
 from wgpu_lora.formats.shards import TensorSpec, write_shards
-from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.architectures import load_config
 
 
 def change(path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
@@ -128,8 +128,8 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 CHILD = """
 import resource, sys
 from pathlib import Path
-from wgpu_lora.formats import merge
-from wgpu_lora.formats.gguf.write import export_model
+from wgpu_lora.export import merge
+from wgpu_lora.export.gguf_model import export_model
 merge.PIECE = 1 << 20
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 export_model(Path(sys.argv[1]), Path(sys.argv[2]), "q4_k_m")
@@ -141,7 +141,7 @@ def test_a_model_is_never_whole_in_memory(tmp_path: Path) -> None:
     model, output = small(tmp_path / "model", "qwen2"), tmp_path / "out.gguf"
     wide = {"hidden_size": 512, "vocab_size": 80_000, "tie_word_embeddings": True, "intermediate_size": 512}
     change(model / "config.json", lambda config: config.update(wide))
-    shapes = ModelConfig.load(model).parameter_shapes()
+    shapes = load_config(model).parameter_shapes()
     tile = np.random.default_rng(0).normal(0, 0.02, 1 << 16).astype(np.float16)
     specs = {name: TensorSpec("F16", shape) for name, shape in shapes.items()}
     write_shards(model, specs, lambda name: [np.resize(tile, shapes[name])])

@@ -19,9 +19,9 @@ from support.gguf_files import DEMO, byte_level, demo_tokenizer, header_only, wr
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
 from wgpu_lora.data import Tokenizer
+from wgpu_lora.data.gguf_tokenizer import read_tokenizer
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.gguf.header import read_header
-from wgpu_lora.formats.gguf.tokenizer import read_tokenizer
 
 NASTY = [
     "", " ", "  ", "\n", "\r\n\r\n", "\t x", "a  b   c", " lead", "trail ", "It's we'LL they'RE 'tis", "1234567 89",

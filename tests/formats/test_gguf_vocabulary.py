@@ -11,10 +11,10 @@ from support.gguf_models import DEMO, read, small
 
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.gguf.pretokenizers import splitting_of
-from wgpu_lora.formats.gguf.vocabulary_out import Vocabulary, read_vocabulary
-from wgpu_lora.formats.gguf.write import export_model
-from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.export.gguf_model import export_model
+from wgpu_lora.export.gguf_vocabulary import Vocabulary, read_vocabulary
+from wgpu_lora.models.architectures import load_config
+from wgpu_lora.tokens.pretokenizers import splitting_of
 
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
 # As they stand in the tokenizer.json of Qwen2.5, Llama 3 and Mistral Nemo.
@@ -37,7 +37,7 @@ PREPEND = [
 
 
 def vocabulary(model: Path) -> Vocabulary:
-    return read_vocabulary(Tokenizer.load(model), ModelConfig.load(model), model)
+    return read_vocabulary(Tokenizer.load(model), load_config(model), model)
 
 
 def split(pattern: str) -> dict[str, Any]:

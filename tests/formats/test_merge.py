@@ -21,11 +21,11 @@ from support.models import (
     save_golden_adapter,
 )
 
+from wgpu_lora.atomic import file_digest
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import file_digest
+from wgpu_lora.export.merge import merge_adapter
 from wgpu_lora.formats.checkpoint import INDEX, Checkpoint
-from wgpu_lora.formats.merge import merge_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.adapters import load_adapters
 from wgpu_lora.models.inputs import Segment

@@ -21,7 +21,10 @@ from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub import hub_id
 from wgpu_lora.formats.upload import prepare
+from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.card import card
+from wgpu_lora.train.records import Data, Environment, HeldOut, Memory, RunRecord, UsedDevice
+from wgpu_lora.train.state import RunState
 
 
 class FakeHub(BaseHTTPRequestHandler):
@@ -292,22 +295,28 @@ def test_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_card_states_the_run_and_no_paths() -> None:
-    from wgpu_lora.train.arguments import TrainingArguments
-
     options = TrainingArguments(
         data="/home/me/secret dir/rows|1.jsonl", output="/home/me/out", model="Qwen/Qwen2.5-0.5B"
     )
-    facts = {
-        "options": options.as_dict(),
-        "stop_reason": "max steps",
-        "state": {"step": 3, "total_steps": 9, "tokens": 1234, "last_loss": 0.5, "first_eval_loss": 2.0,
-                  "last_eval_loss": 1.5, "best_eval_loss": 1.0, "best_step": 2},
-        "data": {"path": "/home/me/rows.jsonl", "summary": "rows.jsonl: 4 rows", "digest": "d1"},
-        "eval_data": {"path": "/home/me/valid.jsonl", "digest": "d4"},
-        "base_digest": "d2", "init_adapter_sha256": None, "adapter_sha256": "d3", "trainable_parameters": 5678,
-        "environment": {"versions": {"wgpu-lora": "9"}, "device": {"name": "G", "driver": "D", "backend": "Vulkan"}},
-    }  # fmt: skip
-    text = card(facts)
+    device = UsedDevice("G", "D", "Vulkan", "discrete", subgroup_size=32, checked_shaders=False)
+    record = RunRecord(
+        stop_reason="max steps",
+        signal=None,
+        damaged_log_lines=0,
+        options=options,
+        state=RunState(3, total_steps=9, tokens=1234, last_loss=0.5, first_eval_loss=2.0, last_eval_loss=1.5,
+                       best_eval_loss=1.0, best_step=2),
+        data=Data("/home/me/rows.jsonl", "d1", "rows.jsonl: 4 rows"),
+        eval_data=HeldOut("/home/me/valid.jsonl", "d4"),
+        base_digest="d2",
+        base_sha256=None,
+        init_adapter_sha256=None,
+        adapter_sha256="d3",
+        trainable_parameters=5678,
+        memory=Memory({}, 0, 0),
+        environment=Environment({"wgpu-lora": "9"}, "", device, []),
+    )  # fmt: skip
+    text = card(record)
     assert "base_model: Qwen/Qwen2.5-0.5B" in text
     assert "/home/me" not in text
     for fact in ("3 of 9 (finished)", "1,234", "5,678", "d1", "d2", "d3", "2.0000 before, 1.5000 after",

@@ -15,8 +15,8 @@ from support.models import save_golden_adapter, words_model
 from wgpu_lora.assets import DEMO_MODEL
 from wgpu_lora.cli import main
 from wgpu_lora.data import Tokenizer
+from wgpu_lora.data.tokenizer_files import write_tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.tokenizer_files import write_tokenizer
 from wgpu_lora.formats.upload import prepare
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.files import read_model

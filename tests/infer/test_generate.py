@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support import path_of
 from support.data import small_tokenizer
 from support.models import full_logits, golden, golden_rows, load, relative_error, save_golden_adapter
 
@@ -208,10 +209,11 @@ def test_capacities_that_cannot_be_are_refused_and_nothing_is_kept(device):
 
 def test_adapters_of_another_model_are_refused(device, tmp_path):
     model = load("mistral", device)
-    with pytest.raises(UserError, match=r"fits a model\.layers\.0\.\S+ of shape .* but the model's has shape"):
+    with pytest.raises(UserError, match=r"its model\.layers\.0\.\S+ is of shape .* but the model's of"):
         load_adapters(device, model.config, [save_golden_adapter("qwen3", tmp_path / "other")])
     matrices = {
-        tensor_name(7, "q_proj", f): np.zeros(shape, np.float32) for f, shape in (("A", (2, 52)), ("B", (48, 2)))
+        tensor_name(path_of(7, "q_proj"), f): np.zeros(shape, np.float32)
+        for f, shape in (("A", (2, 52)), ("B", (48, 2)))
     }
     write_adapter(tmp_path / "deep", matrices, AdapterConfig(r=2))
     with pytest.raises(UserError, match=r"model\.layers\.7\.self_attn\.q_proj, but the model has only 2 layers"):

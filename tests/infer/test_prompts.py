@@ -16,9 +16,9 @@ from support.cli import share_device
 from support.models import save_golden_adapter, words_model
 
 import wgpu_lora
+from wgpu_lora.atomic import write_new_bytes
 from wgpu_lora.cli import main
 from wgpu_lora.errors import NoRoomError, UserError
-from wgpu_lora.formats.atomic import write_new_bytes
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer import answer as answering
 from wgpu_lora.infer.prompt_file import read_requests

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.cli import share_device, write_rows
+from support.events import hearing
 from support.models import save_golden_adapter, words_model
 
 import wgpu_lora
@@ -84,7 +85,8 @@ def test_a_single_batch_says_what_each_says_alone(
         patch.setattr(Generator, "tokens", spy)
         adapters = {"first": made / "a", "second": str(made / "b")}
         heard: list[int] = []
-        found = wgpu_lora.compare(model, PROMPT, adapters, max_new_tokens=TOKENS, on_done=heard.append, **options)
+        events = hearing(answering=lambda done, total, tokens: heard.append(tokens))
+        found = wgpu_lora.compare(model, PROMPT, adapters, max_new_tokens=TOKENS, events=events, **options)
     assert batches == [(3, [None, 0, 1])]
     assert model.device.allocated == before
     assert list(found) == ["base", "first", "second"]

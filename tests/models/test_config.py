@@ -7,6 +7,7 @@ import pytest
 from support import MODELS
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.models.architectures import load_config, parse_config
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.rope import attention_factor, inv_freq
 
@@ -26,12 +27,12 @@ LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 
 
 def config(**changes) -> ModelConfig:
-    return ModelConfig.from_dict({**BASE, **changes}, "here.json")
+    return parse_config({**BASE, **changes}, "here.json")
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama", "mistral"])
 def test_fixture_models_load(architecture):
-    loaded = ModelConfig.load(MODELS / architecture)
+    loaded = load_config(MODELS / architecture)
     assert loaded.architecture == architecture
     assert loaded.qk_norm == (architecture == "qwen3")
     assert loaded.attention_bias == (architecture in ("qwen2", "llama"))
@@ -44,7 +45,7 @@ def test_fields_and_defaults():
     c = config()
     assert (c.head_dim, c.rope_theta, c.rope_scaling, c.eos_token_ids) == (8, 10000.0, None, (5, 6))
     assert not c.tie_word_embeddings
-    assert ModelConfig.from_dict({k: v for k, v in BASE.items() if k != "num_key_value_heads"}).num_key_value_heads == 4
+    assert parse_config({k: v for k, v in BASE.items() if k != "num_key_value_heads"}).num_key_value_heads == 4
     assert config(model_type="qwen3").head_dim == 128
     assert config(model_type="mistral").sliding_windows == (4096,) * 3
     assert config(model_type="mistral", sliding_window=None).sliding_windows == (None,) * 3
@@ -84,7 +85,7 @@ def test_parameter_shapes():
 def test_load_joins_the_end_tokens_of_generation_config(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(BASE))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [6, 9]}')
-    assert ModelConfig.load(tmp_path).eos_token_ids == (5, 6, 9)
+    assert load_config(tmp_path).eos_token_ids == (5, 6, 9)
 
 
 def test_inv_freq_formulas():
@@ -139,7 +140,7 @@ def test_rope_matches_transformers(rope):
 
     fields = {**BASE, "head_dim": 64, "rope_parameters": {"rope_theta": 5e5, **rope}}
     theirs = LlamaRotaryEmbedding(LlamaConfig(**fields))
-    ours = ModelConfig.from_dict(fields)
+    ours = parse_config(fields)
     np.testing.assert_allclose(inv_freq(ours), theirs.inv_freq.numpy(), rtol=2e-6)
     assert attention_factor(ours) == pytest.approx(theirs.attention_scaling)
 
@@ -193,4 +194,4 @@ def test_load_names_the_file(tmp_path, text, message):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=message):
-        ModelConfig.load(tmp_path)
+        load_config(tmp_path)

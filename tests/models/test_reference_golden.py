@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support import FIXTURES
+from support import FIXTURES, path_of
 
 from wgpu_lora.formats.checkpoint import Checkpoint
-from wgpu_lora.formats.peft import AdapterConfig, module_path, read_adapter, tensor_name, write_adapter
+from wgpu_lora.formats.peft import AdapterConfig, read_adapter, tensor_name, write_adapter
 
 pytestmark = pytest.mark.reference
 ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral")
@@ -56,7 +56,7 @@ def test_peft_loads_our_adapters_and_we_load_pefts(architecture, tmp_path):
     model = load(FIXTURES / "models" / architecture)
     modules = list(linears(model))  # before PEFT wraps them
     ours = {
-        tensor_name(layer, module, factor): golden[f"adapter.{layer}.{module}.{factor}"]
+        tensor_name(path_of(layer, module), factor): golden[f"adapter.{layer}.{module}.{factor}"]
         for layer, module in modules
         for factor in "AB"
     }
@@ -72,14 +72,16 @@ def test_peft_loads_our_adapters_and_we_load_pefts(architecture, tmp_path):
     for name, value in ours.items():
         np.testing.assert_array_equal(theirs[name], value)
     for layer, module in modules:
-        scaling = peft_model.get_submodule(tensor_name(layer, module, "A").rsplit(".lora_A", 1)[0]).scaling["default"]
-        assert scaling == config.scaling(module_path(layer, module)) == 2
+        scaling = peft_model.get_submodule(tensor_name(path_of(layer, module), "A").rsplit(".lora_A", 1)[0]).scaling[
+            "default"
+        ]
+        assert scaling == config.scaling(path_of(layer, module)) == 2
     peft_model.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
     back, pairs = read_adapter(tmp_path / "theirs")
     assert (back.r, back.lora_alpha, back.use_rslora) == (4, 8, False)
-    for (layer, module), (a, b) in pairs.items():
-        np.testing.assert_array_equal(a, ours[tensor_name(layer, module, "A")])
-        np.testing.assert_array_equal(b, ours[tensor_name(layer, module, "B")])
+    for module, (a, b) in pairs.items():
+        np.testing.assert_array_equal(a, ours[tensor_name(module, "A")])
+        np.testing.assert_array_equal(b, ours[tensor_name(module, "B")])
     assert len(pairs) * 2 == len(ours)
 
 
@@ -94,8 +96,8 @@ def test_pefts_options_and_ours_give_the_same_logits(name, tmp_path):
     # Read and written by us, it is the same adapter to PEFT.
     config, matrices = read_adapter(tmp_path / "theirs")
     tensors = {
-        tensor_name(layer, module, factor): value
-        for (layer, module), pair in matrices.items()
+        tensor_name(module, factor): value
+        for module, pair in matrices.items()
         for factor, value in zip("AB", pair, strict=True)
     }
     write_adapter(tmp_path / "ours", tensors, config)

@@ -372,7 +372,7 @@ def test_what_fails_leaves_no_directory(tmp_path: Path) -> None:
 
 ENDED = """
 import os, signal, sys
-from wgpu_lora.formats import atomic
+from wgpu_lora import atomic
 write = os.fsync
 def fsync(descriptor):
     write(descriptor)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support.cli import QWEN2, SMALL, flags, share_device, write_rows
+from support.events import hearing
 from support.models import save_golden_adapter
 from support.share import until
 
@@ -206,7 +207,7 @@ def test_a_thread_that_waits_does_not_keep_another_from_ending(at: Path, device:
         pass
 
     def other() -> None:
-        with claim(device, 1000, "other", budget, 60, lambda *_: waits.append(1)):
+        with claim(device, 1000, "other", budget, 60, hearing(waiting=lambda *_: waits.append(1))):
             got.set()
 
     with take(ledger, 1000, None, "somebody's"):

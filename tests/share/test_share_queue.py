@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.events import hearing
 from support.share import adapter, start, until
 
 from wgpu_lora.errors import UserError
@@ -136,19 +137,13 @@ def test_looks_back_off_from_1_to_30_seconds(ledger: Ledger, monkeypatch: pytest
         monkeypatch.setattr(module.time, "sleep", sleep)
         with (
             pytest.raises(UserError, match="After 100 s"),
-            take(
-                ledger,
-                5,
-                10,
-                "two",
-                100,
-                lambda place, who, waited: seen.append((place, [e.what for e in who], waited)),
-            ),
+            take(ledger, 5, 10, "two", 100, hearing(waiting=lambda *told: seen.append(told))),
         ):
             pass
     assert pauses == [1, 2, 4, 8, 16, 30, 30, 9]
     assert max(pauses) <= module.RENEW_SECONDS  # so a waiter finds what the dead left within a renewal period
-    assert seen[:3] == [(1, ["one"], 0), (1, ["one"], 1), (1, ["one"], 3)]
+    holder = [f"pid {os.getpid()} (one)"]
+    assert seen[:3] == [(1, holder, 0), (1, holder, 1), (1, holder, 3)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

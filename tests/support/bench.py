@@ -8,9 +8,9 @@ from wgpu_lora.bench.ceiling import Ceilings
 from wgpu_lora.bench.results import Result
 from wgpu_lora.bench.workload import Context
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.architectures import parse_config
 
-MINI = ModelConfig.from_dict(
+MINI = parse_config(
     {
         "model_type": "qwen3", "vocab_size": 192, "hidden_size": 64, "intermediate_size": 128,
         "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from support import ROOT
-from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.architectures import parse_config
 
 DEMO = ROOT / "wgpu_lora" / "demo" / "model"
 SHAPE = {
@@ -32,7 +32,7 @@ def made_up(directory: Path, architecture: str = "llama", **changes: int | bool)
     config = {**SHAPE, "model_type": architecture, **changes}
     (directory / "config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(1)
-    shapes = ModelConfig.from_dict(config).parameter_shapes()
+    shapes = parse_config(config).parameter_shapes()
     save_file(
         {n: (rng.standard_normal(s) * 0.05).astype(np.float32) for n, s in shapes.items()},
         directory / "model.safetensors",

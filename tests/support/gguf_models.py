@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from wgpu_lora.assets import DEMO_MODEL
 from wgpu_lora.formats.peft import AdapterConfig, tensor_name, write_adapter
-from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.architectures import load_config
 
 DEMO = DEMO_MODEL
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -42,7 +42,7 @@ def make_model(directory: Path, stated: dict[str, Any], seed: int = 0, tokenizer
     (directory / "config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(seed)
     tensors = {}
-    for name, shape in ModelConfig.load(directory).parameter_shapes().items():
+    for name, shape in load_config(directory).parameter_shapes().items():
         if name.endswith("norm.weight"):
             values = rng.uniform(0.7, 1.3, shape)
         elif name.endswith(".bias") or "embed" in name or "lm_head" in name:
@@ -60,15 +60,13 @@ def make_model(directory: Path, stated: dict[str, Any], seed: int = 0, tokenizer
 
 def make_adapter(directory: Path, model: Path, seed: int = 1, **config: Any) -> Path:
     """A random adapter of every linear layer, large enough to change every answer."""
-    shapes, rng = ModelConfig.load(model), np.random.default_rng(seed)
+    shapes, rng = load_config(model), np.random.default_rng(seed)
     adapter = AdapterConfig(**{"r": 4, "lora_alpha": 8, **config})
     tensors = {}
-    for layer in range(shapes.num_hidden_layers):
-        for module, (rows, columns) in shapes.linear_shapes().items():
-            name = tensor_name(layer, module, "A")
-            rank = adapter.rank(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
-            tensors[name] = rng.normal(0, columns**-0.5, (rank, columns)).astype(np.float32)
-            tensors[tensor_name(layer, module, "B")] = rng.normal(0, 0.1, (rows, rank)).astype(np.float32)
+    for module, (rows, columns) in shapes.lora_modules.items():
+        rank = adapter.rank(module)
+        tensors[tensor_name(module, "A")] = rng.normal(0, columns**-0.5, (rank, columns)).astype(np.float32)
+        tensors[tensor_name(module, "B")] = rng.normal(0, 0.1, (rows, rank)).astype(np.float32)
     write_adapter(directory, tensors, adapter)
     return directory
 

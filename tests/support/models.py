@@ -13,12 +13,12 @@ import tokenizers
 from safetensors.numpy import load_file
 from tokenizers import models, pre_tokenizers
 
-from support import FIXTURES
+from support import FIXTURES, path_of
 from wgpu_lora.formats.peft import AdapterConfig, tensor_name, write_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Arena, Program, allocate
 from wgpu_lora.gpu.tensor import Storage, persistent
-from wgpu_lora.models.inputs import Segment, StepInputs, rope_table
+from wgpu_lora.models.inputs import Segment, StepInputs, Tables
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.ops.matmul import matmul_nt
@@ -63,7 +63,7 @@ def save_golden_adapter(
         if name.startswith("adapter."):
             _, layer, module, factor = name.split(".")
             part = value[:rank] if factor == "A" else value[:, :rank] * scale
-            tensors[tensor_name(int(layer), module, factor)] = np.ascontiguousarray(part, np.float32)
+            tensors[tensor_name(path_of(layer, module), factor)] = np.ascontiguousarray(part, np.float32)
     write_adapter(directory, tensors, AdapterConfig(r=rank, lora_alpha=8, **config))
     return directory
 
@@ -86,9 +86,9 @@ def full_logits(
 ) -> list[np.ndarray]:
     """Logits [length, vocab] of each segment, all in one pass without a cache. Segments are ordered by slot."""
     device, config, head = model.device, model.config, model.decoder.head
-    table = persistent((ROWS, config.head_dim // 2, 2), "f32", "workspace", "rope")
+    tables = Tables.declare(config.tables(), ROWS)
     slots = len(adapters.specs) if adapters else 1
-    inputs = StepInputs.declare(config, ROWS, slots, table)
+    inputs = StepInputs.declare(config.row_inputs(), ROWS, slots, tables)
     program = Program(device)
     hidden = model.decoder.hidden(Recorder(program), inputs, adapters.bind(inputs) if adapters else {})
     logits = persistent((ROWS, config.vocab_size), "f32", "workspace", "logits")
@@ -97,7 +97,7 @@ def full_logits(
     program.dispatch(matmul_nt, hidden, part, logits, b_type=head.dtype, **shape)
     with allocated(device, program, inputs.storages()) as arena:
         program.build(arena)
-        device.write(table.storage.buffer, rope_table(config, ROWS))
+        tables.upload(device)
         inputs.upload(device, segments)
         program.run()
         found = device.read(logits.storage.buffer).view(np.float32).reshape(logits.shape)

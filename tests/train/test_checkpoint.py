@@ -17,7 +17,7 @@ from support import MODELS
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint import Checkpoint
 from wgpu_lora.formats.hub import resolve_model
-from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.architectures import load_config
 
 SINGLE = "model.safetensors"
 
@@ -37,7 +37,7 @@ def entry(begin: int, end: int, shape: list[int], dtype: str = "F32") -> dict:
 )
 def test_every_tensor_equals_safetensors_own_reader(architecture, dtype, shards):
     checkpoint = Checkpoint(MODELS / architecture)
-    checkpoint.check_against(ModelConfig.load(MODELS / architecture))
+    checkpoint.check_against(load_config(MODELS / architecture).parameter_shapes())
     assert len(checkpoint.shards) == shards
     seen = set()
     for shard in checkpoint.shards:
@@ -91,18 +91,18 @@ def test_digest_notices_changes(tmp_path):
 
 
 def test_check_against_names_the_tensor(tmp_path):
-    config = ModelConfig.load(MODELS / "mistral")
+    config = load_config(MODELS / "mistral")
     checkpoint = Checkpoint(MODELS / "mistral")
     with pytest.raises(UserError, match=r"layers.0.self_attn.q_proj.weight.*\[48, 52\].*\[96, 52\]"):
-        checkpoint.check_against(replace(config, head_dim=24))
+        checkpoint.check_against(replace(config, head_dim=24).parameter_shapes())
     with pytest.raises(UserError, match=r"model.layers.2.input_layernorm.weight is missing"):
-        checkpoint.check_against(replace(config, num_hidden_layers=3))
-    llama = replace(ModelConfig.load(MODELS / "llama"), attention_output_bias=False)
+        checkpoint.check_against(replace(config, num_hidden_layers=3, sliding_windows=(6, 6, 6)).parameter_shapes())
+    llama = replace(load_config(MODELS / "llama"), attention_output_bias=False)
     with pytest.raises(UserError, match=r"o_proj.bias, which config.json does not account for"):
-        Checkpoint(MODELS / "llama").check_against(llama)
+        Checkpoint(MODELS / "llama").check_against(llama.parameter_shapes())
     save_file({"model.embed_tokens.weight": np.zeros((211, 52), np.int8)}, tmp_path / SINGLE)
     with pytest.raises(UserError, match=r"embed_tokens.weight .*dtype I8: .* BF16, F16, F32"):
-        Checkpoint(tmp_path).check_against(config)
+        Checkpoint(tmp_path).check_against(config.parameter_shapes())
 
 
 @pytest.mark.parametrize(

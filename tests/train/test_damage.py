@@ -12,6 +12,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from support import path_of
+from support.events import hearing
 from test_resume import job, options, train, weights
 
 from wgpu_lora.errors import UserError
@@ -36,7 +38,7 @@ def place(device: Device, tmp_path_factory: pytest.TempPathFactory) -> Path:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        stopped.train(stop)
+        stopped.train(hearing(step=stop))
     return place
 
 
@@ -195,7 +197,7 @@ def test_a_manifest_does_not_lead_out(device: Device, run: Path) -> None:
 
 def with_moment(change: Callable[[np.ndarray], np.ndarray | None]) -> Callable[[dict[str, np.ndarray]], None]:
     def apply(tensors: dict[str, np.ndarray]) -> None:
-        name = "1.q_proj.B.second_moment"
+        name = f"{path_of(1, 'q_proj')}.B.second_moment"
         changed = change(tensors.pop(name))
         if changed is not None:
             tensors[name] = changed

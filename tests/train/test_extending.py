@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.events import hearing
 from support.training import model_dir, random_rows
 
+from wgpu_lora.api.heard import Callback
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
@@ -22,7 +24,6 @@ from wgpu_lora.train.pipeline_state import difference
 from wgpu_lora.train.recipes import gather
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.resume import continued, refuse_used
-from wgpu_lora.train.trainer import Callback
 
 WEIGHTS, MOMENTS = "adapter_model.safetensors", "checkpoints/step-8/optimizer.safetensors"
 
@@ -51,7 +52,9 @@ def options(tmp_path: Path, name: str, **changes: Any) -> dict[str, Any]:
 
 def train(device: Device, given: dict[str, Any], callback: Callback = lambda result: None) -> RunRecord:
     args, _ = gather(given, None, "finetune()")
-    return finetune.prepare_job(args, open_model(str(args.model), device, args.base_dtype)).train(callback)
+    return finetune.prepare_job(args, open_model(str(args.model), device, args.base_dtype)).train(
+        hearing(step=callback)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,13 @@ from safetensors.numpy import save_file
 from support.training import random_rows
 
 from wgpu_lora.gpu.adapters import list_adapters
-from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.architectures import parse_config
 
 # A process of its own, so that its resident memory is that of this run: prints bytes as JSON.
 CHILD = """
 import json, sys
 import psutil
+from wgpu_lora.events import Events
 from wgpu_lora.models.loaded import open_model
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import prepare_job
@@ -38,7 +39,12 @@ job = prepare_job(args, open_model(model, device, "f32"))
 planned = job.session.memory().peak
 highest = [0]
 loading = []
-job.train(lambda result: highest.append(resident()), lambda name: loading.append(resident()))
+class Watching(Events):
+    def step(self, result):
+        highest.append(resident())
+    def loading(self, *tensor):
+        loading.append(resident())
+job.train(Watching())
 print(json.dumps({"planned": planned, "allocated": device.peak_allocated - held, "resident": max(highest) - before,
                   "loading": max(loading) - before}))
 """
@@ -55,7 +61,7 @@ def make_model(directory: Path, hidden: int, layers: int) -> Path:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(0)
-    shapes = ModelConfig.from_dict(config).parameter_shapes()
+    shapes = parse_config(config).parameter_shapes()
     tensors = {n: (rng.standard_normal(shape) * 0.02).astype(np.float32) for n, shape in shapes.items()}
     save_file(tensors, directory / "model.safetensors")
     return directory

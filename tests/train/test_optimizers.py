@@ -17,8 +17,10 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import F32, REGISTRY, U32, Fixed, In, InOut, Kernel, Out, kernel, one_per
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.names.naming import COMMAND_LINE, naming
 from wgpu_lora.ops.optimizer import BLOCK
 from wgpu_lora.train.finetune import Job, prepare_job
+from wgpu_lora.train.idle import idle
 from wgpu_lora.train.manifest import MANIFEST, write_manifest
 from wgpu_lora.train.optimizer import SlotUpdate
 from wgpu_lora.train.optimizers import OPTIMIZERS
@@ -148,11 +150,11 @@ def test_it_trains_as_its_formula_says(device: Device, tmp_path: Path) -> None:
     assert report.applied
     factor = min(1.0, 1 / (report.grad_norm + 1e-6))
     after, state = session.adapters.read(session.device, 0), session.optimizer.read_state(session.device, 0)
-    for (layer, module), pair in before.items():
-        for which, old, new, g in zip("AB", pair, after[layer, module], gradients[layer, module], strict=True):
+    for module, pair in before.items():
+        for which, old, new, g in zip("AB", pair, after[module], gradients[module], strict=True):
             np.testing.assert_allclose(new, old - 0.1 * factor * g, rtol=1e-5, atol=1e-7)
-            np.testing.assert_allclose(state[f"{layer}.{module}.{which}.momentum"], factor * g, rtol=1e-5, atol=1e-9)
-            counts = state[f"{layer}.{module}.{which}.updates"]
+            np.testing.assert_allclose(state[f"{module}.{which}.momentum"], factor * g, rtol=1e-5, atol=1e-9)
+            counts = state[f"{module}.{which}.updates"]
             assert counts.dtype == np.uint32
             assert (counts == 1).all()
     session.close()
@@ -175,6 +177,14 @@ def test_it_is_saved_and_resumed(device: Device, tmp_path: Path) -> None:
     write_manifest(steps / "step-4")
     with pytest.raises(UserError, match=r"updates is not a updates in uint32 of shape"):
         job(tmp_path / "b", resume=True, max_steps=6).train()
+
+
+def test_options_that_it_does_not_read(tmp_path: Path) -> None:
+    args = golden_arguments(tmp_path, "qwen2", optim="momentum")
+    with naming(COMMAND_LINE):
+        assert idle(("adam_beta1", "adam_beta2", "seed"), args) == [
+            "--adam-beta2 does nothing: --optim momentum does not read it."
+        ]
 
 
 def test_one_that_is_not_registered(tmp_path: Path) -> None:

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from support import path_of
 from support.training import model_dir, random_rows
 
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import StepResult
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.train.arguments import TrainingArguments
@@ -25,7 +27,6 @@ from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.output import LOG, read_log
 from wgpu_lora.train.pipeline import SCHEDULES
 from wgpu_lora.train.pipeline_state import read_pipeline_state
-from wgpu_lora.train.progress import StepResult
 from wgpu_lora.train.records import PipelineRecord
 from wgpu_lora.train.tasks import task_of
 
@@ -165,7 +166,7 @@ def test_ruined_weights_fall_back_to_the_last_sound_ones(model: LoadedModel, tra
 
     def ruin(result: StepResult) -> None:
         if (result.adapter, result.step) == ("b", 2):
-            factor = session.adapters.factors[0, "q_proj", "A"]
+            factor = session.adapters.factors[path_of(0, "q_proj"), "A"]
             place = session.adapters.params[factor.page].storage.buffer
             session.device.write(place, np.full(4, np.nan, np.float32), 4 * (factor.offset + factor.stride))
 
@@ -184,7 +185,7 @@ def test_a_bad_gradient_costs_no_good_step(model: LoadedModel, trained: Path) ->
 
     def poison(result: StepResult) -> None:
         if (result.adapter, result.step) == ("a", 2):
-            factor = session.adapters.factors[0, "q_proj", "A"]  # slot 0's comes first
+            factor = session.adapters.factors[path_of(0, "q_proj"), "A"]  # slot 0's comes first
             gradients = session.adapters.grads[factor.page].storage.buffer
             session.device.write(gradients, np.full(4, np.nan, np.float32), 4 * factor.offset)
 

@@ -10,6 +10,7 @@ import pytest
 from wgpu_lora.assets import DEMO_TRAIN, asset_dir
 from wgpu_lora.cli import main
 from wgpu_lora.models.shapes import shape_config
+from wgpu_lora.models.targets import targeted
 from wgpu_lora.train.arguments import from_values
 from wgpu_lora.train.recipes import find_recipe, read_recipe
 
@@ -62,8 +63,7 @@ def test_its_header_says_what_a_reader_needs(name: str) -> None:
 )
 def test_trained_parameters(recipe: str, shape: str, trained: int) -> None:
     args, config = from_values(read_recipe(find_recipe(recipe)), recipe), shape_config(shape)
-    shapes = config.linear_shapes()
-    assert config.num_hidden_layers * sum(args.lora_r * sum(shapes[m]) for m in args.modules()) == trained
+    assert sum(args.lora_r * sum(config.lora_modules[m]) for m in targeted(args.target_modules, config)) == trained
     assert f"{trained:,}" in find_recipe(recipe).read_text()
 
 

@@ -13,30 +13,34 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.events import hearing
 from support.training import model_dir, random_rows
 
+from wgpu_lora.api.heard import Callback
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import Evaluating, StepResult
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import open_model
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import Job, prepare_job
 from wgpu_lora.train.output import LOG, read_log
-from wgpu_lora.train.progress import StepResult
 from wgpu_lora.train.records import RUN, RunRecord
-from wgpu_lora.train.trainer import Callback, Trainer
+from wgpu_lora.train.trainer import StepKeeper, Trainer
 
 # Run in a child process, so that it can be killed: argv = options as JSON, the step to die after (0: never).
 CHILD = """
 import json, os, signal, sys
+from wgpu_lora.events import Events
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import prepare_job
 options, deadly = json.loads(sys.argv[1]), int(sys.argv[2])
-def callback(result):
-    print(result.step, flush=True)
-    if result.step == deadly:
-        os.kill(os.getpid(), signal.SIGKILL)
-prepare_job(TrainingArguments(**options)).train(callback)
+class Deadly(Events):
+    def step(self, result):
+        print(result.step, flush=True)
+        if result.step == deadly:
+            os.kill(os.getpid(), signal.SIGKILL)
+prepare_job(TrainingArguments(**options)).train(Deadly())
 """
 
 
@@ -72,7 +76,7 @@ def child(opts: dict[str, object], deadly: int = 0) -> subprocess.Popen[str]:
 
 
 def train(device: Device, opts: dict[str, object], callback: Callback = lambda result: None) -> RunRecord:
-    return job(device, opts).train(callback)
+    return job(device, opts).train(hearing(step=callback))
 
 
 def job(device: Device, opts: dict[str, object]) -> Job:
@@ -139,10 +143,10 @@ def test_an_interrupt_before_the_first_step_goes_on_as_well(device: Device, tmp_
     heldout = {"eval_data": str(tmp_path / "rows.jsonl"), "max_steps": 2}
     train(device, options(tmp_path, "whole", **heldout))
 
-    def interrupt(run: object, rows: int, loss: float | None) -> None:
+    def interrupt(evaluating: Evaluating) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    record = job(device, options(tmp_path, **heldout)).train(measuring=interrupt)
+    record = job(device, options(tmp_path, **heldout)).train(hearing(evaluating=interrupt))
     assert (record.stop_reason, record.steps, record.state.first_eval_loss) == ("interrupt", 0, None)
     train(device, options(tmp_path, resume=True, **heldout))
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
@@ -172,7 +176,7 @@ def test_a_full_disk_keeps_what_was_saved(device: Device, tmp_path: Path) -> Non
     run.run.prepare_directory()
     session.allocate()
     run.run.place(session)
-    Trainer(session, [run.run]).train()
+    Trainer(session, [run.run], StepKeeper(run.run)).train()
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     run.run.state.step += 1
     try:
@@ -196,7 +200,7 @@ def test_a_nan_stops_the_run_without_an_update(device: Device, tmp_path: Path) -
         if result.step == 2:
             device.write(run.session.model.decoder.final_norm.storage.buffer, np.full(52, np.nan, np.float32))
 
-    record = run.train(poison)
+    record = run.train(hearing(step=poison))
     assert record.stop_reason == "non-finite"
     assert record.steps == 1
     assert weights(tmp_path / "bad") == weights(tmp_path / "good" / "checkpoints" / "step-1")

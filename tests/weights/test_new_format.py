@@ -119,7 +119,7 @@ def test_it_is_loaded_and_computed_with(device: Device) -> None:
     assert model.bytes_to_load() == dense.bytes_to_load()
     model.load_weights()
     dense.load_weights()
-    weight = model.decoder.layers[0].linears["k_proj"].weight
+    weight = model.decoder.layers[0].linears["self_attn.k_proj"].weight
     values = model.checkpoint.read_f32(K_PROJ)
     np.testing.assert_array_equal(weight.values(device), TWIN.round_trip(values))
     np.testing.assert_array_equal(weight.packed(device).read(), split(values))

@@ -3,38 +3,37 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 from wgpu_lora.api.ask import answer as answer
 from wgpu_lora.api.ask import compare as compare
 from wgpu_lora.api.ask import generate as generate
 from wgpu_lora.api.bars import Bars
+from wgpu_lora.api.heard import Callback, heard
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline as MultiAdapterPipeline
 from wgpu_lora.api.signatures import listing
 from wgpu_lora.data import Prepared, Source, given_rows, heldout_data, prepare, rows_given
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import Evaluating, Events, Passing
+from wgpu_lora.events import StepResult as StepResult
 from wgpu_lora.infer import Evaluation
 from wgpu_lora.infer import evaluate as evaluate_rows
 from wgpu_lora.infer.answer import Answer as Answer
-from wgpu_lora.infer.named import on_device, slots_of
+from wgpu_lora.infer.named import BASE, on_device, slots_of
 from wgpu_lora.infer.settings import AnswerOptions, Settings
-from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.train.arguments import TrainingArguments, from_values, named
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.idle import idle
 from wgpu_lora.train.length import check_rows, fit_rows
 from wgpu_lora.train.options import TrainingOptions
-from wgpu_lora.train.progress import StepResult
 from wgpu_lora.train.recipes import gather
 from wgpu_lora.train.records import RunRecord as RunRecord
-from wgpu_lora.train.trainer import Callback
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
-OnRows = Callable[[int, int], None]
 __all__ = ["Answer", "answer", "compare", "evaluate", "evaluate_several", "finetune", "generate", "load"]
 
 for _asking in (answer, compare, generate):
@@ -61,7 +60,7 @@ def finetune(
     *,
     recipe: str | Path | None = None,
     callback: Callback | None = None,
-    progress: Progress | None = None,
+    events: Events | None = None,
     progress_bar: bool | None = None,
     **options: Unpack[TrainingOptions],
 ) -> RunRecord:
@@ -74,14 +73,13 @@ def finetune(
         args: all options at once; those given by name win over it.
         recipe: a TOML file of options, or the name of a bundled one; options given here win over it.
         callback: called after every step with a StepResult; what returns True ends the run.
-        progress: called with the name of each tensor that is loaded.
+        events: hears of all that happens.
         progress_bar: whether to show progress; None does on a terminal and in a notebook.
 
     Raises:
         UserError: an option is unknown or out of range, or something about the model, the data or the device is wrong.
     """
-    if callback is not None and not callable(callback):
-        raise UserError(f"finetune(): callback must be a function, not {callback!r:.60}.")
+    told = heard("finetune()", events, cast("dict[str, Any]", options), callback)
     said = named(options, "finetune()", "recipe")
     also = said.pop("model", None)
     if model is not None and also is not None:
@@ -101,14 +99,7 @@ def finetune(
         warnings.warn(text, stacklevel=2)
     job = prepare_job(chosen, loaded, rows=rows)
     with Bars(progress_bar) as bars:
-
-        def step(result: StepResult) -> bool | None:
-            bars.step(result)
-            return callback(result) if callback else None
-
-        return job.train(
-            step, progress or bars.loading(job.session.model), tuning=bars.tuning, measuring=bars.measuring
-        )
+        return job.train(Passing(bars, *told))
 
 
 def _chosen(given: Mapping[str, Any], args: TrainingArguments | None, recipe: str | None) -> TrainingArguments:
@@ -147,9 +138,9 @@ def evaluate(
     on_overflow: str | None = None,
     completion_only_loss: bool | None = None,
     enable_thinking: bool | None = None,
-    progress: Progress | None = None,
-    on_rows: OnRows | None = None,
+    events: Events | None = None,
     progress_bar: bool | None = None,
+    **before: Any,
 ) -> Evaluation:
     """Loss and perplexity of data, with an adapter or without.
 
@@ -162,20 +153,20 @@ def evaluate(
             its positions; the result has it.
         on_overflow, completion_only_loss, enable_thinking: as in training; where they are None, as the adapter was
             trained, else truncate, True, and nothing for the chat template.
-        progress: called with the name of each tensor that is loaded.
-        on_rows: called with how many rows are done, and of how many.
+        events: hears of `loading` and `evaluating`.
         progress_bar: whether to show progress; None does on a terminal and in a notebook.
 
     Raises:
         UserError: a value is out of range, the data cannot be read or have nothing to predict, or the adapter does not
             fit.
     """
+    told = _told("evaluate()", events, before)
     adapters = [] if adapter is None else [adapter]
     source = _source(data, split, dataset_config)
     given = _given(max_length, on_overflow, completion_only_loss, enable_thinking)
     opened, prepared = _heldout(model, source, adapters, given, skip_bad_rows)
-    slots = {"": 0 if adapters else None}
-    return _measured(opened, prepared, adapters, slots, progress, on_rows, progress_bar)[""]
+    slots = {BASE: 0 if adapters else None}
+    return _measured(opened, prepared, adapters, slots, told, progress_bar)[BASE]
 
 
 def evaluate_several(
@@ -191,9 +182,9 @@ def evaluate_several(
     on_overflow: str | None = None,
     completion_only_loss: bool | None = None,
     enable_thinking: bool | None = None,
-    progress: Progress | None = None,
-    on_rows: OnRows | None = None,
+    events: Events | None = None,
     progress_bar: bool | None = None,
+    **before: Any,
 ) -> dict[str, Evaluation]:
     """Loss and perplexity of the same data under each of several adapters, which are all loaded at once.
 
@@ -209,12 +200,20 @@ def evaluate_several(
     Raises:
         UserError: there is no adapter, one is named "base" beside the base, or anything that `evaluate` refuses.
     """
+    told = _told("evaluate_several()", events, before)
     slots = slots_of(adapters, include_base)
     directories = list(adapters.values())
     source = _source(data, split, dataset_config)
     given = _given(max_length, on_overflow, completion_only_loss, enable_thinking)
     opened, prepared = _heldout(model, source, directories, given, skip_bad_rows)
-    return _measured(opened, prepared, directories, slots, progress, on_rows, progress_bar)
+    return _measured(opened, prepared, directories, slots, told, progress_bar)
+
+
+def _told(where: str, events: Events | None, before: dict[str, Any]) -> tuple[Events, ...]:
+    told = heard(where, events, before)
+    if before:
+        raise TypeError(f"{where} got an unexpected keyword argument {next(iter(before))!r}")
+    return told
 
 
 def _measured(
@@ -222,22 +221,28 @@ def _measured(
     prepared: Prepared,
     directories: Sequence[str | Path],
     slots: Mapping[str, int | None],
-    progress: Progress | None,
-    on_rows: OnRows | None,
+    told: Sequence[Events],
     progress_bar: bool | None,
 ) -> dict[str, Evaluation]:
     """The loss of the same rows under each of `slots`, by name."""
-    each = len(prepared.rows)
     found: dict[str, Evaluation] = {}
     with Bars(progress_bar) as bars, on_device(model, directories) as loaded:
-        told, rows_told = progress or bars.loading(model), on_rows or bars.evaluating
-
-        def watch(rows: int) -> None:
-            rows_told(len(found) * each + rows, len(slots) * each)
-
         for name, slot in slots.items():
-            found[name] = evaluate_rows(model, prepared, loaded, slot, progress=told, watch=watch)
+            events = _OfAll(len(found), len(slots), bars, *told)
+            found[name] = evaluate_rows(model, prepared, loaded, slot, events=events)
     return {name: replace(one, data=prepared.summary()) for name, one in found.items()}
+
+
+class _OfAll(Passing):
+    """Counts the rows of one evaluation among those of all."""
+
+    def __init__(self, before: int, count: int, *to: Events):
+        super().__init__(*to)
+        self._before, self._count = before, count
+
+    def evaluating(self, evaluating: Evaluating) -> None:
+        rows = evaluating.rows + self._before * evaluating.total
+        super().evaluating(replace(evaluating, rows=rows, total=self._count * evaluating.total))
 
 
 def _source(data: str | Path | Iterable[Mapping[str, Any]], split: str | None, config: str | None) -> Source:

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Unpack, cast, overload
 
 from wgpu_lora.api.bars import Bars
+from wgpu_lora.api.heard import heard
 from wgpu_lora.errors import UserError
-from wgpu_lora.infer.answer import (
-    Answer,
-    OnAnswer,
-    OnDone,
-    OnText,
-    answer_slots,
-    answer_table,
-    stream_slot,
-    tokenizer_of,
-)
+from wgpu_lora.events import Events, Passing
+from wgpu_lora.infer.answer import Answer, answer_slots, answer_table, stream_slot, tokenizer_of
 from wgpu_lora.infer.named import slots_of
 from wgpu_lora.infer.prompt import Messages, Prompt, check_prompt
 from wgpu_lora.infer.settings import AnswerOptions, settings_of
-from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel, open_model
 
 Model = LoadedModel | str | Path
@@ -108,7 +100,7 @@ def generate(
 
     def pieces() -> Iterator[str]:
         with Bars(progress_bar) as bars:
-            for piece in stream_slot(opened, prompt, adapter, settings, bars.loading(opened)):
+            for piece in stream_slot(opened, prompt, adapter, settings, bars):
                 bars.close()
                 yield piece
 
@@ -131,10 +123,7 @@ def answer(
     *,
     adapter: str | Path | None = None,
     batch: int | None = None,
-    on_text: OnText | None = None,
-    on_done: OnDone | None = None,
-    on_answer: OnAnswer | None = None,
-    progress: Progress | None = None,
+    events: Events | None = None,
     progress_bar: bool | None = None,
     **options: Unpack[AnswerOptions],
 ) -> list[Answer]:
@@ -144,16 +133,13 @@ def answer(
         prompts: texts, or conversations (lists of messages).
         adapter: a PEFT adapter directory; None asks the base alone.
         batch: prompts that are answered at a time; None takes as many as the device has room for, of at most 16.
-        on_text: called with every piece of text as it comes; for a single prompt only.
-        on_done: called with how many tokens have come so far.
-        on_answer: called with a prompt's number and its answer, once those that are answered together are.
-        progress: called with the name of each tensor that is loaded.
-        progress_bar: whether to show progress; None does on a terminal and in a notebook, unless one of the above
-            is given.
+        events: hears of `loading`, `answering`, `answered` and, of a single prompt, `text`.
+        progress_bar: whether to show progress; None does on a terminal and in a notebook, unless `events` is given.
 
     Raises:
         UserError: there is no tokenizer, a prompt is too long, the adapter does not fit, or a value is out of range.
     """
+    told = heard("answer()", events, cast("dict[str, Any]", options))
     settings = settings_of(options, "answer()")
     prompts = _listed(prompts)
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
@@ -162,27 +148,16 @@ def answer(
         check_prompt(prompt)
     if not prompts:
         return []
-    opened = _opened(model)
-    own = any(call is not None for call in (on_text, on_done, on_answer, progress))
-    with Bars(False if own and progress_bar is None else progress_bar) as bars:
-
-        def count(number: int, found: Answer) -> None:
-            if len(prompts) > 1:
-                bars.to("answering", number + 1, len(prompts), " prompts")
-            if on_answer:
-                on_answer(number, found)
-
+    with Bars(False if told and progress_bar is None else progress_bar) as bars:
         return answer_slots(
-            opened,
+            _opened(model),
             prompts,
             [] if adapter is None else [adapter],
             [None if adapter is None else 0] * len(prompts),
             settings,
             batch=batch,
-            on_text=on_text,
-            on_done=on_done or (lambda number: None),
-            on_answer=count,
-            progress=progress or bars.loading(opened),
+            streamed=bool(told) and len(prompts) == 1,
+            events=Passing(bars, *told),
         )
 
 
@@ -192,8 +167,7 @@ def compare(
     adapters: Mapping[str, str | Path],
     *,
     include_base: bool = True,
-    on_done: OnDone | None = None,
-    progress: Progress | None = None,
+    events: Events | None = None,
     progress_bar: bool | None = None,
     **options: Unpack[AnswerOptions],
 ) -> dict[str, Answer]:
@@ -205,10 +179,8 @@ def compare(
     Args:
         adapters: PEFT adapter directories by name; their ranks and modules may differ.
         include_base: whether the base alone answers too, as "base".
-        on_done: called with how many tokens have come so far, of all answers together.
-        progress: called with the name of each tensor that is loaded.
-        progress_bar: whether to show progress; None does on a terminal and in a notebook, unless one of the above
-            is given.
+        events: hears of `loading`, `answering` and `answered`.
+        progress_bar: whether to show progress; None does on a terminal and in a notebook, unless `events` is given.
 
     Returns:
         An answer by name: "base" first, then the adapters in their order.
@@ -216,21 +188,13 @@ def compare(
     Raises:
         UserError: there is no adapter, one is named "base" beside the base, or anything that `answer` refuses.
     """
+    told = heard("compare()", events, cast("dict[str, Any]", options))
     settings = settings_of(options, "compare()")
     slots = slots_of(adapters, include_base)
     check_prompt(prompt)
-    opened = _opened(model)
-    own = on_done is not None or progress is not None
-    with Bars(False if own and progress_bar is None else progress_bar) as bars:
+    with Bars(False if told and progress_bar is None else progress_bar) as bars:
         (found,) = answer_table(
-            opened,
-            [prompt],
-            adapters,
-            slots,
-            settings,
-            batch=len(slots),
-            on_done=on_done or (lambda number: None),
-            progress=progress or bars.loading(opened),
+            _opened(model), [prompt], adapters, slots, settings, batch=len(slots), events=Passing(bars, *told)
         )
     return found
 

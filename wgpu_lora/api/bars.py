@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from wgpu_lora.bounded import printable
-
-if TYPE_CHECKING:
-    from wgpu_lora.gpu.tuner import Tuning
-    from wgpu_lora.models.load import Progress
-    from wgpu_lora.models.loaded import LoadedModel
-    from wgpu_lora.train.progress import StepResult
-    from wgpu_lora.train.slot import AdapterRun
+from wgpu_lora.events import Evaluating, Events, StepResult, Tuning
 
 
 def seen(wanted: bool | None) -> bool:
@@ -29,7 +23,7 @@ def in_notebook() -> bool:
     return shell is not None and "IPKernelApp" in shell.config
 
 
-class Bars:
+class Bars(Events):
     """A bar at a time, made at its first news; `with` takes the last one away.
 
     tqdm's: in a notebook it is a widget, or text where ipywidgets is missing.
@@ -67,34 +61,24 @@ class Bars:
             self._bar.set_postfix_str(printable(facts), refresh=False)
         self._bar.update(count - self._bar.n)
 
-    def loading(self, model: LoadedModel) -> Progress:
-        """For whatever loads this model's weights."""
-        total, loaded = model.tensors_to_load(), 0
-
-        def advance(name: str) -> None:
-            nonlocal loaded
-            loaded += 1
-            self.to(f"loading {model.name}", loaded, total, " tensors")
-
-        return advance
+    def loading(self, model: str, tensor: str, done: int, total: int) -> None:
+        self.to(f"loading {model}", done, total, " tensors")
 
     def tuning(self, tuning: Tuning) -> None:
-        """What is timed before the weights are loaded."""
         facts = f"{tuning.kernel}, size {min(tuning.sizes_done + 1, tuning.sizes)} of {tuning.sizes}"
         self.to("tuning", round(tuning.seconds), round(tuning.expected or tuning.limit), " s", facts)
 
-    def measuring(self, run: AdapterRun, rows: int, loss: float | None) -> None:
-        """The held-out loss before the first step."""
-        if not run.state.step and loss is None and run.heldout:
-            self.to("held-out loss", rows, len(run.heldout.rows), " rows")
+    def evaluating(self, evaluating: Evaluating) -> None:
+        if evaluating.loss is None and not evaluating.step:  # those in the midst of training are short
+            text = "evaluating" if evaluating.step is None else "held-out loss"
+            self.to(text, evaluating.rows, evaluating.total, " rows")
 
-    def evaluating(self, done: int, total: int) -> None:
-        """Rows whose loss is measured."""
-        self.to("evaluating", done, total, " rows")
+    def answering(self, done: int, total: int, tokens: int) -> None:
+        if total > 1:
+            self.to("answering", done, total, " prompts")
 
     def step(self, result: StepResult) -> None:
-        """A step of a training run, or of one of a pipeline's."""
-        facts = f"loss {result.loss:.4f}, lr {result.learning_rate:.2e}"
+        facts = result.facts(", ")
         if result.eval_loss is not None:
             facts += f", held-out {result.eval_loss:.4f}"
         self._steps[result.slot] = result.step, result.total_steps

@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.api.bars import Bars
+from wgpu_lora.api.heard import Callback, heard
 from wgpu_lora.data import Source, given_rows
-from wgpu_lora.models.load import Progress
+from wgpu_lora.events import Events, Passing
 from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.share import Notice
 from wgpu_lora.train.pipeline import prepare_pipeline
-from wgpu_lora.train.progress import StepResult
 from wgpu_lora.train.recipes import gather
 from wgpu_lora.train.records import PipelineRecord
 from wgpu_lora.train.session import MemoryPlan
 from wgpu_lora.train.tasks import AdapterTask, task_of
-from wgpu_lora.train.trainer import Callback
 
 
 def _task(values: Mapping[str, Any], where: str, shared: Mapping[str, Source]) -> AdapterTask:
@@ -80,27 +78,24 @@ class MultiAdapterPipeline:
 
     def train(
         self,
-        callback: Callback = lambda result: None,
-        progress: Progress | None = None,
-        waiting: Notice = lambda place, holders, seconds: None,
+        callback: Callback | None = None,
+        *,
+        events: Events | None = None,
         progress_bar: bool | None = None,
+        **before: Any,
     ) -> PipelineRecord:
         """Trains to the end and returns what pipeline.json holds.
 
         Args:
-            callback: called with a StepResult after every step of every adapter.
-            progress: called with the name of each tensor that is loaded.
-            waiting: called at each look of a run that queues for memory.
+            callback: called with a StepResult after every step of every adapter; what returns True ends the run.
+            events: hears of all that happens.
             progress_bar: whether to show progress; None does on a terminal and in a notebook.
 
         Raises:
             UserError: the memory is not to be had, a directory is in use, or the disk is full.
         """
+        told = heard("train()", events, before, callback)
+        if before:
+            raise TypeError(f"train() got an unexpected keyword argument {next(iter(before))!r}")
         with Bars(progress_bar) as bars:
-
-            def step(result: StepResult) -> None:
-                bars.step(result)
-                callback(result)
-
-            loading = progress or bars.loading(self.job.session.model)
-            return self.job.train(step, loading, waiting, bars.tuning, bars.measuring)
+            return self.job.train(Passing(bars, *told))

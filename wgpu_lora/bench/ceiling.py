@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.kernel import U32, In, Kernel, Out, Tiles, Traits, kernel, one_per
+from wgpu_lora.gpu.kernel import U32, In, Kernel, Out, kernel, one_per
 from wgpu_lora.gpu.program import Arena, Program, allocate
 from wgpu_lora.gpu.single import SingleKernel
 from wgpu_lora.gpu.tensor import persistent
+from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.ops.elementwise import fill
 from wgpu_lora.share import claim
@@ -34,14 +35,14 @@ def fma_chains(x: In, y: Out, *, size: U32, iterations: U32, chains: U32 = 12, u
     return value.sum(axis=1)
 
 
-def _words(traits: Traits, c: Any) -> list[Tiles]:
-    narrow: list[Tiles] = [{"wide": 0, "per": per} for per in (4, 1)]
-    return [{**tiles, "wide": 1} for tiles in narrow] + narrow if traits.int64 else narrow
+def _words(capabilities: Capabilities, c: Any) -> list[Tiling]:
+    narrow = [Tiling(cols=vectors) for vectors in (4, 1)]
+    return [replace(tiling, wide=True) for tiling in narrow] + narrow if capabilities.int64 else narrow
 
 
 @kernel(
     "stream_copy.wgsl.j2",
-    grid=lambda c: one_per(c.size, 64 * c.per * (8 if c.wide else 4)),
+    grid=lambda c: one_per(c.size, c.tile.lanes * c.tile.cols * (8 if c.tile.wide else 4)),
     lib=("linear",),
     variants=_words,
 )
@@ -50,13 +51,12 @@ def stream_copy(x: In, y: Out, *, size: U32) -> Any:
     return x.copy()
 
 
-def _one_subgroup(traits: Traits, c: Any) -> list[Tiles]:
-    plain: Tiles = {"sg": 0, "lanes": 64}
-    size = traits.subgroup_size
-    return [{"sg": size, "lanes": size}, plain] if size >= 8 else [plain]
+def _one_subgroup(capabilities: Capabilities, c: Any) -> list[Tiling]:
+    size = capabilities.subgroup_size
+    return [Tiling("broadcast", size), Tiling()] if size >= 8 else [Tiling()]
 
 
-@kernel("decode_fma.wgsl.j2", grid=lambda c: one_per(c.size, c.lanes), lib=("nf4",), variants=_one_subgroup)
+@kernel("decode_fma.wgsl.j2", grid=lambda c: one_per(c.size, c.tile.lanes), lib=("nf4",), variants=_one_subgroup)
 def decode_fma(x: In, y: Out, *, size: U32, iterations: U32, chains: U32 = 4) -> Any:
     """y[i] = x[i] sum of NF4[each nibble of w_c + t d] over words c < chains and steps t = 1 .. iterations.
 
@@ -118,7 +118,7 @@ def fma_gflops(device: Device, size: int | None = None, iterations: int = 4096) 
     best = 0.0
     for chains, unroll in CHAINS:
         constants = {"size": size, "iterations": iterations, "chains": chains, "unroll": unroll}
-        seconds = _fastest(device, fma_chains, x, constants, {})
+        seconds = _fastest(device, fma_chains, x, constants)
         best = max(best, 2 * size * iterations * chains / seconds / 1e9)
     return best
 
@@ -128,8 +128,8 @@ def bandwidth_gbs(device: Device, nbytes: int | None = None) -> float:
     size = min(nbytes or COPY_BYTES, device.max_binding) // 32 * 8
     x = np.ones(size, np.float32)
     best = 0.0
-    for tiles in stream_copy.tilings(device.traits, {}):
-        seconds = _fastest(device, stream_copy, x, {"size": size}, tiles)
+    for tiling in stream_copy.tilings(device.capabilities, {}):
+        seconds = _fastest(device, stream_copy, x, {"size": size}, tiling)
         best = max(best, 8 * size / seconds / 1e9)
     return best
 
@@ -140,9 +140,9 @@ def decode_fma_gflops(device: Device, size: int | None = None, iterations: int =
     x = np.ones(size, np.float32)
     best = 0.0
     for chains in (1, 2, 4):
-        for tiles in decode_fma.tilings(device.traits, {}):
+        for tiling in decode_fma.tilings(device.capabilities, {}):
             constants = {"size": size, "iterations": iterations, "chains": chains}
-            seconds = _fastest(device, decode_fma, x, constants, tiles)
+            seconds = _fastest(device, decode_fma, x, constants, tiling)
             best = max(best, 2 * 8 * chains * size * iterations / seconds / 1e9)
     return best
 
@@ -184,10 +184,12 @@ def invocations(device: Device) -> int:
     return 1 << 14 if device.info.kind == "software" else 1 << 20
 
 
-def _fastest(device: Device, probe: Kernel, x: np.ndarray, constants: dict[str, Any], tiles: Tiles) -> float:
+def _fastest(
+    device: Device, probe: Kernel, x: np.ndarray, constants: dict[str, Any], tiling: Tiling | None = None
+) -> float:
     """Seconds of the fastest of a few runs."""
     with claim(device, 2 * x.nbytes + (1 << 16), "measuring the device's ceilings"), ExitStack() as stack:
-        single = SingleKernel(device, probe, {"x": x, "y": 0 * x}, constants, dict(tiles))
+        single = SingleKernel(device, probe, {"x": x, "y": 0 * x}, constants, tiling)
         stack.callback(single.free)
         timer = Timer(device)
         stack.callback(timer.free)

@@ -14,6 +14,8 @@ from wgpu_lora.bench.header import header
 from wgpu_lora.bench.step import WARMUP, TrainingStep, check_fits
 from wgpu_lora.bench.words import ROW, own_words
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import SILENT, Events
+from wgpu_lora.gpu.errors import DeviceError
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.arguments import TrainingArguments
@@ -100,13 +102,11 @@ def planned_batch(
 
 
 def _fact(error: UserError) -> str:
-    """What a plan refuses, without its advice, which names a training run's options."""
-    return str(error).partition(": lower ")[0].rstrip(".")
+    """What a plan refuses; a device's refusal without its advice, which names a training run's options."""
+    return error.fact if isinstance(error, DeviceError) else str(error).rstrip(".")
 
 
-def find_max_batch(
-    model: LoadedModel, batches: Batches, note: Callable[[Record], None] = lambda record: None
-) -> Record:
+def find_max_batch(model: LoadedModel, batches: Batches, events: Events = SILENT) -> Record:
     """Searches with and without gradient checkpointing, then trains a few steps at several batches up to the largest.
 
     Nothing is allocated before the search is over. Where a batch that the plan allows is refused (WebGPU does not say
@@ -126,7 +126,7 @@ def find_max_batch(
     work |= {"max_batch": batches.most, "time_limit": batches.seconds}
     excluded = f"the first {WARMUP} steps of each batch, where there was time for more"
     head = header(SCHEMA, model.device, work=work, available=available, excluded=excluded)
-    note(head)
+    events.measured(head)
     rows: list[Record] = []
     summary: list[Record] = []
     memory = "memory" if batches.limit is None else "--memory-limit"
@@ -135,13 +135,13 @@ def find_max_batch(
         for way in (False, True)
     }
     for checkpointing, plan in planned.items():
-        found = Confirmed.of(model, batches, plan.rows, checkpointing, note)
+        found = Confirmed.of(model, batches, plan.rows, checkpointing, events)
         rows += found.rows
         bound, why = (REFUSED, found.refusal) if found.refusal else (plan.bound, plan.why)
         result = {"planned": plan.rows, "confirmed": found.most, "bounded_by": bound, "why": why}
         result |= {"gradient_checkpointing": checkpointing, "not_run": found.not_run}
         summary.append({"kind": "summary", **result})
-        note(summary[-1])
+        events.measured(summary[-1])
     return {"header": head, "rows": rows, "summary": summary}
 
 
@@ -163,9 +163,7 @@ class Confirmed:
     not_run: str | None = None
 
     @classmethod
-    def of(
-        cls, model: LoadedModel, batches: Batches, planned: int, checkpointing: bool, note: Callable[[Record], None]
-    ) -> Confirmed:
+    def of(cls, model: LoadedModel, batches: Batches, planned: int, checkpointing: bool, events: Events) -> Confirmed:
         """Runs ascending batches, each of which says about how long a step of the next will take."""
         begin = time.perf_counter()
         ran: dict[int, Record] = {}
@@ -184,7 +182,7 @@ class Confirmed:
                 high, refusal = rows, _fact(error)
                 continue
             low = rows
-            note(ran[rows])
+            events.measured(ran[rows])
         return cls(low, list(ran.values()), refusal)
 
 

@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bench.step import WARMUP, TrainingStep
-from wgpu_lora.formats.atomic import write_bytes_atomic
+from wgpu_lora.gpu.choices import Choices
 from wgpu_lora.gpu.program import Dispatch, Program
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.train.arguments import TrainingArguments
@@ -125,13 +126,13 @@ class Profile:
 @dataclass(frozen=True)
 class TrainedAs:
     """What a finished run was trained with. rows, tokens: of a batch, and of each of its rows: as long as they may be
-    where rows were packed to that, else as long as they were on average. tiles: its kernels' tilings, empty for the
+    where rows were packed to that, else as long as they were on average. tilings: its kernels' tilings, empty for the
     defaults; device: its name."""
 
     args: TrainingArguments
     rows: int
     tokens: int
-    tiles: dict[str, Any]
+    tilings: Choices
     device: str
 
     @classmethod

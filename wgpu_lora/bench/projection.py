@@ -74,6 +74,6 @@ def _peak(config: ModelConfig, shape: str, args: TrainingArguments, device: Devi
     model = synthetic_model(config, device, args.base_dtype, shape)
     rows, tokens = args.batching[1], min(args.length, config.max_position_embeddings)
     step = TrainingStep(
-        model, rows, tokens, args.lora_r, args.gradient_checkpointing, args.modules(), args.compute_dtype
+        model, rows, tokens, args.lora_r, args.gradient_checkpointing, args.target_modules, args.compute_dtype
     )
     return step.session.memory().peak

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -24,12 +24,13 @@ from wgpu_lora.bench.words import ROW, own_words
 from wgpu_lora.bench.workload import Context, Workload
 from wgpu_lora.bench.workloads import WORKLOADS
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.tuner import Tuner
 from wgpu_lora.share import budget_bytes, claim
+from wgpu_lora.share.refusals import advising
 from wgpu_lora.train.memory import both
 
 NUMPY_SHARE = 0.9  # of NumPy's matmul that FMA chains on the same cores must reach, or they are no ceiling
-Progress = Callable[[str, str], None]
 
 
 def header_of(context: Context, ceilings: Ceilings) -> Header:
@@ -43,13 +44,13 @@ def run_bricks(
     names: Sequence[str],
     ceilings: Ceilings,
     time_limit: float | None = None,
-    progress: Progress = lambda brick, case: None,
+    events: Events = SILENT,
 ) -> Iterator[Result]:
     """Measures bricks one after the other; whether they fit is asked before, of `check_fit`.
 
     Args:
         time_limit: seconds of measuring a case, instead of the contract's own.
-        progress: told which brick and case come next.
+        events: told of `measuring`.
 
     Raises:
         UserError: a brick is not known, or cannot run on this device.
@@ -57,9 +58,9 @@ def run_bricks(
     contracts = [load_contract(name) for name in names]
     try:
         for contract in contracts:
-            with own_words(ROW):
+            with own_words(ROW), advising("max_length"):
                 for workload in WORKLOADS[contract.name](context):
-                    progress(contract.name, workload.case)
+                    events.measuring(contract.name, workload.case)
                     yield measure(context, contract, workload, ceilings, time_limit)
     finally:
         context.close()
@@ -81,8 +82,7 @@ def measure(
     lease = ExitStack()
     try:
         lease.enter_context(claim(device, workload.nbytes(), f"bench {contract.name}"))
-        device.choices = Tuner(device).tune(workload.programs()) if context.tune else {}
-        workload.open()
+        workload.open(Tuner(device).tune(workload.programs()) if context.tune else {})
         checked = workload.check(np.random.default_rng(seed))
         for _ in range(contract.measure.warmup):
             workload.run()
@@ -92,7 +92,6 @@ def measure(
         extra = workload.extra(timings)
         clock = workload.clock
     finally:
-        device.choices = {}
         workload.close()
         lease.close()
     floors = floor_seconds(ceilings, operations, nbytes)
@@ -186,7 +185,7 @@ def check_fit(context: Context, name: str, available: int | None = None) -> None
     Args:
         available: bytes, instead of what the device has.
     """
-    with own_words(ROW):
+    with own_words(ROW), advising("max_length"):
         cases = list(WORKLOADS[name](context))
         room = budget_bytes(context.device.info, available).bytes
         for index, workload in enumerate(cases):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
 from wgpu_lora.bench.words import ROW, own_words
 from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.config import LINEAR_PATHS
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.load import table_dtype
@@ -19,6 +19,7 @@ from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.models.shapes import cut, shape_config
 from wgpu_lora.models.synthetic import synthetic_model
+from wgpu_lora.models.targets import ALL, targeted
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.initial import initial_matrices
@@ -36,7 +37,7 @@ TILE = 16  # batches are padded to whole tiles of the matrix products, as the tr
 
 
 class TrainingStep:
-    """Forward, backward and update of `rows` rows of `tokens` tokens, every token trained, adapters on `modules`.
+    """Forward, backward and update of `rows` rows of `tokens` tokens, every token trained, with adapters.
 
     Declaring it allocates nothing, so its memory can be asked for first: `session.memory()`.
 
@@ -52,7 +53,7 @@ class TrainingStep:
         tokens: int,
         rank: int = 16,
         checkpointing: bool = False,
-        modules: Sequence[str] = tuple(LINEAR_PATHS),
+        target_modules: str = ALL,
         compute_dtype: str = "f32",
     ):
         for name, value in (("--rank", rank), ("The batch", rows)):
@@ -64,9 +65,9 @@ class TrainingStep:
         self.model, self.rows, self.tokens = model, rows, tokens
         config = model.config
         with own_words(ROW):
-            adapted = TrainingArguments(lora_r=rank, target_modules=",".join(modules))
+            adapted = TrainingArguments(lora_r=rank, target_modules=target_modules)
             check_adapters([adapted], config, budget_bytes(model.device.info))
-        self._modules = [(layer, module) for layer in range(config.num_hidden_layers) for module in modules]
+        self._modules = targeted(target_modules, config)
         spec = SlotSpec(rank, dict.fromkeys(self._modules, SCALING))
         adapters = AdapterSet.declare(config, [spec], model.device.max_binding)
         bucket = -(-rows * tokens // TILE) * TILE
@@ -77,13 +78,13 @@ class TrainingStep:
         self._groups: list[Group] = []
         self._count = 0
 
-    def allocate(self) -> None:
+    def allocate(self, choices: Choices = NO_CHOICES) -> None:
         """Loads the base and creates every buffer. Raises UserError where the device has no room."""
-        self.session.allocate()
-        adapters, shapes = self.session.adapters, self.model.config.linear_shapes()
-        for number, key in enumerate(self._modules):
-            matrices = initial_matrices(0, number, shapes[key[1]], adapters.rank)
-            adapters.write(self.session.device, 0, {key: matrices})
+        self.session.allocate(choices=choices)
+        adapters, shapes = self.session.adapters, self.model.config.lora_modules
+        for number, module in enumerate(self._modules):
+            matrices = initial_matrices(0, number, shapes[module], adapters.rank)
+            adapters.write(self.session.device, 0, {module: matrices})
         ids = made_up_rows(self.rows, self.tokens, self.model.config.vocab_size)
         self._groups = [Group((Segment(row, row),), weight=1 / self.trained) for row in ids]
 
@@ -135,7 +136,7 @@ def chosen_model(
 def cut_model(model: LoadedModel, layers: int) -> LoadedModel:
     """The same model with its first `layers` layers alone. UserError where it has not so many."""
     config = cut(model.config, layers)
-    table = table_dtype(model.checkpoint)
+    table = table_dtype(model.checkpoint, config)
     decoder = Decoder.declare(config, model.decoder.base_dtype, table, model.device.max_binding)
     return replace(model, config=config, decoder=decoder, weights_loaded=False)
 

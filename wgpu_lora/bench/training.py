@@ -6,7 +6,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from wgpu_lora.bench.header import header
 from wgpu_lora.bench.step import WARMUP, TrainingStep, check_fits, chosen_model, made_up_rows
 from wgpu_lora.bench.words import TRAINING, own_words
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import SILENT, Events, StepResult
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.config import ModelConfig
@@ -22,9 +23,8 @@ from wgpu_lora.models.files import read_model
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.train.arguments import TrainingArguments
-from wgpu_lora.train.finetune import Job, prepare_job, with_demo_data
+from wgpu_lora.train.finetune import FinetuneJob, prepare_job, with_demo_data
 from wgpu_lora.train.length import fit_length
-from wgpu_lora.train.progress import StepResult
 from wgpu_lora.train.recipes import gather
 from wgpu_lora.words import counted
 
@@ -73,13 +73,11 @@ class Work:
             )
 
 
-def run_training(
-    work: Work, repeat: int = 2, note: Callable[[Record], None] = lambda record: None, opened: Device | None = None
-) -> Record:
+def run_training(work: Work, repeat: int = 2, events: Events = SILENT, opened: Device | None = None) -> Record:
     """Trains `repeat` times from the same start, in a directory that is removed again.
 
     Args:
-        note: called with the header, then with each run, as soon as it is known, then with the summary.
+        events: told of `measured`: the header, then each run, as soon as it is known, then the summary.
 
     Returns:
         {"header": ..., "runs": [...], "summary": ...}; see `records` for them as lines of a file.
@@ -107,11 +105,11 @@ def run_training(
                 # Of the whole training, which --max-steps may have cut short here.
                 rows, epochs = len(job.run.stream.prepared.rows), job.run.args.num_train_epochs
                 head["work"]["samples"] = None if work.shape else round(rows * epochs)
-                note(head)
+                events.measured(head)
             runs.append({"kind": "run", "number": number, **timed(job)})
-            note(runs[-1])
+            events.measured(runs[-1])
     summary = {"kind": "summary", "runs": repeat, "spread": spreads(runs)}
-    note(summary)
+    events.measured(summary)
     return {"header": head, "runs": runs, "summary": summary}
 
 
@@ -181,28 +179,21 @@ def _described(args: TrainingArguments, model: LoadedModel, work: Work) -> Recor
 # -- one run -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Watch:
-    """What a run's callback notes of each step: when it ended, the seconds it took, and what was in it."""
+class _Watch(Events):
+    """Notes of each step when it ended, the seconds it took, and what was in it."""
 
-    job: Job
-    ended: list[float]
-    seconds: list[float]
-    samples: list[int]
-    tokens: list[int]
-    trained: list[int]
-
-    @classmethod
-    def of(cls, job: Job) -> _Watch:
-        return cls(job, [], [], [], [], [])
-
-    def __post_init__(self) -> None:
-        self._steps = self.job.run.stream.steps()
+    def __init__(self, job: FinetuneJob):
+        self._stream = job.run.stream
+        self._steps = self._stream.steps()
+        self.ended: list[float] = []
+        self.seconds: list[float] = []
+        self.samples: list[int] = []
+        self.tokens: list[int] = []
+        self.trained: list[int] = []
 
     def step(self, result: StepResult) -> None:
-        stream = self.job.run.stream
         step = next(self._steps)
-        rows = [row for sample in step.samples for row in stream.prepared.samples[sample]]
+        rows = [row for sample in step.samples for row in self._stream.prepared.samples[sample]]
         self.ended.append(time.perf_counter())
         self.seconds.append(result.seconds)
         self.samples.append(len(rows))
@@ -210,16 +201,16 @@ class _Watch:
         self.trained.append(sum(row.trained_tokens for row in rows))
 
 
-def timed(job: Job) -> Record:
+def timed(job: FinetuneJob) -> Record:
     """Runs a job. Seconds are of the loop after its warm-up, held-out losses and saving included; speeds are of its
     steps alone.
 
     Raises:
         KeyboardInterrupt: it was interrupted. UserError: it ended within its warm-up.
     """
-    watch = _Watch.of(job)
+    watch = _Watch(job)
     begin = time.perf_counter()
-    record = job.train(watch.step)
+    record = job.train(watch)
     end = time.perf_counter()
     if record.stop_reason == "interrupt":
         raise KeyboardInterrupt

@@ -14,7 +14,9 @@ from wgpu_lora.bench.contract import numbers_of
 from wgpu_lora.bench.recording import Recording
 from wgpu_lora.bench.stats import Timings
 from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.errors import BindingTooLarge
 from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
 from wgpu_lora.gpu.tensor import Storage
 from wgpu_lora.gpu.timer import Timer
@@ -50,7 +52,8 @@ class Workload(Protocol):
     def programs(self) -> list[Program]:
         """What the product would tune before it runs them."""
 
-    def open(self) -> None: ...
+    def open(self, choices: Choices = NO_CHOICES) -> None:
+        """Allocates, and builds the programs in the tilings chosen for them."""
 
     def check(self, rng: np.random.Generator) -> Checked | None:
         """Runs on fresh random inputs and compares with the references; None where there is nothing to compare with."""
@@ -144,7 +147,7 @@ class Context:
         model = open_model(self.name, self.device, self.base_dtype)
         if model.config.num_hidden_layers == self.config.num_hidden_layers:
             return model
-        dtype = table_dtype(model.checkpoint)
+        dtype = table_dtype(model.checkpoint, self.config)
         decoder = Decoder.declare(self.config, self.base_dtype, dtype, self.device.max_binding)
         return replace(model, config=self.config, decoder=decoder)
 
@@ -197,10 +200,7 @@ class ProgramWorkload:
         limit = self.device.max_binding
         for storage in recording.storages():
             if storage.nbytes > limit:
-                raise UserError(
-                    f"The tensor '{storage.name}' needs {storage.nbytes:,} bytes, but one binding of this device holds "
-                    f"at most {limit:,}: lower --tokens."
-                )
+                raise BindingTooLarge(storage.name, storage.nbytes, limit)
 
     @property
     def clock(self) -> str:
@@ -220,12 +220,12 @@ class ProgramWorkload:
     def nbytes(self) -> int:
         return missing_bytes(self._storages()) + sum(self._arena_sizes())
 
-    def open(self) -> None:
+    def open(self, choices: Choices = NO_CHOICES) -> None:
         self._timer = Timer(self.device)
         allocate(self.device, self._storages())
         self._arena = Arena(self.device, self._arena_sizes())
         for program in self.programs():
-            program.build(self._arena)
+            program.build(self._arena, choices)
 
     def check(self, rng: np.random.Generator) -> Checked:
         self._recording.fresh(rng)

@@ -16,6 +16,7 @@ from wgpu_lora.cli.bench_training import training as train
 from wgpu_lora.cli.console import Bar, console, is_terminal, line
 from wgpu_lora.cli.options import Device
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import Events
 from wgpu_lora.names.allowed import COMPUTE_DTYPES
 from wgpu_lora.weights.registry import BASE_FORMATS, DEFAULT_FORMAT
 
@@ -165,13 +166,7 @@ def _measure(context: Any, names: list[str], time_limit: float | None, file: str
             line(label, text)
         if writer:
             writer.write(header_of(context, ceilings))
-        begun: dict[str, None] = {}
-
-        def show(brick: str, case: str) -> None:
-            begun[brick] = None
-            bar.advance(f"{brick} {case}".strip(), to=len(begun))
-
-        for result in run_bricks(context, names, ceilings, time_limit, show):
+        for result in run_bricks(context, names, ceilings, time_limit, _Begun(bar)):
             results.append(result)
             if writer:
                 writer.write(result.record())
@@ -190,6 +185,18 @@ def _measure(context: Any, names: list[str], time_limit: float | None, file: str
     for text in broken:
         line(VERDICTS[BROKEN], text)
     return 1 if broken else 0
+
+
+class _Begun(Events):
+    """A bar of the bricks that are measured."""
+
+    def __init__(self, bar: Bar):
+        self._bar = bar
+        self._begun: dict[str, None] = {}
+
+    def measuring(self, brick: str, case: str) -> None:
+        self._begun[brick] = None
+        self._bar.advance(f"{brick} {case}".strip(), to=len(self._begun))
 
 
 def _list() -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.cli.console import console, line
 from wgpu_lora.cli.finetune import speed
+from wgpu_lora.events import Events
 from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
@@ -23,13 +24,8 @@ def training(work: Work, repeat: int, json_file: str | None, projecting: bool = 
     """Runs the whole loop `repeat` times; 1 where a run did not come to its end."""
     from wgpu_lora.bench.training import run_training, trained_config
 
-    write, show = _lines_to(json_file), _show_training
-
-    def note(record: Record) -> None:
-        write(record)
-        show(record)
-
-    found = run_training(work, repeat, note)
+    write = _lines_to(json_file)
+    found = run_training(work, repeat, _Lines(write, _show_training))
     if projecting:
         from wgpu_lora.bench.projection import project
         from wgpu_lora.gpu.device import Device
@@ -58,17 +54,7 @@ def max_batch(
 
     write = _lines_to(json_file)
     opened = chosen_model(model, shape, layers, Device(device), base_dtype)
-
-    def note(record: Record) -> None:
-        write(record)
-        if record["kind"] == "header":
-            _show_device(record)
-        elif record["kind"] == "batch":
-            ways = "with" if record["gradient_checkpointing"] else "without"
-            rows = f"{counted(record['batch'], 'row')} {ways} gradient checkpointing"
-            line("measured", f"{rows}: {record['step_seconds']:.4f} s a step")
-
-    found = find_max_batch(opened, batches, note)
+    found = find_max_batch(opened, batches, _Lines(write, _show_batch))
     console().print(_batch_table(found["rows"]))
     if not all(row["warmup"] for row in found["rows"]):
         line("*", "there was time for the first steps alone, in which kernels are compiled")
@@ -89,7 +75,7 @@ def _largest(summary: Record) -> str:
     return f"{counted(planned, 'row')} by the plan, {bound}; {confirmed:,} ran: {summary['not_run']}"
 
 
-def _lines_to(path: str | None) -> Callable[[Record], None]:
+def _lines_to(path: str | None) -> Callable[[Mapping[str, Any]], None]:
     """Appends each record to a new file as a line, at once: what was measured stays if a later part fails."""
     if path is None:
         return lambda record: None
@@ -98,12 +84,32 @@ def _lines_to(path: str | None) -> Callable[[Record], None]:
     return Writer(path).write
 
 
-def _show_device(header: Record) -> None:
+class _Lines(Events):
+    """Writes each record, and shows it."""
+
+    def __init__(self, *tell: Callable[[Mapping[str, Any]], None]):
+        self._tell = tell
+
+    def measured(self, record: Mapping[str, Any]) -> None:
+        for tell in self._tell:
+            tell(record)
+
+
+def _show_batch(record: Mapping[str, Any]) -> None:
+    if record["kind"] == "header":
+        _show_device(record)
+    elif record["kind"] == "batch":
+        ways = "with" if record["gradient_checkpointing"] else "without"
+        rows = f"{counted(record['batch'], 'row')} {ways} gradient checkpointing"
+        line("measured", f"{rows}: {record['step_seconds']:.4f} s a step")
+
+
+def _show_device(header: Mapping[str, Any]) -> None:
     device = header["device"]
     line("device", f"{device['name']}, {device['driver']}, {device['backend']}")
 
 
-def _show_training(record: Record) -> None:
+def _show_training(record: Mapping[str, Any]) -> None:
     from wgpu_lora.train.memory import readable
 
     if record["kind"] == "header":

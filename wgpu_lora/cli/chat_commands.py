@@ -10,8 +10,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from wgpu_lora.atomic import write_new_bytes
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import write_new_bytes
 from wgpu_lora.words import counted, listed
 
 if TYPE_CHECKING:

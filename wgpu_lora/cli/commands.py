@@ -11,7 +11,6 @@ from typer.core import TyperCommand, TyperGroup
 from wgpu_lora.cli.elsewhere import command_instead
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import advice, aliases_of, instead
-from wgpu_lora.names.allowed import LINEAR_PATHS
 from wgpu_lora.names.naming import flag
 
 MAY_BE_EMPTY = {"prompt", "system"}  # an empty prompt has a message of its own, an empty system message is one
@@ -219,13 +218,19 @@ def _unknown(typed: str, args: list[str], known: list[str], command: str) -> str
     return " ".join([said, *more[:MORE], *([f"{len(more) - MORE} more are not here."] if len(more) > MORE else [])])
 
 
+def _is_module(word: str) -> bool:
+    from wgpu_lora.models.architectures import module_names
+
+    return word in module_names()
+
+
 def _extra(word: str, known: list[str], given: dict[str, Any], command: str) -> str:
     """What is said of a word that belongs to no option.
 
     given: what options were given, by their parameters' names.
     """
     meant, modules = "", given.get("target_modules")
-    if word in LINEAR_PATHS and modules:
+    if modules and _is_module(word):
         return f"'{word}' belongs to no option of '{command}': did you mean {flag('target_modules')} {modules},{word}?"
     if word.lower().endswith(DATA) or os.path.isfile(os.path.join(word, "train.jsonl")):
         meant = "data"

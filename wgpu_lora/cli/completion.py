@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.assets import asset_dir
-from wgpu_lora.names.allowed import LINEAR_PATHS
 
 Completer = Callable[[str], list[Any]]  # what is typed so far -> values, or (value, help)
 
@@ -49,7 +48,9 @@ def bundled(directory: str) -> list[str]:
 def modules(incomplete: str) -> list[str]:
     """'all-linear', or names of linears with commas between them."""
     before, comma, last = incomplete.rpartition(",")
-    left = [name for name in LINEAR_PATHS if name not in before.split(",") and name.startswith(last)]
+    from wgpu_lora.models.architectures import module_names
+
+    left = [name for name in module_names() if name not in before.split(",") and name.startswith(last)]
     whole = [] if comma else one_of(["all-linear"])(incomplete)
     return [*whole, *(f"{before}{comma}{name}" for name in left)]
 

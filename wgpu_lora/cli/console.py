@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from wgpu_lora.bounded import printable
+from wgpu_lora.events import Events
 from wgpu_lora.strict_json import to_json
 
 PLAIN_WIDTH = 120  # of tables where there is no terminal to ask
@@ -111,6 +112,16 @@ class Bar:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+
+class Loading(Events):
+    """A bar of the tensors that are loaded."""
+
+    def __init__(self, bar: Bar):
+        self._bar = bar
+
+    def loading(self, model: str, tensor: str, done: int, total: int) -> None:
+        self._bar.advance()
 
 
 def _progress(unit: str) -> Any:

@@ -13,12 +13,13 @@ from wgpu_lora.cli.describing import describe
 from wgpu_lora.cli.finetune import Watcher, report
 from wgpu_lora.cli.options import AllowUnconfined, Device
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import Events
 from wgpu_lora.installed import program
 
 BORDERS = 7  # columns that two answers beside each other have around them
 
 if TYPE_CHECKING:
-    from wgpu_lora.demo.compare import Checked, Comparison, Measured, Watch
+    from wgpu_lora.demo.compare import Checked, Comparison, Measured
 
 
 def demo(
@@ -45,26 +46,28 @@ def demo(
     line("answers", f"run under {comparison.confinement}")
     describe(job)
     with Bar("held-out requests, before", len(comparison.rows)) as bar:
-        comparison.before = comparison.measure(None, _shown(bar))
+        comparison.before = comparison.measure(None, _Shown(bar))
     line("before", _score(comparison.before))
     with Watcher(job) as watcher:
-        record = job.train(watcher.step, watcher.loaded, tuning=watcher.tuned)
+        record = job.train(watcher)
     code = report(record)
     if code:
         return code
     with Bar("held-out requests, after", len(comparison.rows)) as bar:
-        comparison.trained(record, _shown(bar))
+        comparison.trained(record, _Shown(bar))
     path = comparison.write(record)
     return _conclude(comparison, show, str(path))
 
 
-def _shown(bar: Bar) -> Watch:
-    bar.advance(to=0)
+class _Shown(Events):
+    """A bar of the requests that are answered and checked."""
 
-    def watch(requests: int, tokens: int) -> None:
-        bar.advance(to=requests, detail=f"{tokens:,} tokens of answers")
+    def __init__(self, bar: Bar):
+        self._bar = bar
+        bar.advance(to=0)
 
-    return watch
+    def answering(self, done: int, total: int, tokens: int) -> None:
+        self._bar.advance(to=done, detail=f"{tokens:,} tokens of answers")
 
 
 def _conclude(comparison: Comparison, show: int, path: str) -> int:

@@ -10,13 +10,26 @@ from typing import Annotated, Any
 import typer
 
 from wgpu_lora.bounded import printable
-from wgpu_lora.cli.console import Bar, line, print_json
+from wgpu_lora.cli.console import Bar, Loading, line, print_json
 from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Json, Model, choice
 from wgpu_lora.cli.several import as_rows, show_losses
 from wgpu_lora.errors import NotFiniteError
+from wgpu_lora.events import Evaluating
 from wgpu_lora.names.allowed import OVERFLOW
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.words import counted
+
+
+class _Shown(Loading):
+    """A bar of the tensors that are loaded, then one of the rows that are measured."""
+
+    def __init__(self, loaded: Bar, measured: Bar):
+        super().__init__(loaded)
+        self._measured = measured
+
+    def evaluating(self, evaluating: Evaluating) -> None:
+        self._bar.close()
+        self._measured.advance(to=evaluating.rows, total=evaluating.total)
 
 
 def evaluate(
@@ -69,12 +82,7 @@ def evaluate(
         if rows.note and not as_json:
             line("note", rows.note)
         with Bar("loading", opened.tensors_to_load()) as loading, Bar("evaluating", None, " rows") as evaluating:
-
-            def measured(rows: int, total: int) -> None:
-                loading.close()
-                evaluating.advance(to=rows, total=total)
-
-            options |= {"progress": lambda name: loading.advance(), "on_rows": measured}
+            options["events"] = _Shown(loading, evaluating)
             if several:
                 losses = evaluate_several(opened, data, adapters, include_base=compare, **options)
             else:

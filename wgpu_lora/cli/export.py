@@ -34,10 +34,10 @@ def gguf(
     Weights, tokenizer, chat template and stop tokens in one file, written tensor by tensor on the CPU: neither a GPU
     nor room for the model is needed.
     """
-    from wgpu_lora.formats.gguf.lora import export_adapter
-    from wgpu_lora.formats.gguf.write import export_model
+    from wgpu_lora.export.gguf_adapter import export_adapter
+    from wgpu_lora.export.gguf_model import export_model
+    from wgpu_lora.export.merge import config_of
     from wgpu_lora.formats.hub import resolve_model
-    from wgpu_lora.formats.merge import config_of
     from wgpu_lora.infer.named import base_of
 
     if lora and adapter is None:

@@ -16,7 +16,8 @@ from wgpu_lora.cli.console import OFTEN, Bar, duration, is_terminal, line
 from wgpu_lora.cli.describing import describe
 from wgpu_lora.cli.ending import CURES, losses
 from wgpu_lora.cli.options import choice
-from wgpu_lora.cli.starting import Starting, waiting
+from wgpu_lora.cli.starting import Starting
+from wgpu_lora.events import Evaluating, StepResult
 from wgpu_lora.installed import program
 from wgpu_lora.names.allowed import SCHEDULES
 from wgpu_lora.train.arguments import ADAPTER, FILES, TrainingArguments
@@ -24,9 +25,7 @@ from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
     from wgpu_lora.train.finetune import FinetuneJob
-    from wgpu_lora.train.progress import StepResult
     from wgpu_lora.train.records import RunRecord
-    from wgpu_lora.train.slot import AdapterRun
 
 SMOOTHED = 10  # steps whose speed is shown
 # Options of a pipeline, which `plan` has too.
@@ -82,7 +81,7 @@ def finetune(
     job = prepare_job(args)
     describe(job)
     with Watcher(job) as watcher:
-        record = job.train(watcher.step, watcher.loaded, waiting, watcher.tuned, watcher.measuring)
+        record = job.train(watcher)
     return report(record)
 
 
@@ -120,15 +119,16 @@ class Watcher(Starting):
             total = None if self._run.args.target_seconds else self._run.stream.total_steps()
             self._training.advance(None, self._run.state.step, total, "compiling the kernels of the first step")
 
-    def measuring(self, run: AdapterRun, rows: int, loss: float | None) -> None:
-        if self._quiet or not run.state.step:
-            super().measuring(run, rows, loss)
-        elif loss is None and run.heldout:
-            of = counted(len(run.heldout.rows), "row")
-            self._training.advance(None, run.state.step, detail=f"measuring the held-out loss: {rows:,} of {of}")
+    def evaluating(self, evaluating: Evaluating) -> None:
+        if self._quiet or not evaluating.step:
+            super().evaluating(evaluating)
+        elif evaluating.loss is None:
+            of = counted(evaluating.total, "row")
+            detail = f"measuring the held-out loss: {evaluating.rows:,} of {of}"
+            self._training.advance(None, evaluating.step, detail=detail)
 
     def step(self, result: StepResult) -> None:
-        text = f"loss {result.loss:.4f}  lr {result.learning_rate:.2e}"
+        text = result.facts()
         if not self._first:  # the first step compiles, so its time says nothing
             self._recent.append((result.step_tokens, result.step_processed_tokens, result.seconds))
             trained, processed, seconds = (sum(values) for values in zip(*self._recent, strict=True))

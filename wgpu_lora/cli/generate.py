@@ -22,7 +22,7 @@ from wgpu_lora.cli.answering import (
     TopP,
     for_stdout,
 )
-from wgpu_lora.cli.console import Bar, is_terminal, print_json
+from wgpu_lora.cli.console import Bar, Loading, is_terminal, print_json
 from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Json, Model, refuse_idle
 from wgpu_lora.cli.several import as_rows, show_answers
 from wgpu_lora.errors import UserError
@@ -103,11 +103,11 @@ def generate(
         refuse_idle(ctx, ("as_json",), "beside --output or --prompts, whose answers are JSONL")
     if prompt and prompts:
         raise UserError("--prompt and --prompts contradict each other: give one of them.")
-    from wgpu_lora.formats.atomic import write_new_bytes
+    from wgpu_lora.atomic import write_new_bytes
     from wgpu_lora.infer.answer import answer_table
     from wgpu_lora.infer.named import BASE, model_of, named_adapters, slots_of
     from wgpu_lora.infer.prompt import check_text
-    from wgpu_lora.infer.prompt_file import Request, check_new, kept_on_failure, read_requests, row_of, to_jsonl
+    from wgpu_lora.infer.prompt_file import Request, check_new, kept_on_failure, read_requests, to_jsonl
     from wgpu_lora.infer.settings import settings_of
     from wgpu_lora.models.loaded import open_model
 
@@ -140,16 +140,6 @@ def generate(
             return 0
         rows: list[dict[str, Any]] = []
 
-        def answered(number: int, name: str, answer: Answer) -> None:
-            rows.append(row_of(requests[number], answer, name if several else None))
-
-        def came(tokens: int) -> None:
-            text = f"answering, {counted(tokens, 'token')} so far"
-            bar.advance(text, to=len(rows), total=len(requests) * len(slots))
-
-        def loaded(name: str) -> None:
-            bar.advance()
-
         asked = [request.prompt for request in requests]
         with kept_on_failure(output, lambda: rows, _note):
             found = answer_table(
@@ -159,9 +149,7 @@ def generate(
                 slots,
                 chosen,
                 batch=batch_size or (len(slots) if len(asked) == 1 else None),
-                on_done=came,
-                on_answer=answered,
-                progress=loaded,
+                events=_Collected(requests, several, rows, bar),
             )
             if output:
                 write_new_bytes(output, to_jsonl(rows), "--output")
@@ -179,15 +167,35 @@ def generate(
     return 0
 
 
+class _Streamed(Loading):
+    """Prints the only answer as it comes."""
+
+    def text(self, piece: str) -> None:
+        self._bar.close()
+        print(for_stdout(piece), end="", flush=True)
+
+
+class _Collected(Loading):
+    """Keeps every answer as a row, as soon as it is there."""
+
+    def __init__(self, requests: list[Request], several: bool, rows: list[dict[str, Any]], bar: Bar):
+        super().__init__(bar)
+        self._requests, self._several, self._rows = requests, several, rows
+
+    def answering(self, done: int, total: int, tokens: int) -> None:
+        self._bar.advance(f"answering, {counted(tokens, 'token')} so far", to=done, total=total)
+
+    def answered(self, number: int, name: str | None, answer: Answer) -> None:
+        from wgpu_lora.infer.prompt_file import row_of
+
+        self._rows.append(row_of(self._requests[number], answer, name if self._several else None))
+
+
 def _answer_one(
     model: LoadedModel, request: Request, adapters: dict[str, Path], settings: Settings, as_json: bool, bar: Bar
 ) -> None:
     """Streams the only answer, or prints it as JSON."""
     from wgpu_lora.infer.answer import answer_slots
-
-    def show(text: str) -> None:
-        bar.close()
-        print(for_stdout(text), end="", flush=True)
 
     (found,) = answer_slots(
         model,
@@ -195,8 +203,8 @@ def _answer_one(
         list(adapters.values()),
         [0 if adapters else None],
         settings,
-        on_text=None if as_json else show,
-        progress=lambda name: bar.advance(),
+        streamed=not as_json,
+        events=_Streamed(bar),
     )
     if as_json:
         print_json(found.as_dict())

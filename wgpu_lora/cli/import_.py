@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from wgpu_lora.cli.completion import MODEL
-from wgpu_lora.cli.console import Bar, line
+from wgpu_lora.cli.console import Bar, Loading, line
 from wgpu_lora.cli.options import Device
 
 
@@ -21,12 +21,12 @@ def import_model(
 
     The linears are quantised on the GPU and stored as bitsandbytes stores them, which transformers loads too.
     """
+    from wgpu_lora.export.packed import write_packed
     from wgpu_lora.models.loaded import open_model
-    from wgpu_lora.models.pack import write_packed
 
     opened = open_model(model, device)
     with Bar("packing", opened.tensors_to_load() + len(opened.config.parameter_shapes())) as bar:
-        opened.load_weights(lambda name: bar.advance())
+        opened.load_weights(Loading(bar))
         write_packed(opened, output, lambda name: bar.advance())
     nbytes = sum(path.stat().st_size for path in output.glob("*.safetensors"))
     line("packed", f"{opened.name} into {output}, {nbytes:,} bytes of weights")

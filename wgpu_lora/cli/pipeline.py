@@ -13,16 +13,15 @@ from wgpu_lora.bounded import printable
 from wgpu_lora.cli.console import OFTEN, console, is_terminal, line
 from wgpu_lora.cli.describing import describe
 from wgpu_lora.cli.ending import CURES, losses
-from wgpu_lora.cli.starting import Starting, waiting
+from wgpu_lora.cli.starting import Starting
+from wgpu_lora.events import Evaluating, StepResult
 from wgpu_lora.installed import pip_line, program
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
     from wgpu_lora.train.pipeline import PipelineJob
-    from wgpu_lora.train.progress import StepResult
     from wgpu_lora.train.records import PipelineRecord
-    from wgpu_lora.train.slot import AdapterRun
     from wgpu_lora.train.tasks import AdapterTask
 
 
@@ -52,9 +51,9 @@ def _train(args: TrainingArguments, tasks: list[AdapterTask], schedule: str, bat
     describe(job)
     line("pipeline", f"{counted(len(job.runs), 'adapter')}, {schedule}, batches of up to {job.batch_tokens:,} tokens")
     with Table(job) as table:
-        record = job.train(table.step, table.loaded, waiting, table.tuned, table.measuring)
+        record = job.train(table)
     code = report(record, job.home)
-    if draw_curves({run.name: run.directory for run in job.runs}, job.home / CURVES):
+    if draw_curves({run.adapter_name: run.directory for run in job.runs}, job.home / CURVES):
         line("curves", str(job.home / CURVES))
     else:
         line("curves", f"not drawn: matplotlib is missing; {pip_line('plot')}")
@@ -85,12 +84,12 @@ class Table(Starting):
 
     def __init__(self, job: PipelineJob):
         super().__init__(job)
-        self._runs = {run.name: run for run in job.runs}
+        self._runs = {run.adapter_name: run for run in job.runs}
         self._said: dict[str, float] = {}
-        self._rows: dict[str, StepResult | None] = {run.name: None for run in job.runs}
+        self._rows: dict[str, StepResult | None] = {run.adapter_name: None for run in job.runs}
         self._heldout: dict[str, float] = {}
         self._steps = job.state.step
-        self._own = {run.name: job.state.steps.get(run.name, 0) for run in job.runs}
+        self._own = {run.adapter_name: job.state.steps.get(run.adapter_name, 0) for run in job.runs}
         self._live: Any = None
 
     def __enter__(self) -> Table:
@@ -101,29 +100,30 @@ class Table(Starting):
         if self._live is not None:
             self._live.stop()
 
-    def measuring(self, run: AdapterRun, rows: int, loss: float | None) -> None:
+    def evaluating(self, evaluating: Evaluating) -> None:
         if self._live is None:
-            super().measuring(run, rows, loss)
+            super().evaluating(evaluating)
 
     def step(self, result: StepResult) -> None:
+        assert result.adapter, "a pipeline's adapters have names"
         self._rows[result.adapter] = result
         self._own[result.adapter] = result.step
         if result.eval_loss is not None:
             self._heldout[result.adapter] = result.eval_loss
         with suppress(OSError):  # a log that is full or gone does not end a run
-            self._tell(result)
+            self._tell(result.adapter, result)
 
-    def _tell(self, result: StepResult) -> None:
+    def _tell(self, name: str, result: StepResult) -> None:
         self.close()
         if is_terminal(sys.stderr):
             self._show()
             return
         now, evaluated = time.monotonic(), result.eval_loss is not None
-        due = now - self._said.get(result.adapter, -OFTEN) >= OFTEN  # always of its first step
-        if due or self._runs[result.adapter].logs(result.step, evaluated):
-            self._said[result.adapter] = now
-            text = f"{result.adapter}  {result.step}/{result.total_steps}  epoch {result.epoch:.2f}"
-            text += f"  loss {result.loss:.4f}  lr {result.learning_rate:.2e}"
+        due = now - self._said.get(name, -OFTEN) >= OFTEN  # always of its first step
+        if due or self._runs[name].logs(result.step, evaluated):
+            self._said[name] = now
+            text = f"{name}  {result.step}/{result.total_steps}  epoch {result.epoch:.2f}"
+            text += f"  {result.facts()}"
             line("step", text + (f"  held-out {result.eval_loss:.4f}" if result.eval_loss is not None else ""))
 
     def _show(self) -> None:

@@ -39,7 +39,9 @@ def plan(
     fits = available is None or memory.peak <= available
     ways = [] if available is None or fits else ways_to_fit(available, job.run.args, job.replan)
     buckets = sorted(session.steps)
-    steps = {run.name: run.stream.total_steps() for run in job.runs}
+    steps = [run.stream.total_steps() for run in job.runs]
+    several = bool(adapters or adapters_config)
+    named = zip(job.runs, steps, strict=True)
     if as_json:
         print_json(
             {
@@ -53,7 +55,7 @@ def plan(
                 "buckets": [
                     {"tokens": tokens, "activations": session.steps[tokens].program.plan().nbytes} for tokens in buckets
                 ],
-                "steps": steps if adapters or adapters_config else steps[""],
+                "steps": {run.adapter_name: count for run, count in named} if several else steps[0],
             }
         )
         return 0

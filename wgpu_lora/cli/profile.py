@@ -41,7 +41,7 @@ def profile(
     layers: Layers = None,
     tokens: Annotated[int, typer.Option(help="Tokens of a row. [x>=2]")] = 512,
     batch: Annotated[int, typer.Option(help="Rows of the step. [x>=1]")] = 1,
-    rank: Annotated[int, typer.Option(help="Rank of the adapter, on all seven projections. [x>=1]")] = 16,
+    rank: Annotated[int, typer.Option(help="Rank of the adapter, on all linear layers. [x>=1]")] = 16,
     base_dtype: BaseDtype = DEFAULT_FORMAT,
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Recompute activations in the backward pass.")
@@ -75,12 +75,12 @@ def profile(
         args = trained.args
         work, model, device = _of_run(ctx, work, trained, model, shape), args.model, device or args.device
     opened = chosen_model(model, shape, layers, OpenedDevice(device), work["base_dtype"])
-    if trained and opened.device.info.name == trained.device:
-        opened.device.choices = trained.tiles  # tilings of another device would say nothing here
+    # Tilings of another device would say nothing here.
+    choices = trained.tilings if trained and opened.device.info.name == trained.device else {}
 
     def declared(of: LoadedModel) -> TrainingStep:
         sizes = (work["batch"], work["tokens"], work["rank"], work["gradient_checkpointing"])
-        return TrainingStep(of, *sizes, args.modules(), args.compute_dtype)
+        return TrainingStep(of, *sizes, args.target_modules, args.compute_dtype)
 
     with own_words(TRAINING):
         check_fits(opened, lambda of: declared(of).session.memory().peak)
@@ -88,14 +88,14 @@ def profile(
     try:
         with Bar("profiling", rounds, " rounds") as bar:
             bar.advance("loading the weights and compiling the kernels", 0)
-            step.allocate()
+            step.allocate(choices)
             found = profile_step(step, rounds, lambda: bar.advance("profiling"))
     finally:
         step.close()
     work |= {"model": opened.name, "base_digest": opened.checkpoint.digest(), "whole": layers is None}
     work |= {"layers": opened.config.num_hidden_layers}
     work |= {"target_modules": args.target_modules, "compute_dtype": args.compute_dtype}
-    work["tiles"] = "of the run" if opened.device.choices else "default"
+    work["tiles"] = "of the run" if choices else "default"
     what = described(work)
     if trace:
         write_trace(Path(trace), found, what)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from wgpu_lora.cli.console import Bar, duration, line
+from wgpu_lora.events import Evaluating, Events, Tuning
 from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
-    from wgpu_lora.gpu.tuner import Tuning
-    from wgpu_lora.share import Entry
     from wgpu_lora.train.job import Job
-    from wgpu_lora.train.slot import AdapterRun
 
 
 def describe_tuning(job: Job) -> None:
@@ -25,13 +24,7 @@ def describe_tuning(job: Job) -> None:
         line("tuning", f"{sizes} to be timed on this device, once: {takes}, before the first step")
 
 
-def waiting(place: int, holders: list[Entry], seconds: float) -> None:
-    """A line for each look of a run that queues for memory."""
-    held = ", ".join(entry.who for entry in holders) or "nobody"
-    line("waiting", f"place {place} in the queue, {seconds:.0f} s so far; the device's memory is held by {held}")
-
-
-class Starting:
+class Starting(Events):
     """Bars of tuning and of loading, one after the other, and then what `ready` shows."""
 
     def __init__(self, job: Job):
@@ -41,7 +34,11 @@ class Starting:
     def ready(self) -> None:
         """Called when the weights are loaded: the first step compiles its kernels, which takes a while."""
 
-    def tuned(self, tuning: Tuning) -> None:
+    def waiting(self, place: int, holders: Sequence[str], seconds: float) -> None:
+        held = ", ".join(holders) or "nobody"
+        line("waiting", f"place {place} in the queue, {seconds:.0f} s so far; the device's memory is held by {held}")
+
+    def tuning(self, tuning: Tuning) -> None:
         if tuning.over:
             self.close()
             rest = tuning.sizes - tuning.sizes_done
@@ -56,7 +53,7 @@ class Starting:
         text = f"tuning: {tuning.kernel}, size {tuning.sizes_done + 1} of {tuning.sizes}"
         self._bar.advance(text, tuning.seconds, tuning.expected or tuning.limit)
 
-    def loaded(self, name: str) -> None:
+    def loading(self, model: str, tensor: str, done: int, total: int) -> None:
         if not self._bar:
             self._bar = Bar("loading", self._left)
         self._bar.advance()
@@ -64,21 +61,20 @@ class Starting:
         if not self._left:
             self.ready()
 
-    def measuring(self, run: AdapterRun, rows: int, loss: float | None) -> None:
+    def evaluating(self, evaluating: Evaluating) -> None:
         """A bar while a held-out loss is measured; the one before the first step has a line."""
-        mark = f"{run.name}: " if run.name else ""
-        if loss is not None:
+        mark = f"{evaluating.adapter}: " if evaluating.adapter else ""
+        if evaluating.loss is not None:
             self.close()
-            if not run.state.step:
-                line("held out", f"{mark}loss {loss:.4f} before the first step")
+            if not evaluating.step:
+                line("held out", f"{mark}loss {evaluating.loss:.4f} before the first step")
                 self.ready()
             return
-        assert run.heldout
-        if not rows:
+        if not evaluating.rows:
             self.close()
-            self._bar = Bar(f"{mark}measuring the held-out loss", len(run.heldout.rows), " rows")
+            self._bar = Bar(f"{mark}measuring the held-out loss", evaluating.total, " rows")
         if self._bar:
-            self._bar.advance(to=rows)
+            self._bar.advance(to=evaluating.rows)
 
     def close(self) -> None:
         if self._bar:

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.atomic import file_digest
 from wgpu_lora.data.delimited import read_delimited
 from wgpu_lora.data.json_array import read_array
 from wgpu_lora.data.jsonl import read_lines
@@ -15,7 +16,6 @@ from wgpu_lora.data.opening import bare_name, opened
 from wgpu_lora.data.parquet import read_parquet
 from wgpu_lora.data.source import Place, Rows, strict_rows
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import file_digest
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 FORMATS = "JSONL, a JSON array, CSV or Parquet"

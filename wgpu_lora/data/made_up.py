@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import write_bytes_atomic
 
 Row = dict[str, str]
 THINGS = ("crate", "shelf", "basket", "train", "garden", "library", "boat", "kitchen", "market", "workshop")

@@ -10,11 +10,11 @@ from typing import Any
 
 import tokenizers
 
+from wgpu_lora.atomic import file_digest
 from wgpu_lora.data import template
 from wgpu_lora.data.template import Message, Span
 from wgpu_lora.data.tokenizer_settings import read_settings
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import file_digest
 from wgpu_lora.tokens.backend import Backend, BackendError, Local
 from wgpu_lora.tokens.components import DocumentError
 from wgpu_lora.tokens.document import read_document

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from wgpu_lora.api import answer, load
 from wgpu_lora.assets import DEMO_HELDOUT
+from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.data import read_jsonl
 from wgpu_lora.demo.asserts import parse_check
 from wgpu_lora.demo.check import run_check
 from wgpu_lora.demo.confine.parent import Confinement, confinement
-from wgpu_lora.formats.atomic import write_bytes_atomic
+from wgpu_lora.events import SILENT, Events
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
 from wgpu_lora.train.recipes import find_recipe, gather
@@ -23,8 +23,6 @@ from wgpu_lora.train.records import RunRecord
 BATCH = 20  # requests that are answered at a time
 NEW_TOKENS = 96  # twice the longest answer
 RESULT = "demo.json"
-
-Watch = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,17 @@ class Measured:
             "loss": self.loss,
             "answers": [asdict(checked) for checked in self.answers],
         }
+
+
+class _Counted(Events):
+    """Counts what is checked instead of what is answered, and the tokens of all batches."""
+
+    def __init__(self, events: Events, checked: list[Checked], total: int):
+        self._events, self._checked, self._total = events, checked, total
+        self.before = 0
+
+    def answering(self, done: int, total: int, tokens: int) -> None:
+        self._events.answering(len(self._checked), self._total, self.before + tokens)
 
 
 @dataclass
@@ -92,33 +101,29 @@ class Comparison:
     def requests(self) -> list[str]:
         return [request_of(row) for row in self.rows]
 
-    def measure(self, adapter: Path | None, watch: Watch = lambda requests, tokens: None) -> Measured:
+    def measure(self, adapter: Path | None, events: Events = SILENT) -> Measured:
         """Answers every held-out request greedily, and checks every answer.
 
         Args:
-            watch: called with how many requests are answered and checked, and how many tokens have come.
+            events: hears how many requests are answered and checked, and how many tokens have come.
         """
         checked: list[Checked] = []
-        tokens = 0
-
-        def came(count: int) -> None:
-            watch(len(checked), tokens + count)
-
+        told = _Counted(events, checked, len(self.rows))
         for start in range(0, len(self.rows), BATCH):
             rows = self.rows[start : start + BATCH]
             requests = [request_of(row) for row in rows]
-            found = answer(self.model, requests, adapter=adapter, max_new_tokens=NEW_TOKENS, batch=BATCH, on_done=came)
+            found = answer(self.model, requests, adapter=adapter, max_new_tokens=NEW_TOKENS, batch=BATCH, events=told)
             for one, row in zip(found, rows, strict=True):
                 verdict = run_check(one.text, row["check"], allow_unconfined=self.allow_unconfined)
                 checked.append(Checked(one.text, verdict.passed, verdict.reason))
-                came(sum(len(one.token_ids) for one in found))
-            tokens += sum(len(one.token_ids) for one in found)
+                told.answering(0, 0, sum(len(one.token_ids) for one in found))
+            told.before += sum(len(one.token_ids) for one in found)
         return Measured(checked)
 
-    def trained(self, record: RunRecord, watch: Watch = lambda requests, tokens: None) -> None:
+    def trained(self, record: RunRecord, events: Events = SILENT) -> None:
         """Measures again, after the run that left this record; its held-out losses are those of the rows here."""
         assert self.before
-        self.after = self.measure(self.job.run.directory, watch)
+        self.after = self.measure(self.job.run.directory, events)
         self.before.loss = record.state.first_eval_loss
         self.after.loss = record.state.last_eval_loss
 

@@ -8,10 +8,9 @@ QuantState is JSON in a uint8 tensor, `X.weight.quant_state.bitsandbytes__nf4`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ import numpy as np
 from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint import Checkpoint
-from wgpu_lora.models.config import LINEAR_PATHS, ModelConfig
 from wgpu_lora.weights.base import Packed
 from wgpu_lora.weights.nf4 import PARTS
 from wgpu_lora.weights.nf4_codes import BLOCK, DYNAMIC_CODE, NESTED_BLOCK, NF4_CODE
@@ -68,16 +66,19 @@ class PackedCheckpoint(Checkpoint):
         nested = np.append(self._stored(f"{name}.nested_absmax", "F32"), np.float32(self._state(name)["nested_offset"]))
         return codes, self._stored(f"{name}.absmax", "U8"), nested.astype(np.float32)
 
-    def check_against(self, config: ModelConfig) -> None:
-        """UserError unless every parameter is here, packed linears in the one form of NF4 that is supported."""
-        for name, shape in config.parameter_shapes().items():
+    def check_against(self, shapes: Mapping[str, tuple[int, ...]], matrices: Collection[str] | None = None) -> None:
+        """UserError unless every parameter is here, packed ones in the one form of NF4 that is supported.
+
+        matrices: which may be packed; by default any.
+        """
+        for name, shape in shapes.items():
             if f"{name}{STATE}" not in self:
                 self.check_parameter(name, shape)
                 continue
-            if not any(name.endswith(f"{path}.weight") for path in LINEAR_PATHS.values()):
+            if matrices is not None and name not in matrices:
                 raise UserError(f"{name} in {self.directory} is packed: only linear layers of a block may be.")
             self._check_packed(name, shape)
-        self.check_unknown(config, self.names())
+        self.check_unknown(shapes)
 
     def _check_packed(self, name: str, shape: tuple[int, ...]) -> None:
         state, nested = self._state(name), self._nested(name)
@@ -110,13 +111,6 @@ class PackedCheckpoint(Checkpoint):
         if Checkpoint.dtype(self, name) != dtype:
             raise UserError(f"{name} in {self.directory} is not of type {dtype}: copy the model again.")
         return self.read_stored(name).reshape(-1).view({"U8": np.uint8, "F32": np.float32}[dtype])
-
-
-def open_checkpoint(directory: Path, config: ModelConfig) -> Checkpoint:
-    """A model's weights, packed or not; UserError as `Checkpoint`."""
-    checkpoint = PackedCheckpoint(directory) if config.packed else Checkpoint(directory)
-    checkpoint.check_against(config)
-    return checkpoint
 
 
 def stored_parts(name: str, packed: Packed, dtype: str) -> dict[str, np.ndarray]:

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from wgpu_lora.atomic import file_digest
 from wgpu_lora.bounded import leads_out
-from wgpu_lora.formats.atomic import file_digest
 from wgpu_lora.formats.hub import hub_id
 from wgpu_lora.formats.peft import WEIGHTS
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,7 +19,6 @@ import numpy as np
 
 from wgpu_lora.bounded import MAX_JSON_BYTES, parse_object, read_json
 from wgpu_lora.errors import UserError
-from wgpu_lora.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from wgpu_lora.weights.base import Packed
@@ -33,7 +33,7 @@ _ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2
 _ITEM_BYTES |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
 EDGE_BYTES = 64 * 1024
 _FILE_NAME = re.compile(r"[^/\\:\0]{1,200}")
-_LAYER = re.compile(r"model\.layers\.([0-9]{1,6})\.")
+_LAYER = re.compile(r".*?\.[0-9]{1,6}\.")  # of a tensor's name, as far as the layer's number
 
 
 @dataclass(frozen=True)
@@ -116,15 +116,15 @@ class Checkpoint:
         """The same rows as `read_raw`, widened to float32 (exactly: every BF16 and F16 is a float32)."""
         return _widen(self.read_raw(name, row_start, row_stop), self.dtype(name))
 
-    def check_against(self, config: ModelConfig) -> None:
-        """UserError unless every parameter of `config` is here in the right shape and a dtype that can be read.
+    def check_against(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """UserError unless every parameter of a model is here in its shape and a dtype that can be read.
 
-        A tensor of one of the model's own layers that the config does not know is refused too (a bias that nobody adds
+        A tensor of one of the model's own layers that is none of its parameters is refused too (a bias that nobody adds
         would change every result). Buffers (`inv_freq`) and a tied copy of the output layer are passed over.
         """
-        for name, shape in config.parameter_shapes().items():
+        for name, shape in shapes.items():
             self.check_parameter(name, shape)
-        self.check_unknown(config, self.names())
+        self.check_unknown(shapes)
 
     def check_parameter(self, name: str, shape: tuple[int, ...]) -> None:
         """UserError unless the tensor is here in this shape and a dtype that can be read."""
@@ -136,13 +136,12 @@ class Checkpoint:
             )
         _readable(name, entry)
 
-    def check_unknown(self, config: ModelConfig, names: list[str]) -> None:
-        """UserError where one of these tensors belongs to a layer of the model that does not have it."""
-        expected = config.parameter_shapes()
-        for name in names:
+    def check_unknown(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """UserError where a tensor belongs to a layer of the model that does not have it."""
+        layers = {match[0] for name in expected if (match := _LAYER.match(name))}
+        for name in self.names():
             layer = _LAYER.match(name)
-            known = name in expected or name.endswith("rotary_emb.inv_freq")
-            if layer and int(layer[1]) < config.num_hidden_layers and not known:
+            if layer and layer[0] in layers and name not in expected and not name.endswith("rotary_emb.inv_freq"):
                 raise UserError(
                     f"{self._entries[name].path} holds {name}, which config.json does not account for: "
                     "use the config.json and shards of one model."

@@ -7,22 +7,24 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save
 
-from wgpu_lora.bounded import is_name, matches, read_json
+from wgpu_lora.atomic import replace_directory, write_bytes_atomic
+from wgpu_lora.bounded import is_name, read_json
 from wgpu_lora.errors import NotFiniteError, UserError
-from wgpu_lora.formats.atomic import replace_directory, write_bytes_atomic
 from wgpu_lora.formats.checkpoint import SUPPORTED_DTYPES, read_f32_entry, read_header
-from wgpu_lora.models.config import LINEAR_PATHS
+from wgpu_lora.patterns import first_matches
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_KEY = re.compile(r"base_model\.model\.model\.layers\.([0-9]{1,6})\.(self_attn|mlp)\.(\w+)\.lora_([AB])\.weight")
+_KEY = re.compile(r"base_model\.model\.([\w.]{1,400})\.lora_([AB])\.weight", re.ASCII)
+Matrices = Mapping[str, tuple[np.ndarray, np.ndarray]]  # by module, A [rank, in] and B [out, rank]
 
 MAX_PATTERNS = 2000  # more than models have linear layers
 
@@ -58,7 +60,7 @@ class AdapterConfig:
     r: int = 8
     lora_alpha: float = 8
     lora_dropout: float = 0.0
-    target_modules: tuple[str, ...] | str = tuple(LINEAR_PATHS)
+    target_modules: tuple[str, ...] | str = "all-linear"
     use_rslora: bool = False
     base_model_name_or_path: str | None = None
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
@@ -66,22 +68,43 @@ class AdapterConfig:
 
     def rank(self, module: str) -> int:
         """The rank of a module, given by its path such as 'model.layers.0.self_attn.q_proj'."""
-        return int(_match_pattern(self.rank_pattern, module, self.r))
+        return int(self._of("rank_pattern", module, self.r))
 
     def scaling(self, module: str) -> float:
         """What B(A(x)) is multiplied by: alpha / r, or alpha / sqrt(r) under rsLoRA."""
-        alpha, rank = _match_pattern(self.alpha_pattern, module, self.lora_alpha), self.rank(module)
+        alpha, rank = self._of("alpha_pattern", module, self.lora_alpha), self.rank(module)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
+    def match(self, modules: Sequence[str]) -> None:
+        """Matches the patterns against these modules, all at once, for `rank` and `scaling` to know.
 
-def module_path(layer: int, module: str) -> str:
-    """The dotted path that patterns match against: (0, 'q_proj') -> 'model.layers.0.self_attn.q_proj'."""
-    return f"model.layers.{layer}.{LINEAR_PATHS[module]}"
+        Raises:
+            UserError: a pattern is none, or matching takes too long; without a full stop.
+        """
+        tables = (self.rank_pattern, self.alpha_pattern)
+        found = first_matches([list(table) for table in tables], modules, endings=True)
+        for known, table, numbers in zip(self._matched, tables, found, strict=True):
+            values = list(table.values())
+            known.update({m: None if n is None else values[n] for m, n in zip(modules, numbers, strict=True)})
+
+    @cached_property
+    def _matched(self) -> tuple[dict[str, float | None], dict[str, float | None]]:
+        """By module, the rank and alpha that a pattern gives it: the first that matches, as in PEFT."""
+        return {}, {}
+
+    def _of(self, name: str, module: str, default: float) -> float:
+        if not getattr(self, name):
+            return default
+        known = self._matched[name == "alpha_pattern"]
+        if module not in known:
+            self.match([module])
+        value = known[module]
+        return default if value is None else value
 
 
-def tensor_name(layer: int, module: str, factor: str) -> str:
+def tensor_name(module: str, factor: str) -> str:
     """PEFT's key of the factor 'A' or 'B' of a module: the names that `write_adapter` takes."""
-    return f"base_model.model.{module_path(layer, module)}.lora_{factor}.weight"
+    return f"base_model.model.{module}.lora_{factor}.weight"
 
 
 def write_adapter(directory: str | Path, tensors: Mapping[str, np.ndarray], config: AdapterConfig) -> None:
@@ -118,14 +141,12 @@ def adapter_files(tensors: Mapping[str, np.ndarray], config: AdapterConfig) -> d
     return {WEIGHTS: weights, CONFIG: json.dumps(_config_dict(config), indent=2, sort_keys=True).encode() + b"\n"}
 
 
-def read_adapter(
-    directory: str | Path,
-) -> tuple[AdapterConfig, dict[tuple[int, str], tuple[np.ndarray, np.ndarray]]]:
-    """Reads a PEFT LoRA adapter: its config, and (layer, module) -> (A [r, in], B [out, r]) in float32.
+def read_adapter(directory: str | Path) -> tuple[AdapterConfig, dict[str, tuple[np.ndarray, np.ndarray]]]:
+    """Reads a PEFT LoRA adapter: its config, and by module (A [r, in], B [out, r]) in float32.
 
-    `module` is a short name such as 'q_proj'. Raises UserError for a missing or damaged file, a kind of adapter or an
-    option that is not supported (by name), shapes that contradict the config, and values that are not finite
-    (NotFiniteError).
+    A module is a path such as 'model.layers.0.self_attn.q_proj'; whether a model has it is for the caller to see
+    (`models.lora.check_fits`). Raises UserError for a missing or damaged file, a kind of adapter or an option that is
+    not supported (by name), shapes that contradict the config, and values that are not finite (NotFiniteError).
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -135,13 +156,11 @@ def read_adapter(
     path = directory / WEIGHTS
     if not path.exists():
         raise UserError(f"{path} does not exist: save the adapter in safetensors format.")
-    halves: dict[tuple[int, str], dict[str, np.ndarray]] = {}
+    halves: dict[str, dict[str, np.ndarray]] = {}
     for name, entry in read_header(path).items():
         match = _KEY.fullmatch(name)
-        if not match or LINEAR_PATHS.get(match[3]) != f"{match[2]}.{match[3]}":
-            raise UserError(
-                f"{path} holds {name}, which is not the LoRA factor of a linear layer: use another adapter."
-            )
+        if not match:
+            raise UserError(f"{path} holds {name}, which is not a LoRA factor of a module: use another adapter.")
         if entry.dtype not in SUPPORTED_DTYPES:
             supported = ", ".join(SUPPORTED_DTYPES)
             raise UserError(f"{name} in {path} has dtype {entry.dtype}: store the adapter as one of {supported}.")
@@ -150,10 +169,20 @@ def read_adapter(
             raise NotFiniteError(
                 f"{name} in {path} has values that are not finite: train the adapter again, or use another."
             )
-        halves.setdefault((int(match[1]), match[3]), {})[match[4]] = values
+        halves.setdefault(match[1], {})[match[2]] = values
     if not halves:
         raise UserError(f"{path} holds no tensors: train or download the adapter again.")
-    return config, {key: _pair(key, factors, config, path) for key, factors in sorted(halves.items())}
+    try:
+        config.match(list(halves))
+    except UserError as error:
+        raise UserError(f"The rank_pattern and alpha_pattern in {where} cannot be used: {error}.") from None
+    modules = sorted(halves, key=in_order)
+    return config, {module: _pair(module, halves[module], config, path) for module in modules}
+
+
+def in_order(module: str) -> list[tuple[int, str]]:
+    """What modules are sorted by: layer 10 comes after layer 9."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in module.split(".")]
 
 
 def parse_config(d: Mapping[str, Any], where: str) -> AdapterConfig:
@@ -184,10 +213,10 @@ def parse_config(d: Mapping[str, Any], where: str) -> AdapterConfig:
             raise UserError(f"{name} in {where} has more than {MAX_PATTERNS:,} patterns: simplify it.")
         for key, value in patterns.items():
             _number(value, f"{name}[{key!r}]", where, whole=name == "rank_pattern")
-            try:
-                matches(key, "")
-            except UserError as error:
-                raise UserError(f"{name} in {where} has a bad pattern {error}: correct it.") from None
+        try:
+            first_matches([list(patterns)], [], endings=True)
+        except UserError as error:
+            raise UserError(f"{name} in {where} has a bad pattern: {error}.") from None
     dropout = d.get("lora_dropout", 0.0)
     if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
         raise UserError(f"lora_dropout in {where} is {dropout!r}, expected a number from 0 to below 1: correct it.")
@@ -233,28 +262,15 @@ def _config_dict(config: AdapterConfig) -> dict[str, Any]:
     }
 
 
-def _match_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """The first pattern that matches the end of the path wins, as in PEFT's `get_pattern_key`."""
-    for pattern, value in patterns.items():
-        if _ends_with(pattern, module):
-            return value
-    return default
-
-
-def _ends_with(pattern: str, module: str) -> bool:
-    return matches(rf"(?s)(.*\.)?({pattern})", module)
-
-
 def _pair(
-    key: tuple[int, str], factors: dict[str, np.ndarray], config: AdapterConfig, path: Path
+    module: str, factors: dict[str, np.ndarray], config: AdapterConfig, path: Path
 ) -> tuple[np.ndarray, np.ndarray]:
-    name = module_path(*key)
     if factors.keys() != {"A", "B"}:
-        raise UserError(f"{path} holds only lora_{next(iter(factors))} of {name}: save the adapter again.")
-    a, b, rank = factors["A"], factors["B"], config.rank(name)
+        raise UserError(f"{path} holds only lora_{next(iter(factors))} of {module}: save the adapter again.")
+    a, b, rank = factors["A"], factors["B"], config.rank(module)
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank:
         raise UserError(
-            f"{name} in {path} has shapes A {list(a.shape)} and B {list(b.shape)}, which do not fit rank {rank} of "
+            f"{module} in {path} has shapes A {list(a.shape)} and B {list(b.shape)}, which do not fit rank {rank} of "
             f"{CONFIG}: use the two files of one adapter."
         )
     return a, b

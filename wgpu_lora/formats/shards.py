@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from wgpu_lora.atomic import replace_directory
 from wgpu_lora.bounded import check_name, leads_out
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import replace_directory
 from wgpu_lora.formats.checkpoint import INDEX, SINGLE
 
 MAX_SHARD_BYTES = 5 * 10**9  # transformers' own default

@@ -11,9 +11,9 @@ from wgpu_lora.bounded import check_name, leads_out
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.cards import CARD, card_of_files
 from wgpu_lora.formats.checkpoint import INDEX, SINGLE, Checkpoint
+from wgpu_lora.formats.file_names import TEMPLATE, TOKENIZER
 from wgpu_lora.formats.hub import hub_id
 from wgpu_lora.formats.peft import CONFIG, WEIGHTS, read_adapter
-from wgpu_lora.formats.tokenizer_files import TEMPLATE, TOKENIZER
 
 LICENCES = re.compile(r"(LICEN[CS]E|NOTICE|COPYING)(\.(md|txt))?")
 CONFIGURATION = ("config.json", "generation_config.json")

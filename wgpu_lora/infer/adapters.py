@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from wgpu_lora.errors import UserError
-from wgpu_lora.formats.peft import module_path, read_adapter
+from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import allocate, missing_bytes
 from wgpu_lora.models.config import ModelConfig
-from wgpu_lora.models.lora import AdapterSet, Matrices, SlotSpec
+from wgpu_lora.models.lora import AdapterSet, SlotSpec, check_fits
 from wgpu_lora.share import claim
 
 
@@ -26,8 +25,8 @@ def load_adapters(device: Device, config: ModelConfig, directories: Sequence[Pat
     assert directories, "no adapter to load"
     read = [read_adapter(directory) for directory in directories]
     for directory, (_, matrices) in zip(directories, read, strict=True):
-        check_shapes(config, matrices, directory)
-    specs = [SlotSpec.of(adapter, list(matrices)) for adapter, matrices in read]
+        check_fits(config, matrices, directory)
+    specs = [SlotSpec.of(adapter, matrices) for adapter, matrices in read]
     adapters = AdapterSet.declare(config, specs, device.max_binding)
     with claim(device, missing_bytes(adapters.storages()), "adapters"):
         allocate(device, adapters.storages())
@@ -35,21 +34,3 @@ def load_adapters(device: Device, config: ModelConfig, directories: Sequence[Pat
     for slot, (_, matrices) in enumerate(read):
         adapters.write(device, slot, matrices)
     return adapters
-
-
-def check_shapes(config: ModelConfig, matrices: Matrices, where: Path) -> None:
-    """Raises UserError unless every module of the adapter is one of the model's, with its shape."""
-    shapes = config.linear_shapes()
-    for (layer, module), (a, b) in matrices.items():
-        name = module_path(layer, module)
-        if layer >= config.num_hidden_layers:
-            raise UserError(
-                f"The adapter in {where} has {name}, but the model has only {config.num_hidden_layers} layers: "
-                "use the model that it was trained on."
-            )
-        have, need = (b.shape[0], a.shape[1]), shapes[module]
-        if have != need:
-            raise UserError(
-                f"The adapter in {where} fits a {name} of shape {list(have)}, but the model's has shape {list(need)}: "
-                "use the model that it was trained on."
-            )

@@ -9,19 +9,16 @@ from typing import Any
 
 from wgpu_lora.data import Tokenizer
 from wgpu_lora.errors import NoRoomError, UserError
+from wgpu_lora.events import SILENT, Events
 from wgpu_lora.infer.generate import Generator
 from wgpu_lora.infer.named import on_device
 from wgpu_lora.infer.prompt import Prompt, chat_prompt
 from wgpu_lora.infer.reply import Reply
 from wgpu_lora.infer.settings import Settings
-from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.words import counted
 
-OnText = Callable[[str], None]
-OnDone = Callable[[int], None]
-OnAnswer = Callable[[int, "Answer"], None]
 MOST = 16  # prompts at a time where nothing else is said
 SHOWN = 60  # characters of a text where an answer is shown in one line
 
@@ -64,17 +61,17 @@ def answer_slots(
     settings: Settings,
     *,
     batch: int | None = None,
-    on_text: OnText | None = None,
-    on_done: OnDone = lambda number: None,
-    on_answer: OnAnswer = lambda number, answer: None,
-    progress: Progress = lambda name: None,
+    names: Sequence[str] = (),
+    streamed: bool = False,
+    events: Events = SILENT,
 ) -> list[Answer]:
     """Answers prompts[i] under the adapter of directories[slots[i]], or under the base alone where that is None.
 
     Args:
         batch: prompts that are answered at a time; None takes as many as the device has room for, of at most 16.
-        on_text: called with every piece of text as it comes. on_done: with how many tokens have come so far.
-        on_answer: called with each prompt's number and answer once those that are answered together are.
+        names: of those who answer, where each prompt stands in `prompts` once for each of them, in turn.
+        streamed: whether events are told every piece of text as it comes; of a single prompt.
+        events: told of `loading`, `text`, `answering` and, once those that are answered together are, `answered`.
 
     Raises:
         UserError: there is no tokenizer, a prompt is too long, an adapter does not fit, or a value is out of range.
@@ -87,31 +84,33 @@ def answer_slots(
     done = 0
     with (
         on_device(model, directories) as adapters,
-        open_generator(model, adapters, capacity_for(model, ids, settings), len(ids), batch, progress) as generator,
+        open_generator(model, adapters, capacity_for(model, ids, settings), len(ids), batch, events) as generator,
     ):
         for start in range(0, len(ids), generator.batch):
             part = slice(start, start + generator.batch)
             made = [Reply(tokenizer, len(one), settings.stop) for one in ids[part]]
-            for _, piece in replies(generator, made, ids[part], slots[part], settings, bool(on_text)):
-                if on_text and piece:
-                    on_text(piece)
-                on_done(done + sum(len(reply.generation.token_ids) for reply in made))
+            for _, piece in replies(generator, made, ids[part], slots[part], settings, streamed):
+                if streamed and piece:
+                    events.text(piece)
+                tokens = done + sum(len(reply.generation.token_ids) for reply in made)
+                events.answering(len(found), len(prompts), tokens)
             done += sum(len(reply.generation.token_ids) for reply in made)
             for prompt, reply in zip(prompts[part], made, strict=True):
                 found.append(answer_of(prompt, reply))
-                on_answer(len(found) - 1, found[-1])
+                number, who = divmod(len(found) - 1, max(1, len(names)))
+                events.answered(number, names[who] if names else None, found[-1])
     return found
 
 
 def stream_slot(
-    model: LoadedModel, prompt: Prompt, directory: str | Path | None, settings: Settings, progress: Progress
+    model: LoadedModel, prompt: Prompt, directory: str | Path | None, settings: Settings, events: Events
 ) -> Iterator[str]:
     """The answer to one prompt in pieces, as they come; what is on the device for it stays until the last is taken."""
     tokenizer = tokenizer_of(model)
     ids = prompt_ids(tokenizer, [prompt], settings)
     with (
         on_device(model, [] if directory is None else [directory]) as adapters,
-        open_generator(model, adapters, capacity_for(model, ids, settings), 1, 1, progress) as generator,
+        open_generator(model, adapters, capacity_for(model, ids, settings), 1, 1, events) as generator,
     ):
         made = [Reply(tokenizer, len(ids[0]), settings.stop)]
         for _, piece in replies(generator, made, ids, [0 if adapters else None], settings):
@@ -125,7 +124,7 @@ def open_generator(
     capacity: int,
     prompts: int,
     batch: int | None = None,
-    progress: Progress = lambda name: None,
+    events: Events = SILENT,
 ) -> Generator:
     """A generator for so many prompts; without a stated batch, the largest of at most MOST that there is room for.
 
@@ -135,7 +134,7 @@ def open_generator(
     size = min(prompts, batch or MOST)
     while True:
         try:
-            return Generator(model, adapters, capacity, size, progress=progress)
+            return Generator(model, adapters, capacity, size, events=events)
         except NoRoomError:
             if batch or size == 1:
                 raise
@@ -196,15 +195,13 @@ def answer_table(
     settings: Settings,
     *,
     batch: int | None = None,
-    on_done: OnDone = lambda number: None,
-    on_answer: Callable[[int, str, Answer], None] = lambda number, name, answer: None,
-    progress: Progress = lambda name: None,
+    events: Events = SILENT,
 ) -> list[dict[str, Answer]]:
     """Answers each prompt under every name: a dict by name for each.
 
     Args:
         slots: by name, its place among the adapters; None is the base alone.
-        on_answer: called with a prompt's number, a name and the answer, once those answered together are.
+        events: see `answer_slots`.
     """
     names = list(slots)
     found = answer_slots(
@@ -214,9 +211,8 @@ def answer_table(
         [slot for _ in prompts for slot in slots.values()],
         settings,
         batch=batch,
-        on_done=on_done,
-        on_answer=lambda number, answer: on_answer(number // len(names), names[number % len(names)], answer),
-        progress=progress,
+        names=names,
+        events=events,
     )
     rows = iter(found)
     return [{name: next(rows) for name in names} for _ in prompts]

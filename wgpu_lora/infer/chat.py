@@ -8,16 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from wgpu_lora.errors import NoRoomError, UserError
+from wgpu_lora.events import SILENT, Events
 from wgpu_lora.formats.peft import read_adapter
-from wgpu_lora.infer.adapters import check_shapes
 from wgpu_lora.infer.answer import replies, tokenizer_of
 from wgpu_lora.infer.conversation import Lane, Message
 from wgpu_lora.infer.generate import Generator
 from wgpu_lora.infer.named import BASE, on_device, slots_of
 from wgpu_lora.infer.reply import Reply
 from wgpu_lora.infer.settings import Settings
-from wgpu_lora.models.load import Progress
 from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.models.lora import check_fits
 from wgpu_lora.names.naming import flag
 
 CAPACITY, LEAST = 4096, 512  # tokens of a conversation where nothing is said, and where memory is short
@@ -43,7 +43,7 @@ class Chat:
         names: Sequence[str],
         settings: Settings,
         max_length: int | None = None,
-        progress: Progress = lambda name: None,
+        events: Events = SILENT,
     ):
         self.model, self.settings = model, settings
         self.tokenizer = tokenizer_of(model)
@@ -65,7 +65,7 @@ class Chat:
             )
         self.capacity = max_length or min(CAPACITY, limit)
         self.shrunk = False  # because memory is short, and not said yet
-        self._progress = progress
+        self._events = events
 
     @property
     def templated(self) -> bool:
@@ -162,7 +162,7 @@ class Chat:
         slots_of({name: directory}, True)
         if name in self.adapters:
             raise UserError(f"There is an adapter '{name}' already, {self.adapters[name]}: name this one NAME=DIR.")
-        check_shapes(self.model.config, read_adapter(directory)[1], directory)
+        check_fits(self.model.config, read_adapter(directory)[1], directory)
         before = self.adapters
         self.adapters = {**before, name: directory}
         self.close()
@@ -187,7 +187,7 @@ class Chat:
             try:
                 with ExitStack() as stack:
                     adapters = stack.enter_context(on_device(self.model, list(self.adapters.values())))
-                    generator = Generator(self.model, adapters, self.capacity, len(self.lanes), progress=self._progress)
+                    generator = Generator(self.model, adapters, self.capacity, len(self.lanes), events=self._events)
                     self._generator = stack.enter_context(generator)
                     self._stack = stack.pop_all()
                     return self._generator

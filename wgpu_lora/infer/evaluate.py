@@ -12,15 +12,17 @@ import numpy as np
 
 from wgpu_lora.data import Prepared, Row, pack
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import SILENT, Evaluating, Events
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
-from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
-from wgpu_lora.models.inputs import Segment, StepInputs, rope_table
-from wgpu_lora.models.load import Progress
+from wgpu_lora.gpu.tensor import Storage, persistent
+from wgpu_lora.models.inputs import Segment, StepInputs, Tables
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.ops.loss import sum_by_slot, token_logprobs
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.share import claim
+from wgpu_lora.share.refusals import advising
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class Evaluator:
     Args:
         adapters: None evaluates the base alone and records no LoRA.
         tokens: rows of the program; no data row may be longer.
-        table: a rope table that another program of this model has uploaded already, of at least as many positions
-            as the longest row has tokens; the evaluator has its own otherwise.
+        tables: those that another program of this model has uploaded already, of at least as many positions as the
+            longest row has tokens; the evaluator has its own otherwise.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Evaluator:
         model: LoadedModel,
         adapters: AdapterSet | None,
         tokens: int,
-        table: Tensor | None = None,
+        tables: Tables | None = None,
         compute_dtype: str = "f32",
     ):
         self.model, self.adapters, self.device, config = model, adapters, model.device, model.config
@@ -65,9 +67,9 @@ class Evaluator:
         # Of all rows of a batch, whoever's they are.
         self._total = persistent((1,), "f32", "workspace", "evaluation total")
         self._counted = persistent((1, 2), "u32", "workspace", "evaluated targets")
-        self._own_table = table is None
-        self._table = table or persistent((tokens, config.head_dim // 2, 2), "f32", "workspace", "evaluation rope")
-        self.inputs = StepInputs.declare(config, tokens, slots, self._table)
+        self._own_tables = tables is None
+        tables = Tables.declare(config.tables(), tokens) if tables is None else tables
+        self.inputs = StepInputs.declare(config.row_inputs(), tokens, slots, tables)
         self.program = Program(model.device, "evaluation")
         recorder = Recorder(self.program, compute_dtype=compute_dtype)
         hidden = model.decoder.hidden(recorder, self.inputs, adapters.bind(self.inputs) if adapters else {})
@@ -78,11 +80,11 @@ class Evaluator:
         """Everything persistent that the program needs, the model's weights and the adapters among it."""
         return self.program.persistent_storages() | self.inputs.storages()
 
-    def build(self, arena: Arena) -> None:
+    def build(self, arena: Arena, choices: Choices = NO_CHOICES) -> None:
         """Compiles the program on an arena that its plan fits in; its storages must be allocated."""
-        self.program.build(arena)
-        if self._own_table:
-            self.device.write(self._table.storage.buffer, rope_table(self.model.config, self._table.shape[0]))
+        self.program.build(arena, choices)
+        if self._own_tables:
+            self.inputs.tables.upload(self.device)
 
     def loss(
         self, rows: Sequence[Row], slot: int | None = None, watch: Callable[[int], None] = lambda rows: None
@@ -113,21 +115,21 @@ class Evaluator:
         return total / tokens, tokens
 
 
+@advising("max_length")
 def evaluate(
     model: LoadedModel,
     prepared: Prepared,
     adapters: AdapterSet | None = None,
     slot: int | None = None,
     batch_tokens: int = 1024,
-    progress: Progress = lambda name: None,
-    watch: Callable[[int], None] = lambda rows: None,
+    events: Events = SILENT,
 ) -> Evaluation:
     """The loss of a prepared data file; loads the model's weights if they are not yet.
 
     Args:
         slot: which of `adapters` applies; None is the base alone.
         batch_tokens: tokens that are computed at a time; more where one row alone is longer.
-        watch: called with the number of rows that are done, at the beginning too.
+        events: told of `loading` and `evaluating`.
 
     Raises:
         UserError: nothing to predict, or the device has no room.
@@ -140,12 +142,13 @@ def evaluate(
     try:
         need = model.bytes_to_load() + missing_bytes(mine) + sum(plan.sizes)
         stack.enter_context(claim(model.device, need, "evaluating"))
-        model.load_weights(progress)
+        model.load_weights(events)
         begin = time.perf_counter()
         allocate(model.device, mine)
         arena = Arena(model.device, plan.sizes)
         evaluator.build(arena)
-        loss, trained = evaluator.loss(prepared.rows, slot, watch)
+        total = len(prepared.rows)
+        loss, trained = evaluator.loss(prepared.rows, slot, lambda done: events.evaluating(Evaluating(done, total)))
     finally:
         arena.free()
         release(model.device, mine)

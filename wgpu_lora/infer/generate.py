@@ -1,4 +1,4 @@
-"""Generation with a KV cache: a batch of sequences, each with an adapter of its own or none."""
+"""Generation: a batch of sequences, each with an adapter of its own or none."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from contextlib import ExitStack
 import numpy as np
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
 from wgpu_lora.gpu.tensor import Storage
 from wgpu_lora.infer.running import Generation, Run, check_requests
 from wgpu_lora.infer.sampling import Sampler
 from wgpu_lora.infer.step import Programs, Step
-from wgpu_lora.models.inputs import NOWHERE
-from wgpu_lora.models.load import Progress as Loading
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.models.rows import NOWHERE
 from wgpu_lora.share import claim
+from wgpu_lora.share.refusals import advising
 
 CAPACITY = 2048  # tokens of a sequence where nothing else is said
 BUCKETS = (16, 64, 256, 1024)  # rows of the prefill programs; each is compiled only when a prompt needs it
@@ -40,6 +41,7 @@ class Generator:
         UserError: the model is not made for so many tokens, or the device has no room for their keys and values.
     """
 
+    @advising(otherwise="use shorter prompts and answers, fewer at a time, or a smaller model")
     def __init__(
         self,
         model: LoadedModel,
@@ -47,7 +49,7 @@ class Generator:
         capacity: int | None = None,
         batch: int = 1,
         buckets: Sequence[int] = BUCKETS,
-        progress: Loading = lambda name: None,
+        events: Events = SILENT,
     ):
         limit = model.config.max_position_embeddings
         capacity = min(CAPACITY, limit) if capacity is None else capacity
@@ -66,15 +68,15 @@ class Generator:
         try:
             need = model.bytes_to_load() + missing_bytes(self._owned) + sum(sizes)
             self._claim.enter_context(claim(self.device, need, "generating"))
-            model.load_weights(progress)
+            model.load_weights(events)
             allocate(self.device, self._owned)
             self._arena = Arena(self.device, sizes)
         except BaseException:
             self.close()
             raise
-        self.state.upload(self.device, model.config)
+        self.state.upload(self.device)
         self._built: set[Program] = set()
-        # By sequence, the adapter and the tokens whose keys and values are in the cache.
+        # By sequence, the adapter and the tokens that the cache is of.
         self._held: dict[int, tuple[int | None, np.ndarray]] = {}
         self._build(programs.kept)
         programs.kept.run()
@@ -231,7 +233,8 @@ class Generator:
             return 0
         size = min(held.size, prompt.size - 1)
         differing = np.flatnonzero(held[:size] != prompt[:size])
-        return int(differing[0]) if differing.size else size
+        known = int(differing[0]) if differing.size else size
+        return known if self.state.cache.rewinds or known == held.size else 0
 
     def _run_decode(self, run: Run, live: Sequence[int]) -> None:
         """Computes the logits after the newest token of each live sequence."""

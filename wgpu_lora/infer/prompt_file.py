@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.atomic import write_new_bytes
 from wgpu_lora.data.account import Account
 from wgpu_lora.data.delimited import read_delimited
 from wgpu_lora.data.files import SUFFIXES, FileSource, reader_of
@@ -19,7 +20,6 @@ from wgpu_lora.data.opening import bare_name, opened
 from wgpu_lora.data.parquet import read_parquet
 from wgpu_lora.data.source import Problem
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import write_new_bytes
 from wgpu_lora.infer.answer import Answer
 from wgpu_lora.infer.prompt import Prompt, check_prompt
 from wgpu_lora.words import counted, listed

@@ -1,40 +1,37 @@
-"""One pass over T rows with a KV cache: a piece of prompts (prefill) or one token of each sequence (decode)."""
+"""One pass over T rows with a cache: a piece of prompts (prefill) or one token of each sequence (decode)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from wgpu_lora.errors import NoRoomError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
-from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, persistent
-from wgpu_lora.models.config import ModelConfig
-from wgpu_lora.models.decoder import Decoder, KVCache
-from wgpu_lora.models.inputs import NOWHERE, StepInputs, rope_table
+from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
+from wgpu_lora.models.cache import Cache
+from wgpu_lora.models.decoder import Decoder
+from wgpu_lora.models.inputs import StepInputs, Tables, padded, write
 from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.models.rows import NOWHERE, Rows
 from wgpu_lora.ops.embedding import gather_rows
 from wgpu_lora.ops.matmul import matmul_nt
 from wgpu_lora.ops.recorder import Kept, Recorder
 
 
-def write(device: Device, tensor: Tensor, values: np.ndarray) -> None:
-    device.write(tensor.storage.buffer, values.astype(NUMPY[tensor.dtype]))
-
-
 @dataclass(frozen=True)
 class State:
-    """What all steps of a batch of sequences share. Sequence b owns the cache rows from b * capacity.
+    """What all steps of a batch of sequences share. Sequence b owns the cache's rows from b * capacity.
 
     last f32 [batch, hidden]: each sequence's newest hidden state. logits: f32 [batch, chunk] by chunk of the head.
     """
 
     batch: int
     capacity: int
-    cache: KVCache
-    rope_table: Tensor
+    cache: Cache
+    tables: Tables
     last: Tensor
     logits: tuple[Tensor, ...]
 
@@ -45,32 +42,31 @@ class State:
         def make(name: str, *shape: int) -> Tensor:
             return persistent(shape, "f32", "workspace", name)
 
-        nowhere = persistent((1,), "u32", "workspace", "cache rows")  # each step has its own instead
         return cls(
             batch,
             capacity,
-            KVCache.declare(config, batch * capacity, nowhere),
-            make("rope", capacity, config.head_dim // 2, 2),
+            Cache.declare([config.cache(i) for i in range(config.num_hidden_layers)], batch, capacity),
+            Tables.declare(config.tables(), capacity),
             make("last hidden", batch, config.hidden_size),
             tuple(make(f"logits {first}", batch, part.shape[0]) for first, part in decoder.head.chunks()),
         )
 
     def check(self, max_binding: int) -> None:
-        """Raises NoRoomError where a layer's keys cannot be bound whole."""
-        nbytes = self.cache.keys[0].nbytes
+        """Raises NoRoomError where a tensor of a layer's state cannot be bound whole."""
+        name, nbytes = self.cache.largest()
         if nbytes > max_binding:
             raise NoRoomError(
-                f"The keys of {self.batch} sequences of {self.capacity:,} tokens take {nbytes:,} bytes a layer, but a "
-                f"binding of this device holds at most {max_binding:,}: use a smaller capacity or batch."
+                f"The {name} of {self.batch} sequences of {self.capacity:,} tokens take {nbytes:,} bytes a layer, but "
+                f"a binding of this device holds at most {max_binding:,}: use a smaller capacity or batch."
             )
 
     def storages(self) -> set[Storage]:
-        tensors = (*self.cache.keys, *self.cache.values, self.rope_table, self.last, *self.logits)
-        return {t.storage for t in tensors}
+        own = {tensor.storage for tensor in (self.last, *self.logits)}
+        return own | self.cache.storages() | self.tables.storages()
 
-    def upload(self, device: Device, config: ModelConfig) -> None:
+    def upload(self, device: Device) -> None:
         """Fills what never changes."""
-        write(device, self.rope_table, rope_table(config, self.capacity))
+        self.tables.upload(device)
 
     def record_head(self, device: Device, decoder: Decoder) -> Program:
         """last -> logits."""
@@ -93,29 +89,25 @@ class Step:
         self, device: Device, decoder: Decoder, adapters: AdapterSet | None, state: State, tokens: int, kept: Kept
     ):
         self.device, self.state, self.tokens = device, state, tokens
-        slots = len(adapters.specs) if adapters else 1
-        self.inputs = StepInputs.declare(decoder.config, tokens, slots, state.rope_table)
-        self.cache_rows = persistent((tokens,), "u32", "workspace", f"cache rows [{tokens}]")
-        self.picked = persistent((state.batch,), "u32", "workspace", f"picked [{tokens}]")
+        config, slots = decoder.config, len(adapters.specs) if adapters else 1
+
+        def indices(name: str, size: int) -> Tensor:
+            return persistent((size,), "u32", "workspace", f"{name} [{tokens}]")
+
+        self.inputs = StepInputs.declare(config.row_inputs(), tokens, slots, state.tables)
+        self.cache_rows, self.picked = indices("cache rows", tokens), indices("picked", state.batch)
+        self.newest = indices("newest", state.batch) if state.cache.by_sequence else None
         self.program = Program(device, f"step of {tokens} rows")
         recorder = Recorder(self.program, kept=kept)
-        cache = replace(state.cache, rows=self.cache_rows)
-        hidden = decoder.hidden(recorder, self.inputs, adapters.bind(self.inputs) if adapters else {}, cache)
-        cols = decoder.config.hidden_size
+        caches = tuple(state.cache.layer(i, self.cache_rows, self.newest) for i in range(config.num_hidden_layers))
+        hidden = decoder.hidden(recorder, self.inputs, adapters.bind(self.inputs) if adapters else {}, caches)
+        cols = config.hidden_size
         self.program.dispatch(gather_rows, hidden, self.picked, state.last, rows=state.batch, cols=cols)
 
     def storages(self) -> set[Storage]:
         """Everything that `upload` fills."""
-        inputs = self.inputs
-        tensors = [
-            inputs.ids,
-            inputs.positions,
-            *inputs.ranges.values(),
-            inputs.slot_ranges,
-            self.cache_rows,
-            self.picked,
-        ]
-        return {t.storage for t in tensors}
+        own = (self.cache_rows, self.picked, *([self.newest] if self.newest else []))
+        return self.inputs.placed() | {tensor.storage for tensor in own}
 
     def upload(
         self,
@@ -132,21 +124,13 @@ class Step:
             slots: of each sequence; None, the base alone, comes last.
             picked: [batch], the row whose hidden state is each sequence's newest; NOWHERE leaves the one before.
         """
-        size, inputs = ids.size, self.inputs
+        size, inputs, device = ids.size, self.inputs, self.device
         assert 0 < size <= self.tokens, f"{size} tokens in a step of {self.tokens}"
         base = sequences.astype(np.int64) * self.state.capacity
         rows = base + positions
-        self._write(inputs.ids, ids, 0)
-        self._write(inputs.positions, positions, 0)
-        self._write(self.cache_rows, rows, NOWHERE)
-        for window, tensor in inputs.ranges.items():
-            first = base if window is None else np.maximum(base, rows - window + 1)
-            # Padding sees nothing. Its empty range lies where the last row's begins: a subgroup walks the keys from
-            # the least first to the greatest last of its rows, and must not be sent through the whole cache.
-            ranges = np.zeros((self.tokens, 4), np.int64)
-            ranges[:size, 0], ranges[:size, 1] = first, rows + 1
-            ranges[size:, :2] = first[-1]
-            write(self.device, tensor, ranges)
+        write(device, inputs.ids, padded(ids, self.tokens, 0))
+        write(device, self.cache_rows, padded(rows, self.tokens, NOWHERE))
+        inputs.place(device, Rows(positions, sequences, rows, base, np.zeros_like(base)))
         slot_ranges = np.zeros(inputs.slot_ranges.shape, np.int64)
         of_rows = np.array([-1 if slot is None else slot for slot in slots])[sequences]
         for slot in range(slot_ranges.shape[0]):
@@ -154,11 +138,12 @@ class Step:
             if mine.size:
                 assert mine[-1] - mine[0] == mine.size - 1, "tokens are not ordered by slot"
                 slot_ranges[slot] = mine[0], mine[-1] + 1
-        write(self.device, inputs.slot_ranges, slot_ranges)
-        write(self.device, self.picked, picked)
-
-    def _write(self, tensor: Tensor, values: np.ndarray, filler: int) -> None:
-        write(self.device, tensor, np.pad(values, (0, self.tokens - values.size), constant_values=filler))
+        write(device, inputs.slot_ranges, slot_ranges)
+        write(device, self.picked, picked)
+        if self.newest:
+            newest = np.full(self.state.batch, NOWHERE, np.int64)
+            newest[sequences] = np.arange(size)  # the last of each sequence stays
+            write(device, self.newest, newest)
 
 
 @dataclass(frozen=True)
@@ -184,7 +169,7 @@ class Programs:
         """For `batch` sequences of `capacity` tokens; buckets: rows of the prefill steps, ascending.
 
         Raises:
-            NoRoomError: a layer's keys cannot be bound whole.
+            NoRoomError: a tensor of a layer's state cannot be bound whole.
         """
         state, kept = State.declare(decoder, batch, capacity), Kept(device)
         state.check(device.max_binding)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from wgpu_lora.data import Tokenizer
+from wgpu_lora.data.gguf_tokenizer import read_tokenizer
+from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.bitsandbytes import open_checkpoint
-from wgpu_lora.formats.checkpoint import WeightSource
-from wgpu_lora.formats.gguf.checkpoint import GGUFCheckpoint
-from wgpu_lora.formats.gguf.config import read_config
+from wgpu_lora.formats.bitsandbytes import PackedCheckpoint
+from wgpu_lora.formats.checkpoint import Checkpoint, WeightSource
 from wgpu_lora.formats.gguf.header import read_header
-from wgpu_lora.formats.gguf.tokenizer import read_tokenizer
 from wgpu_lora.formats.hub import is_gguf
 from wgpu_lora.formats.peft import CONFIG
+from wgpu_lora.models.architectures import load_config
 from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.gguf import open_weights, read_config
 from wgpu_lora.names.naming import flag
 
 
@@ -38,6 +38,22 @@ def read_model(path: str | Path) -> ModelFiles:
     return _read_gguf(path) if is_gguf(path) else _read_directory(path)
 
 
+def config_of(path: Path) -> ModelConfig:
+    """The config of a directory or a GGUF file, without a look at its weights; UserError as in reading either."""
+    return read_config(read_header(path)) if is_gguf(path) else load_config(path)
+
+
+def open_checkpoint(directory: Path, config: ModelConfig) -> Checkpoint:
+    """A directory's weights, packed or not, checked against the model; UserError as `Checkpoint`."""
+    if config.packed:
+        packed = PackedCheckpoint(directory)
+        packed.check_against(config.parameter_shapes(), config.matrices())
+        return packed
+    checkpoint = Checkpoint(directory)
+    checkpoint.check_against(config.parameter_shapes())
+    return checkpoint
+
+
 def _read_directory(directory: Path) -> ModelFiles:
     if not (directory / "config.json").exists() and (files := sorted(directory.glob("*.gguf"))):
         raise UserError(
@@ -48,11 +64,12 @@ def _read_directory(directory: Path) -> ModelFiles:
             f"{directory} is an adapter, not a model: give it as {flag('adapter')}, or as {flag('init_adapter')} to "
             f"train it further, and the model that it was trained on as {flag('model')}."
         )
-    config = ModelConfig.load(directory)
+    config = load_config(directory)
     return ModelFiles(config, open_checkpoint(directory, config), Tokenizer.load(directory))
 
 
 def _read_gguf(path: Path) -> ModelFiles:
     header = read_header(path)
     config = read_config(header)
-    return ModelFiles(config, GGUFCheckpoint(header, config), read_tokenizer(header, config.vocab_size))
+    tokenizer = read_tokenizer(header, config.vocab_size, config.gguf().pretokenizer)
+    return ModelFiles(config, open_weights(header, config), tokenizer)

@@ -1,4 +1,4 @@
-"""What a step uploads: token ids and where each row of the batch belongs."""
+"""What a step uploads: token ids, where each row of the batch belongs, and what the architecture asks for."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, persistent
-from wgpu_lora.models.config import ModelConfig
-from wgpu_lora.models.rope import attention_factor, inv_freq
+from wgpu_lora.models.rows import NOWHERE, RowInput, Rows, Table
 from wgpu_lora.ops.loss import Targets
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.device import Device
-
-NOWHERE = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -34,55 +31,76 @@ class Segment:
     draws: np.ndarray | None = None
 
 
-def rope_table(config: ModelConfig, positions: int) -> np.ndarray:
-    """cos and sin [positions, head_dim / 2, 2] f32, angles in float64 of f32 frequencies, as torch rounds them."""
-    angles = np.arange(positions)[:, None] * inv_freq(config).astype(np.float32).astype(np.float64)[None]
-    return (np.stack([np.cos(angles), np.sin(angles)], axis=2) * attention_factor(config)).astype(np.float32)
+class Tables(dict[Table, Tensor]):
+    """An architecture's tables, which all steps of a model share."""
+
+    positions: int
+
+    @classmethod
+    def declare(cls, tables: Iterable[Table], positions: int) -> Tables:
+        """For sequences of up to `positions` tokens; nothing is allocated."""
+        made = cls({t: persistent(t.shape(positions), "f32", "workspace", type(t).__name__) for t in tables})
+        made.positions = positions
+        return made
+
+    def storages(self) -> set[Storage]:
+        return {tensor.storage for tensor in self.values()}
+
+    def upload(self, device: Device) -> None:
+        for table, tensor in self.items():
+            device.write(tensor.storage.buffer, table.values(self.positions))
 
 
 @dataclass
 class StepInputs:
-    """The tensors of one step of T rows. `rope_table` is shared between steps of different T.
+    """The tensors of one step of T rows. `tables` are shared between steps of different T.
 
-    ranges: attention window -> u32 [T, 4] (see ops.attention). slot_ranges u32 [slots, 2].
+    rows: what the architecture asks for. slot_ranges u32 [slots, 2].
     """
 
     ids: Tensor
     positions: Tensor
-    ranges: dict[int | None, Tensor]
+    rows: dict[RowInput, Tensor]
     slot_ranges: Tensor
     draws: Tensor | None
     targets: Targets
-    rope_table: Tensor
+    tables: Tables
 
     @classmethod
-    def declare(cls, config: ModelConfig, tokens: int, slots: int, table: Tensor, dropout: bool = False) -> StepInputs:
+    def declare(
+        cls, asked: Iterable[RowInput], tokens: int, slots: int, tables: Tables, dropout: bool = False
+    ) -> StepInputs:
+        """asked: see ModelConfig.row_inputs."""
+
         def make(name: str, *shape: int, dtype: str = "u32") -> Tensor:
             return persistent(shape, dtype, "workspace", f"{name} [{tokens}]")
 
-        windows: Iterable[int | None] = sorted(set(config.sliding_windows), key=lambda w: w or 0)
         return cls(
             ids=make("ids", tokens),
             positions=make("positions", tokens),
-            ranges={w: make(f"ranges {w}", tokens, 4) for w in windows},
+            rows={item: make(str(item), tokens, *([item.width] if item.width > 1 else [])) for item in asked},
             slot_ranges=make("slot ranges", slots, 2),
             draws=make("draws", tokens, 4) if dropout else None,
             targets=Targets(
                 rows=make("target rows", tokens), ids=make("targets", tokens), count=make("target count", 1)
             ),
-            rope_table=table,
+            tables=tables,
         )
 
     @property
     def tokens(self) -> int:
         return self.ids.size
 
-    def storages(self) -> set[Storage]:
-        """Everything that `upload` fills, and the rope table."""
-        targets = self.targets
-        tensors = [self.ids, self.positions, *self.ranges.values(), self.slot_ranges, self.rope_table]
-        tensors += [targets.rows, targets.ids, targets.count, *([self.draws] if self.draws else [])]
+    def placed(self) -> set[Storage]:
+        """What says which tokens there are and where they belong: all that a step without a loss uploads."""
+        tensors = (self.ids, self.positions, *self.rows.values(), self.slot_ranges)
         return {t.storage for t in tensors}
+
+    def storages(self) -> set[Storage]:
+        """Everything that `upload` fills, and the tables."""
+        targets = (self.targets.rows, self.targets.ids, self.targets.count)
+        tensors = (*targets, *([self.draws] if self.draws else []))
+        return self.placed() | self.tables.storages() | {t.storage for t in tensors}
 
     def upload(self, device: Device, segments: Sequence[Segment]) -> np.ndarray:
         """Lays segments side by side, ordered by slot, and uploads them; returns [start, stop) of each one's targets.
@@ -91,8 +109,9 @@ class StepInputs:
         row of which sees itself alone.
         """
         size = self.tokens
-        ids, positions = np.zeros(size, np.uint32), np.zeros(size, np.uint32)
-        start, end = np.arange(size, dtype=np.int64), np.arange(1, size + 1, dtype=np.int64)
+        ids, positions = np.zeros(size, np.uint32), np.zeros(size, np.int64)
+        row = np.arange(size, dtype=np.int64)
+        first, last, numbers = row.copy(), row + 1, row.copy()
         draws = np.zeros((size, 4), np.uint32)
         draws[:, 3] = np.float32(1).view(np.uint32)
         slots = self.slot_ranges.shape[0]
@@ -106,7 +125,7 @@ class StepInputs:
             stop = at + length
             assert stop <= size, f"{stop} tokens do not fit a batch of {size}"
             ids[at:stop], positions[at:stop] = segment.input_ids, np.arange(length)
-            start[at:stop], end[at:stop] = at, stop
+            first[at:stop], last[at:stop], numbers[at:stop] = at, stop, at
             if segment.draws is not None:
                 draws[at:stop] = segment.draws
             picked = np.zeros(0, np.int64) if segment.labels is None else np.flatnonzero(segment.labels[1:] != -100)
@@ -120,23 +139,34 @@ class StepInputs:
                 )
             places[number] = count, count + picked.size
             at, count = stop, count + picked.size
-        self._write(device, self.ids, ids)
-        self._write(device, self.positions, positions)
-        row = np.arange(size)
-        for window, tensor in self.ranges.items():
-            first = start if window is None else np.maximum(start, row - window + 1)
-            last = end if window is None else np.minimum(end, row + window)
-            self._write(device, tensor, np.stack([first, row + 1, last, row * 0], axis=1))
-        self._write(device, self.slot_ranges, slot_ranges)
+        write(device, self.ids, ids)
+        self.place(device, Rows(positions, numbers, row, first, last))
+        write(device, self.slot_ranges, slot_ranges)
         if self.draws:
-            self._write(device, self.draws, draws)
-        self._write(device, self.targets.rows, _padded(rows, size, NOWHERE))
-        self._write(device, self.targets.ids, _padded(targets, size, 0))
-        self._write(device, self.targets.count, np.array([count]))
+            write(device, self.draws, draws)
+        write(device, self.targets.rows, _padded(rows, size, NOWHERE))
+        write(device, self.targets.ids, _padded(targets, size, 0))
+        write(device, self.targets.count, np.array([count]))
         return places
 
-    def _write(self, device: Device, tensor: Tensor, values: np.ndarray) -> None:
-        device.write(tensor.storage.buffer, values.astype(NUMPY[tensor.dtype]))
+    def place(self, device: Device, rows: Rows) -> None:
+        """Uploads positions and what the architecture asks of these n <= T rows."""
+        write(device, self.positions, padded(rows.positions, self.tokens, 0))
+        for item, tensor in self.rows.items():
+            values = item.values(rows)
+            write(device, tensor, padded(values, self.tokens, item.padding(values)))
+
+
+def write(device: Device, tensor: Tensor, values: np.ndarray) -> None:
+    """Uploads values as the tensor's own type."""
+    device.write(tensor.storage.buffer, values.astype(NUMPY[tensor.dtype]))
+
+
+def padded(values: np.ndarray, size: int, filler: np.ndarray | int) -> np.ndarray:
+    """Rows [n, ...] and behind them `filler`, [size, ...] together."""
+    result = np.empty((size, *values.shape[1:]), values.dtype)
+    result[: len(values)], result[len(values) :] = values, filler
+    return result
 
 
 def _padded(parts: list[np.ndarray], size: int, filler: float) -> np.ndarray:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
-from wgpu_lora.data import Tokenizer
+from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import SILENT, Events
 from wgpu_lora.formats.checkpoint import WeightSource
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.gpu.device import Device
@@ -14,9 +16,10 @@ from wgpu_lora.gpu.program import missing_bytes
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.files import read_model
-from wgpu_lora.models.load import Progress, load_weights, staging_bytes, table_dtype, tensor_count
+from wgpu_lora.models.load import load_weights, staging_bytes, table_dtype, tensor_count
 from wgpu_lora.names.naming import setting
 from wgpu_lora.share import claim
+from wgpu_lora.share.refusals import advising
 from wgpu_lora.weights.registry import DEFAULT_FORMAT, base_format
 
 
@@ -45,12 +48,18 @@ class LoadedModel:
             f"{where})"
         )
 
-    def load_weights(self, progress: Progress = lambda name: None) -> None:
+    @advising()
+    def load_weights(self, events: Events = SILENT) -> None:
         """Streams the weights onto the device, once."""
         if self.weights_loaded:
             return
+        total, done = self.tensors_to_load(), count(1)
+
+        def loaded(tensor: str) -> None:
+            events.loading(self.name, tensor, next(done), total)
+
         with claim(self.device, self.bytes_to_load(), f"the weights of {self.name}"):
-            self.weights_sha256 = load_weights(self.device, self.checkpoint, self.decoder, progress)
+            self.weights_sha256 = load_weights(self.device, self.checkpoint, self.decoder, loaded)
             self.weights_loaded = True
 
     def tensors_to_load(self) -> int:
@@ -86,5 +95,5 @@ def open_model(model: str, device: Device | str | int | None = None, base_dtype:
         )
     opened = device if isinstance(device, Device) else Device(device)
     stored = checkpoint if config.packed else None
-    decoder = Decoder.declare(config, base_dtype, table_dtype(checkpoint), opened.max_binding, stored)
+    decoder = Decoder.declare(config, base_dtype, table_dtype(checkpoint, config), opened.max_binding, stored)
     return LoadedModel(model, path, config, checkpoint, files.tokenizer, opened, decoder)

@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from wgpu_lora.formats.peft import AdapterConfig, module_path
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.peft import AdapterConfig, Matrices
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
+from wgpu_lora.models.block import Adapters
 from wgpu_lora.models.config import ModelConfig
-from wgpu_lora.models.decoder import Adapters
 from wgpu_lora.models.inputs import StepInputs
 from wgpu_lora.ops.linear import LoraSlots
 from wgpu_lora.ops.optimizer import BLOCK, NO_SLOT
 
 PAGE_BLOCKS = 64  # a page is whole multiples of this, so that its part of a per-block table can be bound
-Module = tuple[int, str]  # (layer, "q_proj")
-Matrices = Mapping[Module, tuple[np.ndarray, np.ndarray]]  # A [rank, in], B [out, rank]
+
+
+def check_fits(config: ModelConfig, matrices: Matrices, adapter: Path | str, model: str = "the model") -> None:
+    """UserError unless every module of an adapter is one of the model's that may carry it, in its shape."""
+    for module, (a, b) in matrices.items():
+        have, need = (b.shape[0], a.shape[1]), config.lora_modules.get(module)
+        if need is None:
+            raise UserError(
+                f"The adapter {adapter} does not fit {model}: it has {module}, but {_what_there_is(config, module)}: "
+                "use the model that it was trained on."
+            )
+        if have != need:
+            raise UserError(
+                f"The adapter {adapter} does not fit {model}: its {module} is of shape {list(have)}, but the model's "
+                f"of {list(need)}: use the model that it was trained on."
+            )
+
+
+def _what_there_is(config: ModelConfig, module: str) -> str:
+    inside = module.startswith(tuple(f"{config.path(i)}." for i in range(config.num_hidden_layers)))
+    if module.startswith(f"{config.LAYERS}.") and not inside:
+        return f"the model has only {config.num_hidden_layers} layers"
+    return "that is no linear layer of the model that may carry one"
 
 
 @dataclass(frozen=True)
@@ -26,15 +49,12 @@ class SlotSpec:
     """One adapter: its (largest) rank, and the factor of each module it targets: alpha / r, or alpha / sqrt(r)."""
 
     rank: int
-    scaling: Mapping[Module, float]
+    scaling: Mapping[str, float]
 
     @classmethod
-    def of(cls, config: AdapterConfig, modules: Sequence[Module]) -> SlotSpec:
-        paths = {key: module_path(*key) for key in modules}
-        return cls(
-            max(config.rank(path) for path in paths.values()),
-            {key: config.scaling(path) for key, path in paths.items()},
-        )
+    def of(cls, config: AdapterConfig, modules: Iterable[str]) -> SlotSpec:
+        named = list(modules)
+        return cls(max(map(config.rank, named)), {module: config.scaling(module) for module in named})
 
 
 @dataclass(frozen=True)
@@ -60,34 +80,34 @@ class AdapterSet:
     params: tuple[Tensor, ...]
     grads: tuple[Tensor, ...]
     block_slots: tuple[np.ndarray, ...]  # a page's; NO_SLOT for padding
-    factors: Mapping[tuple[int, str, str], Factor]  # (layer, module, "A" or "B")
-    scales: Mapping[Module, Tensor]
-    numbers: Mapping[Module, int]  # what dropout's draws are keyed by, whichever modules other slots have
+    factors: Mapping[tuple[str, str], Factor]  # (module, "A" or "B")
+    scales: Mapping[str, Tensor]
+    numbers: Mapping[str, int]  # what dropout's draws are keyed by, whichever modules other slots have
 
     @classmethod
     def declare(cls, config: ModelConfig, specs: Sequence[SlotSpec], max_binding: int) -> AdapterSet:
         slots, rank = len(specs), max(spec.rank for spec in specs)
-        shapes = config.linear_shapes()
-        everything = [(i, m) for i in range(config.num_hidden_layers) for m in shapes]
-        order = [key for key in everything if any(key in spec.scaling for spec in specs)]
+        shapes = config.lora_modules
+        everything = {module: number for number, module in enumerate(shapes)}
+        order = [module for module in everything if any(module in spec.scaling for spec in specs)]
         limit = max_binding // (4 * BLOCK * PAGE_BLOCKS) * PAGE_BLOCKS
-        factors: dict[tuple[int, str, str], Factor] = {}
+        factors: dict[tuple[str, str], Factor] = {}
         used: list[list[int]] = [[]]
-        for layer, module in order:
+        for module in order:
             out, size_in = shapes[module]
             for which, shape in (("A", (rank, size_in)), ("B", (out, rank))):
                 blocks = -(-shape[0] * shape[1] // BLOCK)
                 if used[-1] and len(used[-1]) + blocks * slots > limit:
                     used.append([])
-                factors[layer, module, which] = Factor(len(used) - 1, len(used[-1]) * BLOCK, blocks * BLOCK, shape)
+                factors[module, which] = Factor(len(used) - 1, len(used[-1]) * BLOCK, blocks * BLOCK, shape)
                 used[-1] += [slot for slot in range(slots) for _ in range(blocks)]
         tables = tuple(_padded(blocks) for blocks in used)
 
         def pages(kind: str, group: str) -> tuple[Tensor, ...]:
             return tuple(persistent((t.size * BLOCK,), "f32", group, f"{kind} {i}") for i, t in enumerate(tables))
 
-        numbers = {key: everything.index(key) for key in order}
-        scales = {key: persistent((slots,), "f32", "adapters", f"scale {key}") for key in order}
+        numbers = {module: everything[module] for module in order}
+        scales = {module: persistent((slots,), "f32", "adapters", f"scale of {module}") for module in order}
         params, grads = pages("params", "adapters"), pages("grads", "optimizer")
         return cls(specs, rank, params, grads, tables, factors, scales, numbers)
 
@@ -98,40 +118,40 @@ class AdapterSet:
     def bind(self, inputs: StepInputs) -> Adapters:
         """Each module's factors with this batch's rows: what the decoder's forward pass asks for."""
         return {
-            key: LoraSlots(
-                a=self._view(self.params, *key, "A"),
-                b=self._view(self.params, *key, "B"),
-                grad_a=self._view(self.grads, *key, "A"),
-                grad_b=self._view(self.grads, *key, "B"),
+            module: LoraSlots(
+                a=self._view(self.params, module, "A"),
+                b=self._view(self.params, module, "B"),
+                grad_a=self._view(self.grads, module, "A"),
+                grad_b=self._view(self.grads, module, "B"),
                 scale=scale,
                 ranges=inputs.slot_ranges,
                 draws=inputs.draws,
-                module=self.numbers[key],
+                module=self.numbers[module],
                 rank=self.rank,
             )
-            for key, scale in self.scales.items()
+            for module, scale in self.scales.items()
         }
 
-    def _view(self, pages: Sequence[Tensor], layer: int, module: str, which: str) -> Tensor:
-        factor = self.factors[layer, module, which]
+    def _view(self, pages: Sequence[Tensor], module: str, which: str) -> Tensor:
+        factor = self.factors[module, which]
         whole = pages[factor.page]
         return Tensor((len(self.specs), factor.stride), "f32", whole.storage, 4 * factor.offset, f"{module}.{which}")
 
     # -- host side -------------------------------------------------------------------------------------------------
 
     def upload_scales(self, device: Device) -> None:
-        for key, tensor in self.scales.items():
-            values = [spec.scaling.get(key, 0.0) for spec in self.specs]
+        for module, tensor in self.scales.items():
+            values = [spec.scaling.get(module, 0.0) for spec in self.specs]
             device.write(tensor.storage.buffer, np.array(values, np.float32))
 
-    def modules(self, slot: int) -> Iterator[Module]:
-        return (key for key in self.scales if key in self.specs[slot].scaling)
+    def modules(self, slot: int) -> Iterator[str]:
+        return (module for module in self.scales if module in self.specs[slot].scaling)
 
     def write(self, device: Device, slot: int, matrices: Matrices, pages: Sequence[Tensor] | None = None) -> None:
         """Puts one slot's matrices into `pages` (its parameters by default), padding their rank with zeros."""
         for module, pair in matrices.items():
             for which, matrix in zip("AB", pair, strict=True):
-                factor = self.factors[*module, which]
+                factor = self.factors[module, which]
                 padded = np.zeros(factor.shape, np.float32)
                 padded[: matrix.shape[0], : matrix.shape[1]] = matrix
                 buffer = (pages or self.params)[factor.page].storage.buffer
@@ -139,24 +159,23 @@ class AdapterSet:
 
     def read(
         self, device: Device, slot: int, pages: Sequence[Tensor] | None = None
-    ) -> dict[Module, tuple[np.ndarray, np.ndarray]]:
+    ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """One slot's (A [rank, in], B [out, rank]) by module, from `pages`, at the slot's own rank."""
         host = [device.read(page.storage.buffer).view(np.float32) for page in pages or self.params]
         rank = self.specs[slot].rank
 
-        def matrix(layer: int, module: str, which: str) -> np.ndarray:
-            factor = self.factors[layer, module, which]
+        def matrix(module: str, which: str) -> np.ndarray:
+            factor = self.factors[module, which]
             start = factor.offset + slot * factor.stride
             rows, cols = factor.shape
             full = host[factor.page][start : start + rows * cols].reshape(rows, cols)
             return (full[:rank] if which == "A" else full[:, :rank]).copy()
 
-        return {key: (matrix(*key, "A"), matrix(*key, "B")) for key in self.modules(slot)}
+        return {module: (matrix(module, "A"), matrix(module, "B")) for module in self.modules(slot)}
 
     def trainable(self, slot: int, config: ModelConfig) -> int:
         """How many parameters one slot trains."""
-        shapes = config.linear_shapes()
-        return sum(self.specs[slot].rank * sum(shapes[module]) for _, module in self.modules(slot))
+        return sum(self.specs[slot].rank * sum(config.lora_modules[module]) for module in self.modules(slot))
 
 
 def _padded(block_slots: list[int]) -> np.ndarray:

@@ -8,14 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from wgpu_lora.errors import UserError
-
-if TYPE_CHECKING:
-    from wgpu_lora.models.config import ModelConfig
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DEFAULT_THETA = 10000.0
@@ -95,7 +92,41 @@ def parse_rope(d: Mapping[str, Any], max_position_embeddings: int, where: str) -
     )
 
 
-def inv_freq(config: ModelConfig) -> np.ndarray:
+class Rotary(Protocol):
+    """What a config says of its rotary embedding."""
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def rope_theta(self) -> float: ...
+
+    @property
+    def rope_scaling(self) -> RopeScaling | None: ...
+
+
+@dataclass(frozen=True)
+class RopeTable:
+    """cos and sin by position, f32 [positions, head_dim / 2, 2]."""
+
+    head_dim: int
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+
+    @classmethod
+    def of(cls, config: Rotary) -> RopeTable:
+        return cls(config.head_dim, config.rope_theta, config.rope_scaling)
+
+    def shape(self, positions: int) -> tuple[int, ...]:
+        return positions, self.head_dim // 2, 2
+
+    def values(self, positions: int) -> np.ndarray:
+        """Angles in float64 of f32 frequencies, as torch rounds them."""
+        angles = np.arange(positions)[:, None] * inv_freq(self).astype(np.float32).astype(np.float64)[None]
+        return (np.stack([np.cos(angles), np.sin(angles)], axis=2) * attention_factor(self)).astype(np.float32)
+
+
+def inv_freq(config: Rotary) -> np.ndarray:
     """Radians per position for each rotated pair: float64 [head_dim / 2].
 
     Pair i is (x[i], x[i + head_dim/2]), as in transformers' `rotate_half`. Torch holds these in float32, so round them
@@ -114,7 +145,7 @@ def inv_freq(config: ModelConfig) -> np.ndarray:
     return _yarn(plain, scaling, config.rope_theta)
 
 
-def attention_factor(config: ModelConfig) -> float:
+def attention_factor(config: Rotary) -> float:
     """What cos and sin are multiplied by: 1 except under yarn."""
     return config.rope_scaling.attention_factor if config.rope_scaling else 1.0
 

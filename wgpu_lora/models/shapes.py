@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.models.architectures import parse_config
 from wgpu_lora.models.config import ModelConfig
 
 _FIELDS = (
@@ -55,7 +55,7 @@ def shape_config(name: str, layers: int | None = None) -> ModelConfig:
     values = dict(zip(_FIELDS, _ROWS[name], strict=True))
     if name in _ROPE_FACTOR:
         values["rope_scaling"] = {**_LLAMA_ROPE, "factor": _ROPE_FACTOR[name]}
-    return cut(ModelConfig.from_dict(values, name), layers)
+    return cut(parse_config(values, name), layers)
 
 
 def cut(config: ModelConfig, layers: int | None) -> ModelConfig:
@@ -64,4 +64,4 @@ def cut(config: ModelConfig, layers: int | None) -> ModelConfig:
         return config
     if not 1 <= layers <= config.num_hidden_layers:
         raise UserError(f"--layers {layers} is not possible: this model has {config.num_hidden_layers}.")
-    return replace(config, num_hidden_layers=layers, sliding_windows=config.sliding_windows[:layers])
+    return config.cut(layers)

@@ -8,13 +8,3 @@ OVERFLOW = ("truncate", "drop")  # what happens to rows that are too long
 SCHEDULES = ("synchronized", "round-robin", "priority-val-loss")  # of adapters that train together
 MERGED_DTYPES = ("bf16", "f16", "f32")
 GGUF_TYPES = ("f16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q5_1", "q5_0", "q4_1", "q4_0")
-# The linears that may have an adapter, by module name, and where they lie in a block of a Hugging Face checkpoint.
-LINEAR_PATHS = {
-    "q_proj": "self_attn.q_proj",
-    "k_proj": "self_attn.k_proj",
-    "v_proj": "self_attn.v_proj",
-    "o_proj": "self_attn.o_proj",
-    "gate_proj": "mlp.gate_proj",
-    "up_proj": "mlp.up_proj",
-    "down_proj": "mlp.down_proj",
-}

@@ -128,7 +128,7 @@ SENTENCES: tuple[tuple[str, str], ...] = (
         "finetune_last_n_layers num_lora_layers layers",
     ),
     (
-        "is not supported: adapters lie on the seven linears of a block alone ({target_modules})",
+        "is not supported: adapters lie on the linear layers of blocks alone ({target_modules})",
         "modules_to_save lora_modules_to_save finetune_language_layers finetune_attention_modules "
         "finetune_mlp_modules finetune_vision_layers train_embeddings additional_target lora_target_parameters "
         "target_parameters",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.assets import ROOT
-from wgpu_lora.formats.atomic import write_bytes_atomic
+from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.pages import render as render_page
 from wgpu_lora.pages.chart import Chart, Line, line_chart
 from wgpu_lora.proof.context import Proof

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import write_bytes_atomic
 from wgpu_lora.pages import render
 from wgpu_lora.report.compare import compare, verdict
 from wgpu_lora.report.plots import axes_of, kernels, memory, plots, unlike

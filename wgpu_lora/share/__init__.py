@@ -3,7 +3,6 @@
 from wgpu_lora.share.budget import Budget, DeviceMemory, budget_bytes, device_memory
 from wgpu_lora.share.entry import Entry
 from wgpu_lora.share.holding import claim
-from wgpu_lora.share.lease import Notice
 from wgpu_lora.share.ledger import Ledger, device_key
 
 __all__ = [
@@ -11,7 +10,6 @@ __all__ = [
     "DeviceMemory",
     "Entry",
     "Ledger",
-    "Notice",
     "budget_bytes",
     "claim",
     "device_key",

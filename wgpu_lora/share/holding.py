@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from wgpu_lora.events import SILENT, Events
 from wgpu_lora.share.budget import Budget, budget_bytes, device_memory
 from wgpu_lora.share.entry import Entry
-from wgpu_lora.share.lease import NO_QUEUE, Advice, Notice, take, update
+from wgpu_lora.share.lease import NO_QUEUE, Advice, take, update
 from wgpu_lora.share.ledger import Ledger, device_key
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def claim(
     what: str,
     budget: Budget | None = None,
     wait: float | None = NO_QUEUE,
-    notice: Notice = lambda place, holders, waited: None,
+    events: Events = SILENT,
     advise: Advice = lambda free: "",
 ) -> Iterator[None]:
     """Hold `new` bytes in addition to what is allocated on a device, while the block runs.
@@ -97,7 +98,7 @@ def claim(
 
     Args:
         budget: by default the device's own. Unless the user set it, the free memory that the system reports counts too.
-        wait: as for `take`.
+        wait, events: as for `take`.
 
     Raises:
         UserError: see `take`.
@@ -106,7 +107,7 @@ def claim(
     with holding.lock:
         more = holding.missing(device, new)
     # Without the lock: another thread may be about to release what this one waits for.
-    leases = [_take(holding, device.info, more, what, budget, wait, notice, advise)] if more > 0 else []
+    leases = [_take(holding, device.info, more, what, budget, wait, events, advise)] if more > 0 else []
     with holding.lock:
         holding.begin(new, leases)
     try:
@@ -141,7 +142,7 @@ def _take(
     what: str,
     budget: Budget | None,
     wait: float | None,
-    notice: Notice,
+    events: Events,
     advise: Advice,
 ) -> tuple[Entry, ExitStack]:
     stated = budget is not None and budget.stated
@@ -152,7 +153,7 @@ def _take(
         return None if memory is None else memory.free
 
     stack = ExitStack()
-    lease = take(holding.ledger, more, limit, what, wait, notice, advise, held=holding.bytes, free=free)
+    lease = take(holding.ledger, more, limit, what, wait, events, advise, held=holding.bytes, free=free)
     return stack.enter_context(lease), stack
 
 

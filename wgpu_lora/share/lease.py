@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from wgpu_lora.errors import NoRoomError, UserError
+from wgpu_lora.events import SILENT, Events
 from wgpu_lora.names.naming import either, flag
 from wgpu_lora.share.entry import RENEW_SECONDS, Entry
 from wgpu_lora.share.ledger import Ledger
@@ -21,7 +22,6 @@ FIRST_PAUSE, LAST_PAUSE = 1.0, 30.0  # seconds between a waiter's looks, each of
 
 Advice = Callable[[int], str]  # free bytes -> options that would make the run fit, or ""
 Free = Callable[[], int | None]
-Notice = Callable[[int, list[Entry], float], None]  # place in the queue from 1, the holders, seconds waited
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def take(
     budget: int | None,
     what: str,
     wait: float | None = None,
-    notice: Notice = lambda place, holders, waited: None,
+    events: Events = SILENT,
     advise: Advice = lambda free: "",
     held: int = 0,
     free: Free = lambda: None,
@@ -42,7 +42,7 @@ def take(
         need, budget: bytes; with a budget of None there is no limit, but the lease is still recorded.
         what: purpose, in a few words, shown to other users.
         wait: seconds to queue for, `math.inf` for no limit; None and NO_QUEUE do not queue, nor overtake a queue.
-        notice: called each time a waiter looks and does not get the memory yet.
+        events: `waiting` is called each time a waiter looks and does not get the memory yet.
         advise: what would make the run fit into the memory that is left; part of the refusal.
         held: bytes that this process already holds under other leases, and still needs.
         free: bytes that the system reports as free now, None if unknown; accounts for programs that take no leases.
@@ -62,7 +62,7 @@ def take(
     entry, stop = Entry.of_this_process(need, what), threading.Event()
     try:
         with _unwinding_on_sigterm():
-            _wait_for_turn(ledger, entry, budget, wait, notice, advise, free)
+            _wait_for_turn(ledger, entry, budget, wait, events, advise, free)
         threading.Thread(target=_renew, args=(ledger, entry, stop), daemon=True).start()
         yield entry
     finally:
@@ -82,7 +82,7 @@ class Look:
 
 
 def _wait_for_turn(
-    ledger: Ledger, entry: Entry, budget: int | None, wait: float | None, notice: Notice, advise: Advice, free: Free
+    ledger: Ledger, entry: Entry, budget: int | None, wait: float | None, events: Events, advise: Advice, free: Free
 ) -> None:
     begin, pause = time.monotonic(), FIRST_PAUSE
     seconds = max(wait or 0, 0)
@@ -91,7 +91,7 @@ def _wait_for_turn(
         left = seconds - waited
         if left <= 0:
             raise NoRoomError(_refusal(entry, budget, look, wait, advise))
-        notice(look.ahead + 1, look.holders, waited)
+        events.waiting(look.ahead + 1, [entry.who for entry in look.holders], waited)
         time.sleep(min(pause, left))
         pause = min(2 * pause, LAST_PAUSE)
 

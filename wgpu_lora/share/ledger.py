@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from filelock import FileLock, Timeout
 from platformdirs import user_state_dir
 
+from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import write_bytes_atomic
 from wgpu_lora.share.entry import Entry, dump, parse, salvage
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import numpy as np
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
-from wgpu_lora.models.inputs import StepInputs
+from wgpu_lora.models.inputs import StepInputs, Tables
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.ops.elementwise import add_forward
@@ -51,7 +51,7 @@ class Batch:
     Args:
         objectives: of each slot.
         totals: what the program adds losses and metrics to.
-        table: the model's rope table.
+        tables: the model's.
         training: also record the backward pass, which adds to the adapters' gradients.
     """
 
@@ -62,7 +62,7 @@ class Batch:
         tokens: int,
         objectives: Sequence[Objective],
         totals: Totals,
-        table: Tensor,
+        tables: Tables,
         *,
         training: bool = True,
         dropout: bool = False,
@@ -71,7 +71,7 @@ class Batch:
     ):
         self.tokens, self.device, self._objectives = tokens, model.device, objectives
         slots = len(objectives)
-        self.inputs = StepInputs.declare(model.config, tokens, slots, table, dropout)
+        self.inputs = StepInputs.declare(model.config.row_inputs(), tokens, slots, tables, dropout)
         self._scoring = {o: Scoring.declare(o, tokens, slots) for o in dict.fromkeys(objectives)}
         self.program = Program(model.device, f"{'train' if training else 'held-out'} {tokens}")
         rec = Recorder(self.program, training, recompute, compute_dtype)
@@ -88,13 +88,12 @@ class Batch:
         weights = None
         for objective, scoring in self._scoring.items():
             score = objective.score(rec, logprobs, scoring)
-            ranges = scoring.group_ranges or scoring.token_ranges
             sums = {
                 totals.loss: score.losses,
                 **{totals.metrics[name]: score.metrics[name] for name in objective.metrics},
             }
             for total, values in sums.items():
-                rec.dispatch(sum_by_slot, values, ranges, total, slots=total.size)
+                rec.dispatch(sum_by_slot, values, scoring.loss_ranges, total, slots=total.size)
             if weights is None:
                 weights = score.weights
                 continue
@@ -107,7 +106,7 @@ class Batch:
     def storages(self) -> set[Storage]:
         """Everything persistent that the program reads or writes, or that `upload` fills."""
         found = self.inputs.storages() | self.program.persistent_storages()
-        return found.union(*(scoring.storages() for scoring in self._scoring.values()))
+        return found | {tensor.storage for scoring in self._scoring.values() for tensor in scoring.tensors()}
 
     def upload(self, groups: Sequence[Group]) -> None:
         """Puts groups into the batch, which has room for them."""

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.formats.atomic import write_bytes_atomic
+from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.formats.cards import CARD, header, table
 from wgpu_lora.formats.hub import hub_id
 from wgpu_lora.train.records import RunRecord

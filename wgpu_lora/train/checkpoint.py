@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,21 +13,21 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
+from wgpu_lora.atomic import replace_directory, sweep
 from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import replace_directory, sweep
 from wgpu_lora.formats.checkpoint import read_header
+from wgpu_lora.formats.file_names import TEMPLATE, TOKENIZER
 from wgpu_lora.formats.peft import (
     CONFIG,
     WEIGHTS,
     AdapterConfig,
+    Matrices,
     adapter_files,
-    module_path,
     read_adapter,
     tensor_name,
 )
-from wgpu_lora.formats.tokenizer_files import TEMPLATE, TOKENIZER
-from wgpu_lora.models.lora import AdapterSet, Matrices
+from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.names.naming import flag
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.manifest import damage, write_manifest
@@ -50,10 +51,10 @@ WRITTEN = re.compile(
 def adapter_tensors(matrices: Matrices, config: AdapterConfig) -> dict[str, np.ndarray]:
     """PEFT's names and shapes: each module at its own rank."""
     tensors = {}
-    for (layer, module), (a, b) in matrices.items():
-        rank = config.rank(module_path(layer, module))
-        tensors[tensor_name(layer, module, "A")] = np.ascontiguousarray(a[:rank])
-        tensors[tensor_name(layer, module, "B")] = np.ascontiguousarray(b[:, :rank])
+    for module, (a, b) in matrices.items():
+        rank = config.rank(module)
+        tensors[tensor_name(module, "A")] = np.ascontiguousarray(a[:rank])
+        tensors[tensor_name(module, "B")] = np.ascontiguousarray(b[:, :rank])
     return tensors
 
 
@@ -177,6 +178,14 @@ def read_metadata(directory: Path) -> dict[str, Any]:
     return facts
 
 
+def modern(name: str, modules: Collection[str]) -> str:
+    """A state's name by the module's path, from that of version 0.1.0: '0.q_proj.A.first_moment'."""
+    layer, _, rest = name.partition(".")
+    module, _, which = rest.partition(".")
+    found = [m for m in modules if f".{layer}." in m and m.endswith(f".{module}")] if layer.isdecimal() else []
+    return f"{found[0]}.{which}" if len(found) == 1 else name
+
+
 def restore(directory: Path, session: Session, slot: int) -> None:
     """Puts a checkpoint's adapter and the optimizer's state on the device.
 
@@ -193,6 +202,7 @@ def restore(directory: Path, session: Session, slot: int) -> None:
     expected = set(adapters.modules(slot))
     if set(matrices) != expected or any(e.dtype != "F32" for e in read_header(directory / WEIGHTS).values()):
         raise refuse(directory, f"{WEIGHTS} holds other modules, or another type, than the run trains")
+    stored = {modern(name, expected): values for name, values in stored.items()}
     wrong = session.optimizer.fault(slot, matrices, stored)
     if wrong:
         raise refuse(directory, f"{OPTIMIZER} is not this run's: {wrong}")

@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from wgpu_lora.formats.atomic import file_digest
+from wgpu_lora.atomic import file_digest
 from wgpu_lora.formats.peft import WEIGHTS
 from wgpu_lora.train import output
 from wgpu_lora.train.records import Data, HeldOut, Memory, RunRecord

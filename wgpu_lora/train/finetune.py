@@ -9,16 +9,17 @@ from typing import Any
 from wgpu_lora.assets import DEMO_HELDOUT, DEMO_TRAIN
 from wgpu_lora.data import Prepared, Source, prepare, training_data
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import Events
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.load import table_dtype
 from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import OUTPUT, PLAN, TrainingArguments
 from wgpu_lora.train.batching import fitted
-from wgpu_lora.train.initial import adapter_of, spec_of
+from wgpu_lora.train.initial import adapter_of
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.length import fit_length, shortened
 from wgpu_lora.train.memory import check_adapters
@@ -26,17 +27,17 @@ from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.resume import outlook, plan_of, refuse_used
 from wgpu_lora.train.session import Session
-from wgpu_lora.train.slot import AdapterRun, Measuring
+from wgpu_lora.train.slot import AdapterRun
 from wgpu_lora.train.stream import DataStream, group_lengths, quarters
-from wgpu_lora.train.trainer import Callback, Trainer
+from wgpu_lora.train.trainer import StepKeeper, Trainer
 
 
 @dataclass(repr=False)
 class FinetuneJob(Job[RunRecord]):
     """The run of one adapter, in slot 0."""
 
-    def finish(self, callback: Callback, measuring: Measuring) -> RunRecord:
-        return Trainer(self.session, self.runs, callback, measuring).train()[self.run.slot]
+    def finish(self, events: Events) -> RunRecord:
+        return Trainer(self.session, self.runs, StepKeeper(self.run), events).train()[self.run.slot]
 
 
 def with_demo_data(args: TrainingArguments) -> TrainingArguments:
@@ -85,7 +86,7 @@ def read_run(
     args: TrainingArguments,
     model: LoadedModel,
     slot: int = 0,
-    name: str = "",
+    name: str | None = None,
     weight: float = 1.0,
     rows: Mapping[str, Source] | None = None,
     own: Collection[str] = (),
@@ -119,7 +120,7 @@ def read_run(
     if args.eval_steps and not heldout:
         eval_steps, eval_data = setting("eval_steps", args.eval_steps), flag("eval_data")
         notes.append(f"note: {eval_steps} does nothing, since no rows are held out; {eval_data} names some")
-    spec = spec_of(adapter, initial)
+    spec = SlotSpec.of(adapter, initial)
     digests = model.checkpoint.digest(), model.config.digest()
     return AdapterRun(slot, args, adapter, spec, initial, stream, heldout, *digests, name, tuple(notes))
 
@@ -148,7 +149,8 @@ def declared_as(model: LoadedModel, base_dtype: str) -> LoadedModel:
     decoder = model.decoder
     if decoder.base_dtype == base_dtype:
         return model
-    other = Decoder.declare(model.config, base_dtype, table_dtype(model.checkpoint), model.device.max_binding)
+    table = table_dtype(model.checkpoint, model.config)
+    other = Decoder.declare(model.config, base_dtype, table, model.device.max_binding)
     return replace(model, decoder=other, weights_loaded=False)
 
 

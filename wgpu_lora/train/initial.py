@@ -11,9 +11,10 @@ import numpy as np
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub import stated_name
-from wgpu_lora.formats.peft import AdapterConfig, read_adapter
-from wgpu_lora.models.config import LINEAR_PATHS, ModelConfig
-from wgpu_lora.models.lora import Matrices, Module, SlotSpec
+from wgpu_lora.formats.peft import AdapterConfig, Matrices, read_adapter
+from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.lora import check_fits
+from wgpu_lora.models.targets import ALL, shortest, target_names, targeted
 from wgpu_lora.names.naming import setting
 from wgpu_lora.ops.optimizer import MAX_PARAMETER
 from wgpu_lora.train import checkpoint
@@ -29,7 +30,6 @@ def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingAr
     Raises:
         UserError: the adapter does not fit the model, or an option contradicts it.
     """
-    shapes = config.linear_shapes()
     resumed = checkpoint.newest(args.directory) if args.resume else None
     if resumed:
         checkpoint.check(resumed)
@@ -38,18 +38,14 @@ def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingAr
     source = resumed or args.init_adapter
     if source:
         loaded, matrices = read_adapter(source)
-        for (layer, module), (a, b) in matrices.items():
-            fits = layer < config.num_hidden_layers and (b.shape[0], a.shape[1]) == shapes[module]
-            if not fits:
-                raise UserError(
-                    f"The adapter {source} does not fit this model: layer {layer} {module} differs in shape."
-                )
+        check_fits(config, matrices, str(source))
+        for module, (a, b) in matrices.items():
             if max(np.abs(a).max(initial=0), np.abs(b).max(initial=0)) > MAX_PARAMETER:
                 raise UserError(
-                    f"The adapter {source} has values beyond {MAX_PARAMETER:,.0f} in layer {layer} {module}: it has "
+                    f"The adapter {source} has values beyond {MAX_PARAMETER:,.0f} in {module}: it has "
                     "diverged, so begin with another."
                 )
-        args = _as_loaded(args, loaded, matrices, str(source))
+        args = _as_loaded(args, loaded, matrices, str(source), config)
         base = stated_name(args.model or "demo")
         return args, replace(loaded, lora_dropout=args.lora_dropout, base_model_name_or_path=base), matrices
     adapter = AdapterConfig(
@@ -57,7 +53,7 @@ def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingAr
         lora_alpha=args.lora_alpha,
         lora_dropout=args.lora_dropout,
         use_rslora=args.use_rslora,
-        target_modules=args.modules(),
+        target_modules=_stated_targets(args.target_modules, config),
         base_model_name_or_path=stated_name(args.model or "demo"),
     )
     return args, adapter, SeededMatrices(args, config)
@@ -73,41 +69,48 @@ def _check_whole(directory: Path) -> None:
         )
 
 
-def _as_loaded(args: TrainingArguments, loaded: AdapterConfig, matrices: Matrices, source: str) -> TrainingArguments:
+def _stated_targets(target_modules: str, config: ModelConfig) -> tuple[str, ...] | str:
+    """target_modules as adapter_config.json has it: names, or a regular expression as it was given."""
+    chosen = targeted(target_modules, config)
+    return target_modules if target_names(target_modules) is None else shortest(chosen, config)
+
+
+def _as_loaded(
+    args: TrainingArguments, loaded: AdapterConfig, matrices: Matrices, source: str, config: ModelConfig
+) -> TrainingArguments:
     """The options with the adapter's own rank, alpha and targets, where they were left at their defaults."""
-    present = {module for _, module in matrices}
-    names = tuple(name for name in LINEAR_PATHS if name in present)
-    targets = "all-linear" if len(names) == len(LINEAR_PATHS) else ",".join(names)
+    kinds = {module.rpartition(".")[2] for module in matrices}
+    given_targets = targeted(args.target_modules, config)
+    same_targets = {module.rpartition(".")[2] for module in given_targets} == kinds
+    targets = ALL if set(matrices) == set(config.lora_modules) else ",".join(shortest(matrices, config))
     has: dict[str, Any] = {
         "lora_r": loaded.r,
         "lora_alpha": loaded.lora_alpha,
         "use_rslora": loaded.use_rslora,
-        "target_modules": targets,
+        "target_modules": args.target_modules if same_targets else targets,
     }
     default = TrainingArguments()
     for name, value in has.items():
         given = getattr(args, name)
-        same = set(args.modules()) == present if name == "target_modules" else given == value
-        if not same and given != getattr(default, name):
+        if given not in (value, getattr(default, name)):
             raise UserError(
                 f"{setting(name, given)} contradicts the adapter {source}, which has {value}: leave it out."
             )
     return replace(args, **has)
 
 
-class SeededMatrices(Mapping[Module, tuple[np.ndarray, np.ndarray]]):
+class SeededMatrices(Mapping[str, tuple[np.ndarray, np.ndarray]]):
     """The factors that a run without --init-adapter begins with. They are made when they are asked for, one module at a
     time, so that planning takes no memory for them."""
 
     def __init__(self, args: TrainingArguments, config: ModelConfig):
-        self._args, self._shapes = args, config.linear_shapes()
-        modules = ((layer, module) for layer in range(config.num_hidden_layers) for module in args.modules())
-        self._numbers = {key: number for number, key in enumerate(modules)}
+        self._args, self._shapes = args, config.lora_modules
+        self._numbers = {module: number for number, module in enumerate(targeted(args.target_modules, config))}
 
-    def __getitem__(self, key: Module) -> tuple[np.ndarray, np.ndarray]:
-        return initial_matrices(self._args.seed, self._numbers[key], self._shapes[key[1]], self._args.lora_r)
+    def __getitem__(self, module: str) -> tuple[np.ndarray, np.ndarray]:
+        return initial_matrices(self._args.seed, self._numbers[module], self._shapes[module], self._args.lora_r)
 
-    def __iter__(self) -> Iterator[Module]:
+    def __iter__(self) -> Iterator[str]:
         return iter(self._numbers)
 
     def __len__(self) -> int:
@@ -120,8 +123,3 @@ def initial_matrices(seed: int, number: int, shape: tuple[int, int], rank: int) 
     rng = np.random.Generator(np.random.Philox(key=[seed, number]))
     a = rng.uniform(-1, 1, (rank, size_in)) / np.sqrt(size_in)
     return a.astype(np.float32), np.zeros((out, rank), np.float32)
-
-
-def spec_of(adapter: AdapterConfig, matrices: Matrices) -> SlotSpec:
-    modules: list[Module] = list(matrices)
-    return SlotSpec.of(adapter, modules)

@@ -12,15 +12,15 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.tuner import Tuner, Watch, wanted
-from wgpu_lora.models.load import Progress
+from wgpu_lora.events import SILENT, Events
+from wgpu_lora.gpu.choices import Choices
+from wgpu_lora.gpu.tuner import Tuner, wanted
 from wgpu_lora.names.naming import setting
-from wgpu_lora.share import Notice, budget_bytes, claim
+from wgpu_lora.share import budget_bytes, claim
 from wgpu_lora.train.memory import Replan, check_memory, options_that_fit
 from wgpu_lora.train.records import PipelineRecord, RunRecord
 from wgpu_lora.train.session import Session
-from wgpu_lora.train.slot import AdapterRun, Measuring
-from wgpu_lora.train.trainer import Callback
+from wgpu_lora.train.slot import AdapterRun
 
 LOCK = ".lock"
 Record = TypeVar("Record", RunRecord, PipelineRecord)  # what it leaves
@@ -53,20 +53,8 @@ class Job(Generic[Record]):
         plan = self.session.memory()
         check_memory(plan.peak, plan.groups["base"], budget, args, self.replan)
 
-    def train(
-        self,
-        callback: Callback = lambda result: None,
-        progress: Progress = lambda name: None,
-        waiting: Notice = lambda place, holders, seconds: None,
-        tuning: Watch = lambda tuning: None,
-        measuring: Measuring = lambda run, rows, loss: None,
-    ) -> Record:
-        """Waits for the device's memory, loads the weights, trains and writes; returns the record of it.
-
-        Args:
-            waiting: called at each look of a run that queues for memory (--wait).
-            tuning: called while tilings are timed, which is before anything is loaded.
-            measuring: called while a held-out loss is measured, and when it is known.
+    def train(self, events: Events = SILENT) -> Record:
+        """Waits for the device's memory, times kernels, loads the weights, trains and writes; returns the record of it.
 
         Raises:
             UserError: anything that a person can mend, from a directory in use to a full disk.
@@ -79,15 +67,14 @@ class Job(Generic[Record]):
                 stack.enter_context(locked(directory))
             what = f"finetune {self.directories()[-1]}"
             seconds = args.wait_seconds()
-            stack.enter_context(claim(self.session.device, need, what, budget, seconds, waiting, self._beside))
+            stack.enter_context(claim(self.session.device, need, what, budget, seconds, events, self._beside))
             try:
                 for run in self.runs:
                     run.prepare_directory()
                 device = self.session.device
                 device.peak_allocated = device.allocated  # of this run, not of what this process did before
-                self._choose_tiles(tuning)
-                self.session.allocate(progress)
-                return self._train(callback, measuring)
+                self.session.allocate(events, self._choose_tilings(events))
+                return self._train(events)
             finally:
                 self.session.close()
 
@@ -101,18 +88,18 @@ class Job(Generic[Record]):
         args = self.run.args
         return Tuner(self.session.device) if wanted(args.tune) and not args.resume else None
 
-    def _choose_tiles(self, watch: Watch) -> None:
+    def _choose_tilings(self, events: Events) -> Choices:
         tuner = self.tuner()
-        tiles = tuner.tune(self.session.programs(), watch) if tuner else self.run.state.tiles
-        self.session.device.choices = tiles
+        choices = tuner.tune(self.session.programs(), events) if tuner else self.run.state.tiles
         for run in self.runs:
-            run.state.tiles = tiles
+            run.state.tiles = choices
+        return choices
 
-    def _train(self, callback: Callback, measuring: Measuring) -> Record:
+    def _train(self, events: Events) -> Record:
         try:
             for run in self.runs:
                 run.place(self.session)
-            return self.finish(callback, measuring)
+            return self.finish(events)
         except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
             reason = getattr(error, "strerror", None) or error
             where = getattr(error, "filename", None) or self.directories()[-1]
@@ -121,7 +108,7 @@ class Job(Generic[Record]):
                 f"mend that and continue with {setting('resume', True)}."
             ) from error
 
-    def finish(self, callback: Callback, measuring: Measuring) -> Record:
+    def finish(self, events: Events) -> Record:
         """Trains and writes."""
         raise NotImplementedError
 

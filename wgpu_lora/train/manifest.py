@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from wgpu_lora.atomic import file_digest
 from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import file_digest
 from wgpu_lora.strict_json import to_json
 
 MANIFEST = "manifest.json"

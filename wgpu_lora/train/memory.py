@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from psutil import virtual_memory
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.models.targets import targeted
 from wgpu_lora.names.naming import flag, setting, settings
 from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.weights.registry import DEFAULT_FORMAT, base_format
@@ -52,11 +53,10 @@ def check_memory(peak: int, base: int, budget: Budget, args: TrainingArguments, 
 def check_adapters(runs: Sequence[TrainingArguments], config: ModelConfig, budget: Budget) -> None:
     """Raises UserError where adapters of these ranks cannot be meant: before anything is built, planning included."""
     available = max(virtual_memory().total, budget.bytes or 0)  # the plan knows better what is too much by less
-    shapes = config.linear_shapes()
-    modules = {module for args in runs for module in args.modules()}
+    modules = {module for args in runs for module in targeted(args.target_modules, config)}
     # Parameters and gradients in float32, and the optimizer's state; all slots have the largest rank.
     each = 8 + max(sum(state.bytes_per_parameter for state in OPTIMIZERS[args.optim].state) for args in runs)
-    a_rank = math.ceil(each * len(runs) * config.num_hidden_layers * sum(sum(shapes[module]) for module in modules))
+    a_rank = math.ceil(each * len(runs) * sum(sum(config.lora_modules[module]) for module in modules))
     rank = max(args.lora_r for args in runs)
     if rank * a_rank > available:
         advice = f"lower it to at most {available // a_rank:,}" if available >= a_rank else "choose a smaller model"

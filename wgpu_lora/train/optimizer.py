@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from wgpu_lora.formats.peft import Matrices
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.struct import struct_array, struct_words
 from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, persistent
-from wgpu_lora.models.lora import AdapterSet, Matrices
+from wgpu_lora.models.lora import AdapterSet, Factor
 from wgpu_lora.ops.optimizer import BLOCK, Clip, gradient_norm, square_sums, update_gate
 from wgpu_lora.registry import with_options
 from wgpu_lora.train.arguments import TrainingArguments
@@ -140,12 +141,12 @@ class Optimizer:
         found: Arrays = {}
         for state, pages in self.state.items():
             if state.by_parameter:
-                for (layer, module), pair in self.adapters.read(device, slot, pages).items():
-                    found |= {f"{layer}.{module}.{which}.{state.name}": m for which, m in zip("AB", pair, strict=True)}
+                for module, pair in self.adapters.read(device, slot, pages).items():
+                    found |= {f"{module}.{which}.{state.name}": m for which, m in zip("AB", pair, strict=True)}
                 continue
             host = [device.read(page.storage.buffer).view(NUMPY[state.dtype]) for page in pages]
-            for name, page, first, blocks in self._spans(state, slot):
-                values = host[page][first * state.values : (first + blocks) * state.values]
+            for name, factor, first, blocks in self._spans(state, slot):
+                values = host[factor.page][first * state.values : (first + blocks) * state.values]
                 found[name] = values.reshape(blocks, state.values).copy()
         return found
 
@@ -157,9 +158,9 @@ class Optimizer:
             for name, _, _, blocks in self._spans(state, slot):
                 shapes[name] = state, (blocks, state.values)
             if state.by_parameter:
-                for (layer, module), pair in matrices.items():
-                    shapes[f"{layer}.{module}.A.{state.name}"] = state, (rank, pair[0].shape[1])
-                    shapes[f"{layer}.{module}.B.{state.name}"] = state, (pair[1].shape[0], rank)
+                for module, pair in matrices.items():
+                    shapes[f"{module}.A.{state.name}"] = state, (rank, pair[0].shape[1])
+                    shapes[f"{module}.B.{state.name}"] = state, (pair[1].shape[0], rank)
         if set(stored) != set(shapes):
             return "it holds another optimizer's state than the run has"
         for name, (state, shape) in shapes.items():
@@ -172,22 +173,20 @@ class Optimizer:
     def write_state(self, device: Device, slot: int, stored: Mapping[str, np.ndarray]) -> None:
         """Puts a slot's state, as `read_state` gave it, on the device; what `stored` does not have becomes zero."""
         for state, pages in self.state.items():
-            for name, page, first, blocks in self._spans(state, slot):
+            for name, factor, first, blocks in self._spans(state, slot):
                 values = stored.get(name)
                 if state.by_parameter and values is not None:
-                    layer, module, which, _ = name.split(".")
-                    factor = self.adapters.factors[int(layer), module, which]
                     padded = np.zeros(factor.shape, np.float32)
                     padded[: values.shape[0], : values.shape[1]] = values
                     values = padded
                 if values is None:
                     values = np.zeros(blocks * state.values, NUMPY[state.dtype])
-                device.write(pages[page].storage.buffer, values, first * state.block_bytes)
+                device.write(pages[factor.page].storage.buffer, values, first * state.block_bytes)
 
-    def _spans(self, state: State, slot: int) -> Iterator[tuple[str, int, int, int]]:
-        """(name, page, first block, blocks) of each of a slot's matrices."""
-        for layer, module in self.adapters.modules(slot):
+    def _spans(self, state: State, slot: int) -> Iterator[tuple[str, Factor, int, int]]:
+        """(name, place, first block, blocks) of each of a slot's matrices."""
+        for module in self.adapters.modules(slot):
             for which in "AB":
-                factor = self.adapters.factors[layer, module, which]
+                factor = self.adapters.factors[module, which]
                 first, blocks = factor.offset // BLOCK, factor.stride // BLOCK
-                yield f"{layer}.{module}.{which}.{state.name}", factor.page, first + slot * blocks, blocks
+                yield f"{module}.{which}.{state.name}", factor, first + slot * blocks, blocks

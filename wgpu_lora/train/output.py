@@ -8,9 +8,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.atomic import file_digest, write_bytes_atomic
 from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import file_digest, write_bytes_atomic
 from wgpu_lora.gpu.adapters import native_version
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.strict_json import to_json
@@ -71,7 +71,14 @@ def environment(device: Device) -> Environment:
     return Environment(
         {"python": platform.python_version(), "wgpu-native": native_version(), **versions},
         platform.platform(),
-        UsedDevice(info.name, info.driver, info.backend, info.kind, device.subgroup_size, device.options.checked),
+        UsedDevice(
+            info.name,
+            info.driver,
+            info.backend,
+            info.kind,
+            device.capabilities.subgroup_size,
+            device.options.checked,
+        ),
         sys.argv,
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import Events
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.share import budget_bytes
@@ -25,10 +26,10 @@ from wgpu_lora.train.pipeline_state import PipelineState, difference, home_of, r
 from wgpu_lora.train.policy import POLICIES, make_policy
 from wgpu_lora.train.records import PipelineRecord
 from wgpu_lora.train.resume import refuse_used
-from wgpu_lora.train.slot import AdapterRun, Measuring
+from wgpu_lora.train.slot import AdapterRun
 from wgpu_lora.train.state import STATE
 from wgpu_lora.train.tasks import AdapterTask, check_apart, named_apart, request_of
-from wgpu_lora.train.trainer import Callback, Trainer
+from wgpu_lora.train.trainer import Trainer
 
 SCHEDULES = tuple(POLICIES)
 BATCH_TOKENS = 1024  # of a shared batch, where one adapter's own is not larger: enough for a GPU's tiles
@@ -50,10 +51,10 @@ class PipelineJob(Job[PipelineRecord]):
     def directories(self) -> list[Path]:
         return apart([*super().directories(), self.home])
 
-    def finish(self, callback: Callback, measuring: Measuring) -> PipelineRecord:
+    def finish(self, events: Events) -> PipelineRecord:
         policy = make_policy(self.schedule, self.state.policy or None)
         keeper = PipelineKeeper(self.home, self.run.args.save_steps, self.state)
-        trainer = Trainer(self.session, self.runs, callback, measuring, policy, keeper, self.state.step)
+        trainer = Trainer(self.session, self.runs, keeper, events, policy, self.state.step)
         trainer.end(self.state.ended)
         trainer.train()
         return write_pipeline(self.home, trainer, self.args, self.schedule, self.batch_tokens)
@@ -101,7 +102,7 @@ def prepare_pipeline(
         for slot, (task, one, resumed) in enumerate(zip(tasks, per_task, starts, strict=True))
     ]
     if schedule == "priority-val-loss":
-        blind = [run.name for run in runs if not run.heldout]
+        blind = [run.adapter_name for run in runs if not run.heldout]
         if blind:
             raise UserError(
                 f"{setting('schedule', schedule)} needs held-out data, but adapter '{blind[0]}' has none: give it "
@@ -116,10 +117,10 @@ def prepare_pipeline(
             f"with: {difference(state.identity, identity)}."
         )
     for run in runs:  # one that had finished goes on where it is to go further now
-        if state.ended.get(run.name) in FINISHED and state.steps[run.name] < run.stream.total_steps():
-            del state.ended[run.name]
-        elif state.ended.get(run.name, FINISHED[0]) not in FINISHED:
-            failed = f"resumed: {OUTCOMES[state.ended[run.name]]} already, and stays as it is"
+        if state.ended.get(run.adapter_name) in FINISHED and state.steps[run.adapter_name] < run.stream.total_steps():
+            del state.ended[run.adapter_name]
+        elif state.ended.get(run.adapter_name, FINISHED[0]) not in FINISHED:
+            failed = f"resumed: {OUTCOMES[state.ended[run.adapter_name]]} already, and stays as it is"
             run.notes = (*(note for note in run.notes if not note.startswith("resumed: ")), failed)
     try:
         make_policy(schedule, state.policy)

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from wgpu_lora.atomic import replace_directory
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import replace_directory
 from wgpu_lora.train import checkpoint, output
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.checkpoint import LAST, NEXT
@@ -57,21 +57,25 @@ class PipelineKeeper:
     def due(self, trainer: Trainer) -> bool:
         return bool(self.save_steps) and trainer.step % self.save_steps == 0
 
+    def epoch_done(self, run: AdapterRun, number: int, trainer: Trainer) -> None:
+        run.save_epoch(trainer.session, number)
+
     def save(self, trainer: Trainer) -> None:
         state = replace(
             self.state,
             step=trainer.step,
             policy=policy_state(trainer.policy),
-            steps={run.name: run.state.step for run in trainer.runs},
-            ended={p.run.name: p.ended for p in trainer.all if p.ended and p.ended not in RESUMABLE},
+            steps={run.adapter_name: run.state.step for run in trainer.runs},
+            ended={p.run.adapter_name: p.ended for p in trainer.all if p.ended and p.ended not in RESUMABLE},
         )
-        moved = [run for run in trainer.runs if self.state.steps.get(run.name) != run.state.step]
+        moved = [run for run in trainer.runs if self.state.steps.get(run.adapter_name) != run.state.step]
         for run in moved:
             run.write_checkpoint(trainer.session, run.directory / NEXT)
         write_pipeline_state(self.directory, state)
         link_members(self.directory, (run.directory for run in trainer.runs))
         for run in moved:
             replace_directory(run.directory / NEXT, run.directory / LAST)
+            trainer.events.saved(run.directory / LAST, run.state.step, run.adapter_name)
         self.state = state
 
 
@@ -98,7 +102,7 @@ def _adapter_record(run: AdapterRun, record: RunRecord) -> AdapterRecord:
     state = record.state
     return AdapterRecord(
         slot=run.slot,
-        name=run.name,
+        name=run.adapter_name,
         data=record.data,
         checkpoint=str(run.directory),
         stop_reason=record.stop_reason,

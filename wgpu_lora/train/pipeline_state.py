@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bounded import is_name, read_json
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import write_bytes_atomic
 from wgpu_lora.names.naming import flag
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.schema import SCHEMA, NewerSchemaError, schema_of

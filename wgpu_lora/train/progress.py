@@ -4,42 +4,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from wgpu_lora.events import Events, StepResult
 from wgpu_lora.train.objectives.base import Group
 from wgpu_lora.train.optimizer import SlotUpdate, StepReport
 from wgpu_lora.train.session import Session
-from wgpu_lora.train.slot import AdapterRun, Measuring
+from wgpu_lora.train.slot import AdapterRun
 from wgpu_lora.train.stream import Step
 
 CALIBRATION_STEPS = 3  # timed after one that pays for compilation
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a callback sees of a slot's step.
-
-    adapter: its name in a pipeline, "" for a run by itself. tokens: trained so far; step_tokens: in this step;
-    step_processed_tokens: that went through the model in this step, prompts included. metrics: the objective's.
-    seconds: of the step alone, held-out loss excluded; where slots share a step, this one's part of it by tokens.
-    """
-
-    step: int
-    total_steps: int
-    epoch: float
-    loss: float
-    learning_rate: float
-    grad_norm: float
-    tokens: int
-    seconds: float
-    eval_loss: float | None
-    adapter: str = ""
-    slot: int = 0
-    step_tokens: int = 0
-    step_processed_tokens: int = 0
-    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -129,18 +105,18 @@ class Progress:
         timing = state.calibrated and self.run.args.target_seconds and not state.heldout_seconds and self.run.heldout
         return last or bool(timing) or (state.step % every == 0 if every else self.epoch_done is not None)
 
-    def measure_start(self, watch: Measuring) -> None:
+    def measure_start(self, events: Events) -> None:
         """The held-out loss before the first step, which has a line of the log to itself."""
         begin = time.perf_counter()
-        found = self.run.measure_heldout(self.session, watch)
+        found = self.run.measure_heldout(self.session, events)
         state = self.run.state
         state.seconds += time.perf_counter() - begin
         if found:
             self.run.log.write({"step": 0, "epoch": 0.0, **found, "seconds": round(state.seconds, 4)})
 
-    def measure_heldout(self, watch: Measuring) -> None:
+    def measure_heldout(self, events: Events) -> None:
         begin = time.perf_counter()
-        found = self.run.measure_heldout(self.session, watch)
+        found = self.run.measure_heldout(self.session, events)
         state = self.run.state
         taken = time.perf_counter() - begin
         state.seconds += taken
@@ -198,12 +174,12 @@ class Progress:
         if self.run.state.pending:
             self._write(self._last_line)
 
-    def close(self, watch: Measuring) -> None:
+    def close(self, events: Events) -> None:
         """The last log line and held-out loss of a run whose last step was not known to be the last."""
         if not self._last_line or "eval_loss" in self._last_line:
             return
         self._line = self._last_line
-        self.measure_heldout(watch)
+        self.measure_heldout(events)
         self._last_line = self._line
         self.write_pending()
 

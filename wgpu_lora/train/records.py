@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.atomic import write_bytes_atomic
-from wgpu_lora.strict_json import to_json
+from wgpu_lora.strict_json import to_json, typed
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.ending import OUTCOMES
-from wgpu_lora.train.schema import SCHEMA, schema_of, typed
+from wgpu_lora.train.schema import SCHEMA, schema_of
 from wgpu_lora.train.state import RunState
 
 RUN, PIPELINE = "run.json", "pipeline.json"

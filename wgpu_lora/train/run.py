@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.data import Prepared
-from wgpu_lora.formats.peft import AdapterConfig
-from wgpu_lora.models.lora import Matrices, SlotSpec
+from wgpu_lora.formats.peft import AdapterConfig, Matrices
+from wgpu_lora.models.lora import SlotSpec
 from wgpu_lora.train.arguments import FREE_ON_RESUME, TrainingArguments
 from wgpu_lora.train.output import Log
 from wgpu_lora.train.state import RunState
@@ -21,7 +21,7 @@ LOGGING_STEPS, SHORT = 10, 100  # a run of no more steps than SHORT logs every o
 class Run:
     """Slot `slot` of a session. A fine-tune by itself is a pipeline of one.
 
-    name: what a pipeline calls it; "" by itself, and then checkpoints are kept by step, not by epoch.
+    name: what a pipeline calls it; None by itself.
     notes: what was chosen for it, and how it goes on, for a person.
     """
 
@@ -34,12 +34,18 @@ class Run:
     heldout: Prepared | None
     base_digest: str
     config_digest: str
-    name: str = ""
+    name: str | None = None
     notes: tuple[str, ...] = ()
     state: RunState = field(default_factory=RunState)
     resumed_from: Path | None = None
     weights_sha256: str | None = None  # of the base, once it is loaded
     log: Log = field(init=False, repr=False, compare=False)  # from when it begins
+
+    @property
+    def adapter_name(self) -> str:
+        """The name of an adapter of a pipeline."""
+        assert self.name is not None, "a run by itself has no name"
+        return self.name
 
     @property
     def directory(self) -> Path:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wgpu_lora.data import write_skipped
+from wgpu_lora.data.tokenizer_files import write_tokenizer
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import SILENT, Evaluating, Events
 from wgpu_lora.formats.peft import read_adapter, write_adapter
-from wgpu_lora.formats.tokenizer_files import write_tokenizer
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.train import checkpoint, output
 from wgpu_lora.train.arguments import PLAN, TrainingArguments
@@ -28,9 +28,6 @@ from wgpu_lora.train.schedule import learning_rate, warmup_steps
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.state import RunState
 from wgpu_lora.train.stream import DataStream
-
-# Called while a held-out loss is measured: the run, rows that are done, and the loss once it is known.
-Measuring = Callable[["AdapterRun", int, float | None], None]
 
 
 @dataclass
@@ -134,12 +131,13 @@ class AdapterRun(Run):
         rises = args.lr_scheduler_type != "constant"
         return warmup_steps(total, args.warmup_ratio, args.warmup_steps) if rises else 0
 
-    def save(self, session: Session) -> None:
+    def save(self, session: Session, events: Events = SILENT) -> None:
         """Keeps a checkpoint of this step, and the newest --save-total-limit of those before."""
         steps = self.directory / checkpoint.STEPS
         final = steps / f"step-{self.state.step}"
         if not final.is_dir():  # else saved, or resumed from, at this very step
             self.write_checkpoint(session, final)
+            events.saved(final, self.state.step, None)
         checkpoint.remove_old(steps, self.args.save_total_limit)
 
     def save_epoch(self, session: Session, number: int) -> None:
@@ -179,7 +177,7 @@ class AdapterRun(Run):
         matrices = session.adapters.read(session.device, self.slot)
         write_adapter(directory, adapter_tensors(matrices, self.adapter), self.adapter)
 
-    def measure_heldout(self, session: Session, watch: Measuring) -> dict[str, float]:
+    def measure_heldout(self, session: Session, events: Events) -> dict[str, float]:
         """The held-out `eval_loss` and metrics, {} where they are not finite; a new best one is kept in best/.
 
         Before the first step it is only what later ones are compared with.
@@ -187,7 +185,8 @@ class AdapterRun(Run):
         if not self.heldout or not session.heldout:
             return {}
         stream = DataStream(self.heldout, self.args)
-        found = heldout_loss(session, stream, self.slot, lambda rows: watch(self, rows, None))
+        at = Evaluating(0, len(self.heldout.rows), step=self.state.step, adapter=self.name)
+        found = heldout_loss(session, stream, self.slot, lambda rows: events.evaluating(replace(at, rows=rows)))
         loss = found["loss"]
         if not all(map(math.isfinite, found.values())):
             return {}
@@ -198,7 +197,8 @@ class AdapterRun(Run):
         elif state.best_eval_loss is None or loss < state.best_eval_loss:
             state.best_eval_loss, state.best_step = loss, state.step
             self.write_checkpoint(session, self.directory / BEST)
-        watch(self, len(self.heldout.rows), loss)
+            events.saved(self.directory / BEST, state.step, at.adapter)
+        events.evaluating(replace(at, rows=at.total, loss=loss))
         return {f"eval_{name}": value for name, value in found.items()}
 
     # -- end -------------------------------------------------------------------------------------------------------

@@ -5,21 +5,20 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from wgpu_lora.data import pack
+from wgpu_lora.events import Evaluating, Events, Passing
 from wgpu_lora.signals import handled
 from wgpu_lora.train.objectives.base import Group
 from wgpu_lora.train.policy import Policy, Standing, Synchronized
-from wgpu_lora.train.progress import Progress, StepResult
+from wgpu_lora.train.progress import Progress
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.session import Session
-from wgpu_lora.train.slot import AdapterRun, Measuring
-
-Callback = Callable[[StepResult], bool | None]  # what is True ends the run after this step
+from wgpu_lora.train.slot import AdapterRun
 
 
 class _Interrupted(Exception):
@@ -33,6 +32,11 @@ class Keeper(Protocol):
 
     def due(self, trainer: Trainer) -> bool:
         """Whether to save after this step."""
+        ...
+
+    def epoch_done(self, run: AdapterRun, number: int, trainer: Trainer) -> None:
+        """A run has taken the last step of an epoch, by its number from 1."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -43,11 +47,14 @@ class StepKeeper:
 
     def save(self, trainer: Trainer) -> None:
         if self.run.state.step or trainer.interrupted:
-            self.run.save(trainer.session)
+            self.run.save(trainer.session, trainer.events)
 
     def due(self, trainer: Trainer) -> bool:
         state, every = self.run.state, self.run.args.save_steps
         return bool(every) and state.step % every == 0 and state.step < state.total_steps
+
+    def epoch_done(self, run: AdapterRun, number: int, trainer: Trainer) -> None:
+        """Nothing: checkpoints are kept by step."""
 
 
 @dataclass
@@ -62,19 +69,17 @@ class Trainer:
 
     session: Session
     runs: Sequence[AdapterRun]
-    callback: Callback = lambda result: None
-    measuring: Measuring = lambda run, rows, loss: None
+    keeper: Keeper
+    events: Events = field(default_factory=Events)
     policy: Policy = field(default_factory=Synchronized)
-    keeper: Keeper | None = None
     step: int = 0
     signal: str | None = None
     records: dict[int, RunRecord] = field(default_factory=dict)
     _stop: threading.Event = field(default_factory=threading.Event)
-    _asked: bool = False  # whether it was the callback that stopped it
+    _asked: bool = False  # whether it was `events.step` that stopped it
 
     def __post_init__(self) -> None:
         self.all = [Progress(run, self.session, self.policy.eval_steps) for run in self.runs]
-        self.keeper = self.keeper or StepKeeper(self.runs[0])
 
     def train(self) -> dict[int, RunRecord]:
         """Runs to the end and writes everything; returns `records`.
@@ -94,7 +99,7 @@ class Trainer:
     def end(self, reasons: Mapping[str, str]) -> None:
         """Ends slots, by name, that had ended before this run was interrupted."""
         for progress in self.all:
-            reason = reasons.get(progress.run.name)
+            reason = reasons.get(progress.run.adapter_name)
             if reason:
                 progress.ended = reason
                 self.records[progress.run.slot] = progress.run.finish(self.session, reason)
@@ -102,18 +107,13 @@ class Trainer:
     def _measure_start(self) -> None:
         """The held-out losses that later ones are compared with, by people and by policies."""
 
-        def watch(run: AdapterRun, rows: int, loss: float | None) -> None:
-            if self.interrupted and loss is None:
-                raise _Interrupted
-            self.measuring(run, rows, loss)
-
         for progress in self.all:
             run, state = progress.run, progress.run.state
             wanted = run.args.eval_on_start or self.policy.eval_steps
             new = run.heldout and not state.step and state.first_eval_loss is None and not progress.ended
             if wanted and new:
                 with suppress(_Interrupted):  # nothing is lost: it is measured when the run is resumed
-                    progress.measure_start(watch)
+                    progress.measure_start(_Interruptible(self))
 
     def _live(self) -> list[Progress]:
         """Those that have work left; the others are ended, if they are not yet."""
@@ -145,7 +145,6 @@ class Trainer:
             if reasons[progress.run.slot] == "non-finite" and not self._sound(progress):
                 progress.run.fall_back(self.session)
         self._retire(reasons)
-        assert self.keeper is not None
         if self.keeper.due(self):
             self.keeper.save(self)
 
@@ -173,12 +172,12 @@ class Trainer:
 
     def _after(self, progress: Progress) -> None:
         if progress.heldout_due():
-            progress.measure_heldout(self.measuring)
-        if self.callback(progress.logged()) is True:
+            progress.measure_heldout(self.events)
+        if self.events.step(progress.logged()) is True:
             self._asked = True
             self._stop.set()
-        if progress.run.name and progress.epoch_done:
-            progress.run.save_epoch(self.session, progress.epoch_done)
+        if progress.epoch_done:
+            self.keeper.epoch_done(progress.run, progress.epoch_done, self)
 
     def _retire(self, reasons: dict[int, str]) -> None:
         """Ends slots: saves, then writes what they leave behind."""
@@ -188,8 +187,7 @@ class Trainer:
         for progress in ending:
             progress.ended = reasons[progress.run.slot]
             if progress.ended == "target seconds":
-                progress.close(self.measuring)
-        assert self.keeper is not None
+                progress.close(self.events)
         self.keeper.save(self)
         for progress in ending:
             assert progress.ended
@@ -198,7 +196,7 @@ class Trainer:
 
     @property
     def interrupted(self) -> bool:
-        """Whether something else than the callback asked for an end."""
+        """Whether something else than `events.step` asked for an end."""
         return self._stop.is_set() and not self._asked
 
     def stop(self, signal_name: str | None = None) -> None:
@@ -213,3 +211,16 @@ class Trainer:
             return
         with handled(lambda number: self.stop(signal.Signals(number).name)):
             yield
+
+
+class _Interruptible(Passing):
+    """Leaves the measuring of a held-out loss as soon as a run is interrupted."""
+
+    def __init__(self, trainer: Trainer):
+        super().__init__(trainer.events)
+        self._trainer = trainer
+
+    def evaluating(self, evaluating: Evaluating) -> None:
+        if self._trainer.interrupted and evaluating.loss is None:
+            raise _Interrupted
+        super().evaluating(evaluating)

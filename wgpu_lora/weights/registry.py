@@ -34,16 +34,17 @@ def base_format(name: str) -> BaseFormat:
     return found
 
 
-def declare(base_dtype: str, shape: tuple[int, int], name: str, shared: Shared, stored: MatrixSource | None) -> Weight:
+def declare(
+    base_dtype: str, shape: tuple[int, int], tensor: str, shared: Shared, stored: MatrixSource | None
+) -> Weight:
     """A frozen matrix [out, in] of a model, allocated and filled later.
 
     Args:
         base_dtype: the format that it is kept in, where `stored` is None.
-        name: of the matrix in the model, without the `model.` in front and the `.weight` behind.
+        tensor: the checkpoint's name of the matrix.
         stored: a checkpoint with matrices in some base format already, which are kept as they are stored.
     """
     if stored is None:
-        return base_format(base_dtype).declare(shape, name, shared)
-    tensor = f"model.{name}.weight"
+        return base_format(base_dtype).declare(shape, tensor, shared)
     packed = stored.packed(tensor)
-    return base_format(packed.format if packed else stored.dtype(tensor).lower()).declare(shape, name, shared, packed)
+    return base_format(packed.format if packed else stored.dtype(tensor).lower()).declare(shape, tensor, shared, packed)

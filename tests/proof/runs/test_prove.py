@@ -21,7 +21,7 @@ from support.cli import QWEN2, ROWS, write_rows
 
 from wgpu_lora.assets import DEMO_HELDOUT
 from wgpu_lora.formats.peft import tensor_name, write_adapter
-from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.architectures import load_config
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.initial import adapter_of
 
@@ -152,11 +152,9 @@ def test_a_learning_rate_of_zero_fails(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_poisoned_adapter_fails(tmp_path: Path) -> None:
-    config = ModelConfig.load(Path(QWEN2))
+    config = load_config(Path(QWEN2))
     _, adapter, initial = adapter_of(TrainingArguments(lora_r=4), config)
-    tensors = {
-        tensor_name(*key, which): m for key, pair in initial.items() for which, m in zip("AB", pair, strict=True)
-    }
+    tensors = {tensor_name(key, which): m for key, pair in initial.items() for which, m in zip("AB", pair, strict=True)}
     next(iter(tensors.values()))[0, 0] = np.nan
     write_adapter(tmp_path / "poisoned", tensors, adapter)
     path = recipe(tmp_path, init_adapter=str(tmp_path / "poisoned"))
@@ -247,7 +245,7 @@ def test_an_interrupt_ends_the_children_and_leaves_their_logs(tmp_path: Path) ->
     assert process.returncode == 130
     assert f"{out}/logs/" in said
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
-    assert (out / "logs" / "finetune.log").stat().st_size
+    assert (out / "logs" / "finetune.jsonl").stat().st_size
     assert not (out / "cache").exists()
 
 

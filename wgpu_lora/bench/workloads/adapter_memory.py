@@ -10,13 +10,15 @@ from wgpu_lora.bench.check import Checked
 from wgpu_lora.bench.stats import Timings
 from wgpu_lora.bench.step import largest
 from wgpu_lora.bench.workload import Context, Extra, Workload
-from wgpu_lora.bench.workloads.adapters import ALL, FEW, MANY, check_update, make_up, new_bytes, slot_session
+from wgpu_lora.bench.workloads.adapters import FEW, MANY, check_update, make_up, new_bytes, slot_session
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.timer import Timer
+from wgpu_lora.models.targets import ALL
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.session import Session
 
-QV = ("q_proj", "v_proj")
+QV = "q_proj,v_proj"
 
 
 def multi_adapter_memory(context: Context) -> Iterator[Workload]:
@@ -33,7 +35,7 @@ def base_reads(session: Session) -> int:
 def planned_figures(context: Context) -> Extra:
     """What the plan says of one, three and eight adapters at equal tokens a step.
 
-    memory_ratio is of three to one on q and v, all_ratio the same on all seven projections. A growth is the largest of
+    memory_ratio is of three to one on q and v, all_ratio the same on all linear layers. A growth is the largest of
     the three figures over the smallest, at the worse of both targets.
     """
     found: Extra = {}
@@ -90,13 +92,13 @@ class MultiAdapterMemory:
     def programs(self) -> list[Program]:
         return [self._few.optimizer.program]
 
-    def open(self) -> None:
+    def open(self, choices: Choices = NO_CHOICES) -> None:
         """Allocates all that one adapter takes, gives it back but for the base, then all that three take."""
         device, base = self._cut.device, self._cut.model.decoder.storages()
         self._timer = Timer(device)
         others = device.allocated - sum(storage.nbytes for storage in base if storage.buffer is not None)
         for session in self._sessions:
-            session.allocate()
+            session.allocate(choices=choices)
             self._allocated.append(device.allocated - others)
             if session is not self._few:
                 session.close()

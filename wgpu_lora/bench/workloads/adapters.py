@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -13,27 +13,27 @@ from wgpu_lora.bench.stats import Timings
 from wgpu_lora.bench.step import LEARNING_RATE, SCALING
 from wgpu_lora.bench.workload import Context, Extra, Workload
 from wgpu_lora.bench.workloads.training import EARLY, state_fill
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.program import Program, missing_bytes
-from wgpu_lora.models.config import LINEAR_PATHS
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
+from wgpu_lora.models.targets import ALL, targeted
 from wgpu_lora.train.objectives.base import Group
 from wgpu_lora.train.optimizer import SlotUpdate
 from wgpu_lora.train.session import Session
 
 FEW, MANY = 3, 8  # adapters
 ROW = 64  # tokens of a row of data, and of the whole step of an adapter that has only short batches
-ALL = tuple(LINEAR_PATHS)
 
 
 def multi_adapter_step(context: Context) -> Iterator[Workload]:
     yield MultiAdapterStep(context)
 
 
-def slot_session(context: Context, slots: int, modules: Collection[str], buckets: Sequence[int]) -> Session:
-    """Of `slots` adapters of the run's rank on these projections of every layer; nothing is allocated."""
+def slot_session(context: Context, slots: int, target_modules: str, buckets: Sequence[int]) -> Session:
+    """Of `slots` adapters of the run's rank on these modules; nothing is allocated."""
     config = context.config
-    spec = SlotSpec(context.rank, {(i, m): SCALING for i in range(config.num_hidden_layers) for m in modules})
+    spec = SlotSpec(context.rank, dict.fromkeys(targeted(target_modules, config), SCALING))
     adapters = AdapterSet.declare(config, [spec] * slots, context.device.max_binding)
     return Session(context.model, adapters, list(buckets), positions=buckets[-1], compute_dtype=context.compute_dtype)
 
@@ -109,7 +109,7 @@ class SlotStep:
 
 
 class MultiAdapterStep:
-    """Steps of one, three and eight adapters on all seven projections of every layer, by turns in one run.
+    """Steps of one, three and eight adapters on all linear layers, by turns in one run.
 
     Adapters trained one after another take steps of one slot; each one's steps are alike, so that one such step tells
     the tokens a second of all three. Together, a step of as many tokens has rows of every slot and updates every
@@ -149,9 +149,9 @@ class MultiAdapterStep:
     def programs(self) -> list[Program]:
         return [program for session in self._sessions.values() for program in session.programs()]
 
-    def open(self) -> None:
+    def open(self, choices: Choices = NO_CHOICES) -> None:
         for session in self._sessions.values():
-            session.allocate()
+            session.allocate(choices=choices)
 
     def check(self, rng: np.random.Generator) -> Checked:
         found = Checked()

@@ -8,9 +8,14 @@ import numpy as np
 
 from wgpu_lora.bench.recording import KeptProgram, Recording, fixed
 from wgpu_lora.bench.workload import Context, ProgramWorkload, Workload
+from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor
-from wgpu_lora.models.inputs import rope_table
+from wgpu_lora.models.blocks.attention import KeyRanges
+from wgpu_lora.models.blocks.transformer import Transformer
+from wgpu_lora.models.config import MATRIX, module_of
+from wgpu_lora.models.rope import RopeTable
+from wgpu_lora.models.rows import Rows
 from wgpu_lora.ops.attention import attention
 from wgpu_lora.ops.elementwise import swiglu
 from wgpu_lora.ops.linear import Linear, LoraSlots, linear
@@ -64,11 +69,11 @@ def attention_backward(context: Context) -> Iterator[Workload]:
 
 def norms(context: Context) -> Iterator[Workload]:
     """Both norms of a layer and, where the model has them, those of the heads; forward and backward."""
-    config, tokens = context.config, context.tokens
+    config, tokens = _transformer(context), context.tokens
     recording = _there_and_back(context)
     shapes: list[tuple[int, ...]] = [(tokens, config.hidden_size)] * 2
     if config.qk_norm:
-        shapes += [(tokens, heads, config.head_dim) for heads in _heads(context)]
+        shapes += [(tokens, heads, config.head_dim) for heads in _heads(config)]
     weights = {size: recording.input((size,), name=f"weight {size}") for size in {shape[-1] for shape in shapes}}
     ys = [rmsnorm(recording.rec, recording.tracked(s), weights[s[-1]], config.rms_norm_eps) for s in shapes]
     yield _both_ways(recording, ys)
@@ -76,19 +81,19 @@ def norms(context: Context) -> Iterator[Workload]:
 
 def rotary(context: Context) -> Iterator[Workload]:
     """Of a layer's queries and keys, forward and backward."""
-    config, tokens = context.config, context.tokens
+    config, tokens = _transformer(context), context.tokens
     recording = _there_and_back(context)
     positions = recording.input((tokens,), fixed(np.arange(tokens)), "u32", "positions")
-    table = rope_table(config, tokens)
+    table = RopeTable.of(config).values(tokens)
     angles = recording.input(table.shape, fixed(table), name="rope table")
-    xs = [recording.tracked((tokens, heads, config.head_dim)) for heads in _heads(context)]
+    xs = [recording.tracked((tokens, heads, config.head_dim)) for heads in _heads(config)]
     yield _both_ways(recording, [rope(recording.rec, x, positions, angles, config.head_dim) for x in xs])
 
 
 def gated(context: Context) -> Iterator[Workload]:
     """SwiGLU of a layer, forward and backward."""
     recording = _there_and_back(context)
-    shape = (context.tokens, context.config.intermediate_size)
+    shape = (context.tokens, _transformer(context).intermediate_size)
     yield _both_ways(recording, [swiglu(recording.rec, recording.tracked(shape), recording.tracked(shape))])
 
 
@@ -96,17 +101,17 @@ def gated(context: Context) -> Iterator[Workload]:
 
 
 def _linears(context: Context, recording: Recording, dtype: str, adapters: bool) -> list[Tensor]:
-    """All seven linears of a layer, as they share their inputs; their outputs."""
-    config, tokens = context.config, context.tokens
-    shapes = config.linear_shapes()
+    """All linears of a layer, as they share their inputs; their outputs."""
+    tokens, parameters = context.tokens, _transformer(context).layer(0)
+    matrices = {module_of(name): item.shape for name, item in parameters.items() if item.kind == MATRIX}
     xs: dict[str, Tensor] = {}
     ranges = recording.input((1, 2), fixed(np.array([0, tokens])), "u32", "ranges") if adapters else None
     ys = []
-    for number, (module, (out, size_in)) in enumerate(shapes.items()):
-        reads = READS.get(module, "inner")
+    for number, (module, (out, size_in)) in enumerate(matrices.items()):
+        reads = READS.get(module.rpartition(".")[2], "inner")
         x = xs.get(reads) or recording.tracked((tokens, size_in), reads)
         xs[reads] = x
-        bias = recording.input((out,), name=f"{module}.bias") if config.has_bias(module) else None
+        bias = recording.input((out,), name=f"{module}.bias") if f"{module}.bias" in parameters else None
         layer = Linear(recording.weight((out, size_in), dtype, module), bias)
         lora = _adapter(recording, context.rank, out, size_in, ranges, number) if ranges else None
         ys.append(linear(recording.rec, x, layer, lora))
@@ -130,20 +135,26 @@ def _thin_and_frozen(recording: Recording, whole: Program) -> tuple[Program, Pro
 
 def _attention(context: Context, recording: Recording) -> tuple[Tensor, int]:
     """Causal attention over one row of all tokens; its output, and how many pairs of query and key it sees."""
-    config, tokens = context.config, context.tokens
-    row, window = np.arange(tokens), config.sliding_windows[0] or tokens
-    first, last = np.maximum(0, row - window + 1), np.minimum(tokens, row + window)
-    bounds = np.stack([first, row + 1, last, 0 * row], axis=1)
+    config, tokens = _transformer(context), context.tokens
+    row = np.arange(tokens)
+    bounds = KeyRanges(config.sliding_windows[0]).values(Rows(row, 0 * row, row, 0 * row, 0 * row + tokens))
     ranges = recording.input((tokens, 4), fixed(bounds), "u32", "ranges")
-    heads, kv_heads = _heads(context)
+    heads, kv_heads = _heads(config)
     q = recording.tracked((tokens, heads, config.head_dim), "q")
     k, v = (recording.tracked((tokens, kv_heads, config.head_dim), name) for name in "kv")
     y = attention(recording.rec, q, k, v, ranges, kv_heads, config.head_dim**-0.5)
-    return y, int((row + 1 - first).sum())
+    return y, int((bounds[:, 1] - bounds[:, 0]).sum())
 
 
-def _heads(context: Context) -> tuple[int, int]:
-    return context.config.num_attention_heads, context.config.num_key_value_heads
+def _transformer(context: Context) -> Transformer:
+    """The model's shape, where it is one that these bricks are of."""
+    if not isinstance(context.config, Transformer):
+        raise UserError(f"{context.name} has no layers of attention and a gated MLP: choose another shape or model.")
+    return context.config
+
+
+def _heads(config: Transformer) -> tuple[int, int]:
+    return config.num_attention_heads, config.num_key_value_heads
 
 
 def _there_and_back(context: Context) -> Recording:

@@ -18,6 +18,7 @@ from wgpu_lora.bench.workload import (
 )
 from wgpu_lora.bench.workloads.training import adapter_set
 from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
 from wgpu_lora.gpu.single import nmse
 from wgpu_lora.infer.generate import BUCKETS, Generator
@@ -100,7 +101,7 @@ class Serving:
 
     # -- run -------------------------------------------------------------------------------------------------------
 
-    def open(self) -> None:
+    def open(self, choices: Choices = NO_CHOICES) -> None:
         context, adapters = self._context, self._adapters
         context.model.load_weights()
         if adapters:
@@ -131,10 +132,10 @@ class Serving:
         return found
 
     def _check(self, state: State, steps: list[Step], programs: list[Program], arena: Arena, found: Checked) -> None:
-        device, config = self._context.device, self._context.config
-        for tensor in (state.last, *state.logits, *state.cache.keys, *state.cache.values):
-            poison(device, tensor.storage.buffer)
-        state.upload(device, config)
+        device = self._context.device
+        for storage in {state.last.storage, *(t.storage for t in state.logits), *state.cache.storages()}:
+            poison(device, storage.buffer)
+        state.upload(device)
         *_, head, kept = programs
         for program in (kept, head):
             program.build(arena)
@@ -151,7 +152,7 @@ class Serving:
             for buffer in arena.buffers:
                 poison(device, buffer)
             program.build(arena)
-            ids = self._rng.integers(0, config.vocab_size, positions.size)
+            ids = self._rng.integers(0, self._context.config.vocab_size, positions.size)
             step.upload(ids, positions, sequences, self._slots(), picked)
             check(program, found)
         check(head, found)
@@ -213,18 +214,21 @@ class Load:
     def programs(self) -> list[Program]:
         return []
 
-    def open(self) -> None:
+    def open(self, choices: Choices = NO_CHOICES) -> None:
         pass
 
     def check(self, rng: np.random.Generator) -> Checked | None:
         """The smallest matrix against the NumPy reference of what its base format makes of the checkpoint's values."""
-        model, name = self._load(), "model.layers.0.self_attn.k_proj.weight"
+        model = self._load()
+        linears = {
+            f"{model.decoder.layers[0].path}.{m}.weight": i.weight for m, i in model.decoder.layers[0].linears.items()
+        }
+        name, weight = min(linears.items(), key=lambda item: item[1].out_features * item[1].in_features)
         if model.checkpoint.packed(name):
             return None
-        weight = model.decoder.layers[0].linears["k_proj"].weight
         want = base_format(weight.format).round_trip(model.checkpoint.read_f32(name))
         found = Checked()
-        found.add(nmse(weight.values(self._context.device), want), "k_proj of layer 0", part=True)
+        found.add(nmse(weight.values(self._context.device), want), name.removesuffix(".weight"), part=True)
         return found
 
     def _load(self) -> LoadedModel:

@@ -16,9 +16,11 @@ from wgpu_lora.bench.workload import (
     ProgramWorkload,
     Workload,
 )
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.program import Program, missing_bytes
 from wgpu_lora.gpu.tensor import NUMPY, Tensor, persistent
 from wgpu_lora.gpu.timer import Timer
+from wgpu_lora.models.config import MATRIX
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.ops.loss import Targets, seed, sum_by_slot, token_logprobs
@@ -56,14 +58,14 @@ def loss(context: Context) -> Iterator[Workload]:
     rec = recording.rec
     logprobs = token_logprobs(rec, recording.tracked((tokens, config.hidden_size), "hidden"), head, targets)
     score = objective_of(TrainingArguments()).score(rec, logprobs, scoring)
-    rec.dispatch(sum_by_slot, score.losses, scoring.token_ranges, recording.input((1,), name="total"), slots=1)
+    rec.dispatch(sum_by_slot, score.losses, scoring.loss_ranges, recording.input((1,), name="total"), slots=1)
     seed(rec, logprobs, score.weights)
     rec.backward()
     yield ProgramWorkload(recording, recording.forward)
 
 
 def optimizer(context: Context) -> Iterator[Workload]:
-    """Gradient norm, clipping and the update of the adapters of every layer, all seven projections."""
+    """Gradient norm, clipping and the update of the adapters of every layer, on all that may carry one."""
     adapters = adapter_set(context, 1)
     update = Optimizer(context.device, adapters, persistent((1,), "f32", "optimizer", "loss total"))
     recording = Recording(context.device)
@@ -82,9 +84,10 @@ def optimizer(context: Context) -> Iterator[Workload]:
 
 
 def quantize(context: Context) -> Iterator[Workload]:
-    """Packing the seven matrices of a layer from bf16 to NF4 codes, in loading's own pieces, upload left out."""
+    """Packing the matrices of a layer from bf16 to NF4 codes, in loading's own pieces, upload left out."""
     recording = Recording(context.device)
-    for module, (out, size_in) in context.config.linear_shapes().items():
+    matrices = [(name, item.shape) for name, item in context.config.layer(0).items() if item.kind == MATRIX]
+    for module, (out, size_in) in matrices:
         codes = recording.rec.temp((-(-size_in // 8), out), "u32", "codes")
         for first in range(0, out, piece_rows(size_in)):
             rows = min(piece_rows(size_in), out - first)
@@ -133,10 +136,10 @@ class TrainStep:
     def programs(self) -> list[Program]:
         return self._session.programs()
 
-    def open(self) -> None:
+    def open(self, choices: Choices = NO_CHOICES) -> None:
         device = self._context.device
         device.peak_allocated = device.allocated  # of this step, not of bricks before
-        self._session.allocate()
+        self._session.allocate(choices=choices)
         self._session.batch_for(self._groups())
 
     def check(self, rng: np.random.Generator) -> Checked:
@@ -189,9 +192,9 @@ class TrainStep:
 
 
 def adapter_set(context: Context, slots: int) -> AdapterSet:
-    """Adapters of the run's rank on all seven projections of every layer."""
+    """Adapters of the run's rank on every module that may carry one."""
     config = context.config
-    scaling = {(i, m): 2.0 for i in range(config.num_hidden_layers) for m in config.linear_shapes()}
+    scaling = dict.fromkeys(config.lora_modules, 2.0)
     return AdapterSet.declare(config, [SlotSpec(context.rank, scaling)] * slots, context.device.max_binding)
 
 

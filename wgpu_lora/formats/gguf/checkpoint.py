@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -15,8 +17,7 @@ from gguf.constants import GGMLQuantizationType as Kind
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint import EDGE_BYTES
 from wgpu_lora.formats.gguf.header import Header, TensorInfo
-from wgpu_lora.formats.gguf.names import gguf_name, rotated_heads, to_halves
-from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.formats.gguf.order import to_halves
 
 if TYPE_CHECKING:
     from wgpu_lora.weights.base import Packed
@@ -24,22 +25,34 @@ if TYPE_CHECKING:
 F16_MAX = 65504.0
 PLAIN = {Kind.F32: "F32", Kind.F16: "F16", Kind.BF16: "BF16"}
 _INTEGERS = (Kind.I8, Kind.I16, Kind.I32, Kind.I64, Kind.F64)
-_TABLES = ("model.embed_tokens.weight", "lm_head.weight")
-# Metadata in the shape of tensors: factors of frequencies (config.py), frequencies that llama.cpp passes over too.
-_PASSED_OVER = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
 _GROUP_VALUES = 1 << 16  # values that are decoded at a time: the library takes sixteen rows, whatever they hold
 
 
-class GGUFCheckpoint:
-    """The tensors of a model that its config asks for.
+@dataclass(frozen=True)
+class Stored:
+    """How a tensor lies in the file: its name there and its shape.
 
-    Raises UserError on opening when one is missing, of the wrong shape or of a type that cannot be decoded, or when
-    there is one that the config does not account for.
+    heads: how many heads its rows are of, where the halves of each are interleaved (order.py). table: it stays dense.
     """
 
-    def __init__(self, header: Header, config: ModelConfig):
-        self.path, self.config = header.path, config
-        self._tensors = _checked(header, config)
+    name: str
+    shape: tuple[int, ...]
+    heads: int | None = None
+    table: bool = False
+
+
+class GGUFCheckpoint:
+    """The tensors that a model has, by its own names.
+
+    passed_over: a pattern of tensors in the file that are none of the model's parameters.
+
+    Raises UserError on opening when one is missing, of the wrong shape or of a type that cannot be decoded, or when
+    there is one that the model does not account for.
+    """
+
+    def __init__(self, header: Header, tensors: Mapping[str, Stored], passed_over: str = ""):
+        self.path, self._stored_as = header.path, tensors
+        self._tensors = _checked(header, tensors, re.compile(passed_over))
 
     def names(self) -> list[str]:
         """The tensors' names, sorted."""
@@ -53,7 +66,7 @@ class GGUFCheckpoint:
 
         Those two stay dense, and an F16 is exact to 11 bits: far finer than any quantisation.
         """
-        return PLAIN.get(self._tensors[name].kind, "F16" if name in _TABLES else "F32")
+        return PLAIN.get(self._tensors[name].kind, "F16" if self._stored_as[name].table else "F32")
 
     def read_raw(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:
         """Bits of rows [row_start, row_stop): uint16 (BF16, F16) or uint32 (F32), [rows, *shape[1:]].
@@ -65,7 +78,7 @@ class GGUFCheckpoint:
         if info.kind in PLAIN:
             return rows.view("<u4" if info.kind == Kind.F32 else "<u2").reshape(-1, *info.shape[1:])
         values = self._decoded(info, rows)
-        if name not in _TABLES:
+        if not self._stored_as[name].table:
             return values.view(np.uint32)
         if np.abs(values).max(initial=0) > F16_MAX:
             raise UserError(f"{name} in {self.path} has values beyond F16's range: use another quantisation.")
@@ -116,7 +129,7 @@ class GGUFCheckpoint:
         stop = count if stop is None else stop
         if not 0 <= start <= stop <= count:
             raise ValueError(f"rows {start}:{stop} of {name}, which has {count}")
-        heads = rotated_heads(self.config, name)
+        heads = self._stored_as[name].heads
         if heads is None or start == stop:
             return self._stored(name, start, stop)
         size = count // heads
@@ -134,11 +147,11 @@ class GGUFCheckpoint:
         return found.reshape(stop - start, row_bytes)
 
 
-def _checked(header: Header, config: ModelConfig) -> dict[str, TensorInfo]:
-    """The tensors by Hugging Face's names."""
+def _checked(header: Header, tensors: Mapping[str, Stored], passed_over: re.Pattern[str]) -> dict[str, TensorInfo]:
+    """The tensors by the model's names."""
     path, found = header.path, {}
-    for name, shape in config.parameter_shapes().items():
-        theirs = gguf_name(name)
+    for name, stored in tensors.items():
+        theirs, shape = stored.name, stored.shape
         info = header.tensors.get(theirs)
         if info is None:
             raise UserError(f"{theirs} is missing from {path}: download it again, or use another conversion.")
@@ -153,9 +166,9 @@ def _checked(header: Header, config: ModelConfig) -> dict[str, TensorInfo]:
                 "such as Q8_0 or Q4_K_M."
             )
         found[name] = info
-    known = {gguf_name(name) for name in found}
+    known = {stored.name for stored in tensors.values()}
     for theirs in header.tensors:
-        if theirs not in known and not _PASSED_OVER.fullmatch(theirs):
+        if theirs not in known and not passed_over.fullmatch(theirs):
             raise UserError(f"{path} holds {theirs!r:.100}, which its metadata do not account for: use another model.")
     return found
 

@@ -6,6 +6,7 @@ and read when they are asked for, so that a vocabulary costs nothing until then 
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,6 +47,15 @@ class Header:
     path: Path
     values: dict[str, Any]
     tensors: dict[str, TensorInfo]
+
+    def number(self, key: str, default: Any = None) -> Any:
+        """A number, or the default where it is not stated; UserError where it is something else."""
+        value = self.values.get(key, default)
+        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+            return value
+        if isinstance(value, float) and math.isfinite(value):
+            return float(str(np.float32(value))) if abs(value) < 1e38 else value  # 1e-6, not its nearest f32
+        raise UserError(f"{key} in {self.path} is {value!r:.100}, expected one number: use another model.")
 
     def strings(self, key: str, most: int) -> Iterator[str] | None:
         """The strings of an array, read as they are asked for, or None where there is no such key.
@@ -90,6 +100,12 @@ class Header:
         if value is not None and not isinstance(value, Array):
             raise UserError(f"{key} in {self.path} is not an array: use another conversion of the model.")
         return value
+
+
+def special_ids(header: Header, vocab_size: int) -> list[int]:
+    """The ids that end a text, a turn or a message, as far as the metadata name them."""
+    ids = (header.values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    return list(dict.fromkeys(id for id in ids if type(id) is int and 0 <= id < vocab_size))
 
 
 def read_header(path: str | Path) -> Header:

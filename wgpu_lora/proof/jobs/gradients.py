@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from wgpu_lora.models.config import LINEAR_PATHS
-from wgpu_lora.models.lora import Matrices, Module
+from wgpu_lora.formats.peft import Matrices
 from wgpu_lora.proof.jobs.trained import Trained, reopened
+from wgpu_lora.worker.child import Port
 
 # A direction's length over its matrix's. Each is compared with its half and its quarter: where the loss bends too much
 # between them, the next is taken. Which one that is hangs on the measured losses alone, never on the gradient.
@@ -21,7 +21,7 @@ ROUNDING = 2e-6  # of the loss: what f32 may leave of a difference; 4e-7 was mea
 UNTRAINED = 0.01  # what stands for the size of a value where a matrix is all zeros
 
 
-def run(directory: str, device: int) -> dict[str, Any]:
+def run(port: Port, *, directory: str, device: int) -> dict[str, Any]:
     """For a random direction v of each matrix W: L(W + v) - L(W - v), measured and extrapolated to what is linear in v,
     and as the gradient has it. `measured` is None where the loss bends at every length. L is the loss at W.
     """
@@ -33,11 +33,11 @@ def run(directory: str, device: int) -> dict[str, Any]:
         rng = np.random.default_rng(trained.run.args.seed)
         rows = [
             {
-                "matrix": f"layer {layer} {kind}.{which}",
-                **difference(losses, (layer, kind), which, gradient, rng, centre),
+                "matrix": f"{module}.{which}",
+                **difference(losses, module, which, gradient, rng, centre),
             }
-            for layer, kind in chosen(trained.adapter)
-            for which, gradient in zip("AB", gradients[layer, kind], strict=True)
+            for module in chosen(list(adapters.modules(0)))
+            for which, gradient in zip("AB", gradients[module], strict=True)
         ]
         return {"loss": centre, "rounding": ROUNDING, "directions": rows}
 
@@ -69,17 +69,17 @@ class Losses:
         return self.run()
 
 
-def chosen(adapter: Mapping[Module, Any]) -> list[Module]:
-    """One module of each kind, from first layer to last."""
-    layers = sorted({layer for layer, _ in adapter})
-    kinds = [kind for kind in LINEAR_PATHS if any(module == kind for _, module in adapter)]
-    places = np.linspace(0, len(layers) - 1, len(kinds)).round().astype(int)
-    wanted = [(layers[place], kind) for place, kind in zip(places, kinds, strict=True)]
-    return [module for module in wanted if module in adapter]
+def chosen(modules: Sequence[str]) -> list[str]:
+    """One module of each name, from first layer to last."""
+    by_name: dict[str, list[str]] = {}
+    for module in modules:
+        by_name.setdefault(module.rpartition(".")[2], []).append(module)
+    shares = np.linspace(0, 1, len(by_name))
+    return [of[round(share * (len(of) - 1))] for share, of in zip(shares, by_name.values(), strict=True)]
 
 
 def difference(
-    losses: Losses, module: Module, which: str, gradient: np.ndarray, rng: np.random.Generator, centre: float
+    losses: Losses, module: str, which: str, gradient: np.ndarray, rng: np.random.Generator, centre: float
 ) -> dict[str, Any]:
     """Moves one matrix along a random direction, both ways, and puts it back."""
     pair = dict(zip("AB", losses.trained.adapter[module], strict=True))

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from wgpu_lora.formats.peft import read_adapter
-from wgpu_lora.models.lora import Matrices
+from wgpu_lora.formats.peft import Matrices, read_adapter
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.objectives.base import Group
 from wgpu_lora.train.records import RunRecord
@@ -41,9 +40,8 @@ def reopened(directory: Path, device: int) -> Iterator[Trained]:
     args = replace(record.options, device=str(device), resume=False)
     job = prepare_job(args, planning=True)
     session = job.session
-    session.device.choices = record.state.tiles
     try:
-        session.allocate()
+        session.allocate(choices=record.state.tiles)
         yield Trained(session, job.run, read_adapter(directory)[1])
     finally:
         session.close()

@@ -1,0 +1,297 @@
+"""An objective is one file and one line: DPO (Rafailov et al. 2023), here, is trained, logged and resumed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from support.models import allocated
+from support.training import golden_arguments
+
+from wgpu_lora.data import Row, Sample
+from wgpu_lora.data.formats import Tokens
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.peft import read_adapter
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.kernel import F32, REGISTRY, U32, Fixed, In, InOut, Kernel, Out, kernel, one_per
+from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.infer import Evaluator
+from wgpu_lora.ops.elementwise import fill
+from wgpu_lora.ops.loss import logprob_gradient, softmax_chunk, target_logprobs
+from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.train.job import Job
+from wgpu_lora.train.objectives import OBJECTIVES
+from wgpu_lora.train.objectives.base import Objective, Score, Scoring
+from wgpu_lora.train.output import LOG, read_log
+from wgpu_lora.train.pipeline import prepare_pipeline
+from wgpu_lora.train.tasks import AdapterTask
+
+BETA = 0.5
+SHADER = """const SIZE: u32 = 1u;
+const BETA: f32 = 0.1;
+@group(0) @binding(0) var<storage, read_write> logprobs: array<f32>;
+@group(0) @binding(1) var<storage, read> members: array<array<vec2<u32>, 4>>;
+@group(0) @binding(2) var<storage, read> group_weights: array<f32>;
+@group(0) @binding(3) var<storage, read> values: array<f32>;
+@group(0) @binding(4) var<storage, read_write> weights: array<f32>;
+@group(0) @binding(5) var<storage, read_write> losses: array<f32>;
+@group(0) @binding(6) var<storage, read_write> margins: array<f32>;
+@group(0) @binding(7) var<storage, read_write> accuracy: array<f32>;
+
+@compute @workgroup_size(64)
+fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) local: u32) {
+    let g = linear_index(group, local);
+    if (g >= SIZE) { return; }
+    losses[g] = 0.0;
+    margins[g] = 0.0;
+    accuracy[g] = 0.0;
+    if (group_weights[g] == 0.0) { return; }
+    var sums: array<f32, 4>;
+    for (var m = 0u; m < 4u; m++) {
+        for (var r = members[g][m].x; r < members[g][m].y; r++) { sums[m] += logprobs[r]; }
+    }
+    let margin = BETA * ((sums[0] - sums[1]) - (sums[2] - sums[3]));
+    let w = group_weights[g] * values[g] * BETA / (1.0 + exp(margin));
+    for (var r = members[g][0].x; r < members[g][0].y; r++) { weights[r] = w; }
+    for (var r = members[g][1].x; r < members[g][1].y; r++) { weights[r] = -w; }
+    losses[g] = values[g] * log(1.0 + exp(-margin));
+    margins[g] = margin;
+    accuracy[g] = select(0.0, 1.0, margin > 0.0);
+}
+"""
+
+
+def dpo_reference(
+    logprobs: Any, members: Any, group_weights: Any, values: Any, weights: Any, size: int, beta: float
+) -> Any:
+    weights, losses, margins = weights.copy(), np.zeros(size), np.zeros(size)
+    for g in np.flatnonzero(group_weights):
+        spans = members.reshape(size, 4, 2)[g]
+        chosen, rejected, *base = (logprobs[start:stop].sum() for start, stop in spans)
+        margins[g] = beta * ((chosen - rejected) - (base[0] - base[1]))
+        losses[g] = values[g] * np.log1p(np.exp(-margins[g]))
+        for sign, (start, stop) in zip((1, -1), spans, strict=False):
+            weights[start:stop] = sign * group_weights[g] * values[g] * beta / (1 + np.exp(margins[g]))
+    return weights, losses, margins, (margins > 0).astype(float)
+
+
+@dataclass(frozen=True)
+class DPO(Objective):
+    """-log sigmoid(beta (log-ratio of the chosen - log-ratio of the rejected)), the ratios to the base alone, times the
+    row's weight."""
+
+    unit: ClassVar = "group"
+    parts: ClassVar[int] = 2
+    reference: ClassVar[bool] = True
+    metrics: ClassVar[tuple[str, ...]] = ("margin", "accuracy")
+    kernels: ClassVar[list[Kernel]] = []
+
+    def sample(self, row: dict[str, Any]) -> Sample:
+        for key in ("prompt", "chosen", "rejected"):
+            if not isinstance(row.get(key), list):
+                raise UserError(f"the row has no list of tokens {key!r}, which DPO needs.")
+        prompt = row["prompt"]
+        answers = (row["chosen"], row["rejected"])
+        return Sample(
+            tuple(Tokens(prompt + answer, [-100] * len(prompt) + answer) for answer in answers), row["weight"]
+        )
+
+    def score(self, rec: Recorder, logprobs: Tensor, scoring: Scoring) -> Score:
+        groups = scoring.groups
+        assert groups is not None
+        weights, size = rec.temp(logprobs.shape, name="weights"), groups.weights.size
+        losses, margins, accuracy = (rec.temp((size,), name=name) for name in ("losses", "margins", "accuracy"))
+        rec.dispatch(fill, weights, size=weights.size)
+        given = logprobs, groups.members, groups.weights, groups.values
+        made = (weights, losses, margins, accuracy)
+        rec.dispatch(DPO.kernels[0], *given, *made, size=size, beta=BETA)
+        return Score(weights, losses, {"margin": margins, "accuracy": accuracy})
+
+
+@pytest.fixture(autouse=True)
+def dpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Registers it for a test."""
+    (tmp_path / "dpo.wgsl").write_text(SHADER)
+
+    @kernel(str(tmp_path / "dpo.wgsl"), grid=lambda c: one_per(c.size), lib=("linear",))
+    def dpo_scores(
+        logprobs: In, members: Fixed, group_weights: Fixed, values: Fixed, weights: InOut, losses: Out, margins: Out,
+        accuracy: Out, *, size: U32, beta: F32,
+    ) -> Any:  # fmt: skip
+        """loss = -log sigmoid(beta margin), and each token's weight in it."""
+        return dpo_reference(logprobs, members, group_weights, values, weights, size, beta)
+
+    monkeypatch.setattr(DPO, "kernels", [dpo_scores])
+    OBJECTIVES["dpo"] = DPO
+    yield
+    del OBJECTIVES["dpo"], REGISTRY["dpo_scores"]
+
+
+def pairs(path: Path, count: int = 6, seed: int = 0) -> Path:
+    rng = np.random.default_rng(seed)
+
+    def ids(least: int, most: int) -> list[int]:
+        return rng.integers(0, 301, rng.integers(least, most)).tolist()
+
+    rows = [
+        {"prompt": ids(1, 4), "chosen": ids(2, 7), "rejected": ids(2, 7), "weight": rng.random()} for _ in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def job(directory: Path, **changes: Any) -> Job:
+    directory.mkdir(exist_ok=True)
+    options = {"objective": "dpo", "data": str(pairs(directory / "pairs.jsonl")), "max_steps": 4, "base_dtype": "f32"}
+    return prepare_job(golden_arguments(directory, "qwen2", **{**options, **changes}))
+
+
+def test_gradients_are_those_of_the_loss(rng: np.random.Generator) -> None:
+    """In float64, by the kernels' references: central differences by every hidden value."""
+    cols, vocab, rows = 5, 11, 9
+    hidden, head, targets = rng.normal(size=(rows, cols)), rng.normal(size=(vocab, cols)), rng.integers(0, vocab, rows)
+    members = np.array([[(0, 2), (2, 5), (5, 7), (7, 9)], [(0, 0)] * 4])
+    count = np.array([rows])
+
+    def swept(hidden: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        logits = hidden @ head.T
+        p, state, _ = softmax_chunk(
+            logits, targets, count, np.zeros((rows, 4)), np.zeros(rows), rows=rows, cols=vocab, first=0
+        )
+        return target_logprobs(state, count, None, rows=rows), state, p @ head
+
+    def scored(hidden: np.ndarray) -> Any:
+        return dpo_reference(
+            swept(hidden)[0], members, np.array([0.25, 0.0]), np.array([3.0, 1.0]), np.zeros(rows), 2, BETA
+        )
+
+    _, state, dh = swept(hidden)
+    got = logprob_gradient(state, scored(hidden)[0], count, head[targets], dh, rows=rows, cols=cols)
+    for i in np.ndindex(5, cols):  # the rows of the adapter; those of the base alone have no weight
+        step = np.zeros_like(hidden)
+        step[i] = 1e-5
+        difference = 0.25 * (scored(hidden + step)[1] - scored(hidden - step)[1]).sum() / 2e-5
+        assert got[i] == pytest.approx(difference, rel=1e-6, abs=1e-10)
+    assert not got[5:].any()
+
+
+def test_the_device_agrees(device: Device, tmp_path: Path) -> None:
+    """The loss is that of four separate evaluations; the gradient leads where differences of the loss say."""
+    made = job(tmp_path / "a", gradient_accumulation_steps=2)
+    session, run = made.session, made.run
+    run.prepare_directory()
+    session.allocate()
+    run.place(session)
+    step = next(run.stream.steps())
+    batches = run.stream.groups(step)
+
+    def measured() -> dict[str, float]:
+        session.begin()
+        for groups in batches:
+            session.accumulate(groups)
+        sums = session.totals.read_metrics(session.device, 0, run.stream.objective)
+        sums["loss"] = session.totals.read_loss(session.device, 0)
+        return {name: value / run.stream.units(step.samples) for name, value in sums.items()}
+
+    found = measured()
+    gradients = session.adapters.read(session.device, 0, session.adapters.grads)
+    matrices = session.adapters.read(session.device, 0)
+
+    evaluator = Evaluator(session.model, session.adapters, 16)
+
+    def logprob(row: Row, slot: int | None) -> float:
+        loss, tokens = evaluator.loss([row], slot)
+        return -loss * tokens
+
+    margins, values = [], np.array([run.stream.prepared.value(sample) for sample in step.samples])
+    with allocated(session.device, evaluator.program, evaluator.storages()) as arena:
+        evaluator.build(arena)
+        for sample in step.samples:
+            ratios = [logprob(row, 0) - logprob(row, None) for row in run.stream.prepared.samples[sample]]
+            margins.append(BETA * (ratios[0] - ratios[1]))
+    assert max(map(abs, margins)) > 0.01, "the adapter is that of the base"
+    assert found["margin"] == pytest.approx(np.mean(margins), rel=1e-4)
+    assert found["loss"] == pytest.approx((values * np.log1p(np.exp(-np.array(margins)))).mean(), rel=1e-5)
+    assert found["accuracy"] == np.mean(np.array(margins) > 0)
+    norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for pair in gradients.values() for g in pair))
+
+    def moved(length: float) -> float:
+        ahead = {
+            key: tuple((m + length / norm * g).astype(np.float32) for m, g in zip(pair, gradients[key], strict=True))
+            for key, pair in matrices.items()
+        }
+        session.adapters.write(session.device, 0, ahead)
+        return measured()["loss"]
+
+    length = 0.02
+    assert (moved(length) - moved(-length)) / (2 * length) == pytest.approx(norm, rel=5e-3)
+    session.close()
+
+
+def test_it_is_trained_logged_and_resumed(device: Device, tmp_path: Path) -> None:
+    """Margins grow; two steps and two more give the bytes of four."""
+    heldout = {"eval_data": str(pairs(tmp_path / "heldout.jsonl", 3, seed=1)), "learning_rate": 2e-2}
+    whole = job(tmp_path / "a", **heldout).train()
+    job(tmp_path / "b", **heldout, max_steps=2).train()
+    resumed = job(tmp_path / "b", **heldout, resume=True).train()
+    assert whole.adapter_sha256 == resumed.adapter_sha256
+    lines = read_log(tmp_path / "a" / "run" / LOG)
+    assert {"eval_loss", "eval_margin", "eval_accuracy"} <= set(lines[0])
+    assert {"loss", "margin", "accuracy", "grad_norm"} <= set(lines[1])
+    assert lines[-1]["loss"] < lines[1]["loss"]
+    assert lines[-1]["margin"] > lines[1]["margin"]
+
+
+def test_beside_another_objective(device: Device, tmp_path: Path) -> None:
+    """In one pipeline and its batches, each adapter comes out as it does alone."""
+    alone = [job(tmp_path / "dpo"), job(tmp_path / "sft", objective="sft", data=str(rows(tmp_path / "plain.jsonl")))]
+    for one in alone:
+        one.train()
+    tasks = [
+        AdapterTask(
+            str(one.run.args.data),
+            str(tmp_path / f"together-{name}"),
+            name,
+            options={"objective": name, "init_adapter": one.run.args.init_adapter},
+        )
+        for name, one in zip(("dpo", "sft"), alone, strict=True)
+    ]
+    shared = golden_arguments(tmp_path, "qwen2", max_steps=4, base_dtype="f32", data=None, init_adapter=None)
+    prepare_pipeline(shared, tasks).train()
+    for name in ("dpo", "sft"):
+        ours, theirs = read_adapter(tmp_path / f"together-{name}")[1], read_adapter(tmp_path / name / "run")[1]
+        for key, pair in ours.items():
+            for got, want in zip(pair, theirs[key], strict=True):
+                np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+
+
+def rows(path: Path) -> Path:
+    rng = np.random.default_rng(3)
+    path.write_text("".join(json.dumps({"input_ids": rng.integers(0, 301, 9).tolist()}) + "\n" for _ in range(6)))
+    return path
+
+
+def test_rows_that_lack_something(tmp_path: Path) -> None:
+    path = tmp_path / "half.jsonl"
+    path.write_text(
+        '{"prompt": [1], "chosen": [2, 3], "rejected": [4], "weight": 1}\n{"prompt": [1], "chosen": [2, 3]}\n'
+    )
+    with pytest.raises(UserError, match=r"half\.jsonl, line 2: the row has no list of tokens 'rejected', which DPO"):
+        job(tmp_path / "a", data=str(path))
+
+
+def test_one_that_is_not_registered(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"objective must be one of sft, dpo, not kto\."):
+        job(tmp_path / "a", objective="kto")
+
+
+def test_another_than_the_run_began_with(tmp_path: Path) -> None:
+    job(tmp_path / "a", max_steps=1).train()
+    with pytest.raises(UserError, match="objective was 'dpo', not 'sft'"):
+        job(tmp_path / "a", resume=True, objective="sft", data=str(rows(tmp_path / "plain.jsonl"))).train()

@@ -1,0 +1,252 @@
+"""The tokenizer that a GGUF file describes, built as the `tokenizers` pipeline it was made from."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from wgpu_lora.data.tokenizer import Tokenizer
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.gguf.header import Header, special_ids
+from wgpu_lora.tokens.backend import BackendError
+from wgpu_lora.tokens.components import DocumentError
+from wgpu_lora.tokens.document import checked
+from wgpu_lora.tokens.pretokenizers import NAMES, WHOLE_PIECES
+from wgpu_lora.tokens.process import Child
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
+# The tokens after which llama.cpp ends a generation, whatever the metadata name.
+_ENDS = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>"}
+_ENDS |= {"</s>", "<｜end▁of▁sentence｜>"}
+# Rebuilding merges looks at every split of every token: this bounds the work for a vocabulary that makes no sense.
+_MAX_SPLITS, _MAX_TOKEN = 1 << 21, 1024
+# The largest vocabulary of a supported architecture has 152,000 tokens, and Llama 3 two merges a token.
+_MAX_TOKENS, _MERGES_A_TOKEN = 320_000, 3
+_SPACE = "▁"
+_TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_REGEXES = {name: regex for regex, name in NAMES.items()}
+# tokenizer.ggml.pre -> the way of splitting text that it means, by the name that the writer has for it.
+_PRES = {name: name for name in ("gpt-2", "smollm", *_REGEXES)}
+_PRES |= {"default": "gpt-2", "llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
+_ADD_BOS = ("llama-bpe", "tekken")
+_NFC = ("qwen2",)  # llama.cpp knows no NFC, but Qwen's own tokenizers have it
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """Tokens by id, their types, and what a text may really become: unused and empty ones are left out of `ids`."""
+
+    header: Header
+    tokens: list[str]
+    types: list[int]
+    ids: dict[str, int]
+
+    def special(self, name: str) -> str | None:
+        """The text of the token that tokenizer.ggml.<name>_token_id names; None where it names none."""
+        id = self.header.values.get(f"tokenizer.ggml.{name}_token_id")
+        if type(id) is not int or not 0 <= id < len(self.tokens) or self.tokens[id] not in self.ids:
+            return None
+        return self.tokens[id]
+
+    def of_type(self, *types: int) -> list[str]:
+        return [token for token, id in self.ids.items() if self.types[id] in types]
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.header.values.get(f"tokenizer.ggml.{name}", default)
+        if not isinstance(value, bool):
+            raise UserError(f"tokenizer.ggml.{name} in {self.header.path} is {value!r:.100}, expected true or false.")
+        return value
+
+
+def read_tokenizer(header: Header, vocab_size: int, pre: str | None = None) -> Tokenizer | None:
+    """The tokenizer of a file, or None where it describes none.
+
+    pre: what tokenizer.ggml.pre is where a file from before there was this key does not state it.
+
+    Raises:
+        UserError: it is of a kind that cannot be built, does not fit the model's `vocab_size`, or makes no sense.
+    """
+    kind = header.values.get("tokenizer.ggml.model")
+    if kind in (None, "none", "no_vocab"):
+        return None
+    if kind not in ("gpt2", "llama"):
+        raise UserError(
+            f"The tokenizer {kind!r:.100} of {header.path} is not supported: use a model with one of gpt2, llama."
+        )
+    vocabulary = _vocabulary(header, vocab_size)
+    try:
+        document, add_bos = _byte_level(vocabulary, pre) if kind == "gpt2" else _sentencepiece(vocabulary)
+        document["added_tokens"] = _added_tokens(vocabulary)
+        document["post_processor"] = _post_processor(vocabulary, add_bos)
+        names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
+        special = {f"{name}_token": text for name, theirs in names.items() if (text := vocabulary.special(theirs))}
+        ends = [vocabulary.ids[text] for text in vocabulary.of_type(_CONTROL, _USER_DEFINED) if text in _ENDS]
+        return Tokenizer(
+            Child(checked(document).text),
+            special_tokens=special,
+            chat_templates=_chat_templates(header),
+            eos_ids=list(dict.fromkeys([*special_ids(header, len(vocabulary.tokens)), *ends])),
+        )
+    except (DocumentError, BackendError) as error:
+        raise UserError(
+            f"The tokenizer in {header.path} cannot be built ({error!s:.200}): use another conversion of the model."
+        ) from None
+
+
+def _vocabulary(header: Header, vocab_size: int) -> _Vocabulary:
+    path = header.path
+    tokens = list(header.strings("tokenizer.ggml.tokens", min(vocab_size, _MAX_TOKENS)) or ())
+    if not tokens:
+        raise UserError(f"{path} names a tokenizer but no tokens: use another conversion of the model.")
+    stated = header.numbers("tokenizer.ggml.token_type", len(tokens))
+    types = [_NORMAL] * len(tokens) if stated is None else stated.tolist()
+    ids: dict[str, int] = {}
+    for id, (token, kind) in enumerate(zip(tokens, types, strict=True)):
+        if kind == _UNUSED or not token:
+            continue
+        if token in ids:
+            raise UserError(f"{path} holds the token {token!r:.100} twice: use another conversion of the model.")
+        ids[token] = id
+    return _Vocabulary(header, tokens, types, ids)
+
+
+Document = dict[str, Any]  # a tokenizer.json
+
+
+def _bpe(vocabulary: _Vocabulary, merges: list[tuple[str, str]], **options: Any) -> Document:
+    return {"type": "BPE", "vocab": vocabulary.ids, "merges": [list(pair) for pair in merges], **options}
+
+
+def _replace(text: str, other: str) -> Document:
+    return {"type": "Replace", "pattern": {"String": text}, "content": other}
+
+
+def _bytes_only(use_regex: bool) -> Document:
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
+
+
+def _byte_level(vocabulary: _Vocabulary, pre: str | None) -> tuple[Document, bool]:
+    """Byte-level BPE, and whether it starts a text with bos where the metadata do not say."""
+    header = vocabulary.header
+    name = header.values.get("tokenizer.ggml.pre", pre)
+    if not isinstance(name, str) or name not in _PRES:
+        raise UserError(
+            f"tokenizer.ggml.pre {name!r:.100} of {header.path} is not supported: convert the model again, to one of "
+            f"{', '.join(_PRES)}."
+        )
+    pre = _PRES[name]
+    steps: list[Document] = [{"type": "Digits", "individual_digits": True}] if pre == "smollm" else []
+    if pre in _REGEXES:
+        split = {"type": "Split", "pattern": {"Regex": _REGEXES[pre]}, "behavior": "Isolated", "invert": False}
+        steps.append(split)
+    steps.append(_bytes_only(use_regex=pre not in _REGEXES))
+    return {
+        "model": _bpe(vocabulary, _stated_merges(vocabulary) or [], ignore_merges=pre in WHOLE_PIECES),
+        "normalizer": {"type": "NFC"} if name in _NFC else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "decoder": {**_bytes_only(use_regex=True), "add_prefix_space": True},
+    }, pre in _ADD_BOS
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> tuple[Document, bool]:
+    """SentencePiece's BPE: whole text with spaces as ▁, unknown characters as bytes."""
+    unknown = vocabulary.special("unknown") or next(iter(vocabulary.of_type(_UNKNOWN)), None)
+    merges = _stated_merges(vocabulary)
+    merges = _rebuilt_merges(vocabulary) if merges is None else merges
+    # As llama.cpp has it: a space before the text, and after every added token.
+    normalizing = [_replace(" ", _SPACE)]
+    decoding: list[Document] = [_replace(_SPACE, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
+    if vocabulary.flag("add_space_prefix", True):
+        normalizing.insert(0, {"type": "Prepend", "prepend": _SPACE})
+        decoding.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {
+        "model": _bpe(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True),
+        "normalizer": {"type": "Sequence", "normalizers": normalizing},
+        "decoder": {"type": "Sequence", "decoders": decoding},
+    }, True
+
+
+def _stated_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]] | None:
+    path, ids, tokens = vocabulary.header.path, vocabulary.ids, vocabulary.tokens
+    stated = vocabulary.header.strings("tokenizer.ggml.merges", _MERGES_A_TOKEN * len(tokens))
+    if stated is None:
+        return None
+    pairs = array("I")  # ids until all have been looked at: as texts they are many times their size in the file
+    for text in stated:
+        left, space, right = text.partition(" ") if text[:1] != " " else ("", "", "")
+        if not space or left not in ids or right not in ids or left + right not in ids:
+            raise UserError(
+                f"{path} merges {text!r:.100}, which are not tokens of its own: use another conversion of it."
+            )
+        pairs.append(ids[left])
+        pairs.append(ids[right])
+    in_order = iter(pairs)
+    return [(tokens[left], tokens[right]) for left, right in zip(in_order, in_order, strict=True)]
+
+
+def _rebuilt_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """The merges that tokens and scores imply, best first; of a token that splits in several ways, the longest left.
+
+    Some converters give every token the same score. Then the ids are the order: SentencePiece numbers by rank.
+    """
+    header, ids = vocabulary.header, vocabulary.ids
+    scores = header.numbers("tokenizer.ggml.scores", len(vocabulary.tokens))
+    if scores is None or not np.isfinite(scores).all():
+        raise UserError(f"{header.path} has no score for each of its tokens: use another conversion of the model.")
+    pieces = {token: id for token, id in ids.items() if vocabulary.types[id] == _NORMAL}
+    if sum(len(piece) for piece in pieces) > _MAX_SPLITS or max(map(len, pieces), default=0) > _MAX_TOKEN:
+        raise UserError(f"{header.path} has tokens of a length that no model has: use another conversion of it.")
+    same = len({float(scores[id]) for id in pieces.values()}) == 1
+    found = []
+    for piece, id in pieces.items():
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in pieces and right in pieces:
+                found.append((id if same else -float(scores[id]), -cut, left, right))
+    found.sort(key=lambda merge: merge[:2])
+    return [(left, right) for _, _, left, right in found]
+
+
+def _added_tokens(vocabulary: _Vocabulary) -> list[Document]:
+    """Control tokens are special; both these and what users defined are found in a text before anything else."""
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return [
+        {"id": vocabulary.ids[text], "content": text, **plain, "special": special}
+        for kinds, special in (((_CONTROL, _UNKNOWN), True), ((_USER_DEFINED,), False))
+        for text in vocabulary.of_type(*kinds)
+    ]
+
+
+def _post_processor(vocabulary: _Vocabulary, add_bos: bool) -> Document | None:
+    bos = vocabulary.special("bos") if vocabulary.flag("add_bos_token", add_bos) else None
+    eos = vocabulary.special("eos") if vocabulary.flag("add_eos_token", False) else None
+    if not bos and not eos:
+        return None
+
+    def piece(kind: str, name: str, number: int = 0) -> Document:
+        return {kind: {"id": name, "type_id": number}}
+
+    before, after = ([piece("SpecialToken", text)] if text else [] for text in (bos, eos))
+    single = [*before, piece("Sequence", "A"), *after]
+    special = {text: {"id": text, "ids": [vocabulary.ids[text]], "tokens": [text]} for text in (bos, eos) if text}
+    pair = [*single, piece("Sequence", "B", 1)]
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
+
+
+def _chat_templates(header: Header) -> dict[str, str]:
+    """By name; names become those of files where a model is written as a directory, so they are plain."""
+    prefix = "tokenizer.chat_template"
+    templates = {"default": header.values.get(prefix)}
+    for key, value in header.values.items():
+        if key.startswith(f"{prefix}."):
+            name = key.removeprefix(f"{prefix}.")
+            if not _TEMPLATE_NAME.fullmatch(name):
+                raise UserError(
+                    f"{header.path} names a chat template {name!r:.100}: use another conversion of the model."
+                )
+            templates[name] = value
+    return {name: source for name, source in templates.items() if isinstance(source, str)}

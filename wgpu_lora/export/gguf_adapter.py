@@ -1,0 +1,54 @@
+"""An adapter alone as a GGUF file, which llama.cpp adds to a base that it has loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from gguf import GGMLQuantizationType, Keys
+
+from wgpu_lora.export.gguf_model import Written, check_expressible
+from wgpu_lora.export.merge import check_finite, config_of, scaled_factors
+from wgpu_lora.formats.gguf.order import to_neighbours
+from wgpu_lora.formats.gguf.write import Tensors, new_gguf, refuse_existing, write_tensors
+from wgpu_lora.formats.peft import read_adapter
+from wgpu_lora.models.gguf import gguf_names
+
+
+def export_adapter(model: Path, adapter: Path, output: Path) -> Written:
+    """Writes an adapter's factors in float32; of the model, which may be packed, only the config is read.
+
+    Raises:
+        UserError: the model's config or the adapter cannot be read, they do not fit, or `output` exists.
+    """
+    refuse_existing(output)
+    config = config_of(model)
+    check_expressible(config, model)
+    adapter_config, _ = read_adapter(adapter)
+    alpha = np.float32(adapter_config.lora_alpha)
+    form, names, tensors, count = config.gguf(), gguf_names(config), Tensors(), 0
+    for own, (a, b) in scaled_factors(adapter, config, model).items():
+        # llama.cpp multiplies B A by the one alpha over A's rows. Ours may be another number, by rsLoRA or patterns,
+        # so B comes scaled already and the quotient is taken out of it again.
+        factor_b = b * np.float32(len(a) / alpha)
+        heads = config.parameters[own].gguf_heads
+        factor_b = to_neighbours(factor_b, heads) if heads else factor_b
+        for letter, factor in (("a", a), ("b", factor_b)):
+            check_finite(factor, f"lora_{letter} of {own}")
+            tensors[f"{names[own]}.lora_{letter}"] = (factor.shape, GGMLQuantizationType.F32, _whole(factor))
+            count += factor.size
+    with new_gguf(output, form.name) as writer:
+        writer.add_type("adapter")
+        writer.add_name(adapter.absolute().name)
+        writer.add_string(Keys.Adapter.TYPE, "lora")
+        writer.add_float32(Keys.Adapter.LORA_ALPHA, float(alpha))
+        write_tensors(writer, tensors)
+    return Written(output.stat().st_size, 4 * count, count)
+
+
+def _whole(factor: np.ndarray) -> Callable[[], Iterator[np.ndarray]]:
+    def pieces() -> Iterator[np.ndarray]:
+        yield np.ascontiguousarray(factor, np.float32)
+
+    return pieces

@@ -1,0 +1,120 @@
+"""A model as a GGUF file, with or without an adapter merged into it, written tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import numpy as np
+from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType, size_label
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.export import mix
+from wgpu_lora.export.gguf_vocabulary import read_vocabulary, write_vocabulary
+from wgpu_lora.export.merge import F16_MAX, MergedModel
+from wgpu_lora.formats.gguf.order import to_neighbours
+from wgpu_lora.formats.gguf.types import nbytes, pack
+from wgpu_lora.formats.gguf.write import Tensors, new_gguf, refuse_existing, write_tensors
+from wgpu_lora.formats.hub import is_gguf
+from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.gguf import gguf_names
+
+
+@dataclass(frozen=True)
+class Written:
+    """What an export came to: the file's bytes, its tensors' bytes and values, and what llama.cpp does otherwise."""
+
+    nbytes: int
+    tensor_nbytes: int
+    values: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.tensor_nbytes / self.values
+
+
+def export_model(
+    model: Path,
+    output: Path,
+    kind: str = "f16",
+    adapter: Path | None = None,
+    name: str | None = None,
+    progress: Callable[[str], None] = lambda name: None,
+) -> Written:
+    """Writes a model that llama.cpp loads.
+
+    Args:
+        model: its directory, in full precision, or a GGUF file, whose types are decoded.
+        adapter: a PEFT directory, merged as `merge` does.
+        kind: one of `mix.FILE_TYPES`. name: general.name; the directory's own where there is none.
+        progress: called with each tensor's name once it is written.
+
+    Raises:
+        UserError: something cannot be read, does not fit, or has no counterpart in llama.cpp; `output` exists.
+    """
+    if kind not in mix.FILE_TYPES:
+        raise UserError(f"--quantize {kind} is not known: choose one of {', '.join(mix.FILE_TYPES)}.")
+    refuse_existing(output)
+    merged = MergedModel(model, adapter)
+    config = merged.config
+    check_expressible(config, model)
+    vocabulary = read_vocabulary(merged.tokenizer, config, model)
+
+    def packed(own: str, target: GGMLQuantizationType) -> Iterator[np.ndarray]:
+        item = config.parameters[own]
+        size = item.shape[0] // item.gguf_heads if item.gguf_heads else 1  # rows of a head
+        for values in merged.pieces(own, size):
+            _check_range(values, own, target)
+            yield pack(to_neighbours(values, len(values) // size) if item.gguf_heads else values, target)
+        progress(own)
+
+    form, names, tensors = config.gguf(), gguf_names(config), Tensors()
+    for own, shape in merged.shapes.items():
+        target = mix.tensor_type(config, kind, names[own], shape)
+        tensors[names[own]] = (shape, target, partial(packed, own, target))
+    for stated, values in form.tensors(config).items():
+        tensors[stated] = (values.shape, GGMLQuantizationType.F32, partial(iter, [values]))
+    with new_gguf(output, form.name) as writer:
+        count = sum(prod(shape) for shape in merged.shapes.values())
+        finetune = adapter.absolute().name if adapter else ""
+        file_type = mix.FILE_TYPES[kind].number
+        _write_general(
+            writer,
+            name or (model.absolute().stem if is_gguf(model) else model.absolute().name),
+            file_type,
+            count,
+            finetune,
+        )
+        form.write(config, writer)
+        write_vocabulary(writer, vocabulary)
+        write_tensors(writer, tensors)
+    tensor_bytes = sum(nbytes(shape, target) for shape, target, _ in tensors.values())
+    return Written(output.stat().st_size, tensor_bytes, count, (*form.notes(config), *vocabulary.notes))
+
+
+def check_expressible(config: ModelConfig, model: Path) -> None:
+    """UserError where llama.cpp would not load the model, or compute something else."""
+    form = config.gguf()
+    reason = form.refusal(config)
+    if reason:
+        raise UserError(f"{model} has {reason}, which llama.cpp's {form.name} has not: write it with merge instead.")
+
+
+def _write_general(writer: GGUFWriter, name: str, file_type: LlamaFileType, parameters: int, finetune: str) -> None:
+    """general.*: what the file is; `finetune` names the adapter, or is empty."""
+    writer.add_type("model")
+    writer.add_name(name)
+    writer.add_finetune(finetune)
+    writer.add_size_label(size_label(parameters, parameters, 0, 0))
+    writer.add_file_type(file_type)
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+
+
+def _check_range(values: np.ndarray, name: str, target: GGMLQuantizationType) -> None:
+    """UserError where a value is beyond the 16-bit floats that all types but F32 are made of."""
+    if target != GGMLQuantizationType.F32 and np.abs(values).max(initial=0) > F16_MAX:
+        raise UserError(f"{name} has values beyond {F16_MAX:,.0f}, the most of a GGUF matrix: write it with merge.")

@@ -1,0 +1,168 @@
+"""A checkpoint's tokenizer as a GGUF file states it: tokens, kinds, merges or scores, special ids, chat templates."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gguf import GGUFWriter, TokenType
+
+from wgpu_lora.data.tokenizer import Tokenizer
+from wgpu_lora.errors import UserError
+from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.tokens.pretokenizers import Splitting, merges_of, splitting_of
+
+# llama.cpp ends a generation at these wherever they are in a vocabulary.
+KNOWN_ENDS = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "</s>", "<|eom_id|>", "<|end_of_text|>"}
+# The training mask of a template, which other readers of templates do not know; a comment trims the same spaces.
+_GENERATION = re.compile(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}")
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+@dataclass
+class Vocabulary:
+    """The content of tokenizer.ggml.*; `scores` where the tokenizer is SentencePiece's, else `merges`.
+
+    `notes` say what llama.cpp does otherwise.
+    """
+
+    splitting: Splitting
+    tokens: list[str]
+    kinds: list[int]
+    scores: list[float] = field(default_factory=list)
+    merges: list[str] = field(default_factory=list)
+    special: dict[str, int] = field(default_factory=dict)
+    add_bos: bool = False
+    add_eos: bool = False
+    templates: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def read_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig, model: Path) -> Vocabulary:
+    """The tokenizer of a model, with tokens for every row of its embedding; `model` is where it lies.
+
+    Raises:
+        UserError: there is none, or it is one that llama.cpp does not have.
+    """
+    if tokenizer is None:
+        raise UserError(
+            f"{model} has no tokenizer.json: a GGUF file holds its tokenizer, so put the model's own there."
+        )
+    where = f"The tokenizer of {model}"
+    files = tokenizer.files()
+    stated = json.loads(files["tokenizer.json"])
+    splitting = splitting_of(stated, where)
+    bpe, added = stated["model"], {token["id"]: token for token in stated.get("added_tokens") or []}
+    texts = {id: text for text, id in bpe["vocab"].items()} | {id: token["content"] for id, token in added.items()}
+    if max(texts, default=-1) >= config.vocab_size:
+        raise UserError(
+            f"{where} has token ids up to {max(texts):,}, but the model's embedding has {config.vocab_size:,} rows: "
+            "use the tokenizer of the model."
+        )
+    unknown = bpe["vocab"].get(bpe.get("unk_token"))
+    found = Vocabulary(splitting, [], [], notes=list(splitting.notes))
+    for id in range(config.vocab_size):
+        text = texts.get(id, f"[PAD{id}]")
+        kind = _kind(id, text, added, splitting, unknown) if id in texts else TokenType.UNUSED
+        # A person writes these with spaces, and llama.cpp looks for what a person writes.
+        found.tokens.append(text.replace("▁", " ") if kind == TokenType.USER_DEFINED else text)
+        found.kinds.append(int(kind))
+    pairs = merges_of(bpe)
+    if splitting.model == "gpt2":
+        found.merges = [f"{left} {right}" for left, right in pairs]
+    else:
+        _check_bytes(bpe["vocab"], where)
+        found.scores = _scores(found.tokens, pairs)
+    trimming = [token["content"] for token in added.values() if token.get("lstrip") or token.get("rstrip")]
+    if trimming:
+        found.notes.append(f"llama.cpp keeps spaces beside {', '.join(trimming[:3])}, which this tokenizer drops.")
+    found.templates = {
+        "default" if name == "chat_template.jinja" else Path(name).stem: _GENERATION.sub(r"{#\1 \2#}", source)
+        for name, source in files.items()
+        if name.endswith(".jinja")
+    }
+    _describe(found, tokenizer, unknown)
+    return found
+
+
+def _kind(id: int, text: str, added: dict[int, Any], splitting: Splitting, unknown: int | None) -> TokenType:
+    if splitting.model == "llama":
+        if id == unknown:
+            return TokenType.UNKNOWN
+        if _BYTE.fullmatch(text):
+            return TokenType.BYTE
+    if id not in added:
+        return TokenType.NORMAL
+    # Some models' own marks are not declared special; llama.cpp's converter takes them for it too.
+    if added[id].get("special") or (text.startswith("<|") and text.endswith("|>")):
+        return TokenType.CONTROL
+    return TokenType.USER_DEFINED
+
+
+def _check_bytes(vocabulary: dict[str, int], where: str) -> None:
+    missing = [text for text in (f"<0x{byte:02X}>" for byte in range(256)) if text not in vocabulary]
+    if missing:
+        raise UserError(
+            f"{where} has no token {missing[0]}, and llama.cpp needs one for every byte: use another model."
+        )
+
+
+def _scores(tokens: list[str], pairs: list[list[str]]) -> list[float]:
+    """llama.cpp joins the pair whose whole scores best: a token scores by the rank of the first merge that makes it."""
+    ranks: dict[str, int] = {}
+    for left, right in pairs:
+        ranks.setdefault(left + right, len(ranks))
+    return [-float(ranks.get(token, len(ranks))) for token in tokens]
+
+
+def _describe(found: Vocabulary, tokenizer: Tokenizer, unknown: int | None) -> None:
+    """Special ids, and what is put around a text."""
+    bare, whole = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=True)
+    opening = tokenizer.opening
+    closing = whole[len(opening) + len(bare) :]
+    bos = tokenizer.bos_id if tokenizer.bos_id is not None or not opening else opening[0]
+    ids = {"bos": bos, "eos": tokenizer.eos_id, "unk": unknown, "pad": tokenizer.pad_id}
+    count = len(found.tokens)
+    found.special = {name: id for name, id in ids.items() if id is not None and id < count}
+    found.add_bos, found.add_eos = bool(opening), bool(closing)
+    if opening not in ([], [bos]) or closing not in ([], [tokenizer.eos_id]):
+        found.notes.append("the tokenizer puts more around a text than a bos and an eos, which llama.cpp does not.")
+    eos = found.special.get("eos")
+    ends = sorted(id for id in tokenizer.stop_ids if id != eos and id < count)
+    # The end of a turn first: it is the one that a template writes.
+    template = "".join(found.templates.values())
+    ends.sort(key=lambda id: found.tokens[id] not in template)
+    if ends and found.tokens[ends[0]] in template:
+        found.special["eot"] = ends.pop(0)
+    elif eos is not None and found.tokens[eos] in template:
+        found.special["eot"] = eos
+    more = [id for id in ends if found.tokens[id] not in KNOWN_ENDS]
+    if more:
+        found.special["eom"] = more.pop(0)
+    if more:
+        texts = ", ".join(found.tokens[id] for id in more)
+        found.notes.append(f"llama.cpp does not stop at {texts}: name these to it as stop words.")
+
+
+def write_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary) -> None:
+    """tokenizer.*"""
+    writer.add_tokenizer_model(vocabulary.splitting.model)
+    writer.add_tokenizer_pre(vocabulary.splitting.pre)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.kinds)
+    if vocabulary.splitting.model == "llama":
+        writer.add_token_scores(vocabulary.scores)
+        writer.add_add_space_prefix(vocabulary.splitting.space_prefix)
+    else:
+        writer.add_token_merges(vocabulary.merges)
+    for name, id in vocabulary.special.items():
+        getattr(writer, f"add_{name}_token_id")(id)
+    writer.add_add_bos_token(vocabulary.add_bos)
+    writer.add_add_eos_token(vocabulary.add_eos)
+    if vocabulary.templates:
+        writer.add_chat_template(
+            [{"name": name, "template": source} for name, source in sorted(vocabulary.templates.items())]
+        )

@@ -1,0 +1,131 @@
+"""W + scale B A: an adapter merged into its base, written as a model of its own, never held whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from wgpu_lora.bounded import read_json
+from wgpu_lora.errors import UserError
+from wgpu_lora.export.companions import write_companions
+from wgpu_lora.formats.cards import CARD, card_of_merged
+from wgpu_lora.formats.hub import is_gguf
+from wgpu_lora.formats.peft import read_adapter
+from wgpu_lora.formats.shards import MAX_SHARD_BYTES, TensorSpec, new_model_directory, write_shards
+from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.files import config_of, read_model
+from wgpu_lora.models.lora import check_fits
+
+DTYPES = {"bf16": ("BF16", ml_dtypes.bfloat16), "f16": ("F16", np.float16), "f32": ("F32", np.float32)}
+TORCH = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+F16_MAX = 65504.0
+PIECE = 8 << 20  # values in memory at a time
+
+
+class MergedModel:
+    """A model's tensors with an adapter's products added, as float32 rows, a few at a time.
+
+    The model is a directory or a GGUF file, whose values are then what its types decode to.
+
+    Raises:
+        UserError: the model or the adapter cannot be read, they do not fit, or the model is packed; in reading, a value
+            is not finite.
+    """
+
+    def __init__(self, model: Path, adapter: Path | None = None):
+        self.config = config_of(model)
+        if self.config.packed:
+            raise UserError(f"The linears of {model} are stored in NF4: name the model that it was made from.")
+        files = read_model(model)
+        self.tokenizer = files.tokenizer
+        self._checkpoint = files.checkpoint
+        self._deltas = scaled_factors(adapter, self.config, model) if adapter else {}
+        self.shapes = self.config.parameter_shapes()
+
+    def pieces(self, name: str, multiple: int = 1) -> Iterator[np.ndarray]:
+        """The tensor's rows in order, float32 [rows, ...], whose counts are multiples of `multiple` but for the last.
+
+        A tensor of one dimension comes whole.
+        """
+        shape = self.shapes[name]
+        if len(shape) == 1:
+            values = self._checkpoint.read_f32(name)
+            check_finite(values, name)
+            yield values
+            return
+        step = max(1, PIECE // int(np.prod(shape[1:], dtype=np.int64)) // multiple) * multiple
+        for start in range(0, shape[0], step):
+            stop = min(start + step, shape[0])
+            values = self._checkpoint.read_f32(name, start, stop)
+            if name in self._deltas:
+                a, b = self._deltas[name]
+                with np.errstate(over="ignore", invalid="ignore"):  # said below
+                    values = values + b[start:stop] @ a
+            check_finite(values, name)
+            yield values
+
+
+def check_finite(values: np.ndarray, name: str) -> None:
+    """UserError where a value is no number, or no finite one."""
+    if not np.isfinite(values).all():
+        raise UserError(f"{name} has values that are not finite: train the adapter again, or use another model.")
+
+
+def scaled_factors(adapter: Path, config: ModelConfig, model: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """By the name of the weight that it is added to, an adapter's A [r, in] and scale B [out, r].
+
+    Raises:
+        UserError: the adapter cannot be read, or does not fit the model.
+    """
+    adapter_config, matrices = read_adapter(adapter)
+    check_fits(config, matrices, adapter, str(model))
+    return {
+        f"{module}.weight": (a, np.float32(adapter_config.scaling(module)) * b) for module, (a, b) in matrices.items()
+    }
+
+
+def merge_adapter(
+    model: Path,
+    adapter: Path,
+    output: Path,
+    dtype: str = "bf16",
+    progress: Callable[[str], None] = lambda name: None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    name: str | None = None,
+) -> None:
+    """Writes base plus adapter, as computed in float32, into a Hugging Face directory that transformers loads.
+
+    Args:
+        model: the base's directory, in full precision, or its GGUF file. dtype: bf16, f16 or f32, of every tensor.
+        progress: called with each tensor's name once it is written. name: of the base in the model card, a hub id say.
+
+    Raises:
+        UserError: the model or the adapter cannot be read, they do not fit, `output` is in use, or a value is beyond
+            f16's range.
+    """
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype} is not known: choose one of {', '.join(DTYPES)}.")
+    merged = MergedModel(model, adapter)
+    kind, numpy_type = DTYPES[dtype]
+
+    def pieces(name: str) -> Iterator[np.ndarray]:
+        for values in merged.pieces(name):
+            if dtype == "f16" and np.abs(values).max(initial=0) > F16_MAX:
+                raise UserError(f"{name} has values beyond f16's range of {F16_MAX:,.0f}: use --dtype bf16 or f32.")
+            # Bits, because NumPy has no buffer of bfloat16.
+            yield values.astype(numpy_type).view(np.uint8)
+        progress(name)
+
+    with new_model_directory(output, model) as directory:
+        if is_gguf(model):
+            write_companions(model, merged.tokenizer, directory)
+        specs = {name: TensorSpec(kind, shape) for name, shape in merged.shapes.items()}
+        write_shards(directory, specs, pieces, max_shard_bytes)
+        stated = read_json(directory / "config.json")
+        stated["dtype" if "dtype" in stated else "torch_dtype"] = TORCH[dtype]
+        (directory / "config.json").write_text(json.dumps(stated, indent=2) + "\n")
+        (directory / CARD).write_text(card_of_merged(name or str(model), adapter, dtype), encoding="utf-8")

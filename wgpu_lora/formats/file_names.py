@@ -1,0 +1,11 @@
+"""What the files of a tokenizer and a chat template are called, beside a model or an adapter."""
+
+from __future__ import annotations
+
+import re
+
+TOKENIZER = re.compile(
+    r"tokenizer(_config)?\.json|tokenizer\.model|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)"
+    r"|merges\.txt|spiece\.model|sentencepiece\.bpe\.model"
+)
+TEMPLATE = re.compile(r"chat_template\.(jinja|json)|additional_chat_templates/[\w-]+\.jinja")

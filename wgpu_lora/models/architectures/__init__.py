@@ -1,0 +1,52 @@
+"""Which architectures there are: config.json's model_type, and the class that says everything of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.bounded import read_json
+from wgpu_lora.errors import UserError
+from wgpu_lora.models.architectures.llama import Llama
+from wgpu_lora.models.architectures.mistral import Mistral
+from wgpu_lora.models.architectures.qwen2 import Qwen2
+from wgpu_lora.models.architectures.qwen3 import Qwen3
+from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.fields import token_ids
+
+ARCHITECTURES: dict[str, type[ModelConfig]] = {"qwen2": Qwen2, "qwen3": Qwen3, "llama": Llama, "mistral": Mistral}
+
+
+def parse_config(d: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+    """Reads config.json's content, as transformers 5 or earlier wrote it.
+
+    Raises:
+        UserError: the model_type is not registered, or a field makes no sense; `where` names the source.
+    """
+    name = d.get("model_type")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        supported = ", ".join(ARCHITECTURES)
+        raise UserError(f"model_type {name!r:.100} in {where} is not supported: use one of {supported}.")
+    return ARCHITECTURES[name].parse(d, where)
+
+
+def load_config(directory: str | Path) -> ModelConfig:
+    """Reads config.json, and the end-of-text ids that generation_config.json may add.
+
+    Raises:
+        UserError: a file is missing, is not JSON, or describes something that is not supported.
+    """
+    directory = Path(directory)
+    config = parse_config(read_json(directory / "config.json"), str(directory / "config.json"))
+    generation = directory / "generation_config.json"
+    if not generation.exists():
+        return config
+    more = token_ids(read_json(generation), str(generation))
+    return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
+
+
+def module_names() -> tuple[str, ...]:
+    """The names of modules that adapters may target in any architecture, for completion."""
+    return tuple(dict.fromkeys(name for kind in ARCHITECTURES.values() for name in kind.MODULES))

@@ -1,0 +1,27 @@
+"""Mistral's dense models: Llama's form, every layer behind the same window, if any."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.models.blocks.transformer import Transformer, layer_types, stated_window
+from wgpu_lora.models.blocks.transformer_gguf import TransformerGGUF
+
+
+class Mistral(Transformer):
+    POSITIONS = 131072
+    TRANSFORMERS = "MistralForCausalLM"
+    GGUF_INTERLEAVES = True
+    GGUF = TransformerGGUF(
+        "llama", windowed=True, mlp_bias=True, output_bias=True, factors=True
+    )  # llama.cpp runs it as llama
+
+    @classmethod
+    def windows(cls, d: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
+        window, types = stated_window(d, where), d.get("layer_types")
+        kinds = [] if types is None else layer_types(types, window, layers, where)
+        if window is not None and "full_attention" in kinds:
+            raise UserError(f"layer_types in {where} mixes attention kinds, which mistral does not: use another model.")
+        return (window,) * layers

@@ -1,0 +1,1 @@
+"""What blocks of several architectures are made of."""

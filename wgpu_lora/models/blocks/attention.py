@@ -1,0 +1,77 @@
+"""Causal attention with rotary embedding and grouped queries, over a window of keys where there is one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.models.block import Block
+from wgpu_lora.models.cache import CacheTensor
+from wgpu_lora.models.rope import RopeTable
+from wgpu_lora.models.rows import Rows
+from wgpu_lora.ops.attention import attention
+from wgpu_lora.ops.rope import rope
+
+
+@dataclass(frozen=True)
+class KeyRanges:
+    """Which keys a row sees, u32 [T, 4] (see ops.attention): all before it, or the last `window`, itself included."""
+
+    window: int | None = None
+
+    @property
+    def width(self) -> int:
+        return 4
+
+    def values(self, rows: Rows) -> np.ndarray:
+        first, last = rows.first, rows.last
+        if self.window is not None:
+            first = np.maximum(first, rows.keys - self.window + 1)
+            last = np.minimum(last, rows.keys + self.window)
+        return np.stack([first, rows.keys + 1, last, 0 * first], axis=1)
+
+    def padding(self, values: np.ndarray) -> np.ndarray:
+        # Padding sees nothing. Its empty range lies where the last row's begins: a subgroup walks the keys from
+        # the least first to the greatest last of its rows, and must not be sent through the whole cache.
+        return np.array([values[-1, 0], values[-1, 0], 0, 0])
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Heads of `head_dim` over the modules q_proj, k_proj, v_proj and o_proj of `name`, with RoPE on q and k.
+
+    qk_eps: of the norms q_norm and k_norm over each head; None where a model has none.
+    """
+
+    num_key_value_heads: int
+    head_dim: int
+    window: int | None
+    rope: RopeTable
+    qk_eps: float | None = None
+    name: str = "self_attn"
+
+    def cache(self) -> dict[str, CacheTensor]:
+        """Keys, rotated already, and values."""
+        each = CacheTensor((self.num_key_value_heads, self.head_dim))
+        return {"keys": each, "values": each}
+
+    def record(self, block: Block, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        """x [T, hidden_size] -> the same, added to `onto` if given."""
+        rec, inputs = block.rec, block.inputs
+
+        def heads(x: Tensor, norm: str) -> Tensor:
+            x = x.reshape(x.shape[0], x.shape[1] // self.head_dim, self.head_dim)
+            x = x if self.qk_eps is None else block.norm(x, f"{self.name}.{norm}", self.qk_eps)
+            return rope(rec, x, inputs.positions, inputs.tables[self.rope], self.head_dim)
+
+        q = heads(block.project(x, f"{self.name}.q_proj"), "q_norm")
+        k = heads(block.project(x, f"{self.name}.k_proj"), "k_norm")
+        v = block.project(x, f"{self.name}.v_proj").reshape(*k.shape)
+        if block.cache:
+            k, v = block.cache.append(rec, "keys", k), block.cache.append(rec, "values", v)
+        ranges = inputs.rows[KeyRanges(self.window)]
+        y = attention(rec, q, k, v, ranges, self.num_key_value_heads, self.head_dim**-0.5)
+        y = y.reshape(y.shape[0], y.shape[1] * y.shape[2])
+        return block.project(y, f"{self.name}.o_proj", onto, accumulate=onto is not None)

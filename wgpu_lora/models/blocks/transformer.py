@@ -1,0 +1,216 @@
+"""The decoder that most published models are: attention with RoPE, then a gated MLP, each behind an RMSNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple, Self
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.models.block import Block
+from wgpu_lora.models.blocks.attention import Attention, KeyRanges
+from wgpu_lora.models.blocks.mlp import gated_mlp
+from wgpu_lora.models.cache import CacheTensor
+from wgpu_lora.models.config import BIAS, MATRIX, ModelConfig, Parameter
+from wgpu_lora.models.fields import boolean, whole
+from wgpu_lora.models.rope import RopeScaling, RopeTable, parse_rope
+from wgpu_lora.ops.elementwise import residual
+
+ATTENTION_NORM, MLP_NORM = "input_layernorm", "post_attention_layernorm"
+
+
+class Biases(NamedTuple):
+    """Which linears have biases: q, k and v; o; the MLP's."""
+
+    attention: bool = False
+    output: bool = False
+    mlp: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transformer(ModelConfig):
+    """The facts of such a decoder. An architecture's class says what of config.json it reads, and how.
+
+    `attention_bias` says whether q, k and v have biases, `attention_output_bias` whether o does. `sliding_windows`
+    holds one entry per layer: None attends to everything before, w attends to the last w tokens, the current one
+    included.
+    """
+
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    attention_bias: bool
+    attention_output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    sliding_windows: tuple[int | None, ...]
+
+    MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    # Whether the biases that config.json can state are read. transformers ignores what a class does not read, so a
+    # file that states it means something else.
+    READS_BIASES: ClassVar[Biases] = Biases()
+    QK_NORM: ClassVar[bool] = False
+    HEAD_DIM: ClassVar[int | None] = None  # where config.json is silent; None: hidden_size / heads
+    GROUPED: ClassVar[bool] = True  # num_key_value_heads has to be stated
+    # Whether llama.cpp rotates neighbours, x[2i] and x[2i + 1], where transformers has x[i] and x[i + head_dim / 2].
+    GGUF_INTERLEAVES: ClassVar[bool] = False
+
+    # -- config.json -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def biases(cls, d: Mapping[str, Any], where: str) -> Biases:
+        """Which linears have biases."""
+        attention = boolean(d, "attention_bias", where)
+        return Biases(attention, attention, boolean(d, "mlp_bias", where))
+
+    @classmethod
+    def window(cls, d: Mapping[str, Any], where: str) -> int | None:
+        """The window of layers that have one; None where all layers see everything."""
+        return None
+
+    @classmethod
+    def windows(cls, d: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
+        """One window a layer, as transformers' configuration classes resolve them."""
+        window = cls.window(d, where)
+        types = d.get("layer_types")
+        if types is None:
+            first = whole(d, "max_window_layers", where, 28, minimum=0)
+            return tuple(window if layer >= first else None for layer in range(layers))
+        return tuple(
+            window if kind == "sliding_attention" else None for kind in layer_types(types, window, layers, where)
+        )
+
+    @classmethod
+    def parse(cls, d: Mapping[str, Any], where: str) -> Self:
+        cls._refuse(d, where)
+        facts = cls.common(d, where)
+        hidden, heads = facts["hidden_size"], whole(d, "num_attention_heads", where)
+        theta, scaling = parse_rope(d, facts["max_position_embeddings"], where)
+        biases = cls.biases(d, where)
+        return cls(
+            **facts,
+            intermediate_size=whole(d, "intermediate_size", where),
+            num_attention_heads=heads,
+            num_key_value_heads=cls._kv_heads(d, heads, where),
+            head_dim=cls._head_dim(d, hidden, heads, where),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            attention_bias=biases.attention,
+            attention_output_bias=biases.output,
+            mlp_bias=biases.mlp,
+            qk_norm=cls.QK_NORM,
+            sliding_windows=cls.windows(d, facts["num_hidden_layers"], where),
+        )
+
+    @classmethod
+    def _refuse(cls, d: Mapping[str, Any], where: str) -> None:
+        act = d.get("hidden_act", "silu")
+        if act != "silu":
+            raise UserError(f"hidden_act {act!r} in {where} is not supported: use a model with 'silu'.")
+        for name, read in (("attention_bias", cls.READS_BIASES.attention), ("mlp_bias", cls.READS_BIASES.mlp)):
+            if boolean(d, name, where) and not read:
+                raise UserError(f"{name} = true in {where} is not supported for {d['model_type']}: use another model.")
+
+    @classmethod
+    def _kv_heads(cls, d: Mapping[str, Any], heads: int, where: str) -> int:
+        name = "num_key_value_heads"
+        unset = d.get(name) is None and (name in d or not cls.GROUPED)
+        kv_heads = heads if unset else whole(d, name, where)
+        if heads % kv_heads:
+            raise UserError(
+                f"num_attention_heads {heads} in {where} is not a multiple of {name} {kv_heads}: correct it."
+            )
+        return kv_heads
+
+    @classmethod
+    def _head_dim(cls, d: Mapping[str, Any], hidden: int, heads: int, where: str) -> int:
+        if d.get("head_dim") is not None:
+            head_dim = whole(d, "head_dim", where)
+        elif cls.HEAD_DIM is not None and "head_dim" not in d:
+            head_dim = cls.HEAD_DIM
+        elif hidden % heads:
+            raise UserError(
+                f"hidden_size {hidden} in {where} is not a multiple of num_attention_heads {heads}: correct it."
+            )
+        else:
+            head_dim = hidden // heads
+        if head_dim % 2:
+            raise UserError(
+                f"head_dim {head_dim} in {where} is odd, but rotary embedding turns pairs: use another model."
+            )
+        return head_dim
+
+    # -- what a layer is -------------------------------------------------------------------------------------------
+
+    def layer(self, index: int) -> dict[str, Parameter]:
+        hidden, inner, kv_heads = self.hidden_size, self.intermediate_size, self.num_key_value_heads
+        q, kv = self.num_attention_heads * self.head_dim, kv_heads * self.head_dim
+        heads, kv_rotated = (self.num_attention_heads, kv_heads) if self.GGUF_INTERLEAVES else (None, None)
+        found = {f"{ATTENTION_NORM}.weight": Parameter((hidden,), gguf="attn_norm")}
+        for module, shape, bias, gguf, rotated in (
+            ("self_attn.q_proj", (q, hidden), self.attention_bias, "attn_q", heads),
+            ("self_attn.k_proj", (kv, hidden), self.attention_bias, "attn_k", kv_rotated),
+            ("self_attn.v_proj", (kv, hidden), self.attention_bias, "attn_v", None),
+            ("self_attn.o_proj", (hidden, q), self.attention_output_bias, "attn_output", None),
+            ("mlp.gate_proj", (inner, hidden), self.mlp_bias, "ffn_gate", None),
+            ("mlp.up_proj", (inner, hidden), self.mlp_bias, "ffn_up", None),
+            ("mlp.down_proj", (hidden, inner), self.mlp_bias, "ffn_down", None),
+        ):
+            found[f"{module}.weight"] = Parameter(shape, MATRIX, True, gguf, rotated)
+            if bias:
+                found[f"{module}.bias"] = Parameter(shape[:1], BIAS, gguf=gguf, gguf_heads=rotated)
+        if self.qk_norm:
+            found["self_attn.q_norm.weight"] = Parameter((self.head_dim,), gguf="attn_q_norm")
+            found["self_attn.k_norm.weight"] = Parameter((self.head_dim,), gguf="attn_k_norm")
+        found[f"{MLP_NORM}.weight"] = Parameter((hidden,), gguf="ffn_norm")
+        return found
+
+    def block(self, block: Block, index: int, x: Tensor) -> Tensor:
+        rec, eps, inner, attention = block.rec, self.rms_norm_eps, self.intermediate_size, self._attention(index)
+        if not rec.training:  # nothing reads x again: what is added to it goes where it lies
+            attention.record(block, block.norm(x, ATTENTION_NORM, eps), x)
+            return gated_mlp(block, block.norm(x, MLP_NORM, eps), inner, x)
+        x = residual(rec, x, attention.record(block, block.norm(x, ATTENTION_NORM, eps)))
+        return residual(rec, x, gated_mlp(block, block.norm(x, MLP_NORM, eps), inner))
+
+    def cache(self, index: int) -> dict[str, CacheTensor]:
+        return self._attention(index).cache()
+
+    def row_inputs(self) -> Sequence[KeyRanges]:
+        return [KeyRanges(window) for window in sorted(set(self.sliding_windows), key=lambda w: w or 0)]
+
+    def tables(self) -> Sequence[RopeTable]:
+        return [self._rope]
+
+    def cut(self, layers: int) -> Self:
+        return replace(self, num_hidden_layers=layers, sliding_windows=self.sliding_windows[:layers])
+
+    @cached_property
+    def _rope(self) -> RopeTable:
+        return RopeTable.of(self)
+
+    def _attention(self, index: int) -> Attention:
+        eps, window = self.rms_norm_eps if self.qk_norm else None, self.sliding_windows[index]
+        return Attention(self.num_key_value_heads, self.head_dim, window, self._rope, eps)
+
+
+def stated_window(d: Mapping[str, Any], where: str) -> int | None:
+    """sliding_window, which is 4,096 where it is missing and none where it is null."""
+    return whole(d, "sliding_window", where, 4096) if d.get("sliding_window", 4096) is not None else None
+
+
+def layer_types(types: Any, window: int | None, layers: int, where: str) -> list[str]:
+    """layer_types, checked."""
+    if not isinstance(types, list) or len(types) != layers:
+        raise UserError(f"layer_types in {where} must list {layers} layers (num_hidden_layers): correct the file.")
+    for kind in types:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UserError(f"layer type {kind!r} in {where} is not supported: only full and sliding attention are.")
+        if kind == "sliding_attention" and window is None:
+            raise UserError(f"layer_types in {where} has sliding_attention but no sliding_window is set: correct it.")
+    return types

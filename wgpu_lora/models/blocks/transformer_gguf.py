@@ -1,0 +1,248 @@
+"""How GGUF states the common decoder: metadata read and written, and what llama.cpp's graphs cannot compute of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGUFWriter, RopeScalingType
+from gguf.constants import GGMLQuantizationType
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.gguf.header import Header, special_ids
+from wgpu_lora.models.blocks.transformer import Transformer
+from wgpu_lora.models.gguf_form import GGUFForm
+from wgpu_lora.models.rope import RopeScaling, inv_freq
+
+# config.json's names -> keys of the metadata, after the architecture's name and a dot.
+_FIELDS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+_YARN = {
+    "original_max_position_embeddings": "original_context_length",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "attention_factor": "yarn_attn_factor",
+}
+_EMBEDDING, _FACTORS = "token_embd.weight", "rope_freqs.weight"
+_BY_FACTORS = ("llama3", "factors")  # types of scaling that GGUF states as a tensor
+_LEAST_TENSORS = 9  # of a layer
+# What Llama 3.1 and all that came after it say, but for the factor.
+_LLAMA3: dict[str, Any] = {"original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@dataclass(frozen=True)
+class TransformerGGUF(GGUFForm[Transformer]):
+    """windowed: whether the file has a sliding window and no biases, where that tells architectures of a name apart.
+
+    attention_bias, mlp_bias: whether llama.cpp adds biases that config.json has to state. output_bias: whether it has
+    one of o_proj. factors: whether it divides frequencies by a tensor's factors. split_heads: whether heads' widths may
+    sum to something else than the hidden size.
+    """
+
+    name: str
+    windowed: bool | None = None
+    attention_bias: bool = True
+    mlp_bias: bool = False
+    output_bias: bool = False
+    factors: bool = False
+    split_heads: bool = True
+    pretokenizer: str | None = None
+    passed_over = r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight"  # factors, and frequencies llama.cpp ignores
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def fields(self, header: Header) -> dict[str, Any] | None:
+        path = header.path
+        window, biases = self._number(header, "attention.sliding_window"), self._biases(header)
+        if self.windowed is not None and self.windowed != bool(window and not any(biases.values())):
+            return None
+
+        def required(key: str) -> int | float:
+            value = self._number(header, key)
+            if value is None:
+                raise UserError(f"{path} does not state {self.name}.{key}: use another conversion of the model.")
+            return value
+
+        d: dict[str, Any] = {name: required(key) for name, key in _FIELDS.items()}
+        if self._number(header, "expert_count"):
+            raise UserError(f"{path} is a mixture of experts, which is not supported: use a dense model.")
+        # Said here because what follows is made layer by layer.
+        if _LEAST_TENSORS * d["num_hidden_layers"] > len(header.tensors):
+            raise UserError(
+                f"{path} claims {d['num_hidden_layers']:,} layers but holds {len(header.tensors):,} tensors: "
+                "download or copy the file again."
+            )
+        embedding = header.tensors.get(_EMBEDDING)
+        if embedding is None or len(embedding.shape) != 2:
+            raise UserError(f"{path} has no {_EMBEDDING} of two dimensions: give the file of a whole language model.")
+        d |= {
+            "vocab_size": embedding.shape[0],
+            "num_key_value_heads": self._number(header, "attention.head_count_kv", d["num_attention_heads"]),
+            "tie_word_embeddings": "output.weight" not in header.tensors,
+            "rope_parameters": self._rope(header),
+            "eos_token_id": special_ids(header, embedding.shape[0]),
+            "head_dim": self._head_dim(header, d),
+            **biases,
+        }
+        return d | ({"sliding_window": window} if self.windowed else {})
+
+    def _number(self, header: Header, key: str, default: Any = None) -> Any:
+        return header.number(f"{self.name}.{key}", default)
+
+    def _biases(self, header: Header) -> dict[str, bool]:
+        """Those that config.json states; `GGUFCheckpoint` sees to the layers after the first."""
+
+        def has(*parts: str) -> bool:
+            return any(f"blk.0.{part}.bias" in header.tensors for part in parts)
+
+        found = {"attention_bias": has("attn_q", "attn_k", "attn_v")} if self.attention_bias else {}
+        return found | ({"mlp_bias": has("ffn_gate", "ffn_up", "ffn_down")} if self.mlp_bias else {})
+
+    def _head_dim(self, header: Header, d: Mapping[str, Any]) -> Any:
+        heads, head_dim = d["num_attention_heads"], self._number(header, "attention.key_length")
+        if head_dim is None and heads and isinstance(heads, int):
+            head_dim = d["hidden_size"] // heads
+        for key in ("attention.value_length", "rope.dimension_count"):
+            if (found := self._number(header, key, head_dim)) != head_dim:
+                raise UserError(f"{self.name}.{key} in {header.path} is {found}, but heads of {head_dim} are expected.")
+        return head_dim
+
+    def _rope(self, header: Header) -> dict[str, Any]:
+        """config.json's rope_parameters."""
+        kind = header.values.get(f"{self.name}.rope.scaling.type")
+        factor = self._number(header, "rope.scaling.factor", self._number(header, "rope.scale_linear"))
+        if kind is None:
+            kind = "linear" if factor else "none"
+        rope: dict[str, Any] = {
+            "rope_type": "default",
+            "rope_theta": self._number(header, "rope.freq_base", 10000.0),
+        }
+        if kind == "none" or (kind == "linear" and factor in (None, 0, 1)):
+            return rope
+        if kind not in ("linear", "yarn"):
+            raise UserError(
+                f"The rope scaling {kind!r:.100} of {header.path} is not supported: use a model of another kind."
+            )
+        rope |= {"rope_type": kind, "factor": factor}
+        if kind == "linear":
+            return rope
+        stated = {name: self._number(header, f"rope.scaling.{key}") for name, key in _YARN.items()}
+        rope |= {name: value for name, value in stated.items() if value is not None}
+        more = self._number(header, "rope.scaling.attn_factor")
+        if "attention_factor" not in rope and more is not None and (factor or 0) > 0:
+            rope["attention_factor"] = more * (1.0 + 0.1 * math.log(max(factor, 1.0)))  # beside yarn's usual one
+        for key, neutral in (("yarn_ext_factor", 1), ("yarn_log_multiplier", 0)):
+            if self._number(header, f"rope.scaling.{key}", neutral) not in (neutral, -1):
+                raise UserError(f"{self.name}.rope.scaling.{key} in {header.path} is not supported: use another model.")
+        return rope
+
+    def read_tensors(self, config: Transformer, header: Header) -> Transformer:
+        """With the frequencies' factors that llama.cpp's converter makes of llama3's scaling."""
+        info = header.tensors.get(_FACTORS)
+        if info is None:
+            return config
+        path, count = header.path, config.head_dim // 2
+        if info.kind != GGMLQuantizationType.F32 or info.shape != (count,):
+            raise UserError(f"{_FACTORS} in {path} is not of {count} F32 numbers: download or copy the file again.")
+        factors = np.fromfile(path, "<f4", count, offset=info.offset).astype(np.float64)
+        if factors.size != count or not np.isfinite(factors).all() or not (factors > 0).all():
+            raise UserError(f"{_FACTORS} in {path} are not positive numbers: download or copy the file again.")
+        if (factors == 1).all():
+            return config
+        if config.rope_scaling is not None:
+            raise UserError(
+                f"{path} has both {_FACTORS} and {config.rope_scaling.rope_type} scaling: use another conversion of it."
+            )
+        scaling = RopeScaling("factors", 1.0, config.max_position_embeddings, factors=tuple(factors.tolist()))
+        return replace(config, rope_scaling=scaling)
+
+    def stated(self, config: Transformer, path: Path) -> dict[str, Any]:
+        """llama3's parameters, where they come to the factors that the file states."""
+        found: dict[str, Any] = {"hidden_act": "silu", "rope_theta": config.rope_theta}  # where transformers 4 looks
+        if config.rope_scaling is None or config.rope_scaling.rope_type != "factors":
+            return found
+        scaling = {"rope_type": "llama3", "factor": round(max(config.rope_scaling.factors), 3), **_LLAMA3}
+        like = replace(config, rope_scaling=RopeScaling(**scaling))
+        if not np.allclose(inv_freq(like), inv_freq(config), rtol=1e-6, atol=0):
+            raise UserError(
+                f"{path} scales its frequencies by factors that config.json cannot state: import the model it was "
+                "made of."
+            )
+        return found | {"rope_parameters": {"rope_theta": config.rope_theta, **scaling}}
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def refusal(self, config: Transformer) -> str | None:
+        scaling, width = config.rope_scaling, config.num_attention_heads * config.head_dim
+        if config.attention_output_bias and not self.output_bias:
+            return "a bias of o_proj"
+        if width != config.hidden_size and not self.split_heads:
+            return f"heads whose widths sum to {width} beside a hidden size of {config.hidden_size}"
+        if scaling and scaling.rope_type in _BY_FACTORS and not self.factors:
+            return f"the rope type {scaling.rope_type}"
+        return "yarn without truncate" if scaling and not scaling.truncate else None
+
+    def notes(self, config: Transformer) -> list[str]:
+        windows = [window for window in config.sliding_windows if window and window < config.max_position_embeddings]
+        if not windows:
+            return []
+        return [
+            f"llama.cpp lets every token see all before it, where this model sees the last {min(windows):,}: "
+            f"texts of up to {min(windows):,} tokens are exact, longer ones differ."
+        ]
+
+    def write(self, config: Transformer, writer: GGUFWriter) -> None:
+        writer.add_block_count(config.num_hidden_layers)
+        writer.add_context_length(config.max_position_embeddings)
+        writer.add_embedding_length(config.hidden_size)
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count(config.num_attention_heads)
+        writer.add_head_count_kv(config.num_key_value_heads)
+        if config.num_attention_heads * config.head_dim != config.hidden_size:
+            writer.add_key_length(config.head_dim)
+            writer.add_value_length(config.head_dim)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_rope_freq_base(config.rope_theta)
+        writer.add_rope_dimension_count(config.head_dim)
+        writer.add_vocab_size(config.vocab_size)
+        windows = set(config.sliding_windows)
+        if self.windowed and len(windows) == 1 and (window := windows.pop()):
+            writer.add_sliding_window(window)  # llama.cpp passes it over; it is read back here
+        _write_scaling(writer, config.rope_scaling)
+
+    def tensors(self, config: Transformer) -> dict[str, np.ndarray]:
+        """What llama.cpp divides each pair's frequency by, float32 [head_dim / 2]: how llama3's scaling is stated."""
+        if config.rope_scaling is None or config.rope_scaling.rope_type not in _BY_FACTORS:
+            return {}
+        plain = config.rope_theta ** -(np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
+        return {_FACTORS: (plain / inv_freq(config)).astype(np.float32)}
+
+    def widens_values(self, config: Transformer) -> bool:
+        grouped = config.num_attention_heads != config.num_key_value_heads
+        return config.num_hidden_layers == 80 and (self.name == "qwen2" or (self.name == "llama" and grouped))
+
+
+def _write_scaling(writer: GGUFWriter, scaling: RopeScaling | None) -> None:
+    if scaling is None or scaling.rope_type in _BY_FACTORS:
+        return
+    writer.add_rope_scaling_type(RopeScalingType(scaling.rope_type))
+    writer.add_rope_scaling_factor(scaling.factor)
+    if scaling.rope_type != "yarn":
+        return
+    writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position_embeddings)
+    writer.add_rope_scaling_yarn_beta_fast(scaling.beta_fast)
+    writer.add_rope_scaling_yarn_beta_slow(scaling.beta_slow)
+    # llama.cpp has yarn's usual factor of its own, and multiplies it by this one.
+    usual = 1.0 + 0.1 * math.log(max(scaling.factor, 1.0))
+    if not math.isclose(scaling.attention_factor, usual, rel_tol=1e-6):
+        writer.add_rope_scaling_attn_factors(scaling.attention_factor / usual)

@@ -1,0 +1,78 @@
+"""Fields of config.json, each checked as it is read; UserError where one makes no sense."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from wgpu_lora.errors import UserError
+
+# What a config may say: several times the largest model that was published, so that nothing is built from a typing
+# error or a trap.
+MOST = {
+    "vocab_size": 1 << 22,
+    "hidden_size": 1 << 17,
+    "intermediate_size": 1 << 20,
+    "num_hidden_layers": 1 << 10,
+    "max_window_layers": 1 << 10,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "head_dim": 1 << 12,
+    "max_position_embeddings": 1 << 28,
+    "sliding_window": (1 << 31) - 1,
+}
+MOST_OF_OTHERS = 1 << 20
+
+
+def whole(d: Mapping[str, Any], name: str, where: str, default: int | None = None, minimum: int = 1) -> int:
+    """A whole number of at most MOST; an error where it is missing and has no default."""
+    value, most = d.get(name, default), MOST.get(name, MOST_OF_OTHERS)
+    if value is None:
+        raise UserError(f"{name} is missing from {where}: restore the file from the model's source.")
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= most:
+        kind = f"whole number from {minimum} to {most:,}"
+        raise UserError(f"{name} in {where} is {value!r:.40}, expected a {kind}: correct the file.")
+    return value
+
+
+def boolean(d: Mapping[str, Any], name: str, where: str) -> bool:
+    """True or false, false where it is missing."""
+    value = d.get(name, False)
+    if not isinstance(value, bool):
+        raise UserError(f"{name} in {where} is {value!r}, expected true or false: correct the file.")
+    return value
+
+
+def epsilon(d: Mapping[str, Any], where: str) -> float:
+    """rms_norm_eps."""
+    value = d.get("rms_norm_eps", 1e-6)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise UserError(
+            f"rms_norm_eps in {where} is {value!r}, expected a small number such as 1e-6: correct the file."
+        )
+    return float(value)
+
+
+def token_ids(d: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    """eos_token_id, one or several."""
+    value = d.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < MOST["vocab_size"] for i in ids):
+        raise UserError(f"eos_token_id in {where} is {value!r:.40}, expected token ids: correct the file.")
+    return tuple(ids)
+
+
+def packed(d: Mapping[str, Any], where: str) -> str | None:
+    """The base format that the linears are stored in: bitsandbytes' NF4, the only quantisation that is supported."""
+    quantization = d.get("quantization_config")
+    if not quantization:
+        return None
+    stated = quantization if isinstance(quantization, Mapping) else {"quant_method": quantization}
+    method, kind = stated.get("quant_method"), stated.get("bnb_4bit_quant_type")
+    if method == "bitsandbytes" and stated.get("load_in_4bit") and kind == "nf4":
+        return str(kind)
+    raise UserError(
+        f"quantization_config in {where} says the weights are stored as {method!r}"
+        f"{f' ({kind})' if kind else ''}, which is not supported: use bitsandbytes' NF4, or the unquantised checkpoint "
+        "(BF16, F16 or F32), which is quantised to NF4 on loading."
+    )

@@ -1,0 +1,66 @@
+"""A GGUF file as a model: which architecture it is of, its config, and what it calls the tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.gguf.checkpoint import GGUFCheckpoint, Stored
+from wgpu_lora.formats.gguf.header import Header
+from wgpu_lora.models.architectures import ARCHITECTURES, parse_config
+from wgpu_lora.models.config import TABLE, ModelConfig
+
+
+def read_config(header: Header) -> ModelConfig:
+    """The shape of the model; UserError when it is of a kind that is not supported, or makes no sense."""
+    config = parse_config(config_fields(header), str(header.path))
+    return config.gguf().read_tensors(config, header)
+
+
+def config_fields(header: Header) -> dict[str, Any]:
+    """What config.json would say, but for what a tensor states."""
+    name = _general_architecture(header)
+    for model_type, kind in ARCHITECTURES.items():
+        if kind.GGUF is not None and kind.GGUF.name == name and (found := kind.GGUF.fields(header)) is not None:
+            return {"model_type": model_type, **found}
+    raise UserError(f"{header.path} is of no kind of {name!r} that is supported: use another model.")
+
+
+def open_weights(header: Header, config: ModelConfig) -> GGUFCheckpoint:
+    """The file's weights under Hugging Face's names; UserError as `GGUFCheckpoint`."""
+    names = gguf_names(config)
+    tensors = {
+        name: Stored(names[name], item.shape, item.gguf_heads, item.kind == TABLE)
+        for name, item in config.parameters.items()
+    }
+    return GGUFCheckpoint(header, tensors, config.gguf().passed_over)
+
+
+def gguf_names(config: ModelConfig) -> dict[str, str]:
+    """The checkpoint's name of a tensor -> GGUF's: 'model.layers.0.self_attn.q_proj.weight', 'blk.0.attn_q.weight'."""
+    config.gguf()
+    found = {}
+    for name, item in config.parameters.items():
+        assert item.gguf is not None, f"{config.architecture} has a GGUF form, but no name there for {name}"
+        inner, kind = name.removeprefix(f"{config.LAYERS}."), name.rpartition(".")[2]
+        block = "" if inner == name else f"blk.{inner.partition('.')[0]}."
+        found[name] = f"{block}{item.gguf}.{kind}"
+    return found
+
+
+def _general_architecture(header: Header) -> str:
+    path, kind = header.path, header.values.get("general.type", "model")
+    if kind != "model":
+        raise UserError(f"{path} is of the type {kind!r:.100}: give the file of a language model.")
+    if header.values.get("split.count", 1) not in (0, 1):
+        raise UserError(f"{path} is one part of a split model: join the parts with `llama-gguf-split --merge`.")
+    architecture = header.values.get("general.architecture")
+    if architecture is None:
+        raise UserError(f"{path} does not state general.architecture: give the file of a language model.")
+    supported = sorted({kind.GGUF.name for kind in ARCHITECTURES.values() if kind.GGUF is not None})
+    if not isinstance(architecture, str) or architecture not in supported:
+        raise UserError(
+            f"The architecture {architecture!r:.100} of {path} is not supported: use a model of one of "
+            f"{', '.join(supported)}."
+        )
+    return architecture

@@ -1,0 +1,75 @@
+"""Which modules of a model an adapter lies on: `target_modules` as PEFT has it, against what the model has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.models.config import ModelConfig, module_of
+from wgpu_lora.names.naming import flag
+from wgpu_lora.patterns import first_matches
+
+ALL = "all-linear"
+_NAMES = re.compile(r"[\w.,\s-]*")
+
+
+def target_names(target_modules: str) -> tuple[str, ...] | None:
+    """The names of a list with commas between them; None of a regular expression."""
+    if not _NAMES.fullmatch(target_modules):
+        return None
+    return tuple(name.strip() for name in target_modules.split(",") if name.strip())
+
+
+def targeted(target_modules: str, config: ModelConfig) -> list[str]:
+    """The paths of the modules that are meant, in the model's order.
+
+    Args:
+        target_modules: 'all-linear'; names with commas between them, each of which a path is or ends with after a dot;
+            or a regular expression that matches whole paths, as `re.fullmatch` has it.
+
+    Raises:
+        UserError: the model has no such module, or the expression cannot be used.
+    """
+    modules = list(config.lora_modules)
+    if target_modules == ALL:
+        return modules
+    names = target_names(target_modules)
+    if names is None:
+        try:
+            (found,) = first_matches([[target_modules]], modules)
+        except UserError as error:
+            raise UserError(f"{flag('target_modules')} cannot be used: {error}.") from None
+        chosen = [module for module, number in zip(modules, found, strict=True) if number is not None]
+        if not chosen:
+            raise UserError(
+                f"{flag('target_modules')} '{target_modules:.80}' matches none of the model's modules: match paths "
+                f"such as {modules[0]}, or name modules, or use '{ALL}'."
+            )
+        return chosen
+    for name in names:
+        if not any(_ends_with(module, name) for module in modules):
+            there = ", ".join(shortest(modules, config))
+            raise UserError(f"{flag('target_modules')} has no '{name:.40}': choose among {there}, or '{ALL}'.")
+    return [module for module in modules if any(_ends_with(module, name) for name in names)]
+
+
+def shortest(modules: Collection[str], config: ModelConfig) -> tuple[str, ...]:
+    """Names that mean these modules and no others, as short as they can be, in the model's order."""
+    chosen, everything = set(modules), [module_of(name) for name in config.matrices()]
+    by_name: dict[str, set[str]] = {}
+    for module in everything:
+        for name in _endings(module):
+            by_name.setdefault(name, set()).add(module)
+    ordered = [module for module in everything if module in chosen]
+    return tuple(dict.fromkeys(next(n for n in _endings(module) if by_name[n] <= chosen) for module in ordered))
+
+
+def _endings(module: str) -> list[str]:
+    """'a.b.c' -> c, b.c, a.b.c."""
+    parts = module.split(".")
+    return [".".join(parts[i:]) for i in range(len(parts) - 1, -1, -1)]
+
+
+def _ends_with(module: str, name: str) -> bool:
+    return module == name or module.endswith(f".{name}")
