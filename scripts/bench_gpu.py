@@ -23,7 +23,7 @@ from typing import Any
 
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bench.contract import brick_names, load_contract
-from wgpu_lora.bench.header import header
+from wgpu_lora.bench.results import header
 from wgpu_lora.cli.console import line
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device

@@ -27,7 +27,7 @@ from wgpu_lora.bench.reference import (
     timed_steps,
 )
 from wgpu_lora.bench.results import commit
-from wgpu_lora.bench.step import LEARNING_RATE, SCALING, WARMUP, made_up_rows
+from wgpu_lora.bench.step import LEARNING_RATE, SCALING, WARMUP, synthetic_rows
 from wgpu_lora.cli import main as command_line
 from wgpu_lora.cli.console import console, line
 from wgpu_lora.errors import UserError
@@ -77,7 +77,7 @@ class TorchSide:
         self._trained.train()
         self._parameters = [p for p in self._trained.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(self._parameters, lr=LEARNING_RATE, weight_decay=0.0)
-        ids = made_up_rows(work.rows, work.tokens, model.config.vocab_size)
+        ids = synthetic_rows(work.rows, work.tokens, model.config.vocab_size)
         self._ids = torch.from_numpy(ids.astype("int64")).to(self._device)
         forget_peak()
         if self._device.type == "cuda":

@@ -42,7 +42,7 @@ def typed(kind: Any, value: Any, name: str = "the record") -> Any:
         return kind.from_json(value)
     origin, parts = get_origin(kind) or kind, get_args(kind)
     if is_dataclass(kind) and isinstance(kind, type):
-        return _built(kind, _of(dict, value, name), name)
+        return built(kind, value, name)
     if origin is dict:
         return {key: typed(parts[1], item, f"{name}.{key}") for key, item in _of(dict, value, name).items()}
     if origin is list:
@@ -66,7 +66,9 @@ def _either(kinds: tuple[Any, ...], value: Any, name: str) -> Any:
     raise wrong[0]
 
 
-def _built(kind: type[T], values: dict[str, Any], name: str) -> T:
+def built(kind: type[T], value: Any, name: str = "the record") -> T:
+    """The same for a dataclass, by its fields."""
+    values: dict[str, Any] = _of(dict, value, name)
     hints, found = get_type_hints(kind), {}
     for item in fields(kind):  # type: ignore[arg-type]  # a dataclass
         if item.name in values:

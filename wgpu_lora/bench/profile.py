@@ -163,8 +163,7 @@ def profile_step(step: TrainingStep, rounds: int = 5, on_round: Callable[[], Non
     """
     session = step.session
     step.seconds(0, WARMUP)
-    [batch] = session.steps.values()
-    programs = [batch.program, session.optimizer.program]
+    programs = session.programs()
     timer = Timer(session.device)
     try:
         whole, device, each = [], [], []
@@ -179,8 +178,7 @@ def profile_step(step: TrainingStep, rounds: int = 5, on_round: Callable[[], Non
     pieces = [_piece(p, d, statistics.fmean(s)) for (p, d), s in zip(dispatches, zip(*each, strict=True), strict=True)]
     step_seconds, spread = statistics.fmean(whole), statistics.stdev(whole) if rounds > 1 else 0.0
     device_seconds = statistics.fmean(device)
-    tokens = step.rows * step.tokens
-    return Profile(timer.clock, rounds, step_seconds, device_seconds, pieces, spread, step.trained, tokens)
+    return Profile(timer.clock, rounds, step_seconds, device_seconds, pieces, spread, step.trained, step.tokens)
 
 
 def _piece(program: Program, dispatch: Dispatch, seconds: float) -> Piece:

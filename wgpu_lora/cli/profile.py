@@ -60,10 +60,9 @@ def profile(
         raise UserError(f"--rounds must be at least 1, not {rounds}.")
     if trace and not Path(trace).absolute().parent.is_dir():
         raise UserError(f"The directory of --trace {trace} does not exist: make it first.")
-    from wgpu_lora.bench.header import header
     from wgpu_lora.bench.profile import SCHEMA, TrainedAs, described, profile_step, write_trace
-    from wgpu_lora.bench.step import TrainingStep, check_fits, chosen_model
-    from wgpu_lora.bench.words import TRAINING, own_words
+    from wgpu_lora.bench.results import header
+    from wgpu_lora.bench.step import TRAINING, TrainingStep, check_fits, chosen_model, own_words
     from wgpu_lora.gpu.device import Device as OpenedDevice
     from wgpu_lora.models.loaded import LoadedModel
     from wgpu_lora.train.arguments import TrainingArguments

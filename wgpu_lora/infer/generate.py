@@ -58,7 +58,7 @@ class Generator:
                 f"A capacity of {capacity:,} tokens cannot be used: {model.name} is made for 1 to {limit:,} tokens."
             )
         self.model, self.adapters, self.device = model, adapters, model.device
-        programs = Programs.record(self.device, model.decoder, adapters, batch, capacity, buckets)
+        self.programs = programs = Programs.record(self.device, model.decoder, adapters, batch, capacity, buckets)
         self.state, self._head = programs.state, programs.head
         self._prefill, self._decode = programs.prefill, programs.decode
         base = model.decoder.storages()

@@ -30,6 +30,6 @@ def run(
 ) -> Ended:
     """The options are those of `Work`. A training that did not come to its end ends it with 1."""
     work: dict[str, Any] = {name: value for name, value in locals().items() if name not in ("port", "repeat")}
-    found = run_training(Work(**work), repeat, port)
+    found = run_training(Work.of(**work), repeat, port)
     reasons = [run["stop_reason"] for run in found["runs"] if run["stop_reason"] not in FINISHED]
     return Ended(found["summary"], int(bool(reasons)), f"a run ended: {reasons[0]}" if reasons else "")

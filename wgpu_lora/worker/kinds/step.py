@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from wgpu_lora.bench.reference import ReferenceWork, forget_peak, peak_resident_bytes, resident_bytes
-from wgpu_lora.bench.step import WARMUP, TrainingStep, check_fits, chosen_model, made_up_rows
+from wgpu_lora.bench.step import WARMUP, TrainingStep, check_fits, chosen_model, synthetic_rows
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.generate import Generator
 from wgpu_lora.models.loaded import LoadedModel
@@ -76,7 +76,7 @@ class OurSide:
 
     def serve(self, prompt: int, new: int, runs: int) -> Record:
         """Tokens/s of a prompt of `prompt` tokens and of `new` tokens after it, medians of `runs` after two more."""
-        (ids,) = made_up_rows(1, prompt, self._model.config.vocab_size).tolist()
+        (ids,) = synthetic_rows(1, prompt, self._model.config.vocab_size).tolist()
         prefill, decode = [], []
         with Generator(self._model, capacity=prompt + new, buckets=(prompt,)) as generator:
             for run in range(2 + runs):
