@@ -218,7 +218,7 @@ def work(directory: Path, budget: int, slot: int, board: Any) -> None:
                 time.sleep(chance.uniform(0, HELD))
                 board[3 * slot + 2] = 0
         except UserError as error:
-            if "cannot have" not in str(error):
+            if "cannot get" not in str(error):
                 raise
         time.sleep(chance.uniform(0, BETWEEN))
 
