@@ -2,7 +2,7 @@
 
 python scripts/bench_gpu.py [--json bench-gpu.json] [--device INDEX|NAME] [--quick]
 
-Each part is a command of its own, and a part that cannot run is in the file too, with the reason. The file is written
+Each part is a worker's job, and a part that cannot run is in the file too, with the reason. The file is written
 again after each part, so that what was measured stays. --quick cuts everything to a few layers, tokens and steps: it
 shows on a software device that all of it runs, and its figures say nothing.
 """
@@ -14,27 +14,26 @@ import importlib.util
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bench.contract import brick_names, load_contract
-from wgpu_lora.bench.header import header
+from wgpu_lora.bench.results import header
 from wgpu_lora.cli.console import line
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.worker.parent import PROGRAM, Worker, WorkerFailed
 
-SCHEMA = "wgpu-lora-bench-gpu/1"
+SCHEMA = "wgpu-lora-bench-gpu/2"
 SHAPES = ("qwen2.5-0.5b", "qwen2.5-7b")
-OURS = [sys.executable, "-c", "import sys; from wgpu_lora.cli import main; sys.exit(main())"]
-REFERENCE = [sys.executable, str(Path(__file__).resolve().parent / "bench_reference.py")]
-REFUSED = 2  # exit code of a command that says why
+REFERENCE = [sys.executable, str(Path(__file__).resolve().parent / "bench_reference.py"), "worker"]
+REFUSED = 2  # exit code of a job that says why
+BROKEN = 1  # of one that ran: a contract is broken, or a training did not come to its end
 PACKAGES = ("torch", "transformers", "peft")
 HAS_ACCELERATOR = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 Record = dict[str, Any]
@@ -42,51 +41,49 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """A command that writes a result file of its own.
+    """A worker's job.
 
     obstacle: why it cannot run, where that is known beforehand. pieces: what runs instead where the whole is refused,
     so that one brick that does not fit takes no other with it.
     """
 
     name: str
-    command: list[str]
+    job: str
+    options: Record = field(default_factory=dict)
     obstacle: str | None = None
     pieces: tuple[Part, ...] = ()
 
 
 def parts(device: str | None, quick: bool) -> list[Part]:
-    """Everything, in order; what is left for `--quick` is the same commands on less."""
-    on = ["--device", device] if device else []
-    cut = ["--layers", "1"] if quick else []
-    sizes = ["--tokens", "32" if quick else "512"]
-    steps = ["--max-steps", "4" if quick else "12"]
-    short = ["--time-limit", "0.2"] if quick else []
-    bench = ["wgpu-lora", "bench"]
+    """Everything, in order; what is left for `--quick` is the same jobs on less."""
+    on: Record = {"device": device} if device else {}
+    cut: Record = {"layers": 1} if quick else {}
+    tokens = {"tokens": 32 if quick else 512}
+    steps = {"max_steps": 4 if quick else 12}
     made = []
     for shape in SHAPES:
-        rest = ["--shape", shape, *short, *on]
-        less = {"layers": cut, "tokens": sizes} if quick else {}
+        rest = {"shape": shape, **({"time_limit": 0.2} if quick else {}), **on}
+        less = {**cut, **tokens} if quick else {}
         pieces = tuple(
-            Part(f"{name} at {shape}", [*bench, "--brick", name, *_taken(name, less), *rest]) for name in brick_names()
+            Part(f"{name} at {shape}", "bench", {"bricks": [name], **_taken(name, less), **rest})
+            for name in brick_names()
         )
-        made.append(Part(f"bricks at {shape}", [*bench, "--all", *chain(*less.values()), *rest], pieces=pieces))
-    made.append(
-        Part("training on the demo", [*bench, "--training", "--recipe", "demo", *(steps if quick else []), *on])
-    )
-    made += [Part(f"training at {s}", [*bench, "--training", "--shape", s, *cut, *sizes, *steps, *on]) for s in SHAPES]
-    rounds = ["--rounds", "1", "--steps", "2"] if quick else []
+        made.append(Part(f"bricks at {shape}", "bench", {**less, **rest}, pieces=pieces))
+    made.append(Part("training on the demo", "bench-training", {"recipe": "demo", **(steps if quick else {}), **on}))
+    made += [Part(f"training at {s}", "bench-training", {"shape": s, **cut, **tokens, **steps, **on}) for s in SHAPES]
+    rounds = {"rounds": 1, "steps": 2} if quick else {}
     for kind in ("bf16", "nf4"):
         obstacle = _obstacle((*PACKAGES, "bitsandbytes") if kind == "nf4" else PACKAGES)
         for shape in SHAPES:
-            sides = ["--rows", "1", "--rank", "16", "--ours", "nf4", "--torch", kind, "--torch-device", "cuda"]
-            command = ["bench-reference", "--shape", shape, *cut, *sizes, *sides, *rounds, "--no-serving", *on]
-            made.append(Part(f"beside PyTorch + PEFT in {kind} at {shape}", command, obstacle))
+            sides = {"rows": [1], "rank": 16, "ours": ["nf4"], "torch": [kind], "torch_device": "cuda"}
+            options = {"shape": shape, **cut, **tokens, **sides, **rounds, **on}
+            made.append(Part(f"beside PyTorch + PEFT in {kind} at {shape}", "comparison", options, obstacle))
     return made
 
 
-def _taken(brick: str, options: dict[str, list[str]]) -> list[str]:
-    """Those of some options, by name, that a brick takes: any other is refused."""
-    return [word for name, words in options.items() if name in load_contract(brick).options for word in words]
+def _taken(brick: str, options: Record) -> Record:
+    """Those of some options that a brick takes: any other is refused."""
+    return {name: value for name, value in options.items() if name in load_contract(brick).options}
 
 
 def _obstacle(packages: Sequence[str]) -> str | None:
@@ -102,54 +99,34 @@ def _has_accelerator() -> bool:
 
 
 def run(part: Part, timeout: float) -> Record:
-    """The part's outcome: `ran`, with its records and exit code, or `not run` and why, with what there is of them.
-
-    `wgpu-lora bench` ends with 1 where it ran and a contract is broken; the comparison, where a side did not run.
-    """
-    record: Record = {"part": part.name, "command": part.command}
+    """The part's outcome: `ran`, with its records and exit code, or `not run` and why, with what there is of them."""
+    record: Record = {"part": part.name, "job": {"job": part.job, "options": part.options}}
     if part.obstacle:
         return {**record, "status": "not run", "reason": part.obstacle}
-    program = {"wgpu-lora": OURS, "bench-reference": REFERENCE}[part.command[0]]
-    begin = time.perf_counter()
-    with tempfile.TemporaryDirectory() as place:
-        file = Path(place) / "result.json"
-        command = [*program, *part.command[1:], "--json", str(file)]
+    begin, found, reason = time.perf_counter(), [], ""
+    program = REFERENCE if part.job == "comparison" else PROGRAM
+    with Worker(part.job, part.options, program=program, timeout=timeout) as worker:
         try:
-            done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=timeout)
-            code, said = done.returncode, done.stderr.strip().splitlines()
-        except subprocess.TimeoutExpired:
-            code, said = None, [f"it took more than {timeout:,.0f} s"]
-        found = read_records(file)
+            for event in worker.events():
+                found += [event["record"]] if event["event"] == "measured" else []
+            code: int | None = worker.wait()
+            reason = worker.last_words()
+        except WorkerFailed as error:
+            code, reason = error.code, str(error)
     record |= {"seconds": time.perf_counter() - begin, "exit_code": code, "results": found}
-    if found and (code == 0 or (code == 1 and part.command[0] == "wgpu-lora")):
+    if found and (code == 0 or (code == BROKEN and part.job != "comparison")):
         return {**record, "status": "ran"}
-    return {**record, "status": "not run", "reason": said[-1] if said else f"it ended with {code}"}
+    return {**record, "status": "not run", "reason": reason}
 
 
 def outcomes(work: Iterable[Part], timeout: float) -> Iterator[Record]:
     """Runs every part, and the pieces of one that is refused."""
     for part in work:
-        line("part", f"{part.name}: {' '.join(part.command)}")
+        line("part", f"{part.name}: {part.job} {json.dumps(part.options)}")
         found = run(part, timeout)
         yield found
         if found.get("exit_code") == REFUSED:
             yield from outcomes(part.pieces, timeout)
-
-
-def read_records(file: Path) -> list[Record]:
-    """One JSON value, or one a line; what a part wrote before it was stopped counts, but for a line cut short."""
-    text = file.read_text() if file.is_file() else ""
-    try:
-        return [json.loads(text)] if text.strip() else []
-    except json.JSONDecodeError:
-        pass
-    found = []
-    for entry in text.splitlines():
-        try:
-            found.append(json.loads(entry))
-        except json.JSONDecodeError:
-            break
-    return found
 
 
 def main() -> int:

@@ -12,36 +12,40 @@ import argparse
 import importlib.util
 import json
 import sys
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from wgpu_lora.bench.reference import (
-    OurSide,
     Record,
     ReferenceWork,
-    Side,
-    answer,
-    as_argument,
     compared,
     forget_peak,
-    from_argument,
     peak_resident_bytes,
     resident_bytes,
-    take_turns,
     timed_steps,
 )
 from wgpu_lora.bench.results import commit
-from wgpu_lora.bench.step import LEARNING_RATE, SCALING, WARMUP, made_up_rows
+from wgpu_lora.bench.step import LEARNING_RATE, SCALING, WARMUP, synthetic_rows
+from wgpu_lora.cli import main as command_line
 from wgpu_lora.cli.console import console, line
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.config import module_of
 from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.models.synthetic import SyntheticCheckpoint
+from wgpu_lora.names.aliases import real_names
+from wgpu_lora.strict_json import typed
 from wgpu_lora.train.memory import readable
 from wgpu_lora.weights.registry import BASE_FORMATS
+from wgpu_lora.worker.child import Ended, Port
+from wgpu_lora.worker.parent import PROGRAM, Worker, WorkerFailed
+from wgpu_lora.worker.registry import KINDS
+from wgpu_lora.worker.turns import take_turns
 
 SCHEMA = "wgpu-lora-bench-reference/1"
 PACKAGES = ("torch", "transformers", "peft")
+THREADS = ("LP_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 TORCH_DTYPES = ("f32", "bf16", "nf4")
 PROMPT, NEW = 128, 64
 
@@ -73,7 +77,7 @@ class TorchSide:
         self._trained.train()
         self._parameters = [p for p in self._trained.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(self._parameters, lr=LEARNING_RATE, weight_decay=0.0)
-        ids = made_up_rows(work.rows, work.tokens, model.config.vocab_size)
+        ids = synthetic_rows(work.rows, work.tokens, model.config.vocab_size)
         self._ids = torch.from_numpy(ids.astype("int64")).to(self._device)
         forget_peak()
         if self._device.type == "cuda":
@@ -148,43 +152,105 @@ class TorchSide:
         return found
 
 
-SIDES = {"ours": OurSide, "torch": TorchSide}
+def run_torch_step(
+    port: Port,
+    *,
+    shape: str,
+    layers: int | None,
+    rows: int,
+    tokens: int,
+    rank: int,
+    base_dtype: str,
+    device: str | None,
+    turns: bool,
+) -> Record:
+    """A job `torch-step`: as `step`, on the other side."""
+    assert turns, "it is asked"
+    port.answer(TorchSide(ReferenceWork(shape, layers, rows, tokens, rank, base_dtype, device)))
+    return {}
 
 
-def side(kind: str, work: ReferenceWork, threads: int) -> Side:
-    command = [sys.executable, str(Path(__file__).resolve()), "--side", kind, "--work", as_argument(work)]
-    return Side(f"{kind} {work.base_dtype}", command, threads)
+def side(kind: str, work: ReferenceWork, threads: int) -> Worker:
+    """A side as a worker, on so many threads."""
+    jobs = {"ours": "step", "torch": "torch-step"}
+    program = [sys.executable, str(Path(__file__).resolve()), "worker"] if kind == "torch" else PROGRAM
+    return Worker(
+        jobs[kind],
+        {**asdict(work), "turns": True},
+        name=f"{kind} {work.base_dtype}",
+        program=program,
+        environment=dict.fromkeys(THREADS, str(threads)),
+        asked=True,
+    )
 
 
-def compare(options: argparse.Namespace, rows: int) -> list[Record]:
-    """One batch on every side: a row for each."""
-    base = {"shape": options.shape, "layers": options.layers, "rows": rows, "tokens": options.tokens}
-    base |= {"rank": options.rank}
-    sides: dict[str, Side] = {}
+@dataclass(frozen=True)
+class Comparison:
+    """rows: of a step, a comparison for each. ours, torch: what a side's weights are; ratios are of the first `torch`.
+
+    threads: of each side, on the processor. steps: of a side in a round.
+    """
+
+    shape: str = "tiny-qwen3"
+    layers: int | None = None
+    rows: list[int] = field(default_factory=lambda: [1, 4])
+    tokens: int = 128
+    rank: int = 8
+    ours: list[str] = field(default_factory=lambda: ["f32", "nf4"])
+    torch: list[str] = field(default_factory=lambda: ["f32"])
+    torch_device: str = "cpu"
+    device: str | None = None
+    threads: int = 2
+    rounds: int = 5
+    steps: int = 3
+
+    def check(self) -> None:
+        """Raises UserError where it cannot be made, before any process starts."""
+        missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+        if "nf4" in self.torch and importlib.util.find_spec("bitsandbytes") is None:
+            missing.append("bitsandbytes")
+        if missing:
+            raise UserError(
+                f"This compares with PyTorch + PEFT, but {', '.join(missing)} cannot be imported: install the "
+                "'reference' extra, as 'make bench-reference' does."
+            )
+        shape_config(self.shape, self.layers)
+
+    def of(self, rows: int) -> list[Record]:
+        """One batch on every side: a record for each."""
+        base = {"shape": self.shape, "layers": self.layers, "rows": rows, "tokens": self.tokens, "rank": self.rank}
+        with ExitStack() as stack:
+            sides: dict[str, Worker] = {}
+            for kind, dtypes, device in (("ours", self.ours, self.device), ("torch", self.torch, self.torch_device)):
+                for dtype in dtypes:
+                    work = ReferenceWork(**base, base_dtype=dtype, device=device)
+                    sides[f"{kind} {dtype}"] = stack.enter_context(side(kind, work, self.threads))
+            found = take_turns(sides, self.rounds, self.steps)
+        return [{**base, **row} for row in compared(found, rows * self.tokens, f"torch {self.torch[0]}")]
+
+    def serving(self, dtype: str) -> Record:
+        """Prefill and decode on our side."""
+        work = ReferenceWork(self.shape, self.layers, 1, PROMPT, self.rank, dtype, self.device)
+        row = {"base_dtype": dtype, "prompt": PROMPT, "new": NEW}
+        with side("ours", work, self.threads) as child:
+            try:
+                return row | child.ask("serve", prompt=PROMPT, new=NEW, runs=self.rounds)
+            except WorkerFailed as error:
+                return row | {"not_run": str(error)}
+
+
+def run_comparison(port: Port, *, where: str, **options: Any) -> Ended:
+    """A job `comparison`: the fields of Comparison; a side that did not run ends it with 1."""
     try:
-        for dtype in options.ours:
-            work = ReferenceWork(**base, base_dtype=dtype, device=options.device)
-            sides[f"ours {dtype}"] = side("ours", work, options.threads)
-        for dtype in options.torch:
-            work = ReferenceWork(**base, base_dtype=dtype, device=options.torch_device)
-            sides[f"torch {dtype}"] = side("torch", work, options.threads)
-        found = take_turns(sides, options.rounds, options.steps)
-    finally:
-        for each in sides.values():
-            each.close()
-    return [{**base, **row} for row in compared(found, rows * options.tokens, f"torch {options.torch[0]}")]
-
-
-def serving(options: argparse.Namespace, dtype: str) -> Record:
-    work = ReferenceWork(options.shape, options.layers, 1, PROMPT, options.rank, dtype, options.device)
-    row = {"base_dtype": dtype, "prompt": PROMPT, "new": NEW}
-    child = side("ours", work, options.threads)
-    try:
-        return row | child.ask("serve", prompt=PROMPT, new=NEW, runs=options.rounds)
-    except UserError as error:
-        return row | {"not_run": str(error)}
-    finally:
-        child.close()
+        comparison = typed(Comparison, real_names(options, [f.name for f in fields(Comparison)], where))
+    except ValueError as error:
+        raise UserError(f"{where}: {error}.") from None
+    comparison.check()
+    rows = [row for count in comparison.rows for row in comparison.of(count)]
+    for row in rows:
+        port.measured(row)
+    failed = [f"{row['side']}: {row['not_run']}" for row in rows if "not_run" in row]
+    return Ended({"sides": len(rows)}, int(bool(failed)), "; ".join(failed))
 
 
 def table(rows: list[Record]) -> Any:
@@ -208,30 +274,22 @@ def table(rows: list[Record]) -> Any:
     return made
 
 
-def measure(options: argparse.Namespace) -> int:
+def measure(comparison: Comparison, no_serving: bool, file: Path | None) -> int:
     """Compares, shows and writes; 1 where a side did not run."""
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if "nf4" in options.torch and importlib.util.find_spec("bitsandbytes") is None:
-        missing.append("bitsandbytes")
-    if missing:
-        raise UserError(
-            f"This compares with PyTorch + PEFT, but {', '.join(missing)} cannot be imported: install the 'reference' "
-            "extra, as 'make bench-reference' does."
-        )
-    shape_config(options.shape, options.layers)  # refuses what there is not, before any process starts
+    comparison.check()
     rows: list[Record] = []
-    for count in options.rows:
-        line("step", f"{count} x {options.tokens} tokens, {options.rounds} rounds of {options.steps} steps a side")
-        rows += compare(options, count)
+    for count in comparison.rows:
+        steps = f"{comparison.rounds} rounds of {comparison.steps} steps a side"
+        line("step", f"{count} x {comparison.tokens} tokens, {steps}")
+        rows += comparison.of(count)
     console().print(table(rows))
-    served = [] if options.no_serving else [serving(options, dtype) for dtype in options.ours]
+    served = [] if no_serving else [comparison.serving(dtype) for dtype in comparison.ours]
     for row in served:
         said = row.get("not_run") or f"prefill {row['prefill']:,.0f}, decode {row['decode']:,.1f} tokens/s"
         line("serving", f"{row['base_dtype']}, {PROMPT} tokens then {NEW}: {said}")
-    if options.json:
-        values = {name: value for name, value in vars(options).items() if name not in ("side", "work", "json")}
-        result = {"schema": SCHEMA, "commit": commit(), "options": values, "steps": rows, "serving": served}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    if file:
+        result = {"schema": SCHEMA, "commit": commit(), "options": asdict(comparison), "steps": rows, "serving": served}
+        file.write_text(json.dumps(result, indent=1) + "\n")
     failed = [row for row in rows if "not_run" in row]
     for row in failed:
         print(f"bench-reference: {row['side']} at {row['rows']} rows did not run: {row['not_run']}", file=sys.stderr)
@@ -255,32 +313,35 @@ def numbers(text: str) -> list[int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="tiny-qwen3", help="as 'wgpu-lora bench' names them")
+    parser.add_argument("--shape", help="as 'wgpu-lora bench' names them")
     parser.add_argument("--layers", type=int, help="its first layers alone")
-    parser.add_argument("--rows", type=numbers, default=[1, 4], help="rows a step, a comparison for each")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens a row")
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--ours", type=names(tuple(BASE_FORMATS)), default=["f32", "nf4"])
-    parser.add_argument("--torch", type=names(TORCH_DTYPES), default=["f32"], help="the first is what ratios are of")
-    parser.add_argument("--torch-device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--rows", type=numbers, help="rows a step, a comparison for each")
+    parser.add_argument("--tokens", type=int, help="tokens a row")
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--ours", type=names(tuple(BASE_FORMATS)))
+    parser.add_argument("--torch", type=names(TORCH_DTYPES), help="the first is what ratios are of")
+    parser.add_argument("--torch-device", help="cpu or cuda")
     parser.add_argument("--device", help="ours, as 'wgpu-lora info' lists them")
-    parser.add_argument("--threads", type=int, default=2, help="of each side, on the processor")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3, help="steps of a side in a round")
+    parser.add_argument("--threads", type=int, help="of each side, on the processor")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--steps", type=int, help="steps of a side in a round")
     parser.add_argument("--no-serving", action="store_true", help="leave out prefill and decode")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-    parser.add_argument("--work", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    parser.set_defaults(**asdict(Comparison()))
+    options = vars(parser.parse_args())
+    no_serving, file = options.pop("no_serving"), options.pop("json")
     try:
-        if not options.side:
-            return measure(options)
-        answer(SIDES[options.side](from_argument(options.work)))
+        return measure(Comparison(**options), no_serving, file)
     except UserError as error:
         print(f"bench-reference: {error}", file=sys.stderr)
         return 2
-    return 0
+
+
+def worker(job: str) -> int:
+    """This script as a worker, which knows the other side's job and the whole comparison too."""
+    KINDS["torch-step"], KINDS["comparison"] = run_torch_step, run_comparison
+    return command_line(["worker", job])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(worker(sys.argv[2]) if sys.argv[1:2] == ["worker"] else main())

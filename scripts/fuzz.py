@@ -21,9 +21,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from fuzz_targets import MUTATORS, PROCESSES, SLOW, TARGETS, seeds, small_tokenizer
-
-__all__ = ["MUTATORS", "SLOW", "TARGETS", "seeds", "small_tokenizer"]
 ALLOCATION_MB, SECONDS = 64, 10
 
 
@@ -37,26 +34,22 @@ def fuzz(target: str, inputs: int, keep: Path, replay: Path | None) -> None:
     import atheris
 
     with atheris.instrument_imports(include=["wgpu_lora"]):
-        import wgpu_lora.data.template
-        import wgpu_lora.formats.bitsandbytes
-        import wgpu_lora.formats.peft
-        import wgpu_lora.models.files  # noqa: F401
-    from wgpu_lora.errors import UserError
+        import fuzz_targets
 
     place = scratch()
-    run = TARGETS[target](place)
+    run, shaped = fuzz_targets.TARGETS[target].open(place), fuzz_targets.TARGETS[target].mutate
 
     def one(data: bytes) -> None:
         try:
             run(data)
-        except UserError as error:
+        except fuzz_targets.UserError as error:
             str(error).encode("utf-8", "backslashreplace")
 
     if replay:
         return one(replay.read_bytes())
     corpus, words = place / "corpus", place / "words"
     corpus.mkdir()
-    for number, seed in enumerate(seeds(target)):
+    for number, seed in enumerate(fuzz_targets.seeds(target)):
         (corpus / str(number)).write_bytes(seed)
     words.write_text("\n".join(json.dumps(word) for word in dictionary(corpus)) + "\n")
     keep.mkdir(parents=True, exist_ok=True)
@@ -65,7 +58,6 @@ def fuzz(target: str, inputs: int, keep: Path, replay: Path | None) -> None:
 
     def mutate(data: bytes, max_size: int, seed: int) -> bytes:
         rng = random.Random(seed)
-        shaped = MUTATORS.get(target)
         if shaped is None or rng.random() < 0.3:
             return atheris.Mutate(data, max_size)
         return shaped(data, rng)[:max_size]
@@ -85,20 +77,22 @@ def dictionary(corpus: Path) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}")
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help="all where none is named; a wrong name lists them")
     parser.add_argument("--inputs", type=int, default=1_000_000, help="of all targets together")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--keep", type=Path, default=Path("fuzz-failures"), help="where inputs that failed go")
     parser.add_argument("--replay", type=Path)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.child or args.replay:
+        fuzz(args.targets[0], args.inputs, args.keep, args.replay)
+        return 0
+    from fuzz_targets import TARGETS
+
     targets = args.targets or list(TARGETS)
     if unknown := set(targets) - set(TARGETS):
-        parser.error(f"{', '.join(unknown)}: no such target")
-    if args.child or args.replay:
-        fuzz(targets[0], args.inputs, args.keep, args.replay)
-        return 0
-    shares = {target: 0.04 if target in PROCESSES else 1 if target in SLOW else 4 for target in targets}
+        parser.error(f"{', '.join(unknown)}: no such target; there are {', '.join(TARGETS)}")
+    shares = {target: TARGETS[target].share for target in targets}
 
     def child(target: str) -> tuple[str, int, int, float]:
         each = math.ceil(args.inputs * shares[target] / sum(shares.values()))

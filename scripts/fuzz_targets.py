@@ -1,4 +1,7 @@
-"""What `scripts/fuzz.py` feeds, and the valid inputs that it begins with."""
+"""What `scripts/fuzz.py` feeds, and the valid inputs that it begins with.
+
+This module imports all that is fuzzed, so that it is the one to import while atheris instruments.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,33 @@ import json
 import random
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 from fuzz_mutators import of_json, of_parts, of_rows, of_safetensors, of_template
 from fuzz_tokenizers import of_tokenizer
 
+from wgpu_lora.data import Tokenizer, gguf_tokenizer, prepare, sandbox, template, tokenizer
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats import peft
+from wgpu_lora.formats.bitsandbytes import PackedCheckpoint
+from wgpu_lora.formats.checkpoint import INDEX, Checkpoint, read_header
+from wgpu_lora.models.architectures import load_config
+from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.files import read_model
+from wgpu_lora.models.rope import inv_freq
+from wgpu_lora.tokens.backend import Local
+
 ROOT = Path(__file__).resolve().parent.parent
-MODELS = ROOT / "tests" / "fixtures" / "models"
+FIXTURES = ROOT / "tests" / "fixtures"
+MODELS = FIXTURES / "models"
 DEMO = ROOT / "wgpu_lora" / "demo" / "model"
-TEMPLATES = ROOT / "tests" / "fixtures" / "data"
+WEIGHTS = "model.safetensors"
 ROWS = [
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}], "tools": [],
      "chat_template_kwargs": {"enable_thinking": False}},
@@ -25,121 +43,85 @@ ROWS = [
     {"prompt": "a", "completion": "b"}, {"instruction": "a", "input": "", "output": "b"}, {"text": "a b c d"},
     {"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "attention_mask": [1, 1, 1]},
 ]  # fmt: skip
-Target = Callable[[bytes], None]
+SLOW, PROCESSES = 1.0, 0.04  # shares of what is slow, and of what starts a process for each input
+Run = Callable[[bytes], None]
 
 
-def safetensors_header(place: Path) -> Target:
-    from wgpu_lora.formats.checkpoint import read_header
+@dataclass(frozen=True)
+class Target:
+    """Something that reads other people's files.
 
-    path = place / "model.safetensors"
+    Attributes:
+        open: a directory of its own -> what takes one input.
+        seeds: valid inputs; it may write into the directory.
+        mutate: keeps an input's shape; without one, inputs are mutated byte by byte alone.
+        share: of all inputs, beside the other targets' shares.
+    """
 
-    def run(data: bytes) -> None:
-        path.write_bytes(data)
-        read_header(path)
-
-    return run
-
-
-def shard_index(place: Path) -> Target:
-    from wgpu_lora.formats.checkpoint import INDEX, Checkpoint
-
-    for shard in (MODELS / "llama").glob("*.safetensors"):
-        shutil.copy(shard, place)
-
-    def run(data: bytes) -> None:
-        (place / INDEX).write_bytes(data)
-        Checkpoint(place)
-
-    return run
+    open: Callable[[Path], Run]
+    seeds: Callable[[Path], list[bytes]]
+    mutate: Callable[[bytes, random.Random], bytes] | None = None
+    share: float = 4.0
 
 
-def model_config(place: Path) -> Target:
-    from wgpu_lora.models.architectures import load_config
-    from wgpu_lora.models.rope import inv_freq
+def reading(read: Callable[[Path], object], *names: str, beside: Iterable[Path] = ()) -> Callable[[Path], Run]:
+    """What writes an input into files of these names, their parts a blank line apart, and reads the directory."""
 
-    def run(data: bytes) -> None:
-        (place / "config.json").write_bytes(data)
-        config = load_config(place)
-        if config.num_hidden_layers < 100 and config.head_dim < 1000:
-            config.parameter_shapes()
-            inv_freq(config)
+    def opened(place: Path) -> Run:
+        for path in beside:
+            shutil.copy(path, place)
 
-    return run
+        def run(data: bytes) -> None:
+            parts = [*data.split(b"\n\n", len(names) - 1), *[b""] * len(names)]
+            for name, part in zip(names, parts, strict=False):
+                (place / name).write_bytes(part)
+            read(place)
 
+        return run
 
-def adapter(place: Path) -> Target:
-    """The two files of an adapter, one after the other in the input."""
-    from wgpu_lora.formats.peft import CONFIG, WEIGHTS, read_adapter
-
-    def run(data: bytes) -> None:
-        config, _, weights = data.partition(b"\n\n")
-        (place / CONFIG).write_bytes(config)
-        (place / WEIGHTS).write_bytes(weights)
-        read_adapter(place)
-
-    return run
+    return opened
 
 
-def packed_model(place: Path) -> Target:
-    from wgpu_lora.formats.bitsandbytes import PackedCheckpoint
-    from wgpu_lora.models.architectures import load_config
-
-    config = load_config(MODELS / "qwen2")
-
-    def run(data: bytes) -> None:
-        (place / "model.safetensors").write_bytes(data)
-        PackedCheckpoint(place).check_against(config.parameter_shapes(), config.matrices())
-
-    return run
+def files(*patterns: str, demo: str | None = None) -> Callable[[Path], list[bytes]]:
+    """Fixtures, and a file of the demo model."""
+    paths = [path for pattern in patterns for path in sorted(FIXTURES.glob(pattern))]
+    return lambda place: [path.read_bytes() for path in [*paths, *([DEMO / demo] if demo else [])]]
 
 
-def tokenizer(place: Path) -> Target:
-    """The settings beside a tokenizer.json, template included."""
-    from wgpu_lora.data import Tokenizer
-    from wgpu_lora.tokens.backend import Local
-
-    shutil.copy(DEMO / "tokenizer.json", place)
-    backend = Local.opened((place / "tokenizer.json").read_text())
-
-    def run(data: bytes) -> None:
-        config, _, generation = data.partition(b"\n\n")
-        (place / "tokenizer_config.json").write_bytes(config)
-        (place / "generation_config.json").write_bytes(generation)
-        # Reading the vocabulary anew for every input would be all that is tested.
-        with patch.object(Local, "opened", lambda text: backend):
-            found = Tokenizer.load(place)
-        if found is not None:
-            _ = found.stop_ids, found.eos_id, found.bos_id, found.pad_id
-
-    return run
+def model_config(place: Path) -> None:
+    config = load_config(place)
+    if config.num_hidden_layers < 100 and config.head_dim < 1000:
+        config.parameter_shapes()
+        inv_freq(config)
 
 
-def tokenizer_json(place: Path) -> Target:
-    """The pipeline itself, which the tokenizers library reads; and texts by it, at once and at little cost."""
-    from wgpu_lora.data import tokenizer
-    from wgpu_lora.tokens.backend import Local
-
-    def run(data: bytes) -> None:
-        # In a child, what is wrong would only be found slowly: the checks are to leave little to its limits.
-        with patch.object(tokenizer, "Child", Local.opened):
-            _use_tokenizer(place, data)
-
-    return run
+@cache
+def qwen2() -> ModelConfig:
+    return load_config(MODELS / "qwen2")
 
 
-def tokenizer_child(place: Path) -> Target:
-    """The same as it is in use."""
-
-    def run(data: bytes) -> None:
-        _use_tokenizer(place, data)
-
-    return run
+def packed_model(place: Path) -> None:
+    config = qwen2()
+    PackedCheckpoint(place).check_against(config.parameter_shapes(), config.matrices())
 
 
-def _use_tokenizer(place: Path, data: bytes) -> None:
-    from wgpu_lora.data import Tokenizer
+@cache
+def demo_backend() -> Local:
+    """Read once: reading the vocabulary anew for every input would be all that is tested."""
+    return Local.opened((DEMO / "tokenizer.json").read_text())
 
-    (place / "tokenizer.json").write_bytes(data)
+
+def settings(place: Path) -> None:
+    """What stands beside a tokenizer.json, template included."""
+    backend = demo_backend()
+    with patch.object(Local, "opened", lambda text: backend):
+        found = Tokenizer.load(place)
+    if found is not None:
+        _ = found.stop_ids, found.eos_id, found.bos_id, found.pad_id
+
+
+def whole_tokenizer(place: Path) -> None:
+    """As it is in use: in a child, texts by it too."""
     found = Tokenizer.load(place)
     if found is not None:
         found.encode_with_offsets(["a" * 300, " " * 300 + "x"])
@@ -147,9 +129,18 @@ def _use_tokenizer(place: Path, data: bytes) -> None:
         found.files()
 
 
-def chat_template(place: Path) -> Target:
-    from wgpu_lora.data import sandbox, template
+def local_tokenizer(place: Path) -> None:
+    """The same here, at once and at little cost: in a child, what is wrong would only be found slowly."""
+    with patch.object(tokenizer, "Child", Local.opened):
+        whole_tokenizer(place)
 
+
+def gguf(place: Path) -> None:
+    with patch.object(gguf_tokenizer, "Child", Local.opened):
+        read_model(place / "model.gguf")
+
+
+def chat_template(place: Path) -> Run:
     sandbox.MAX_WORK = 1 << 14  # what has no end is ended sooner, and more inputs are tried
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "Hi <there>"}]
 
@@ -159,30 +150,9 @@ def chat_template(place: Path) -> Target:
     return run
 
 
-def gguf(place: Path) -> Target:
-    from wgpu_lora.data import gguf_tokenizer as tokenizer
-    from wgpu_lora.models.files import read_model
-    from wgpu_lora.tokens.backend import Local
-
-    path = place / "model.gguf"
-
-    def run(data: bytes) -> None:
-        path.write_bytes(data)
-        with patch.object(tokenizer, "Child", Local.opened):
-            read_model(path)
-
-    return run
-
-
-def rows(place: Path) -> Target:
+def rows(place: Path) -> Run:
     """Training data of any format, by its bytes, through formats, template and masks."""
-    from wgpu_lora.data import Tokenizer, prepare
-    from wgpu_lora.errors import UserError
-
-    for path in DEMO.iterdir():
-        if path.suffix in (".json", ".jinja"):
-            shutil.copy(path, place)
-    found = Tokenizer.load(place)
+    found = Tokenizer.load(DEMO)
 
     def run(data: bytes) -> None:
         for name in ("rows.csv", "rows.json"):
@@ -194,91 +164,48 @@ def rows(place: Path) -> Target:
     return run
 
 
-TARGETS: dict[str, Callable[[Path], Target]] = {
-    made.__name__: made
-    for made in (
-        safetensors_header,
-        shard_index,
-        model_config,
-        adapter,
-        packed_model,
-        tokenizer,
-        tokenizer_json,
-        tokenizer_child,
-        chat_template,
-        rows,
-        gguf,
-    )
-}
+# -- valid inputs ------------------------------------------------------------------------------------------------------
 
 
-# These get a quarter of the others' inputs, and what starts a process for each a hundredth.
-SLOW = ("packed_model", "tokenizer_json", "tokenizer_child", "chat_template", "rows", "gguf")
-PROCESSES = ("tokenizer_child",)
-# What keeps an input's shape; the others are mutated byte by byte alone.
-MUTATORS: dict[str, Callable[[bytes, random.Random], bytes]] = {
-    "safetensors_header": of_safetensors,
-    "shard_index": of_json,
-    "model_config": of_json,
-    "adapter": of_parts,
-    "packed_model": of_safetensors,
-    "tokenizer": of_parts,
-    "tokenizer_json": of_tokenizer,
-    "tokenizer_child": of_tokenizer,
-    "rows": of_rows,
-    "chat_template": of_template,
-}
+def run_cli(*arguments: object) -> None:
+    from wgpu_lora.cli import main  # not instrumented
+
+    assert main(list(map(str, arguments))) == 0
 
 
-def seeds(target: str) -> list[bytes]:
-    """Valid inputs of a target."""
-    if target == "safetensors_header":
-        return [path.read_bytes() for path in MODELS.glob("llama/*.safetensors")]
-    if target == "shard_index":
-        return [path.read_bytes() for path in MODELS.glob("*/*.index.json")]
-    if target == "model_config":
-        return [path.read_bytes() for path in [*MODELS.glob("*/config.json"), DEMO / "config.json"]]
-    if target == "tokenizer":
-        parts = [(DEMO / name).read_bytes() for name in ("tokenizer_config.json", "generation_config.json")]
-        return [b"\n\n".join(parts)]
-    if target == "chat_template":
-        return [path.read_bytes() for path in [*TEMPLATES.glob("*.jinja"), DEMO / "chat_template.jinja"]]
-    if target == "rows":
-        table = b'prompt,completion,tools\r\n"a, b","c ""d""\ne",\r\nf,g,[]\r\n'
-        return [b"\n".join(json.dumps(row).encode() for row in ROWS), json.dumps(ROWS, indent=1).encode(), table]
-    with tempfile.TemporaryDirectory() as directory:
-        return _made(target, Path(directory))
+def an_adapter(place: Path) -> list[bytes]:
+    shapes = {"A": (2, 3), "B": (4, 2)}
+    tensors = {
+        peft.tensor_name("model.layers.0.self_attn.q_proj", kind): np.ones(shape, np.float32)
+        for kind, shape in shapes.items()
+    }
+    config = peft.AdapterConfig(r=4, rank_pattern={"q_proj": 2}, alpha_pattern={".*v": 3})
+    peft.write_adapter(place / "a", tensors, config)
+    return [(place / "a" / peft.CONFIG).read_bytes().strip() + b"\n\n" + (place / "a" / peft.WEIGHTS).read_bytes()]
 
 
-def _made(target: str, place: Path) -> list[bytes]:
-    import numpy as np
+def a_packed_model(place: Path) -> list[bytes]:
+    run_cli("import", MODELS / "qwen2", "--output", place / "p")
+    return [(place / "p" / WEIGHTS).read_bytes()]
 
-    if target == "adapter":
-        from wgpu_lora.formats.peft import CONFIG, WEIGHTS, AdapterConfig, tensor_name, write_adapter
 
-        shapes = {"A": (2, 3), "B": (4, 2)}
-        tensors = {
-            tensor_name("model.layers.0.self_attn.q_proj", kind): np.ones(shape, np.float32)
-            for kind, shape in shapes.items()
-        }
-        write_adapter(place / "a", tensors, AdapterConfig(r=4, rank_pattern={"q_proj": 2}, alpha_pattern={".*v": 3}))
-        return [(place / "a" / CONFIG).read_bytes().strip() + b"\n\n" + (place / "a" / WEIGHTS).read_bytes()]
-    if target in ("tokenizer_json", "tokenizer_child"):
-        return [small_tokenizer()]
-    if target == "packed_model":
-        from wgpu_lora.cli import main
-
-        main(["import", str(MODELS / "qwen2"), "--output", str(place / "p")])
-        return [(place / "p" / "model.safetensors").read_bytes()]
-    from wgpu_lora.cli import main
-
+def a_gguf(place: Path) -> list[bytes]:
     model = place / "model"
     shutil.copytree(MODELS / "qwen3", model)
-    shutil.copy(DEMO / "tokenizer_config.json", model)
-    shutil.copy(DEMO / "chat_template.jinja", model)
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(DEMO / name, model)
     (model / "tokenizer.json").write_bytes(small_tokenizer())
-    main(["export", "gguf", "--model", str(model), "--output", str(place / "m.gguf"), "--quantize", "q4_0"])
+    run_cli("export", "gguf", "--model", model, "--output", place / "m.gguf", "--quantize", "q4_0")
     return [(place / "m.gguf").read_bytes()]
+
+
+def some_rows(place: Path) -> list[bytes]:
+    table = b'prompt,completion,tools\r\n"a, b","c ""d""\ne",\r\nf,g,[]\r\n'
+    return [b"\n".join(json.dumps(row).encode() for row in ROWS), json.dumps(ROWS, indent=1).encode(), table]
+
+
+def some_settings(place: Path) -> list[bytes]:
+    return [b"\n\n".join((DEMO / name).read_bytes() for name in ("tokenizer_config.json", "generation_config.json"))]
 
 
 def small_tokenizer() -> bytes:
@@ -290,3 +217,39 @@ def small_tokenizer() -> bytes:
     for number, token in enumerate(stated["added_tokens"]):
         token["id"] = 266 + number
     return json.dumps(stated).encode()
+
+
+def seeds(target: str) -> list[bytes]:
+    """Valid inputs of a target."""
+    with tempfile.TemporaryDirectory() as place:
+        return TARGETS[target].seeds(Path(place))
+
+
+TOKENIZER = (lambda place: [small_tokenizer()], of_tokenizer)
+TARGETS = {
+    "safetensors_header": Target(
+        reading(lambda place: read_header(place / WEIGHTS), WEIGHTS),
+        files("models/llama/*.safetensors"),
+        of_safetensors,
+    ),
+    "shard_index": Target(
+        reading(Checkpoint, INDEX, beside=sorted((MODELS / "llama").glob("*.safetensors"))),
+        files("models/*/*.index.json"),
+        of_json,
+    ),
+    "model_config": Target(
+        reading(model_config, "config.json"), files("models/*/config.json", demo="config.json"), of_json
+    ),
+    "adapter": Target(reading(peft.read_adapter, peft.CONFIG, peft.WEIGHTS), an_adapter, of_parts),
+    "packed_model": Target(reading(packed_model, WEIGHTS), a_packed_model, of_safetensors, SLOW),
+    "tokenizer": Target(
+        reading(settings, "tokenizer_config.json", "generation_config.json", beside=[DEMO / "tokenizer.json"]),
+        some_settings,
+        of_parts,
+    ),
+    "tokenizer_json": Target(reading(local_tokenizer, "tokenizer.json"), *TOKENIZER, SLOW),
+    "tokenizer_child": Target(reading(whole_tokenizer, "tokenizer.json"), *TOKENIZER, PROCESSES),
+    "chat_template": Target(chat_template, files("data/*.jinja", demo="chat_template.jinja"), of_template, SLOW),
+    "rows": Target(rows, some_rows, of_rows, SLOW),
+    "gguf": Target(reading(gguf, "model.gguf"), a_gguf, None, SLOW),
+}

@@ -4,7 +4,8 @@
     .venv/bin/python scripts/make_demo.py --data-only               # the two JSONL files only
     .venv/bin/python scripts/make_demo.py --leaks-only              # the leak check against the whole corpus
     .venv/bin/python scripts/demo/verify.py --nf4 --record          # what a LoRA makes of it, by torch and PEFT
-    .venv/bin/python scripts/make_demo.py --cards-only              # the README files, from the records
+
+The README files beside model and data are written by hand; their figures are those of training.json.
 
 Needs the `reference` extra. Much faster with MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=8589934592 in
 the environment, which keep freed tensors' memory in the process. The weights depend on the Python whose library is
@@ -27,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from demo import cards, corpus, leaks, tasks  # noqa: E402
+from demo import corpus, leaks, tasks  # noqa: E402
 
 SEED = 20
 TRAIN_ROWS = 400
@@ -91,11 +92,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--data-only", action="store_true", help="write the rows and stop")
     parser.add_argument("--leaks-only", action="store_true", help="check for leaks and stop")
-    parser.add_argument("--cards-only", action="store_true", help="write the README files and stop")
     args = parser.parse_args()
-    if args.cards_only:
-        cards.write_cards(args.out, SEED, TRAIN_ROWS, HELDOUT_ROWS)
-        return
     train, heldout = tasks.demo_rows(SEED, TRAIN_ROWS, HELDOUT_ROWS)
     if not args.leaks_only:
         write_rows(args.out / "data" / "train.jsonl", train)
@@ -106,7 +103,7 @@ def main() -> None:
     refuse_leaks(train, heldout, library)
     if not args.leaks_only:
         make_model(library, args.out / "model", args.steps)
-        cards.write_cards(args.out, SEED, TRAIN_ROWS, HELDOUT_ROWS)
+        print(f"bring the figures of {args.out}/*/README.md up to date from {args.out}/model/training.json")
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ import numpy as np
 
 from wgpu_lora.bench.ceiling import measure_ceilings
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.kernel import Kernel, Tiles
+from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.single import SingleKernel
+from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.ops.matmul import matmul_nn, matmul_nt
 from wgpu_lora.weights.nf4 import nf4_matmul, nf4_matmul_backward
 
@@ -23,25 +24,16 @@ SHAPE = {"m": 512, "n": 1024, "k": 1024}
 A_TYPES = {"nf4_matmul": ("f32", "bf16", "f16"), "nf4_matmul_backward": ("f32", "bf16", "f16")}
 
 
-def gflops(device: Device, kernel: Kernel, tiles: Tiles, a_type: str) -> float:
+def gflops(device: Device, kernel: Kernel, tiling: Tiling, a_type: str) -> float:
     """Of one product, by the median of five."""
-    rng = np.random.default_rng(0)
-    m, n, k = SHAPE.values()
-    a = rng.standard_normal((m, k), np.float32)
-    if a_type != "f32":
-        a = (a.view(np.uint32) >> 16).astype(np.uint16) if a_type == "bf16" else a.astype(np.float16)
-    arrays = {"a": a, "y": np.zeros((m, n), np.float32)}
-    if "codes" in kernel.bindings:
-        arrays |= {
-            "codes": rng.integers(0, 2**32, (k // 8, n), np.uint32),
-            "scales": rng.random(n * k // 64, np.float32),
-        }
-    else:
-        arrays["b"] = rng.standard_normal((n, k), np.float32)
-    single = SingleKernel(device, kernel, arrays, {**SHAPE, "a_type": a_type}, tiles, repeat=4)
+    assert kernel.tuning is not None
+    constants = {**kernel.defaults, **SHAPE, "a_type": a_type}
+    present = tuple(name for name in kernel.bindings if name not in kernel.optional)
+    arrays = kernel.tuning.inputs(constants, present, np.random.default_rng(0))
+    single = SingleKernel(device, kernel, arrays, constants, tiling, repeat=4)
     seconds = single.seconds(5)
     single.free()
-    return 2 * m * n * k / seconds / 1e9
+    return 2 * kernel.tuning.work(constants) / seconds / 1e9
 
 
 def main() -> None:
@@ -58,15 +50,15 @@ def main() -> None:
 
     record("device", device.info.name)
     record("driver", device.info.driver)
-    record("subgroup_size", device.subgroup_size)
+    record("subgroup_size", device.capabilities.subgroup_size)
     for name, value in vars(measure_ceilings(device)).items():
         record(name, value)
     for kernel in (nf4_matmul, nf4_matmul_backward, matmul_nt, matmul_nn):
         for a_type in A_TYPES.get(kernel.name, ("f32",)):
-            for tiles in kernel.tilings(device.traits, SHAPE):
-                notes = " wide" * tiles["wide"] + " no subgroups" * (not tiles["sg"])
-                name = f"{kernel.name} {a_type} {tiles['rows']}x{tiles['cols']}{notes}"
-                record(name, gflops(device, kernel, tiles, a_type))
+            for tiling in kernel.tilings(device.capabilities, SHAPE):
+                notes = " wide" * tiling.wide + f" {tiling.family}" * (tiling.family != "broadcast")
+                name = f"{kernel.name} {a_type} {tiling.rows}x{tiling.cols}{notes}"
+                record(name, gflops(device, kernel, tiling, a_type))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import atexit
-import errno
-import io
 import os
 import signal
 import sys
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from wgpu_lora.lasting import lasting
 from wgpu_lora.signals import ENDING
-
-GONE = (errno.EPIPE, errno.EIO, errno.ESHUTDOWN)  # a pipe that nobody reads any more, a terminal that closed
 
 
 def main() -> NoReturn:
@@ -21,7 +18,7 @@ def main() -> NoReturn:
     for number in ENDING:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end)
-    sys.stdout, sys.stderr = _lasting(sys.stdout), _lasting(sys.stderr)
+    sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)
     from wgpu_lora.cli import main as run
 
     _leave(run())
@@ -44,31 +41,3 @@ def _leave(code: int) -> NoReturn:
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
     os._exit(code)
-
-
-class _Lasting(io.FileIO):
-    """A stream that goes silent when whoever read it has gone: losing a terminal is not losing a run."""
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except OSError as error:
-            if error.errno not in GONE:
-                raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
-            return len(data)
-
-
-def _lasting(stream: Any) -> Any:
-    try:
-        number = stream.fileno()
-    except (AttributeError, OSError, ValueError):  # closed before the start, or no file
-        return stream
-    stream.flush()
-    return io.TextIOWrapper(
-        io.BufferedWriter(_Lasting(number, "w", closefd=False)),
-        encoding=stream.encoding,
-        errors=stream.errors,
-        line_buffering=stream.line_buffering,
-        write_through=stream.write_through,
-    )

@@ -80,6 +80,11 @@ class StepResult:
     step_processed_tokens: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
 
+    def facts(self, gap: str = "  ") -> str:
+        """Loss, metrics and learning rate, as they are shown."""
+        metrics = (f"{name} {value:.4f}" for name, value in self.metrics.items())
+        return gap.join([f"loss {self.loss:.4f}", *metrics, f"lr {self.learning_rate:.2e}"])
+
 
 class Events:
     """Override the methods that you want to hear of; those of this class do nothing. They are called in the job's own

@@ -28,7 +28,7 @@ class Registry(MutableMapping[str, T]):
             entry = self._entries[name] = found
         return entry
 
-    def __setitem__(self, name: str, entry: T) -> None:
+    def __setitem__(self, name: str, entry: T | str) -> None:
         self._entries[name] = entry
 
     def __delitem__(self, name: str) -> None:

@@ -1,11 +1,18 @@
-"""JSON as its standard has it: Python's own writer also puts down NaN and Infinity, which other readers refuse."""
+"""JSON as its standard has it, and as the types that annotations name.
+
+Python's own writer also puts down NaN and Infinity, which other readers refuse.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import MISSING, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
 
 
 def to_json(value: Any, **options: Any) -> str:
@@ -19,3 +26,62 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def typed(kind: Any, value: Any, name: str = "the record") -> Any:
+    """A value from JSON as the type that an annotation names: dataclasses of numbers, texts, lists and dicts.
+
+    Fields that a dict lacks have their defaults; those that the dataclass does not know are left out. A type with a
+    `from_json` of its own reads the value itself.
+
+    Raises:
+        ValueError: it is of another type, or lacks a field without a default; named by `name`.
+    """
+    if kind is Any or kind is object:
+        return value
+    if isinstance(kind, UnionType):
+        return _either(get_args(kind), value, name)
+    if hasattr(kind, "from_json"):  # it reads what earlier versions wrote in another form
+        return kind.from_json(value)
+    origin, parts = get_origin(kind) or kind, get_args(kind)
+    if is_dataclass(kind) and isinstance(kind, type):
+        return built(kind, value, name)
+    if origin is dict:
+        return {key: typed(parts[1], item, f"{name}.{key}") for key, item in _of(dict, value, name).items()}
+    if origin is list:
+        return [typed(parts[0], item, f"{name}[{i}]") for i, item in enumerate(_of(list, value, name))]
+    if kind is float and type(value) is int:
+        return float(value)
+    return _of(kind, value, name)
+
+
+def _either(kinds: tuple[Any, ...], value: Any, name: str) -> Any:
+    """The first of several types that the value is of; the error is that of the first."""
+    if value is None and NoneType in kinds:
+        return None
+    wrong: list[ValueError] = []
+    for kind in kinds:
+        if kind is not NoneType:
+            try:
+                return typed(kind, value, name)
+            except ValueError as error:
+                wrong.append(error)
+    raise wrong[0]
+
+
+def built(kind: type[T], value: Any, name: str = "the record") -> T:
+    """The same for a dataclass, by its fields."""
+    values: dict[str, Any] = _of(dict, value, name)
+    hints, found = get_type_hints(kind), {}
+    for item in fields(kind):  # type: ignore[arg-type]  # a dataclass
+        if item.name in values:
+            found[item.name] = typed(hints[item.name], values[item.name], item.name)
+        elif item.default is MISSING and item.default_factory is MISSING:
+            raise ValueError(f"'{item.name}' is missing")
+    return kind(**found)
+
+
+def _of(kind: type[T], value: Any, name: str) -> T:
+    if type(value) is not kind:
+        raise ValueError(f"{name} is {value!r:.40}")
+    return value

@@ -30,10 +30,8 @@ class _Canonical(ast.NodeTransformer):
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         return ast.Constant(value=None)
 
-    def _function(self, node: FunctionNode) -> ast.AST:
-        body = node.body
-        if ast.get_docstring(node, clean=False) is not None:
-            body = body[1:]
+    def visit_FunctionDef(self, node: FunctionNode) -> ast.AST:
+        body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
         # Decorators and annotations are left out: they do not make another function of the same body.
         return ast.FunctionDef(
             name=self._rename(node.name),
@@ -44,11 +42,7 @@ class _Canonical(ast.NodeTransformer):
             type_comment=None,
         )
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        return self._function(node)
-
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
-        return self._function(node)
+    visit_AsyncFunctionDef = visit_FunctionDef
 
 
 def fingerprints(source: str) -> Iterator[str]:
@@ -75,7 +69,5 @@ def find_leaks(heldout: Iterable[dict], seen: Iterable[str]) -> list[str]:
     for row in heldout:
         for print_ in fingerprints(answer(row)):
             wanted.setdefault(print_, []).append(answer(row))
-    hit: set[str] = set()
-    for text in seen:
-        hit.update(print_ for print_ in fingerprints(text) if print_ in wanted)
+    hit = {print_ for text in seen for print_ in fingerprints(text) if print_ in wanted}
     return [text for print_ in sorted(hit) for text in wanted[print_]]

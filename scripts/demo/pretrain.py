@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from .tokenizer import END_OF_TEXT, IM_END, chat_text
@@ -87,12 +88,8 @@ def _instruction_batches(tokenizer: Tokenizer, rows: Iterator[dict], count: int)
 
 
 def _batch(windows: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
-    size = max(map(len, windows))
-    ids = torch.full((len(windows), size), pad)
-    labels = torch.full((len(windows), size), IGNORED)
-    for row, window in enumerate(windows):
-        ids[row, : len(window)] = labels[row, : len(window)] = torch.tensor(window)
-    return ids, labels
+    rows = [torch.tensor(window) for window in windows]
+    return pad_sequence(rows, True, pad), pad_sequence(rows, True, IGNORED)
 
 
 def _loss(model: Qwen3ForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:

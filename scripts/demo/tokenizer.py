@@ -57,21 +57,13 @@ def save(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    added = {
-        str(tokenizer.token_to_id(token)): {
-            "content": token,
-            "lstrip": False,
-            "normalized": False,
-            "rstrip": False,
-            "single_word": False,
-            "special": True,
-        }
-        for token in SPECIALS
-    }
+    flags = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
     config = {
         "add_bos_token": False,
         "add_prefix_space": False,
-        "added_tokens_decoder": added,
+        "added_tokens_decoder": {
+            str(tokenizer.token_to_id(token)): {"content": token, **flags, "special": True} for token in SPECIALS
+        },
         "additional_special_tokens": [IM_START, IM_END],
         "bos_token": None,
         "chat_template": CHAT_TEMPLATE,

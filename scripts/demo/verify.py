@@ -17,11 +17,13 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from golden.training import nf4_base  # noqa: E402
 
 from wgpu_lora.assets import DEMO_HELDOUT, DEMO_MODEL, DEMO_TRAIN  # noqa: E402
 from wgpu_lora.demo.check import run_check  # noqa: E402
@@ -31,34 +33,11 @@ IGNORED = -100
 NEW_TOKENS = 96
 
 
-def round_trip_nf4(model: torch.nn.Module) -> None:
-    """Replace the weights of all linear layers but the head by what NF4 keeps of them."""
-    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and "lm_head" not in name:
-            packed, state = quantize_4bit(module.weight.data, blocksize=64, quant_type="nf4", compress_statistics=True)
-            module.weight.data = dequantize_4bit(packed, state).to(module.weight.dtype).view_as(module.weight)
-
-
-def read(path: Path) -> list[dict]:
-    """The rows of a JSONL file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def encode(tokenizer, row: dict) -> tuple[list[int], list[int]]:
     """Token ids of a row, and labels that leave out the request."""
     prompt = tokenizer.apply_chat_template(row["messages"][:-1], add_generation_prompt=True, return_dict=False)
     whole = tokenizer.apply_chat_template(row["messages"], return_dict=False)
     return whole, [IGNORED] * len(prompt) + whole[len(prompt) :]
-
-
-def collate(rows: list[tuple[list[int], list[int]]], pad: int) -> tuple[Tensor, Tensor]:
-    """Rows padded on the right to the longest."""
-    width = max(len(ids) for ids, _ in rows)
-    ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in rows])
-    labels = torch.tensor([labels + [IGNORED] * (width - len(labels)) for _, labels in rows])
-    return ids, labels
 
 
 @torch.no_grad()
@@ -103,7 +82,9 @@ def finetune(model, tokenizer, rows: list[dict], args: argparse.Namespace) -> tu
         if len(order) < args.rows:
             order = rng.sample(range(len(encoded)), len(encoded))
         picked, order = order[: args.rows], order[args.rows :]
-        ids, labels = collate([encoded[i] for i in picked], tokenizer.pad_token_id)
+        # Rows padded on the right to the longest.
+        batch = [(torch.tensor(ids), torch.tensor(labels)) for ids, labels in (encoded[i] for i in picked)]
+        ids, labels = map(pad_sequence, zip(*batch, strict=True), (True, True), (tokenizer.pad_token_id, IGNORED))
         warm = min(1.0, (step + 1) / max(1, round(0.03 * args.steps)))
         for group in optimizer.param_groups:
             group["lr"] = args.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * step / args.steps))
@@ -141,8 +122,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     if args.nf4:
-        round_trip_nf4(model)
-    heldout, train = read(args.heldout), read(args.train)
+        model = nf4_base(model)
+    heldout, train = ([json.loads(line) for line in path.open(encoding="utf-8")] for path in (args.heldout, args.train))
     record = {"nf4": args.nf4, "steps": args.steps, "rows": args.rows, "learning_rate": args.learning_rate}
     before = score(model, tokenizer, heldout, args.show, args.allow_unconfined)
     print(f"before {before:.3f}", flush=True)

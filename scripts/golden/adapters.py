@@ -12,30 +12,18 @@ from golden.models import load
 
 # name -> (model, LoraConfig's options)
 CASES: dict[str, tuple[str, dict]] = {
-    "patterns": (
-        "qwen2",
-        {
-            "r": 4,
-            "lora_alpha": 8,
-            "target_modules": "all-linear",
-            "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.up_proj": 6, "^model.layers.2.self_attn.v_proj": 1},
-            "alpha_pattern": {"v_proj": 3, r"layers\.[01]\.mlp\.down_proj": 20},
-        },
-    ),
+    "patterns": ("qwen2", {
+        "r": 4, "lora_alpha": 8, "target_modules": "all-linear",
+        "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.up_proj": 6, "^model.layers.2.self_attn.v_proj": 1},
+        "alpha_pattern": {"v_proj": 3, r"layers\.[01]\.mlp\.down_proj": 20},
+    }),
     "rslora": ("llama", {"r": 4, "lora_alpha": 3, "use_rslora": True, "target_modules": ["q_proj", "down_proj"]}),
     "expression": ("mistral", {"r": 3, "target_modules": r".*layers\.1\.(self_attn\.v_proj|mlp\.gate_proj)"}),
-    "rslora-patterns": (
-        "qwen3",
-        {
-            "r": 2,
-            "lora_alpha": 5,
-            "use_rslora": True,
-            "target_modules": ["k_proj", "o_proj", "up_proj"],
-            "rank_pattern": {"o_proj": 7},
-            "alpha_pattern": {"k_proj": 9},
-        },
-    ),
-}
+    "rslora-patterns": ("qwen3", {
+        "r": 2, "lora_alpha": 5, "use_rslora": True, "target_modules": ["k_proj", "o_proj", "up_proj"],
+        "rank_pattern": {"o_proj": 7}, "alpha_pattern": {"k_proj": 9},
+    }),
+}  # fmt: skip
 
 
 def save_adapter(name: str, models: Path, directory: Path) -> None:

@@ -14,69 +14,42 @@ SEEDS = {"qwen2": 20, "qwen3": 30, "llama": 40, "mistral": 50}
 DTYPES = {"qwen2": torch.bfloat16, "qwen3": torch.float16, "llama": torch.float32, "mistral": torch.float32}
 
 _COMMON = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "max_position_embeddings": 128}
+
+
+def _default_rope(theta: float) -> dict:
+    return {"rope_type": "default", "rope_theta": theta}
+
+
 CONFIGS: dict[str, dict] = {
     # dimensions that are multiples of nothing but 4; query heads wider together than the hidden state
     "qwen2": {
-        "vocab_size": 301,
-        "hidden_size": 52,
-        "intermediate_size": 92,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 20,
-        "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "vocab_size": 301, "hidden_size": 52, "intermediate_size": 92, "num_hidden_layers": 3, "head_dim": 20,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+        "rope_parameters": _default_rope(1e6),
     },
     # three query heads to a key; the second layer alone has a window
     "qwen3": {
-        "vocab_size": 271,
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "tie_word_embeddings": False,
-        "use_sliding_window": True,
-        "sliding_window": 5,
-        "max_window_layers": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "vocab_size": 271, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "head_dim": 16,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": False,
+        "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "rope_parameters": _default_rope(1e6),
     },
     # biases everywhere; a pretraining context so short that llama3 scaling treats some pairs in each of its three ways
     "llama": {
-        "vocab_size": 257,
-        "hidden_size": 48,
-        "intermediate_size": 68,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 16,
-        "attention_bias": True,
-        "mlp_bias": True,
-        "tie_word_embeddings": True,
+        "vocab_size": 257, "hidden_size": 48, "intermediate_size": 68, "num_hidden_layers": 2, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True,
+        "attention_bias": True, "mlp_bias": True,
         "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
+            "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 32,
         },
     },
     # four query heads to one key; a window shorter than most rows
     "mistral": {
-        "vocab_size": 211,
-        "hidden_size": 52,
-        "intermediate_size": 76,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "head_dim": 12,
-        "sliding_window": 6,
-        "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "vocab_size": 211, "hidden_size": 52, "intermediate_size": 76, "num_hidden_layers": 2, "head_dim": 12,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "tie_word_embeddings": False,
+        "sliding_window": 6, "rope_parameters": _default_rope(1e4),
     },
-}
+}  # fmt: skip
 
 
 def make(architecture: str) -> PreTrainedModel:

@@ -14,10 +14,10 @@ from wgpu_lora.bench.contract import load_contract
 from wgpu_lora.bench.results import Result
 from wgpu_lora.bench.run import judge, measure
 from wgpu_lora.bench.stats import Timings
-from wgpu_lora.bench.workload import Context
+from wgpu_lora.bench.workload import Context, new_bytes
 from wgpu_lora.bench.workloads import adapter_memory
 from wgpu_lora.bench.workloads.adapter_memory import MultiAdapterMemory, base_reads, planned_figures
-from wgpu_lora.bench.workloads.adapters import MultiAdapterStep, new_bytes, slot_session
+from wgpu_lora.bench.workloads.adapters import MultiAdapterStep
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.share.budget import Budget
@@ -70,11 +70,11 @@ def test_more_memory_breaks_the_contract(device: Device, metric: str) -> None:
 
 def test_steps_of_equal_tokens_are_of_equal_rows(device: Device) -> None:
     step = MultiAdapterStep(Context.of(device, "tiny-qwen3", layers=1))
-    tokens = {name: one.tokens for name, one in step._steps.items()}
+    tokens = {name: one.tokens for name, one in step.steps.items()}
     assert tokens == {
         "alone": 512, "together": 512, "eight": 512, "third_alone": 192, "short_alone": 64, "short_together": 192,
     }  # fmt: skip
-    rows = {name: one._rows for name, one in step._steps.items()}
+    rows = {name: one._rows for name, one in step.steps.items()}
     assert {length for of in rows.values() for _, length in of} == {64}
     assert [slot for slot, _ in rows["together"]] == [0, 0, 0, 1, 1, 1, 2, 2]
     assert [slot for slot, _ in rows["eight"]] == list(range(8))
@@ -85,7 +85,7 @@ def test_steps_of_equal_tokens_are_of_equal_rows(device: Device) -> None:
 @pytest.mark.parametrize("tokens", [8, 11, 37, 130, 1000])
 def test_any_tokens_are_divided(device: Device, tokens: int) -> None:
     step = MultiAdapterStep(Context.of(device, "tiny-qwen3", layers=1, tokens=tokens))
-    assert {step._steps[name].tokens for name in ("alone", "together", "eight")} == {tokens}
+    assert {step.steps[name].tokens for name in ("alone", "together", "eight")} == {tokens}
 
 
 def test_ratios_are_of_turns(device: Device) -> None:
@@ -95,8 +95,8 @@ def test_ratios_are_of_turns(device: Device) -> None:
         "alone": 100.0, "together": 110.0, "eight": 99.0, "third_alone": 55.0, "short_alone": 40.0,
         "short_together": 60.0,
     }  # fmt: skip
-    step._turns = [dict.fromkeys(usual, 999.0)]  # a turn of the warm-up
-    step._turns += [{name: speed / slow for name, speed in usual.items()} for slow in (1, 2, 2, 1, 2)]
+    step.turns = [dict.fromkeys(usual, 999.0)]  # a turn of the warm-up
+    step.turns += [{name: speed / slow for name, speed in usual.items()} for slow in (1, 2, 2, 1, 2)]
     found = step.extra(Timings.of([1.0] * 5))
     names = ("together_speedup", "same_updates_speedup", "short_speedup", "eight_of_three")
     assert [found[name] for name in names] == pytest.approx([1.1, 2.0, 1.5, 0.9])
@@ -110,7 +110,7 @@ def test_every_slot_takes_its_step(device: Device) -> None:
     step.open()
     try:
         step.check(np.random.default_rng(0))
-        session = step._sessions[8]
+        session = step.sessions[-1]
         for slot in range(8):
             session.optimizer.write_state(device, slot, {})
         before = [session.adapters.read(device, slot) for slot in range(8)]
@@ -172,18 +172,18 @@ def test_memory_that_grows_with_the_slots_is_found(device: Device, monkeypatch: 
 
 
 def test_a_base_that_is_read_for_every_slot_is_found(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, made = NF4Weight.forward, slot_session
+    forward, made = NF4Weight.forward, Context.session
 
-    def by_slot(context: Context, slots: int, *rest: Any) -> Session:
+    def by_slot(context: Context, buckets: list[int], slots: int, *rest: Any) -> Session:
         def repeated(self: NF4Weight, *args: Any) -> None:
             for _ in range(slots):
                 forward(self, *args)
 
         with monkeypatch.context() as patch:
             patch.setattr(NF4Weight, "forward", repeated)
-            return made(context, slots, *rest)
+            return made(context, buckets, slots, *rest)
 
-    monkeypatch.setattr(adapter_memory, "slot_session", by_slot)
+    monkeypatch.setattr(Context, "session", by_slot)
     found = planned_figures(mini(device))
     assert found["base_reads_growth"] > 2
     assert found["base_growth"] == 1
@@ -192,8 +192,8 @@ def test_a_base_that_is_read_for_every_slot_is_found(device: Device, monkeypatch
 def test_what_nobody_planned_is_found(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     allocate, extra = Session.allocate, []
 
-    def careless(session: Session) -> None:
-        allocate(session)
+    def careless(session: Session, **given: Any) -> None:
+        allocate(session, **given)
         extra.append(device.create_buffer(256))
 
     monkeypatch.setattr(Session, "allocate", careless)
@@ -209,7 +209,7 @@ def test_what_nobody_planned_is_found(device: Device, monkeypatch: pytest.Monkey
 def test_a_model_that_does_not_fit_is_cut_to_what_does(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     def need(layers: int) -> int:
         context = mini(device, layers)
-        return device.allocated + new_bytes(slot_session(context, 3, adapter_memory.QV, [context.tokens]))
+        return device.allocated + new_bytes(context.session([context.tokens], 3, adapter_memory.QV))
 
     def room(nbytes: int | None) -> None:
         monkeypatch.setattr(adapter_memory, "budget_bytes", lambda info: Budget(nbytes, "the test"))

@@ -14,10 +14,12 @@ from support.events import hearing
 from wgpu_lora.bench import max_batch as search
 from wgpu_lora.bench.max_batch import Batches, Planned, find_max_batch, leading_to, planned_batch
 from wgpu_lora.bench.step import WARMUP, TrainingStep, check_fits, chosen_model, largest
-from wgpu_lora.cli import bench_training
+from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models import shapes
+
+COMMAND = ["bench", "max-batch", "--shape", "mini", "--layers", "1", "--tokens", "16", "--rank", "4"]
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +130,7 @@ def test_what_would_take_too_long_is_planned_alone(
     for summary in found["summary"]:
         assert (summary["planned"], summary["confirmed"], summary["bounded_by"]) == (80, 20, "--max-batch")
         assert summary["not_run"] == "a step of 40 rows would take about 400 s, and 250 s of --time-limit 250 were left"
-    assert bench_training.max_batch(None, "mini", 1, "nf4", None, Batches(16, 4, most=80, seconds=250), None) == 0
+    assert main([*COMMAND, "--max-batch", "80", "--time-limit", "250"]) == 0
     assert "80 rows by the plan, with gradient checkpointing, limited by --max-batch; 20 ran" in capsys.readouterr().out
 
 
@@ -161,17 +163,16 @@ def test_nothing_is_allocated_for_what_does_not_fit(device: Device):
         return TrainingStep(of, 1, 16, 4).session.memory().peak
 
     two = needs(chosen_model(None, "mini", 2, device))
-    with pytest.raises(UserError, match=r"mini with 3 layers needs .* are available: --layers 2 would fit\."):
+    with pytest.raises(UserError, match=r"mini with 3 layers needs .* are available: it fits with --layers 2\."):
         check_fits(model, needs, limit=two)
-    with pytest.raises(UserError, match="not even one layer would fit"):
+    with pytest.raises(UserError, match="not even one layer fits"):
         find_max_batch(model, Batches(tokens=16, rank=4, limit=1000))
     assert device.allocated == before
 
 
 def test_search_as_a_command(shared: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    batches = Batches(tokens=16, rank=4, most=1, runs=1)
     file = tmp_path / "found.json"
-    assert bench_training.max_batch(None, "mini", 1, "nf4", None, batches, str(file)) == 0
+    assert main([*COMMAND, "--max-batch", "1", "--json", str(file)]) == 0
     kinds = [json.loads(line)["kind"] for line in file.read_text().splitlines()]
     assert kinds == ["header", "batch", "summary", "batch", "summary"]
     out = capsys.readouterr().out

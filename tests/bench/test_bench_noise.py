@@ -31,12 +31,13 @@ def test_timings_that_vary_too_much_do_not_hold(tmp_path: Path) -> None:
     found = {verdict: result(cv_asked=0.05, **changes) for verdict, changes in of.items()}
     assert {verdict: one.verdict for verdict, one in found.items()} == {verdict: verdict for verdict in of}
     assert [cells(one)[-1] for one in found.values()] == ["passed", "noisy", "failed"]
-    writer = Writer(tmp_path / "a.jsonl")
+    file = tmp_path / "a.jsonl"
+    writer = Writer(file)
     writer.write({"schema": SCHEMA, "device": {}, "options": {}})
     for one in found.values():
         writer.write(one.record())
-    assert [line["verdict"] for line in lines_of(writer.path)] == list(of)
-    assert read_results(writer.path)[1] == list(found.values())
+    assert [line["verdict"] for line in lines_of(file)] == list(of)
+    assert read_results(file)[1] == list(found.values())
     assert noise_text(found["noisy"]) == "its 5 timings vary by 5.0%, and count below 5%"
     assert result(spread=0.9).verdict == "holds"  # of a file that says nothing of it
 

@@ -1,4 +1,4 @@
-"""Every option in every mode of `wgpu-lora bench`, and with every brick: it acts, or it is refused."""
+"""Every option of every command of `wgpu-lora bench`, and with every brick: it acts, or it is refused."""
 
 from __future__ import annotations
 
@@ -15,105 +15,119 @@ from wgpu_lora.bench.training import Work, _prepared
 from wgpu_lora.bench.workload import Context
 from wgpu_lora.bench.workloads import WORKLOADS, serving
 from wgpu_lora.cli import app, main
-from wgpu_lora.cli.bench_modes import TAKES
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import Events
 from wgpu_lora.gpu.device import Device
 
 BENCH: Any = typer.main.get_command(app).commands["bench"]  # type: ignore[attr-defined]
-OPTION = {p.name: p for p in BENCH.params if p.name != "help"}
-MODES = {
-    "brick": ["--brick", "train_step"],
-    "everything": ["--all"],
-    "listing": ["--list"],
-    "compare": ["--compare", "old", "new"],
-    "training": ["--training"],
-    "find_max_batch": ["--find-max-batch"],
-}
+COMMANDS = {"bricks": ["--all"], "training": [], "max-batch": []}  # with options, and what else they need
+
+
+def options(command: str) -> dict[str, Any]:
+    return {p.name: p for p in BENCH.commands[command].params if p.name != "help"}
 
 
 def sample(option: Any) -> list[str]:
     """The option with a value that it does not have by default."""
     if option.is_flag:
         return [(option.secondary_opts or option.opts)[0]]
-    values = {"shape": "tiny-qwen3", "base_dtype": "bf16", "compute_dtype": "f16", "brick": "rope"}
-    return [option.opts[0], *[values.get(option.name, "7")] * option.nargs]
+    values = {"shape": "tiny-qwen3", "base_dtype": "bf16", "compute_dtype": "f16"}
+    return [option.opts[0], values.get(option.name, "7")]
 
 
 @pytest.fixture
 def reached(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What reaches the work of each mode, none of which is done."""
+    """What reaches the work of each command, none of which is done."""
     found: list[Any] = []
 
-    def note(*arguments: Any, **named: Any) -> int:
-        found.append((arguments, named))
-        return 0
+    def note(*arguments: Any, **named: Any) -> Any:
+        found.append(([a for a in arguments if not isinstance(a, Events)], named))
+        return {"header": {"work": {"options": {"device": None}}}, "rows": [], "runs": [], "summary": []}
 
-    command = import_module("wgpu_lora.cli.bench")  # the package has the function by this name
-    for name in ("_measure", "_list", "_compare", "train", "search_batches"):
-        monkeypatch.setattr(command, name, note)
+    command = import_module("wgpu_lora.cli.bench")  # the package has the group by this name
+    monkeypatch.setattr(command, "_measure", lambda *arguments: note(*arguments) and 0)
     monkeypatch.delenv("WGPU_LORA_NO_TUNE", raising=False)
     monkeypatch.setattr("wgpu_lora.gpu.device.Device", lambda selector: selector)
+    monkeypatch.setattr("wgpu_lora.bench.results.Writer", note)
+    for name in ("max_batch.find_max_batch", "training.run_training", "training.trained_config", "projection.project",
+                 "step.chosen_model"):  # fmt: skip
+        monkeypatch.setattr(f"wgpu_lora.bench.{name}", note)
+    monkeypatch.setattr("wgpu_lora.bench.projection.project", lambda *a: note("projected") and [])
     monkeypatch.setattr(Context, "of", note)
     return found
 
 
 def run(arguments: list[str], found: list[Any]) -> Any:
     found.clear()
-    assert BENCH.main(arguments, standalone_mode=False) == 0
+    assert main(["bench", *arguments]) == 0
     return list(found)
 
 
-def test_the_modes_and_options_are_all_of_them() -> None:
-    assert TAKES.keys() == MODES.keys()
-    assert set().union(*TAKES.values()) | TAKES.keys() == OPTION.keys()
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_acts(command: str, reached: list[Any]) -> None:
+    words = [command, *COMMANDS[command]]
+    plain = run(words, reached)
+    for name, option in options(command).items():
+        if name not in ("brick", "everything", "listing") and (command, name) != ("training", "layers"):
+            assert run([*words, *sample(option)], reached) != plain, f"{option.opts[0]} does nothing"
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_an_option_acts_or_is_refused(mode: str, reached: list[Any]) -> None:
-    plain = run(MODES[mode], reached)
-    for name, option in OPTION.items():
-        if name == mode:
-            continue
-        arguments = [*MODES[mode], *sample(option)]
-        if name in TAKES[mode]:
-            if (mode, name) != ("training", "layers"):  # of a shape alone, see below
-                assert run(arguments, reached) != plain, f"{arguments} does nothing"
-            continue
-        with pytest.raises(UserError) as refused:
-            run(arguments, reached)
-        wanted = "exactly one of" if name in MODES else f"does nothing with {MODES[mode][0]}: leave it out."
-        assert wanted in str(refused.value)
-        assert option.opts[0] in str(refused.value)
-
-
-def test_a_recipe_and_a_shape_take_each_their_own(reached: list[Any]) -> None:
-    """What both modes of --training take is in the test above; of what contradicts, the refusal names the option."""
-    on_shape = ["--training", "--shape", "tiny-qwen3"]
+def test_a_recipe_and_a_shape_take_each_their_own(reached: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    on_shape = ["training", "--shape", "tiny-qwen3"]
     plain = run(on_shape, reached)
-    for name in TAKES["training"] - {"shape"}:
-        arguments = [*on_shape, *sample(OPTION[name])]
+    for name, option in options("training").items():
         if name in ("recipe", "data", "model"):
-            with pytest.raises(UserError, match=OPTION[name].opts[0]):
-                run(arguments, reached)
-        else:
-            assert run(arguments, reached) != plain, f"{arguments} does nothing"
-    with pytest.raises(UserError, match="--layers goes with --shape"):
-        run(["--training", "--layers", "1"], reached)
+            assert main(["bench", *on_shape, *sample(option)]) == 2
+            assert option.opts[0] in capsys.readouterr().err
+        elif name != "shape":
+            assert run([*on_shape, *sample(option)], reached) != plain, f"{option.opts[0]} does nothing"
+    assert main(["bench", "training", "--layers", "1"]) == 2
+    assert "--layers goes with --shape" in capsys.readouterr().err
 
 
-def test_a_default_that_is_given_is_given(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--all", "--repeat", "2", "--max-batch", "3"]) == 2
-    assert "--repeat and --max-batch do nothing with --all: leave them out." in capsys.readouterr().err
+def test_a_list_takes_no_option_and_bricks_need_no_name(reached: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    for name, option in options("bricks").items():
+        if name != "listing":
+            assert main(["bench", "--list", *sample(option)]) == 2
+            err = capsys.readouterr().err
+            assert f"{option.opts[0]}" in err
+            assert ("does nothing with --list: leave it out." in err) == (name not in ("brick", "everything"))
+    assert run(["bricks", "--all"], reached) == run(["--all"], reached)
 
 
-def test_what_a_training_is_told_reaches_its_options(device: Device, tmp_path: Path) -> None:
-    told: dict[str, Any] = {"tokens": 48, "batch": 3, "accumulation": 5, "rank": 6, "base_dtype": "f32"}
-    told |= {"compute_dtype": "bf16", "tune": False, "max_steps": 9}
-    names = ("max_length", "per_device_train_batch_size", "gradient_accumulation_steps", "lora_r", "base_dtype",
-             "compute_dtype", "tune", "max_steps")  # fmt: skip
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ("--training --shape tiny-qwen3 --repeat 3", "training --shape tiny-qwen3 --repeat 3"),
+        ("--shape qwen2.5-0.5b --find_max_batch --max-batch 9", "max-batch --shape qwen2.5-0.5b --max-batch 9"),
+    ],
+)
+def test_flags_of_before_are_commands_with_a_note(
+    before: str, now: str, reached: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(before.split(), reached) == run(now.split(), reached)
+    (note,) = capsys.readouterr().err.splitlines()
+    assert note.endswith(f"is now a command: 'wgpu-lora bench {now.split()[0]}'")
+
+
+def test_help_is_of_bricks_and_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n  {text} " in out for text in ("--brick", "--all", "--list", "compare", "training", "max-batch"))
+    assert not any(flag in out for flag in ("--compare", "--training", "--find-max-batch", "--repeat"))
+
+
+def test_what_a_training_is_told_reaches_its_options(reached: list[Any], device: Device, tmp_path: Path) -> None:
+    told = {"max_length": 48, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 5, "lora_r": 6}
+    told |= {"base_dtype": "f32", "compute_dtype": "bf16", "tune": False, "max_steps": 9}
+    names = ("--tokens", "--batch", "--accumulation", "--rank", "--base-dtype", "--compute-dtype")
+    given = [word for pair in zip(names, told.values(), strict=False) for word in map(str, pair)]
+    run(["training", *given, "--no-tune", "--max-steps", "9"], reached)
+    (work,) = (argument for arguments, _ in reached for argument in arguments if isinstance(argument, Work))
+    assert work.options == told
     for where in ({"shape": "tiny-qwen3", "layers": 1}, {"recipe": "demo"}):
-        args, model = _prepared(Work(**where, **told), tmp_path, device)
-        assert [getattr(args, name) for name in names] == list(told.values())
+        args, model = _prepared(Work(**where, options=told), tmp_path, device)
+        assert {name: getattr(args, name) for name in told} == told
         assert model.decoder.base_dtype == "f32"
 
 
@@ -127,7 +141,7 @@ def recorded(device: Device, name: str, layers: int = 1, **changes: Any) -> Any:
         dims = contract.values({**context.keys(), **workload.keys})
         steps = [step for program in workload.programs() for step in program.dispatches]
         calls = [(step.kernel.name, sorted(step.constants.items()), step.present) for step in steps]
-        tuned = any(step.kernel.sample for step in steps) if context.tune else False
+        tuned = any(step.kernel.tuning for step in steps) if context.tune else False
         found.append((contract.operations(dims), contract.bytes(dims), workload.nbytes(), calls, tuned))
     return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,19 +11,23 @@ from types import ModuleType
 import pytest
 from support import SCRIPTS
 
-from wgpu_lora.bench.reference import Side, compared, take_turns
-from wgpu_lora.errors import UserError
+from wgpu_lora.bench.reference import compared
+from wgpu_lora.worker.parent import Worker, WorkerFailed
+from wgpu_lora.worker.turns import take_turns
 
 ECHO = """
 import json, sys
-log = open(sys.argv[2], "a")
+log, job = open(sys.argv[2], "a"), json.load(open(sys.argv[3]))
+def tell(event, **facts):
+    print(json.dumps({"event": event, **facts}), flush=True)
+tell("begin", job=job["job"])
 for line in sys.stdin:
     request = json.loads(line)
     log.write(sys.argv[1] + " " + request["request"] + "\\n"); log.flush()
     if sys.argv[1] == "bad" and request["request"] == "steps":
         print("out of memory", file=sys.stderr); sys.exit(3)
-    found = {"seconds": [0.5] * request["count"]} if "count" in request else {"about": sys.argv[1]}
-    print(json.dumps(found), flush=True)
+    tell("answer", **({"seconds": [0.5] * request["count"]} if "count" in request else {"about": sys.argv[1]}))
+tell("result", code=0, said="", result={})
 """
 
 
@@ -39,18 +42,20 @@ def script(name: str) -> ModuleType:
 
 
 @pytest.fixture
-def sides(tmp_path: Path) -> Iterator[dict[str, Side]]:
+def sides(tmp_path: Path) -> Iterator[dict[str, Worker]]:
+    program = [sys.executable, "-c", ECHO]
+    names = ("good", "bad", "other")
     log = str(tmp_path / "log")
-    made = {name: Side(name, [sys.executable, "-c", ECHO, name, log]) for name in ("good", "bad", "other")}
+    made = {name: Worker("turns", {}, name=name, program=[*program, name, log], asked=True) for name in names}
     yield made
     for side in made.values():
         side.close()
 
 
-def test_sides_take_turns_and_one_that_ends_is_told(sides: dict[str, Side], tmp_path: Path):
+def test_sides_take_turns_and_one_that_ends_is_told(sides: dict[str, Worker], tmp_path: Path):
     found = take_turns(sides, rounds=2, steps=3)
     assert found["good"] == {"about": "good", "seconds": [0.5] * 6}
-    assert found["bad"] == {"not_run": "bad ended with 3: out of memory"}
+    assert found["bad"] == {"not_run": "bad ended with exit code 3: out of memory"}
     asked = (tmp_path / "log").read_text().splitlines()
     assert [line for line in asked if line.endswith("steps")] == [
         "good steps",
@@ -80,25 +85,21 @@ def test_without_pytorch_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "torch, transformers, peft cannot be imported" in line
 
 
-def test_our_side_answers(monkeypatch: pytest.MonkeyPatch):
-    work = '{"shape": "tiny-qwen3", "layers": 99, "rows": 1, "tokens": 16, "rank": 4, "base_dtype": "nf4"}'
-    command = [sys.executable, str(SCRIPTS / "bench_reference.py"), "--side", "ours", "--work", work]
-    side = Side("ours", command)
-    try:
-        with pytest.raises(UserError, match=r"ours ended with 2: .*--layers 99 is not possible"):
-            side.ask("prepare")
-    finally:
-        side.close()
+def test_our_side_answers():
+    work = {"shape": "tiny-qwen3", "rows": 1, "tokens": 16, "rank": 4, "base_dtype": "nf4", "turns": True}
+    said = pytest.raises(WorkerFailed, match=r"ours ended with exit code 2: .*--layers 99 is not possible")
+    with Worker("step", {**work, "layers": 99}, name="ours", asked=True) as side, said:
+        side.ask("prepare")
 
 
 def test_parts_that_cannot_run_are_recorded():
     gpu = script("bench_gpu")
-    told = gpu.run(gpu.Part("torch", ["bench-reference"], "torch finds no accelerator"), 60)
+    told = gpu.run(gpu.Part("torch", "comparison", obstacle="torch finds no accelerator"), 60)
     assert (told["status"], told["reason"]) == ("not run", "torch finds no accelerator")
-    failed = gpu.run(gpu.Part("zork", ["wgpu-lora", "zork"]), 60)
+    failed = gpu.run(gpu.Part("zork", "zork"), 60)
     assert (failed["status"], failed["exit_code"]) == ("not run", 2)
-    assert "No such command 'zork'" in failed["reason"]
-    slow = gpu.run(gpu.Part("slow", ["wgpu-lora", "--version"]), 0.01)
+    assert "is of the kind 'zork', which there is not: choose one of finetune, " in failed["reason"]
+    slow = gpu.run(gpu.Part("slow", "bench", {"bricks": ["load"]}), 0.01)
     assert slow["reason"] == "it took more than 0 s"
     names = [part.name for part in gpu.parts(None, quick=True)]
     for shape in ("qwen2.5-0.5b", "qwen2.5-7b"):
@@ -107,20 +108,21 @@ def test_parts_that_cannot_run_are_recorded():
 
 def test_a_refused_part_is_run_in_pieces():
     gpu = script("bench_gpu")
-    pieces = (gpu.Part("one", ["wgpu-lora", "--zork"]), gpu.Part("two", ["bench-reference"], "not here"))
-    found = list(gpu.outcomes([gpu.Part("both", ["wgpu-lora", "zork"], pieces=pieces)], 60))
+    pieces = (gpu.Part("one", "bench", {"zork": 1}), gpu.Part("two", "comparison", obstacle="not here"))
+    found = list(gpu.outcomes([gpu.Part("both", "zork", pieces=pieces)], 60))
     assert [(f["part"], f["status"]) for f in found] == [("both", "not run"), ("one", "not run"), ("two", "not run")]
-    assert "--zork" in found[1]["reason"]
+    assert "unknown option 'zork'" in found[1]["reason"]
     bricks = next(part for part in gpu.parts(None, quick=True) if part.name == "bricks at qwen2.5-7b")
-    said = " ".join(word for p in bricks.pieces for word in p.command)
-    assert "--brick nf4_matmul --tokens 32 --shape qwen2.5-7b" in said  # and no --layers, which it refuses
-    assert "--brick load --layers 1 --shape qwen2.5-7b" in said
+    options = {piece.options["bricks"][0]: piece.options for piece in bricks.pieces}
+    assert options["nf4_matmul"]["tokens"] == 32
+    assert "layers" not in options["nf4_matmul"]  # which it refuses
+    assert options["load"]["layers"] == 1
+    assert "tokens" not in options["load"]
 
 
-def test_records_of_a_part_that_was_stopped(tmp_path: Path):
-    gpu, file = script("bench_gpu"), tmp_path / "found.json"
-    assert gpu.read_records(file) == []
-    file.write_text('{"a": 1}\n{"b": 2}\n{"c":')
-    assert gpu.read_records(file) == [{"a": 1}, {"b": 2}]
-    file.write_text(json.dumps({"a": [1, 2]}, indent=1))
-    assert gpu.read_records(file) == [{"a": [1, 2]}]
+def test_what_a_part_measured_before_it_was_stopped_stays(monkeypatch: pytest.MonkeyPatch):
+    gpu = script("bench_gpu")
+    slow = "import json, time\nprint(json.dumps({'event': 'measured', 'record': {'a': 1}}), flush=True)\ntime.sleep(60)"
+    monkeypatch.setattr(gpu, "PROGRAM", [sys.executable, "-c", slow])
+    found = gpu.run(gpu.Part("slow", "bench"), 2)
+    assert (found["status"], found["results"], found["exit_code"]) == ("not run", [{"a": 1}], None)

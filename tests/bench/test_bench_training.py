@@ -12,12 +12,15 @@ from support.cli import QWEN2, SMALL, write_rows
 from support.events import hearing
 
 from wgpu_lora.bench.projection import operations, project
+from wgpu_lora.bench.stats import spread
 from wgpu_lora.bench.step import TrainingStep, chosen_model
-from wgpu_lora.bench.training import WARMUP, Work, records, run_training, spread, trained_config
-from wgpu_lora.cli import bench_training
+from wgpu_lora.bench.training import WARMUP, Work, run_training, trained_config
+from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models import shapes
+
+SIZES = {"max_length": 16, "per_device_train_batch_size": 2, "lora_r": 4}
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +54,7 @@ def test_spread_of_one_value_is_not_known():
 
 
 def test_a_projection_is_the_plan_and_the_counted_operations(device: Device):
-    work = Work(shape="mini", layers=1, tokens=16, batch=2, rank=4, max_steps=WARMUP + 1)
+    work = Work(None, "mini", 1, SIZES | {"max_steps": WARMUP + 1})
     found = run_training(work, 1, opened=device)
     config = trained_config(found)
     assert config.num_hidden_layers == 1
@@ -80,11 +83,11 @@ def test_operations_are_counted_per_row():
 
 
 def test_runs_on_a_shape_are_alike_and_counted(device: Device):
-    work = Work(shape="mini", layers=1, tokens=16, batch=2, rank=4, max_steps=WARMUP + 2)
+    work = Work(None, "mini", 1, SIZES | {"max_steps": WARMUP + 2})
     noted: list[dict[str, Any]] = []
     before = device.allocated  # by other tests
     found = run_training(work, 2, hearing(measured=noted.append), device)
-    assert noted == records(found)
+    assert noted == [found["header"], *found["runs"], found["summary"]]
     assert [record["kind"] for record in noted] == ["header", "run", "run", "summary"]
     assert found["header"]["work"]["layers"] == 1
     assert found["header"]["device"]["name"] == device.info.name
@@ -105,7 +108,7 @@ def test_a_recipe_is_run_elsewhere(device: Device, tmp_path: Path):
     values |= {"output": str(tmp_path / "mine"), "packing": False}
     recipe = tmp_path / "recipe.toml"
     recipe.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items()))
-    found = run_training(Work(recipe=str(recipe), max_steps=WARMUP + 1), 1, opened=device)
+    found = run_training(Work(str(recipe), options={"max_steps": WARMUP + 1}), 1, opened=device)
     (run,) = found["runs"]
     assert run["tokens_per_second"] == pytest.approx(5 * run["samples_per_second"])
     assert run["trained_tokens_per_second"] == pytest.approx(2 * run["samples_per_second"])
@@ -118,13 +121,16 @@ def test_a_recipe_is_run_elsewhere(device: Device, tmp_path: Path):
     [
         ({"shape": "mini", "recipe": "demo"}, "--recipe and --shape are both given"),
         ({"layers": 2}, "--layers goes with --shape"),
-        ({"max_steps": WARMUP}, f"give at least {WARMUP + 1}"),
+        ({"options": {"max_steps": WARMUP}}, f"give at least {WARMUP + 1}"),
         ({"shape": "zork"}, "The shape zork is not known: choose one of "),
         ({"recipe": "zork"}, "The recipe zork does not exist"),
-        ({"shape": "mini", "tokens": 100}, "--tokens 100 is not possible"),
-        ({"shape": "mini", "batch": 0}, "--batch must be greater than 0"),
-        ({"shape": "mini", "tokens": 16, "rank": 10**9}, "--rank 1000000000 needs .* lower it to at most"),
-        ({"recipe": "demo", "compute_dtype": "zork"}, "--compute-dtype must be one of"),
+        ({"shape": "mini", "options": {"max_length": 100}}, "--tokens 100 is not possible"),
+        ({"shape": "mini", "options": {"per_device_train_batch_size": 0}}, "--batch must be greater than 0"),
+        (
+            {"shape": "mini", "options": {"max_length": 16, "lora_r": 10**9}},
+            "--rank 1000000000 needs .* lower it to at most",
+        ),
+        ({"recipe": "demo", "options": {"compute_dtype": "zork"}}, "--compute-dtype must be one of"),
     ],
 )
 def test_work_that_cannot_be(device: Device, work: dict[str, Any], message: str):
@@ -142,13 +148,13 @@ def test_too_few_steps_are_refused_before_training(device: Device, tmp_path: Pat
 
 
 def test_command_writes_lines(shared: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    work = Work(shape="mini", layers=1, tokens=16, batch=2, rank=4, max_steps=WARMUP + 1)
-    assert bench_training.training(work, 1, str(tmp_path / "found.json")) == 0
+    of = ["--shape=mini", "--layers=1", "--tokens=16", "--batch=2", "--rank=4", "--max-steps=3", "--repeat=1", "--json"]
+    assert main(["bench", "training", *of, str(tmp_path / "found.json")]) == 0
     lines = [json.loads(line) for line in (tmp_path / "found.json").read_text().splitlines()]
     assert lines[0]["schema"] == "wgpu-lora-bench-training/1"
     assert [line["kind"] for line in lines] == ["header", "run", "summary"]
     out = capsys.readouterr().out
     assert "shape mini, 1 layer;" in out
     assert "one run" in out
-    with pytest.raises(UserError, match=r"The result file /nowhere/x\.json cannot be written"):
-        bench_training.training(work, 1, "/nowhere/x.json")
+    assert main(["bench", "training", *of, "/nowhere/x.json"]) == 2
+    assert "The result file /nowhere/x.json cannot be written" in capsys.readouterr().err

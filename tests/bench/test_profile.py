@@ -17,6 +17,7 @@ from wgpu_lora.cli import main
 from wgpu_lora.cli.profile import _rest, _summary
 from wgpu_lora.formats.checkpoint import Checkpoint
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.models import shapes
 
 MINI = ("qwen3", 128, 64, 128, 3, 2, 1, 32, 1e-6, 1e6, True, 64)
@@ -31,7 +32,6 @@ def mini(monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def run(device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     monkeypatch.setattr("wgpu_lora.gpu.device.Device", lambda selector: device)
-    monkeypatch.setattr(device, "choices", {})  # which a run's tilings take the place of
 
     def call(*arguments: str) -> tuple[int, str, str]:
         return main(["profile", *arguments]), *capsys.readouterr()
@@ -147,7 +147,7 @@ def finished(tmp_path: Path, device: Device) -> Path:
     options = {"model": QWEN2, "base_dtype": "bf16", "lora_r": 3, "max_length": 24, "per_device_train_batch_size": 3}
     options |= {"gradient_checkpointing": True, "target_modules": "q_proj,v_proj"}
     facts = json.loads((FIXTURES / "runs/expected/single/run.json").read_text())
-    facts |= {"options": options, "state": {"tiles": {"a kernel": {}}}}
+    facts |= {"options": options, "state": {"tiles": {"a kernel": Tiling(rows=2).to_json()}}}
     facts["environment"]["device"]["name"] = device.info.name
     (tmp_path / "run.json").write_text(json.dumps(facts))
     return tmp_path
@@ -171,7 +171,6 @@ def test_of_a_run_it_takes_the_runs_options(run: Any, finished: Path, device: De
         "compute_dtype": "f32",
         "tiles": "of the run",
     }
-    assert device.choices == {"a kernel": {}}
     assert digest == Checkpoint(QWEN2).digest()  # what run.json has, so that a report can compare
     assert {"name", "driver"} <= found["device"].keys()
 

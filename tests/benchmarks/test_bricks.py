@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from wgpu_lora.bench.contract import brick_names, load_contract
-from wgpu_lora.bench.results import options_of
 from wgpu_lora.bench.run import check_fit
 from wgpu_lora.bench.workload import Context, Workload
 from wgpu_lora.bench.workloads import WORKLOADS
@@ -56,7 +55,7 @@ def test_brick(context: Context, name: str, case: str, benchmark: Any) -> None:
         checked = workload.check(np.random.default_rng())
         assert checked is None or contract.accuracy is None or checked.nmse <= contract.accuracy.nmse
         benchmark.group = contract.kind
-        benchmark.extra_info |= {"clock": workload.clock, **options_of(context)}
+        benchmark.extra_info |= {"clock": workload.clock, **context.options()}
         rounds = contract.measure.iterations
         benchmark.pedantic(iteration, rounds=rounds, warmup_rounds=contract.measure.warmup)
     finally:

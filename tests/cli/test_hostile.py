@@ -23,7 +23,7 @@ from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.models.architectures import load_config
 
 sys.path.insert(0, str(SCRIPTS))
-import fuzz
+import fuzz_targets as fuzz
 
 LAYER = "base_model.model.model.layers.{}.self_attn.q_proj.lora_A.weight"
 QWEN2 = FIXTURES / "models" / "qwen2"
@@ -210,9 +210,9 @@ def test_a_tokenizers_settings(tmp_path: Path, name: str, text: bytes) -> None:
 def test_nothing_but_user_errors_comes_out(tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few of the inputs that `make fuzz` makes, and without its guidance."""
     monkeypatch.setattr(sandbox, "MAX_WORK", sandbox.MAX_WORK)  # what the target lowers is put back
-    run, seeds, rng = fuzz.TARGETS[target](tmp_path), fuzz.seeds(target), random.Random(target)
-    shaped = fuzz.MUTATORS.get(target)
-    for _ in range(60 if target in fuzz.SLOW else 250):
+    fuzzed, seeds, rng = fuzz.TARGETS[target], fuzz.seeds(target), random.Random(target)
+    run, shaped = fuzzed.open(tmp_path), fuzzed.mutate
+    for _ in range(60 if fuzzed.share <= fuzz.SLOW else 250):
         data = bytearray(rng.choice(seeds))
         kind = rng.random()
         if shaped and kind < 0.6:

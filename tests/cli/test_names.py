@@ -207,6 +207,9 @@ def test_help_starts_with_what_people_change(
         ("finetune --schedule r", "round-robin"),
         ("export gguf --quantize q4", "q4_k_m q4_1 q4_0"),
         ("bench --brick multi", "multi_adapter_memory multi_adapter_step"),
+        ("bench --sh", "--shape"),
+        ("bench com", "compare"),
+        ("bench max-batch --shape qwen3", "qwen3-0.6b qwen3-8b"),
         ("fi", "finetune"),
     ],
 )

@@ -11,9 +11,12 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu import adapters
 from wgpu_lora.gpu.adapters import PREFERENCE, choose, list_adapters
 from wgpu_lora.gpu.device import WRITE_CHUNK, Device, DeviceOptions
+from wgpu_lora.gpu.errors import BindingTooLarge, GridTooLarge, OutOfDeviceMemory, ShaderError
 from wgpu_lora.gpu.kernel import LINEAR_X, kernel, literal, one_per
 from wgpu_lora.gpu.single import SingleKernel
+from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.ops.elementwise import add_forward, fill
+from wgpu_lora.share.refusals import advising
 
 
 def test_adapters_are_listed_best_first() -> None:
@@ -67,14 +70,15 @@ def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_device_without_subgroups_or_larger_limits() -> None:
     device = Device(options=DeviceOptions(subgroups=False, default_limits=True))
-    assert device.subgroup_size == 0
+    assert device.capabilities.subgroup_size == 0
     assert "subgroup" not in device.features
+    assert device.capabilities.workgroup_bytes == 16384
     assert device.max_binding == 128 << 20  # WebGPU's default
 
 
 @pytest.mark.drivers
 def test_what_was_measured(device: Device) -> None:
-    assert device.subgroup_size in (0, 4, 8, 16, 32, 64)
+    assert device.capabilities.subgroup_size in (0, 4, 8, 16, 32, 64)
     assert device.max_binding % 256 == 0
     assert device.max_buffer >= device.max_binding >= 128 << 20
 
@@ -94,9 +98,28 @@ def test_writing_and_reading_back(device: Device, rng: np.random.Generator) -> N
 
 def test_a_buffer_too_large_is_a_user_error(device: Device) -> None:
     before = device.allocated
-    with pytest.raises(UserError, match=r"could not allocate .* bytes for the logits"):
+    with pytest.raises(OutOfDeviceMemory, match=r"could not allocate .* bytes for the logits") as refused:
         device.create_buffer(1 << 60, "the logits")
+    assert (refused.value.what, refused.value.nbytes, refused.value.in_use) == ("the logits", 1 << 60, before)
     assert device.allocated == before
+
+
+def test_advice_about_options_comes_from_callers() -> None:
+    with pytest.raises(GridTooLarge) as refused, advising("max_length"), advising("lora_r", "max_length"):
+        raise GridTooLarge("fill", (1, 70000, 1))
+    assert str(refused.value) == (
+        "fill would need a grid of (1, 70000, 1), more than WebGPU's 65535: lower lora_r or max_length."
+    )
+    advice = r"in use\): lower max_length, or choose a smaller model\.$"
+    with pytest.raises(OutOfDeviceMemory, match=advice), advising("max_length"):
+        raise OutOfDeviceMemory("x", 1, 0)
+    with pytest.raises(BindingTooLarge, match=r"at most 1: choose a smaller model\.$"), advising():
+        raise BindingTooLarge("x", 2, 1)
+
+
+def test_a_shader_that_does_not_compile_is_named(device: Device) -> None:
+    with pytest.raises(ShaderError, match="odd does not compile"):
+        device.pipeline(("odd",), lambda: "fn main() -> { }")
 
 
 def test_pipelines_are_compiled_once(device: Device) -> None:
@@ -127,7 +150,7 @@ def test_pipelines_are_compiled_once(device: Device) -> None:
 def test_a_signature_unlike_its_shader_is_refused(bindings: dict[str, str]) -> None:
     declared = replace(add_forward, bindings=bindings)
     with pytest.raises(TypeError, match=r"add.wgsl declares .* but the signature of add_forward says"):
-        declared.source(tuple(bindings), {"size": 8}, {})
+        declared.source(tuple(bindings), {"size": 8}, Tiling())
 
 
 def test_a_name_is_declared_once() -> None:
@@ -136,7 +159,7 @@ def test_a_name_is_declared_once() -> None:
 
 
 def test_constants_take_the_place_of_defaults() -> None:
-    text = fill.source(("y",), {"size": 7, "value": 1e-8}, {})
+    text = fill.source(("y",), {"size": 7, "value": 1e-8}, Tiling())
     assert "const SIZE: u32 = 7u;" in text
     assert f"const VALUE: f32 = {literal('f32', 1e-8)};" in text
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ import wgpu_lora.train.objectives
 import wgpu_lora.train.optimizers
 import wgpu_lora.weights
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.kernel import REGISTRY, Tiles, Traits
+from wgpu_lora.gpu.kernel import REGISTRY
 from wgpu_lora.gpu.single import SingleKernel, widened
+from wgpu_lora.gpu.tiling import Capabilities, Tiling
 
 NMSE = 1e-11  # mean squared error over the mean square of the reference: 3e-6 relative, a few dozen roundings of f32
 WORST = 1e-5  # of (|value| + root mean square), for any one value
@@ -65,18 +67,18 @@ def compare_codes(case: Case, arrays: dict[str, np.ndarray], got: np.ndarray) ->
     assert np.logical_or.reduce([codes == a for a in allowed]).all()
 
 
-def main_tilings(device: Device, case: Case) -> list[Tiles]:
+def main_tilings(device: Device, case: Case) -> Sequence[Tiling]:
     """The default, and the last, which needs no subgroups."""
-    tilings = case.kernel.tilings(device.traits, case.constants)
+    tilings = case.kernel.tilings(device.capabilities, case.constants)
     return tilings[:1] if case.slow else tilings[:: max(1, len(tilings) - 1)]
 
 
-def check(device: Device, case: Case, rng: np.random.Generator, tilings: list[Tiles]) -> None:
+def check(device: Device, case: Case, rng: np.random.Generator, tilings: Sequence[Tiling]) -> None:
     arrays = case.make(rng)
     expected = reference(case, arrays)
-    for tiles in tilings:
+    for tiling in tilings:
         before = device.allocated
-        single = SingleKernel(device, case.kernel, arrays, case.constants, dict(tiles))
+        single = SingleKernel(device, case.kernel, arrays, case.constants, tiling)
         single.run()
         for name, want in zip(case.outputs(arrays), expected, strict=True):
             initial, got = arrays[name], single.read(name)
@@ -87,12 +89,12 @@ def check(device: Device, case: Case, rng: np.random.Generator, tilings: list[Ti
             else:
                 if case.spared:
                     want = want.copy()
-                    want[case.spared(tiles) :] = initial[case.spared(tiles) :]
+                    want[case.spared(tiling) :] = initial[case.spared(tiling) :]
                 clear = ~case.vague.get(name, np.zeros(want.shape, bool))
-                compare(f"{name} with {tiles}", got[clear], want[clear])
+                compare(f"{name} with {tiling}", got[clear], want[clear])
             # what a kernel does not own it must not touch, not even to write the same value rounded
             alone = want == initial
-            np.testing.assert_array_equal(got[alone], initial[alone], err_msg=f"{name} with {tiles} left alone")
+            np.testing.assert_array_equal(got[alone], initial[alone], err_msg=f"{name} with {tiling} left alone")
         single.free()
         assert device.allocated == before
 
@@ -106,7 +108,7 @@ def test_kernel(device: Device, case: Case, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.label) for c in ALL if not c.slow])
 def test_kernel_in_other_tilings(device: Device, case: Case, rng: np.random.Generator) -> None:
     main = main_tilings(device, case)
-    others = [tiles for tiles in case.kernel.tilings(device.traits, case.constants) if tiles not in main]
+    others = [tiling for tiling in case.kernel.tilings(device.capabilities, case.constants) if tiling not in main]
     if not others:
         pytest.skip("no other tilings of it on this device: test_kernel ran them all")
     check(device, case, rng, others)
@@ -126,8 +128,8 @@ def texts(case: Case, subgroup_size: int) -> dict[str, Any]:
     arrays = case.make(np.random.default_rng(0))
     present = tuple(name for name in case.kernel.bindings if name in arrays)
     constants = {**case.kernel.defaults, **case.constants}
-    tilings = case.kernel.tilings(Traits(subgroup_size, int64=subgroup_size > 0), case.constants)
-    return {case.kernel.source(present, constants, dict(t)): t for t in (tilings if case in CORE else tilings[:1])}
+    tilings = case.kernel.tilings(Capabilities(subgroup_size, int64=subgroup_size > 0), case.constants)
+    return {case.kernel.source(present, constants, t): t for t in (tilings if case in CORE else tilings[:1])}
 
 
 @pytest.mark.parametrize("subgroup_size", [0, 8, 32, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 16, 64))])
@@ -137,8 +139,8 @@ def test_texts_are_valid_within_default_limits(device: Device, name: str, subgro
     if subgroup_size and "subgroup" not in device.features:
         pytest.skip("the device has no subgroups, so wgpu takes no shader that has them")
     for case in CASES[name]:
-        for text, tiles in texts(case, subgroup_size).items():
-            device.raw.create_shader_module(code=text, label=f"{case.label} {tiles}")
+        for text, tiling in texts(case, subgroup_size).items():
+            device.raw.create_shader_module(code=text, label=f"{case.label} {tiling}")
             assert text.count("var<storage") <= 8
             (size,) = re.findall(r"@workgroup_size\(([^)]*)\)", text)
             assert np.prod([int(part) for part in size.split(",")]) <= 256

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.errors import BindingTooLarge, GridTooLarge
 from wgpu_lora.gpu.plan import plan_arenas, total_by_group
 from wgpu_lora.gpu.program import Arena, Program, allocate
 from wgpu_lora.gpu.tensor import ALIGNMENT, Storage, Tensor, align, persistent
@@ -65,7 +65,7 @@ def test_a_full_arena_is_followed_by_another() -> None:
 
 @pytest.mark.parametrize("limits", [(MAX_ARENA, 1 << 30), (1 << 30, MAX_ARENA)])
 def test_a_tensor_that_cannot_be_bound_is_named(limits: tuple[int, int]) -> None:
-    with pytest.raises(UserError, match=r"'0' needs 2,049 bytes.*per_device_train_batch_size"):
+    with pytest.raises(BindingTooLarge, match=r"'0' needs 2,049 bytes.*at most 2,048"):
         plan_arenas(lifetimes([(MAX_ARENA + 1, 0, 1)]), *limits)
 
 
@@ -93,7 +93,7 @@ def test_dispatch_names_what_is_missing(device: Device) -> None:
 
 def test_a_grid_must_be_one_that_webgpu_allows(device: Device) -> None:
     program = Program(device)
-    with pytest.raises(UserError, match="more than WebGPU"):
+    with pytest.raises(GridTooLarge, match="more than WebGPU"):
         program.dispatch(fill, program.temp((1,)), size=2**38)
 
 

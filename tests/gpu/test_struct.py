@@ -9,6 +9,7 @@ import pytest
 
 from wgpu_lora.gpu.kernel import F32, U32
 from wgpu_lora.gpu.struct import struct_array, struct_columns, struct_words, wgsl_struct
+from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.ops.elementwise import fill
 
 
@@ -26,7 +27,8 @@ class Mixed:
 
 def test_one_declaration_gives_text_bytes_and_columns() -> None:
     assert wgsl_struct(Mixed) == "struct Mixed { rate: f32, count: u32 }\n"
-    assert fill.source(("y",), {"size": 7}, {}) in replace(fill, structs=(Rates,)).source(("y",), {"size": 7}, {})
+    call = (("y",), {"size": 7}, Tiling())
+    assert replace(fill, structs=(Rates,)).source(*call) == f"{wgsl_struct(Rates)}\n{fill.source(*call)}"
     assert struct_words(Rates) == 2
     rates = struct_array(Rates, [Rates(slow=0.5), None])
     np.testing.assert_array_equal(rates, np.array([[0.25, 0.5], [0, 0]], np.float32))

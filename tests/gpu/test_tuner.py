@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,22 @@ from support.training import golden_arguments
 
 from wgpu_lora.events import Tuning
 from wgpu_lora.gpu import tuner as module
-from wgpu_lora.gpu.choices import SCHEMA, ChoiceFile, bucket, choice_key, nearest, same_shader
+from wgpu_lora.gpu.choices import SCHEMA, ChoiceFile, Entry, bucket, choice_key, nearest, same_shader
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.errors import ShaderError
 from wgpu_lora.gpu.kernel import REGISTRY
 from wgpu_lora.gpu.program import Arena, Program, allocate
 from wgpu_lora.gpu.single import nmse
 from wgpu_lora.gpu.tensor import Tensor, persistent
-from wgpu_lora.gpu.tuner import Tuner, cut
+from wgpu_lora.gpu.tiling import Tiling
+from wgpu_lora.gpu.tuner import Tuner
 from wgpu_lora.models.loaded import open_model
 from wgpu_lora.ops.attention import attention_forward
 from wgpu_lora.ops.elementwise import fill
 from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn, matmul_nn, matmul_nt
+from wgpu_lora.ops.matmul_tuning import CHECKED
 from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.train.job import Job
 from wgpu_lora.weights.nf4 import nf4_matmul, nf4_matmul_backward
 
 SHAPE = {"m": 12, "n": 20, "k": 16}
@@ -56,9 +61,9 @@ def test_it_times_every_tiling_and_remembers_the_fastest(device: Device, tmp_pat
     seconds = [took for took, _ in entry["seconds"]]
     assert len(seconds) >= 2
     assert min(seconds) > 0
-    assert choices == {key: entry["tiles"]}
+    assert choices == {key: Tiling.from_json(entry["tiling"])}
     fastest = min(entry["seconds"], key=lambda pair: pair[0])
-    assert entry["tiles"] in (fastest[1], entry["seconds"][0][1])
+    assert entry["tiling"] in (fastest[1], entry["seconds"][0][1])
 
 
 def test_the_cache_is_used_again_and_survives_damage(
@@ -82,15 +87,15 @@ def test_the_cache_is_used_again_and_survives_damage(
 
 def test_entries_of_another_shader_are_dropped(device: Device, tmp_path: Path) -> None:
     file = ChoiceFile(device, tmp_path)
-    file.add({"old": {"kernel": "matmul_nt", "digest": "then", "tiles": {"rows": 1}}}, {"matmul_nt": "then"})
+    file.add({"old": Entry("matmul_nt", "then", Tiling())}, {"matmul_nt": "then"})
     assert file.read({"matmul_nt": "then"})
     assert not file.read({"matmul_nt": "now"})
-    file.add({"other": {"kernel": "matmul_nn", "digest": "now", "tiles": {"rows": 1}}}, {"matmul_nn": "now"})
-    file.add({"new": {"kernel": "matmul_nt", "digest": "now", "tiles": {"rows": 2}}}, {"matmul_nt": "now"})
-    assert json.loads(file.path.read_text())["entries"].keys() == {
-        "other",
-        "new",
-    }  # of kernels not asked about, all stay
+    file.add({"other": Entry("matmul_nn", "now", Tiling())}, {"matmul_nn": "now"})
+    new = Entry("matmul_nt", "now", Tiling(rows=2), ((0.5, Tiling()), (0.25, Tiling(rows=2))), 1.5, "old")
+    file.add({"new": new}, {"matmul_nt": "now"})
+    digests = {"matmul_nt": "now", "matmul_nn": "now"}
+    assert file.read(digests).keys() == {"other", "new"}  # of kernels not asked about, all stay
+    assert file.read(digests)["new"] == new
 
 
 def _add(path: Path, number: int, barrier: Any) -> None:
@@ -98,7 +103,7 @@ def _add(path: Path, number: int, barrier: Any) -> None:
     file.path = path
     barrier.wait()
     for i in range(10):
-        file.add({f"{number}.{i}": {"kernel": "k", "digest": "d", "tiles": {"rows": i + 1}}}, {"k": "d"})
+        file.add({f"{number}.{i}": Entry("k", "d", Tiling(rows=i + 1))}, {"k": "d"})
 
 
 def test_two_processes_may_write_at_once(tmp_path: Path) -> None:
@@ -117,16 +122,34 @@ def test_two_processes_may_write_at_once(tmp_path: Path) -> None:
 def test_a_wrong_tiling_is_never_chosen(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program, _ = product(device)
     (step,) = program.dispatches
-    tilings = step.kernel.tilings(device.traits, step.constants)
+    tilings = step.kernel.tilings(device.capabilities, step.constants)
     wrong = tilings[1]
     monkeypatch.setattr(module, "nmse", lambda got, want: nmse(got, want) + 1.0)
     assert Tuner(device, directory=tmp_path).tune([program]) == {}
     monkeypatch.setattr(module, "nmse", nmse)
-    monkeypatch.setattr(Tuner, "_is_right", lambda _, __, tiles: tiles != wrong)
-    monkeypatch.setattr(Tuner, "_seconds", lambda _, __, tiles: 0.1 if tiles == wrong else 1.0)
+    monkeypatch.setattr(Tuner, "_is_right", lambda _, __, tiling: tiling != wrong)
+    monkeypatch.setattr(Tuner, "_seconds", lambda _, __, tiling: 0.1 if tiling == wrong else 1.0)
     assert Tuner(device, directory=tmp_path).tune([program]) == {
         choice_key(step.kernel, step.present, step.constants): tilings[0]
     }
+
+
+def test_a_tiling_that_the_driver_cannot_compile_is_left_out(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, _ = product(device)
+    (step,) = program.dispatches
+    first, before, compile = step.tiling, device.allocated, Device.pipeline
+
+    def pipeline(self: Device, key: Any, source: Any) -> Any:
+        if key[-1] == first:
+            raise ShaderError(key[0], "the compiler gave up")
+        return compile(self, key, source)
+
+    monkeypatch.setattr(Device, "pipeline", pipeline)
+    (chosen,) = Tuner(device, directory=tmp_path).tune([program]).values()
+    assert chosen != first
+    assert device.allocated == before
 
 
 def test_what_there_is_no_time_for_keeps_the_default_for_good(
@@ -135,7 +158,7 @@ def test_what_there_is_no_time_for_keeps_the_default_for_good(
     """Otherwise every run of a model with many sizes would begin with tuning."""
     program, _ = product(device)
     (step,) = program.dispatches
-    default = {choice_key(step.kernel, step.present, step.constants): step.tiles}
+    default = {choice_key(step.kernel, step.present, step.constants): step.tiling}
     assert Tuner(device, seconds=0, directory=tmp_path).tune([program]) == default
     assert Tuner(device, directory=tmp_path).outlook([program]).sizes == 0
     assert Tuner(device, directory=tmp_path).tune([program]) == default
@@ -156,9 +179,9 @@ def test_another_batch_of_the_model_is_not_timed(
     tuner = Tuner(device, directory=tmp_path)
     timed: list[tuple[int, Any]] = []
 
-    def seconds(self: Tuner, call: Any, tiles: Any) -> float:
-        timed.append((call.constants["m"], tiles))
-        return 0.1 if tiles == call.kernel.tilings(device.traits, call.constants)[1] else 1.0
+    def seconds(self: Tuner, call: Any, tiling: Any) -> float:
+        timed.append((call.constants["m"], tiling))
+        return 0.1 if tiling == call.kernel.tilings(device.capabilities, call.constants)[1] else 1.0
 
     monkeypatch.setattr(Tuner, "_seconds", seconds)
     monkeypatch.setattr(Tuner, "_is_right", lambda *_: True)
@@ -166,7 +189,7 @@ def test_another_batch_of_the_model_is_not_timed(
     assert tuner.outlook(programs).sizes == 1
     choices = tuner.tune(programs)
     assert {m for m, _ in timed} == {256}  # of the most work
-    second = programs[0].dispatches[0].kernel.tilings(device.traits, programs[2].dispatches[0].constants)[1]
+    second = programs[0].dispatches[0].kernel.tilings(device.capabilities, programs[2].dispatches[0].constants)[1]
     assert list(choices.values()) == [second] * 3
     timed.clear()
     assert Tuner(device, directory=tmp_path).tune([product(device, m=1000)[0]]).popitem()[1] == second
@@ -189,24 +212,27 @@ def test_what_is_taken_over_by_another_shader_is_checked(
     kernel, present, _ = lora_call(1)
     one, three, small = (choice_key(*lora_call(slots)) for slots in (1, 3, 1))
     assert small == one != three
-    assert nearest(three, {one: {"seconds": [[1.0, {}]]}}) == one
-    assert nearest(three, {one: {"seconds": [], "like": "x"}}) is None
+
+    def entry(*seconds: float, like: str | None = None) -> Entry:
+        return Entry(kernel.name, "", Tiling(), tuple((taken, Tiling()) for taken in seconds), like=like)
+
+    assert nearest(kernel, three, {one: entry(1.0)}) == one
+    assert nearest(kernel, three, {one: entry(like="x")}) is None
+    assert nearest(kernel, three, {"damaged": entry(1.0), "[1]": entry(1.0), '["a", [], [], {}]': entry(1.0)}) is None
     near = choice_key(*lora_call(3, 500))
-    assert nearest(three, {one: {"seconds": [1]}, near: {"seconds": [1]}}) == one  # as many rows
-    assert nearest(three, {one: {"seconds": []}, near: {"seconds": [1]}}) == near  # rather what was timed
+    assert nearest(kernel, three, {one: entry(1.0), near: entry(1.0)}) == one  # as many rows
+    assert nearest(kernel, three, {one: entry(), near: entry(1.0)}) == near  # rather what was timed
     assert same_shader(three, near)
     assert not same_shader(three, one)
     tuner, checked = Tuner(device, directory=tmp_path), []
-    call = module.Dispatch(kernel, (), present, lora_call(3)[2], {}, (1, 1, 1))
-    tiles = kernel.tilings(device.traits, call.constants)[1]
-    known = {one: {"tiles": tiles, "seconds": [1]}}
+    call = module.Dispatch(kernel, (), present, lora_call(3)[2], Tiling(), (1, 1, 1))
+    tiling = kernel.tilings(device.capabilities, call.constants)[1]
+    known = {one: replace(entry(1.0), tiling=tiling)}
     for right in (True, False):
-        monkeypatch.setattr(Tuner, "_is_right", lambda _, call, tiles, right=right: checked.append(tiles) or right)
+        monkeypatch.setattr(Tuner, "_is_right", lambda _, call, tiling, right=right: checked.append(tiling) or right)
         assert (tuner._taken_over(three, call, known) is not None) == right
-    assert checked == [tiles, tiles]
-    assert (
-        tuner._taken_over(three, call, {one: {"tiles": {"rows": 3}, "seconds": [1]}}) is None
-    )  # no tiling of this device
+    assert checked == [tiling, tiling]
+    assert tuner._taken_over(three, call, {one: entry(1.0)}) is None  # no tiling of this device
 
 
 def test_it_says_how_long_it_will_take(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +243,7 @@ def test_it_says_how_long_it_will_take(device: Device, tmp_path: Path, monkeypat
     first, other = (product(device, n=n)[0] for n in (20, 600))
     assert Tuner(device, directory=tmp_path).outlook([first]).expected is None
     Tuner(device, directory=tmp_path).tune([first], hearing(tuning=lambda tuning: seen.append(replace(tuning))))
-    count = len(first.dispatches[0].kernel.tilings(device.traits, first.dispatches[0].constants))
+    count = len(first.dispatches[0].kernel.tilings(device.capabilities, first.dispatches[0].constants))
     assert [tuning.over for tuning in seen] == [*[False] * (len(seen) - 1), True]
     assert [tuning.tilings_done for tuning in seen] == [*range(len(seen) - 1), seen[-1].tilings]
     assert 2 <= seen[-1].tilings <= count
@@ -235,7 +261,7 @@ def test_what_was_found_before_an_interrupt_is_kept(
 ) -> None:
     monkeypatch.setattr(Tuner, "_is_right", lambda *_: True)
 
-    def seconds(self: Tuner, call: Any, tiles: Any) -> float:
+    def seconds(self: Tuner, call: Any, tiling: Any) -> float:
         if call.constants["n"] == 20:
             raise KeyboardInterrupt
         return 1.0
@@ -250,22 +276,23 @@ def test_what_was_found_before_an_interrupt_is_kept(
 def test_a_program_is_built_in_the_chosen_tiling(device: Device, rng: np.random.Generator) -> None:
     program, y = product(device)
     (step,) = program.dispatches
-    other = step.kernel.tilings(device.traits, step.constants)[-1]
-    device.choices = {choice_key(step.kernel, step.present, step.constants): other}
+    other = step.kernel.tilings(device.capabilities, step.constants)[-1]
+    choices = {choice_key(step.kernel, step.present, step.constants): other}
     try:
         allocate(device, program.persistent_storages())
-        program.build(Arena(device))
+        program.build(Arena(device), choices)
         a, b, _ = step.tensors
         values = [rng.standard_normal(t.shape, np.float32) for t in (a, b)]
         for tensor, value in zip((a, b), values, strict=True):
             device.write(tensor.storage.buffer, value)
         program.run()
-        assert program.dispatches[0].tiles == other
+        assert program.dispatches[0].tiling == other
         assert program.dispatches[0].groups == step.kernel.groups(step.constants, other)
         got = device.read(y.storage.buffer).view(np.float32).reshape(y.shape)
         np.testing.assert_allclose(got, values[0] @ values[1].T, rtol=1e-4, atol=1e-4)
+        program.build(Arena(device))
+        assert program.dispatches == [step]  # what nothing chooses runs the default
     finally:
-        device.choices = {}
         for storage in program.persistent_storages():
             device.free(storage.buffer)
 
@@ -274,14 +301,9 @@ def test_a_tiling_of_another_device_is_not_used(device: Device) -> None:
     """As when a run is resumed elsewhere: another size of subgroup would compute nonsense."""
     program, _ = product(device)
     (step,) = program.dispatches
-    foreign = {**step.tiles, "sg": 128, "lanes": 128}
     key = choice_key(step.kernel, step.present, step.constants)
-    try:
-        for choice in (foreign, {"rows": 1}):
-            device.choices = {key: choice}
-            assert program._tiled(step) == step
-    finally:
-        device.choices = {}
+    for foreign in (replace(step.tiling, family="broadcast", lanes=128), Tiling()):
+        assert program._tiled(step, {key: foreign}) == step
 
 
 def test_sizes_share_a_bucket_by_ratio() -> None:
@@ -307,18 +329,16 @@ CALLS = [
 @pytest.mark.parametrize(("kernel", "constants"), CALLS, ids=[kernel.name for kernel, _ in CALLS])
 def test_a_check_is_small_and_compiles_the_same_shader(kernel: Any, constants: dict[str, Any]) -> None:
     full = {**kernel.defaults, **constants}
-    program = Program.__new__(Program)
-    program.dispatches = []
-    call = module.Dispatch(kernel, (), tuple(kernel.bindings), full, {}, (1, 1, 1))
-    small = cut(call)
+    small = kernel.tuning.cut(full)
     assert kernel.compiled_in(small) == kernel.compiled_in(full)
-    assert max(small[name] for name in "mnk") < 4 * module.CHECKED
+    assert max(small[name] for name in "mnk") < 4 * CHECKED
+    assert kernel.tuning.work(small) < kernel.tuning.work(full)
 
 
 def test_every_heavy_kernel_is_right_on_its_own_sample(device: Device, tmp_path: Path) -> None:
     """Each sample makes inputs that the kernel's reference and shader agree on: otherwise nothing would be chosen."""
     attention = {"rows": 20, "kv_heads": 2, "group": 2, "dim": 8, "scale": 0.35}
-    heavy = {kernel.name: kernel for kernel in REGISTRY.values() if kernel.sample}
+    heavy = {kernel.name: kernel for kernel in REGISTRY.values() if kernel.tuning}
     given = {kernel.name: {**kernel.defaults, **constants} for kernel, constants in CALLS}
     for name in heavy.keys() - given.keys():
         keys = {"keys": 20} if "keys" in heavy[name].constants else {}
@@ -328,8 +348,8 @@ def test_every_heavy_kernel_is_right_on_its_own_sample(device: Device, tmp_path:
     tuner = Tuner(device, directory=tmp_path)
     for name, kernel in heavy.items():
         present = tuple(n for n in kernel.bindings if n not in ("row_scale", "a_scale", "count"))
-        call = module.Dispatch(kernel, (), present, given[name], {}, (1, 1, 1))
-        assert tuner._is_right(call, kernel.tilings(device.traits, given[name])[0]), name
+        call = module.Dispatch(kernel, (), present, given[name], Tiling(), (1, 1, 1))
+        assert tuner._is_right(call, kernel.tilings(device.capabilities, given[name])[0]), name
 
 
 def test_light_kernels_are_left_alone(device: Device, tmp_path: Path) -> None:
@@ -350,24 +370,39 @@ def test_devices_and_drivers_have_files_of_their_own(device: Device, tmp_path: P
     assert ChoiceFile(device, tmp_path).path == path
 
 
-def test_a_resumed_run_keeps_its_tiles(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the cache says by then: another tiling rounds differently."""
+def test_a_resumed_run_keeps_its_tilings(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the cache says by then: another tiling rounds differently. The device's next job has its own."""
     monkeypatch.delenv("WGPU_LORA_NO_TUNE")
     monkeypatch.setenv("WGPU_LORA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(Tuner, "_is_right", lambda *_: True)
-    monkeypatch.setattr(Tuner, "_seconds", lambda _, __, tiles: float(tiles["sg"] != 0) + tiles.get("wide", 0))
+    monkeypatch.setattr(Tuner, "_seconds", lambda _, call, tiling: float(tiling == tilings_of(device, call)[0]))
     args = golden_arguments(tmp_path, "qwen3", max_steps=2, save_steps=1)
     model = open_model(args.model, device, "f32")
     job = prepare_job(args, model)
     assert job.tuner()
-    first = job.train().state.tiles
-    assert first
-    (bucket,) = job.session.built
-    used = [step for step in job.session.steps[bucket][1].dispatches if step.kernel.sample]
-    assert {json.dumps(step.tiles) for step in used} <= {json.dumps(tiles) for tiles in first.values()}
+    job.train()
+    first = job.run.state.tiles
+    assert all(step.tiling == tilings_of(device, step)[1] for step in heavy(job))
+    assert {step.tiling for step in heavy(job)} <= set(first.values())
     shutil.rmtree(tmp_path / "cache")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-2")
     monkeypatch.setattr(Tuner, "_measure", lambda *_: pytest.fail("it was tuned again"))
     again = prepare_job(replace(args, resume=True), model)
-    assert again.train().state.tiles == first
-    device.choices = {}
+    again.train()
+    assert again.run.state.tiles == first
+    assert [step.tiling for step in heavy(again)] == [step.tiling for step in heavy(job)]
+    (tmp_path / "other").mkdir()
+    other = prepare_job(golden_arguments(tmp_path / "other", "qwen3", max_steps=1, tune=False), model)
+    other.train()
+    assert other.run.state.tiles == {}
+    assert all(step.tiling == tilings_of(device, step)[0] for step in heavy(other))
+
+
+def tilings_of(device: Device, call: module.Dispatch) -> Sequence[Tiling]:
+    return call.kernel.tilings(device.capabilities, call.constants)
+
+
+def heavy(job: Job) -> list[module.Dispatch]:
+    """The dispatches of a job's only training program that are tuned."""
+    (bucket,) = job.session.built
+    return [step for step in job.session.steps[bucket].program.dispatches if step.kernel.tuning]

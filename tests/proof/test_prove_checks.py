@@ -21,7 +21,6 @@ from wgpu_lora.proof.checks.backend import work_happened_on_the_device
 from wgpu_lora.proof.checks.generation import devices_agree
 from wgpu_lora.proof.checks.program import gradients_agree
 from wgpu_lora.proof.checks.training import losses_fall, training_beside_evaluating
-from wgpu_lora.proof.children import Child
 from wgpu_lora.proof.commands import compiler_in
 from wgpu_lora.proof.cuda import classify, cuda_packages, imported, required
 from wgpu_lora.proof.finding import NotRun
@@ -31,6 +30,7 @@ from wgpu_lora.proof.watch import Watcher
 from wgpu_lora.proof.witness import Witness
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.records import UsedDevice
+from wgpu_lora.worker.parent import Worker
 
 # -- CUDA --------------------------------------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ def training(losses: list[float], heldout: float = 0.5, **changes: Any) -> Train
     record = SimpleNamespace(stop_reason="max steps", environment=SimpleNamespace(device=used))
     beside = [Evaluated(0, EVALUATED, "", 3, 1.0)]
     values = {"code": 0, "said": "it ended", "beside": beside, "devices": [0, 1], "record": record} | changes
-    return Training(Path("run"), seconds=1.0, before=EVALUATED, pid=1, log=log, **values)
+    return Training(Path("run"), seconds=1.0, before=EVALUATED, log=log, **values)
 
 
 def test_training_beside_evaluating() -> None:
@@ -192,23 +192,23 @@ def test_training_beside_evaluating() -> None:
 
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_evaluations_are_started_until_one_computes_during_steps(tmp_path: Path, lanes: int) -> None:
-    """Stand-ins for the commands: steps are logged for some seconds; an evaluation computes in its last half second."""
+    """Stand-ins for the jobs: steps are logged for some seconds; an evaluation computes in its last half second."""
     log = tmp_path / "log.jsonl"
     steps = (
         "import sys, time\nfor _ in range(40):\n"
         "    time.sleep(0.05)\n    print('{}', flush=True, file=open(sys.argv[1], 'a'))"
     )
-    evaluation = "import time; time.sleep(0.6); print('{\"seconds\": 0.5}')"
+    evaluation = (
+        "import json, time; time.sleep(0.6)\n"
+        "print(json.dumps({'event': 'result', 'code': 0, 'result': {'seconds': 0.5}}))"
+    )
 
     class Stub:
-        def command(self, name: str, *arguments: object) -> Child:
+        def start(self, name: str, job: str, **options: Any) -> Worker:
             return start(name, evaluation)
 
-    def start(name: str, code: str) -> Child:
-        paths = [tmp_path / f"{name}.{kind}" for kind in ("log", "errors", "witness")]
-        with paths[0].open("wb") as out, paths[1].open("wb") as errors:
-            process = subprocess.Popen([sys.executable, "-c", code, str(log)], stdout=out, stderr=errors)
-        return Child(name, process, *paths)
+    def start(name: str, code: str) -> Worker:
+        return Worker("stub", {}, name=name, program=[sys.executable, "-c", code, str(log)], place=tmp_path)
 
     children: Any = Stub()
     found = list(_meanwhile(children, TrainingArguments(model="m"), start("finetune", steps), log, 1, lanes))
@@ -240,7 +240,7 @@ def test_backend() -> None:
     def of(adapter: dict[str, str] | None = None, **changes: Any) -> str:
         clock = {"clock": "timestamps", "dispatches": 9, "device_seconds": 0.9, "host_seconds": 1.0, "loss": 2.0}
         listed = {"name": "a", "driver": "d", "backend": "Vulkan", "kind": "discrete"} | (adapter or {})
-        children = SimpleNamespace(job=lambda *a, **k: clock | changes)
+        children = SimpleNamespace(run=lambda *a, **k: clock | changes)
         run = training([2.0] * 20)
         return status(work_happened_on_the_device, trained=lambda: run, adapter=lambda i: listed, children=children)
 
@@ -248,6 +248,7 @@ def test_backend() -> None:
     assert of(clock="host") == "passed"
     assert of({"driver": "another"}) == "failed"
     assert of(loss=2.001) == "failed"
+    assert of(loss=None) == "failed"  # it was not finite
     assert of(device_seconds=0.001) == "passed"  # a fast GPU, a tiny model
     assert of(device_seconds=0.0) == "failed"
     assert of(device_seconds=1.1) == "failed"
@@ -255,10 +256,10 @@ def test_backend() -> None:
 
 
 def test_gradients() -> None:
-    def of(measured: list[float | None], gradient: list[float], dtype: str = "f32") -> str:
+    def of(measured: list[float | None], gradient: list[float | None], dtype: str = "f32") -> str:
         rows = [{"matrix": "q.A", "measured": m, "gradient": g} for m, g in zip(measured, gradient, strict=True)]
         found = {"loss": 1.0, "rounding": 2e-6, "directions": rows}
-        children = SimpleNamespace(job=lambda *a, **k: found)
+        children = SimpleNamespace(run=lambda *a, **k: found)
         args = SimpleNamespace(compute_dtype=dtype)
         return status(gradients_agree, args=args, trained=lambda: training([1.0] * 20), children=children)
 
@@ -267,6 +268,7 @@ def test_gradients() -> None:
     assert of([1e-3, -2e-4], [1.05e-3, -2e-4]) == "failed"
     assert of([1e-3, 5e-5], [1e-3, 0.0]) == "failed"
     assert of([1e-3, math.nan], [1e-3, 1e-3]) == "failed"
+    assert of([1e-3, 1e-3], [1e-3, None]) == "failed"
     assert of([0.0, 0.0], [0.0, 0.0]) == "failed"
     assert of([1e-3], [1e-3], "bf16") == "not run"
     assert of([1e-3] * 4 + [None], [1e-3] * 5) == "passed"

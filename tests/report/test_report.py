@@ -21,7 +21,7 @@ from wgpu_lora.cli import main
 from wgpu_lora.pages.chart import Line, line_chart, smoothed, thinned
 from wgpu_lora.pages.scale import Scale, short
 from wgpu_lora.report.compare import compare, verdict
-from wgpu_lora.report.facts import span
+from wgpu_lora.report.facts import costs, losses, span
 from wgpu_lora.report.page import made
 from wgpu_lora.report.plots import PLOTS, plots, unlike
 from wgpu_lora.report.runs import read_runs
@@ -157,8 +157,8 @@ def test_a_run_of_an_earlier_version(runs: Path, tmp_path: Path) -> None:
     kept = [{k: v for k, v in line.items() if "processed" not in k} for line in lines if line["step"]]
     (run / "log.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in kept))
     (found,) = read_runs([run])
-    assert found.losses["held-out loss, before"] == "not measured"
-    assert found.costs["processed tokens/s"] == "not logged"
+    assert losses(found)["held-out loss, before"] == "not measured"
+    assert costs(found)["processed tokens/s"] == "not logged"
     (run / "log.jsonl").unlink()
     assert main(["report", str(run), "--output", str(tmp_path / "out")]) == 0
     assert not page_of(tmp_path / "out").views
@@ -402,6 +402,12 @@ def test_odd_values_are_drawn_or_named(runs: Path, tmp_path: Path, capsys: pytes
     (run / "profile.json").write_text(json.dumps(profile_of(run) | {"kernels": [{"kernel": "k", "seconds": -1}]}))
     assert main(["report", str(run), "--output", str(tmp_path / "out")]) == 0
     assert any("-1.0 is no amount" in text for text in page_of(tmp_path / "out").text)
+    for group, name, value in (("memory", "peak", -1), ("state", "seconds", math.inf)):
+        odd_facts = facts | {group: facts[group] | {name: value}}
+        (run / "run.json").write_text(json.dumps(odd_facts))
+        capsys.readouterr()
+        assert main(["report", str(run), "--output", str(tmp_path / "out")]) == 2
+        assert "cannot be read" in capsys.readouterr().err
     facts["memory"]["groups"]["base"] = math.nan
     (run / "run.json").write_text(json.dumps(facts))
     capsys.readouterr()

@@ -46,7 +46,7 @@ COMMANDS: dict[str, Callable[[Path], list[Any]]] = {
         "--time-limit",
         0.01,
     ],
-    "find-max-batch": lambda at: ["bench", "--find-max-batch", *on(at), "--tokens", 8, "--max-batch", 2],
+    "max-batch": lambda at: ["bench", "max-batch", *on(at), "--tokens", 8, "--max-batch", 2],
 }
 
 
@@ -72,7 +72,7 @@ def ledger(at: Path, device: Device) -> Ledger:
 def test_each_takes_what_it_needs_and_no_more(
     at: Path, device: Device, ledger: Ledger, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = name in ("profile", "find-max-batch") or name.startswith("bench")  # they open one
+    own = name in ("profile", "max-batch") or name.startswith("bench")  # they open one
     if not own:
         share_device(device, monkeypatch)
     monkeypatch.setattr("wgpu_lora.bench.ceiling.RUNS", 1)

@@ -11,9 +11,12 @@ from safetensors.numpy import load_file
 from support import FIXTURES, ROOT
 
 from wgpu_lora.cli import main
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices, choice_key
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.program import Arena, Program
 
 RUNS = FIXTURES / "runs"  # of version 0.1.0 before records had a schema, on lavapipe with subgroups of 8
+BUILD = Program.build
 WEIGHTS = "adapter_model.safetensors"
 
 
@@ -25,12 +28,34 @@ def test_a_checkpoint_of_the_version_before_resumes(
 ) -> None:
     monkeypatch.chdir(ROOT)
     shutil.copytree(RUNS, tmp_path / "runs")
-    directory = tmp_path / "runs" / name
+    directory, same_device = tmp_path / "runs" / name, is_theirs(device)
+    built: list[tuple[Program, Choices]] = []
+
+    def build(program: Program, arena: Arena, choices: Choices = NO_CHOICES) -> None:
+        BUILD(program, arena, choices)
+        built.append((program, choices))
+
+    monkeypatch.setattr(Program, "build", build)
     assert main(["finetune", "--output", str(directory), "--resume"]) == 0
     for member in members:
         place = (directory / member).resolve()
         ours, expected = place / WEIGHTS, RUNS / "expected" / place.name / WEIGHTS
-        if device.info.name.startswith("llvmpipe") and device.subgroup_size == 8:
+        if same_device:
             assert ours.read_bytes() == expected.read_bytes()
         for key, value in load_file(expected).items():
             np.testing.assert_allclose(load_file(ours)[key], value, rtol=0, atol=1e-5)
+    if same_device and name == "tuned":
+        check_chosen(device, built)
+
+
+def is_theirs(device: Device) -> bool:
+    return device.info.name.startswith("llvmpipe") and device.capabilities.subgroup_size == 8
+
+
+def check_chosen(device: Device, built: list[tuple[Program, Choices]]) -> None:
+    """Every heavy call ran in the tiling that its checkpoint has for it, which is not always the default."""
+    steps = [(step, choices) for program, choices in built for step in program.dispatches if step.kernel.tuning]
+    assert steps
+    for step, choices in steps:
+        assert step.tiling == choices[choice_key(step.kernel, step.present, step.constants)]
+    assert any(step.tiling != step.kernel.tilings(device.capabilities, step.constants)[0] for step, _ in steps)

@@ -103,11 +103,12 @@ class DPO(Objective):
         )
 
     def score(self, rec: Recorder, logprobs: Tensor, scoring: Scoring) -> Score:
-        assert scoring.group_weights is not None
-        weights, size = rec.temp(logprobs.shape, name="weights"), scoring.group_weights.size
+        groups = scoring.groups
+        assert groups is not None
+        weights, size = rec.temp(logprobs.shape, name="weights"), groups.weights.size
         losses, margins, accuracy = (rec.temp((size,), name=name) for name in ("losses", "margins", "accuracy"))
         rec.dispatch(fill, weights, size=weights.size)
-        given = logprobs, scoring.members, scoring.group_weights, scoring.group_values
+        given = logprobs, groups.members, groups.weights, groups.values
         made = (weights, losses, margins, accuracy)
         rec.dispatch(DPO.kernels[0], *given, *made, size=size, beta=BETA)
         return Score(weights, losses, {"margin": margins, "accuracy": accuracy})

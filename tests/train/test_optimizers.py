@@ -17,8 +17,10 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import F32, REGISTRY, U32, Fixed, In, InOut, Kernel, Out, kernel, one_per
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.names.naming import COMMAND_LINE, naming
 from wgpu_lora.ops.optimizer import BLOCK
 from wgpu_lora.train.finetune import Job, prepare_job
+from wgpu_lora.train.idle import idle
 from wgpu_lora.train.manifest import MANIFEST, write_manifest
 from wgpu_lora.train.optimizer import SlotUpdate
 from wgpu_lora.train.optimizers import OPTIMIZERS
@@ -175,6 +177,14 @@ def test_it_is_saved_and_resumed(device: Device, tmp_path: Path) -> None:
     write_manifest(steps / "step-4")
     with pytest.raises(UserError, match=r"updates is not a updates in uint32 of shape"):
         job(tmp_path / "b", resume=True, max_steps=6).train()
+
+
+def test_options_that_it_does_not_read(tmp_path: Path) -> None:
+    args = golden_arguments(tmp_path, "qwen2", optim="momentum")
+    with naming(COMMAND_LINE):
+        assert idle(("adam_beta1", "adam_beta2", "seed"), args) == [
+            "--adam-beta2 does nothing: --optim momentum does not read it."
+        ]
 
 
 def test_one_that_is_not_registered(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ class Bars(Events):
             self.to("answering", done, total, " prompts")
 
     def step(self, result: StepResult) -> None:
-        facts = f"loss {result.loss:.4f}, lr {result.learning_rate:.2e}"
+        facts = result.facts(", ")
         if result.eval_loss is not None:
             facts += f", held-out {result.eval_loss:.4f}"
         self._steps[result.slot] = result.step, result.total_steps

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from wgpu_lora.bench.stats import timed
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.kernel import U32, In, Kernel, Out, Tiles, Traits, kernel, one_per
+from wgpu_lora.gpu.kernel import U32, In, Kernel, Out, kernel, one_per
 from wgpu_lora.gpu.program import Arena, Program, allocate
 from wgpu_lora.gpu.single import SingleKernel
 from wgpu_lora.gpu.tensor import persistent
+from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.ops.elementwise import fill
 from wgpu_lora.share import claim
@@ -34,14 +35,14 @@ def fma_chains(x: In, y: Out, *, size: U32, iterations: U32, chains: U32 = 12, u
     return value.sum(axis=1)
 
 
-def _words(traits: Traits, c: Any) -> list[Tiles]:
-    narrow: list[Tiles] = [{"wide": 0, "per": per} for per in (4, 1)]
-    return [{**tiles, "wide": 1} for tiles in narrow] + narrow if traits.int64 else narrow
+def _words(capabilities: Capabilities, c: Any) -> list[Tiling]:
+    narrow = [Tiling(cols=vectors) for vectors in (4, 1)]
+    return [replace(tiling, wide=True) for tiling in narrow] + narrow if capabilities.int64 else narrow
 
 
 @kernel(
     "stream_copy.wgsl.j2",
-    grid=lambda c: one_per(c.size, 64 * c.per * (8 if c.wide else 4)),
+    grid=lambda c: one_per(c.size, c.tile.lanes * c.tile.cols * (8 if c.tile.wide else 4)),
     lib=("linear",),
     variants=_words,
 )
@@ -50,13 +51,12 @@ def stream_copy(x: In, y: Out, *, size: U32) -> Any:
     return x.copy()
 
 
-def _one_subgroup(traits: Traits, c: Any) -> list[Tiles]:
-    plain: Tiles = {"sg": 0, "lanes": 64}
-    size = traits.subgroup_size
-    return [{"sg": size, "lanes": size}, plain] if size >= 8 else [plain]
+def _one_subgroup(capabilities: Capabilities, c: Any) -> list[Tiling]:
+    size = capabilities.subgroup_size
+    return [Tiling("broadcast", size), Tiling()] if size >= 8 else [Tiling()]
 
 
-@kernel("decode_fma.wgsl.j2", grid=lambda c: one_per(c.size, c.lanes), lib=("nf4",), variants=_one_subgroup)
+@kernel("decode_fma.wgsl.j2", grid=lambda c: one_per(c.size, c.tile.lanes), lib=("nf4",), variants=_one_subgroup)
 def decode_fma(x: In, y: Out, *, size: U32, iterations: U32, chains: U32 = 4) -> Any:
     """y[i] = x[i] sum of NF4[each nibble of w_c + t d] over words c < chains and steps t = 1 .. iterations.
 
@@ -113,38 +113,27 @@ def measure_ceilings(device: Device) -> Ceilings:
 
 def fma_gflops(device: Device, size: int | None = None, iterations: int = 4096) -> float:
     """The best GFLOP/s of the chains over a few counts and unrollings: the ceiling of f32 kernels."""
-    size = size or invocations(device)
-    x = np.full(size, 0.5, np.float32)
-    best = 0.0
-    for chains, unroll in CHAINS:
-        constants = {"size": size, "iterations": iterations, "chains": chains, "unroll": unroll}
-        seconds = _fastest(device, fma_chains, x, constants, {})
-        best = max(best, 2 * size * iterations * chains / seconds / 1e9)
-    return best
+    x = np.full(size or invocations(device), 0.5, np.float32)
+    return max(
+        2 * iterations * chains * _rate(device, fma_chains, x, iterations=iterations, chains=chains, unroll=unroll)
+        for chains, unroll in CHAINS
+    )
 
 
 def bandwidth_gbs(device: Device, nbytes: int | None = None) -> float:
     """The best GB/s of a copy of `nbytes`, or of as much as one binding holds."""
-    size = min(nbytes or COPY_BYTES, device.max_binding) // 32 * 8
-    x = np.ones(size, np.float32)
-    best = 0.0
-    for tiles in stream_copy.tilings(device.traits, {}):
-        seconds = _fastest(device, stream_copy, x, {"size": size}, tiles)
-        best = max(best, 8 * size / seconds / 1e9)
-    return best
+    x = np.ones(min(nbytes or COPY_BYTES, device.max_binding) // 32 * 8, np.float32)
+    return max(8 * _rate(device, stream_copy, x, tiling) for tiling in stream_copy.tilings(device.capabilities, {}))
 
 
 def decode_fma_gflops(device: Device, size: int | None = None, iterations: int = 512) -> float:
     """The best GFLOP/s of decoding NF4 and multiply-adding, over a few numbers of words at a time."""
-    size = size or invocations(device)
-    x = np.ones(size, np.float32)
-    best = 0.0
-    for chains in (1, 2, 4):
-        for tiles in decode_fma.tilings(device.traits, {}):
-            constants = {"size": size, "iterations": iterations, "chains": chains}
-            seconds = _fastest(device, decode_fma, x, constants, tiles)
-            best = max(best, 2 * 8 * chains * size * iterations / seconds / 1e9)
-    return best
+    x = np.ones(size or invocations(device), np.float32)
+    return max(
+        2 * 8 * chains * iterations * _rate(device, decode_fma, x, tiling, iterations=iterations, chains=chains)
+        for chains in (1, 2, 4)
+        for tiling in decode_fma.tilings(device.capabilities, {})
+    )
 
 
 def dispatch_seconds(device: Device, count: int = DISPATCHES) -> float:
@@ -156,13 +145,11 @@ def dispatch_seconds(device: Device, count: int = DISPATCHES) -> float:
     allocate(device, {y.storage})
     program.build(Arena(device))
 
-    def run() -> float:
-        begin = time.perf_counter()
+    def run() -> None:
         program.submit(0, count)
         device.wait()
-        return time.perf_counter() - begin
 
-    seconds = min(run() for _ in range(RUNS + 1)) / count
+    seconds = min(timed(run) for _ in range(RUNS + 1)) / count
     device.free(y.storage.buffer)
     return seconds
 
@@ -170,13 +157,7 @@ def dispatch_seconds(device: Device, count: int = DISPATCHES) -> float:
 def numpy_gflops(size: int = 1024) -> float:
     """The best GFLOP/s of NumPy's f32 matmul."""
     a = np.random.default_rng(0).standard_normal((size, size), np.float32)
-
-    def run() -> float:
-        begin = time.perf_counter()
-        _ = a @ a
-        return time.perf_counter() - begin
-
-    return 2 * size**3 / min(run() for _ in range(2 * RUNS)) / 1e9
+    return 2 * size**3 / min(timed(lambda: a @ a) for _ in range(2 * RUNS)) / 1e9
 
 
 def invocations(device: Device) -> int:
@@ -184,13 +165,13 @@ def invocations(device: Device) -> int:
     return 1 << 14 if device.info.kind == "software" else 1 << 20
 
 
-def _fastest(device: Device, probe: Kernel, x: np.ndarray, constants: dict[str, Any], tiles: Tiles) -> float:
-    """Seconds of the fastest of a few runs."""
+def _rate(device: Device, probe: Kernel, x: np.ndarray, tiling: Tiling | None = None, **constants: int) -> float:
+    """10^9 values a second of the fastest of a few runs."""
     with claim(device, 2 * x.nbytes + (1 << 16), "measuring the device's ceilings"), ExitStack() as stack:
-        single = SingleKernel(device, probe, {"x": x, "y": 0 * x}, constants, dict(tiles))
+        single = SingleKernel(device, probe, {"x": x, "y": 0 * x}, {"size": x.size, **constants}, tiling)
         stack.callback(single.free)
         timer = Timer(device)
         stack.callback(timer.free)
         for _ in range(2):
             timer.run(single.program)
-        return min(timer.run(single.program) for _ in range(RUNS))
+        return x.size / min(timer.run(single.program) for _ in range(RUNS)) / 1e9

@@ -5,19 +5,19 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from wgpu_lora.assets import asset_dir
 from wgpu_lora.bench.formula import evaluate
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.config import ModelConfig
 
-KINDS = ("training", "serving")
-CLASSES = ("discrete", "integrated", "software")
-CEILINGS = ("fma", "bandwidth", "decode_fma", "lower", "floor")
-OPTIONS = ("layers", "tokens", "rank", "base_dtype", "compute_dtype", "tune")
+Kind = Literal["training", "serving"]
+DeviceClass = Literal["discrete", "integrated", "software"]
+Option = Literal["layers", "tokens", "rank", "base_dtype", "compute_dtype", "tune"]
+OPTIONS: tuple[str, ...] = get_args(Option)
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class Budget:
     when: what it is meant for, a comparison of dims, config keys and the run's own keys.
     """
 
-    of: str
+    of: Literal["fma", "bandwidth", "decode_fma", "lower", "floor"]
     discrete: float | None = None
     integrated: float | None = None
     software: float | None = None
     when: str = "1"
 
     def share(self, device_class: str) -> float | None:
-        return {"discrete": self.discrete, "integrated": self.integrated, "software": self.software}.get(device_class)
+        return getattr(self, device_class) if device_class in get_args(DeviceClass) else None
 
 
 @dataclass(frozen=True)
@@ -71,22 +71,22 @@ class Bound:
     metric: str
     at_most: float | None = None
     at_least: float | None = None
-    device: str | None = None
+    device: DeviceClass | None = None
     when: str = "1"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Contract:
     """`covers` says what is measured. dims: short names -> expressions over config keys and the run's own keys.
 
-    options: those of OPTIONS that change what is measured; any other would do nothing.
+    options: those that change what is measured; any other would do nothing.
     """
 
-    name: str
+    name: str = field(init=False)
     covers: str
-    kind: str
-    options: tuple[str, ...]
-    dims: Mapping[str, str]
+    kind: Kind
+    options: tuple[Option, ...]
+    dims: dict[str, str]
     work: Work
     budget: Budget
     measure: Measure = field(default_factory=Measure)
@@ -95,76 +95,49 @@ class Contract:
 
     def values(self, keys: Mapping[str, float]) -> dict[str, float]:
         """The dims of a run. Raises UserError for a name that is not known."""
-        return {dim: evaluate(text, keys, f"{self._file}: dims.{dim}") for dim, text in self.dims.items()}
+        return {dim: self.evaluate(f"dims.{dim}", text, keys) for dim, text in self.dims.items()}
 
     def operations(self, dims: Mapping[str, float]) -> float:
-        return evaluate(self.work.operations, dims, f"{self._file}: work.operations")
+        return self.evaluate("work.operations", self.work.operations, dims)
 
     def bytes(self, dims: Mapping[str, float]) -> float:
-        return evaluate(self.work.bytes, dims, f"{self._file}: work.bytes")
+        return self.evaluate("work.bytes", self.work.bytes, dims)
 
     def applies(self, when: str, names: Mapping[str, float]) -> bool:
-        return bool(evaluate(when, names, f"{self._file}: when"))
+        return bool(self.evaluate("when", when, names))
 
-    @property
-    def _file(self) -> str:
-        return f"bricks/{self.name}.toml"
+    def evaluate(self, key: str, text: str, names: Mapping[str, float]) -> float:
+        return evaluate(text, names, f"bricks/{self.name}.toml: {key}")
 
     @classmethod
     def parse(cls, name: str, text: str) -> Contract:
         """Reads a contract's text. Raises UserError for a key that is not known, missing, or of the wrong kind."""
         where = f"bricks/{name}.toml"
         try:
-            d = tomllib.loads(text)
+            contract: Contract = _read(cls, tomllib.loads(text), where)
         except tomllib.TOMLDecodeError as error:
             raise UserError(f"{where} is not valid TOML ({error}): correct it.") from None
-        _check_keys(cls, d, where, given=("name",))
-        dims = _strings(d["dims"], f"{where}: dims")
-        parts = {
-            "work": _part(Work, d["work"], f"{where}: work"),
-            "budget": _part(Budget, d["budget"], f"{where}: budget"),
-            "measure": _part(Measure, d.get("measure", {}), f"{where}: measure"),
-            "accuracy": _part(Accuracy, d["accuracy"], f"{where}: accuracy") if "accuracy" in d else None,
-            "bounds": tuple(
-                _part(Bound, bound, f"{where}: bounds")
-                for bound in _list(d.get("bounds", []), f"{where}: bounds", "[[bounds]] tables")
-            ),
-        }
-        words = (_text(d["covers"], where), _text(d["kind"], where))
-        options = tuple(_text(name, f"{where}: options") for name in _list(d["options"], f"{where}: options", "names"))
-        contract = cls(name, *words, options, dims, **parts)
-        contract._check()
-        return contract
-
-    def _check(self) -> None:
-        if self.kind not in KINDS:
-            raise UserError(f"{self._file}: kind is {self.kind!r}: use one of {', '.join(KINDS)}.")
-        if unknown := set(self.options) - set(OPTIONS):
-            raise UserError(f"{self._file}: options has {', '.join(sorted(unknown))}: use {', '.join(OPTIONS)}.")
-        if self.budget.of not in CEILINGS:
-            raise UserError(f"{self._file}: budget.of is {self.budget.of!r}: use one of {', '.join(CEILINGS)}.")
-        for bound in self.bounds:
-            if bound.device not in (None, *CLASSES):
-                raise UserError(f"{self._file}: device is {bound.device!r}: use one of {', '.join(CLASSES)}.")
+        contract.name = name
+        for bound in contract.bounds:
             if (bound.at_most is None) == (bound.at_least is None):
-                raise UserError(f"{self._file}: the bound of {bound.metric} needs one of at_most and at_least.")
-        ones = dict.fromkeys(self.dims, 1.0)
-        self.operations(ones)
-        self.bytes(ones)
+                raise UserError(f"{where}: the bound of {bound.metric} needs one of at_most and at_least.")
+        ones = dict.fromkeys(contract.dims, 1.0)
+        contract.operations(ones)
+        contract.bytes(ones)
+        return contract
 
 
 def brick_names() -> list[str]:
     """Every brick that has a contract, training first."""
     names = sorted(path.stem for path in asset_dir("bricks").glob("*.toml"))
-    return sorted(names, key=lambda name: (KINDS.index(load_contract(name).kind), name))
+    return sorted(names, key=lambda name: (get_args(Kind).index(load_contract(name).kind), name))
 
 
 @cache
 def load_contract(name: str) -> Contract:
     """The contract of a brick. Raises UserError, with those that exist, for a name that is not known."""
     path = asset_dir("bricks") / f"{name}.toml"
-    known = {p.stem for p in asset_dir("bricks").glob("*.toml")}
-    if name not in known:
+    if path not in asset_dir("bricks").glob("*.toml"):
         raise UserError(f"The brick {name!r} is not known: choose one of {', '.join(brick_names())}.")
     return Contract.parse(name, path.read_text(encoding="utf-8"))
 
@@ -174,50 +147,37 @@ def numbers_of(config: ModelConfig) -> dict[str, float]:
     return {name: float(value) for name, value in vars(config).items() if isinstance(value, int | float)}
 
 
-def _part(kind: type, value: Any, where: str) -> Any:
-    if not isinstance(value, dict):
-        raise UserError(f"{where} is {value!r}, expected a table: correct it.")
-    _check_keys(kind, value, where)
-    for f in fields(kind):
-        if f.name in value:
-            _check_value(str(f.type), value[f.name], f"{where}.{f.name}")
-    return kind(**value)
-
-
-def _check_keys(kind: type, value: Mapping[str, Any], where: str, given: tuple[str, ...] = ()) -> None:
-    known = {f.name: f for f in fields(kind) if f.name not in given}
-    for key in value:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            raise UserError(f"{where} has the key {key}, which is not known{hint}: use {', '.join(known)}.")
-    for key, f in known.items():
-        if key not in value and f.default is MISSING and f.default_factory is MISSING:
-            raise UserError(f"{where} lacks the key {key}: add it.")
-
-
-def _check_value(kind: str, value: Any, where: str) -> None:
-    if kind.startswith("str"):
-        _text(value, where)
-        return
-    number = isinstance(value, int) or (isinstance(value, float) and kind.startswith("float"))
-    if isinstance(value, bool) or not number or not 0 < value < float("inf"):
-        raise UserError(f"{where} is {value!r}, expected a positive number: correct it.")
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise UserError(f"{where} holds {value!r} where words are expected: correct it.")
+def _read(kind: Any, value: Any, where: str) -> Any:
+    """A value of a TOML file as its annotation has it. UserError where it is none."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        known, hints = {f.name: f for f in fields(kind) if f.init}, get_type_hints(kind)
+        for key in (table := _of(dict, value, where, "a table")):
+            if key not in known:
+                near = "".join(f" (did you mean {name}?)" for name in difflib.get_close_matches(key, known, 1))
+                raise UserError(f"{where} has the key {key}, which is not known{near}: use {', '.join(known)}.")
+        for key, f in known.items():
+            if key not in value and f.default is f.default_factory is MISSING:
+                raise UserError(f"{where} lacks the key {key}: add it.")
+        return kind(**{key: _read(hints[key], item, f"{where}: {key}") for key, item in table.items()})  # type: ignore[operator]
+    if origin is dict:
+        return {k: _read(parts[1], item, f"{where}.{k}") for k, item in _of(dict, value, where, "a table").items()}
+    if origin is tuple:
+        return tuple(_read(parts[0], item, where) for item in _of(list, value, where, "a list"))
+    if origin is Literal:
+        if value not in parts:
+            raise UserError(f"{where} is {value!r}: use one of {', '.join(parts)}.")
+        return value
+    if parts:  # or None, which TOML does not have
+        return _read(parts[0], value, where)
+    if kind is str:
+        return _of(str, value, where, "words")
+    if isinstance(value, bool) or not isinstance(value, int | kind) or not 0 < value < float("inf"):
+        raise UserError(f"{where} is {value!r}, expected a positive {'whole ' * (kind is int)}number: correct it.")
     return value
 
 
-def _strings(value: Any, where: str) -> dict[str, str]:
-    if not isinstance(value, dict):
-        raise UserError(f"{where} is {value!r}, expected a table: correct it.")
-    return {key: _text(text, f"{where}.{key}") for key, text in value.items()}
-
-
-def _list(value: Any, where: str, of: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise UserError(f"{where} is {value!r}, expected {of}: correct it.")
+def _of(kind: type, value: Any, where: str, expected: str) -> Any:
+    if not isinstance(value, kind) or (kind is str and not str(value).strip()):
+        raise UserError(f"{where} is {value!r}, expected {expected}: correct it.")
     return value

@@ -16,7 +16,8 @@ from wgpu_lora.weights.nf4_codes import BLOCK
 
 Arrays = dict[str, np.ndarray]
 Constants = dict[str, Any]
-Cut = Callable[[Arrays, Constants], tuple[Arrays, Constants]]
+Axis = int | tuple[int, np.ndarray]  # its size, and what is kept of it where that is not all
+Layouts = dict[str, tuple[Axis, ...]]  # of the arrays that are cut; `count` has the axis whose first ones it counts
 
 ROWS, COLUMNS = 32, 256  # kept of a matrix product
 PAGE_BLOCKS = 1024  # kept of a page of parameters
@@ -40,7 +41,25 @@ def cut(name: str, arrays: Arrays, c: Constants) -> tuple[Arrays, Constants] | N
     """The part of a call that is checked, or None where all of it is."""
     if name == "embedding_rows":  # not for the time, but its table may be gigabytes once widened
         return _embedding(arrays, c)
-    return CUTS[name](arrays, c) if name in CUTS and _cost(c) else None
+    if name not in CUTS or not _cost(c):
+        return None
+    layouts, changed = CUTS[name](c)
+    kept = {n: _kept(n, a, layouts[n]) if n in layouts else a for n, a in arrays.items()}
+    return kept, {**c, **{n: value for n, value in changed.items() if n in c}}
+
+
+def _kept(name: str, array: np.ndarray, layout: tuple[Axis, ...]) -> np.ndarray:
+    if name == "count":
+        return np.array([np.count_nonzero(_places(layout[0]) < int(array.reshape(-1)[0]))], np.uint32)
+    sizes = [axis if isinstance(axis, int) else axis[0] for axis in layout]
+    array = array.reshape(-1)[: int(np.prod(sizes))].reshape(sizes)
+    for number, axis in enumerate(layout):
+        array = array if isinstance(axis, int) else array.take(axis[1], number)
+    return np.ascontiguousarray(array)
+
+
+def _places(axis: Axis) -> np.ndarray:
+    return np.arange(axis) if isinstance(axis, int) else axis[1]
 
 
 def _cost(c: Constants) -> bool:
@@ -55,133 +74,100 @@ def _cost(c: Constants) -> bool:
     return values > VALUES
 
 
-def _nt(arrays: Arrays, c: Constants) -> tuple[Arrays, Constants]:
-    rows, cols = picks(c["m"], ROWS), picks(c["n"], COLUMNS)
-    wide = {**arrays, "b": arrays["b"].reshape(c["n"], -1)[cols]}
-    return _ranged(wide, c, rows, cols)
-
-
-def _nn(arrays: Arrays, c: Constants) -> tuple[Arrays, Constants]:
-    rows, cols = picks(c["m"], ROWS), picks(c["n"], COLUMNS)
-    wide = {**arrays, "b": np.ascontiguousarray(arrays["b"].reshape(c["k"], c["n"])[:, cols])}
-    return _ranged(wide, c, rows, cols)
-
-
-def _ranged(arrays: Arrays, c: Constants, rows: np.ndarray, cols: np.ndarray) -> tuple[Arrays, Constants]:
+def _product(c: Constants, n: Axis, **of_b: tuple[Axis, ...]) -> tuple[Layouts, Constants]:
     """a's and y's column ranges become whole rows."""
-    m, first, y_first = c["m"], c.get("a_first", 0), c.get("y_first", 0)
-    arrays = {
-        **arrays,
-        "a": arrays["a"].reshape(m, -1)[rows, first : first + c["k"]],
-        "y": arrays["y"].reshape(m, -1)[np.ix_(rows, y_first + cols)],
-    }
-    if "bias" in arrays:
-        arrays["bias"] = arrays["bias"][y_first + cols]
-    for name in ("row_scale", "a_scale"):
-        if name in arrays:
-            arrays[name] = arrays[name][rows]
-    zero: Constants = {name: 0 for name in ("a_skip", "a_first", "y_skip", "y_first") if name in c}
-    return arrays, {**c, **zero, "m": rows.size, "n": cols.size}
+    m, k, cols = (c["m"], picks(c["m"], ROWS)), c["k"], _places(n)
+    wide = (c["n"] + c.get("y_skip", 0), c.get("y_first", 0) + cols)
+    a = (m, (k + c.get("a_skip", 0), c.get("a_first", 0) + np.arange(k)))
+    layouts: Layouts = {"a": a, "y": (m, wide), "bias": (wide,), **of_b}
+    layouts |= dict.fromkeys(("row_scale", "a_scale", "count"), (m,))
+    zero = dict.fromkeys(("a_skip", "a_first", "y_skip", "y_first"), 0)
+    return layouts, {**zero, "m": m[1].size, "n": cols.size}
 
 
-def _nf4_nt(arrays: Arrays, c: Constants) -> tuple[Arrays, Constants]:
+def _columns(c: Constants) -> Axis:
+    return c["n"], picks(c["n"], COLUMNS)
+
+
+def _nf4_nt(c: Constants) -> tuple[Layouts, Constants]:
     if c["k"] % BLOCK:
-        return arrays, c  # blocks of constants straddle rows
-    n, rows, cols = c["n"], picks(c["m"], ROWS), picks(c["n"], COLUMNS)
-    codes = np.ascontiguousarray(arrays["codes"].reshape(-1, n)[:, cols])
-    return _ranged({**arrays, "codes": codes, "scales": arrays["scales"].reshape(n, -1)[cols]}, c, rows, cols)
+        return {}, {}  # blocks of constants straddle rows
+    n = _columns(c)
+    return _product(c, n, codes=(c["k"] // 8, n), scales=(n, c["k"] // BLOCK))
 
 
-def _nf4_nn(arrays: Arrays, c: Constants) -> tuple[Arrays, Constants]:
-    n, k = c["n"], c["k"]
-    if n % BLOCK:
-        return arrays, c
-    blocks = picks(n // BLOCK, COLUMNS // BLOCK)
-    cols = (blocks[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
-    codes = arrays["codes"].reshape(n // BLOCK, -1, k)[blocks]
-    scales = np.ascontiguousarray(arrays["scales"].reshape(k, n // BLOCK)[:, blocks])
-    return _ranged({**arrays, "codes": codes, "scales": scales}, c, picks(c["m"], ROWS), cols)
+def _nf4_nn(c: Constants) -> tuple[Layouts, Constants]:
+    if c["n"] % BLOCK:
+        return {}, {}
+    blocks = (c["n"] // BLOCK, picks(c["n"] // BLOCK, COLUMNS // BLOCK))
+    n = (c["n"], (blocks[1][:, None] * BLOCK + np.arange(BLOCK)).reshape(-1))
+    return _product(c, n, codes=(blocks, BLOCK // 8, c["k"]), scales=(c["k"], blocks))
 
 
-def _one_head(arrays: Arrays, c: Constants) -> tuple[Arrays, Constants]:
+def _one_head(c: Constants) -> tuple[Layouts, Constants]:
     """The first key head and the query heads that share it; of the kernels that work by query, some queries alone."""
-    heads, group = c["kv_heads"], c["group"]
-    shapes = {
-        **dict.fromkeys(("q", "y", "dy", "dq"), (heads, group, c["dim"])),
-        **dict.fromkeys(("k", "v", "dk", "dv"), (heads, c["dim"])),
-        "lse": (heads, group),
-        "stats": (heads, group, 2),
+    head, group = (c["kv_heads"], np.zeros(1, np.int64)), c["group"]
+    rows: Axis = (c["rows"], picks(c["rows"], ROWS)) if "keys" in c else c["rows"]
+    layouts: Layouts = {
+        **dict.fromkeys(("q", "y", "dy", "dq"), (rows, head, group, c["dim"])),
+        **dict.fromkeys(("k", "v", "dk", "dv"), (c["keys"] if "keys" in c else c["rows"], head, c["dim"])),
+        "lse": (rows, head, group),
+        "stats": (rows, head, group, 2),
+        "ranges": (rows, 4),
     }
-    kept = {n: a.reshape(-1, *shapes[n])[:, :1] if n in shapes else a for n, a in arrays.items()}
-    if "keys" not in c:
-        return kept, {**c, "kv_heads": 1}
-    queries = picks(c["rows"], ROWS)
-    of_queries = ("q", "y", "dy", "dq", "lse", "stats", "ranges")
-    kept = {n: a.reshape(c["rows"], -1)[queries] if n in of_queries else a for n, a in kept.items()}
-    return kept, {**c, "kv_heads": 1, "rows": queries.size}
+    return layouts, {"kv_heads": 1, "rows": _places(rows).size}
+
+
+def _softmax(c: Constants) -> tuple[Layouts, Constants]:
+    rows = (c["rows"], picks(c["rows"], ROWS))
+    layouts: Layouts = {"logits": (rows, c["cols"]), "state": (rows, 4)}
+    return layouts | dict.fromkeys(("targets", "rescale", "count"), (rows,)), {"rows": rows[1].size}
+
+
+def _page(c: Constants) -> tuple[Layouts, Constants]:
+    count = c.get("blocks") or c["size"] // PAGE_BLOCK
+    blocks = (count, np.arange(min(count, PAGE_BLOCKS)))
+    layouts: Layouts = dict.fromkeys(("x", "params", "grads", "first_moment", "second_moment"), (blocks, PAGE_BLOCK))
+    layouts |= dict.fromkeys(("sums", "diverged", "block_slots"), (blocks,))
+    return layouts, {"blocks": blocks[1].size, "size": blocks[1].size * PAGE_BLOCK}
+
+
+def _absmax(c: Constants) -> tuple[Layouts, Constants]:
+    blocks = (c["size"] // BLOCK, np.arange(VALUES // 16 // BLOCK))
+    return {"w": (blocks, BLOCK), "absmax": (blocks,)}, {"size": blocks[1].size * BLOCK}
+
+
+def _encode(c: Constants) -> tuple[Layouts, Constants]:
+    size_in, most = c["size_in"], max(1, VALUES // 16 // c["size_in"])
+    straddle = size_in % BLOCK  # blocks of constants go over rows: the first rows, together
+    rows = np.arange(max(1, most // BLOCK) * BLOCK) if straddle else picks(c["rows"], most)
+    each = BLOCK if straddle else 1
+    absmax = (c["rows"] // each, rows[: rows.size // each]), size_in * each // BLOCK
+    layouts: Layouts = {"w": ((c["rows"], rows), size_in), "absmax": absmax}
+    layouts["codes"] = (-(-size_in // 8), (c["out"], c["first"] + rows))
+    return layouts, {"rows": rows.size, "first": 0, "out": rows.size}
 
 
 def _embedding(arrays: Arrays, c: Constants) -> tuple[Arrays, Constants]:
     """The rows of the table that are asked for, and no others."""
-    ids, first = arrays["ids"].reshape(-1), c["first"]
-    used = np.unique(ids[(ids >= first) & (ids < first + c["count"])]).astype(np.int64)
-    if not used.size:
-        return {**arrays, "table": arrays["table"].reshape(c["count"], -1)[:1]}, {**c, "count": 1}
-    place = {int(i): at for at, i in enumerate(used)}
-    renamed = np.array([place.get(int(i), 0xFFFFFFFF) for i in ids], np.uint32)
-    table = arrays["table"].reshape(c["count"], -1)[used - first]
-    return {**arrays, "ids": renamed, "table": table}, {**c, "first": 0, "count": used.size}
+    ids, first = arrays["ids"].reshape(-1).astype(np.int64), c["first"]
+    table = arrays["table"].reshape(c["count"], -1)
+    used = np.unique(ids[(ids >= first) & (ids < first + c["count"])])
+    used = used if used.size else np.array([first])
+    places = np.searchsorted(used, ids)
+    known = used.take(places, mode="clip") == ids
+    renamed = np.where(known, places, 0xFFFFFFFF).astype(np.uint32)
+    return {**arrays, "ids": renamed, "table": table[used - first]}, {**c, "first": 0, "count": used.size}
 
 
-def _softmax(arrays: Arrays, c: Constants) -> tuple[Arrays, Constants]:
-    rows = picks(c["rows"], ROWS)
-    shapes = {"logits": (-1, c["cols"]), "state": (-1, 4), "targets": (-1,), "rescale": (-1,)}
-    kept = {n: arrays[n].reshape(shape)[rows] for n, shape in shapes.items()}
-    count = np.array([np.count_nonzero(rows < int(arrays["count"].reshape(-1)[0]))], np.uint32)
-    return {**arrays, **kept, "count": count}, {**c, "rows": rows.size}
-
-
-def _page(arrays: Arrays, c: Constants) -> tuple[Arrays, Constants]:
-    values = PAGE_BLOCKS * PAGE_BLOCK
-    flat = {n: a.reshape(-1) for n, a in arrays.items()}
-    paged, by_block = ("x", "params", "grads", "first_moment", "second_moment"), ("sums", "diverged", "block_slots")
-    kept = {n: a[:values] if n in paged else a[:PAGE_BLOCKS] if n in by_block else a for n, a in flat.items()}
-    return kept, {**c, **({"blocks": PAGE_BLOCKS} if "blocks" in c else {"size": values})}
-
-
-def _absmax(arrays: Arrays, c: Constants) -> tuple[Arrays, Constants]:
-    blocks = VALUES // 16 // BLOCK
-    kept = {"w": arrays["w"].reshape(-1)[: blocks * BLOCK], "absmax": arrays["absmax"].reshape(-1)[:blocks]}
-    return kept, {**c, "size": blocks * BLOCK}
-
-
-def _encode(arrays: Arrays, c: Constants) -> tuple[Arrays, Constants]:
-    size_in, first = c["size_in"], c["first"]
-    rows = picks(c["rows"], max(1, VALUES // 16 // size_in))
-    if size_in % BLOCK:
-        rows = np.arange(max(1, VALUES // 16 // size_in // BLOCK) * BLOCK)  # blocks straddle rows: the first, together
-    absmax = arrays["absmax"].reshape(-1)
-    absmax = absmax[: rows.size * size_in // BLOCK] if size_in % BLOCK else absmax.reshape(-1, size_in // BLOCK)[rows]
-    kept = {
-        "w": arrays["w"].reshape(-1)[: c["rows"] * size_in].reshape(c["rows"], size_in)[rows],
-        "absmax": absmax.reshape(-1),
-        "codes": np.ascontiguousarray(arrays["codes"].reshape(-1, c["out"])[:, first + rows]),
-    }
-    return kept, {**c, "rows": rows.size, "first": 0, "out": rows.size}
-
-
-CUTS: dict[str, Cut] = {
-    "matmul_nt": _nt,
-    "matmul_nn": _nn,
+CUTS: dict[str, Callable[[Constants], tuple[Layouts, Constants]]] = {
+    "matmul_nt": lambda c: _product(c, _columns(c), b=(_columns(c), c["k"])),
+    "matmul_nn": lambda c: _product(c, _columns(c), b=(c["k"], _columns(c))),
     "nf4_matmul": _nf4_nt,
     "nf4_matmul_backward": _nf4_nn,
-    "attention_forward": _one_head,
-    "attention_backward_q": _one_head,
-    "attention_backward_kv": _one_head,
+    **dict.fromkeys(("attention_forward", "attention_backward_q", "attention_backward_kv"), _one_head),
     "softmax_chunk": _softmax,
-    "square_sums": _page,
-    "adamw": _page,
-    "adamw_check": _page,
+    **dict.fromkeys(("square_sums", "adamw", "adamw_check"), _page),
     "nf4_absmax": _absmax,
     "nf4_encode": _encode,
 }

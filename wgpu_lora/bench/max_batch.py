@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from wgpu_lora.bench.header import header
-from wgpu_lora.bench.step import WARMUP, TrainingStep, check_fits
-from wgpu_lora.bench.words import ROW, own_words
+from wgpu_lora.bench.results import header
+from wgpu_lora.bench.step import ROW, WARMUP, TrainingStep, check_fits, own_words, search
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
+from wgpu_lora.gpu.errors import DeviceError
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.arguments import TrainingArguments
@@ -72,37 +72,26 @@ def planned_batch(
 ) -> Planned:
     """The most rows whose planned peak is available; 0 where not even one row fits.
 
-    It doubles, then bisects, so that nothing is planned that is more than twice what fits.
-
     Args:
         peak: rows -> bytes; UserError where the device cannot bind or dispatch so much.
         available: bytes; None where nobody can tell, and then only what the device can bind counts.
         memory: what `available` is called.
     """
 
-    def refusal(rows: int) -> Planned | None:
+    def refusal(rows: int) -> tuple[str, str | None] | None:
         try:
             need = peak(rows)  # asked for even where nothing is known, since it finds what cannot be bound
         except UserError as error:
-            return Planned(rows, DEVICE, _fact(error))
-        return None if available is None or need <= available else Planned(rows, memory)
+            return DEVICE, _fact(error)
+        return None if available is None or need <= available else (memory, None)
 
-    low, high = 0, 1
-    while not (refused := refusal(high)):
-        low = high
-        if low == most:
-            return Planned(low, "--max-batch")
-        high = 2 * low if most is None else min(2 * low, most)
-    while high - low > 1:
-        middle = (low + high) // 2
-        found = refusal(middle)
-        low, high, refused = (low, middle, found) if found else (middle, high, refused)
-    return Planned(low, refused.bound, refused.why)
+    rows, bound = search(refusal, most)
+    return Planned(rows, *(bound or ("--max-batch", None)))
 
 
 def _fact(error: UserError) -> str:
-    """What a plan refuses, without its advice, which names a training run's options."""
-    return str(error).partition(": lower ")[0].rstrip(".")
+    """What a plan refuses; a device's refusal without its advice, which names a training run's options."""
+    return error.fact if isinstance(error, DeviceError) else str(error).rstrip(".")
 
 
 def find_max_batch(model: LoadedModel, batches: Batches, events: Events = SILENT) -> Record:
@@ -126,63 +115,53 @@ def find_max_batch(model: LoadedModel, batches: Batches, events: Events = SILENT
     excluded = f"the first {WARMUP} steps of each batch, where there was time for more"
     head = header(SCHEMA, model.device, work=work, available=available, excluded=excluded)
     events.measured(head)
-    rows: list[Record] = []
-    summary: list[Record] = []
     memory = "memory" if batches.limit is None else "--memory-limit"
     planned = {
         way: planned_batch(partial(_peak, model, batches, way), available, batches.most, memory)
         for way in (False, True)
     }
+    found: dict[str, list[Record]] = {"rows": [], "summary": []}
     for checkpointing, plan in planned.items():
-        found = Confirmed.of(model, batches, plan.rows, checkpointing, events)
-        rows += found.rows
-        bound, why = (REFUSED, found.refusal) if found.refusal else (plan.bound, plan.why)
-        result = {"planned": plan.rows, "confirmed": found.most, "bounded_by": bound, "why": why}
-        result |= {"gradient_checkpointing": checkpointing, "not_run": found.not_run}
-        summary.append({"kind": "summary", **result})
-        events.measured(summary[-1])
-    return {"header": head, "rows": rows, "summary": summary}
+        rows, summary = confirm(model, batches, plan, checkpointing, events)
+        found["rows"] += rows
+        found["summary"].append(summary)
+        events.measured(summary)
+    return {"header": head, **found}
 
 
 def _peak(model: LoadedModel, batches: Batches, checkpointing: bool, rows: int) -> int:
     return batches.step(model, rows, checkpointing).session.memory().peak
 
 
-@dataclass(frozen=True)
-class Confirmed:
-    """The most rows that ran, 0 where none did, and a record for each batch that did, ascending.
+def confirm(
+    model: LoadedModel, batches: Batches, plan: Planned, checkpointing: bool, events: Events
+) -> tuple[list[Record], Record]:
+    """Runs ascending batches, each of which says about how long a step of the next will take.
 
-    refusal: of a larger one that the plan allows, by the device or because others hold its memory. not_run: why a
-    larger one was not tried.
+    Returns:
+        A record for each batch that ran, and the summary. `confirmed`: the most rows that ran, 0 where none did.
+        `bounded_by`, `why`: of the plan, or of a device that refused less. `not_run`: why a larger one was not tried.
     """
-
-    most: int
-    rows: list[Record]
-    refusal: str | None = None
-    not_run: str | None = None
-
-    @classmethod
-    def of(cls, model: LoadedModel, batches: Batches, planned: int, checkpointing: bool, events: Events) -> Confirmed:
-        """Runs ascending batches, each of which says about how long a step of the next will take."""
-        begin = time.perf_counter()
-        ran: dict[int, Record] = {}
-        low, high, refusal = 0, planned + 1, None
-        while high - low > 1:
-            ahead = [rows for rows in leading_to(planned) if low < rows < high] or [(low + high) // 2]
-            rows, left = ahead[0], batches.seconds - (time.perf_counter() - begin)
-            expected = rows / low * ran[low]["step_seconds"] if low else 0.0
-            if ran and expected > left:
-                about = f"a step of {counted(rows, 'row')} would take about {expected:,.0f} s"
-                late = f"{about}, and {max(left, 0):,.0f} s of --time-limit {batches.seconds:g} were left"
-                return cls(low, list(ran.values()), refusal, late)
-            try:
-                ran[rows] = measure(model, batches, rows, checkpointing, left / len(ahead))
-            except UserError as error:
-                high, refusal = rows, _fact(error)
-                continue
-            low = rows
-            events.measured(ran[rows])
-        return cls(low, list(ran.values()), refusal)
+    begin = time.perf_counter()
+    ran: dict[int, Record] = {}
+    low, high, bound, why, late = 0, plan.rows + 1, plan.bound, plan.why, None
+    while high - low > 1 and not late:
+        ahead = [rows for rows in leading_to(plan.rows) if low < rows < high] or [(low + high) // 2]
+        rows, left = ahead[0], batches.seconds - (time.perf_counter() - begin)
+        expected = rows / low * ran[low]["step_seconds"] if low else 0.0
+        if ran and expected > left:
+            about = f"a step of {counted(rows, 'row')} would take about {expected:,.0f} s"
+            late = f"{about}, and {max(left, 0):,.0f} s of --time-limit {batches.seconds:g} were left"
+            continue
+        try:
+            ran[rows] = measure(model, batches, rows, checkpointing, left / len(ahead))
+        except UserError as error:
+            high, bound, why = rows, REFUSED, _fact(error)
+            continue
+        low = rows
+        events.measured(ran[rows])
+    summary = {"kind": "summary", "planned": plan.rows, "confirmed": low, "bounded_by": bound, "why": why}
+    return list(ran.values()), {**summary, "gradient_checkpointing": checkpointing, "not_run": late}
 
 
 def leading_to(most: int) -> list[int]:
@@ -196,8 +175,7 @@ def measure(model: LoadedModel, batches: Batches, rows: int, checkpointing: bool
 
     The first steps, which compile, count only where there was no time for others.
     """
-    step = batches.step(model, rows, checkpointing)
-    device = model.device
+    step, device = batches.step(model, rows, checkpointing), model.device
     model.load_weights()  # takes room for staging, which training does not need
     device.peak_allocated = device.allocated
     try:
@@ -210,7 +188,6 @@ def measure(model: LoadedModel, batches: Batches, rows: int, checkpointing: bool
         step.close()
     timed = times[WARMUP:] or times[-1:]
     median = statistics.median(timed)
-    memory = step.session.memory()
     return {
         "kind": "batch",
         "batch": rows,
@@ -219,6 +196,6 @@ def measure(model: LoadedModel, batches: Batches, rows: int, checkpointing: bool
         "runs": len(timed),
         "warmup": len(times) - len(timed),
         "tokens_per_second": rows * batches.tokens / median,
-        "planned": memory.training,
+        "planned": step.session.memory().training,
         "allocated": allocated,
     }

@@ -13,6 +13,7 @@ from typing import Any
 
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bench.step import WARMUP, TrainingStep
+from wgpu_lora.gpu.choices import Choices
 from wgpu_lora.gpu.program import Dispatch, Program
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.train.arguments import TrainingArguments
@@ -125,13 +126,13 @@ class Profile:
 @dataclass(frozen=True)
 class TrainedAs:
     """What a finished run was trained with. rows, tokens: of a batch, and of each of its rows: as long as they may be
-    where rows were packed to that, else as long as they were on average. tiles: its kernels' tilings, empty for the
+    where rows were packed to that, else as long as they were on average. tilings: its kernels' tilings, empty for the
     defaults; device: its name."""
 
     args: TrainingArguments
     rows: int
     tokens: int
-    tiles: dict[str, Any]
+    tilings: Choices
     device: str
 
     @classmethod
@@ -162,8 +163,7 @@ def profile_step(step: TrainingStep, rounds: int = 5, on_round: Callable[[], Non
     """
     session = step.session
     step.seconds(0, WARMUP)
-    [batch] = session.steps.values()
-    programs = [batch.program, session.optimizer.program]
+    programs = session.programs()
     timer = Timer(session.device)
     try:
         whole, device, each = [], [], []
@@ -178,8 +178,7 @@ def profile_step(step: TrainingStep, rounds: int = 5, on_round: Callable[[], Non
     pieces = [_piece(p, d, statistics.fmean(s)) for (p, d), s in zip(dispatches, zip(*each, strict=True), strict=True)]
     step_seconds, spread = statistics.fmean(whole), statistics.stdev(whole) if rounds > 1 else 0.0
     device_seconds = statistics.fmean(device)
-    tokens = step.rows * step.tokens
-    return Profile(timer.clock, rounds, step_seconds, device_seconds, pieces, spread, step.trained, tokens)
+    return Profile(timer.clock, rounds, step_seconds, device_seconds, pieces, spread, step.trained, step.tokens)
 
 
 def _piece(program: Program, dispatch: Dispatch, seconds: float) -> Piece:

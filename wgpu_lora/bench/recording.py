@@ -1,4 +1,4 @@
-"""Recording one brick: the product's own ops on made-up tensors, forward and backward in programs of their own."""
+"""Recording one brick: the product's own ops on synthetic tensors, forward and backward in programs of their own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, persistent
 from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.train.optimizers.base import State
 from wgpu_lora.weights.base import Shared, Weight
 from wgpu_lora.weights.registry import base_format
 
@@ -29,6 +30,16 @@ def words(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 def fixed(values: np.ndarray) -> Fill:
     return lambda rng, shape: values
+
+
+def state_fill(state: State) -> Fill:
+    """Values that an optimizer may have come to keep."""
+    if state.dtype != "f32":
+        return lambda rng, shape: np.zeros(shape, NUMPY[state.dtype])
+    if state.least is None:
+        return normal()
+    least = np.float32(state.least)
+    return lambda rng, shape: least + rng.random(shape, np.float32)
 
 
 class KeptProgram(Program):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from wgpu_lora.bench.ceiling import Ceilings
 from wgpu_lora.bench.compare import Comparison
 from wgpu_lora.bench.results import BROKEN, HOLDS, NOISY, Result
 from wgpu_lora.words import counted
 
 COLUMNS = ("brick", "time", "spread", "rate", "of ceiling", "limit", "verdict")
+LEFT = ("brick", "verdict")
 KEY = """\
 time: the median of the runs. spread: their standard deviation over the mean.
 of ceiling: how much the work reaches of what this device can do at best, as
@@ -88,19 +87,6 @@ def _figure(name: str, value: float) -> str:
     return f"{name.replace('_', ' ')} {value:,.4g}"
 
 
-def table(results: list[Result]) -> Any:
-    """Within 80 columns."""
-    from rich.table import Table
-
-    made = Table(box=None, pad_edge=False)
-    for column in COLUMNS:
-        left = column in ("brick", "verdict")
-        made.add_column(column, justify="left" if left else "right", overflow="fold", no_wrap=not left)
-    for result in results:
-        made.add_row(*cells(result), style=STYLES[result.verdict])
-    return made
-
-
 def ceiling_lines(ceilings: Ceilings) -> list[str]:
     beside = f" (NumPy's matmul: {ceilings.numpy_gflops:.4g})" if ceilings.numpy_gflops else ""
     return [
@@ -111,14 +97,3 @@ def ceiling_lines(ceilings: Ceilings) -> list[str]:
 
 def comparison_cells(c: Comparison) -> tuple[str, ...]:
     return c.label, duration(c.old), duration(c.new), f"{c.ratio:.3f}", c.verdict
-
-
-def comparison_table(comparisons: list[Comparison]) -> Any:
-    from rich.table import Table
-
-    made = Table(box=None, pad_edge=False)
-    for column in ("brick", "old", "new", "new / old", "verdict"):
-        made.add_column(column, justify="left" if column in ("brick", "verdict") else "right")
-    for c in comparisons:
-        made.add_row(*comparison_cells(c))
-    return made

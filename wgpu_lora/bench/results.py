@@ -10,14 +10,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bench.workload import Context
 from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.train.output import environment
 
 NAME, VERSION = "wgpu-lora-bench", "1"
 SCHEMA = f"{NAME}/{VERSION}"
 HOLDS, NOISY, BROKEN = "holds", "noisy", "broken"
 ADDED = ("kind", "verdict")  # to a result's own fields, in its line of a file
-Header = dict[str, Any]  # see bench.header
+Header = dict[str, Any]  # what `header` makes
 
 
 @dataclass
@@ -71,17 +72,9 @@ class Result:
         return {"kind": "brick", **asdict(self), "verdict": self.verdict}
 
 
-def options_of(context: Context) -> dict[str, Any]:
-    """What a result depends on beside the device."""
-    return {
-        "shape": context.name,
-        "layers": context.config.num_hidden_layers,
-        "tokens": context.tokens,
-        "rank": context.rank,
-        "base_dtype": context.base_dtype,
-        "compute_dtype": context.compute_dtype,
-        "tuned": context.tune,
-    }
+def header(schema: str, device: Device, **more: Any) -> Header:
+    """What a file says first: its form, and what was measured on what: device, driver, versions and commit."""
+    return {"schema": schema, "kind": "header", **more, "commit": commit(), **asdict(environment(device))}
 
 
 def commit() -> dict[str, Any] | None:
@@ -102,18 +95,25 @@ def commit() -> dict[str, Any] | None:
 
 
 class Writer:
-    """Writes a result file line by line, each flushed, so that a run that is interrupted leaves what it measured."""
+    """Writes a result file line by line, each flushed, so that a run that is interrupted leaves what it measured.
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
-        try:
-            self.path.write_text("", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"The result file {path} cannot be written: {error.strerror}.") from None
+    path: None for no file.
+    """
+
+    def __init__(self, path: str | Path | None):
+        self._path = path
+        self._add("", "w")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        self._add(json.dumps(record) + "\n", "a")
+
+    def _add(self, text: str, mode: str) -> None:
+        try:
+            if self._path is not None:
+                with Path(self._path).open(mode, encoding="utf-8") as file:
+                    file.write(text)
+        except OSError as error:
+            raise UserError(f"The result file {self._path} cannot be written: {error.strerror}.") from None
 
 
 def read_results(path: str | Path) -> tuple[Header, list[Result]]:

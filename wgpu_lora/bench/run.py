@@ -6,28 +6,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import partial
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
 from wgpu_lora.bench.ceiling import Ceilings
-from wgpu_lora.bench.check import Checked
 from wgpu_lora.bench.contract import Bound, Contract, load_contract
-from wgpu_lora.bench.header import header
 from wgpu_lora.bench.report import WHICH, share
-from wgpu_lora.bench.results import SCHEMA, Header, Result, options_of
+from wgpu_lora.bench.results import SCHEMA, Header, Result, header
 from wgpu_lora.bench.stats import Timings, repeat
-from wgpu_lora.bench.step import largest
-from wgpu_lora.bench.words import ROW, own_words
+from wgpu_lora.bench.step import ROW, check_room, own_words
 from wgpu_lora.bench.workload import Context, Workload
 from wgpu_lora.bench.workloads import WORKLOADS
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.tuner import Tuner
 from wgpu_lora.share import budget_bytes, claim
-from wgpu_lora.train.memory import both
+from wgpu_lora.share.refusals import advising
 
 NUMPY_SHARE = 0.9  # of NumPy's matmul that FMA chains on the same cores must reach, or they are no ceiling
 
@@ -35,7 +30,7 @@ NUMPY_SHARE = 0.9  # of NumPy's matmul that FMA chains on the same cores must re
 def header_of(context: Context, ceilings: Ceilings) -> Header:
     """The first line of a result file."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    return header(SCHEMA, context.device, time=now, options=options_of(context), ceilings=asdict(ceilings))
+    return header(SCHEMA, context.device, time=now, options=context.options(), ceilings=asdict(ceilings))
 
 
 def run_bricks(
@@ -57,7 +52,7 @@ def run_bricks(
     contracts = [load_contract(name) for name in names]
     try:
         for contract in contracts:
-            with own_words(ROW):
+            with own_words(ROW), advising("max_length"):
                 for workload in WORKLOADS[contract.name](context):
                     events.measuring(contract.name, workload.case)
                     yield measure(context, contract, workload, ceilings, time_limit)
@@ -81,8 +76,7 @@ def measure(
     lease = ExitStack()
     try:
         lease.enter_context(claim(device, workload.nbytes(), f"bench {contract.name}"))
-        device.choices = Tuner(device).tune(workload.programs()) if context.tune else {}
-        workload.open()
+        workload.open(Tuner(device).tune(workload.programs()) if context.tune else {})
         checked = workload.check(np.random.default_rng(seed))
         for _ in range(contract.measure.warmup):
             workload.run()
@@ -92,28 +86,23 @@ def measure(
         extra = workload.extra(timings)
         clock = workload.clock
     finally:
-        device.choices = {}
         workload.close()
         lease.close()
     floors = floor_seconds(ceilings, operations, nbytes)
     result = Result(
         brick=contract.name,
         case=workload.case,
-        options=options_of(context),
+        options=context.options(),
         clock=clock,
-        seconds=timings.median,
-        p20=timings.p20,
-        p80=timings.p80,
-        cv=timings.cv,
-        iterations=timings.iterations,
+        **asdict(timings),
         operations=operations,
         bytes=nbytes,
-        gflops=operations / timings.median / 1e9,
-        gbs=nbytes / timings.median / 1e9,
+        gflops=operations / timings.seconds / 1e9,
+        gbs=nbytes / timings.seconds / 1e9,
         floor_seconds=floors["floor"],
-        share_of_floor=floors["floor"] / timings.median,
-        budget={"of": contract.budget.of, "asked": None, "reached": floors[contract.budget.of] / timings.median},
-        reference=_reference(checked),
+        share_of_floor=floors["floor"] / timings.seconds,
+        budget={"of": contract.budget.of, "asked": None, "reached": floors[contract.budget.of] / timings.seconds},
+        reference=asdict(checked) if checked else None,
         seed=seed,
         extra=extra,
         cv_asked=contract.measure.cv,
@@ -177,40 +166,21 @@ def ceilings_broken(ceilings: Ceilings) -> list[str]:
     return [f"ceilings: FMA chains reach {share:.2f} of NumPy's matmul on the same cores, at least {NUMPY_SHARE:g}"]
 
 
-# -- fit ---------------------------------------------------------------------------------------------------------------
-
-
 def check_fit(context: Context, name: str, available: int | None = None) -> None:
     """Raises UserError, with the layers that fit, where the plan of a brick's case is larger than the device's memory.
 
     Args:
         available: bytes, instead of what the device has.
     """
-    with own_words(ROW):
+    layers, device = context.config.num_hidden_layers, context.device
+    with own_words(ROW), advising("max_length"):
         cases = list(WORKLOADS[name](context))
-        room = budget_bytes(context.device.info, available).bytes
-        for index, workload in enumerate(cases):
-            need = context.device.allocated + workload.nbytes()
-            if room is not None and need > room:
-                fits = largest(partial(_fits, context, name, index, room), context.config.num_hidden_layers - 1)
-                advice = f"it fits with --layers {fits}" if fits else "choose a smaller --shape or fewer --tokens"
-                raise UserError(
-                    f"The brick {name} of {context.name} needs {both(need)} of device memory, but "
-                    f"{both(room)} are available: {advice}."
-                )
+        room = budget_bytes(device.info, available).bytes
+        for index, case in enumerate(cases):
 
+            def needs(count: int, index: int = index, case: Workload = case) -> int:
+                same = count == layers
+                workload = case if same else next(islice(WORKLOADS[name](context.with_layers(count)), index, None))
+                return device.allocated + workload.nbytes()
 
-def _fits(context: Context, name: str, index: int, room: int, layers: int) -> bool:
-    workload = next(islice(WORKLOADS[name](context.with_layers(layers)), index, None))
-    return context.device.allocated + workload.nbytes() <= room
-
-
-def _reference(checked: Checked | None) -> dict[str, Any] | None:
-    if checked is None:
-        return None
-    return {
-        "nmse": checked.nmse,
-        "kernel": checked.kernel,
-        "outputs": checked.outputs,
-        "in_part": list(checked.in_part),
-    }
+            check_room(f"The brick {name} of {context.name}", needs, layers, room)

@@ -1,16 +1,22 @@
-"""One training step on made-up rows: what a profile, the search for a batch and the comparison with PyTorch measure."""
+"""Training steps on synthetic rows: what bricks, a profile, the search for a batch and comparisons measure."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
-from wgpu_lora.bench.words import ROW, own_words
+from wgpu_lora.bench.check import Checked, check, poison
+from wgpu_lora.bench.recording import state_fill
+from wgpu_lora.bench.stats import timed
 from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.load import table_dtype
@@ -19,6 +25,7 @@ from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.models.shapes import cut, shape_config
 from wgpu_lora.models.synthetic import synthetic_model
 from wgpu_lora.models.targets import ALL, targeted
+from wgpu_lora.names.naming import COMMAND_LINE, naming, renamed
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.initial import initial_matrices
@@ -29,14 +36,90 @@ from wgpu_lora.train.session import Session
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.words import counted
 
+R = TypeVar("R")
 WARMUP = 2  # steps that compile, and find where to split submits
 LEARNING_RATE = 1e-4
 SCALING = 2.0  # alpha / rank, the trainer's default
 TILE = 16  # batches are padded to whole tiles of the matrix products, as the trainer pads them
+EARLY = SlotUpdate(3, LEARNING_RATE, TrainingArguments(weight_decay=0.01))  # a usual step for kernels to be checked in
+# What a training run's options are called by commands that take a step's sizes, and by those that train.
+ROW = {"per_device_train_batch_size": "tokens", "max_length": "tokens", "lora_r": "rank"}
+TRAINING = {
+    "per_device_train_batch_size": "batch",
+    "gradient_accumulation_steps": "accumulation",
+    "max_length": "tokens",
+    "lora_r": "rank",
+}
 
 
-class TrainingStep:
-    """Forward, backward and update of `rows` rows of `tokens` tokens, every token trained, with adapters.
+def own_words(names: dict[str, str]) -> AbstractContextManager[None]:
+    """What refuses a training run calls its options by these names meanwhile."""
+    return naming(renamed(names, COMMAND_LINE))
+
+
+def adapter_set(
+    config: ModelConfig, device: Device, rank: int, slots: int = 1, target_modules: str = ALL
+) -> AdapterSet:
+    """Adapters of one rank on these modules."""
+    spec = SlotSpec(rank, dict.fromkeys(targeted(target_modules, config), SCALING))
+    return AdapterSet.declare(config, [spec] * slots, device.max_binding)
+
+
+class SlotStep:
+    """An optimizer step of all slots of a session as the trainer takes it, every token of its rows trained.
+
+    rows: (slot, tokens) of each row.
+    """
+
+    def __init__(self, session: Session, rows: Sequence[tuple[int, int]]):
+        self.session = session
+        self.tokens = sum(length for _, length in rows)
+        self._rows = list(rows)
+        self._trained: Counter[int] = Counter()
+        for slot, length in rows:
+            self._trained[slot] += length - 1
+        self.trained = self._trained.total()
+        self._groups: list[Group] = []
+        self._count = 0
+
+    def fill(self, rows: Sequence[np.ndarray]) -> None:
+        """The token ids of each row, for all runs that follow."""
+        self._groups = [
+            Group((Segment(ids, ids, slot),), slot, 1 / max(1, self._trained[slot]))
+            for ids, (slot, _) in zip(rows, self._rows, strict=True)
+        ]
+
+    def check(self, rng: np.random.Generator, found: Checked) -> Checked:
+        """Compares every kind of dispatch with its reference, on new rows and on values that training may have."""
+        vocab = self.session.model.config.vocab_size
+        self.fill([rng.integers(0, vocab, length) for _, length in self._rows])
+        batch = self.session.batch_for(self._groups)
+        make_up(self.session, rng)
+        batch.upload(self._groups)
+        check(batch.program, found)
+        return check_update(self.session, found)
+
+    def run(self) -> float:
+        """One optimizer step; the mean loss of the trained tokens."""
+        session = self.session
+        session.begin()
+        session.accumulate(self._groups)
+        self._count += 1
+        update = SlotUpdate(self._count, LEARNING_RATE)
+        reports = session.optimizer.apply(session.device, dict.fromkeys(self._trained, update))
+        return sum(report.loss_sum for report in reports.values()) / max(1, self.trained)
+
+    def seconds(self, runs: int, warmup: int = 0) -> list[float]:
+        """The seconds of each of `runs` whole steps, the host's part included, after `warmup` that are not counted."""
+        return [timed(self.run) for _ in range(warmup + runs)][warmup:]
+
+    def close(self) -> None:
+        """Frees all but the base."""
+        self.session.close()
+
+
+class TrainingStep(SlotStep):
+    """Forward, backward and update of `rows` rows of `tokens` tokens, with one adapter.
 
     Declaring it allocates nothing, so its memory can be asked for first: `session.memory()`.
 
@@ -58,61 +141,56 @@ class TrainingStep:
         for name, value in (("--rank", rank), ("The batch", rows)):
             if value < 1:
                 raise UserError(f"{name} must be at least 1, not {value}.")
-        limit = model.config.max_position_embeddings
+        config, limit = model.config, model.config.max_position_embeddings
         if not 2 <= tokens <= limit:
             raise UserError(f"--tokens {tokens} is not possible: {model.name} is made for rows of 2 to {limit} tokens.")
-        self.model, self.rows, self.tokens = model, rows, tokens
-        config = model.config
         with own_words(ROW):
             adapted = TrainingArguments(lora_r=rank, target_modules=target_modules)
             check_adapters([adapted], config, budget_bytes(model.device.info))
-        self._modules = targeted(target_modules, config)
-        spec = SlotSpec(rank, dict.fromkeys(self._modules, SCALING))
-        adapters = AdapterSet.declare(config, [spec], model.device.max_binding)
+        adapters = adapter_set(config, model.device, rank, 1, target_modules)
         bucket = -(-rows * tokens // TILE) * TILE
-        self.session = Session(
+        session = Session(
             model, adapters, [bucket], positions=tokens, recompute=checkpointing, compute_dtype=compute_dtype
         )
-        self.trained = rows * (tokens - 1)
-        self._groups: list[Group] = []
-        self._count = 0
+        super().__init__(session, [(0, tokens)] * rows)
 
-    def allocate(self) -> None:
+    def allocate(self, choices: Choices = NO_CHOICES) -> None:
         """Loads the base and creates every buffer. Raises UserError where the device has no room."""
-        self.session.allocate()
-        adapters, shapes = self.session.adapters, self.model.config.lora_modules
-        for number, module in enumerate(self._modules):
-            matrices = initial_matrices(0, number, shapes[module], adapters.rank)
+        self.session.allocate(choices=choices)
+        adapters, config = self.session.adapters, self.session.model.config
+        for number, module in enumerate(adapters.specs[0].scaling):
+            matrices = initial_matrices(0, number, config.lora_modules[module], adapters.rank)
             adapters.write(self.session.device, 0, {module: matrices})
-        ids = made_up_rows(self.rows, self.tokens, self.model.config.vocab_size)
-        self._groups = [Group((Segment(row, row),), weight=1 / self.trained) for row in ids]
-
-    def run(self) -> float:
-        """One optimizer step as the trainer takes it; the mean loss of the trained tokens."""
-        session, device = self.session, self.session.device
-        session.begin()
-        session.accumulate(self._groups)
-        self._count += 1
-        report = session.optimizer.apply(device, {0: SlotUpdate(self._count, LEARNING_RATE)})[0]
-        return report.loss_sum / self.trained
-
-    def seconds(self, runs: int, warmup: int = 0) -> list[float]:
-        """The seconds of each of `runs` whole steps, the host's part included, after `warmup` that are not counted."""
-        times = []
-        for _ in range(warmup + runs):
-            begin = time.perf_counter()
-            self.run()
-            times.append(time.perf_counter() - begin)
-        return times[warmup:]
-
-    def close(self) -> None:
-        """Frees all but the base."""
-        self.session.close()
+        self.fill(list(synthetic_rows(len(self._rows), self._rows[0][1], config.vocab_size)))
 
 
-def made_up_rows(rows: int, tokens: int, vocab: int, seed: int = 0) -> np.ndarray:
+def make_up(session: Session, rng: np.random.Generator) -> None:
+    """Adapters, gradients and optimizer state of random values, and NaN wherever a step is to write."""
+    device, update = session.device, session.optimizer
+    assert session.arena is not None, "allocate() first"
+    for buffer in (*session.arena.buffers, update.report.storage.buffer):
+        poison(device, buffer)
+    for page in (*session.adapters.params, *session.adapters.grads):
+        device.write(page.storage.buffer, np.float32(0.02) * rng.standard_normal(page.shape, np.float32))
+    for state, pages in update.state.items():
+        for page in pages:
+            device.write(page.storage.buffer, state_fill(state)(rng, page.shape))
+    session.begin()
+
+
+def check_update(session: Session, found: Checked) -> Checked:
+    """Every kernel of the update of all slots against its reference."""
+    for tensor, values in session.optimizer.settings(dict.fromkeys(range(len(session.adapters.specs)), EARLY)).items():
+        session.device.write(tensor.storage.buffer, values)
+    return check(session.optimizer.program, found)
+
+
+def synthetic_rows(rows: int, tokens: int, vocab: int, seed: int = 0) -> np.ndarray:
     """Token ids int32 [rows, tokens], the same for the same arguments."""
     return np.random.default_rng([seed, rows, tokens]).integers(0, vocab, (rows, tokens), np.int32)
+
+
+# -- models and what fits ----------------------------------------------------------------------------------------------
 
 
 def chosen_model(
@@ -128,13 +206,14 @@ def chosen_model(
     TrainingArguments(base_dtype=base_dtype)  # refuses one that is not known
     if shape:
         return synthetic_model(shape_config(shape, layers), device, base_dtype, shape)
-    opened = open_model(model or "demo", device, base_dtype)
-    return opened if layers is None else cut_model(opened, layers)
+    return cut_model(open_model(model or "demo", device, base_dtype), layers)
 
 
-def cut_model(model: LoadedModel, layers: int) -> LoadedModel:
+def cut_model(model: LoadedModel, layers: int | None) -> LoadedModel:
     """The same model with its first `layers` layers alone. UserError where it has not so many."""
     config = cut(model.config, layers)
+    if config == model.config:
+        return model
     table = table_dtype(model.checkpoint, config)
     decoder = Decoder.declare(config, model.decoder.base_dtype, table, model.device.max_binding)
     return replace(model, config=config, decoder=decoder, weights_loaded=False)
@@ -147,33 +226,50 @@ def check_fits(model: LoadedModel, needs: Callable[[LoadedModel], int], limit: i
         needs: model -> the bytes at the peak of what is to be done with it; it may be asked of cut models too.
         limit: bytes that may be used, where that is less than what the device has.
     """
-    available = budget_bytes(model.device.info, limit).bytes
     layers = model.config.num_hidden_layers
-    need = needs(model)
+    whole = f"{model.name} with {counted(layers, 'layer')}"
+    check_room(
+        whole, lambda count: needs(cut_model(model, count)), layers, budget_bytes(model.device.info, limit).bytes
+    )
+
+
+def check_room(what: str, needs: Callable[[int], int], layers: int, available: int | None) -> None:
+    """Raises UserError where `needs(layers)` bytes are not available; nobody may be able to tell (None)."""
+    need = needs(layers)
     if available is None or need <= available:
         return
-    most = largest(lambda count: needs(cut_model(model, count)) <= available, layers - 1)
-    advice = f"--layers {most} would fit" if most else "not even one layer would fit, so use fewer tokens"
-    whole = f"{model.name} with {counted(layers, 'layer')}"
-    raise UserError(f"{whole} needs {both(need)}, but {both(available)} are available: {advice}.")
+    most = largest(lambda count: needs(count) <= available, layers - 1)
+    advice = (
+        f"it fits with --layers {most}" if most else "not even one layer fits, so use a smaller model or fewer tokens"
+    )
+    raise UserError(f"{what} needs {both(need)} of device memory, but {both(available)} are available: {advice}.")
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest n of 1 .. most that fits, 0 where none does, by binary search; what fits, fits for all smaller n.
+    """The largest n of 1 .. most that fits, 0 where none does; what fits, fits for all smaller n.
 
     A size that cannot be had at all (UserError) does not fit.
     """
 
-    def possible(size: int) -> bool:
+    def refusal(size: int) -> bool:
         try:
-            return fits(size)
+            return not fits(size)
         except UserError:
-            return False
+            return True
 
-    if most < 1 or possible(most):
-        return max(most, 0)
-    low, high = 0, most  # low fits, high does not
-    while high - low > 1:
+    return search(refusal, most, most)[0] if most > 0 else 0
+
+
+def search(refusal: Callable[[int], R], most: int | None, first: int = 1) -> tuple[int, R | None]:
+    """The largest n of 1 .. most that is not refused, 0 where all are, and the refusal of the next, None of `most`.
+
+    It doubles from `first`, then bisects, so that nothing is asked for that is more than twice what is not refused.
+    """
+    low, high, refused = 0, first, None
+    while low != most and not (refused := refusal(high)):
+        low, high = high, 2 * high if most is None else min(2 * high, most)
+    while low != most and high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if possible(middle) else (low, middle)
-    return low
+        found = refusal(middle)
+        low, high, refused = (low, middle, found) if found else (middle, high, refused)
+    return low, refused or None

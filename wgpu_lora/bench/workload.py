@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -13,57 +12,24 @@ from wgpu_lora.bench.check import Checked, check, poison
 from wgpu_lora.bench.contract import numbers_of
 from wgpu_lora.bench.recording import Recording
 from wgpu_lora.bench.stats import Timings
+from wgpu_lora.bench.step import ROW, adapter_set, cut_model, own_words
 from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.errors import BindingTooLarge
 from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
 from wgpu_lora.gpu.tensor import Storage
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.models.config import ModelConfig
-from wgpu_lora.models.decoder import Decoder
-from wgpu_lora.models.load import table_dtype
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.shapes import cut, shape_config
 from wgpu_lora.models.synthetic import synthetic_model
-from wgpu_lora.names.allowed import COMPUTE_DTYPES
-from wgpu_lora.weights.registry import BASE_FORMATS, DEFAULT_FORMAT, base_format
+from wgpu_lora.models.targets import ALL
+from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.session import Session
+from wgpu_lora.weights.registry import DEFAULT_FORMAT, base_format
 
 Extra = dict[str, float]
-
-
-class Workload(Protocol):
-    """One case of a brick. Made, it has recorded and declared what it needs, and allocated nothing.
-
-    case: tells a brick's cases apart; empty where there is one.
-    keys: what the contract's dims may use beside the config and the run's options.
-    """
-
-    case: str
-    keys: dict[str, float]
-
-    @property
-    def clock(self) -> str:
-        """`timestamps` of the device, or `host`."""
-
-    def nbytes(self) -> int:
-        """Bytes of device memory that `open` and all that follows will add."""
-
-    def programs(self) -> list[Program]:
-        """What the product would tune before it runs them."""
-
-    def open(self) -> None: ...
-
-    def check(self, rng: np.random.Generator) -> Checked | None:
-        """Runs on fresh random inputs and compares with the references; None where there is nothing to compare with."""
-
-    def run(self) -> float:
-        """One iteration; its seconds."""
-
-    def extra(self, timings: Timings) -> Extra:
-        """Further figures of the iterations so far."""
-
-    def close(self) -> None: ...
-
-
 LEAST_TOKENS = 8  # of fewer, the scores' gradients are nothing but rounding, and no error relative to them means much
 
 
@@ -100,53 +66,51 @@ class Context:
         tune: bool = False,
     ) -> Context:
         """Of a named shape or a model. Raises UserError for what is not known or cannot be."""
-        for option, value, least in (("--tokens", tokens, LEAST_TOKENS), ("--rank", rank, 1)):
-            if value < least:
-                raise UserError(f"{option} is {value}: give at least {least}.")
-        for option, kind, known in (
-            ("--base-dtype", base_dtype, BASE_FORMATS),
-            ("--compute-dtype", compute_dtype, COMPUTE_DTYPES),
+        with own_words(ROW):  # refuses what no run can have
+            TrainingArguments(base_dtype=base_dtype, compute_dtype=compute_dtype, lora_r=rank)
+        name = model or shape or default_shape(device)
+        config = open_model(model, device, base_dtype).config if model else shape_config(name)
+        for option, value, least, most in (
+            ("--rank", rank, 1, config.hidden_size),
+            ("--tokens", tokens, LEAST_TOKENS, config.max_position_embeddings),
         ):
-            if kind not in known:
-                raise UserError(f"{option} {kind} is not known: choose one of {', '.join(known)}.")
-        if model:
-            config, name = open_model(model, device, base_dtype).config, model
-        else:
-            name = shape or default_shape(device)
-            config = shape_config(name)
-        if rank > config.hidden_size:
-            raise UserError(f"--rank {rank} is more than the hidden size {config.hidden_size} of {name}: lower it.")
-        if tokens > config.max_position_embeddings:
-            raise UserError(
-                f"--tokens {tokens} is more than the {config.max_position_embeddings} positions of {name}: lower it."
-            )
+            if not least <= value <= most:
+                raise UserError(f"{option} is {value}: give {least} to {most} for {name}.")
         return cls(device, name, cut(config, layers), tokens, rank, base_dtype, compute_dtype, tune, model is not None)
 
     def with_layers(self, layers: int) -> Context:
-        """The same of a model of fewer layers, with nothing loaded."""
+        """The same of a model of fewer layers, with nothing loaded; itself where there are no more."""
+        if layers == self.config.num_hidden_layers:
+            return self
         return replace(self, config=cut(self.config, layers), _model=None)
+
+    def options(self) -> dict[str, str | int | bool]:
+        """What a result depends on beside the device."""
+        return {
+            "shape": self.name,
+            "layers": self.config.num_hidden_layers,
+            "tokens": self.tokens,
+            "rank": self.rank,
+            "base_dtype": self.base_dtype,
+            "compute_dtype": self.compute_dtype,
+            "tuned": self.tune,
+        }
 
     def keys(self) -> dict[str, float]:
         """What the dims of every contract may use."""
-        config = self.config
         return {
-            **numbers_of(config),
+            **numbers_of(self.config),
             "tokens": self.tokens,
             "rank": self.rank,
             "weight_bits": base_format(self.base_dtype).bits,
-            "parameters": float(sum(np.prod(shape) for shape in config.parameter_shapes().values())),
+            "parameters": float(sum(np.prod(shape) for shape in self.config.parameter_shapes().values())),
         }
 
     def declare(self) -> LoadedModel:
         """A model of this shape with nothing on the device."""
-        if not self.real:
-            return synthetic_model(self.config, self.device, self.base_dtype, self.name)
-        model = open_model(self.name, self.device, self.base_dtype)
-        if model.config.num_hidden_layers == self.config.num_hidden_layers:
-            return model
-        dtype = table_dtype(model.checkpoint, self.config)
-        decoder = Decoder.declare(self.config, self.base_dtype, dtype, self.device.max_binding)
-        return replace(model, config=self.config, decoder=decoder)
+        if self.real:
+            return cut_model(open_model(self.name, self.device, self.base_dtype), self.config.num_hidden_layers)
+        return synthetic_model(self.config, self.device, self.base_dtype, self.name)
 
     @property
     def model(self) -> LoadedModel:
@@ -154,6 +118,14 @@ class Context:
         if self._model is None:
             self._model = self.declare()
         return self._model
+
+    def session(
+        self, buckets: Sequence[int], slots: int = 1, target_modules: str = ALL, positions: int | None = None
+    ) -> Session:
+        """Of `slots` adapters of the run's rank on these modules; nothing is allocated."""
+        adapters = adapter_set(self.config, self.device, self.rank, slots, target_modules)
+        longest = positions or buckets[-1]
+        return Session(self.model, adapters, list(buckets), positions=longest, compute_dtype=self.compute_dtype)
 
     def close(self) -> None:
         if self._model is not None:
@@ -172,7 +144,80 @@ def unload(model: LoadedModel) -> None:
     model.weights_loaded = False
 
 
-class ProgramWorkload:
+class Workload(ABC):
+    """One case of a brick. Made, it has recorded and declared what it needs, and allocated nothing.
+
+    case: tells a brick's cases apart; empty where there is one.
+    keys: what the contract's dims may use beside the config and the run's options.
+    """
+
+    case = ""
+    keys: dict[str, float]
+
+    @property
+    def clock(self) -> str:
+        """`timestamps` of the device, or `host`."""
+        return "host"
+
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of device memory that `open` and all that follows will add."""
+
+    def programs(self) -> list[Program]:
+        """What the product would tune before it runs them."""
+        return []
+
+    @abstractmethod
+    def open(self, choices: Choices = NO_CHOICES) -> None:
+        """Allocates, and builds the programs in the tilings chosen for them."""
+
+    @abstractmethod
+    def check(self, rng: np.random.Generator) -> Checked | None:
+        """Runs on fresh random inputs and compares with the references; None where there is nothing to compare with."""
+
+    @abstractmethod
+    def run(self) -> float:
+        """One iteration; its seconds."""
+
+    def extra(self, timings: Timings) -> Extra:
+        """Further figures of the iterations so far."""
+        return {}
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class SessionWorkload(Workload):
+    """Steps of sessions of one model, all held at once."""
+
+    def __init__(self, *sessions: Session):
+        self.sessions = sessions
+
+    def nbytes(self) -> int:
+        return new_bytes(*self.sessions)
+
+    def programs(self) -> list[Program]:
+        return [program for session in self.sessions for program in session.programs()]
+
+    def open(self, choices: Choices = NO_CHOICES) -> None:
+        device = self.sessions[0].device
+        device.peak_allocated = device.allocated  # of this brick, not of those before
+        for session in self.sessions:
+            session.allocate(choices=choices)
+
+    def close(self) -> None:
+        for session in self.sessions:
+            session.close()
+
+
+def new_bytes(*sessions: Session) -> int:
+    """What allocating sessions of one model, all to be held at once, adds to the device at the peak."""
+    held = missing_bytes(set().union(*(session.storages() for session in sessions)))
+    held += sum(session.memory().groups["activations"] for session in sessions)
+    return max(held, sessions[0].model.bytes_to_load())
+
+
+class ProgramWorkload(Workload):
     """Recorded programs timed by the device's own clock.
 
     Args:
@@ -187,7 +232,6 @@ class ProgramWorkload:
         keys: dict[str, float] | None = None,
         beside: Program | None = None,
     ):
-        self.case = ""
         self.keys = keys or {}
         self.device = recording.device
         self._recording, self._timed, self._beside = recording, timed, beside
@@ -197,10 +241,7 @@ class ProgramWorkload:
         limit = self.device.max_binding
         for storage in recording.storages():
             if storage.nbytes > limit:
-                raise UserError(
-                    f"The tensor '{storage.name}' needs {storage.nbytes:,} bytes, but one binding of this device holds "
-                    f"at most {limit:,}: lower --tokens."
-                )
+                raise BindingTooLarge(storage.name, storage.nbytes, limit)
 
     @property
     def clock(self) -> str:
@@ -220,12 +261,12 @@ class ProgramWorkload:
     def nbytes(self) -> int:
         return missing_bytes(self._storages()) + sum(self._arena_sizes())
 
-    def open(self) -> None:
+    def open(self, choices: Choices = NO_CHOICES) -> None:
         self._timer = Timer(self.device)
         allocate(self.device, self._storages())
         self._arena = Arena(self.device, self._arena_sizes())
         for program in self.programs():
-            program.build(self._arena)
+            program.build(self._arena, choices)
 
     def check(self, rng: np.random.Generator) -> Checked:
         self._recording.fresh(rng)
@@ -245,17 +286,11 @@ class ProgramWorkload:
     def extra(self, timings: Timings) -> Extra:
         if not self._beside:
             return {}
-        beside = Timings.of(self._beside_seconds[-timings.iterations :]).median
-        return {"frozen_seconds": beside, "added_share": timings.median / beside}
+        beside = Timings.of(self._beside_seconds[-timings.iterations :]).seconds
+        return {"frozen_seconds": beside, "added_share": timings.seconds / beside}
 
     def close(self) -> None:
         if self._timer:
             self._timer.free()
         self._arena.free()
         release(self.device, self._storages())
-
-
-def timed_by_host(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin

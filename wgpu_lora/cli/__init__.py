@@ -33,6 +33,7 @@ from wgpu_lora.cli.push import push
 from wgpu_lora.cli.recipes import recipes
 from wgpu_lora.cli.report import report
 from wgpu_lora.cli.share import share
+from wgpu_lora.cli.worker import worker
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import COMMAND_LINE, naming
 from wgpu_lora.signals import handled
@@ -88,8 +89,9 @@ app.command(cls=Command)(merge)
 app.command(cls=Command)(push)
 app.command(cls=Command)(demo)
 app.command(cls=Command)(prove)
-app.command(cls=Command)(bench)
 app.command(cls=Command)(report)
+app.add_typer(bench)
+app.command(cls=Command)(worker)
 app.add_typer(export)
 app.add_typer(recipes)
 app.add_typer(share)

@@ -1,61 +1,125 @@
-"""wgpu-lora bench --training and --find-max-batch: what a whole run takes, and how large a batch can be."""
+"""wgpu-lora bench training and max-batch: what a whole run takes, and how large a batch can be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
-from wgpu_lora.cli.console import console, line
+import typer
+
+from wgpu_lora.cli import completion
+from wgpu_lora.cli.bench_options import (
+    BaseDtypeOr,
+    ComputeDtype,
+    ComputeDtypeOr,
+    File,
+    Layers,
+    Model,
+    Rank,
+    RankOr,
+    Shape,
+    Tokens,
+    TokensOr,
+)
+from wgpu_lora.cli.console import console, line, table
 from wgpu_lora.cli.finetune import speed
+from wgpu_lora.cli.options import BaseDtype, Device
 from wgpu_lora.events import Events
+from wgpu_lora.train.ending import FINISHED
+from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
-    from wgpu_lora.bench.max_batch import Batches
-    from wgpu_lora.bench.training import Work
+    from wgpu_lora.bench.results import Writer
 
-FINISHED = ("epochs", "max steps", "target seconds")
 # What others count as tokens per second differs, so it is said which.
 SPREAD_NAMES = {"tokens_per_second": "processed tokens/s", "trained_tokens_per_second": "trained tokens/s"}
-Record = dict[str, Any]
+Record = Mapping[str, Any]
 
 
-def training(work: Work, repeat: int, json_file: str | None, projecting: bool = False) -> int:
-    """Runs the whole loop `repeat` times; 1 where a run did not come to its end."""
-    from wgpu_lora.bench.training import run_training, trained_config
+def training(
+    recipe: Annotated[
+        str | None,
+        typer.Option(help="Recipe to train, by default the demo's; or give --shape.", autocompletion=completion.RECIPE),
+    ] = None,
+    shape: Shape = None,
+    model: Model = None,
+    data: Annotated[str | None, typer.Option(help="Rows for a recipe that names none.")] = None,
+    layers: Layers = None,
+    tokens: TokensOr = None,
+    rank: RankOr = None,
+    batch: Annotated[int | None, typer.Option(help="Rows of a batch. [x>=1]")] = None,
+    accumulation: Annotated[int | None, typer.Option(help="Batches of an optimizer step. [x>=1]")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Optimizer steps of a training. [x>=3]")] = None,
+    base_dtype: BaseDtypeOr = None,
+    compute_dtype: ComputeDtypeOr = None,
+    tune: Annotated[
+        bool | None, typer.Option(help="Choose tilings first; by default, unless the recipe says no.")
+    ] = None,
+    repeat: Annotated[int, typer.Option(help="How often to train. [x>=1]")] = 2,
+    project: Annotated[bool, typer.Option("--project", help="Project it to models of 1.5B, 3B, 7B and 13B.")] = False,
+    device: Device = None,
+    json: File = None,
+) -> int:
+    """Time the whole training loop, repeatedly.
 
-    write = _lines_to(json_file)
-    found = run_training(work, repeat, _Lines(write, _show_training))
-    if projecting:
-        from wgpu_lora.bench.projection import project
-        from wgpu_lora.gpu.device import Device
+    The exit code is 1 where a run did not come to its end.
+    """
+    from wgpu_lora.bench.results import Writer
+    from wgpu_lora.bench.training import Work, run_training, trained_config
 
-        projections = project(found, trained_config(found), Device(found["header"]["work"]["options"]["device"]))
+    work = Work.of(
+        recipe, shape, layers, tokens=tokens, batch=batch, accumulation=accumulation, data=data, model=model, rank=rank,
+        base_dtype=base_dtype, compute_dtype=compute_dtype, tune=tune, max_steps=max_steps, device=device,
+    )  # fmt: skip
+    writer = Writer(json)
+    found = run_training(work, repeat, _Noted(writer))
+    if project:
+        from wgpu_lora.bench.projection import project as projected
+        from wgpu_lora.gpu.device import Device as OpenedDevice
+
+        chosen = OpenedDevice(found["header"]["work"]["options"]["device"])
+        projections = projected(found, trained_config(found), chosen)
         for record in projections:
-            write(record)
-        console().print(_projection_table(projections))
+            writer.write(record)
+        console().print(table(PROJECTED, map(_projection, projections), PROJECTED[:1]))
         line("projected", "memory from each model's plan; time from counted operations at the measured rate")
     return 0 if all(run["stop_reason"] in FINISHED for run in found["runs"]) else 1
 
 
 def max_batch(
-    model: str | None,
-    shape: str | None,
-    layers: int | None,
-    base_dtype: str,
-    device: str | None,
-    batches: Batches,
-    json_file: str | None,
+    model: Model = None,
+    shape: Shape = None,
+    layers: Layers = None,
+    tokens: Tokens = 512,
+    rank: Rank = 16,
+    base_dtype: BaseDtype = DEFAULT_FORMAT,
+    compute_dtype: ComputeDtype = "f32",
+    most: Annotated[
+        int | None, typer.Option("--max-batch", help="Rows to go to at most; left out, as many as fit. [x>=1]")
+    ] = None,
+    memory_limit: Annotated[int | None, typer.Option(help="Bytes to use at most. [x>=1]")] = None,
+    time_limit: Annotated[
+        float, typer.Option(help="Seconds of running batches, with and without checkpointing each. [x>0]")
+    ] = 600.0,
+    device: Device = None,
+    json: File = None,
 ) -> int:
-    """Searches for the largest batch with and without gradient checkpointing, and shows what batches take."""
-    from wgpu_lora.bench.max_batch import find_max_batch
-    from wgpu_lora.bench.step import chosen_model
-    from wgpu_lora.gpu.device import Device
+    """Find the largest batch of a training step.
 
-    write = _lines_to(json_file)
-    opened = chosen_model(model, shape, layers, Device(device), base_dtype)
-    found = find_max_batch(opened, batches, _Lines(write, _show_batch))
-    console().print(_batch_table(found["rows"]))
+    With and without gradient checkpointing: the memory plan says how far it can go, then steps are trained at several
+    batches up to there.
+    """
+    from wgpu_lora.bench.max_batch import Batches, find_max_batch
+    from wgpu_lora.bench.results import Writer
+    from wgpu_lora.bench.step import chosen_model
+    from wgpu_lora.gpu.device import Device as OpenedDevice
+
+    batches = Batches(tokens, rank, compute_dtype, most, memory_limit, time_limit)
+    writer = Writer(json)
+    opened = chosen_model(model, shape, layers, OpenedDevice(device), base_dtype)
+    found = find_max_batch(opened, batches, _Noted(writer))
+    console().print(table(BATCHES, map(_batch, found["rows"])))
     if not all(row["warmup"] for row in found["rows"]):
         line("*", "there was time for the first steps alone, in which kernels are compiled")
     for summary in found["summary"]:
@@ -63,11 +127,21 @@ def max_batch(
     return 0
 
 
+# -- what is shown -----------------------------------------------------------------------------------------------------
+
+PROJECTED = ("projected for", "memory", "fits here", "operations", "samples/s", "processed tokens/s", "seconds")
+BATCHES = ("batch", "checkpointing", "s a step", "processed tokens/s", "planned", "allocated")
+SPREAD = ("over the runs", "median", "min", "max", "variance", "spread")
+
+
+def _way(record: Record) -> str:
+    return f"{'with' if record['gradient_checkpointing'] else 'without'} gradient checkpointing"
+
+
 def _largest(summary: Record) -> str:
-    ways = "with" if summary["gradient_checkpointing"] else "without"
     planned, confirmed = summary["planned"], summary["confirmed"]
     why = f" ({summary['why']})" if summary["why"] else ""
-    bound = f"{ways} gradient checkpointing, limited by {summary['bounded_by']}{why}"
+    bound = f"{_way(summary)}, limited by {summary['bounded_by']}{why}"
     if confirmed == planned:
         return f"{counted(planned, 'row')} {bound}; {'a step of them ran' if planned else 'not even one fits'}"
     if summary["not_run"] is None:
@@ -75,123 +149,85 @@ def _largest(summary: Record) -> str:
     return f"{counted(planned, 'row')} by the plan, {bound}; {confirmed:,} ran: {summary['not_run']}"
 
 
-def _lines_to(path: str | None) -> Callable[[Mapping[str, Any]], None]:
-    """Appends each record to a new file as a line, at once: what was measured stays if a later part fails."""
-    if path is None:
-        return lambda record: None
-    from wgpu_lora.bench.results import Writer
-
-    return Writer(path).write
-
-
-class _Lines(Events):
-    """Writes each record, and shows it."""
-
-    def __init__(self, *tell: Callable[[Mapping[str, Any]], None]):
-        self._tell = tell
-
-    def measured(self, record: Mapping[str, Any]) -> None:
-        for tell in self._tell:
-            tell(record)
-
-
-def _show_batch(record: Mapping[str, Any]) -> None:
-    if record["kind"] == "header":
-        _show_device(record)
-    elif record["kind"] == "batch":
-        ways = "with" if record["gradient_checkpointing"] else "without"
-        rows = f"{counted(record['batch'], 'row')} {ways} gradient checkpointing"
-        line("measured", f"{rows}: {record['step_seconds']:.4f} s a step")
-
-
-def _show_device(header: Mapping[str, Any]) -> None:
-    device = header["device"]
+def _show_header(record: Record) -> None:
+    device, work = record["device"], record["work"]
     line("device", f"{device['name']}, {device['driver']}, {device['backend']}")
-
-
-def _show_training(record: Mapping[str, Any]) -> None:
-    from wgpu_lora.train.memory import readable
-
-    if record["kind"] == "header":
-        _show_device(record)
-        work = record["work"]
-        name = (
-            f"recipe {work['recipe']}"
-            if work["recipe"]
-            else f"shape {work['shape']}, {counted(work['layers'], 'layer')}"
-        )
+    if "options" in work:  # of a training
+        recipe, shape = work["recipe"], work.get("shape")
+        name = f"recipe {recipe}" if recipe else f"shape {shape}, {counted(work['layers'], 'layer')}"
         line("work", f"{name}; not counted: {record['excluded']}")
-    elif record["kind"] == "run":
-        memory = f"{readable(record['peak_allocated'])} of {readable(record['peak_planned'])} planned"
-        line(
-            "run",
-            f"{record['number'] + 1}: {record['seconds']:.2f} s, {record['samples_per_second']:,.2f} samples/s, "
-            f"{speed(record['trained_tokens_per_second'], record['tokens_per_second'], 1.0)}, "
-            f"loss {_number(record['final_loss'])}, memory {memory}; {record['stop_reason']}",
-        )
-    else:
-        console().print(_spread_table(record["spread"]))
 
 
-def _spread_table(spreads: Record) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    table.add_column("over the runs")
-    for name in ("median", "min", "max", "variance", "spread"):
-        table.add_column(name, justify="right")
-    for name, spread in spreads.items():
-        cv = "one run" if spread["variance"] is None else _share(spread["cv"])
-        values = [_number(spread[key]) for key in ("median", "min", "max", "variance")]
-        table.add_row(SPREAD_NAMES.get(name, name.replace("_", " ")), *values, cv)
-    return table
+def _show_batch(record: Record) -> None:
+    line("measured", f"{counted(record['batch'], 'row')} {_way(record)}: {record['step_seconds']:.4f} s a step")
 
 
-def _projection_table(records: list[Record]) -> Any:
-    from rich.table import Table
-
+def _show_run(record: Record) -> None:
     from wgpu_lora.train.memory import readable
 
-    table = Table(box=None, pad_edge=False)
-    for name in ("projected for", "memory", "fits here", "operations", "samples/s", "processed tokens/s", "seconds"):
-        table.add_column(name, justify="left" if name == "projected for" else "right")
-    for record in records:
-        peak, fits = record["peak_planned"], {True: "yes", False: "no", None: "not known"}[record["fits"]]
-        table.add_row(
-            record["shape"],
-            "not possible" if peak is None else readable(peak),
-            fits,
-            f"{record['times_the_operations']:.1f} x",
-            f"{record['samples_per_second']:.3g}",
-            f"{record['tokens_per_second']:.3g}",
-            f"{record['seconds']:,.0f}",
-        )
-    return table
+    memory = f"{readable(record['peak_allocated'])} of {readable(record['peak_planned'])} planned"
+    line(
+        "run",
+        f"{record['number'] + 1}: {record['seconds']:.2f} s, {record['samples_per_second']:,.2f} samples/s, "
+        f"{speed(record['trained_tokens_per_second'], record['tokens_per_second'], 1.0)}, "
+        f"loss {_number(record['final_loss'])}, memory {memory}; {record['stop_reason']}",
+    )
 
 
-def _batch_table(rows: list[Record]) -> Any:
-    from rich.table import Table
+def _show_spread(record: Record) -> None:
+    rows = []
+    for name, spread in record["spread"].items():
+        cv = "one run" if spread["variance"] is None else "" if spread["cv"] is None else f"{spread['cv']:.2%}"
+        values = [_number(spread[key]) for key in SPREAD[1:5]]
+        rows.append((SPREAD_NAMES.get(name, name.replace("_", " ")), *values, cv))
+    console().print(table(SPREAD, rows, SPREAD[:1]))
 
+
+class _Noted(Events):
+    """Writes each record, and shows those that there is something to say of."""
+
+    def __init__(self, writer: Writer):
+        self._writer = writer
+
+    def measured(self, record: Record) -> None:
+        self._writer.write(record)
+        if record["kind"] == "header":
+            _show_header(record)
+        elif record["kind"] == "batch":
+            _show_batch(record)
+        elif record["kind"] == "run":
+            _show_run(record)
+        elif "spread" in record:
+            _show_spread(record)
+
+
+def _projection(record: Record) -> tuple[str, ...]:
     from wgpu_lora.train.memory import readable
 
-    table = Table(box=None, pad_edge=False)
-    for name in ("batch", "checkpointing", "s a step", "processed tokens/s", "planned", "allocated"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
-            str(row["batch"]),
-            "yes" if row["gradient_checkpointing"] else "no",
-            f"{row['step_seconds']:.4f}{'' if row['warmup'] else '*'}",
-            f"{row['tokens_per_second']:,.0f}",
-            readable(row["planned"]),
-            readable(row["allocated"]),
-        )
-    return table
+    peak = record["peak_planned"]
+    return (
+        record["shape"],
+        "not possible" if peak is None else readable(peak),
+        {True: "yes", False: "no", None: "not known"}[record["fits"]],
+        f"{record['times_the_operations']:.1f} x",
+        f"{record['samples_per_second']:.3g}",
+        f"{record['tokens_per_second']:.3g}",
+        f"{record['seconds']:,.0f}",
+    )
+
+
+def _batch(row: Record) -> tuple[str, ...]:
+    from wgpu_lora.train.memory import readable
+
+    return (
+        str(row["batch"]),
+        "yes" if row["gradient_checkpointing"] else "no",
+        f"{row['step_seconds']:.4f}{'' if row['warmup'] else '*'}",
+        f"{row['tokens_per_second']:,.0f}",
+        readable(row["planned"]),
+        readable(row["allocated"]),
+    )
 
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.2%}"

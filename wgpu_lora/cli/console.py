@@ -6,8 +6,9 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
+from itertools import repeat
 from typing import Any
 
 from wgpu_lora.bounded import printable
@@ -48,6 +49,24 @@ def folded(text: str, indent: int = 0) -> str:
         break_on_hyphens=False,
     )
     return "\n".join(wrap.fill(one) for one in text.split("\n"))
+
+
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    left: Collection[str] = (),
+    styles: Iterable[str | None] = repeat(None),
+) -> Any:
+    """A table without lines. The columns of `left` are aligned to it and fold where there is no room; the others are
+    numbers. styles: of each row."""
+    from rich.table import Table
+
+    made = Table(box=None, pad_edge=False)
+    for name in columns:
+        made.add_column(name, justify="left" if name in left else "right", overflow="fold", no_wrap=name not in left)
+    for row, style in zip(rows, styles, strict=False):
+        made.add_row(*row, style=style)
+    return made
 
 
 def print_json(value: Any) -> None:

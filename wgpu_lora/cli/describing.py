@@ -86,7 +86,8 @@ def describe_model(job: Job) -> None:
     session = job.session
     model, device = session.model, session.device
     config = model.config
-    subgroups = f"subgroups of {device.subgroup_size}" if device.subgroup_size else "no subgroups"
+    size = device.capabilities.subgroup_size
+    subgroups = f"subgroups of {size}" if size else "no subgroups"
     line("device", f"{device.info.name}, {device.info.driver}, {device.info.backend}, {subgroups}")
     line(
         "model",

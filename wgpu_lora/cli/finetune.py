@@ -128,7 +128,7 @@ class Watcher(Starting):
             self._training.advance(None, evaluating.step, detail=detail)
 
     def step(self, result: StepResult) -> None:
-        text = f"loss {result.loss:.4f}  lr {result.learning_rate:.2e}"
+        text = result.facts()
         if not self._first:  # the first step compiles, so its time says nothing
             self._recent.append((result.step_tokens, result.step_processed_tokens, result.seconds))
             trained, processed, seconds = (sum(values) for values in zip(*self._recent, strict=True))

@@ -22,7 +22,7 @@ def info(device: Device = None, as_json: Json = False) -> int:
                 "devices": [d.as_dict() for d in devices],
                 "adapters": [d.as_dict() for d in devices],  # what 0.1 called them; goes with the next version
                 "used": used,
-                "subgroup_size": opened.subgroup_size,
+                "subgroup_size": opened.capabilities.subgroup_size,
                 "max_binding": opened.max_binding,
                 "max_buffer": opened.max_buffer,
             }
@@ -50,6 +50,7 @@ def info(device: Device = None, as_json: Json = False) -> int:
             f"{readable(limits['max-compute-workgroup-storage-size'])}",
         )
     console().print(table)
-    size = f"subgroups of {opened.subgroup_size} (measured)" if opened.subgroup_size else "no subgroups used"
-    line("used", f"{used}: {opened.info.name}, {size}; choose another with --device")
+    size = opened.capabilities.subgroup_size
+    subgroups = f"subgroups of {size} (measured)" if size else "no subgroups used"
+    line("used", f"{used}: {opened.info.name}, {subgroups}; choose another with --device")
     return 0

@@ -123,7 +123,7 @@ class Table(Starting):
         if due or self._runs[name].logs(result.step, evaluated):
             self._said[name] = now
             text = f"{name}  {result.step}/{result.total_steps}  epoch {result.epoch:.2f}"
-            text += f"  loss {result.loss:.4f}  lr {result.learning_rate:.2e}"
+            text += f"  {result.facts()}"
             line("step", text + (f"  held-out {result.eval_loss:.4f}" if result.eval_loss is not None else ""))
 
     def _show(self) -> None:

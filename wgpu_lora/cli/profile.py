@@ -60,10 +60,9 @@ def profile(
         raise UserError(f"--rounds must be at least 1, not {rounds}.")
     if trace and not Path(trace).absolute().parent.is_dir():
         raise UserError(f"The directory of --trace {trace} does not exist: make it first.")
-    from wgpu_lora.bench.header import header
     from wgpu_lora.bench.profile import SCHEMA, TrainedAs, described, profile_step, write_trace
-    from wgpu_lora.bench.step import TrainingStep, check_fits, chosen_model
-    from wgpu_lora.bench.words import TRAINING, own_words
+    from wgpu_lora.bench.results import header
+    from wgpu_lora.bench.step import TRAINING, TrainingStep, check_fits, chosen_model, own_words
     from wgpu_lora.gpu.device import Device as OpenedDevice
     from wgpu_lora.models.loaded import LoadedModel
     from wgpu_lora.train.arguments import TrainingArguments
@@ -75,8 +74,8 @@ def profile(
         args = trained.args
         work, model, device = _of_run(ctx, work, trained, model, shape), args.model, device or args.device
     opened = chosen_model(model, shape, layers, OpenedDevice(device), work["base_dtype"])
-    if trained and opened.device.info.name == trained.device:
-        opened.device.choices = trained.tiles  # tilings of another device would say nothing here
+    # Tilings of another device would say nothing here.
+    choices = trained.tilings if trained and opened.device.info.name == trained.device else {}
 
     def declared(of: LoadedModel) -> TrainingStep:
         sizes = (work["batch"], work["tokens"], work["rank"], work["gradient_checkpointing"])
@@ -88,14 +87,14 @@ def profile(
     try:
         with Bar("profiling", rounds, " rounds") as bar:
             bar.advance("loading the weights and compiling the kernels", 0)
-            step.allocate()
+            step.allocate(choices)
             found = profile_step(step, rounds, lambda: bar.advance("profiling"))
     finally:
         step.close()
     work |= {"model": opened.name, "base_digest": opened.checkpoint.digest(), "whole": layers is None}
     work |= {"layers": opened.config.num_hidden_layers}
     work |= {"target_modules": args.target_modules, "compute_dtype": args.compute_dtype}
-    work["tiles"] = "of the run" if opened.device.choices else "default"
+    work["tiles"] = "of the run" if choices else "default"
     what = described(work)
     if trace:
         write_trace(Path(trace), found, what)

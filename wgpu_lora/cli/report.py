@@ -25,6 +25,7 @@ def report(
     What differs between them, losses, learning rate, gradient norm, speed, memory and, where profile.json lies beside a
     run, the kernels' times, in one self-contained HTML file. Prints a Markdown line for each run.
     """
+    from wgpu_lora.report.facts import summary
     from wgpu_lora.report.members import directories_of, left_out
     from wgpu_lora.report.page import write_report
     from wgpu_lora.report.runs import read_runs
@@ -32,7 +33,7 @@ def report(
     found = read_runs(runs)
     page = write_report(found, output)
     for run in found:
-        print(printable(run.summary, "\n"), flush=True)
+        print(printable(summary(run), "\n"), flush=True)
     others = left_out([place for directory in runs for place in directories_of(directory)])
     if others:
         line("note", f"trained together with these, and not given: {', '.join(map(str, others))}")

@@ -8,25 +8,63 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 from platformdirs import user_cache_dir
 
 from wgpu_lora.assets import asset_dir
-from wgpu_lora.gpu.kernel import Kernel, Tiles
+from wgpu_lora.gpu.kernel import Kernel
+from wgpu_lora.gpu.struct import wgsl_struct
+from wgpu_lora.gpu.tiling import Tiling
+from wgpu_lora.gpu.tunable import Constants
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.device import Device
 
-SCHEMA = 2
+SCHEMA = 3
 REACH = 2  # octaves of a batch's rows over which a choice holds: up to four times as many, or as few
-SIZES = ("m", "n", "k", "rows", "keys")
-Choices = dict[str, Tiles]
-# tiles: the choice. seconds: of each tiling that was timed, none where there was no time for it, or where the choice is
-# that of the entry `like`. took: the seconds of all of that.
-Entry = dict[str, Any]
+Choices = Mapping[str, Tiling]  # by `choice_key`
+NO_CHOICES: Choices = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A choice and where it is from.
+
+    seconds: of each tiling that was timed, none where there was no time for it. took: the seconds of all of that.
+    like: the entry whose choice this is.
+    """
+
+    kernel: str
+    digest: str
+    tiling: Tiling
+    seconds: tuple[tuple[float, Tiling], ...] = ()
+    took: float = 0.0
+    like: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        timed = [[seconds, tiling.to_json()] for seconds, tiling in self.seconds]
+        return {**vars(self), "tiling": self.tiling.to_json(), "seconds": timed}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Entry:
+        """Raises ValueError, TypeError, KeyError or AttributeError where it is none."""
+        timed = tuple((float(seconds), Tiling.from_json(tiling)) for seconds, tiling in value["seconds"])
+        if not all(isinstance(value[name], str) for name in ("kernel", "digest")):
+            raise ValueError("an entry names its kernel and its shader's digest")
+        tiling, like = Tiling.from_json(value["tiling"]), value.get("like")
+        return cls(value["kernel"], value["digest"], tiling, timed, float(value["took"]), like and str(like))
+
+
+def choices_from_json(value: Any) -> dict[str, Tiling]:
+    """Of tilings in `Tiling.to_json`'s form, or in version 0.1's. Raises ValueError where it is none."""
+    if not isinstance(value, dict):
+        raise ValueError("choices of tilings are an object")
+    return {str(key): Tiling.from_json(tiling) for key, tiling in value.items()}
 
 
 def bucket(size: int) -> int:
@@ -34,24 +72,28 @@ def bucket(size: int) -> int:
     return 1 << round(math.log2(max(size, 1)))
 
 
-def choice_key(kernel: Kernel, present: tuple[str, ...], constants: dict[str, Any]) -> str:
-    """What calls that may share a tiling have in common: all that is compiled in, and the bucket of each dim."""
-    dims = {name: bucket(constants[name]) for name in kernel.dims if name in SIZES}
-    return json.dumps([kernel.name, present, sorted(kernel.compiled_in(constants).items()), dims])
+def choice_key(kernel: Kernel, present: tuple[str, ...], constants: Constants) -> str:
+    """What calls that may share a tiling have in common: all that is compiled in, and the bucket of each size.
 
-
-def _parts(key: str) -> tuple[list[Any], dict[str, int], int]:
-    """(what neighbours share, their rows, adapters of a batch) of a key. Raises ValueError, TypeError or KeyError.
-
-    Neighbours multiply by matrices of one size, and differ in the batch's rows or in the adapters these belong to.
+    It is kept in runs' checkpoints: a change of its form loses their choices.
     """
-    name, present, compiled, dims = json.loads(key)
-    facts = dict(compiled)
-    slots = facts.pop("slots", 1)
-    rows = ("k",) if facts.get("form") == "tn" else ("m", "rows", "keys")
-    size = {dim: value for dim, value in dims.items() if dim in rows}
-    rest = {dim: value for dim, value in dims.items() if dim not in rows}
-    return [name, present, sorted(facts.items()), rest], size, slots
+    assert kernel.tuning is not None, f"{kernel.name} is not tuned"
+    sizes = {name: bucket(constants[name]) for name in kernel.dims if name in kernel.tuning.sizes}
+    return json.dumps([kernel.name, present, sorted(kernel.compiled_in(constants).items()), sizes])
+
+
+def _parts(kernel: Kernel, key: str) -> tuple[list[Any], dict[str, int], dict[str, int]]:
+    """(what neighbours share, their batch's sizes, their batch's constants) of a key. Raises ValueError or TypeError.
+
+    Neighbours work on matrices of one size, and differ in the batch's rows or in the adapters these belong to.
+    """
+    assert kernel.tuning is not None
+    batch = kernel.tuning.batch
+    name, present, compiled, sizes = json.loads(key)
+    facts, sizes = dict(compiled), dict(sizes)
+    rows = {size: sizes.pop(size) for size in list(sizes) if size in batch}
+    adapters = {fact: facts.pop(fact) for fact in list(facts) if fact in batch}
+    return [name, present, sorted(facts.items()), sizes], rows, adapters
 
 
 def same_shader(one: str, other: str) -> bool:
@@ -59,21 +101,25 @@ def same_shader(one: str, other: str) -> bool:
     return bool(json.loads(one)[:3] == json.loads(other)[:3])
 
 
-def nearest(key: str, entries: Mapping[str, Entry]) -> str | None:
+def nearest(kernel: Kernel, key: str, entries: Mapping[str, Entry]) -> str | None:
     """The key of the entry whose batch is most like this call's, of those whose choice holds here.
 
     One that was timed comes before one that there was no time for; what was taken over itself says nothing.
     """
-    shared, size, slots = _parts(key)
+    shared, rows, adapters = _parts(kernel, key)
     found: list[tuple[bool, int, bool, str]] = []
     for other, entry in entries.items():
-        try:
-            its, its_size, its_slots = _parts(other)
-            octaves = max((abs(_octaves(value, its_size[dim])) for dim, value in size.items()), default=0)
-        except (ValueError, TypeError, KeyError):  # a damaged file
+        if entry.kernel != kernel.name or entry.like is not None:
             continue
-        if its == shared and octaves <= REACH and "like" not in entry:
-            found.append((not entry.get("seconds"), octaves, its_slots != slots, other))
+        try:
+            its, its_rows, its_adapters = _parts(kernel, other)
+            if its != shared or its_rows.keys() != rows.keys():
+                continue
+            octaves = max((abs(_octaves(value, its_rows[size])) for size, value in rows.items()), default=0)
+        except (ValueError, TypeError, AttributeError):  # a damaged file
+            continue
+        if octaves <= REACH:
+            found.append((not entry.seconds, octaves, its_adapters != adapters, other))
     return min(found)[-1] if found else None
 
 
@@ -84,38 +130,33 @@ def _octaves(one: int, other: int) -> int:
 def shader_digest(kernel: Kernel) -> str:
     """Changes whenever the kernel's text may."""
     root = Path(str(asset_dir("shaders")))
-    sha = hashlib.sha256()
-    for path in (root / kernel.file, *sorted((root / "lib").iterdir())):
+    folder, file = (root / kernel.file).parent, root / kernel.file
+    sha = hashlib.sha256("".join(map(wgsl_struct, kernel.structs)).encode())
+    own = [file] if folder == root else folder.rglob("*.wgsl*")
+    for path in sorted((*own, *(root / "lib").iterdir())):
         sha.update(path.read_bytes())
     return sha.hexdigest()[:16]
-
-
-def _is_entry(entry: Any) -> bool:
-    """Whether it may be one. Raises KeyError, TypeError or AttributeError where it is none."""
-    timed, took = entry.get("seconds", []), entry.get("took", 0.0)
-    whole = entry["kernel"] and entry["digest"] and entry["tiles"]
-    return bool(whole) and isinstance(timed, list) and isinstance(took, int | float)
 
 
 class ChoiceFile:
     """The choices of one device and driver. Damaged files count as empty; entries of other shaders are dropped."""
 
     def __init__(self, device: Device, directory: Path | None = None):
-        info, traits = device.info, device.traits
-        facts = f"{info.name}|{info.driver}|{info.backend}|{traits}|{device.options}"
+        info, capabilities = device.info, device.capabilities
+        facts = f"{info.name}|{info.driver}|{info.backend}|{capabilities}|{device.options}"
         slug = re.sub(r"[^a-z0-9]+", "-", info.name.lower()).strip("-")[:40]
         root = directory or Path(os.environ.get("WGPU_LORA_CACHE_DIR") or user_cache_dir("wgpu-lora")) / "tuning"
         self.path = root / f"{slug}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}.json"
 
     def read(self, digests: dict[str, str]) -> dict[str, Entry]:
         """Entries by key, of kernels (by name) whose shaders still have these digests."""
-        return {k: e for k, e in self._entries().items() if e["digest"] == digests.get(e["kernel"])}
+        return {k: e for k, e in self._entries().items() if e.digest == digests.get(e.kernel)}
 
     def _entries(self) -> dict[str, Entry]:
         try:
             content = json.loads(self.path.read_text())
             entries = content["entries"] if content["schema"] == SCHEMA else {}
-            return {key: entry for key, entry in entries.items() if _is_entry(entry)}
+            return {key: Entry.from_json(entry) for key, entry in entries.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {}
 
@@ -124,11 +165,10 @@ class ChoiceFile:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(self.path.with_suffix(".lock"), timeout=10):
-                kept = {
-                    k: e for k, e in self._entries().items() if digests.get(e["kernel"], e["digest"]) == e["digest"]
-                }
+                kept = {k: e for k, e in self._entries().items() if digests.get(e.kernel, e.digest) == e.digest}
+                merged = {key: entry.to_json() for key, entry in (kept | entries).items()}
                 partial = self.path.with_suffix(f".{os.getpid()}.tmp")
-                partial.write_text(json.dumps({"schema": SCHEMA, "entries": kept | entries}, indent=1))
+                partial.write_text(json.dumps({"schema": SCHEMA, "entries": merged}, indent=1))
                 partial.replace(self.path)
         except (OSError, TimeoutError):
             return

@@ -12,15 +12,17 @@ import numpy as np
 import wgpu
 from wgpu.backends.wgpu_native import ffi, lib
 
-from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.adapters import AdapterInfo, choose
-from wgpu_lora.gpu.choices import Choices
-from wgpu_lora.gpu.kernel import Traits
-from wgpu_lora.names.naming import either
+from wgpu_lora.gpu.errors import OutOfDeviceMemory, ShaderError
+from wgpu_lora.gpu.tiling import Capabilities
 
 WRITE_CHUNK = 16 << 20  # a queued write is staged by the driver; larger ones would double a tensor's memory
 INTEL = 0x8086
-WEBGPU_LIMITS = {"max-buffer-size": 256 << 20, "max-storage-buffer-binding-size": 128 << 20}
+WEBGPU_LIMITS = {
+    "max-buffer-size": 256 << 20,
+    "max-storage-buffer-binding-size": 128 << 20,
+    "max-compute-workgroup-storage-size": 16384,
+}
 
 PROBE = """
 @group(0) @binding(0) var<storage, read_write> out: array<u32>;
@@ -58,9 +60,8 @@ class Device:
 
     Attributes:
         info: the adapter's facts.
-        subgroup_size: lanes of a subgroup as measured, 0 where subgroups must not be used.
+        capabilities: what kernels may use; its subgroup size is measured.
         max_binding, max_buffer: bytes.
-        choices: the tilings that heavy kernels run in, by call (see gpu.tuner); empty means the defaults.
         allocated, peak_allocated: bytes of all buffers created here and not yet freed.
     """
 
@@ -69,45 +70,42 @@ class Device:
         self.info: AdapterInfo
         self.info, adapter = choose(selector)
         features: list[Any] = [
-            f for f in ("timestamp-query", "timestamp-query-inside-passes") if f in self.info.features
+            f for f in ("timestamp-query", "timestamp-query-inside-passes", "shader-f16") if f in self.info.features
         ]
         if self.options.subgroups and "subgroup" in self.info.features and self.info.vendor_id != INTEL:
             # Intel's compiler picks a size per shader (8, 16 or 32), so a kernel cannot be specialised for one.
             features.append("subgroup")
             if "shader-int64" in self.info.features:  # only tilings with subgroups read 64 bits at a time
                 features.append("shader-int64")
-        names = ("max-buffer-size", "max-storage-buffer-binding-size")
-        limits = WEBGPU_LIMITS if self.options.default_limits else {name: adapter.limits[name] for name in names}
+        own = {name: adapter.limits[name] for name in WEBGPU_LIMITS}
+        limits = WEBGPU_LIMITS if self.options.default_limits else own
         self.raw = adapter.request_device_sync(required_features=features, required_limits=limits)
         self.features = frozenset(features)
         self.max_binding = int(self.raw.limits["max-storage-buffer-binding-size"]) & ~255
         self.max_buffer = int(self.raw.limits["max-buffer-size"]) & ~255
         self.allocated = 0
         self.peak_allocated = 0
-        self.choices: Choices = {}
         self._pipelines: dict[tuple[Any, ...], Any] = {}
         self._readback: dict[int, Any] = {}
-        self.subgroup_size = self._probe_subgroup_size() if "subgroup" in features else 0
-
-    @property
-    def traits(self) -> Traits:
-        """What decides which tilings of a kernel run here."""
-        return Traits(self.subgroup_size, "shader-int64" in self.features, self.info.kind == "software")
+        self.capabilities = Capabilities(
+            subgroup_size=self._probe_subgroup_size() if "subgroup" in features else 0,
+            f16="shader-f16" in features,
+            int64="shader-int64" in features,
+            workgroup_bytes=int(self.raw.limits["max-compute-workgroup-storage-size"]),
+            software=self.info.kind == "software",
+        )
 
     # -- buffers ---------------------------------------------------------------------------------------------------
 
     def create_buffer(self, nbytes: int, label: str = "") -> Any:
-        """A zeroed storage buffer of `nbytes` (rounded up to 4). Raises UserError where the device has no room."""
+        """A zeroed storage buffer of `nbytes` (rounded up to 4). Raises OutOfDeviceMemory."""
         size = max(4, (nbytes + 3) & ~3)
         uses = wgpu.BufferUsage
         usage = uses.STORAGE | uses.UNIFORM | uses.COPY_SRC | uses.COPY_DST
         try:
             buffer = self.raw.create_buffer(label=label, size=size, usage=usage)
         except (MemoryError, wgpu.GPUValidationError, wgpu.GPUError) as error:
-            raise UserError(
-                f"The device could not allocate {size:,} bytes for {label or 'a buffer'} ({self.allocated:,} bytes are "
-                f"in use): lower {either('per_device_train_batch_size', 'max_length')}, or choose a smaller model."
-            ) from error
+            raise OutOfDeviceMemory(label or "a buffer", size, self.allocated) from error
         self.allocated += size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return buffer
@@ -140,14 +138,16 @@ class Device:
     # -- shaders ---------------------------------------------------------------------------------------------------
 
     def pipeline(self, key: tuple[Any, ...], source: Callable[[], str]) -> Any:
-        """The compute pipeline of a shader text, compiled once per key."""
+        """The compute pipeline of a shader text, compiled once per key. Raises ShaderError."""
         found = self._pipelines.get(key)
         if found is None:
-            module = self._module(source(), str(key[0]))
-            found = self.raw.create_compute_pipeline(
-                label=str(key[0]), layout="auto", compute={"module": module, "entry_point": "main"}
-            )
-            found.bind_layout = found.get_bind_group_layout(0)
+            label, text = str(key[0]), source()
+            try:
+                compute = {"module": self._module(text, label), "entry_point": "main"}
+                found = self.raw.create_compute_pipeline(label=label, layout="auto", compute=compute)
+                found.bind_layout = found.get_bind_group_layout(0)
+            except wgpu.GPUError as error:
+                raise ShaderError(label, str(error)) from error
             self._pipelines[key] = found
         return found
 

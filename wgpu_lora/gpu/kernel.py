@@ -28,6 +28,8 @@ import jinja2
 
 from wgpu_lora.assets import asset_dir, shader_text
 from wgpu_lora.gpu.struct import wgsl_struct
+from wgpu_lora.gpu.tiling import Capabilities, Tiling
+from wgpu_lora.gpu.tunable import Constants, Tunable
 
 if TYPE_CHECKING:
     from wgpu_lora.gpu.device import Device
@@ -49,7 +51,6 @@ CONSTANT = re.compile(r"^const (\w+): (u32|f32|bool) = ([^;]+);", re.MULTILINE)
 
 REGISTRY: dict[str, Kernel] = {}
 Grid = tuple[int, int, int]
-Tiles = dict[str, int]  # such as rows, cols; flags are 0 or 1
 
 
 def cdiv(a: int, b: int) -> int:
@@ -65,20 +66,12 @@ def one_per(items: int, per_group: int = 64) -> Grid:
     return (groups, 1, 1) if groups <= LINEAR_X else (LINEAR_X, cdiv(groups, LINEAR_X), 1)
 
 
-@dataclass(frozen=True)
-class Traits:
-    """What of a device decides which tilings of a kernel it can run, and which comes first.
-
-    subgroup_size: lanes, 0 where subgroups must not be used. int64: shaders may have 64-bit integers.
-    software: a driver that runs on the CPU, whose costs are other than a GPU's.
-    """
-
-    subgroup_size: int
-    int64: bool = False
-    software: bool = False
+Variants = Callable[[Capabilities, Any], Sequence[Tiling]]
 
 
-Variants = Callable[[Traits, Any], Sequence[Tiles]]
+def only_one(capabilities: Capabilities, c: Any) -> Sequence[Tiling]:
+    """The tilings of a kernel that has but one."""
+    return (Tiling(),)
 
 
 @dataclass(frozen=True)
@@ -91,9 +84,9 @@ class Kernel:
     reference: Callable[..., Any]
     lib: tuple[str, ...] = ()
     structs: tuple[type, ...] = ()
-    variants: Variants = lambda traits, c: ({},)
+    variants: Variants = only_one
     specialise: Callable[[Any], dict[str, Any]] | None = None
-    sample: Callable[..., dict[str, Any]] | None = None
+    tuning: Tunable | None = None
     bindings: dict[str, str] = field(default_factory=dict)  # parameter -> in | out | inout | fixed
     optional: frozenset[str] = frozenset()
     constants: dict[str, str] = field(default_factory=dict)  # parameter -> u32 | f32 | bool | word | dim
@@ -111,17 +104,20 @@ class Kernel:
         """Parameters that go into the uniform, in its order."""
         return tuple(n for n, kind in self.constants.items() if kind == "dim")
 
-    def compiled_in(self, constants: dict[str, Any]) -> dict[str, Any]:
+    def compiled_in(self, constants: Constants) -> Constants:
         """What of the constants a pipeline depends on: all but the dims, and what `specialise` derives from those."""
         kept = {n: v for n, v in constants.items() if n not in self.dims}
         return kept | (self.specialise(SimpleNamespace(**constants)) if self.specialise else {})
 
-    def source(self, present: Sequence[str], constants: dict[str, Any], tiles: Tiles) -> str:
-        """The assembled WGSL: library files, then the kernel with its constants in place."""
-        values = {**self.compiled_in(constants), **tiles}
+    def source(self, present: Sequence[str], constants: Constants, tiling: Tiling) -> str:
+        """The assembled WGSL: structs and library files, then the kernel with its constants in place.
+
+        A template sees the constants by name, the tiling as `tile`, bindings' numbers as `bind`, dims' names as `dims`.
+        """
+        values = self.compiled_in(constants)
         if self.file.endswith(".j2"):
             bind = {n: i for i, n in enumerate([*present, "dims"])}
-            text = _environment().get_template(self.file).render(bind=bind, **values)
+            text = _environment().get_template(self.file).render(bind=bind, tile=tiling, dims=self.dims, **values)
         else:
             text = shader_text(self.file)
         front = [*map(wgsl_struct, self.structs), *(shader_text(f"lib/{name}.wgsl") for name in self.lib)]
@@ -145,17 +141,17 @@ class Kernel:
                 f"{self.file} declares {sorted(declared)}, but the signature of {self.name} says {expected}"
             )
 
-    def pipeline(self, device: Device, present: tuple[str, ...], constants: dict[str, Any], tiles: Tiles) -> Any:
+    def pipeline(self, device: Device, present: tuple[str, ...], constants: Constants, tiling: Tiling) -> Any:
         compiled = self.compiled_in(constants)
-        key = (self.name, present, tuple(sorted(compiled.items())), tuple(sorted(tiles.items())))
-        return device.pipeline(key, lambda: self.source(present, constants, tiles))
+        key = (self.name, present, tuple(sorted(compiled.items())), tiling)
+        return device.pipeline(key, lambda: self.source(present, constants, tiling))
 
-    def tilings(self, traits: Traits, constants: dict[str, Any]) -> list[Tiles]:
+    def tilings(self, capabilities: Capabilities, constants: Constants) -> Sequence[Tiling]:
         """What can run this call on a device, the default first."""
-        return [dict(tiles) for tiles in self.variants(traits, SimpleNamespace(**{**self.defaults, **constants}))]
+        return self.variants(capabilities, SimpleNamespace(**{**self.defaults, **constants}))
 
-    def groups(self, constants: dict[str, Any], tiles: Tiles) -> Grid:
-        return self.grid(SimpleNamespace(**constants, **tiles))
+    def groups(self, constants: Constants, tiling: Tiling) -> Grid:
+        return self.grid(SimpleNamespace(**constants, tile=tiling))
 
 
 def literal(kind: str, value: Any) -> str:
@@ -187,20 +183,20 @@ def kernel(
     grid: Callable[[Any], Grid],
     lib: tuple[str, ...] = (),
     structs: tuple[type, ...] = (),
-    variants: Variants = lambda traits, c: ({},),
+    variants: Variants = only_one,
     specialise: Callable[[Any], dict[str, Any]] | None = None,
-    sample: Callable[..., dict[str, Any]] | None = None,
+    tuning: Tunable | None = None,
 ) -> Callable[[Callable[..., Any]], Kernel]:
     """Declares a kernel (see the module's docstring).
 
     Args:
         file: the WGSL file, or `.wgsl.j2` template, in `shaders/`.
-        grid: constants and tiles -> workgroups.
+        grid: constants, and the tiling as `tile` -> workgroups.
         lib: files of `shaders/lib/` that are put in front.
         structs: dataclasses whose WGSL declarations are put before those (see gpu.struct).
-        variants: a device's traits and a call's constants -> the tilings that can run it, the default first.
+        variants: a device's capabilities and a call's constants -> the tilings that can run it, the default first.
         specialise: constants -> what a template derives from the dims, such as whether rows are whole vec4s.
-        sample: constants, present bindings, rng -> inputs to time tilings on; only kernels that have it are tuned.
+        tuning: what the tuner must know of the kernel's calls; only kernels that have it are tuned.
     """
 
     def declare(function: Callable[..., Any]) -> Kernel:
@@ -225,7 +221,7 @@ def kernel(
             structs,
             variants,
             specialise,
-            sample,
+            tuning,
             bindings,
             frozenset(optional),
             constants,

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.errors import BindingTooLarge
 from wgpu_lora.gpu.tensor import Storage, align
-from wgpu_lora.names.naming import either
 
 
 @dataclass
@@ -33,7 +32,7 @@ def plan_arenas(lifetimes: dict[Storage, tuple[int, int]], max_arena: int, max_b
         max_binding: bytes that one binding may span.
 
     Raises:
-        UserError: one tensor alone is larger than a binding or a buffer of this device.
+        BindingTooLarge: one tensor alone is larger than a binding or a buffer of this device.
     """
     order = sorted(lifetimes, key=lambda s: (-s.nbytes, lifetimes[s][0]))
     first, last, offset, end, arena = (np.zeros(len(order), np.int64) for _ in range(5))
@@ -42,11 +41,7 @@ def plan_arenas(lifetimes: dict[Storage, tuple[int, int]], max_arena: int, max_b
     for i, storage in enumerate(order):
         size = align(storage.nbytes)
         if size > min(max_arena, max_binding):
-            raise UserError(
-                f"The tensor '{storage.name}' needs {storage.nbytes:,} bytes, but one binding of this device holds at "
-                f"most {min(max_arena, max_binding):,}: lower "
-                f"{either('per_device_train_batch_size', 'max_length')}."
-            )
+            raise BindingTooLarge(storage.name, storage.nbytes, min(max_arena, max_binding))
         start, stop = lifetimes[storage]
         overlapping = (first[:i] <= stop) & (last[:i] >= start)
         number, at = 0, 0

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.choices import choice_key
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices, choice_key
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.kernel import Grid, Kernel, Tiles
+from wgpu_lora.gpu.errors import MAX_GROUPS, GridTooLarge
+from wgpu_lora.gpu.kernel import Grid, Kernel
 from wgpu_lora.gpu.plan import ArenaPlan, plan_arenas
 from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Storage, Tensor
-from wgpu_lora.names.naming import either
+from wgpu_lora.gpu.tiling import Tiling
 
 SUBMIT_SECONDS = 0.4  # work in one submit, for watchdogs and for Ctrl-C
 FIRST_SUBMIT = 24  # dispatches a submit before anything has been timed
@@ -28,7 +28,7 @@ class Dispatch:
     tensors: tuple[Tensor, ...]
     present: tuple[str, ...]
     constants: dict[str, Any]
-    tiles: Tiles
+    tiling: Tiling
     groups: Grid
     fixed: bool = False  # the tiling was asked for, not chosen
 
@@ -56,8 +56,11 @@ class Program:
         nbytes = (math.prod(shape) * ITEM_BYTES[dtype] + 3) & ~3
         return Tensor(shape, dtype, Storage(nbytes, "activations", name, temporary=True), name=name)
 
-    def dispatch(self, kernel: Kernel, *args: Tensor | None, tiles: Tiles | None = None, **constants: Any) -> None:
-        """Appends a dispatch of `kernel` on `args`, in the order of its signature."""
+    def dispatch(self, kernel: Kernel, *args: Tensor | None, tiling: Tiling | None = None, **constants: Any) -> None:
+        """Appends a dispatch of `kernel` on `args`, in the order of its signature; `build` may choose another tiling.
+
+        tiling: the one to use in any case. Raises GridTooLarge.
+        """
         names = list(kernel.bindings)
         args = args + (None,) * (len(names) - len(args))
         present = tuple(n for n, t in zip(names, args, strict=True) if t is not None)
@@ -67,17 +70,14 @@ class Program:
             raise TypeError(
                 f"{kernel.name}: missing {missing}, constants {sorted(constants)} for {sorted(kernel.constants)}"
             )
-        fixed = tiles is not None
-        if tiles is None:
-            tiles = kernel.tilings(self.device.traits, constants)[0]
-        groups = kernel.groups(constants, tiles)
-        if max(groups) > 65535:
-            raise UserError(
-                f"{kernel.name} would need a grid of {groups}, more than WebGPU's 65535: lower "
-                f"{either('per_device_train_batch_size', 'max_length')}."
-            )
+        fixed = tiling is not None
+        if tiling is None:
+            tiling = kernel.tilings(self.device.capabilities, constants)[0]
+        groups = kernel.groups(constants, tiling)
+        if max(groups) > MAX_GROUPS:
+            raise GridTooLarge(kernel.name, groups)
         tensors = tuple(t for t in args if t is not None)
-        self.dispatches.append(Dispatch(kernel, tensors, present, constants, tiles, groups, fixed))
+        self.dispatches.append(Dispatch(kernel, tensors, present, constants, tiling, groups, fixed))
 
     def prune(self) -> None:
         """Drops dispatches whose outputs nothing reads: a recomputed block's last product, an unwanted gradient."""
@@ -125,19 +125,23 @@ class Program:
 
     # -- build and replay ------------------------------------------------------------------------------------------
 
-    def _tiled(self, step: Dispatch) -> Dispatch:
-        """The dispatch in the tiling that the device was tuned to."""
-        if step.fixed or not step.kernel.sample or not self.device.choices:
+    def _tiled(self, step: Dispatch, choices: Choices) -> Dispatch:
+        """The dispatch in the tiling chosen for its call, else in the default."""
+        if step.fixed or step.kernel.tuning is None:
             return step
-        tiles = self.device.choices.get(choice_key(step.kernel, step.present, step.constants))
-        # A run may be resumed on another device: its tiles, for another size of subgroup, would compute nonsense there.
-        if tiles not in step.kernel.tilings(self.device.traits, step.constants):
-            return step
-        return replace(step, tiles=tiles, groups=step.kernel.groups(step.constants, tiles))
+        tilings = step.kernel.tilings(self.device.capabilities, step.constants)
+        tiling = choices.get(choice_key(step.kernel, step.present, step.constants))
+        # A run may be resumed on another device: its tilings, for other subgroups, would compute nonsense there.
+        if tiling is None or tiling not in tilings:
+            tiling = tilings[0]
+        return replace(step, tiling=tiling, groups=step.kernel.groups(step.constants, tiling))
 
-    def build(self, arena: Arena) -> None:
-        """Binds temporaries to the arena, compiles the pipelines and makes the bind groups."""
-        self.dispatches = [self._tiled(step) for step in self.dispatches]
+    def build(self, arena: Arena, choices: Choices = NO_CHOICES) -> None:
+        """Binds temporaries to the arena, compiles the pipelines and makes the bind groups.
+
+        choices: the tilings that heavy kernels run in, by call (see gpu.tuner); the defaults where they have none.
+        """
+        self.dispatches = [self._tiled(step, choices) for step in self.dispatches]
         plan = self.plan()
         buffers = arena.buffers_for(plan)
         for storage, (number, offset) in plan.places.items():
@@ -151,7 +155,7 @@ class Program:
         groups: dict[tuple[Any, ...], Any] = {}
         self._replay = []
         for step in self.dispatches:
-            pipeline = step.kernel.pipeline(self.device, step.present, step.constants, step.tiles)
+            pipeline = step.kernel.pipeline(self.device, step.present, step.constants, step.tiling)
             parts = [t.binding() for t in step.tensors]
             if step.kernel.dims:
                 parts.append(

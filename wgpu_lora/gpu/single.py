@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.kernel import Kernel, Tiles
+from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.program import Arena, Program, allocate
 from wgpu_lora.gpu.tensor import Tensor, persistent
+from wgpu_lora.gpu.tiling import Tiling
 
 DTYPE = {"float32": "f32", "uint32": "u32", "int32": "i32", "uint16": "bf16", "float16": "f16", "uint8": "u8"}
 
@@ -20,6 +21,14 @@ def widened(array: np.ndarray) -> np.ndarray:
     if array.dtype == np.uint16:
         array = (array.astype(np.uint32) << 16).view(np.float32)
     return array.astype(np.float64) if array.dtype.kind == "f" else array
+
+
+def stored(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
+    """Normal values as the device stores them: f32, f16, or bf16 by truncation."""
+    values = rng.standard_normal(shape, np.float32)
+    if dtype == "bf16":
+        return (values.view(np.uint32) >> 16).astype(np.uint16)
+    return values.astype(np.float16) if dtype == "f16" else values
 
 
 def nmse(got: np.ndarray, want: np.ndarray) -> float:
@@ -41,7 +50,7 @@ class SingleKernel:
         kernel: Kernel,
         arrays: dict[str, np.ndarray],
         constants: dict[str, Any],
-        tiles: Tiles | None = None,
+        tiling: Tiling | None = None,
         repeat: int = 1,
     ):
         self.device = device
@@ -53,10 +62,14 @@ class SingleKernel:
         self.program = Program(device, kernel.name)
         for _ in range(repeat):
             self.program.dispatch(
-                kernel, *(self.tensors.get(name) for name in kernel.bindings), tiles=tiles, **constants
+                kernel, *(self.tensors.get(name) for name in kernel.bindings), tiling=tiling, **constants
             )
         allocate(device, self.program.persistent_storages())
-        self.program.build(Arena(device))
+        try:
+            self.program.build(Arena(device))
+        except BaseException:
+            self.free()
+            raise
         self.upload()
 
     def upload(self) -> None:

@@ -6,23 +6,22 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 
 from wgpu_lora.events import SILENT, Events, Tuning
-from wgpu_lora.gpu.choices import ChoiceFile, Choices, Entry, choice_key, nearest, same_shader, shader_digest
+from wgpu_lora.gpu.choices import ChoiceFile, Entry, choice_key, nearest, same_shader, shader_digest
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.kernel import Tiles
+from wgpu_lora.gpu.errors import ShaderError
 from wgpu_lora.gpu.program import Dispatch, Program
 from wgpu_lora.gpu.single import SingleKernel, nmse, widened
+from wgpu_lora.gpu.tiling import Tiling
+from wgpu_lora.gpu.tunable import Constants, Tunable
 
 SECONDS = 15.0  # of tuning, compilation included
 RUNS = 3  # timed runs of a tiling, after two that are not
 GAIN = 0.03  # a tiling must be so much faster than the default to replace it
 NMSE = 1e-10  # of a tiling's result against the float64 reference; half operands are rounded before
-CHECKED = 64  # rows, columns and steps that a check is cut to, give or take what keeps the shape's divisibility
 
 
 def wanted(asked: bool) -> bool:
@@ -51,7 +50,7 @@ class Tuner:
         calls = self._calls(programs)
         return self._outlook(calls, self.file.read(_digests(calls)))
 
-    def tune(self, programs: Iterable[Program], events: Events = SILENT) -> Choices:
+    def tune(self, programs: Iterable[Program], events: Events = SILENT) -> dict[str, Tiling]:
         """Choices for every heavy call of the programs, measured now or read from the cache.
 
         Nothing of the programs is run. The largest work comes first, so that little time is spent where it matters
@@ -63,30 +62,30 @@ class Tuner:
         calls = self._calls(programs)
         digests = _digests(calls)
         known = self.file.read(digests)
-        tuning, fresh, begin = self._outlook(calls, known), {}, time.perf_counter()
+        tuning, begin = self._outlook(calls, known), time.perf_counter()
+        fresh: dict[str, Entry] = {}
         try:
             for key, call in calls.items():
-                entry = None
-                if key not in known and len(self._tilings(call)) > 1:
-                    entry = self._taken_over(key, call, known) or self._measure(call, tuning, begin, events)
+                if key in known or len(self._tilings(call)) < 2:
+                    continue
+                digest = digests[call.kernel.name]
+                entry = self._taken_over(key, call, known) or self._measure(call, digest, tuning, begin, events)
                 if entry:
-                    name = call.kernel.name
-                    fresh[key] = known[key] = {"kernel": name, "digest": digests[name], **entry}
+                    fresh[key] = known[key] = entry
         finally:  # what was found before an interrupt is worth keeping
             if fresh:
                 self.file.add(fresh, digests)
         if tuning.tilings_done:
             tuning.seconds, tuning.over = time.perf_counter() - begin, True
             events.tuning(tuning)
-        return {key: known[key]["tiles"] for key in calls if key in known}
+        return {key: known[key].tiling for key in calls if key in known}
 
-    def _tilings(self, call: Dispatch) -> list[Tiles]:
-        traits = self.device.traits
-        tilings = call.kernel.tilings(traits, call.constants)
-        if traits.subgroup_size and traits.software:
-            # Without subgroups, lanes load what a neighbour has: on a CPU always slower, and long to compile.
-            tilings = [t for t in tilings if t.get("sg")]
-        return tilings
+    def _tilings(self, call: Dispatch) -> list[Tiling]:
+        capabilities = self.device.capabilities
+        tilings = call.kernel.tilings(capabilities, call.constants)
+        # Without subgroups, lanes load what a neighbour has: on a CPU always slower, and long to compile.
+        needs = capabilities.subgroup_size and capabilities.software
+        return [tiling for tiling in tilings if tiling.subgroup or not needs]
 
     def _calls(self, programs: Iterable[Program]) -> dict[str, Dispatch]:
         """One dispatch for every key, those of the most work first."""
@@ -94,47 +93,48 @@ class Tuner:
         work: dict[str, float] = {}
         for program in programs:
             for step in program.dispatches:
-                if step.kernel.sample:
+                if step.kernel.tuning:
                     key = choice_key(step.kernel, step.present, step.constants)
                     calls.setdefault(key, step)
-                    work[key] = work.get(key, 0.0) + operations(step.constants)
+                    work[key] = work.get(key, 0.0) + step.kernel.tuning.work(step.constants)
         return {key: calls[key] for key in sorted(calls, key=lambda k: -work[k])}
 
     def _outlook(self, calls: dict[str, Dispatch], known: dict[str, Entry]) -> Tuning:
         sizes, tilings, seen = 0, 0, dict(known)
         for key, call in calls.items():
             count = len(self._tilings(call))
-            if key not in seen and count > 1 and nearest(key, seen) is None:
-                seen[key] = {"seconds": [0.0]}  # those like it will follow it
+            if key not in seen and count > 1 and nearest(call.kernel, key, seen) is None:
+                timed_then = ((0.0, call.tiling),)
+                seen[key] = Entry(call.kernel.name, "", call.tiling, timed_then)  # those like it will follow it
                 sizes, tilings = sizes + 1, tilings + count
-        timed = [(entry["took"], len(entry["seconds"])) for entry in known.values() if entry.get("took")]
+        timed = [(entry.took, len(entry.seconds)) for entry in known.values() if entry.took]
         each = sum(took for took, _ in timed) / max(1, sum(count for _, count in timed)) if timed else None
         return Tuning(sizes, tilings, self.seconds, each)
 
     def _taken_over(self, key: str, call: Dispatch, known: dict[str, Entry]) -> Entry | None:
         """The choice of a call like this one, if this call can have it and it is right."""
-        like = nearest(key, known)
-        if like is None or (tiles := known[like]["tiles"]) not in self._tilings(call):
+        like = nearest(call.kernel, key, known)
+        if like is None or (tiling := known[like].tiling) not in self._tilings(call):
             return None
-        if not same_shader(key, like) and not self._is_right(call, tiles):
+        if not same_shader(key, like) and not self._is_right(call, tiling):
             return None
-        return {"tiles": tiles, "seconds": [], "like": like}
+        return Entry(call.kernel.name, known[like].digest, tiling, like=like)
 
-    def _measure(self, call: Dispatch, tuning: Tuning, begin: float, events: Events) -> Entry | None:
+    def _measure(self, call: Dispatch, digest: str, tuning: Tuning, begin: float, events: Events) -> Entry | None:
         """The best tiling of a call and what each took; the default where no time is left, None where none is right."""
         tilings = self._tilings(call)
         started = time.perf_counter()
-        timed: list[tuple[float, Tiles]] = []
-        for done, tiles in enumerate(tilings):
+        timed: list[tuple[float, Tiling]] = []
+        for done, tiling in enumerate(tilings):
             tuning.seconds = time.perf_counter() - begin
             if tuning.seconds + tuning.longest >= tuning.limit:
                 if not done:
-                    return {"tiles": tilings[0], "seconds": []}
+                    return Entry(call.kernel.name, digest, tilings[0])
                 break
             tuning.kernel = call.kernel.name
             events.tuning(tuning)
-            if self._is_right(call, tiles):
-                timed.append((self._seconds(call, tiles), tiles))
+            if self._is_right(call, tiling):
+                timed.append((self._seconds(call, tiling), tiling))
             tuning.tilings_done += 1
             now = time.perf_counter() - begin
             tuning.each, tuning.longest = now / tuning.tilings_done, max(tuning.longest, now - tuning.seconds)
@@ -145,19 +145,22 @@ class Tuner:
         if timed[0][1] == tilings[0] and best[0] > (1 - GAIN) * timed[0][0]:
             best = timed[0]
         took = time.perf_counter() - started
-        return {"tiles": best[1], "seconds": [[seconds, tiles] for seconds, tiles in timed], "took": took}
+        return Entry(call.kernel.name, digest, best[1], tuple(timed), took)
 
-    def _seconds(self, call: Dispatch, tiles: Tiles) -> float:
-        single = self._single(call, call.constants, tiles)
+    def _seconds(self, call: Dispatch, tiling: Tiling) -> float:
+        single = self._single(call, call.constants, tiling)
         try:
             return single.seconds(RUNS)
         finally:
             single.free()
 
-    def _is_right(self, call: Dispatch, tiles: Tiles) -> bool:
-        """Whether a tiling gives the reference's result, on a shape cut down to what a float64 reference can afford."""
-        small = cut(call)
-        single = self._single(call, small, tiles)
+    def _is_right(self, call: Dispatch, tiling: Tiling) -> bool:
+        """Whether a tiling compiles and gives the reference's result, on a cut that a float64 reference can afford."""
+        small = _tuning(call).cut(call.constants)
+        try:
+            single = self._single(call, small, tiling)
+        except ShaderError:  # of this driver's compiler: others may do
+            return False
         try:
             single.run()
             arrays = {name: widened(array) for name, array in single.arrays.items()}
@@ -171,41 +174,15 @@ class Tuner:
         finally:
             single.free()
 
-    def _single(self, call: Dispatch, constants: dict[str, Any], tiles: Tiles) -> SingleKernel:
-        assert call.kernel.sample
-        arrays = call.kernel.sample(SimpleNamespace(**constants), call.present, np.random.default_rng(0))
-        return SingleKernel(self.device, call.kernel, arrays, constants, tiles)
+    def _single(self, call: Dispatch, constants: Constants, tiling: Tiling) -> SingleKernel:
+        arrays = _tuning(call).inputs(constants, call.present, np.random.default_rng(0))
+        return SingleKernel(self.device, call.kernel, arrays, constants, tiling)
+
+
+def _tuning(call: Dispatch) -> Tunable:
+    assert call.kernel.tuning is not None, f"{call.kernel.name} is not tuned"
+    return call.kernel.tuning
 
 
 def _digests(calls: dict[str, Dispatch]) -> dict[str, str]:
     return {call.kernel.name: shader_digest(call.kernel) for call in calls.values()}
-
-
-def operations(constants: dict[str, Any]) -> float:
-    """Multiplications of a product, or of causal attention: what orders calls by what there is to gain."""
-    c = constants
-    if "m" in c:
-        return float(c["m"]) * c["n"] * c["k"]
-    return float(c["rows"]) * c.get("keys", c["rows"]) * c["kv_heads"] * c["group"] * c["dim"]
-
-
-def cut(call: Dispatch) -> dict[str, Any]:
-    """The call's constants with smaller sizes that compile to the same shader."""
-    constants = dict(call.constants)
-    for name in ("m", "n", "k"):
-        if name in constants and constants[name] > 3 * CHECKED:
-            constants[name] = 2 * CHECKED + constants[name] % CHECKED
-    for name in ("a_skip", "a_first", "y_skip", "y_first"):
-        if name in constants:
-            constants[name] %= 4
-    for skip, first in (("a_skip", "a_first"), ("y_skip", "y_first")):
-        if constants.get(skip, 0) < constants.get(first, 0):
-            constants[skip] += 4
-    if "stride" in constants:
-        c = SimpleNamespace(**constants)
-        values = c.m * c.n if c.form == "tn" else c.n * c.k
-        constants["stride"] = -(-values // 4) * 4 + c.stride % 4
-    for name in ("rows", "keys"):
-        if name in constants:
-            constants[name] = min(constants[name], CHECKED // 2)
-    return constants

@@ -13,6 +13,7 @@ import numpy as np
 from wgpu_lora.data import Prepared, Row, pack
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, Events
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
 from wgpu_lora.gpu.tensor import Storage, persistent
 from wgpu_lora.models.inputs import Segment, StepInputs, Tables
@@ -21,6 +22,7 @@ from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.ops.loss import sum_by_slot, token_logprobs
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.share import claim
+from wgpu_lora.share.refusals import advising
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,9 @@ class Evaluator:
         """Everything persistent that the program needs, the model's weights and the adapters among it."""
         return self.program.persistent_storages() | self.inputs.storages()
 
-    def build(self, arena: Arena) -> None:
+    def build(self, arena: Arena, choices: Choices = NO_CHOICES) -> None:
         """Compiles the program on an arena that its plan fits in; its storages must be allocated."""
-        self.program.build(arena)
+        self.program.build(arena, choices)
         if self._own_tables:
             self.inputs.tables.upload(self.device)
 
@@ -113,6 +115,7 @@ class Evaluator:
         return total / tokens, tokens
 
 
+@advising("max_length")
 def evaluate(
     model: LoadedModel,
     prepared: Prepared,

@@ -19,6 +19,7 @@ from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.models.rows import NOWHERE
 from wgpu_lora.share import claim
+from wgpu_lora.share.refusals import advising
 
 CAPACITY = 2048  # tokens of a sequence where nothing else is said
 BUCKETS = (16, 64, 256, 1024)  # rows of the prefill programs; each is compiled only when a prompt needs it
@@ -40,6 +41,7 @@ class Generator:
         UserError: the model is not made for so many tokens, or the device has no room for their keys and values.
     """
 
+    @advising(otherwise="use shorter prompts and answers, fewer at a time, or a smaller model")
     def __init__(
         self,
         model: LoadedModel,
@@ -56,7 +58,7 @@ class Generator:
                 f"A capacity of {capacity:,} tokens cannot be used: {model.name} is made for 1 to {limit:,} tokens."
             )
         self.model, self.adapters, self.device = model, adapters, model.device
-        programs = Programs.record(self.device, model.decoder, adapters, batch, capacity, buckets)
+        self.programs = programs = Programs.record(self.device, model.decoder, adapters, batch, capacity, buckets)
         self.state, self._head = programs.state, programs.head
         self._prefill, self._decode = programs.prefill, programs.decode
         base = model.decoder.storages()

@@ -19,6 +19,7 @@ from wgpu_lora.models.files import read_model
 from wgpu_lora.models.load import load_weights, staging_bytes, table_dtype, tensor_count
 from wgpu_lora.names.naming import setting
 from wgpu_lora.share import claim
+from wgpu_lora.share.refusals import advising
 from wgpu_lora.weights.registry import DEFAULT_FORMAT, base_format
 
 
@@ -47,6 +48,7 @@ class LoadedModel:
             f"{where})"
         )
 
+    @advising()
     def load_weights(self, events: Events = SILENT) -> None:
         """Streams the weights onto the device, once."""
         if self.weights_loaded:

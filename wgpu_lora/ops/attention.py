@@ -2,44 +2,81 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Dim, Fixed, In, Out, Tiles, Traits, cdiv, kernel
+from wgpu_lora.gpu.kernel import F32, U32, Dim, Fixed, In, Out, cdiv, kernel
+from wgpu_lora.gpu.single import stored
 from wgpu_lora.gpu.tensor import Tensor
-from wgpu_lora.ops import samples
+from wgpu_lora.gpu.tiling import Capabilities, Tiling
+from wgpu_lora.gpu.tunable import Arrays, Constants
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.rows import by_subgroup, row_grid
 
 Shape = dict[str, Any]
 LOWEST = -3.0e38
+CHECKED = 32  # queries and keys that a check is cut to
 
 
-def _lanes(traits: Traits, c: Any) -> list[Tiles]:
-    plain: Tiles = {"sg": 0, "lanes": 32, "wide": 0}
-    size = traits.subgroup_size
+def _lanes(capabilities: Capabilities, c: Any) -> list[Tiling]:
+    plain, size = Tiling("plain", 32), capabilities.subgroup_size
     if size < 4:
         return [plain]
-    found: list[Tiles] = [{"sg": size, "lanes": size, "wide": 0}]
-    if traits.int64:
-        found.insert(0 if traits.software else 1, {**found[0], "wide": 1})
+    found = [Tiling("broadcast", size)]
+    if capabilities.int64:
+        found.insert(0 if capabilities.software else 1, replace(found[0], wide=True))
     return [*found, plain]
 
 
-def _lanes_and_tile(traits: Traits, c: Any) -> list[Tiles]:
+def _lanes_and_tile(capabilities: Capabilities, c: Any) -> list[Tiling]:
     # On a CPU two queries a lane share what costs most, fetching: 12 against 23 ms. On a GPU more keys a step mean
     # fewer rescalings. Without subgroups four keys would compile for half a minute on lavapipe.
-    tiles = [(2, 1), (1, 1)] if traits.software else [(1, 4), (1, 1), (2, 1)]
+    shapes = [(2, 1), (1, 1)] if capabilities.software else [(1, 4), (1, 1), (2, 1)]
     return [
-        {**lanes, "queries": queries, "keys_per_step": keys}
-        for lanes in _lanes(traits, c)
-        for queries, keys in (tiles if lanes["sg"] else [(1, 1)])
+        replace(lanes, rows=queries, span=keys)
+        for lanes in _lanes(capabilities, c)
+        for queries, keys in (shapes if lanes.subgroup else [(1, 1)])
     ]
 
 
 def _over_queries(c: Any) -> tuple[int, int, int]:
-    return cdiv(c.rows * c.group, c.lanes * getattr(c, "queries", 1)), c.kv_heads, 1
+    return cdiv(c.rows * c.group, c.tile.lanes * c.tile.rows), c.kv_heads, 1
+
+
+@dataclass(frozen=True)
+class AttentionTuning:
+    """Of one causal sequence of the call's size, of which the queries are the last rows."""
+
+    sizes: tuple[str, ...] = ("rows", "keys")
+    batch: tuple[str, ...] = ("rows", "keys")
+
+    def work(self, c: Constants) -> float:
+        """Multiply-adds of the scores, were all keys seen."""
+        keys = c["keys"] if "keys" in c else c["rows"]
+        return float(c["rows"] * keys * c["kv_heads"] * c["group"] * c["dim"])
+
+    def cut(self, c: Constants) -> Constants:
+        return c | {size: min(c[size], CHECKED) for size in self.sizes if size in c}
+
+    def inputs(self, c: Constants, present: tuple[str, ...], rng: np.random.Generator) -> Arrays:
+        rows, heads = c["rows"], c["kv_heads"] * c["group"]
+        keys = c.get("keys", rows)
+        last = np.arange(1, rows + 1) + (keys - rows)
+        ranges = np.stack([np.zeros(rows), last, np.full(rows, rows), np.zeros(rows)], axis=1)
+        stats = np.stack([np.full((rows, heads), 4.0), np.zeros((rows, heads))], axis=2)
+        shapes = {
+            **dict.fromkeys(("q", "y", "dy", "dq"), (rows, heads, c["dim"])),
+            **dict.fromkeys(("k", "v", "dk", "dv"), (keys, c["kv_heads"], c["dim"])),
+            "lse": (rows, heads),
+        }
+        arrays = {name: stored(rng, "f32", *shape) for name, shape in shapes.items() if name in present}
+        arrays |= {"stats": stats.astype(np.float32), "ranges": ranges.astype(np.uint32)}
+        return {name: arrays[name] for name in present}
+
+
+TUNING = AttentionTuning()
 
 
 def _weights(
@@ -59,7 +96,7 @@ def _rows_first(x: np.ndarray) -> np.ndarray:
     return x.transpose(2, 0, 1, 3)
 
 
-@kernel("attention_forward.wgsl.j2", grid=_over_queries, variants=_lanes_and_tile, sample=samples.attention)
+@kernel("attention_forward.wgsl.j2", grid=_over_queries, variants=_lanes_and_tile, tuning=TUNING)
 def attention_forward(
     q: In,
     k: In,
@@ -113,7 +150,7 @@ def _score_gradients(
     return qs, ks, dys, p, scale * p * (dp - stats[..., 1:])
 
 
-@kernel("attention_backward_q.wgsl.j2", grid=_over_queries, variants=_lanes, sample=samples.attention)
+@kernel("attention_backward_q.wgsl.j2", grid=_over_queries, variants=_lanes, tuning=TUNING)
 def attention_backward_q(
     q: In,
     k: In,
@@ -137,9 +174,9 @@ def attention_backward_q(
 
 @kernel(
     "attention_backward_kv.wgsl.j2",
-    grid=lambda c: (cdiv(c.rows, c.lanes), c.kv_heads, 1),
+    grid=lambda c: (cdiv(c.rows, c.tile.lanes), c.kv_heads, 1),
     variants=_lanes,
-    sample=samples.attention,
+    tuning=TUNING,
 )
 def attention_backward_kv(
     q: In,

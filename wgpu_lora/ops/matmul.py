@@ -6,64 +6,35 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, Grid, In, InOut, Tiles, Traits, Variants, Word, cdiv, kernel
-from wgpu_lora.ops import samples
+from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, Grid, In, InOut, Word, cdiv, kernel
+from wgpu_lora.ops.matmul_tuning import LoraTuning, MatmulTuning, dense_operand, tilings
 
-FILE = "matmul.wgsl.j2"
+FILE = "matmul/product.wgsl.j2"
+DENSE = MatmulTuning(dense_operand)
+WIDE = tilings(4, (16, 4), (16, 2), (8, 4))
+THIN = tilings(4, (16, 2), (8, 2), (16, 1))
 
 
 def tile_grid(c: Any) -> Grid:
-    return (cdiv(c.m, c.rows), cdiv(c.n, c.lanes * c.cols), c.slots if c.form == "tn" else 1)
+    tile = c.tile
+    return (cdiv(c.m, tile.rows), cdiv(c.n, tile.lanes * tile.cols), c.slots if c.form == "tn" else 1)
 
 
 def divisibility(c: Any) -> dict[str, bool]:
-    """What the template must know of a shape, and no more: each fact doubles the pipelines. The rest is uniform."""
-    nf4, transposed = c.b_type == "nf4", c.form == "nt"
+    """What the template must know of a shape, and no more: each fact doubles the pipelines. The rest is uniform.
+
+    octets, blocks and even_k are of b's words and scales; formats that have such say so (see weights.nf4).
+    """
     rows_of_a = c.m if c.form == "tn" else c.k
     offsets = [getattr(c, name, 0) for name in ("stride", "a_skip", "a_first")]
-    words = c.k if transposed else c.n
     return {
         "quads": rows_of_a % 4 == 0 and all(offset % 4 == 0 for offset in offsets),
-        "octets": nf4 and words % 8 == 0,
-        "blocks": nf4 and words % 64 == 0,  # of one scale: none straddles rows
         "even": c.n % 2 == 0 and all(getattr(c, name, 0) % 2 == 0 for name in ("stride", "y_skip", "y_first")),
-        "even_k": nf4 and not transposed and c.k % 2 == 0,
+        **dict.fromkeys(("octets", "blocks", "even_k"), False),
     }
 
 
-def tiles(span: int, *shapes: tuple[int, int]) -> Variants:
-    """Tilings, the default first: rows, columns a lane, and steps of the contraction a round (a multiple of `span`).
-
-    `wide` reads 64-bit words, which halves the loads of drivers that make a load of every scalar. Without subgroups a
-    workgroup has 32 independent lanes. Products of few rows, as in decoding, have tiles of no more rows; their rounds
-    are longer, so that every lane has some of a to fetch.
-    """
-
-    def variants(traits: Traits, c: Any) -> list[Tiles]:
-        size, chosen, steps = traits.subgroup_size, shapes, span
-        if c.form != "tn" and c.m <= FEW_ROWS:
-            few = 1 << (c.m - 1).bit_length()
-            chosen, steps = ((few, 4), (few, 2)), max(span, 32 // few)
-        if size not in (4, 8, 16, 32, 64):
-            plain: Tiles = {"rows": min(chosen[0][0], 8), "cols": 4, "span": span, "wide": 0, "sg": 0, "lanes": 32}
-            return [plain, {**plain, "cols": 2}]
-        found = [{"rows": r, "cols": w, "span": steps, "wide": 0, "sg": size, "lanes": size} for r, w in chosen]
-        if traits.int64:
-            wide = [{**tiling, "wide": 1} for tiling in found]
-            found = [*wide, *found] if traits.software else [*found, *wide]
-        return [*found, {"rows": min(chosen[0][0], 8), "cols": 4, "span": span, "wide": 0, "sg": 0, "lanes": 32}]
-
-    return variants
-
-
-FEW_ROWS = 8
-WIDE = tiles(4, (16, 4), (16, 2), (8, 4))
-PACKED = tiles(8, (16, 4), (16, 2), (8, 4))
-PACKED_NN = tiles(4, (16, 4), (16, 2), (8, 4))
-THIN = tiles(4, (16, 2), (8, 2), (16, 1))
-
-
-def finish(y: np.ndarray, product: np.ndarray, accumulate: bool, bias: Any = None, row_scale: Any = None) -> np.ndarray:
+def finish(y: np.ndarray, product: np.ndarray, accumulate: bool, bias: Any = None, row_scale: Any = None) -> Any:
     product = product + (0 if bias is None else bias)
     if row_scale is not None:
         return y * row_scale.reshape(-1, 1) + product
@@ -72,7 +43,8 @@ def finish(y: np.ndarray, product: np.ndarray, accumulate: bool, bias: Any = Non
 
 def operand(a: np.ndarray, m: int, k: int, a_scale: Any) -> np.ndarray:
     """a [m, k], its rows times a_scale where they were stored divided by it."""
-    return a.reshape(m, k) * (1 if a_scale is None else a_scale.reshape(-1, 1))
+    rows = a.reshape(m, k)
+    return rows if a_scale is None else rows * np.asarray(a_scale).reshape(-1, 1)
 
 
 def _range(x: np.ndarray, rows: int, first: int, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -81,7 +53,7 @@ def _range(x: np.ndarray, rows: int, first: int, width: int) -> tuple[np.ndarray
     return whole, whole[:, first : first + width]
 
 
-@kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, sample=samples.matmul)
+@kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, tuning=DENSE)
 def matmul_nt(
     a: In,
     b: Fixed,
@@ -109,7 +81,7 @@ def matmul_nt(
     return result
 
 
-@kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, sample=samples.matmul)
+@kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, tuning=DENSE)
 def matmul_nn(
     a: In,
     b: Fixed,
@@ -139,7 +111,7 @@ def matmul_nn(
 
 def _slot_rows(ranges: np.ndarray, first_row: int, count: int) -> np.ndarray:
     """Each slot's rows [start, stop) among the `count` rows of the batch from first_row on."""
-    return np.clip(ranges.reshape(-1, 2).astype(int) - first_row, 0, count)
+    return (ranges.reshape(-1, 2).astype(int) - first_row).clip(0, count)
 
 
 def _by_slot(y: np.ndarray, ranges: np.ndarray, first_row: int, product: Any, accumulate: bool) -> np.ndarray:
@@ -151,7 +123,7 @@ def _by_slot(y: np.ndarray, ranges: np.ndarray, first_row: int, product: Any, ac
     return result
 
 
-@kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility, sample=samples.lora)
+@kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility, tuning=LoraTuning())
 def lora_nt(
     a: In,
     b: Fixed,
@@ -181,7 +153,7 @@ def lora_nt(
     )
 
 
-@kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility, sample=samples.lora)
+@kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility, tuning=LoraTuning())
 def lora_nn(
     a: In,
     b: Fixed,
@@ -208,7 +180,7 @@ def lora_nn(
     )
 
 
-@kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility, sample=samples.lora)
+@kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility, tuning=LoraTuning(("k", "slots")))
 def lora_tn(
     a: In,
     b: In,

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from wgpu_lora.gpu.kernel import Grid, Tiles, Traits, one_per
+from wgpu_lora.gpu.kernel import Grid, one_per
+from wgpu_lora.gpu.tiling import Capabilities, Tiling
 
 
-def by_subgroup(traits: Traits, c: Any) -> list[Tiles]:
+def by_subgroup(capabilities: Capabilities, c: Any) -> list[Tiling]:
     """One subgroup a row where the device has subgroups, and one thread a row everywhere."""
-    plain: Tiles = {"sg": 0}
-    return [{"sg": traits.subgroup_size}, plain] if traits.subgroup_size >= 4 else [plain]
+    size = capabilities.subgroup_size
+    return [Tiling("broadcast", size), Tiling()] if size >= 4 else [Tiling()]
 
 
 def row_grid(rows: Callable[[Any], int]) -> Callable[[Any], Grid]:
-    return lambda c: one_per(rows(c), 1 if c.sg else 64)
+    return lambda c: one_per(rows(c), 1 if c.tile.subgroup else c.tile.lanes)

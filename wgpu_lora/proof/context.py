@@ -11,14 +11,15 @@ from wgpu_lora.data import training_data
 from wgpu_lora.data.files import FileSource
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub import resolve_model
-from wgpu_lora.proof.children import Children, finish
-from wgpu_lora.proof.finding import ChildFailed, NotRun
+from wgpu_lora.proof.children import Children
+from wgpu_lora.proof.finding import NotRun
 from wgpu_lora.proof.heldout import seen_rows
 from wgpu_lora.proof.training import Training, train
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import with_demo_data
 from wgpu_lora.train.recipes import gather
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
+from wgpu_lora.worker.parent import WorkerFailed
 
 
 class Refused(UserError):
@@ -56,7 +57,7 @@ class Proof:
     def devices(self) -> dict[str, Any]:
         """What jobs.devices found. Raises Refused where --devices cannot be followed."""
         asked = {"select": self.select, "discrete": self.discrete}
-        found = self._once("devices", lambda: self.children.job("devices", "devices", **asked))
+        found = self._once("devices", lambda: self.children.run("devices", "proof-devices", **asked))
         if "refused" in found:
             raise Refused(found["refused"])
         return found
@@ -111,25 +112,23 @@ class Proof:
     def answers(self, name: str, adapter: str | None) -> list[dict[str, Any]]:
         """Answers to the held-out requests with an adapter, and their checks' verdicts."""
         where = {"device": self.used()[0], "adapter": adapter, "allow_unconfined": self.allow_unconfined}
-        return self._once(name, lambda: self.children.job(name, "answers", options=self.options(), **where)["answers"])
+        return self._once(name, lambda: self.children.run(name, "proof-answers", options=self.options(), **where))
 
     def _generate(self, index: int) -> dict[str, Any]:
         packed, arrays = self.out / "work" / f"packed-{index}", self.out / "work" / f"logits-{index}.npz"
-        options = ("--output", packed, "--device", index)
-        imported = self.children.command(f"import-{index}", "import", self.args.model, *options)
-        finish(imported)
+        self.children.run(f"import-{index}", "import", model=self.args.model, output=str(packed), device=index)
         generated = {"options": self.options(model=str(packed)), "device": index, "arrays": str(arrays)}
-        return self.children.job(f"generate-{index}", "generate", **generated) | {"arrays": str(arrays)}
+        return self.children.run(f"generate-{index}", "proof-generate", **generated) | {"arrays": str(arrays)}
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
         """What `make` returns, made once. Its failure is the first asker's; the others could not run."""
         if name not in self._made:
             try:
                 self._made[name] = make()
-            except ChildFailed as error:
+            except WorkerFailed as error:
                 self._made[name] = error
                 raise
-        elif isinstance(self._made[name], ChildFailed):
+        elif isinstance(self._made[name], WorkerFailed):
             raise NotRun(f"it needs what failed before: {self._made[name]}")
         return self._made[name]
 

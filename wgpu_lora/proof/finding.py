@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,9 +93,10 @@ class Result:
         return f"{'Partly checked' if partly else 'Not proven'}: {passed}; {'; '.join(said)}."
 
 
+def finite_or_nan(value: float | None) -> float:
+    """A number of a child's result, which has null for one that is not finite."""
+    return math.nan if value is None else value
+
+
 class NotRun(Exception):
     """A check cannot be done here; the message says why."""
-
-
-class ChildFailed(Exception):
-    """A child process ended other than it should."""

@@ -14,8 +14,9 @@ from wgpu_lora.proof.checks import ANSWERS, CHECKS, LAST
 from wgpu_lora.proof.checks.answers import check_answers_can_run
 from wgpu_lora.proof.children import Children
 from wgpu_lora.proof.context import Proof, Refused, read_recipe
-from wgpu_lora.proof.finding import FAILED, LEFT_OUT, NOT_RUN, Check, ChildFailed, Finding, NotRun, Result
+from wgpu_lora.proof.finding import FAILED, LEFT_OUT, NOT_RUN, Check, Finding, NotRun, Result
 from wgpu_lora.proof.report import write_report
+from wgpu_lora.worker.parent import WorkerFailed
 
 RECIPE, OUT = "wgpu-proof", "proof"
 FIRST = 1  # the check of the devices
@@ -123,7 +124,7 @@ def _lacking(proof: Proof) -> str | None:
     """What --require-discrete does not get here, asked before anything else; what fails otherwise is for the checks."""
     try:
         return proof.lacks_discrete()
-    except ChildFailed as error:
+    except WorkerFailed as error:
         return f"--require-discrete {proof.discrete}, but the devices could not be found out: {error}"
 
 
@@ -136,7 +137,7 @@ def _do(number: int, proof: Proof) -> Check:
         finding = Finding(NOT_RUN, str(error))
     except Refused:
         raise
-    except (ChildFailed, UserError) as error:
+    except (WorkerFailed, UserError) as error:
         finding = Finding(FAILED, str(error))
     except Exception as error:  # one check's fault must not cost the others' findings
         finding = Finding(FAILED, f"the check itself broke: {type(error).__name__}: {error}")

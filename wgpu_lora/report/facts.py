@@ -1,19 +1,19 @@
-"""What a page says of a run, each a line of a table."""
+"""What a page says of a run: its tables, by their labels, and a Markdown line."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from wgpu_lora.report.runs import SPEEDS, Run
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.ending import OUTCOMES, STOP_TEXT
 from wgpu_lora.train.memory import readable
-from wgpu_lora.train.records import RunRecord
 
-Fact = Callable[[RunRecord], str]
 OWN = ("output", "resume")  # options that say nothing of what was trained
 NONE = "none"
+HELD_OUT = "held-out data, SHA-256"
+Facts = dict[str, str]
 
 
 def number(value: float | None) -> str:
@@ -28,74 +28,63 @@ def span(seconds: float) -> str:
     return f"{minutes} min {rest:02} s" if minutes < 100 else f"{minutes // 60:,} h {minutes % 60:02} min"
 
 
-def model_of(run: RunRecord) -> str:
-    return run.options.model or "demo"
-
-
-def steps_of(run: RunRecord) -> str:
-    return f"{run.state.step:,} of {run.state.total_steps:,}"
-
-
-def ended(run: RunRecord) -> str:
-    """Finished, stopped early, interrupted or failed, and why where that says more."""
-    reason = run.stop_reason
+def losses(run: Run) -> Facts:
+    state, reason = run.record.state, run.record.stop_reason
     outcome = OUTCOMES.get(reason, reason)
-    return f"{outcome} ({STOP_TEXT[reason].partition(';')[0]})" if outcome == "failed" else outcome
+    best, at = state.best_eval_loss, f", step {state.best_step:,}"
+    return {
+        "training loss, last": number(state.last_loss),
+        "held-out loss, before": number(state.first_eval_loss),
+        "held-out loss, last": number(state.last_eval_loss),
+        "held-out loss, best": number(best) + ("" if best is None else at),
+        "steps": f"{state.step:,} of {state.total_steps:,}",
+        "ended": f"{outcome} ({STOP_TEXT.get(reason, reason).partition(';')[0]})" if outcome == "failed" else outcome,
+    }
 
 
-def _loss(name: str) -> Fact:
-    return lambda run: number(getattr(run.state, name))
+def costs(run: Run) -> Facts:
+    state, device, speeds = run.record.state, run.record.environment.device, run.speeds()
+    return {
+        "time": span(state.seconds),
+        "trained tokens": f"{state.tokens:,}",
+        "trained parameters": f"{run.record.trainable_parameters:,}",
+        "peak device memory": readable(run.record.memory.peak),
+        **{f"{kind} tokens/s": f"{speeds[kind]:,.0f}" if kind in speeds else "not logged" for kind in SPEEDS},
+        "device": f"{device.name}, {device.backend}",  # the longest, so the last
+    }
 
 
-def _best(run: RunRecord) -> str:
-    best = run.state.best_eval_loss
-    return number(best) if best is None else f"{number(best)}, step {run.state.best_step:,}"
+def origin(run: Run) -> Facts:
+    """What a run is of beside its options; a digest tells files apart that have one name."""
+    record, device = run.record, run.record.environment.device
+    return {
+        "training data": record.data.summary,
+        "training data, SHA-256": record.data.digest,
+        HELD_OUT: record.eval_data.digest if record.eval_data else NONE,
+        "base, SHA-256": record.base_digest,
+        "initial adapter, SHA-256": record.init_adapter_sha256 or NONE,
+        "device": f"{device.name}, {device.driver}, {device.backend}",
+        "versions": ", ".join(f"{name} {version}" for name, version in record.environment.versions.items()),
+    }
 
 
-LOSSES: dict[str, Fact] = {
-    "training loss, last": _loss("last_loss"),
-    "held-out loss, before": _loss("first_eval_loss"),
-    "held-out loss, last": _loss("last_eval_loss"),
-    "held-out loss, best": _best,
-    "steps": steps_of,
-    "ended": ended,
-}
-COSTS: dict[str, Fact] = {
-    "time": lambda run: span(run.state.seconds),
-    "trained tokens": lambda run: f"{run.state.tokens:,}",
-    "trained parameters": lambda run: f"{run.trainable_parameters:,}",
-    "peak device memory": lambda run: readable(run.memory.peak),
-    "device": lambda run: f"{run.environment.device.name}, {run.environment.device.backend}",
-}
-# What a run is of beside its options; a digest tells files apart that have one name.
-RECORD: dict[str, Fact] = {
-    "training data": lambda run: run.data.summary,
-    "training data, SHA-256": lambda run: run.data.digest,
-    "held-out data, SHA-256": lambda run: run.eval_data.digest if run.eval_data else NONE,
-    "base, SHA-256": lambda run: run.base_digest,
-    "initial adapter, SHA-256": lambda run: run.init_adapter_sha256 or NONE,
-    "device": lambda run: ", ".join(vars(run.environment.device)[name] for name in ("name", "driver", "backend")),
-    "versions": lambda run: ", ".join(f"{k} {v}" for k, v in run.environment.versions.items()),
-}
-RESULT: dict[str, Fact] = {
-    "adapter, SHA-256": lambda run: run.adapter_sha256,
-    "peak device memory": lambda run: f"{run.memory.peak:,} bytes",
-}
+def result(run: Run) -> Facts:
+    peak = f"{run.record.memory.peak:,} bytes"
+    return {"adapter, SHA-256": run.record.adapter_sha256, "peak device memory": peak}
 
 
-def settings(run: RunRecord) -> dict[str, str]:
+def settings(run: Run) -> Facts:
     """A run's options as its command line has them."""
-    options = {**run.options.as_dict(), "model": model_of(run)}
-    return {flag: _shown(options[name]) for name in sorted(options) if name not in OWN for flag in [_flag(name)]}
+    return _flags(run.record.options.as_dict() | {"model": run.record.options.model or "demo"})
 
 
-def defaults() -> dict[str, str]:
+def defaults() -> Facts:
     """The options of a run of which nothing was said."""
-    return {_flag(name): _shown(value) for name, value in asdict(TrainingArguments()).items()}
+    return _flags(asdict(TrainingArguments()))
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def _flags(options: dict[str, Any]) -> Facts:
+    return {f"--{name.replace('_', '-')}": _shown(options[name]) for name in sorted(options) if name not in OWN}
 
 
 def _shown(value: Any) -> str:
@@ -106,19 +95,19 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def summary(name: str, run: RunRecord, speeds: Sequence[str]) -> str:
+def summary(run: Run) -> str:
     """A Markdown line for a run log."""
-    state, options, device = run.state, run.options, run.environment.device
-    losses = [f"loss {number(state.last_loss)}"]
+    state, options, device = run.record.state, run.record.options, run.record.environment.device
+    found, cost = losses(run), costs(run)
+    said = [f"loss {number(state.last_loss)}"]
     if state.last_eval_loss is not None:
-        first = state.first_eval_loss
-        seen = [] if first is None else [f"{number(first)} before"]
-        seen += [] if state.best_eval_loss is None else [f"best {number(state.best_eval_loss)}"]
-        losses.append(f"held-out {number(state.last_eval_loss)}" + (f" ({', '.join(seen)})" if seen else ""))
-    speed = f"{', '.join(speeds)} tokens/s" if speeds else "speed not logged"
-    what = f"{model_of(run)}, rank {options.lora_r} on {options.target_modules}"
-    memory = f"{readable(run.memory.peak)} of device memory"
+        seen = {"{} before": state.first_eval_loss, "best {}": state.best_eval_loss}
+        more = ", ".join(text.format(number(loss)) for text, loss in seen.items() if loss is not None)
+        said.append(f"held-out {number(state.last_eval_loss)}" + (f" ({more})" if more else ""))
+    speeds = ", ".join(f"{value:,.0f} {kind}" for kind, value in run.speeds().items())
     return (
-        f"- **{name}**: {what}, {steps_of(run)} steps ({ended(run)}), {', '.join(losses)}, "
-        f"{span(state.seconds)}, {speed}, {memory}, on {device.name}, {device.driver}"
+        f"- **{run.name}**: {options.model or 'demo'}, rank {options.lora_r} on {options.target_modules}, "
+        f"{found['steps']} steps ({found['ended']}), {', '.join(said)}, {cost['time']}, "
+        f"{f'{speeds} tokens/s' if speeds else 'speed not logged'}, {cost['peak device memory']} of device memory, "
+        f"on {device.name}, {device.driver}"
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.errors import UserError
 from wgpu_lora.pages import render
+from wgpu_lora.report import facts
 from wgpu_lora.report.compare import compare, verdict
 from wgpu_lora.report.plots import axes_of, kernels, memory, plots, unlike
 from wgpu_lora.report.runs import ADVICE, Run
@@ -33,23 +34,22 @@ def write_report(runs: Sequence[Run], output: Path) -> Path:
 
 def render_report(runs: Sequence[Run]) -> str:
     groups, bars = memory(runs)
-    compared = compare(runs)
-    titled = f"Report of {runs[0].name}" if len(runs) == 1 else f"Report of {len(runs)} runs"
+    differing, alike = compare(runs)
     return render(
         Path(__file__).with_name("page.html.j2"),
-        title=titled,
+        title=f"Report of {runs[0].name}" if len(runs) == 1 else f"Report of {len(runs)} runs",
         runs=runs,
-        differing=compared.differing,
-        alike=[(label, values[:1]) for label, values in compared.alike],
+        facts=facts,
+        differing=differing,
+        alike=[(label, values[:1]) for label, values in alike],
         verdict=verdict(runs),
         axes=axes_of(runs),
         log=unlike(runs),
         plots=plots(runs),
         groups=groups,
         memory=bars,
-        memory_rows=[(group, [f"{run.memory.get(group, 0):,.0f}" for run in runs]) for group in groups],
         kernels=kernels(runs),
-        profiled=[run.profiled or f"{run.name}: not measured; {ADVICE} does." for run in runs],
+        advice=ADVICE,
     )
 
 

@@ -1,13 +1,12 @@
-"""Charts of runs, laid over each other. A line chart is a function here and its line in `PLOTS`."""
+"""Charts of runs, laid over each other. A line chart is an entry of `PLOTS`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from wgpu_lora.pages.chart import COLOURS, Chart, Line, line_chart, parts, smoothed
-from wgpu_lora.report.runs import SPEEDS, Point, Run
+from wgpu_lora.report.runs import SPEEDS, Run
 from wgpu_lora.train.memory import readable
 
 KERNELS = 12  # that get a bar of their own
@@ -15,11 +14,27 @@ LONG = 50  # points of a line that is smoothed
 SMOOTHED = 25  # windows of a line
 UNLIKE = 4  # times as long: then the longest run leaves no room for the shortest, unless the axis is logarithmic
 UNITS = (("hours", 3600.0, 2.0), ("minutes", 60.0, 2.0), ("seconds", 1.0, 0.0))  # name, seconds, from how many on
-Points = Callable[[str], list[Point]]
+TRAINED, PROCESSED = SPEEDS.values()
+# Title -> label, how its lines are to be read, and a run's lines: (key of the log, style, what follows the run's name).
+# "mean" is of what jumps from step to step: it is faint, with its mean over it. "dots" is dashed and marked.
+PLOTS: dict[str, tuple[str, str, tuple[tuple[str, str, str], ...]]] = {
+    "Loss": (
+        "loss",
+        "Solid: training. Dashed, with dots: held out.",
+        (("loss", "mean", ""), ("eval_loss", "dots", ", held out")),
+    ),
+    "Learning rate": ("learning rate", "", (("learning_rate", "line", ""),)),
+    "Gradient norm": ("norm before clipping", "", (("grad_norm", "mean", ""),)),
+    "Speed": (
+        "tokens per second",
+        "Solid: trained tokens, which have a loss. Dashed: processed tokens, prompts included.",
+        ((TRAINED, "line", ", trained"), (PROCESSED, "dashed", ", processed")),
+    ),
+}
+FAINT = "Faint lines are as logged, strong ones their running mean."
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """A chart by one axis, linear or logarithmic."""
 
     axis: str
@@ -27,53 +42,12 @@ class View:
     chart: Chart
 
 
-@dataclass(frozen=True)
-class Plot:
+class Plot(NamedTuple):
     """A line chart by every axis. note: what its lines are."""
 
     title: str
     note: str
     views: list[View]
-
-
-def _with_mean(run: Run, points: list[Point], colour: int) -> list[Line]:
-    """What jumps from step to step is faint, with its mean over it."""
-    if len(points) < LONG:
-        return [Line(run.name, points, colour)]
-    mean = smoothed(points, max(3, len(points) // SMOOTHED))
-    return [Line(run.name, points, colour, "faint"), Line(run.name, mean, colour)]
-
-
-def losses(run: Run, by: Points, colour: int) -> list[Line]:
-    held = Line(f"{run.name}, held out", by("eval_loss"), colour, "dashed", marked=True)
-    return [*_with_mean(run, by("loss"), colour), held]
-
-
-def learning_rate(run: Run, by: Points, colour: int) -> list[Line]:
-    return [Line(run.name, by("learning_rate"), colour)]
-
-
-def gradient_norm(run: Run, by: Points, colour: int) -> list[Line]:
-    return _with_mean(run, by("grad_norm"), colour)
-
-
-def speed(run: Run, by: Points, colour: int) -> list[Line]:
-    styles = zip(SPEEDS.items(), ("line", "dashed"), strict=True)
-    return [Line(f"{run.name}, {kind}", by(key), colour, style) for (kind, key), style in styles]
-
-
-# Title -> (label, how its lines are to be read, the lines of a run)
-PLOTS: dict[str, tuple[str, str, Callable[[Run, Points, int], list[Line]]]] = {
-    "Loss": ("loss", "Solid: training. Dashed, with dots: held out.", losses),
-    "Learning rate": ("learning rate", "", learning_rate),
-    "Gradient norm": ("norm before clipping", "", gradient_norm),
-    "Speed": (
-        "tokens per second",
-        "Solid: trained tokens, which have a loss. Dashed: processed tokens, prompts included.",
-        speed,
-    ),
-}
-FAINT = "Faint lines are as logged, strong ones their running mean."
 
 
 def axes_of(runs: Sequence[Run]) -> dict[str, str]:
@@ -92,16 +66,10 @@ def unlike(runs: Sequence[Run]) -> bool:
 def plots(runs: Sequence[Run]) -> list[Plot]:
     """Every line chart that the runs have data for."""
     found = []
-    for title, (label, note, draw) in PLOTS.items():
+    for title, (label, note, _) in PLOTS.items():
         views, faint = [], ""
         for axis, x_label in axes_of(runs).items():
-            unit = _unit(runs)[1] if axis == "seconds" else 1.0
-            lines = [
-                line
-                for n, run in enumerate(runs)
-                for line in draw(run, partial(_points, run, axis, unit), n)
-                if line.points
-            ]
+            lines = list(_lines(runs, title, axis))
             if lines:
                 scales = (False,) if axis == "progress" else (False, True)
                 views += [View(axis, log, line_chart(lines, x_label, label, log)) for log in scales]
@@ -111,8 +79,17 @@ def plots(runs: Sequence[Run]) -> list[Plot]:
     return found
 
 
-def _points(run: Run, axis: str, unit: float, key: str) -> list[Point]:
-    return [(x / unit, y) for x, y in run.points(key, axis)]
+def _lines(runs: Sequence[Run], title: str, axis: str) -> Iterator[Line]:
+    unit = _unit(runs)[1] if axis == "seconds" else 1.0
+    for colour, run in enumerate(runs):
+        for key, style, suffix in PLOTS[title][2]:
+            name, points = f"{run.name}{suffix}", [(x / unit, y) for x, y in run.points(key, axis)]
+            if style == "mean" and len(points) >= LONG:
+                yield Line(name, points, colour, "faint")
+                points = smoothed(points, max(3, len(points) // SMOOTHED))
+            drawn = {"mean": "line", "dots": "dashed"}.get(style, style)
+            if points:
+                yield Line(name, points, colour, drawn, marked=style == "dots")
 
 
 def _unit(runs: Sequence[Run]) -> tuple[str, float]:
@@ -123,47 +100,38 @@ def _unit(runs: Sequence[Run]) -> tuple[str, float]:
 
 # -- bars --------------------------------------------------------------------------------------------------------------
 
-Span = tuple[str, str, int, str]  # start, width, colour, what it says
 
-
-@dataclass(frozen=True)
-class Bar:
-    """label, and the parts and the value of a line of bars."""
+class Bar(NamedTuple):
+    """spans: (start, width, colour, what it says) of each part of a line of bars."""
 
     label: str
-    spans: list[Span]
+    spans: list[tuple[str, str, int, str]]
     value: str
 
 
 def memory(runs: Sequence[Run]) -> tuple[list[str], list[Bar]]:
     """The groups, in the order of their colours, and a bar for each run."""
-    groups = list(dict.fromkeys(group for run in runs for group in run.memory))
-    most = max((sum(run.memory.values()) for run in runs), default=0.0)
+    held = [run.record.memory.groups for run in runs]
+    groups, most = list(dict.fromkeys(group for sizes in held for group in sizes)), max(sum(s.values()) for s in held)
     bars = []
-    for run in runs:
-        values = [run.memory.get(group, 0.0) for group in groups]
-        said = [f"{group}: {readable(int(value))}" for group, value in zip(groups, values, strict=True)]
-        spans = [
-            (start, width, n % COLOURS, text)
-            for n, ((start, width), text) in enumerate(zip(parts(values, most), said, strict=True))
-        ]
-        bars.append(Bar(run.name, spans, readable(int(sum(values)))))
+    for run, sizes in zip(runs, held, strict=True):
+        places = parts((sizes.get(group, 0) for group in groups), most)
+        said = [f"{group}: {readable(sizes.get(group, 0))}" for group in groups]
+        spans = [(*place, n % COLOURS, text) for n, (place, text) in enumerate(zip(places, said, strict=True))]
+        bars.append(Bar(run.name, spans, readable(sum(sizes.values()))))
     return groups, bars
 
 
 def kernels(runs: Sequence[Run]) -> dict[str, list[Bar]]:
     """The most expensive kernels, each with a bar for every run that was profiled."""
-    profiled = [(n, run.name, run.kernels) for n, run in enumerate(runs) if run.kernels]
-    most: dict[str, float] = {}
-    for _, _, seconds in profiled:
-        for name, value in seconds.items():
-            most[name] = max(value, most.get(name, 0.0))
-    longest = max(most.values(), default=0.0)
-    found: dict[str, list[Bar]] = {}
-    for kernel in sorted(most, key=lambda name: -most[name])[:KERNELS]:
-        found[kernel] = []
-        for number, name, seconds in profiled:
-            said = f"{1e3 * seconds.get(kernel, 0.0):,.2f} ms"
-            ((start, width),) = parts([seconds.get(kernel, 0.0)], longest)
-            found[kernel].append(Bar(name, [(start, width, number % COLOURS, f"{name}: {said}")], said))
+    profiled = [(n % COLOURS, run.name, run.kernels) for n, run in enumerate(runs) if run.kernels]
+    names = dict.fromkeys(name for *_, seconds in profiled for name in seconds)
+    most = {name: max(seconds.get(name, 0.0) for *_, seconds in profiled) for name in names}
+    found: dict[str, list[Bar]] = {kernel: [] for kernel in sorted(most, key=lambda name: -most[name])[:KERNELS]}
+    for kernel, bars in found.items():
+        for colour, name, seconds in profiled:
+            spent = seconds.get(kernel, 0.0)
+            ((start, width),) = parts([spent], max(most.values()))
+            said = f"{1e3 * spent:,.2f} ms"
+            bars.append(Bar(name, [(start, width, colour, f"{name}: {said}")], said))
     return found

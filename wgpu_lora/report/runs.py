@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 from wgpu_lora.bench.profile import described
 from wgpu_lora.bounded import printable
 from wgpu_lora.errors import UserError
-from wgpu_lora.report.facts import COSTS, LOSSES, RECORD, RESULT, model_of, settings, summary
 from wgpu_lora.report.members import directories_of, nothing_in
 from wgpu_lora.train.output import LOG, read_log
 from wgpu_lora.train.records import RUN, RunRecord
@@ -31,25 +30,14 @@ class Run:
     """What is known of a run, read and checked.
 
     Attributes:
-        settings: its options, as the command line has them. losses, costs, record, result: what the page's tables say
-            of it, by their labels.
-        held_out: the held-out data's digest, and the last loss on them; None without either.
         log: the lines of its log, each with `step`, `tokens` and `seconds`.
-        memory: bytes by group.
         kernels: seconds of a step by kernel; None where they were not measured, or on something else than this run's.
         profiled: what `kernels` were measured on, or why they are not drawn; empty where there is no profile.
     """
 
     name: str
-    settings: dict[str, str]
-    losses: dict[str, str]
-    costs: dict[str, str]
-    record: dict[str, str]
-    result: dict[str, str]
-    held_out: tuple[str, float] | None
-    summary: str
+    record: RunRecord
     log: list[dict[str, float]]
-    memory: dict[str, float]
     kernels: dict[str, float] | None
     profiled: str
 
@@ -60,6 +48,11 @@ class Run:
             return [(line[axis], line[key]) for line in lines]
         last = self.log[-1]["step"] if self.log else 0
         return [(100 * line["step"] / last if last else 0.0, line[key]) for line in lines]
+
+    def speeds(self) -> dict[str, float]:
+        """The median of what was logged, of each kind of token."""
+        found = {kind: [line[key] for line in self.log if key in line] for kind, key in SPEEDS.items()}
+        return {kind: statistics.median(values) for kind, values in found.items() if values}
 
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:
@@ -82,23 +75,13 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
 def _read(name: str, directory: Path) -> Run:
     if not (directory / RUN).is_file():
         raise nothing_in(directory)
-    found = RunRecord.read(directory)
+    record = RunRecord.read(directory)
     try:
-        log = _log(directory / LOG)
-        losses, costs, record, result = (
-            {label: value(found) for label, value in table.items()} for table in (LOSSES, COSTS, RECORD, RESULT)
-        )
-        speeds = _speeds(log)
-        costs |= {f"{kind} tokens/s": f"{speeds[kind]:,.0f}" if kind in speeds else "not logged" for kind in SPEEDS}
-        costs["device"] = costs.pop("device")  # the longest, so the last
-        held_out = None if found.eval_loss is None else (record["held-out data, SHA-256"], found.eval_loss)
-        memory = {group: _amount(count) for group, count in found.memory.groups.items()}
-        kernels, profiled = _profile(name, directory / PROFILE, found)
-        line = summary(name, found, [f"{value:,.0f} {kind}" for kind, value in speeds.items()])
-        options = settings(found)
+        for value in (record.state.seconds, record.memory.peak, *record.memory.groups.values()):
+            _amount(value)
+        return Run(name, record, _log(directory / LOG), *_profile(name, directory / PROFILE, record))
     except DAMAGE as error:
         raise UserError(f"The run in {directory} cannot be read ({type(error).__name__}: {error}).") from error
-    return Run(name, options, losses, costs, record, result, held_out, line, log, memory, kernels, profiled)
 
 
 def _log(path: Path) -> list[dict[str, float]]:
@@ -107,20 +90,6 @@ def _log(path: Path) -> list[dict[str, float]]:
     whole = [{"tokens": 0, **line} if line["step"] == 0 else line for line in lines]
     known = [line for line in whole if {"tokens", "seconds"} <= line.keys()]
     return sorted((line for line in known if min(line[axis] for axis in AXES) >= 0), key=lambda line: line["step"])
-
-
-def _amount(value: Any) -> float:
-    """Bytes or seconds. ValueError where it cannot be that many."""
-    amount = float(value)
-    if not 0 <= amount <= MOST:
-        raise ValueError(f"{amount} is no amount")
-    return amount
-
-
-def _speeds(log: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The median of what was logged, of each kind of token."""
-    found = {kind: [line[key] for line in log if key in line] for kind, key in SPEEDS.items()}
-    return {kind: statistics.median(values) for kind, values in found.items() if values}
 
 
 def _profile(name: str, path: Path, run: RunRecord) -> tuple[dict[str, float] | None, str]:
@@ -145,5 +114,13 @@ def _profile(name: str, path: Path, run: RunRecord) -> tuple[dict[str, float] | 
     except DAMAGE as error:
         why = f"its {PROFILE} cannot be read ({type(error).__name__}: {error}); {ADVICE} makes it anew"
         return None, f"{name}: not drawn, since {why}."
-    own = f"{model_of(run)} in {run.options.base_dtype}"
+    own = f"{run.options.model or 'demo'} in {run.options.base_dtype}"
     return None, f"{name}: not drawn, since its {PROFILE} is of {what}, the run of {own}; {ADVICE} makes its own."
+
+
+def _amount(value: Any) -> float:
+    """Bytes or seconds. ValueError where it cannot be that many."""
+    amount = float(value)
+    if not 0 <= amount <= MOST:
+        raise ValueError(f"{amount} is no amount")
+    return amount

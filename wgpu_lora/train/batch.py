@@ -88,13 +88,12 @@ class Batch:
         weights = None
         for objective, scoring in self._scoring.items():
             score = objective.score(rec, logprobs, scoring)
-            ranges = scoring.group_ranges or scoring.token_ranges
             sums = {
                 totals.loss: score.losses,
                 **{totals.metrics[name]: score.metrics[name] for name in objective.metrics},
             }
             for total, values in sums.items():
-                rec.dispatch(sum_by_slot, values, ranges, total, slots=total.size)
+                rec.dispatch(sum_by_slot, values, scoring.loss_ranges, total, slots=total.size)
             if weights is None:
                 weights = score.weights
                 continue
@@ -107,7 +106,7 @@ class Batch:
     def storages(self) -> set[Storage]:
         """Everything persistent that the program reads or writes, or that `upload` fills."""
         found = self.inputs.storages() | self.program.persistent_storages()
-        return found.union(*(scoring.storages() for scoring in self._scoring.values()))
+        return found | {tensor.storage for scoring in self._scoring.values() for tensor in scoring.tensors()}
 
     def upload(self, groups: Sequence[Group]) -> None:
         """Puts groups into the batch, which has room for them."""

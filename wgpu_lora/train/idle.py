@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import fields
+from typing import Any
 
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.objectives import OBJECTIVES
+from wgpu_lora.train.optimizers import OPTIMIZERS
 
 
 def idle(given: Collection[str], args: TrainingArguments) -> list[str]:
@@ -33,4 +37,13 @@ def idle(given: Collection[str], args: TrainingArguments) -> list[str]:
         args.save_steps == 0,
         f"with {setting('save_steps', 0)} there is one checkpoint, at the end",
     )
+    for name, kinds in (("optim", OPTIMIZERS), ("objective", OBJECTIVES)):
+        chosen: str = getattr(args, name)
+        read, others = _options(kinds[chosen]), {option for kind in kinds.values() for option in _options(kind)}
+        say(sorted(others - read), True, f"{setting(name, chosen)} does not read it")
     return found
+
+
+def _options(kind: Any) -> set[str]:
+    """The options that an optimizer or an objective reads."""
+    return {item.name for item in fields(kind)}

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
+from wgpu_lora.gpu.choices import Choices
 from wgpu_lora.gpu.tuner import Tuner, wanted
 from wgpu_lora.names.naming import setting
 from wgpu_lora.share import budget_bytes, claim
@@ -72,8 +73,7 @@ class Job(Generic[Record]):
                     run.prepare_directory()
                 device = self.session.device
                 device.peak_allocated = device.allocated  # of this run, not of what this process did before
-                self._choose_tiles(events)
-                self.session.allocate(events)
+                self.session.allocate(events, self._choose_tilings(events))
                 return self._train(events)
             finally:
                 self.session.close()
@@ -88,12 +88,12 @@ class Job(Generic[Record]):
         args = self.run.args
         return Tuner(self.session.device) if wanted(args.tune) and not args.resume else None
 
-    def _choose_tiles(self, events: Events) -> None:
+    def _choose_tilings(self, events: Events) -> Choices:
         tuner = self.tuner()
-        tiles = tuner.tune(self.session.programs(), events) if tuner else self.run.state.tiles
-        self.session.device.choices = tiles
+        choices = tuner.tune(self.session.programs(), events) if tuner else self.run.state.tiles
         for run in self.runs:
-            run.state.tiles = tiles
+            run.state.tiles = choices
+        return choices
 
     def _train(self, events: Events) -> Record:
         try:

@@ -71,7 +71,14 @@ def environment(device: Device) -> Environment:
     return Environment(
         {"python": platform.python_version(), "wgpu-native": native_version(), **versions},
         platform.platform(),
-        UsedDevice(info.name, info.driver, info.backend, info.kind, device.subgroup_size, device.options.checked),
+        UsedDevice(
+            info.name,
+            info.driver,
+            info.backend,
+            info.kind,
+            device.capabilities.subgroup_size,
+            device.options.checked,
+        ),
         sys.argv,
     )
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.errors import UserError
-from wgpu_lora.strict_json import to_json
+from wgpu_lora.strict_json import built, to_json
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.ending import OUTCOMES
-from wgpu_lora.train.schema import SCHEMA, schema_of, typed
+from wgpu_lora.train.schema import SCHEMA, schema_of
 from wgpu_lora.train.state import RunState
 
 RUN, PIPELINE = "run.json", "pipeline.json"
@@ -133,7 +133,7 @@ class RunRecord:
             ValueError: something else is missing, or of another type.
         """
         schema_of(facts, path)
-        return typed(cls, facts)
+        return built(cls, facts)
 
     @classmethod
     def read(cls, directory: Path) -> RunRecord:
@@ -220,7 +220,7 @@ class PipelineRecord:
         """The record that pipeline.json holds; raises as `RunRecord.from_json`."""
         if schema_of(facts, path) == 1:  # which had them among the options
             facts = {**{name: facts["options"].pop(name) for name in ("schedule", "batch_tokens")}, **facts}
-        return typed(cls, facts)
+        return built(cls, facts)
 
     def write(self, directory: Path) -> None:
         _write(directory / PIPELINE, self.to_json())

@@ -6,15 +6,12 @@ before. What a file lacks because an earlier version did not know it has its def
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any
 
 from wgpu_lora.errors import UserError
 
 SCHEMA = 2
-T = TypeVar("T")
 
 
 class NewerSchemaError(UserError):
@@ -38,45 +35,3 @@ def schema_of(facts: Any, path: Path) -> int:
             f"{SCHEMA}): update wgpu-lora."
         )
     return found
-
-
-def typed(kind: Any, value: Any, name: str = "the record") -> Any:
-    """A value from JSON as the type that an annotation names: dataclasses of numbers, texts, lists and dicts.
-
-    Fields that a dict lacks have their defaults; those that the dataclass does not know are left out.
-
-    Raises:
-        ValueError: it is of another type, or lacks a field without a default; named by `name`.
-    """
-    if kind is Any or kind is object:
-        return value
-    if isinstance(kind, UnionType):
-        if value is None and NoneType in get_args(kind):
-            return None
-        return typed(next(one for one in get_args(kind) if one is not NoneType), value, name)
-    origin, parts = get_origin(kind) or kind, get_args(kind)
-    if is_dataclass(kind) and isinstance(kind, type):
-        return _built(kind, _of(dict, value, name), name)
-    if origin is dict:
-        return {key: typed(parts[1], item, f"{name}.{key}") for key, item in _of(dict, value, name).items()}
-    if origin is list:
-        return [typed(parts[0], item, f"{name}[{i}]") for i, item in enumerate(_of(list, value, name))]
-    if kind is float and type(value) is int:
-        return float(value)
-    return _of(kind, value, name)
-
-
-def _built(kind: type[T], values: dict[str, Any], name: str) -> T:
-    hints, found = get_type_hints(kind), {}
-    for item in fields(kind):  # type: ignore[arg-type]  # a dataclass
-        if item.name in values:
-            found[item.name] = typed(hints[item.name], values[item.name], item.name)
-        elif item.default is MISSING and item.default_factory is MISSING:
-            raise ValueError(f"'{item.name}' is missing")
-    return kind(**found)
-
-
-def _of(kind: type[T], value: Any, name: str) -> T:
-    if type(value) is not kind:
-        raise ValueError(f"{name} is {value!r:.40}")
-    return value

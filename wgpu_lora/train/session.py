@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wgpu_lora.events import SILENT, Events
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.plan import total_by_group
 from wgpu_lora.gpu.program import Arena, Program, allocate, release
 from wgpu_lora.gpu.tensor import Storage
@@ -16,12 +17,14 @@ from wgpu_lora.models.load import staging_bytes
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.share import claim
+from wgpu_lora.share.refusals import advising
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.batch import Batch, Totals
 from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.objectives.base import Group, Objective
 from wgpu_lora.train.optimizer import Optimizer
 
+ADVISED = ("per_device_train_batch_size", "max_length")  # where the device refuses a plan
 GROUPS = ("base", "adapters", "optimizer", "activations", "workspace")
 
 
@@ -53,6 +56,7 @@ class Session:
         compute_dtype: what activations are rounded to before a frozen matrix (see ops.half).
     """
 
+    @advising(*ADVISED)
     def __init__(
         self,
         model: LoadedModel,
@@ -83,6 +87,7 @@ class Session:
         self.steps = {tokens: batch(tokens, dropout=dropout, recompute=recompute) for tokens in buckets}
         self.heldout = batch(eval_tokens, training=False) if eval_tokens else None
         self.built: set[int] = set()
+        self.choices = NO_CHOICES
         self._claim = ExitStack()
         self.arena: Arena | None = None
 
@@ -100,6 +105,7 @@ class Session:
     def _arena_sizes(self) -> list[int]:
         return Arena.sizes_for([program.plan() for program in self.programs()])
 
+    @advising(*ADVISED)
     def memory(self) -> MemoryPlan:
         """The exact bytes of every buffer that `allocate` creates. Raises UserError where a tensor cannot be bound."""
         groups = dict.fromkeys(GROUPS, 0) | total_by_group(self.storages())
@@ -114,15 +120,21 @@ class Session:
 
     # -- run -------------------------------------------------------------------------------------------------------
 
-    def allocate(self, events: Events = SILENT) -> None:
-        """Loads the base, then creates every other buffer. Raises UserError where others hold the memory."""
+    @advising(*ADVISED)
+    def allocate(self, events: Events = SILENT, choices: Choices = NO_CHOICES) -> None:
+        """Loads the base, then creates every other buffer; the programs are built in the tilings of `choices`.
+
+        Raises:
+            UserError: others hold the memory.
+        """
+        self.choices = choices
         self._claim.enter_context(claim(self.device, self.needs(), "a training step"))
         self.model.load_weights(events)
         allocate(self.device, self.storages())
         self.arena = Arena(self.device, self._arena_sizes())
-        self.optimizer.program.build(self.arena)
+        self.optimizer.program.build(self.arena, choices)
         if self.heldout:
-            self.heldout.program.build(self.arena)
+            self.heldout.program.build(self.arena, choices)
         self.adapters.upload_scales(self.device)
         self.optimizer.initialise(self.device)
         self.tables.upload(self.device)
@@ -144,7 +156,7 @@ class Session:
         batch = self.steps[bucket]
         if bucket not in self.built:
             assert self.arena is not None, "allocate() first"
-            batch.program.build(self.arena)
+            batch.program.build(self.arena, self.choices)
             self.built.add(bucket)
         return batch
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.bounded import read_json
-from wgpu_lora.gpu.choices import Choices
+from wgpu_lora.gpu.choices import choices_from_json
+from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.train.schema import schema_of
 
 STATE = "state.json"
@@ -34,7 +35,8 @@ class RunState:
     best_step: int = 0
     last_loss: float | None = None
     last_eval_loss: float | None = None
-    tiles: Choices = field(default_factory=dict)  # another tiling rounds differently, so a resumed run keeps its own
+    # Chosen for heavy calls. Another tiling rounds differently, so a resumed run keeps its own.
+    tiles: dict[str, Tiling] = field(default_factory=dict)
     pending: list[float] = field(default_factory=list)  # losses of the steps since the last log line
     pending_tokens: int = 0
     pending_processed_tokens: int = 0
@@ -60,7 +62,7 @@ def read_state(directory: Path) -> tuple[RunState, dict[str, Any]]:
     for name, value in state.items():
         if not _RULES[name](value):
             raise ValueError(f"{name} in {STATE} is {value!r:.40}")
-    return RunState(**state), identity
+    return RunState(**state | {"tiles": choices_from_json(state.get("tiles", {}))}), identity
 
 
 def is_count(value: Any) -> bool:
@@ -85,9 +87,11 @@ def _is_losses(value: Any) -> bool:
 
 
 def _is_tiles(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(tiles, dict) and all(is_count(size) for size in tiles.values()) for tiles in value.values()
-    )
+    try:
+        choices_from_json(value)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_identity(value: Any) -> bool:

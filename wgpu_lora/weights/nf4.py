@@ -12,9 +12,10 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, In, InOut, Out, Word, kernel, one_per
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, align, persistent
-from wgpu_lora.ops import samples
+from wgpu_lora.gpu.tunable import Arrays, Constants
 from wgpu_lora.ops.half import matmul_operand
-from wgpu_lora.ops.matmul import FILE, PACKED, PACKED_NN, divisibility, finish, operand, tile_grid
+from wgpu_lora.ops.matmul import FILE, divisibility, finish, operand, tile_grid
+from wgpu_lora.ops.matmul_tuning import MatmulTuning, tilings
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Packed, Shared
 from wgpu_lora.weights.dense import DTYPES
@@ -48,7 +49,28 @@ def _nf4_weight(codes: np.ndarray, scales: np.ndarray, out: int, size_in: int) -
     return values
 
 
-@kernel(FILE, grid=tile_grid, variants=PACKED, specialise=divisibility, sample=samples.matmul, lib=("nf4",))
+def _facts(c: Any) -> dict[str, bool]:
+    """Whether rows of b are whole words, and whole blocks of one scale, and whether two rows always lie together."""
+    words = c.k if c.form == "nt" else c.n
+    return divisibility(c) | {
+        "octets": words % 8 == 0,
+        "blocks": words % BLOCK == 0,
+        "even_k": c.form == "nn" and c.k % 2 == 0,
+    }
+
+
+def _synthetic(c: Constants, rng: np.random.Generator) -> Arrays:
+    """Codes and scales of a random W [out, in]; what lies in the nibbles past the last column must not matter."""
+    out, size_in = (c["n"], c["k"]) if c["form"] == "nt" else (c["k"], c["n"])
+    codes = rng.integers(0, 2**32, (-(-size_in // 8), out), np.uint32)
+    return {"codes": codes, "scales": rng.random(-(-out * size_in // BLOCK), np.float32) + np.float32(0.5)}
+
+
+SHAPES = ((16, 4), (16, 2), (8, 4))  # rows, and columns a lane
+TUNING = MatmulTuning(_synthetic)
+
+
+@kernel(FILE, grid=tile_grid, variants=tilings(8, *SHAPES), specialise=_facts, tuning=TUNING, lib=("nf4",))
 def nf4_matmul(
     a: In,
     codes: Fixed,
@@ -70,7 +92,7 @@ def nf4_matmul(
     return finish(y.reshape(m, n), operand(a, m, k, a_scale) @ weight.T, accumulate, bias)
 
 
-@kernel(FILE, grid=tile_grid, variants=PACKED_NN, specialise=divisibility, sample=samples.matmul, lib=("nf4",))
+@kernel(FILE, grid=tile_grid, variants=tilings(4, *SHAPES), specialise=_facts, tuning=TUNING, lib=("nf4",))
 def nf4_matmul_backward(
     a: In,
     codes: Fixed,

@@ -78,8 +78,7 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Finding:
     monkeypatch.setattr("wgpu_lora.proof.checks.cuda.imported", lambda modules: [])  # tests may have torch
     children = Children(tmp_path / "out")
     try:
-        child = children.command("child", "--version")
-        assert child.wait() == 0, child.last_words()
+        children.run("child", "proof-devices", select="0")
         children.watcher.look()
         for one in children.watcher.seen.values():
             one.looks = one.looks or 1
@@ -201,11 +200,10 @@ def test_resuming_is_judged_by_what_the_resumed_run_wrote(
             (steps / f"step-{step}" / name).write_text(str(step))
     resumed = tmp_path / "resumed"
 
-    def command(name: str, *arguments: object) -> Any:
+    def run(name: str, job: str, **options: Any) -> None:
         shutil.copytree(steps / "step-3", resumed / checkpoint.STEPS / "step-3")
         with (resumed / LOG).open("a") as file:
             file.write("" if written is None else json.dumps(log[-1] | written) + "\n")
-        return SimpleNamespace(wait=lambda: 0)
 
     training = SimpleNamespace(directory=tmp_path / "run", log=log, devices=[0])
     proof: Any = SimpleNamespace(
@@ -213,7 +211,7 @@ def test_resuming_is_judged_by_what_the_resumed_run_wrote(
         recipe="r",
         args=SimpleNamespace(eval_data="e"),
         trained=lambda: training,
-        children=SimpleNamespace(command=command),
+        children=SimpleNamespace(run=run),
     )
     finding = resuming_is_exact(proof)
     assert finding.status == status, finding.reason

@@ -245,7 +245,7 @@ def test_an_interrupt_ends_the_children_and_leaves_their_logs(tmp_path: Path) ->
     assert process.returncode == 130
     assert f"{out}/logs/" in said
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
-    assert (out / "logs" / "finetune.log").stat().st_size
+    assert (out / "logs" / "finetune.jsonl").stat().st_size
     assert not (out / "cache").exists()
 
 

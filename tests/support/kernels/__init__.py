@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import Kernel, Tiles
+from wgpu_lora.gpu.kernel import Kernel
+from wgpu_lora.gpu.tiling import Tiling
 
 Arrays = dict[str, np.ndarray]
 NONE = 0xFFFFFFFF
@@ -22,14 +23,14 @@ NONE = 0xFFFFFFFF
 class Case:
     """One call of a kernel. Outputs in the arrays are what they hold before it.
 
-    spared: tiles -> first row of an output that its tiling leaves alone although the reference computes it.
+    spared: tiling -> first row of an output that it leaves alone although the reference computes it.
     vague: outputs -> places whose value nobody may rely on.
     """
 
     kernel: Kernel
     make: Callable[[np.random.Generator], Arrays]
     constants: dict[str, Any]
-    spared: Callable[[Tiles], int] | None = None
+    spared: Callable[[Tiling], int] | None = None
     vague: dict[str, np.ndarray] = field(default_factory=dict)
     slow: bool = False  # to compile: one tiling is enough
 
@@ -64,12 +65,11 @@ def poison(*shape: int, value: float = np.nan) -> np.ndarray:
     return np.full(shape, value, np.float32)
 
 
-def stored(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
-    """Normal values as they are stored on the device; bf16 by truncation."""
-    values = normal(rng, *shape)
-    if dtype == "bf16":
-        return (values.view(np.uint32) >> 16).astype(np.uint16)
-    return values.astype(np.float16) if dtype == "f16" else values
+def synthetic(kernel: Kernel, rng: np.random.Generator, constants: dict[str, Any], *left_out: str) -> Arrays:
+    """The inputs that a heavy kernel declares for its tuning, but for optional ones left out."""
+    assert kernel.tuning is not None
+    present = tuple(name for name in kernel.bindings if name not in left_out)
+    return kernel.tuning.inputs({**kernel.defaults, **constants}, present, rng)
 
 
 def u32(*values: Any) -> np.ndarray:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from support.kernels import NONE, Arrays, add, normal, poison, u32
+from support.kernels import NONE, Arrays, add, normal, poison, synthetic, u32
+from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.single import widened
 from wgpu_lora.ops import attention
 
@@ -28,28 +29,27 @@ def cached(rows: int, keys: int, window: int = NONE) -> np.ndarray:
 def attend(ranges: np.ndarray, keys: int, kv_heads: int, group: int, dim: int, backward: bool = True) -> None:
     rows = len(ranges)
     shape = {"rows": rows, "kv_heads": kv_heads, "group": group, "dim": dim, "scale": dim**-0.5}
-    q_shape, k_shape = (rows, kv_heads * group, dim), (keys, kv_heads, dim)
-
-    def common(rng: np.random.Generator) -> Arrays:
-        return {"q": normal(rng, *q_shape), "k": normal(rng, *k_shape), "v": normal(rng, *k_shape), "ranges": ranges}
+    heads = kv_heads * group
 
     def forward(rng: np.random.Generator) -> Arrays:
-        return {**common(rng), "y": poison(*q_shape), "lse": poison(*q_shape[:2])}
+        arrays = synthetic(attention.attention_forward, rng, {**shape, "keys": keys})
+        return {**arrays, "ranges": ranges, "y": poison(rows, heads, dim), "lse": poison(rows, heads)}
 
-    def gradients(rng: np.random.Generator, *names: str) -> Arrays:
-        arrays = {**common(rng), "dy": normal(rng, *q_shape)}
-        wide = {n: widened(arrays[n]) for n in ("q", "k", "v", "ranges")}
+    def gradients(kernel: Kernel, rng: np.random.Generator) -> Arrays:
+        arrays = {**synthetic(kernel, rng, {**shape, "keys": keys}), "ranges": ranges}
+        wide = {name: widened(arrays[name]) for name in ("q", "k", "v", "ranges")}
         y, lse = attention.attention_forward(**wide, y=None, lse=None, keys=keys, **shape)
-        delta = (y.reshape(q_shape) * arrays["dy"]).sum(axis=2)
-        stats = np.stack([lse.reshape(q_shape[:2]), delta], axis=2).astype(np.float32)
-        return {**arrays, "stats": stats, **{n: poison(*(q_shape if n == "dq" else k_shape)) for n in names}}
+        delta = (y.reshape(rows, heads, dim) * arrays["dy"]).sum(axis=2)
+        stats = np.stack([lse.reshape(rows, heads), delta], axis=2).astype(np.float32)
+        return {**arrays, "stats": stats, **{name: poison(*arrays[name].shape) for name in kernel.outputs}}
 
-    blind = np.repeat((ranges[:, 0] == ranges[:, 1])[:, None], kv_heads * group, axis=1)
+    blind = np.repeat((ranges[:, 0] == ranges[:, 1])[:, None], heads, axis=1)
     slow = dim >= 64
     add(attention.attention_forward, forward, vague={"lse": blind}, slow=slow, keys=keys, **shape)
-    add(attention.attention_backward_q, lambda rng: gradients(rng, "dq"), slow=slow, keys=keys, **shape)
+    by_query, by_key = attention.attention_backward_q, attention.attention_backward_kv
+    add(by_query, lambda rng: gradients(by_query, rng), slow=slow, keys=keys, **shape)
     if backward:
-        add(attention.attention_backward_kv, lambda rng: gradients(rng, "dk", "dv"), slow=slow, **shape)
+        add(by_key, lambda rng: gradients(by_key, rng), slow=slow, **shape)
 
 
 attend(packed(5, 1, 20, 11), 37, kv_heads=2, group=3, dim=10)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from support.kernels import SLOT_ROWS, SLOTS, Arrays, add, normal, stored, u32, unslotted
+from support.kernels import SLOT_ROWS, SLOTS, Arrays, add, synthetic, u32, unslotted
 from wgpu_lora.gpu.kernel import Kernel, cdiv
 from wgpu_lora.ops import matmul
 from wgpu_lora.weights import nf4
@@ -24,27 +24,15 @@ def product(
     a_scale: bool = False,
     **flags: Any,
 ) -> None:
-    def make(rng: np.random.Generator) -> Arrays:
-        wide_k, wide_n = k + flags.get("a_skip", 0), n + flags.get("y_skip", 0)
-        arrays = {"a": stored(rng, flags.get("a_type", "f32"), m, wide_k), "y": normal(rng, m, wide_n)}
-        if "codes" in kernel.bindings:  # what lies in the nibbles past the last column must not matter
-            out, size_in = (n, k) if kernel is nf4.nf4_matmul else (k, n)
-            arrays["codes"] = rng.integers(0, 2**32, (cdiv(size_in, 8), out), np.uint32)
-            arrays["scales"] = rng.random(cdiv(out * size_in, 64), np.float32) + 0.5
-        else:
-            arrays["b"] = stored(rng, flags.get("b_type", "f32"), *((n, k) if kernel is matmul.matmul_nt else (k, n)))
-        if bias:
-            arrays["bias"] = normal(rng, wide_n)
-        if row_scale:
-            arrays["row_scale"] = normal(rng, m)
-        if a_scale:
-            arrays["a_scale"] = normal(rng, m)
-        if count:
-            arrays["count"] = u32(count)
-        return arrays
+    shape = {"m": m, "n": n, "k": k, **flags}
+    optional = {"bias": bias, "row_scale": row_scale, "count": count, "a_scale": a_scale}
 
-    spared = (lambda tiles: cdiv(count, tiles["rows"]) * tiles["rows"]) if count else None
-    add(kernel, make, spared, m=m, n=n, k=k, **flags)
+    def make(rng: np.random.Generator) -> Arrays:
+        arrays = synthetic(kernel, rng, shape, *(name for name, there in optional.items() if not there))
+        return {**arrays, "count": u32(count)} if count else arrays
+
+    spared = (lambda tiling: cdiv(count, tiling.rows) * tiling.rows) if count else None
+    add(kernel, make, spared, **shape)
 
 
 product(matmul.matmul_nt, 37, 131, 52, bias=True)
@@ -81,20 +69,23 @@ product(nf4.nf4_matmul_backward, 9, 67, 21, a_type="f16", a_scale=True)
 
 
 def lora(kernel: Kernel, n: int, k: int, padding: int = 0, scale: bool = False, **flags: Any) -> None:
-    def make(rng: np.random.Generator) -> Arrays:
-        b = normal(rng, 3, n * k + padding)
-        arrays = {"a": unslotted(normal(rng, SLOT_ROWS, k)), "b": b, "y": normal(rng, SLOT_ROWS, n), "ranges": SLOTS}
-        return {**arrays, "scale": normal(rng, 3)} if scale else arrays
+    shape = {"m": SLOT_ROWS, "n": n, "k": k, "slots": 3, "stride": n * k + padding, **flags}
 
-    add(kernel, make, m=SLOT_ROWS, n=n, k=k, slots=3, stride=n * k + padding, **flags)
+    def make(rng: np.random.Generator) -> Arrays:
+        arrays = synthetic(kernel, rng, shape, *([] if scale else ["scale"]))
+        return {**arrays, "a": unslotted(arrays["a"]), "ranges": SLOTS}
+
+    add(kernel, make, **shape)
 
 
 def lora_gradient(m: int, n: int, padding: int = 0, **flags: Any) -> None:
-    def make(rng: np.random.Generator) -> Arrays:
-        a, b = unslotted(normal(rng, SLOT_ROWS, m)), unslotted(normal(rng, SLOT_ROWS, n))
-        return {"a": a, "b": b, "y": normal(rng, 3, m * n + padding), "ranges": SLOTS}
+    shape = {"m": m, "n": n, "k": SLOT_ROWS, "slots": 3, "stride": m * n + padding, **flags}
 
-    add(matmul.lora_tn, make, m=m, n=n, k=SLOT_ROWS, slots=3, stride=m * n + padding, **flags)
+    def make(rng: np.random.Generator) -> Arrays:
+        arrays = synthetic(matmul.lora_tn, rng, shape)
+        return {**arrays, "a": unslotted(arrays["a"]), "b": unslotted(arrays["b"]), "ranges": SLOTS}
+
+    add(matmul.lora_tn, make, **shape)
 
 
 lora(matmul.lora_nt, 7, 52, padding=36, scale=True)

@@ -8,9 +8,10 @@ import numpy as np
 
 from wgpu_lora.bench.check import Checked
 from wgpu_lora.bench.stats import Timings
-from wgpu_lora.bench.step import largest
-from wgpu_lora.bench.workload import Context, Extra, Workload
-from wgpu_lora.bench.workloads.adapters import FEW, MANY, check_update, make_up, new_bytes, slot_session
+from wgpu_lora.bench.step import check_update, largest, make_up
+from wgpu_lora.bench.workload import Context, Extra, SessionWorkload, Workload, new_bytes
+from wgpu_lora.bench.workloads.adapters import FEW, MANY
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.models.targets import ALL
@@ -40,7 +41,7 @@ def planned_figures(context: Context) -> Extra:
     found: Extra = {}
     growth = dict.fromkeys(("base_growth", "activation_growth", "base_reads_growth"), 1.0)
     for name, modules in (("memory", QV), ("all", ALL)):
-        sessions = [slot_session(context, slots, modules, [context.tokens]) for slots in (1, FEW, MANY)]
+        sessions = [context.session([context.tokens], slots, modules) for slots in (1, FEW, MANY)]
         plans = [session.memory() for session in sessions]
         one, few = plans[0].training, plans[1].training
         found |= {f"{name}_ratio": few / one, f"{name}_one_bytes": float(one), f"{name}_three_bytes": float(few)}
@@ -54,32 +55,27 @@ def planned_figures(context: Context) -> Extra:
     return {**found, **growth}
 
 
-class MultiAdapterMemory:
+class MultiAdapterMemory(SessionWorkload):
     """Three adapters on q and v beside one: planned for the whole model, allocated with as many layers as fit here.
 
     What is timed, on what was allocated, is what every adapter adds to a step: its update.
     """
-
-    case = ""
 
     def __init__(self, context: Context):
         self._whole = context
         room, layers = budget_bytes(context.device.info).bytes, context.config.num_hidden_layers
         fits = layers if room is None else largest(lambda count: self._need(count) <= room, layers)
         # Where not even one layer fits, one is asked for, and refused as any brick's would be.
-        self._cut = self._of(fits or 1)
-        self._sessions = [slot_session(self._cut, slots, QV, [context.tokens]) for slots in (1, FEW)]
-        self._few = self._sessions[-1]
+        self._cut = context.with_layers(fits or 1)
+        super().__init__(*(self._cut.session([context.tokens], slots, QV) for slots in (1, FEW)))
+        self._few = self.sessions[-1]
         self._allocated: list[int] = []
         self._timer: Timer | None = None
         self.keys = {"slots": float(FEW), "allocated_layers": float(fits or 1)}
 
-    def _of(self, layers: int) -> Context:
-        return self._whole if layers == self._whole.config.num_hidden_layers else self._whole.with_layers(layers)
-
     def _need(self, layers: int) -> int:
-        context = self._of(layers)
-        return context.device.allocated + new_bytes(slot_session(context, FEW, QV, [context.tokens]))
+        context = self._whole.with_layers(layers)
+        return context.device.allocated + new_bytes(context.session([context.tokens], FEW, QV))
 
     @property
     def clock(self) -> str:
@@ -91,13 +87,13 @@ class MultiAdapterMemory:
     def programs(self) -> list[Program]:
         return [self._few.optimizer.program]
 
-    def open(self) -> None:
+    def open(self, choices: Choices = NO_CHOICES) -> None:
         """Allocates all that one adapter takes, gives it back but for the base, then all that three take."""
         device, base = self._cut.device, self._cut.model.decoder.storages()
         self._timer = Timer(device)
         others = device.allocated - sum(storage.nbytes for storage in base if storage.buffer is not None)
-        for session in self._sessions:
-            session.allocate()
+        for session in self.sessions:
+            session.allocate(choices=choices)
             self._allocated.append(device.allocated - others)
             if session is not self._few:
                 session.close()
@@ -113,7 +109,7 @@ class MultiAdapterMemory:
     def extra(self, timings: Timings) -> Extra:
         """Figures of the plan, then those of the allocation."""
         one, few = self._allocated
-        planned = [session.memory().training for session in self._sessions]
+        planned = [session.memory().training for session in self.sessions]
         return {
             **planned_figures(self._whole),
             "allocated_one_bytes": float(one),
@@ -124,8 +120,7 @@ class MultiAdapterMemory:
         }
 
     def close(self) -> None:
-        for session in self._sessions:
-            session.close()
+        super().close()
         if self._timer:
             self._timer.free()
         if self._cut is not self._whole:

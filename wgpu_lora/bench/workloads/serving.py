@@ -8,20 +8,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from wgpu_lora.bench.check import Checked, check, poison
-from wgpu_lora.bench.stats import Timings
-from wgpu_lora.bench.workload import (
-    Context,
-    Extra,
-    Workload,
-    timed_by_host,
-    unload,
-)
-from wgpu_lora.bench.workloads.training import adapter_set
+from wgpu_lora.bench.stats import Timings, timed
+from wgpu_lora.bench.step import adapter_set
+from wgpu_lora.bench.workload import Context, Extra, Workload, unload
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
+from wgpu_lora.gpu.program import Arena, allocate, missing_bytes, release
 from wgpu_lora.gpu.single import nmse
 from wgpu_lora.infer.generate import BUCKETS, Generator
-from wgpu_lora.infer.step import Programs, State, Step
+from wgpu_lora.infer.step import Programs
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.weights.registry import base_format
 
@@ -48,28 +43,27 @@ def load(context: Context) -> Iterator[Workload]:
     yield Load(context)
 
 
-class Serving:
+class Serving(Workload):
     """Prompts of random ids through the product's Generator, by the host's clock: uploads and logits' way back counted.
 
     With one new token an iteration is a prompt (time to first token); with more, it is one step of decoding, every
-    sequence a token, and prompts are only what comes before.
+    sequence a token, and prompts are only what comes before. Generating runs the default tilings.
     """
-
-    clock = "host"
 
     def __init__(
         self, context: Context, case: str, prompt: int, new_tokens: int, sequences: int = 1, adapters: int = 0
     ):
         self.case = case
         self._context, self._sequences, self._new_tokens = context, sequences, new_tokens
-        limit = context.config.max_position_embeddings
+        config, limit = context.config, context.config.max_position_embeddings
         if prompt + new_tokens > limit:
             raise UserError(
                 f"A prompt of {prompt} tokens and {new_tokens} more do not fit {limit} positions of {context.name}: "
                 "choose another shape."
             )
         self._prompt, self._capacity = prompt, prompt + new_tokens
-        self._adapters = adapter_set(context, adapters) if adapters else None
+        self._adapters = adapter_set(config, context.device, context.rank, adapters) if adapters else None
+        self._slots = [i if adapters else None for i in range(sequences)]
         self.keys = {
             "prompt": float(prompt),
             "prompt_pairs": prompt * (prompt + 1) / 2,
@@ -81,26 +75,17 @@ class Serving:
         self._generator: Generator | None = None
         self._pending: list[float] = []
 
-    # -- memory ----------------------------------------------------------------------------------------------------
-
-    def _recorded(self) -> Programs:
-        """What the Generator records, as it records it."""
-        model = self._context.model
-        return Programs.record(model.device, model.decoder, self._adapters, self._sequences, self._capacity, BUCKETS)
-
     def nbytes(self) -> int:
-        model, recorded = self._context.model, self._recorded()
-        used = recorded.storages() | model.decoder.storages()
+        model = self._context.model
+        programs = Programs.record(
+            model.device, model.decoder, self._adapters, self._sequences, self._capacity, BUCKETS
+        )
+        used = programs.storages() | model.decoder.storages()
         used |= self._adapters.storages() if self._adapters else set()
-        running = missing_bytes(used) + sum(Arena.sizes_for([p.plan() for p in recorded.all()]))
+        running = missing_bytes(used) + sum(Arena.sizes_for([p.plan() for p in programs.all()]))
         return max(running, model.bytes_to_load())
 
-    def programs(self) -> list[Program]:
-        return []  # generating runs the defaults
-
-    # -- run -------------------------------------------------------------------------------------------------------
-
-    def open(self) -> None:
+    def open(self, choices: Choices = NO_CHOICES) -> None:
         context, adapters = self._context, self._adapters
         context.model.load_weights()
         if adapters:
@@ -112,81 +97,62 @@ class Serving:
         self._generator = Generator(context.model, adapters, self._capacity, self._sequences)
 
     def check(self, rng: np.random.Generator) -> Checked:
-        """Of a prefill step of the prompts and a decoding step after it, recorded as the Generator records them."""
-        self._rng, device = rng, self._context.device
-        recorded = self._recorded()
-        rows = self._sequences * self._prompt
-        fitting = [step for step in recorded.prefill if step.tokens < 2 * rows]  # the Generator's own choice
-        chosen = [fitting[-1] if fitting else recorded.prefill[0], recorded.decode]
-        programs = [*(step.program for step in chosen), recorded.head, recorded.kept]
-        mine = {storage for storage in recorded.storages() if storage.buffer is None}
-        allocate(device, mine)
-        arena = Arena(device, Arena.sizes_for([p.plan() for p in programs]))
-        found = Checked()
+        """Of a prefill step of the prompts and a decoding step after it, as the Generator recorded them."""
+        assert self._generator is not None, "open() first"
+        self._rng, device, recorded = rng, self._context.device, self._generator.programs
+        state, batch, found = recorded.state, self._sequences, Checked()
+        fitting = [step for step in recorded.prefill if step.tokens < 2 * batch * self._prompt]
+        prefill = fitting[-1] if fitting else recorded.prefill[0]  # the Generator's own choice
+        each, everyone = min(self._prompt, prefill.tokens // batch), np.arange(batch)
+        # A step's positions, sequences and picked rows.
+        steps = {
+            prefill: (np.tile(np.arange(each), batch), np.repeat(everyone, each), (everyone + 1) * each - 1),
+            recorded.decode: (np.full(batch, each), everyone, everyone),
+        }
+        programs = [recorded.kept, recorded.head, *(step.program for step in steps)]
+        arena = Arena(device, Arena.sizes_for([program.plan() for program in programs]))  # the Generator has its own
         try:
-            self._check(recorded.state, chosen, programs, arena, found)
+            for storage in {state.last.storage, *(t.storage for t in state.logits), *state.cache.storages()}:
+                poison(device, storage.buffer)
+            for program in programs:
+                program.build(arena)
+            check(recorded.kept, found)
+            for step, (positions, sequences, picked) in steps.items():
+                for buffer in arena.buffers:
+                    poison(device, buffer)
+                ids = self._rng.integers(0, self._context.config.vocab_size, positions.size)
+                step.upload(ids, positions, sequences, self._slots, picked)
+                check(step.program, found)
+            check(recorded.head, found)
         finally:
             arena.free()
-            release(device, mine)
         return found
-
-    def _check(self, state: State, steps: list[Step], programs: list[Program], arena: Arena, found: Checked) -> None:
-        device = self._context.device
-        for storage in {state.last.storage, *(t.storage for t in state.logits), *state.cache.storages()}:
-            poison(device, storage.buffer)
-        state.upload(device)
-        *_, head, kept = programs
-        for program in (kept, head):
-            program.build(arena)
-        check(kept, found)
-        prefill, decode = steps
-        batch = self._sequences
-        each = min(self._prompt, prefill.tokens // batch)
-        everyone = np.arange(batch)
-        uploads = (
-            (prefill, np.tile(np.arange(each), batch), np.repeat(everyone, each), (everyone + 1) * each - 1),
-            (decode, np.full(batch, each), everyone, everyone),
-        )
-        for (step, positions, sequences, picked), program in zip(uploads, programs, strict=False):
-            for buffer in arena.buffers:
-                poison(device, buffer)
-            program.build(arena)
-            ids = self._rng.integers(0, self._context.config.vocab_size, positions.size)
-            step.upload(ids, positions, sequences, self._slots(), picked)
-            check(program, found)
-        check(head, found)
-
-    def _slots(self) -> list[int | None]:
-        return [i if self._adapters else None for i in range(self._sequences)]
 
     def run(self) -> float:
         if self._new_tokens == 1:
-            return timed_by_host(lambda: self._generate(1))
+            return timed(self._generate)
         if not self._pending:
-            self._pending = self._token_seconds()
+            times = self._generate()
+            self._pending = list(np.diff(times))  # the first token is the prompt's own
         return self._pending.pop()
 
-    def _token_seconds(self) -> list[float]:
-        """Seconds of each decoding step after one prompt; the first token is the prompt's own."""
-        times: list[float] = []
-        self._generate(self._new_tokens, times)
-        return list(np.diff(times))
-
-    def _generate(self, new_tokens: int, times: list[float] | None = None) -> None:
+    def _generate(self) -> list[float]:
+        """When each of the first sequence's tokens was known."""
         assert self._generator is not None, "open() first"
+        times: list[float] = []
 
         def note(sequence: int, token: int) -> None:
-            if times is not None and sequence == 0:
+            if sequence == 0:
                 times.append(time.perf_counter())
 
-        shape = (self._sequences, self._prompt)
-        prompts = self._rng.integers(0, self._context.config.vocab_size, shape)
-        self._generator.generate(prompts.tolist(), self._slots(), max_new_tokens=new_tokens, on_token=note)
+        prompts = self._rng.integers(0, self._context.config.vocab_size, (self._sequences, self._prompt))
+        self._generator.generate(prompts.tolist(), self._slots, max_new_tokens=self._new_tokens, on_token=note)
+        return times
 
     def extra(self, timings: Timings) -> Extra:
         if self._new_tokens == 1:
-            return {"first_token_ms": 1e3 * timings.median, "prompt_tokens_per_second": self._prompt / timings.median}
-        return {"tokens_per_second": self._sequences / timings.median}
+            return {"first_token_ms": 1e3 * timings.seconds, "prompt_tokens_per_second": self._prompt / timings.seconds}
+        return {"tokens_per_second": self._sequences / timings.seconds}
 
     def close(self) -> None:
         if self._generator:
@@ -195,33 +161,25 @@ class Serving:
             release(self._context.device, self._adapters.storages())
 
 
-class Load:
+class Load(Workload):
     """From a checkpoint's files, or a synthetic one's arrays, to a model that is ready to run."""
-
-    case = ""
-    clock = "host"
 
     def __init__(self, context: Context):
         self._context = context
-        self.keys: dict[str, float] = {}
+        self.keys = {}
         self._loaded: LoadedModel | None = None
 
     def nbytes(self) -> int:
-        model = self._context.declare()
-        return model.bytes_to_load()
+        return self._context.declare().bytes_to_load()
 
-    def programs(self) -> list[Program]:
-        return []
-
-    def open(self) -> None:
+    def open(self, choices: Choices = NO_CHOICES) -> None:
         pass
 
     def check(self, rng: np.random.Generator) -> Checked | None:
         """The smallest matrix against the NumPy reference of what its base format makes of the checkpoint's values."""
         model = self._load()
-        linears = {
-            f"{model.decoder.layers[0].path}.{m}.weight": i.weight for m, i in model.decoder.layers[0].linears.items()
-        }
+        layer = model.decoder.layers[0]
+        linears = {f"{layer.path}.{module}.weight": item.weight for module, item in layer.linears.items()}
         name, weight = min(linears.items(), key=lambda item: item[1].out_features * item[1].in_features)
         if model.checkpoint.packed(name):
             return None
@@ -231,21 +189,17 @@ class Load:
         return found
 
     def _load(self) -> LoadedModel:
-        if self._loaded:
-            unload(self._loaded)
         self._loaded = self._context.declare()
         self._loaded.load_weights()
         self._context.device.wait()
         return self._loaded
 
     def run(self) -> float:
-        if self._loaded:
-            unload(self._loaded)
-            self._loaded = None
-        return timed_by_host(self._load)
+        self.close()
+        return timed(self._load)
 
     def extra(self, timings: Timings) -> Extra:
-        return {"parameters_per_second": self._context.keys()["parameters"] / timings.median}
+        return {"parameters_per_second": self._context.keys()["parameters"] / timings.seconds}
 
     def close(self) -> None:
         if self._loaded:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from wgpu_lora.proof.context import Proof
-from wgpu_lora.proof.finding import Finding
+from wgpu_lora.proof.finding import Finding, finite_or_nan
 
 FACTS = ("name", "driver", "backend", "kind")
 SAME_LOSS = 1e-5  # relative; the same program on the same device gives the same bits
@@ -21,8 +21,8 @@ def work_happened_on_the_device(proof: Proof) -> Finding:
     assert training.record
     index = training.devices[0]
     said, listed = asdict(training.record.environment.device), proof.adapter(index)
-    clock = proof.children.job("clock", "clock", directory=str(training.directory), device=index)
-    logged, loss = training.log[0]["loss"], clock["loss"]
+    clock = proof.children.run("clock", "proof-clock", directory=str(training.directory), device=index)
+    logged, loss = training.log[0]["loss"], finite_or_nan(clock["loss"])
     share = clock["device_seconds"] / clock["host_seconds"]
     times = [line["seconds"] for line in training.log]
     figures: dict[str, Any] = {
@@ -34,7 +34,7 @@ def work_happened_on_the_device(proof: Proof) -> Finding:
     }
     faults = [f"run.json says {name} {said[name]}, but device {index} has {listed[name]}" for name in FACTS
               if said[name] != listed[name]]  # fmt: skip
-    if abs(loss - logged) > SAME_LOSS * abs(logged):
+    if not abs(loss - logged) <= SAME_LOSS * abs(logged):
         faults.append(f"the timed step's loss is {loss:.7f}, but the run logged {logged:.7f}")
     if not clock["dispatches"]:
         faults.append("no kernel was dispatched")

@@ -7,11 +7,10 @@ import os
 import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from wgpu_lora.proof import maps
-from wgpu_lora.proof.children import Child
 from wgpu_lora.proof.commands import compiler_in
 from wgpu_lora.proof.context import Proof
 from wgpu_lora.proof.cuda import Libraries, classify, cuda_packages, imported, is_cuda, required
@@ -19,6 +18,7 @@ from wgpu_lora.proof.finding import Finding, NotRun
 from wgpu_lora.proof.native import NAMES, look_into, ours
 from wgpu_lora.proof.watch import Seen
 from wgpu_lora.words import counted
+from wgpu_lora.worker.parent import Worker
 
 PACKAGE = "wgpu-lora"
 
@@ -30,7 +30,7 @@ def no_cuda(proof: Proof) -> Finding:
         raise NotRun(why)
     used = proof.devices()["used"]
     started, seen = proof.children.started, proof.children.watcher.stop()
-    accounts = {child.name: _witness(child) for child in started}
+    accounts = {child.name: _witness(proof.children.witness(child.name)) for child in started}
     said = {name: account for name, account in accounts.items() if account}
     mapped = mapped_by(started, seen, said)
     sorted_out = {name: classify(paths, os.environ.get("LD_PRELOAD", "")) for name, paths in mapped.items()}
@@ -86,7 +86,7 @@ def no_cuda(proof: Proof) -> Finding:
     return Finding.of(faults, reason, figures)
 
 
-def mapped_by(started: list[Child], seen: list[Seen], said: Mapping[str, Any]) -> dict[str, set[str]]:
+def mapped_by(started: list[Worker], seen: list[Seen], said: Mapping[str, Any]) -> dict[str, set[str]]:
     """What each process had mapped, by its name and number: as it was seen from outside, and as it said itself."""
     names = {child.process.pid: child.name for child in started}
     found = {f"{names.get(one.pid) or _short(one.command)} ({one.pid})": set(one.libraries) for one in seen}
@@ -114,15 +114,15 @@ def reason_for(drivers: list[str], opened: Mapping[str, list[str]], native: list
     )
 
 
-def unwatched(started: list[Child], seen: list[Seen]) -> list[str]:
+def unwatched(started: list[Worker], seen: list[Seen]) -> list[str]:
     """The children that no look found."""
     looked_at = {one.pid for one in seen if one.looks}
     return [child.name for child in started if child.process.pid not in looked_at]
 
 
-def _witness(child: Child) -> dict[str, Any] | None:
+def _witness(path: Path) -> dict[str, Any] | None:
     """What a child said of itself; None where it was ended before it could."""
-    return json.loads(child.witness.read_text()) if child.witness.is_file() else None
+    return json.loads(path.read_text()) if path.is_file() else None
 
 
 def _file(path: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.proof.context import Proof
-from wgpu_lora.proof.finding import Finding, NotRun
+from wgpu_lora.proof.finding import Finding, NotRun, finite_or_nan
 
 # Of two devices' logits, over the largest logit. Sums in another order cost some 1e-6; an odd weight that lies between
 # two NF4 codes and is rounded to the other one costs more.
@@ -65,7 +65,7 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
                 worst = max(worst, difference) if np.isfinite(difference) else float("inf")
             if x["ids"] == y["ids"]:
                 continue
-            gap = (x["gaps"] if len(x["gaps"]) > same else y["gaps"])[same]
+            gap = finite_or_nan((x["gaps"] if len(x["gaps"]) > same else y["gaps"])[same])
             if gap < TOLERANCE * scale:
                 near_ties += 1
             else:

@@ -7,9 +7,8 @@ import shutil
 
 import numpy as np
 
-from wgpu_lora.proof.children import finish
 from wgpu_lora.proof.context import Proof
-from wgpu_lora.proof.finding import Finding, NotRun
+from wgpu_lora.proof.finding import Finding, NotRun, finite_or_nan
 from wgpu_lora.proof.training import finetune_options
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.output import LOG, read_log
@@ -26,11 +25,13 @@ def gradients_agree(proof: Proof) -> Finding:
     if proof.args.compute_dtype != "f32":
         raise NotRun(f"activations are rounded to {proof.args.compute_dtype}: finite differences need f32")
     training = proof.trained()
-    found = proof.children.job("gradients", "gradients", directory=str(training.directory), device=training.devices[0])
+    found = proof.children.run(
+        "gradients", "proof-gradients", directory=str(training.directory), device=training.devices[0]
+    )
     rows = [row for row in found["directions"] if row["measured"] is not None]
     bent = len(found["directions"]) - len(rows)
     measured = np.array([row["measured"] for row in rows])
-    gradient = np.array([row["gradient"] for row in rows])
+    gradient = np.array([finite_or_nan(row["gradient"]) for row in rows])
     figures = {
         **found,
         "tolerance": {"of_one": OF_ONE, "of_the_loss": EXTRAPOLATED * found["rounding"], "of_all": OF_ALL},
@@ -41,13 +42,13 @@ def gradients_agree(proof: Proof) -> Finding:
         )
     if not gradient.any():
         return Finding.of(["every gradient is zero"], "", figures)
-    allowed = OF_ONE * np.abs(gradient) + EXTRAPOLATED * found["rounding"] * abs(found["loss"])
+    allowed = OF_ONE * np.abs(gradient) + EXTRAPOLATED * found["rounding"] * abs(finite_or_nan(found["loss"]))
     off = np.abs(measured - gradient) > allowed
     off |= ~np.isfinite(measured) | ~np.isfinite(gradient)
     together = float(np.linalg.norm(measured - gradient) / np.linalg.norm(gradient))
     faults = [
-        f"along {row['matrix']} the loss moves by {row['measured']:.3e}, not {row['gradient']:.3e}"
-        for row, wrong in zip(rows, off, strict=True)
+        f"along {row['matrix']} the loss moves by {row['measured']:.3e}, not {slope:.3e}"
+        for row, slope, wrong in zip(rows, gradient, off, strict=True)
         if wrong
     ]
     if not together <= OF_ALL:
@@ -73,7 +74,7 @@ def resuming_is_exact(proof: Proof) -> Finding:
     # No later line, so that what is compared was written by this run.
     (resumed / LOG).write_text("".join(json.dumps(line) + "\n" for line in training.log if line["step"] <= step))
     options = finetune_options(proof.recipe, proof.args, resumed, training.devices[0])
-    finish(proof.children.command("resume", *options, "--resume"))
+    proof.children.run("resume", "finetune", **options, resume=True)
     again = resumed / checkpoint.STEPS / final.name
     parts = ("adapter_model.safetensors", checkpoint.OPTIMIZER)
     same = {name: (final / name).read_bytes() == (again / name).read_bytes() for name in parts}

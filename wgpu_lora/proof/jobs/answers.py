@@ -14,9 +14,12 @@ from wgpu_lora.infer import Generator
 from wgpu_lora.infer.named import on_device
 from wgpu_lora.proof.heldout import request_of, rows_of, shown
 from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.worker.child import Port
 
 
-def run(options: dict[str, Any], device: int, adapter: str | None, allow_unconfined: bool = False) -> dict[str, Any]:
+def run(
+    port: Port, *, options: dict[str, Any], device: int, adapter: str | None, allow_unconfined: bool = False
+) -> list[dict[str, Any]]:
     args = TrainingArguments(**options)
     assert args.eval_data, "a proof's recipe has held-out data"
     rows = list(rows_of(args.eval_data).values())
@@ -40,7 +43,7 @@ def run(options: dict[str, Any], device: int, adapter: str | None, allow_unconfi
         verdict = run_check(text, row["check"], allow_unconfined=allow_unconfined)
         said = {"text": text, "parses": verdict.parses, "passed": verdict.passed, "reason": verdict.reason}
         answers.append({"request": shown(request), **said})
-    return {"answers": answers}
+    return answers
 
 
 def prompt_of(request: Conversation, tokenizer: Tokenizer, template_kwargs: dict[str, Any]) -> list[int]:

@@ -8,11 +8,12 @@ from typing import Any
 
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.proof.jobs.trained import reopened
+from wgpu_lora.worker.child import Port
 
 REPEATS = 3
 
 
-def run(directory: str, device: int) -> dict[str, Any]:
+def run(port: Port, *, directory: str, device: int) -> dict[str, Any]:
     """Device and host seconds of a step, and the step's loss, which the run's log has too."""
     with reopened(Path(directory), device) as trained:
         session = trained.session

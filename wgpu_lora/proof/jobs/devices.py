@@ -12,12 +12,13 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.single import SingleKernel, nmse, widened
 from wgpu_lora.ops.matmul import matmul_nt
 from wgpu_lora.share.ledger import device_key
+from wgpu_lora.worker.child import Port
 
 AT_ONCE = 2  # devices that are used where none are named
 TOLERANCE = 1e-9  # mean squared error of a product of f32 over its mean square; rounding alone gives some 1e-13
 
 
-def run(select: str | None, discrete: int = 0) -> dict[str, Any]:
+def run(port: Port, *, select: str | None, discrete: int = 0) -> dict[str, Any]:
     """The adapters, the indices of those that are used, and what each of these made of a matrix product.
 
     `select`: indices or names, separated by commas; `discrete`: how many discrete ones are wanted where it is left
@@ -63,4 +64,4 @@ def multiply(index: int) -> dict[str, Any]:
     single.run()
     error = nmse(single.outputs()[0], widened(a) @ widened(b).T)
     single.free()
-    return {"error": error, "fine": error < TOLERANCE, "subgroup_size": device.subgroup_size}
+    return {"error": error, "fine": error < TOLERANCE, "subgroup_size": device.capabilities.subgroup_size}

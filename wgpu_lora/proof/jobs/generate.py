@@ -12,12 +12,13 @@ from wgpu_lora.models.loaded import open_model
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import read_run
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
+from wgpu_lora.worker.child import Port
 
 PROMPTS, NEW_TOKENS = 4, 48
 KEPT = 16  # positions of each answer whose logits are kept whole
 
 
-def run(options: dict[str, Any], device: int, arrays: str) -> dict[str, Any]:
+def run(port: Port, *, options: dict[str, Any], device: int, arrays: str) -> dict[str, Any]:
     """Logits go to the .npz file `arrays`, one [positions, vocab] for each prompt; the rest is returned."""
     args = TrainingArguments(**options)
     model = open_model(args.model or "demo", device, args.base_dtype)

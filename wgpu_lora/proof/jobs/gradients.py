@@ -11,6 +11,7 @@ import numpy as np
 
 from wgpu_lora.formats.peft import Matrices
 from wgpu_lora.proof.jobs.trained import Trained, reopened
+from wgpu_lora.worker.child import Port
 
 # A direction's length over its matrix's. Each is compared with its half and its quarter: where the loss bends too much
 # between them, the next is taken. Which one that is hangs on the measured losses alone, never on the gradient.
@@ -20,7 +21,7 @@ ROUNDING = 2e-6  # of the loss: what f32 may leave of a difference; 4e-7 was mea
 UNTRAINED = 0.01  # what stands for the size of a value where a matrix is all zeros
 
 
-def run(directory: str, device: int) -> dict[str, Any]:
+def run(port: Port, *, directory: str, device: int) -> dict[str, Any]:
     """For a random direction v of each matrix W: L(W + v) - L(W - v), measured and extrapolated to what is linear in v,
     and as the gradient has it. `measured` is None where the loss bends at every length. L is the loss at W.
     """

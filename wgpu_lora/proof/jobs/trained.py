@@ -40,9 +40,8 @@ def reopened(directory: Path, device: int) -> Iterator[Trained]:
     args = replace(record.options, device=str(device), resume=False)
     job = prepare_job(args, planning=True)
     session = job.session
-    session.device.choices = record.state.tiles
     try:
-        session.allocate()
+        session.allocate(choices=record.state.tiles)
         yield Trained(session, job.run, read_adapter(directory)[1])
     finally:
         session.close()

@@ -10,7 +10,7 @@ import numpy as np
 
 from wgpu_lora.data import Sample, one_example
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, persistent
+from wgpu_lora.gpu.tensor import NUMPY, Tensor, persistent
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.ops.recorder import Recorder
 
@@ -33,21 +33,30 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Scoring:
-    """What a batch says of one objective's slots; R are the batch's target tokens, G the most groups that fit.
+class GroupTensors:
+    """The groups of a batch in order of slots, G at most.
 
-    token_weights f32 [R]: the group's weight; 0 where the adapter is off, for padding and for tokens of other
-    objectives. token_ranges u32 [slots, 2] of R. The others are there for objectives by group, in order of slots:
-    members u32 [G, members, 2], [start, stop) among R of each of a group's segments; group_weights and group_values f32
-    [G], weight 0 for padding; group_ranges u32 [slots, 2] of G.
+    members u32 [G, members, 2]: [start, stop) among the targets of each of a group's segments. weights, values f32 [G]:
+    the groups' own, weight 0 for padding. ranges u32 [slots, 2] of G.
     """
 
-    token_weights: Tensor
-    token_ranges: Tensor
-    members: Tensor | None = None
-    group_weights: Tensor | None = None
-    group_values: Tensor | None = None
-    group_ranges: Tensor | None = None
+    members: Tensor
+    weights: Tensor
+    values: Tensor
+    ranges: Tensor
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What a batch of R targets says of one objective's slots.
+
+    weights f32 [R]: the group's weight; 0 where the adapter is off, for padding and for other objectives' tokens.
+    ranges u32 [slots, 2] of R. groups: where the objective's unit is the group.
+    """
+
+    weights: Tensor
+    ranges: Tensor
+    groups: GroupTensors | None = None
 
     @classmethod
     def declare(cls, objective: Objective, tokens: int, slots: int) -> Scoring:
@@ -58,19 +67,21 @@ class Scoring:
         if objective.unit == "token":
             return cls(*own)
         size = max(1, tokens // (2 * objective.members))  # a segment has two tokens at least
-        return cls(
-            *own,
+        groups = GroupTensors(
             members=make("members", size, objective.members, 2),
-            group_weights=make("group weights", size, dtype="f32"),
-            group_values=make("group values", size, dtype="f32"),
-            group_ranges=make("group ranges", slots, 2),
+            weights=make("group weights", size, dtype="f32"),
+            values=make("group values", size, dtype="f32"),
+            ranges=make("group ranges", slots, 2),
         )
+        return cls(*own, groups)
+
+    @property
+    def loss_ranges(self) -> Tensor:
+        """Whose each loss is: of tokens, or of groups where they are the unit."""
+        return self.groups.ranges if self.groups else self.ranges
 
     def tensors(self) -> list[Tensor]:
-        return [tensor for tensor in vars(self).values() if tensor is not None]
-
-    def storages(self) -> set[Storage]:
-        return {tensor.storage for tensor in self.tensors()}
+        return [self.weights, self.ranges, *(vars(self.groups).values() if self.groups else [])]
 
     def upload(self, device: Device, groups: Sequence[Group], places: Sequence[np.ndarray]) -> None:
         """Fills the tensors. places: [start, stop) among R of each segment of each group."""
@@ -80,12 +91,12 @@ class Scoring:
             group, place = groups[number], places[number]
             for segment, (start, stop) in zip(group.segments, place, strict=True):
                 if segment.slot is not None:
-                    values[self.token_weights][start:stop] = group.weight
-                    _extend(values[self.token_ranges][group.slot], start, stop)
-            if self.members and self.group_weights and self.group_values and self.group_ranges:
-                values[self.members][at] = place
-                values[self.group_weights][at], values[self.group_values][at] = group.weight, group.value
-                _extend(values[self.group_ranges][group.slot], at, at + 1)
+                    values[self.weights][start:stop] = group.weight
+                    _extend(values[self.ranges][group.slot], start, stop)
+            if self.groups:
+                values[self.groups.members][at] = place
+                values[self.groups.weights][at], values[self.groups.values][at] = group.weight, group.value
+                _extend(values[self.groups.ranges][group.slot], at, at + 1)
         for tensor, array in values.items():
             device.write(tensor.storage.buffer, array)
 

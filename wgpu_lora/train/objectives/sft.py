@@ -25,5 +25,5 @@ class SFT(Objective):
 
     def score(self, rec: Recorder, logprobs: Tensor, scoring: Scoring) -> Score:
         losses = rec.temp(logprobs.shape, name="losses")
-        rec.dispatch(sft_loss, logprobs, scoring.token_weights, losses, rows=losses.size)
-        return Score(scoring.token_weights, losses)
+        rec.dispatch(sft_loss, logprobs, scoring.weights, losses, rows=losses.size)
+        return Score(scoring.weights, losses)

@@ -22,6 +22,9 @@ class State:
     values: int = BLOCK
     least: float | None = None
 
+    def __post_init__(self) -> None:
+        assert self.block_bytes % 4 == 0, "a slot's part of it begins at a whole word"
+
     @property
     def by_parameter(self) -> bool:
         """Whether it has a float for each parameter: a checkpoint then has it in the shape of the matrix."""

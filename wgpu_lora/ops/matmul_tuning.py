@@ -1,0 +1,120 @@
+"""Tilings of the matrix products, and what the tuner must know of their calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from wgpu_lora.gpu.kernel import Variants, cdiv
+from wgpu_lora.gpu.single import stored
+from wgpu_lora.gpu.tiling import Capabilities, Tiling
+from wgpu_lora.gpu.tunable import Arrays, Constants
+
+FEW_ROWS = 8
+CHECKED = 64  # rows, columns and steps that a check is cut to, give or take what keeps the shape's divisibility
+Operand = Callable[[Constants, np.random.Generator], Arrays]
+
+
+def tilings(span: int, *shapes: tuple[int, int]) -> Variants:
+    """Tilings, the default first: of (rows, columns a lane), whose rounds are a multiple of `span` steps.
+
+    Without subgroups a workgroup has 32 independent lanes. Products of few rows, as in decoding, have tiles of no more
+    rows; their rounds are longer, so that every lane has some of a to fetch.
+    """
+
+    def variants(capabilities: Capabilities, c: Any) -> list[Tiling]:
+        size, chosen, steps = capabilities.subgroup_size, shapes, span
+        if c.form != "tn" and c.m <= FEW_ROWS:
+            few = 1 << (c.m - 1).bit_length()
+            chosen, steps = ((few, 4), (few, 2)), max(span, 32 // few)
+        plain = Tiling("plain", 32, rows=min(chosen[0][0], 8), cols=4, span=span)
+        if size not in (4, 8, 16, 32, 64):
+            return [plain, replace(plain, cols=2)]
+        found = [Tiling("broadcast", size, rows, cols, steps) for rows, cols in chosen]
+        if capabilities.int64:
+            wide = [replace(tiling, wide=True) for tiling in found]
+            found = [*wide, *found] if capabilities.software else [*found, *wide]
+        return [*found, plain]
+
+    return variants
+
+
+def dense_operand(c: Constants, rng: np.random.Generator) -> Arrays:
+    """b of a dense product: [n, k] or, in the form nn, [k, n]."""
+    return {"b": stored(rng, c["b_type"], *((c["n"], c["k"]) if c["form"] == "nt" else (c["k"], c["n"])))}
+
+
+@dataclass(frozen=True)
+class MatmulTuning:
+    """Of products with a frozen matrix, y[m, n] from a[m, k]: the batch's rows are a's.
+
+    operand: makes the bindings of b, in its format.
+    """
+
+    operand: Operand
+    sizes: tuple[str, ...] = ("m", "n", "k")
+    batch: tuple[str, ...] = ("m",)
+
+    def work(self, c: Constants) -> float:
+        return float(c["m"] * c["n"] * c["k"])
+
+    def cut(self, c: Constants) -> Constants:
+        small = _fewer(c)
+        for skip, first in (("a_skip", "a_first"), ("y_skip", "y_first")):
+            if skip in small:
+                small[skip], small[first] = small[skip] % 4, small[first] % 4
+                small[skip] += 4 if small[skip] < small[first] else 0
+        return small
+
+    def inputs(self, c: Constants, present: tuple[str, ...], rng: np.random.Generator) -> Arrays:
+        m, width = c["m"], c["n"] + c.get("y_skip", 0)
+        arrays = {
+            "a": stored(rng, c["a_type"], m, c["k"] + c.get("a_skip", 0)),
+            "y": stored(rng, "f32", m, width),
+            "bias": stored(rng, "f32", width),
+            "row_scale": stored(rng, "f32", m),
+            "a_scale": stored(rng, "f32", m),
+            "count": np.array([m], np.uint32),
+            **self.operand(c, rng),
+        }
+        return {name: arrays[name] for name in present}
+
+
+@dataclass(frozen=True)
+class LoraTuning:
+    """Of LoRA's products, one matrix a slot. batch: the dim that counts the batch's rows, and the number of slots."""
+
+    batch: tuple[str, ...] = ("m", "slots")
+    sizes: tuple[str, ...] = ("m", "n", "k")
+
+    def work(self, c: Constants) -> float:
+        return float(c["m"] * c["n"] * c["k"])
+
+    def cut(self, c: Constants) -> Constants:
+        small = _fewer(c)
+        return {**small, "stride": 4 * cdiv(_slot_values(small), 4) + c["stride"] % 4}
+
+    def inputs(self, c: Constants, present: tuple[str, ...], rng: np.random.Generator) -> Arrays:
+        """The rows are divided evenly among the slots."""
+        m, n, k, slots = c["m"], c["n"], c["k"], c["slots"]
+        stacked = stored(rng, "f32", slots, c["stride"])
+        if c["form"] == "tn":
+            arrays = {"a": stored(rng, "f32", k, m), "b": stored(rng, "f32", k, n), "y": stacked}
+        else:
+            arrays = {"a": stored(rng, "f32", m, k), "b": stacked, "y": stored(rng, "f32", m, n)}
+        bounds = np.linspace(0, c[self.batch[0]], slots + 1).astype(np.uint32)
+        arrays["ranges"] = np.stack([bounds[:-1], bounds[1:]], axis=1) + np.uint32(c["first_row"])
+        arrays["scale"] = stored(rng, "f32", slots)
+        return {name: arrays[name] for name in present}
+
+
+def _slot_values(c: Constants) -> int:
+    return int(c["m"] * c["n"] if c["form"] == "tn" else c["n"] * c["k"])
+
+
+def _fewer(c: Constants) -> Constants:
+    """The same with smaller m, n and k, which leave the same remainders."""
+    return c | {size: 2 * CHECKED + c[size] % CHECKED for size in ("m", "n", "k") if c[size] > 3 * CHECKED}

@@ -1,0 +1,112 @@
+"""The worker's own end: reads a job, runs it, and writes what happens as JSON lines on standard output."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any, TextIO
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.events import Events
+from wgpu_lora.lasting import lasting
+from wgpu_lora.names.naming import IN_FILE, naming
+from wgpu_lora.strict_json import to_json
+from wgpu_lora.worker.job import SCHEMA, arguments, read_job
+from wgpu_lora.worker.registry import KINDS
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job's result where its exit code is not 0; `said` is why, for a person."""
+
+    result: Any
+    code: int
+    said: str
+
+
+class Port(Events):
+    """Where a job tells what happens: every event is an object on a line of its own, with the schema, the event's name
+    and its facts, which are those of the methods of Events."""
+
+    def __init__(self, out: TextIO, requests: TextIO | None = None):
+        self._out, self._requests = out, requests
+
+    def emit(self, event: str, **facts: Any) -> None:
+        self._out.write(to_json({"schema": SCHEMA, "event": event, **facts}, default=_plain) + "\n")
+        self._out.flush()
+
+    def answer(self, side: Any) -> None:
+        """Answers requests, JSON lines on standard input, by methods of `side`, until there are no more."""
+        for line in self._requests or ():
+            request = json.loads(line)
+            self.emit("answer", **getattr(side, request.pop("request"))(**request))
+
+
+def _telling(name: str) -> Any:
+    names = list(inspect.signature(getattr(Events, name)).parameters)[1:]
+
+    def tell(self: Port, *values: Any) -> None:
+        facts = dict(zip(names, values, strict=True))
+        whole = len(names) == 1 and is_dataclass(values[0]) and not isinstance(values[0], type)
+        self.emit(name, **(asdict(values[0]) if whole else facts))
+
+    return tell
+
+
+for _name in [name for name in vars(Events) if not name.startswith("_")]:
+    setattr(Port, _name, _telling(_name))
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no word for: paths, and dataclasses such as an answer."""
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
+
+
+def work(source: str) -> int:
+    """Does the job in a file, or on standard input where `source` is '-', and returns the exit code.
+
+    The last event is `result` or `error`. What anything else prints goes to stderr.
+
+    Raises:
+        UserError, KeyboardInterrupt and whatever else ended the job, after its `error`.
+    """
+    with _only_events() as out:
+        port = Port(out, None if source == "-" else sys.stdin)
+        try:
+            job = read_job(source)
+            run = KINDS[job.kind]
+            port.emit("begin", job=job.kind, pid=os.getpid())
+            with naming(IN_FILE):
+                found = run(port, **arguments(run, job))
+        except BaseException as error:
+            port.emit("error", kind=type(error).__name__, message=_message(error))
+            raise
+        ended = found if isinstance(found, Ended) else Ended(found, 0, "")
+        port.emit("result", code=ended.code, said=ended.said, result=ended.result)
+        return ended.code
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def _only_events() -> Iterator[TextIO]:
+    """A stream to standard output, which everybody else's prints are kept from; it goes silent where nobody reads."""
+    if sys.stdout is None:
+        raise UserError("There is no standard output to write events to: open it.")
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as kept:
+        os.dup2(2, 1)
+        try:
+            yield lasting(kept)
+        finally:
+            sys.stdout.flush()
+            os.dup2(kept.fileno(), 1)

@@ -1,0 +1,86 @@
+"""A job as a file has it: {"schema": 1, "job": KIND, "options": {...}}, with names and types as its kind takes them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from wgpu_lora.bounded import MAX_JSON_BYTES, parse_object
+from wgpu_lora.errors import UserError
+from wgpu_lora.names.aliases import real_names
+from wgpu_lora.strict_json import typed
+from wgpu_lora.words import listed
+from wgpu_lora.worker.registry import KINDS, Kind
+
+SCHEMA = 1  # of jobs and of events
+KEYS = {"schema", "job", "options"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be done, with which options; `where` it stands begins every refusal."""
+
+    kind: str
+    options: dict[str, Any]
+    where: str
+
+
+def read_job(source: str) -> Job:
+    """The job in a file, or on standard input where `source` is '-'.
+
+    Raises:
+        UserError: it cannot be read, is of a kind that there is not, or of a later version.
+    """
+    where = "The job on standard input" if source == "-" else f"The job {source}"
+    facts = parse_object(_bytes(source, where), where)
+    unknown = facts.keys() - KEYS
+    if unknown:
+        raise UserError(f"{where} has a key '{min(unknown)}': its keys are {', '.join(sorted(KEYS))}.")
+    schema, kind, options = facts.get("schema", SCHEMA), facts.get("job"), facts.get("options", {})
+    if type(schema) is not int or not 1 <= schema <= SCHEMA:
+        raise UserError(f"{where} has the schema {schema!r:.40}, and this version knows {SCHEMA}: update wgpu-lora.")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise UserError(f"{where} is of the kind {kind!r:.60}, which there is not: choose one of {', '.join(KINDS)}.")
+    if not isinstance(options, dict):
+        raise UserError(f"{where} has options that are no object: give names and values.")
+    return Job(kind, options, where)
+
+
+def _bytes(source: str, where: str) -> bytes:
+    if source == "-":
+        if sys.stdin is None:
+            raise UserError("There is no standard input to read a job from: name a file.")
+        return sys.stdin.buffer.read(MAX_JSON_BYTES + 1)
+    try:
+        with Path(source).open("rb") as file:
+            return file.read(MAX_JSON_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{where} cannot be read ({getattr(error, 'strerror', None) or error}).") from None
+
+
+def arguments(run: Kind, job: Job) -> dict[str, Any]:
+    """A job's options as its kind's function takes them; what goes into **options is checked by that, which is told
+    where they stand.
+
+    Raises:
+        UserError: one is unknown (the nearest is suggested), missing, or of another type.
+    """
+    parameters = list(inspect.signature(run).parameters.values())[1:]  # but for the port
+    named = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "where"}
+    others = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    hints = get_type_hints(run)
+    known = [*named, *job.options] if others else [*named]
+    given = real_names(job.options, known, job.where, otherwise=f"a job {job.kind} takes {', '.join(named)}.")
+    missing = [name for name, p in named.items() if p.default is p.empty and name not in given]
+    if missing:
+        raise UserError(f"{job.where} lacks {listed([repr(name) for name in missing])}: a job {job.kind} needs it.")
+    for name in given.keys() & named.keys():
+        try:
+            given[name] = typed(hints[name], given[name], f"'{name}'")
+        except ValueError as error:
+            kind = str(named[name].annotation)
+            raise UserError(f"{job.where}: {error}, which has to be {kind.replace(' | ', ' or ')}.") from None
+    return {**given, "where": job.where} if others else given

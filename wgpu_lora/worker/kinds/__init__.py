@@ -1,0 +1,1 @@
+"""What workers do, a kind of job each."""

@@ -1,0 +1,35 @@
+"""A job `bench-training`: the whole training loop, timed repeatedly; each record is an event `measured`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wgpu_lora.bench.training import Work, run_training
+from wgpu_lora.train.ending import FINISHED
+from wgpu_lora.worker.child import Ended, Port
+
+
+def run(
+    port: Port,
+    *,
+    repeat: int = 2,
+    recipe: str | None = None,
+    shape: str | None = None,
+    layers: int | None = None,
+    tokens: int | None = None,
+    batch: int | None = None,
+    accumulation: int | None = None,
+    data: str | None = None,
+    model: str | None = None,
+    rank: int | None = None,
+    base_dtype: str | None = None,
+    compute_dtype: str | None = None,
+    tune: bool | None = None,
+    max_steps: int | None = None,
+    device: str | None = None,
+) -> Ended:
+    """The options are those of `Work`. A training that did not come to its end ends it with 1."""
+    work: dict[str, Any] = {name: value for name, value in locals().items() if name not in ("port", "repeat")}
+    found = run_training(Work.of(**work), repeat, port)
+    reasons = [run["stop_reason"] for run in found["runs"] if run["stop_reason"] not in FINISHED]
+    return Ended(found["summary"], int(bool(reasons)), f"a run ended: {reasons[0]}" if reasons else "")

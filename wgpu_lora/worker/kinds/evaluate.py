@@ -1,0 +1,49 @@
+"""A job `evaluate`: the loss of data, with an adapter or without."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from wgpu_lora.api import evaluate, load
+from wgpu_lora.weights.registry import DEFAULT_FORMAT
+from wgpu_lora.worker.child import Ended, Port
+
+
+def run(
+    port: Port,
+    *,
+    data: str | list[dict[str, Any]],
+    model: str = "demo",
+    adapter: str | None = None,
+    device: str | int | None = None,
+    base_dtype: str = DEFAULT_FORMAT,
+    split: str | None = None,
+    dataset_config: str | None = None,
+    skip_bad_rows: bool = False,
+    max_length: int | None = None,
+    on_overflow: str | None = None,
+    completion_only_loss: bool | None = None,
+    enable_thinking: bool | None = None,
+) -> Ended:
+    """The result has the device too, as it names itself. A loss that is not finite ends it with 1."""
+    opened = load(model, device=device, base_dtype=base_dtype)
+    found = evaluate(
+        opened,
+        data,
+        split=split,
+        dataset_config=dataset_config,
+        skip_bad_rows=skip_bad_rows,
+        adapter=adapter,
+        max_length=max_length,
+        on_overflow=on_overflow,
+        completion_only_loss=completion_only_loss,
+        enable_thinking=enable_thinking,
+        events=port,
+        progress_bar=False,
+    )
+    info = opened.device.info
+    result = asdict(found) | {"device": {"name": info.name, "driver": info.driver, "backend": info.backend}}
+    finite = math.isfinite(found.loss)
+    return Ended(result, int(not finite), "" if finite else "the loss is not finite")

@@ -1,0 +1,19 @@
+"""A job `import`: a model packed to NF4 and saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.export.packed import write_packed
+from wgpu_lora.models.loaded import open_model
+from wgpu_lora.worker.child import Port
+
+
+def run(port: Port, *, model: str, output: str, device: str | int | None = None) -> dict[str, Any]:
+    """output: a directory, which must be new."""
+    opened = open_model(model, device)
+    opened.load_weights(port)
+    write_packed(opened, Path(output))
+    nbytes = sum(path.stat().st_size for path in Path(output).glob("*.safetensors"))
+    return {"output": output, "bytes": nbytes}

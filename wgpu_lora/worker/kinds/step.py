@@ -1,0 +1,87 @@
+"""A job `step`: a training step on made-up rows, in a row or in turns with somebody else's."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict
+from typing import Any
+
+from wgpu_lora.bench.reference import ReferenceWork, forget_peak, peak_resident_bytes, resident_bytes
+from wgpu_lora.bench.step import WARMUP, TrainingStep, check_fits, chosen_model, synthetic_rows
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.infer.generate import Generator
+from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.train.output import environment
+from wgpu_lora.weights.registry import DEFAULT_FORMAT
+from wgpu_lora.worker.child import Port
+
+Record = dict[str, Any]
+
+
+def run(
+    port: Port,
+    *,
+    shape: str,
+    layers: int | None = None,
+    rows: int = 1,
+    tokens: int = 128,
+    rank: int = 8,
+    base_dtype: str = DEFAULT_FORMAT,
+    device: str | None = None,
+    steps: int = 3,
+    turns: bool = False,
+) -> Record:
+    """steps: that are timed, after those that compile. turns: wait to be asked for them (`prepare`, `steps`, `memory`,
+    `serve`) by lines on standard input, until there are no more."""
+    side = OurSide(ReferenceWork(shape, layers, rows, tokens, rank, base_dtype, device))
+    if turns:
+        port.answer(side)
+        return {}
+    return {**side.prepare(), **side.steps(steps), **side.memory()}
+
+
+class OurSide:
+    """This package on a piece of reference work: training steps, and serving the same model."""
+
+    def __init__(self, work: ReferenceWork):
+        self._after_imports = resident_bytes()
+        self._work = work
+        self._model = chosen_model(None, work.shape, work.layers, Device(work.device), work.base_dtype)
+
+        def declared(model: LoadedModel) -> TrainingStep:
+            return TrainingStep(model, work.rows, work.tokens, work.rank)
+
+        check_fits(self._model, lambda model: declared(model).session.memory().peak)
+        self._step = declared(self._model)
+
+    def prepare(self) -> Record:
+        """Loads, and takes the steps that compile. first_loss is of the untrained adapter."""
+        device = self._model.device
+        self._model.load_weights()
+        forget_peak()
+        device.peak_allocated = device.allocated
+        self._step.allocate()
+        loss = self._step.run()
+        self._step.seconds(0, WARMUP - 1)
+        return {"first_loss": loss, "environment": asdict(environment(device))}
+
+    def steps(self, count: int) -> Record:
+        return {"seconds": self._step.seconds(count)}
+
+    def memory(self) -> Record:
+        """planned, allocated: bytes on the device. resident: what the process grew by, a software device included."""
+        planned = self._step.session.memory().training
+        allocated = self._model.device.peak_allocated
+        return {"planned": planned, "allocated": allocated, "resident": peak_resident_bytes() - self._after_imports}
+
+    def serve(self, prompt: int, new: int, runs: int) -> Record:
+        """Tokens/s of a prompt of `prompt` tokens and of `new` tokens after it, medians of `runs` after two more."""
+        (ids,) = synthetic_rows(1, prompt, self._model.config.vocab_size).tolist()
+        prefill, decode = [], []
+        with Generator(self._model, capacity=prompt + new, buckets=(prompt,)) as generator:
+            for run in range(2 + runs):
+                (made,) = generator.generate([ids], max_new_tokens=new)
+                if run >= 2:
+                    prefill.append(made.prefill_speed)
+                    decode.append(made.decode_speed)
+        return {"prefill": statistics.median(prefill), "decode": statistics.median(decode), "runs": runs}

@@ -1,0 +1,187 @@
+"""Whoever starts a worker: hands it a job, hears its events, and ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from wgpu_lora.worker.job import SCHEMA
+
+PROGRAM = (sys.executable, "-m", "wgpu_lora", "worker")
+GRACE = 5.0  # seconds between asking a process to end and ending it
+Event = dict[str, Any]
+
+
+class WorkerFailed(Exception):
+    """A worker ended other than it should; `code` is its exit code, None where it was out of time."""
+
+    def __init__(self, message: str, code: int | None):
+        super().__init__(message)
+        self.code = code
+
+
+class Worker:
+    """A job in a process of its own; what it says is kept in `place`, or in a directory that goes with it.
+
+    Args:
+        name: of its files and in errors. program: what is started, the job's file last.
+        environment: what differs from this process's own. timeout: seconds that the whole of it may take.
+        asked: whether it is to be asked, by `ask`.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        options: Mapping[str, Any],
+        *,
+        name: str | None = None,
+        program: Sequence[str] = PROGRAM,
+        environment: Mapping[str, str] | None = None,
+        place: Path | None = None,
+        timeout: float | None = None,
+        asked: bool = False,
+    ):
+        self.name, self._timeout = name or job, timeout
+        self._own = None if place else tempfile.TemporaryDirectory(prefix="wgpu-lora-worker-")
+        place = place or Path(self._own.name if self._own else "")
+        self.log, self.errors = place / f"{self.name}.jsonl", place / f"{self.name}.stderr.log"
+        file = place / f"{self.name}.job.json"
+        file.write_text(json.dumps({"schema": SCHEMA, "job": job, "options": options}, indent=1) + "\n")
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self.last: Event = {}
+        self._began = time.monotonic()
+        with self.errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [*program, str(file)],
+                stdin=subprocess.PIPE if asked else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=os.environ | (environment or {}),
+            )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout
+        with self.log.open("wb") as log:
+            for line in self.process.stdout:
+                log.write(line)
+                log.flush()
+                with suppress(ValueError):  # cut short, where it was killed
+                    self._events.put(json.loads(line))
+        self._events.put(None)
+
+    # -- hearing ---------------------------------------------------------------------------------------------------
+
+    def events(self) -> Iterator[Event]:
+        """What happens, as it happens, up to its end. Raises WorkerFailed where it is out of time; it is ended then."""
+        while event := self._next():
+            yield event
+
+    def _next(self) -> Event | None:
+        left = None if self._timeout is None else self._began + self._timeout - time.monotonic()
+        try:
+            event = self._events.get(timeout=None if left is None else max(left, 0))
+        except queue.Empty:
+            self.end()
+            raise WorkerFailed(f"it took more than {self._timeout:,.0f} s", None) from None
+        if event is None:
+            self._events.put(None)  # for whoever asks again
+            self.process.wait()
+        else:
+            self.last = event
+        return event
+
+    def ask(self, request: str, **values: Any) -> Event:
+        """What it answers. Raises WorkerFailed where it ends instead, or is out of time."""
+        assert self.process.stdin
+        with suppress(OSError):  # it has ended: its events say so too
+            self.process.stdin.write((json.dumps({"request": request, **values}) + "\n").encode())
+            self.process.stdin.flush()
+        for event in self.events():
+            if event["event"] == "answer":
+                return {name: value for name, value in event.items() if name not in ("schema", "event")}
+        raise self._failed()
+
+    # -- its end ---------------------------------------------------------------------------------------------------
+
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def wait(self) -> int:
+        """Its exit code, once it has ended and its last event is here."""
+        for _ in self.events():
+            pass
+        return self.process.wait()
+
+    def result(self) -> Any:
+        """Its result, once it has ended. Raises WorkerFailed where its exit code is not 0."""
+        if self.wait() or self.last.get("event") != "result":
+            raise self._failed()
+        return self.last["result"]
+
+    def _failed(self) -> WorkerFailed:
+        code = self.process.wait()
+        return WorkerFailed(f"{self.name} ended with exit code {code}: {self.last_words()}", code)
+
+    def last_words(self) -> str:
+        """Why it ended, for a sentence."""
+        told = self.last.get("message") or self.last.get("said")
+        if told:
+            return str(told)[:300]
+        said = [line.strip() for line in self.errors.read_text(errors="replace").split("\n") if line.strip()]
+        return said[-1][:300] if said else "it said nothing"
+
+    def end(self) -> None:
+        """Ends it where it still runs, with its own children."""
+        end([self])
+
+    def close(self) -> None:
+        """Lets a worker that is asked come to its end, and ends one that does not."""
+        if self.process.stdin:
+            with suppress(OSError):
+                self.process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=60)
+        self.end()
+        self._reader.join()
+        if self._own:
+            self._own.cleanup()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if exception[0] is not None:
+            self.end()
+        self.close()
+
+
+def end(workers: Iterable[Worker]) -> None:
+    """Ends those that run, with their own children: asks first, and ends them after a while."""
+    processes: list[psutil.Process] = []
+    living = [worker.process for worker in workers if worker.running()]
+    for process in living:
+        with suppress(psutil.Error):
+            whole = psutil.Process(process.pid)
+            processes += [*whole.children(recursive=True), whole]
+    for one in processes:
+        with suppress(psutil.Error):
+            one.terminate()
+    for one in psutil.wait_procs(processes, GRACE)[1]:
+        with suppress(psutil.Error):
+            one.kill()
+    for process in living:
+        process.wait()

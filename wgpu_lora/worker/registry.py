@@ -1,0 +1,22 @@
+"""The kinds of jobs. Each is a function of a `Port` and of its options by name; it returns what the job's result is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from wgpu_lora.registry import Registry
+
+Kind = Callable[..., Any]
+
+KINDS: Registry[Kind] = Registry(
+    {
+        "finetune": "wgpu_lora.worker.kinds.finetune:run",
+        "evaluate": "wgpu_lora.worker.kinds.evaluate:run",
+        "generate": "wgpu_lora.worker.kinds.generate:run",
+        "import": "wgpu_lora.worker.kinds.import_:run",
+        "bench": "wgpu_lora.worker.kinds.bench:run",
+        "bench-training": "wgpu_lora.worker.kinds.bench_training:run",
+        "step": "wgpu_lora.worker.kinds.step:run",
+    }
+)
