@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ class SlotUpdate:
 
     step: int
     learning_rate: float
-    args: TrainingArguments = field(default_factory=TrainingArguments)
+    args: TrainingArguments = TrainingArguments()
 
 
 class Optimizer:
