@@ -22,6 +22,7 @@ from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.train.optimizers.base import Page, State
 
 Arrays = dict[str, np.ndarray]
+USUAL = TrainingArguments()
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class SlotUpdate:
 
     step: int
     learning_rate: float
-    args: TrainingArguments = TrainingArguments()
+    args: TrainingArguments = USUAL
 
 
 class Optimizer:
