@@ -19,6 +19,7 @@ from wgpu_lora.events import Tuning
 from wgpu_lora.gpu import tuner as module
 from wgpu_lora.gpu.choices import SCHEMA, ChoiceFile, Entry, bucket, choice_key, nearest, same_shader
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.errors import ShaderError
 from wgpu_lora.gpu.kernel import REGISTRY
 from wgpu_lora.gpu.program import Arena, Program, allocate
 from wgpu_lora.gpu.single import nmse
@@ -131,6 +132,24 @@ def test_a_wrong_tiling_is_never_chosen(device: Device, tmp_path: Path, monkeypa
     assert Tuner(device, directory=tmp_path).tune([program]) == {
         choice_key(step.kernel, step.present, step.constants): tilings[0]
     }
+
+
+def test_a_tiling_that_the_driver_cannot_compile_is_left_out(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, _ = product(device)
+    (step,) = program.dispatches
+    first, before, compile = step.tiling, device.allocated, Device.pipeline
+
+    def pipeline(self: Device, key: Any, source: Any) -> Any:
+        if key[-1] == first:
+            raise ShaderError(key[0], "the compiler gave up")
+        return compile(self, key, source)
+
+    monkeypatch.setattr(Device, "pipeline", pipeline)
+    (chosen,) = Tuner(device, directory=tmp_path).tune([program]).values()
+    assert chosen != first
+    assert device.allocated == before
 
 
 def test_what_there_is_no_time_for_keeps_the_default_for_good(

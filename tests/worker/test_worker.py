@@ -1,0 +1,160 @@
+"""`wgpu-lora worker`: jobs in, events out, and whoever starts one."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from support.cli import QWEN2, SMALL, write_rows
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.names.naming import IN_FILE, naming
+from wgpu_lora.train.records import RunRecord
+from wgpu_lora.worker.child import Port
+from wgpu_lora.worker.job import arguments, read_job
+from wgpu_lora.worker.parent import PROGRAM, Worker, WorkerFailed
+from wgpu_lora.worker.registry import KINDS
+
+WINDOWS = pytest.mark.skipif(sys.platform == "win32", reason="has no SIGINT for another process")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_rows(tmp_path_factory.mktemp("worker") / "rows.jsonl"))
+
+
+def test_jobs_run_and_tell(rows: str, tmp_path: Path) -> None:
+    options = {**SMALL, "model": QWEN2, "data": rows, "eval_data": rows, "output": str(tmp_path / "out")}
+    with Worker("finetune", options, place=tmp_path) as worker:
+        events = list(worker.events())
+        found = worker.result()
+    assert {event["schema"] for event in events} == {1}
+    kinds = [event["event"] for event in events]
+    assert (kinds[0], kinds[-1], kinds.count("step")) == ("begin", "result", 2)
+    assert {"loading", "evaluating", "saved"} <= set(kinds)
+    assert next(event for event in events if event["event"] == "step")["step"] == 1
+    record = RunRecord.from_json(found)
+    assert record == RunRecord.read(tmp_path / "out")
+    said = (tmp_path / "finetune.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in said] == events
+    evaluated = {"model": QWEN2, "data": rows, "adapter": str(tmp_path / "out")}
+    with Worker("evaluate", evaluated) as worker:
+        assert worker.result()["loss"] == pytest.approx(record.eval_loss, rel=1e-5)
+
+
+def test_a_step_by_itself() -> None:
+    out = io.StringIO()
+    found = KINDS["step"](Port(out), shape="tiny-qwen3", layers=1, tokens=16, steps=2)
+    assert len(found["seconds"]) == 2
+    assert found["planned"] > 0
+
+
+def test_a_job_on_standard_input_that_cannot_be() -> None:
+    done = subprocess.run([*PROGRAM, "-"], input='{"job": "zork"}', capture_output=True, text=True, timeout=300)
+    (event,) = map(json.loads, done.stdout.splitlines())
+    assert (done.returncode, event["event"], event["kind"]) == (2, "error", "UserError")
+    assert done.stderr == f"wgpu-lora: {event['message']}\n"
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        ({"job": "zork"}, "is of the kind 'zork', which there is not: choose one of finetune, evaluate, generate, "),
+        ({"job": "evaluate"}, "lacks 'data': a job evaluate needs it."),
+        ({"job": "evaluate", "options": {"data": "x", "max_lenght": 3}}, "did you mean 'max_length'?"),
+        ({"job": "evaluate", "options": {"data": 3}}, "'data' is 3, which has to be str or list"),
+        ({"job": "finetune", "options": {"events": 3}}, "has an unknown option 'events'"),
+        ({"job": "finetune", "options": {"data": "x", "lora_r": -1}}, "'lora_r' must be greater than 0, not -1."),
+        ({"job": "generate", "options": {"prompts": ["a"], "zork": 1}}, "has an unknown option 'zork'"),
+        ({"job": "step", "options": []}, "has options that are no object"),
+        ({"schema": 2, "job": "step"}, "has the schema 2, and this version knows 1: update wgpu-lora."),
+        ({"jobs": []}, "has a key 'jobs': its keys are job, options, schema."),
+        ("[", "cannot be read as JSON"),
+    ],
+)
+def test_a_job_that_cannot_be_is_one_sentence(job: object, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "job.json"
+    file.write_text(job if isinstance(job, str) else json.dumps(job))
+    with naming(IN_FILE), pytest.raises(UserError) as raised:
+        done_here(str(file))
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def done_here(source: str) -> None:
+    job = read_job(source)
+    run = KINDS[job.kind]
+    run(Port(io.StringIO()), **arguments(run, job))
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(UserError, match=r"The job none.json cannot be read \(No such file or directory\)\."):
+        read_job("none.json")
+
+
+@WINDOWS
+def test_a_signal_ends_a_run_with_a_checkpoint_and_its_number(rows: str, tmp_path: Path) -> None:
+    options = {**SMALL, "model": QWEN2, "data": rows, "output": str(tmp_path / "out"), "max_steps": 10_000}
+    with Worker("finetune", options) as worker:
+        for event in worker.events():
+            if event["event"] == "step":
+                worker.process.send_signal(signal.SIGTERM)
+                break
+        assert worker.wait() == 128 + signal.SIGTERM
+        assert (worker.last["event"], worker.last["code"]) == ("result", 128 + signal.SIGTERM)
+        assert RunRecord.from_json(worker.last["result"]).signal == "SIGTERM"
+        with pytest.raises(WorkerFailed, match="finetune ended with exit code 143: a signal, or Ctrl-C"):
+            worker.result()
+    assert list((tmp_path / "out" / "checkpoints").iterdir())
+
+
+SLEEPER = "import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)'])\n"
+SLEEPER += 'print(\'{"event": "begin"}\', flush=True)\ntime.sleep(99)'
+
+
+def test_one_that_is_out_of_time_is_ended_with_its_children() -> None:
+    with Worker("sleep", {}, program=[sys.executable, "-c", SLEEPER], timeout=60) as worker:
+        assert next(worker.events()) == {"event": "begin"}
+        family = [psutil.Process(worker.process.pid), *psutil.Process(worker.process.pid).children()]
+        assert len(family) == 2
+        worker._timeout = 0.0
+        with pytest.raises(WorkerFailed, match="it took more than 0 s"):
+            worker.result()
+    deadline = time.monotonic() + 10
+    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import sys; sys.stderr.write('a\\nlast words\\n'); sys.exit(3)", "exit code 3: last words"),
+        ('print(\'{"event": "error", "message": "why"}\'); raise SystemExit(2)', "exit code 2: why"),
+        ('print(\'{"event": "result"\'[:9])', "exit code 0: it said nothing"),  # cut short
+    ],
+)
+def test_what_a_worker_ended_of_is_told(code: str, said: str) -> None:
+    with (
+        Worker("job", {}, name="it", program=[sys.executable, "-c", code]) as worker,
+        pytest.raises(WorkerFailed, match=f"^it ended with {said}$"),
+    ):
+        worker.result()
+
+
+def test_nobody_has_to_listen(rows: str, tmp_path: Path) -> None:
+    options = {**SMALL, "model": QWEN2, "data": rows, "output": str(tmp_path / "out")}
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps({"job": "finetune", "options": options}))
+    process = subprocess.Popen([*PROGRAM, str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout
+    process.stdout.close()
+    assert process.wait(timeout=300) == 0
+    assert RunRecord.read(tmp_path / "out").outcome == "finished"
