@@ -1,4 +1,4 @@
-"""Fine-tune language models on any GPU: QLoRA whose compute is WGSL over Vulkan, Metal and DX12.
+"""Fine-tune language models on any GPU: QLoRA in WGSL shaders, over Vulkan, Metal and DX12.
 
 import wgpu_lora
 model = wgpu_lora.load("demo")
@@ -53,7 +53,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    # Lazily, so that importing the package needs no GPU library.
+    # Lazy, so that importing the package does not load a GPU library.
     if name == "__version__":
         from importlib.metadata import version
 

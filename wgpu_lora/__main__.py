@@ -1,4 +1,4 @@
-"""`python -m wgpu_lora`, as `wgpu-lora`."""
+"""`python -m wgpu_lora`, the same as `wgpu-lora`."""
 
 from wgpu_lora.entry import main
 

@@ -1,4 +1,4 @@
-"""Where the package's files are: inside it or, in a checkout, some of them beside it."""
+"""Paths of the package's data files: inside the package or, in a checkout, beside it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
-ROOT = _PACKAGE.parent  # what a child has to have on its path: the checkout, or site-packages
+ROOT = _PACKAGE.parent  # the checkout or site-packages; child processes need it on their path
 
 DEMO_MODEL = _PACKAGE / "demo" / "model"
 DEMO_TRAIN = _PACKAGE / "demo" / "data" / "train.jsonl"
@@ -15,7 +15,7 @@ DEMO_HELDOUT = _PACKAGE / "demo" / "data" / "heldout.jsonl"
 
 @cache
 def asset_dir(name: str) -> Path:
-    """The folder `shaders`, `recipes` or `bricks`, wherever this installation keeps it."""
+    """Path of the folder `shaders`, `recipes` or `bricks` in this installation."""
     inside = _PACKAGE / "_assets" / name
     return inside if inside.is_dir() else ROOT / name
 

@@ -1,4 +1,4 @@
-"""Writing so that a crash or a full disk never damages what was there before."""
+"""Atomic writes: a crash or a full disk never damages existing files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from wgpu_lora.errors import UserError
 
-# `.NAME.tmp` and `.NAME.previous` of directories, `.NAME.old` of removed ones; tempfile adds eight letters of its own.
+# Directories use `.NAME.tmp` and `.NAME.previous`, removed ones `.NAME.old`; tempfile adds eight characters.
 _LEFTOVER = re.compile(r"\.(.+?)(\.[a-z0-9_]{8})?\.(tmp|previous|old)")
 
 
@@ -21,13 +21,13 @@ def _read_umask() -> int:
     return mask
 
 
-UMASK = _read_umask()  # once: it is set in reading it, and another thread may be writing a file
+UMASK = _read_umask()  # read once, since reading it briefly changes it for all threads
 
 
 def write_bytes_atomic(path: str | Path, data: bytes) -> None:
-    """Puts `data` at `path`: afterwards the file is whole, and before that it is what it was.
+    """Replace the contents of `path` atomically.
 
-    The data go to a file beside `path`, are flushed to the disk, and are renamed over it. Raises OSError.
+    The data are written to a file beside `path`, flushed to disk, and renamed over it. Raises OSError.
     """
     path = Path(path)
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
@@ -37,7 +37,7 @@ def write_bytes_atomic(path: str | Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        temporary.chmod(0o666 & ~UMASK)  # mkstemp's own mode would hide the file from everyone else
+        temporary.chmod(0o666 & ~UMASK)  # mkstemp makes files private
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -46,14 +46,14 @@ def write_bytes_atomic(path: str | Path, data: bytes) -> None:
 
 
 def write_new_bytes(path: str | Path, data: bytes, option: str, replacing: bytes | None = None) -> None:
-    """As `write_bytes_atomic`, to a path where nothing is, not even from a moment ago.
+    """Like `write_bytes_atomic`, but refuse to overwrite an existing path, without a race.
 
     Args:
-        option: what named the path, for the message.
-        replacing: what may lie there: these bytes.
+        option: name of the option that gave the path, for messages.
+        replacing: an existing file with exactly these bytes may be overwritten.
 
     Raises:
-        UserError: something else is there, or the directory is missing or cannot be written.
+        UserError: the path exists, or the directory is missing or cannot be written.
     """
     path = Path(path)
     taken = UserError(f"{path} exists already: give {option} another name, or remove it.")
@@ -67,7 +67,7 @@ def write_new_bytes(path: str | Path, data: bytes, option: str, replacing: bytes
         try:
             write_bytes_atomic(temporary / path.name, data)
             try:
-                os.link(temporary / path.name, path)  # which refuses where something is
+                os.link(temporary / path.name, path)  # fails if the path exists
             except FileExistsError:
                 raise taken from None
             except OSError:  # a file system without links
@@ -76,15 +76,14 @@ def write_new_bytes(path: str | Path, data: bytes, option: str, replacing: bytes
             shutil.rmtree(temporary, ignore_errors=True)
         _sync_directory(path.parent)
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}): give {option} another place.") from None
+        raise UserError(f"{path} cannot be written ({error.strerror}): choose another {option}.") from None
 
 
 def replace_directory(tmp: str | Path, final: str | Path) -> None:
-    """Moves the finished directory `tmp` to `final`, which it replaces; both must be on one file system.
+    """Replace the directory `final` with the finished directory `tmp` on the same file system.
 
-    Everything in `tmp` is flushed to the disk first. A directory cannot be renamed over one that holds files, so an
-    existing `final` steps aside to `.<name>.previous` for a moment; a crash in that moment leaves both beside each
-    other, whole. Raises OSError.
+    Everything in `tmp` is flushed to disk first. A directory cannot be renamed over a non-empty one, so an existing
+    `final` is first renamed to `.<name>.previous`; a crash in between leaves both intact. Raises OSError.
     """
     tmp, final = Path(tmp), Path(final)
     for path in sorted(tmp.rglob("*")):
@@ -109,28 +108,28 @@ def replace_directory(tmp: str | Path, final: str | Path) -> None:
 
 
 def sweep(directory: str | Path, name: re.Pattern[str]) -> None:
-    """Removes what a killed process left of writing, in this module's ways, what the whole of `name` matches.
+    """Remove temporary files that a killed process left in a directory, for files whose whole name matches `name`.
 
-    What had stepped aside for a directory that never came is put back. Nobody else may be writing there.
+    A directory that was renamed to make room for a missing one is restored. No other process may be writing there.
     """
     directory = Path(directory)
     for path in list(directory.iterdir()) if directory.is_dir() else []:
         match = _LEFTOVER.fullmatch(path.name)
         inner = match
         while inner and not name.fullmatch(inner[1]):
-            inner = _LEFTOVER.fullmatch(inner[1])  # a file of a hidden directory that was written in turn
+            inner = _LEFTOVER.fullmatch(inner[1])  # a temporary file for a temporary directory
         if not match or not inner:
             continue
         final = directory / match[1]
         if path.is_dir() and match[3] == "previous" and not final.exists():
             path.rename(final)
-        elif path.is_dir() or (match[2] and match[3] == "tmp"):  # files come from tempfile alone
+        elif path.is_dir() or (match[2] and match[3] == "tmp"):  # only tempfile makes files
             _remove(path)
 
 
 def _remove(path: Path) -> None:
     if path.is_symlink() or path.is_file():
-        path.unlink()  # the link, never what it leads to
+        path.unlink()  # the link, never its target
     elif path.exists():
         shutil.rmtree(path)
 
@@ -142,7 +141,7 @@ def file_digest(path: Path) -> str:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Flushes the names in a directory; a no-op on Windows, which cannot open one."""
+    """Flush a directory's entries to disk; no-op on Windows, which cannot open directories."""
     if os.name == "nt":
         return
     descriptor = os.open(directory, os.O_RDONLY)

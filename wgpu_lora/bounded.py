@@ -1,4 +1,4 @@
-"""Untrusted files: JSON and TOML read within bounds of time and memory, and links that lead elsewhere."""
+"""Safe reading of untrusted files: JSON and TOML within time and memory limits, and links out of a folder."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from typing import Any
 
 from wgpu_lora.errors import UserError
 
-# Python takes some 100 bytes for each value, which is far more than it took in the file. Both bounds are beyond what
-# models have: 64 shards' index takes 0.1 MB, a tokenizer's settings 1 MB, and a tensor of a header 9 of these signs.
+# Python takes about 100 bytes for each value, far more than the file does. Real models stay well below both limits: the
+# index of 64 shards takes 0.1 MB, a tokenizer's settings 1 MB, and each tensor of a header counts as 9 values.
 MAX_JSON_BYTES = 8 << 20
 MAX_JSON_PARTS = 200_000
 MAX_TOML_BYTES, MAX_TOML_DOTS, MAX_LINE_DOTS = 1 << 18, 20_000, 256
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES, max_parts: int = MAX_JSON_PARTS) -> dict[str, Any]:
-    """The JSON object in a file; UserError when it is missing, unreadable, too large or something else."""
+    """Read a JSON object from a file.
+
+    Raises:
+        UserError: the file is missing, unreadable, too large, or not a JSON object.
+    """
     try:
-        if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+        if path.exists() and not path.is_file():  # opening a pipe would block
             raise UserError(f"{path} is not a regular file: restore it.")
         with path.open("rb") as file:
             data = file.read(max_bytes + 1)
@@ -34,14 +38,21 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES, max_parts: int = MAX_
 def parse_object(
     data: bytes, where: str, max_bytes: int = MAX_JSON_BYTES, max_parts: int = MAX_JSON_PARTS
 ) -> dict[str, Any]:
-    """The JSON object in these bytes; `where` begins the UserError about one too large, twice a key, or not JSON."""
+    """Parse bytes as a JSON object.
+
+    Args:
+        where: start of the error messages, such as a path.
+
+    Raises:
+        UserError: the bytes are too long, repeat a key, or are not a JSON object.
+    """
     if len(data) > max_bytes:
         raise UserError(f"{where} is longer than {max_bytes:,} bytes: use the file of the model's source.")
     if sum(map(data.count, (b"[", b"{", b","))) > max_parts:
         raise UserError(f"{where} has more than {max_parts:,} values: use the file of the model's source.")
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=object_of)
-        if rb"\ud" in data.lower():  # half a character, escaped, cannot be written anywhere
+        if rb"\ud" in data.lower():  # an escaped lone surrogate cannot be encoded
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError:
         raise UserError(f"{where} is nested too deeply: use the file that the model was published with.") from None
@@ -53,30 +64,37 @@ def parse_object(
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
-    """The values of a TOML file; `what` it is begins the UserError about one that cannot be read, or is none."""
+    """Read a TOML file.
+
+    Args:
+        what: what kind of file it is; starts the error messages.
+
+    Raises:
+        UserError: the file cannot be read, is too long, or is not valid TOML.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(MAX_TOML_BYTES + 1)
     except OSError as error:
-        raise UserError(f"{what} {path} cannot be read ({error.strerror}).") from None
+        raise UserError(f"{what} {path} cannot be read ({error.strerror}): check the path.") from None
     if len(data) > MAX_TOML_BYTES:
         raise UserError(f"{what} {path} is longer than {MAX_TOML_BYTES:,} bytes: shorten it.")
-    # Keys of many parts cost Python's reader their square.
+    # tomllib takes quadratic time for keys with many dots.
     if data.count(b".") > MAX_TOML_DOTS or any(line.count(b".") > MAX_LINE_DOTS for line in data.splitlines()):
-        raise UserError(f"{what} {path} has names of too many parts: write one option a line.")
+        raise UserError(f"{what} {path} has names with too many dots: write one option per line.")
     try:
         values = tomllib.loads(data.decode("utf-8"))
         if not _within_64_bits(values):
-            raise ValueError("a whole number is beyond 64 bits")
+            raise ValueError("an integer does not fit into 64 bits")
         return values
     except RecursionError:
-        raise UserError(f"{what} {path} is nested too deeply: write one option a line.") from None
+        raise UserError(f"{what} {path} is nested too deeply: write one option per line.") from None
     except ValueError as error:
         raise UserError(f"{what} {path} is not valid TOML: {error}.") from None
 
 
 def _within_64_bits(value: Any) -> bool:
-    """Whether all whole numbers are: larger ones need not even be possible to print."""
+    """Whether all integers fit into 64 bits: Python refuses to print very large ones."""
     if isinstance(value, dict):
         return all(map(_within_64_bits, value.values()))
     if isinstance(value, list):
@@ -85,37 +103,37 @@ def _within_64_bits(value: Any) -> bool:
 
 
 def is_name(text: str) -> bool:
-    """Whether a text can be a path here and be written down: it has no NUL, and is UTF-8."""
+    """Whether a text is a usable path: valid UTF-8 without NUL."""
     try:
         return b"\0" not in text.encode("utf-8")
-    except UnicodeEncodeError:  # bytes of the file system that are not
+    except UnicodeEncodeError:  # file names may be any bytes
         return False
 
 
 def check_name(path: Path) -> None:
-    """UserError unless a path can be written down in what lies there: cards, records and indices name it."""
+    """Raise UserError unless a path is valid UTF-8, since model cards, records and indices contain it."""
     if not is_name(str(path)):
-        raise UserError(f"{str(path)!a:.200} is no name in UTF-8: give that file or directory another.")
+        raise UserError(f"{str(path)!a:.200} is not a valid UTF-8 name: rename that file or directory.")
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Text with what a terminal would act upon, or not take, shown as its code; the characters of `keep` stay."""
+    """Escape the characters of a text that are not printable, except those in `keep`."""
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
 def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object from its pairs, for `json.loads`; ValueError where a key stands twice in it."""
+    """Build a JSON object from its pairs (`object_pairs_hook` of `json.loads`); ValueError if a key is repeated."""
     value = dict(pairs)
     if len(value) != len(pairs):
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"the key {twice!r} stands twice in one object; keep one of the two")
+        raise ValueError(f"the key {twice!r} is repeated in one object; keep one of the two")
     return value
 
 
 def leads_out(path: Path, directory: Path) -> bool:
-    """Whether a file lies outside of the directory that it is found in: a link may lead anywhere.
+    """Whether a path resolves to a file outside of the directory that contains it.
 
-    The hub's cache keeps a model's files beside its snapshots, in `blobs`, and links them.
+    Links from a snapshot of the Hugging Face cache into its `blobs` are allowed.
     """
     root, target = directory.resolve(), path.resolve()
     cached = root.parent.name == "snapshots" and target.is_relative_to(root.parent.parent / "blobs")

@@ -1,4 +1,4 @@
-"""Where `wgpu-lora` begins: answers signals before anything large is imported, and takes leave of readers that left."""
+"""Entry point of `wgpu-lora`: handles signals during start-up, and output streams that are closed during a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wgpu_lora.signals import ENDING
 
 
 def main() -> NoReturn:
-    """Runs the command line of this process, and ends it."""
+    """Run the command line and exit the process."""
     for number in ENDING:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end)
@@ -25,7 +25,7 @@ def main() -> NoReturn:
 
 
 def _end(number: int, frame: object) -> NoReturn:
-    """Ends at once: nothing has begun that would have to be put in order."""
+    """Exit immediately: there is nothing to clean up yet."""
     message = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
     try:
         os.write(2, f"wgpu-lora: {message}\n".encode())
@@ -34,8 +34,7 @@ def _end(number: int, frame: object) -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends with this code. Python's own way out has moments in which a signal decides it, and a KeyboardInterrupt that
-    was caught long ago may."""
+    """Exit with this code; Python's own shutdown may use another after a signal or a caught KeyboardInterrupt."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):

@@ -1,4 +1,4 @@
-"""The one exception for mistakes that a person can mend."""
+"""Exceptions for errors that the user can fix."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 
 class UserError(Exception):
-    """Something outside the program is wrong: a path, a file, an option, a device.
+    """An error in the user's input: a path, a file, an option, a device.
 
-    The message is one sentence that says what is wrong, where, and what to do. Where there are several things of a
-    kind, `details` has a line for each, which the message then has under the sentence.
-    The command line prints it on stderr and exits with code 2; from Python it is an ordinary exception.
+    The message is one sentence that says what is wrong, where, and what to do. `details` are further lines below it,
+    one for each of several problems of the same kind.
+    The command line prints the message on stderr and exits with code 2; from Python it is an ordinary exception.
     """
 
     def __init__(self, sentence: object = "", details: Sequence[str] = ()) -> None:
@@ -19,8 +19,8 @@ class UserError(Exception):
 
 
 class NotFiniteError(UserError):
-    """Weights or a loss hold NaN or infinity."""
+    """Weights or a loss contain NaN or infinity."""
 
 
 class NoRoomError(UserError):
-    """A device has no room for what is asked for; less of it may fit."""
+    """A device has too little free memory for a request; a smaller one may fit."""

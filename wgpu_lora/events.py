@@ -1,4 +1,4 @@
-"""What jobs tell while they run: one class for training, evaluating, generating and measuring alike."""
+"""Progress events of jobs: training, evaluation, generation and benchmarks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 @dataclass
 class Tuning:
-    """What there is to time before a run, and how far that is.
+    """Progress of kernel tuning before a run.
 
     Attributes:
-        sizes: kernel sizes that have to be timed on this device, and `tilings` of them in all.
-        limit: seconds that tuning may take; nothing is begun that would take longer.
-        each: seconds that a tiling took here so far, compilation included; None before the first ever.
-        longest: seconds of the one that took longest since the beginning, so that the next keeps to the limit.
-        kernel: the one at hand.
-        sizes_done, tilings_done, seconds: since the beginning.
-        over: whether this is the last that is heard of it.
+        sizes: kernel sizes to be timed on this device, with `tilings` tilings in total.
+        limit: seconds that tuning may take; no timing is started that would exceed it.
+        each: average seconds per tiling so far, including compilation; None before the first.
+        longest: seconds of the slowest tiling so far, used to keep to the limit.
+        kernel: name of the current kernel.
+        sizes_done, tilings_done, seconds: so far.
+        over: whether this is the last event.
     """
 
     sizes: int
@@ -35,7 +35,7 @@ class Tuning:
 
     @property
     def expected(self) -> float | None:
-        """Seconds of the whole, None where nothing is known yet."""
+        """Expected total seconds; None if nothing is known yet."""
         if self.each is None:
             return None
         return min(self.limit, self.seconds + (self.tilings - self.tilings_done) * self.each)
@@ -43,10 +43,9 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Evaluating:
-    """A loss that is being measured: `rows` of `total` are done; `loss` once it is known.
+    """Progress of a loss measurement: `rows` of `total` are done; `loss` is set at the end.
 
-    step: of the run whose held-out loss it is, 0 before the first; None outside of training. adapter: its name in a
-    pipeline.
+    step: the run's step, 0 before the first, None outside of training. adapter: its name in a pipeline.
     """
 
     rows: int
@@ -60,9 +59,9 @@ class Evaluating:
 class StepResult:
     """A slot's optimizer step.
 
-    adapter: its name in a pipeline, None for a run by itself. tokens: trained so far; step_tokens: in this step;
-    step_processed_tokens: that went through the model in this step, prompts included. metrics: the objective's.
-    seconds: of the step alone, held-out loss excluded; where slots share a step, this one's part of it by tokens.
+    adapter: its name in a pipeline, None for a single run. tokens: trained tokens so far; step_tokens: in this step;
+    step_processed_tokens: all tokens of this step, prompts included. metrics: the objective's.
+    seconds: of the step, without the held-out loss; if slots share a step, this slot's share by tokens.
     """
 
     step: int
@@ -81,54 +80,56 @@ class StepResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def facts(self, gap: str = "  ") -> str:
-        """Loss, metrics and learning rate, as they are shown."""
+        """Loss, metrics and learning rate as text."""
         metrics = (f"{name} {value:.4f}" for name, value in self.metrics.items())
         return gap.join([f"loss {self.loss:.4f}", *metrics, f"lr {self.learning_rate:.2e}"])
 
 
 class Events:
-    """Override the methods that you want to hear of; those of this class do nothing. They are called in the job's own
-    thread, so a job waits until they return."""
+    """Callbacks of a job; override the methods of interest, the defaults do nothing.
+
+    They are called in the job's own thread, so the job waits until they return.
+    """
 
     def waiting(self, place: int, holders: Sequence[str], seconds: float) -> None:
-        """The job queues for memory: its place from 1, who holds the memory, seconds waited so far."""
+        """The job waits for memory: its place in the queue from 1, the holders of the memory, seconds waited so far."""
 
     def tuning(self, tuning: Tuning) -> None:
-        """Before each tiling that is timed, and once at the end, where any was."""
+        """Before each timed tiling, and once at the end if there were any."""
 
     def loading(self, model: str, tensor: str, done: int, total: int) -> None:
-        """A tensor of the base is on the device, the last of `done` out of `total`."""
+        """A tensor of the base model has been loaded, the last of `done` out of `total`."""
 
     def evaluating(self, evaluating: Evaluating) -> None:
-        """Before the first row of a loss, after each batch of rows and, of a held-out loss, once it is known."""
+        """Before the first row of a loss, after each batch of rows and, for a held-out loss, once it is known."""
 
     def step(self, result: StepResult) -> bool | None:
         """After each optimizer step of each adapter; True ends the run."""
 
     def saved(self, directory: Path, step: int, adapter: str | None) -> None:
-        """A checkpoint is on disk. adapter: its name in a pipeline."""
+        """A checkpoint has been written. adapter: its name in a pipeline."""
 
     def text(self, piece: str) -> None:
-        """A piece of the only answer, as it comes."""
+        """A piece of the answer as it is generated, if there is only one prompt."""
 
     def answering(self, done: int, total: int, tokens: int) -> None:
-        """After each token: prompts that are answered, of how many, and tokens of all answers so far."""
+        """After each token: finished prompts, all prompts, and tokens of all answers so far."""
 
     def answered(self, number: int, name: str | None, answer: Any) -> None:
-        """A prompt, by its number from 0, has its `Answer`. name: the adapter's, where several are asked."""
+        """A prompt, by its number from 0, has been answered. name: the adapter's, if there are several."""
 
     def measuring(self, brick: str, case: str) -> None:
-        """A brick of `bench` is about to be measured."""
+        """Before a brick of `bench` is measured."""
 
     def measured(self, record: Mapping[str, Any]) -> None:
-        """A line of a benchmark's result."""
+        """A result record of a benchmark."""
 
 
 SILENT = Events()
 
 
 class Passing(Events):
-    """Passes everything on to others, in order: a base for whoever changes some of it on the way."""
+    """Forwards all events to others, in order; a base class for filters."""
 
     def __init__(self, *to: Events):
         self.to = to

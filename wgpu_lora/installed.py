@@ -1,4 +1,4 @@
-"""How this package was installed, so that the commands that messages name work as printed."""
+"""How this package was installed, so that commands in messages work as printed."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ NAME = "wgpu-lora"
 
 
 def pip_line(extra: str) -> str:
-    """The command that installs an optional dependency beside this installation, such as `pip install -e '.[plot]'`.
+    """The command that adds an optional dependency to this installation, such as `pip install -e '.[plot]'`.
 
     Args:
-        extra: a name under `[project.optional-dependencies]` of pyproject.toml.
+        extra: a name in `[project.optional-dependencies]` of pyproject.toml.
     """
     options, what = _source(extra)
     return " ".join([*_installer(what.startswith(NAME)), *options, _quoted(what)])
 
 
 def program(name: str = NAME) -> str:
-    """How a program that lies beside this Python is called from the current directory: `wgpu-lora` where that finds it,
-    else its path, such as `.venv/bin/wgpu-lora`."""
+    """The command that runs a program of this environment from the current directory: its name if it is on PATH, else
+    its path, such as `.venv/bin/wgpu-lora`."""
     beside = _beside(name)
     if beside is None:
         return name
@@ -42,7 +42,7 @@ def program(name: str = NAME) -> str:
 
 
 def _source(extra: str) -> tuple[list[str], str]:
-    """pip's options and requirement: as the package came here (PEP 610), else by its name."""
+    """pip's options and requirement: the recorded origin of the package (PEP 610), else its name."""
     origin, editable = _origin()
     if origin is None:
         return [], f"{NAME}[{extra}]"
@@ -53,10 +53,10 @@ def _source(extra: str) -> tuple[list[str], str]:
 
 
 def _origin() -> tuple[Path | str | None, bool]:
-    """(the directory or URL that the package was installed from, whether in place); (None, False) from an index."""
+    """(directory or URL that the package was installed from, whether editable); (None, False) for a package index."""
     try:
         text = distribution(NAME).read_text("direct_url.json")
-    except PackageNotFoundError:  # run from its source, not installed
+    except PackageNotFoundError:  # run from source, not installed
         return (ROOT, True) if (ROOT / "pyproject.toml").is_file() else (None, False)
     try:
         said: dict[str, Any] = json.loads(text or "{}")
@@ -75,7 +75,7 @@ def _origin() -> tuple[Path | str | None, bool]:
 
 
 def _installer(by_name: bool) -> list[str]:
-    """The program that installs into the environment of this Python."""
+    """The command that installs packages into this Python's environment."""
     prefix = Path(sys.prefix)
     if by_name and (prefix / "uv-receipt.toml").is_file():
         return ["uv", "tool", "install"]
@@ -89,14 +89,14 @@ def _installer(by_name: bool) -> list[str]:
 
 
 def _beside(name: str) -> Path | None:
-    """A program in the directory of this Python's own scripts; not through links, which lead out of an environment."""
+    """Path of a program beside this Python. Links are not followed, since they lead out of a virtual environment."""
     directory = Path(sys.executable).absolute().parent
     names = (f"{name}.exe", f"Scripts/{name}.exe") if os.name == "nt" else (name,)
     return next((directory / each for each in names if (directory / each).is_file()), None)
 
 
 def _quoted(text: str) -> str:
-    """Text as one word for the shell that people use on this system."""
+    """Quote a text as one word for this system's shell."""
     if os.name != "nt":
         return shlex.quote(text)
     return f'"{text}"' if any(mark in text for mark in " []&@") else text

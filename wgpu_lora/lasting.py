@@ -1,4 +1,4 @@
-"""Streams that outlive their readers."""
+"""Output streams that survive the loss of their reader."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import io
 import os
 from typing import Any
 
-GONE = (errno.EPIPE, errno.EIO, errno.ESHUTDOWN)  # a pipe that nobody reads any more, a terminal that closed
+GONE = (errno.EPIPE, errno.EIO, errno.ESHUTDOWN)  # a pipe without a reader, a closed terminal
 
 
 class _Lasting(io.FileIO):
-    """A stream that goes silent when whoever read it has gone: losing a terminal is not losing a run."""
+    """A stream that discards output once its reader has gone, so that a closed terminal does not end a run."""
 
     def write(self, data: Any) -> int:
         try:
@@ -24,10 +24,10 @@ class _Lasting(io.FileIO):
 
 
 def lasting(stream: Any) -> Any:
-    """The same stream, but for what nobody reads any more."""
+    """Wrap a stream so that output is discarded once its reader has gone."""
     try:
         number = stream.fileno()
-    except (AttributeError, OSError, ValueError):  # closed before the start, or no file
+    except (AttributeError, OSError, ValueError):  # closed before the start, or not a file
         return stream
     stream.flush()
     return io.TextIOWrapper(

@@ -1,4 +1,4 @@
-"""What patterns.py runs by itself: patterns and names as JSON on stdin, which matches which as JSON on stdout."""
+"""Child process of patterns.py: reads patterns and names as JSON from stdin, writes the matches as JSON to stdout."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from contextlib import suppress
 
 
 def limit(seconds: int) -> None:
-    """Bounds computing and memory where the system does that; elsewhere the parent's own limit is left."""
+    """Limit CPU time and memory if the system can; elsewhere only the parent's time limit applies."""
     try:
         import resource
     except ImportError:
@@ -31,7 +31,7 @@ def main() -> None:
             try:
                 groups[-1].append(re.compile(pattern))
             except (re.error, RecursionError, OverflowError) as error:
-                detail = getattr(error, "msg", str(error))  # without the place, which is that in a longer pattern
+                detail = getattr(error, "msg", str(error))  # without the position, which is that in a longer pattern
                 json.dump({"bad": [number, len(groups[-1])], "detail": detail}, sys.stdout)
                 return
     found = [

@@ -1,8 +1,8 @@
-"""Other people's regular expressions over module names: what Python's `re` means by them, in bounded time.
+"""Match untrusted regular expressions against module names, with the semantics of Python's `re`, in bounded time.
 
-What is regular in the strict sense, as nearly all patterns are, means the same to RE2, which matches it in linear time.
-All others (look-arounds, references, flags) are matched by `re` in a child of this process, together, which the system
-ends after a second of computing.
+Nearly all patterns are strictly regular; RE2 gives them the same meaning and matches them in linear time. All others
+(look-arounds, backreferences, flags) are matched together by `re` in a child process that is limited to one second of
+CPU time.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 from wgpu_lora.errors import UserError
 
-SECONDS = 1  # of computing
-PATIENCE = 10.0  # seconds on a busy machine
-IMPATIENCE = 2.0  # where the system does not bound computing
+SECONDS = 1  # of CPU time
+PATIENCE = 10.0  # seconds of wall-clock time, for busy machines
+IMPATIENCE = 2.0  # the same where the system does not limit CPU time
 MAX_CHARACTERS = 1 << 18  # of all patterns together
-MAX_MEMORY = 1 << 20  # bytes of RE2 for a pattern
+MAX_MEMORY = 1 << 20  # bytes that RE2 may take for a pattern
 _REGULAR = re.compile(
     r"(?:[\w.^$|)*+?!@#%&=~,:;<>/ -]|\(\?:|\((?!\?)|\\[.dDwWsS-]|\[\^?[^\[\]\\:&~|]+\]|\{\d+(?:,\d*)?\})*", re.ASCII
 )
@@ -33,20 +33,20 @@ _CHILD = Path(__file__).with_name("pattern_child.py")
 def first_matches(
     groups: Sequence[Sequence[str]], names: Sequence[str], endings: bool = False
 ) -> list[list[int | None]]:
-    """For each group of patterns and each name, which pattern is the first to match all of it (`re.fullmatch`).
+    """For each group of patterns and each name, the index of the first pattern that matches the whole name.
 
-    endings: a name may have more in front, which ends with a dot, as PEFT's `get_pattern_key` has it.
+    Args:
+        endings: also match names with a prefix that ends with a dot, as PEFT's `get_pattern_key` does.
 
     Raises:
-        UserError: a pattern is none, or matching takes more than about a second. The text says what is wrong, and has
-            no full stop.
+        UserError: a pattern is invalid, or matching takes more than about a second. The message has no full stop.
     """
     patterns = [pattern for group in groups for pattern in group]
     if sum(map(len, patterns)) > MAX_CHARACTERS:
         raise UserError(f"the patterns are longer than {MAX_CHARACTERS:,} characters together")
     here = len(patterns) * len(names) <= _MOST_HERE
     found: list[list[int | None]] = []
-    others: list[list[tuple[int, str]]] = []  # by group, what RE2 does not have: a pattern's number, and what it means
+    others: list[list[tuple[int, str]]] = []  # by group, patterns that RE2 cannot match: (index, pattern)
     for group in groups:
         meant = [rf"(.*\.)?({pattern})" if endings else pattern for pattern in group]
         regular = [here and _REGULAR.fullmatch(pattern) is not None for pattern in group]
@@ -62,7 +62,7 @@ def first_matches(
 
 
 def _compiled(pattern: str) -> Any:
-    """The pattern as RE2 has it; None where it has not, or would take too much memory."""
+    """Compile a pattern with RE2; None if it cannot, or would take too much memory."""
     import re2
 
     options = re2.Options()
@@ -103,7 +103,7 @@ def _in_child(
     if "bad" in answer:
         group, place = answer["bad"]
         pattern = groups[group][others[group][place][0]]
-        raise UserError(f"{pattern!r:.200} is no regular expression ({answer['detail']:.200})")
+        raise UserError(f"{pattern!r:.200} is not a regular expression ({answer['detail']:.200})")
     return [
         [None if place is None else others[group][place][0] for place in places]
         for group, places in enumerate(answer["found"])

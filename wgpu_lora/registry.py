@@ -1,4 +1,4 @@
-"""What can be chosen by name, each in a file of its own that is imported only when it is asked for."""
+"""Registries of implementations that are chosen by name and imported on first use."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 class Registry(MutableMapping[str, T]):
-    """Names and what is registered under them, in order.
+    """An ordered mapping from names to implementations.
 
-    An entry may be a place, "package.module:attribute": so help, completion and checks know the names without importing
-    anything.
+    An entry may be given as "package.module:attribute", so that help, completion and checks can list the names without
+    importing anything.
     """
 
     def __init__(self, entries: Mapping[str, T | str]):
@@ -45,5 +45,5 @@ class Registry(MutableMapping[str, T]):
 
 
 def with_options(kind: type[T], options: Any) -> T:
-    """An instance of a dataclass whose fields are named after the options that it reads."""
+    """Create a dataclass instance from the options that its fields are named after."""
     return kind(**{item.name: getattr(options, item.name) for item in fields(kind)})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What asks a program to end: Ctrl-C, `kill`, and a terminal that closes."""
+"""Signals that ask the program to end: Ctrl-C, `kill`, and a closed terminal."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
 
 @contextmanager
 def handled(act: Callable[[int], None]) -> Iterator[None]:
-    """Calls `act` with the number of each signal that asks to end; a no-op on any thread but the main one.
+    """Call `act` with the number of each ending signal received in the block; no-op outside the main thread.
 
-    Those that are ignored stay so: `nohup` ignores SIGHUP, and shells SIGINT of what they start in the background.
+    Ignored signals stay ignored: `nohup` ignores SIGHUP, and shells ignore SIGINT for background jobs.
     """
     previous = {}
     if threading.current_thread() is threading.main_thread():

@@ -1,7 +1,4 @@
-"""JSON as its standard has it, and as the types that annotations name.
-
-Python's own writer also puts down NaN and Infinity, which other readers refuse.
-"""
+"""Standard JSON, without the NaN and Infinity that Python's writer emits, and checks of values against types."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ T = TypeVar("T")
 
 
 def to_json(value: Any, **options: Any) -> str:
-    """`json.dumps(value, **options)` with null for every number that is not finite."""
+    """`json.dumps(value, **options)`, with null for every non-finite number."""
     return json.dumps(_finite(value), allow_nan=False, **options)
 
 
@@ -29,19 +26,19 @@ def _finite(value: Any) -> Any:
 
 
 def typed(kind: Any, value: Any, name: str = "the record") -> Any:
-    """A value from JSON as the type that an annotation names: dataclasses of numbers, texts, lists and dicts.
+    """Convert a JSON value to the type of an annotation: dataclasses of numbers, strings, lists and dicts.
 
-    Fields that a dict lacks have their defaults; those that the dataclass does not know are left out. A type with a
-    `from_json` of its own reads the value itself.
+    Missing fields get their defaults, unknown fields are ignored. A type with a `from_json` method reads the value
+    itself.
 
     Raises:
-        ValueError: it is of another type, or lacks a field without a default; named by `name`.
+        ValueError: the value, called `name`, has another type or lacks a field without a default.
     """
     if kind is Any or kind is object:
         return value
     if isinstance(kind, UnionType):
         return _either(get_args(kind), value, name)
-    if hasattr(kind, "from_json"):  # it reads what earlier versions wrote in another form
+    if hasattr(kind, "from_json"):  # reads the formats of earlier versions
         return kind.from_json(value)
     origin, parts = get_origin(kind) or kind, get_args(kind)
     if is_dataclass(kind) and isinstance(kind, type):
@@ -56,7 +53,7 @@ def typed(kind: Any, value: Any, name: str = "the record") -> Any:
 
 
 def _either(kinds: tuple[Any, ...], value: Any, name: str) -> Any:
-    """The first of several types that the value is of; the error is that of the first."""
+    """Convert to the first type that fits; the error is that of the first type."""
     if value is None and NoneType in kinds:
         return None
     wrong: list[ValueError] = []

@@ -1,4 +1,4 @@
-"""Counts and lists as a sentence has them."""
+"""Format counts and lists for sentences."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
-    """`1 row`, `2 rows`, `1,024 rows`; `plural` where it is not the noun with an s."""
+    """`1 row`, `2 rows`, `1,024 rows`; `plural` if it is not the noun with an s."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 

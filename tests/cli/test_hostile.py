@@ -46,7 +46,7 @@ HEADERS: dict[str, tuple[object, int | None, str]] = {
     "many values": (b'{"a":[' + b"[]," * 300_000 + b"[]]}", None, "more than 200,000 values"),
     "many keys": (json.dumps({str(i): {} for i in range(250_000)}).encode(), None, "more than 200,000 values"),
     "nested": (b'{"a":' + b"[" * 90_000 + b"]" * 90_000 + b"}", None, "nested too deeply"),
-    "twice a name": (b'{"a":' + json.dumps(entry(0, 4, [1])).encode() + b',"a":{}}', None, "'a' stands twice"),
+    "twice a name": (b'{"a":' + json.dumps(entry(0, 4, [1])).encode() + b',"a":{}}', None, "'a' is repeated"),
     "not an object": (b"[1]", None, "JSON list"),
     "half a character": (b'{"\\ud800":{}}', None, "surrogates"),
     "overlapping": ({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, None, "overlap"),

@@ -22,7 +22,7 @@ POSITIONS = 128  # of the models among the fixtures
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"load_in_4bit": True}, r"^finetune\(\): load_in_4bit is not needed: .* \(base_dtype keeps it otherwise\)\.$"),
+        ({"load_in_4bit": True}, r"^finetune\(\): load_in_4bit is .* \(base_dtype selects another type\)\.$"),
         ({"bf16": True}, r"compute_dtype='bf16' rounds activations"),
         ({"lr": 1, "learning_rate": 2}, r"^finetune\(\): lr and learning_rate are the same option"),
         ({"rank": 0}, r"^lora_r must be greater than 0, not 0\.$"),

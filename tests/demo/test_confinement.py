@@ -133,7 +133,7 @@ FLOODS = blocks(r"""
 import os
 while True:
     os.write(1, b'x' * 10**7)
-### lines => something else
+### lines => something other
 import os
 while True:
     os.write(1, b'\n' * 65536)
@@ -156,16 +156,16 @@ while True:
 ### print => no answer in 0.7 s
 while True:
     print('x' * 10**6)
-### nested on the channel => something else
+### nested on the channel => something other
 import os
 os.write(1, b'[' * 100000 + b'\n')
 ### nested in a value => nested
 import os
 os.write(1, b'["value", "' + b'[' * 60000 + b'"]\n')
-### nested reason => something else
+### nested reason => something other
 import os
 os.write(1, b'["raised", ' + b'[' * 900 + b']' * 900 + b']\n')
-### digits => no plain data
+### digits => data that are not plain
 import os
 os.write(1, b'["value", "' + b'9' * 99999 + b'"]\n')
 ### nested => nested more than 32 deep

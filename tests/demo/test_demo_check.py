@@ -154,10 +154,10 @@ def test_a_check_of_another_form_is_an_error_in_the_data(check):
 @pytest.mark.parametrize(
     ("check", "why"),
     [
-        ("def g():\n    pass\nassert f(1)", "'def g(): pass' is no assert"),
+        ("def g():\n    pass\nassert f(1)", "'def g(): pass' is not an assert"),
         ("assert f(" + "-" * 9999 + "1)", "nested too deeply"),
-        ("assert f(1) == f'{a}'", "is no literal"),
-        ("assert f({[1]})", "'{[1]}' is no literal (unhashable type: 'list')"),
+        ("assert f(1) == f'{a}'", "is not a literal"),
+        ("assert f({[1]})", "'{[1]}' is not a literal (unhashable type: 'list')"),
     ],
 )
 def test_why_a_check_is_not_understood_is_one_line(check, why):

@@ -38,7 +38,10 @@ def test_what_is_meant(given: str, expected: list[str], names: tuple[str, ...]) 
         ("proj", "has no 'proj'"),  # not the end of a name
         ("lm_head", "has no 'lm_head'"),
         (r"q_proj|v_proj.*", r"matches none of the model's modules: .* such as model\.layers\.0\.self_attn\.q_proj"),
-        ("(q_proj", r"cannot be used: '\(q_proj' is no regular expression \(missing \), unterminated subpattern\)\.$"),
+        (
+            "(q_proj",
+            r"cannot be used: '\(q_proj' is not a regular expression \(missing \), unterminated subpattern\)\.$",
+        ),
     ],
 )
 def test_what_the_model_does_not_have_is_refused(given: str, message: str) -> None:

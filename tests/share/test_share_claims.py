@@ -129,9 +129,9 @@ def test_what_the_system_says_is_free_counts(
 ) -> None:
     """Programs that take no lease are seen by what they leave; a budget of the user's own word stands."""
     free["free"] = 1000
-    with pytest.raises(UserError, match="the system says that 1,000 bytes are free now"), claim(device, 1001, "x"):
+    with pytest.raises(UserError, match="the system reports 1,000 bytes as free"), claim(device, 1001, "x"):
         pass
-    with pytest.raises(UserError, match="the system says"):
+    with pytest.raises(UserError, match="the system reports"):
         open_model(QWEN2, device).load_weights()
     with claim(device, 2000, "x", Budget(None, "--memory-budget", stated=True)):
         pass
@@ -230,7 +230,7 @@ def test_what_others_were_granted_just_now_counts(
     )
     with ledger.changing() as entries:
         entries.append(theirs)
-    with pytest.raises(UserError, match="the system says that"), claim(device, 3000, "x"):
+    with pytest.raises(UserError, match="the system reports"), claim(device, 3000, "x"):
         pass
     with ledger.changing() as entries:
         entries[:] = [replace(theirs, since=theirs.since - 60)]

@@ -96,12 +96,16 @@ def families() -> Iterator[tuple[str, Part | str, str]]:
     ids = {"<s>": {"id": "<s>", "ids": [1] * 2000, "tokens": ["a"] * 2000}}
     yield "many ids", template(special_tokens=ids), "at most 16"
     yield "a second text", template(single=[{"Sequence": {"id": "B", "type_id": 0}}]), "second text"
-    yield "an unknown token", template(special_tokens={}), "a piece that is none"
+    yield "an unknown token", template(special_tokens={}), "an invalid piece"
     for size in (65, 2_000_000):
-        yield f"a long character {size}", stated(normalizer=charsmap(b"b" * size)), "takes more than|makes more than"
+        yield (
+            f"a long character {size}",
+            stated(normalizer=charsmap(b"b" * size)),
+            "takes more than|replaces a character by more than",
+        )
     for size in (0, 3, 0xFFFFFFF0, 1 << 20):
-        yield f"a table of {size}", stated(normalizer=charsmap(b"b", size)), "the size that it states"
-    yield "no table", stated(normalizer=of("Precompiled", precompiled_charsmap="")), "the size that it states"
+        yield f"a table of {size}", stated(normalizer=charsmap(b"b", size)), "stated size is wrong"
+    yield "no table", stated(normalizer=of("Precompiled", precompiled_charsmap="")), "stated size is wrong"
     yield "no base64", stated(normalizer=of("Precompiled", precompiled_charsmap="é")), "not base64"
     for most in (2**64, 0, -1, 1.5, "9"):
         yield f"words of {most!r}", model(WORD_PIECE, max_input_chars_per_word=most), "must be a whole number"
@@ -115,14 +119,14 @@ def families() -> Iterator[tuple[str, Part | str, str]]:
     prefixed = json.dumps(model(BYTE_BPE, continuing_subword_prefix="zzz"))
     yield "a prefix", prefixed, "continuing_subword_prefix.*not supported"
     yield "a prefix in escapes", prefixed.replace("subword", "\\u0073ubword"), "continuing_subword_prefix.*not supp"
-    yield "a key twice", prefixed.replace('"zzz"', 'null, "continuing_subwor\\u0064_prefix": "zzz"'), "stands twice"
+    yield "a key twice", prefixed.replace('"zzz"', 'null, "continuing_subwor\\u0064_prefix": "zzz"'), "is repeated"
     for name, kind in (("normalizer", "Foo"), ("pre_tokenizer", "NFC"), ("decoder", "Split"), ("post_processor", "")):
-        yield f"an unknown {name}", stated(**{name: of(kind)}), "is not known"
-    yield "an unknown model", model(BYTE_BPE, type="Foo"), "none that is known"
+        yield f"an unknown {name}", stated(**{name: of(kind)}), "there is an unknown part"
+    yield "an unknown model", model(BYTE_BPE, type="Foo"), "is unknown"
     yield "a field that is missing", stated(normalizer=of("Replace", content="a")), "has no pattern"
     yield "spaces to cut", stated(decoder=of("Strip", content=" ", start=2**63, stop=0)), "whole number"
     yield "an empty suffix", stated(decoder=of("BPEDecoder", suffix="")), "a text of 1 to"
-    yield "half a character", json.dumps(stated(normalizer=replace("a", "\ud800"))), "what JSON cannot"
+    yield "half a character", json.dumps(stated(normalizer=replace("a", "\ud800"))), "a value that JSON cannot"
     yield "no number", json.dumps(stated(x=float("nan"))), "not JSON"
     yield "deep", '{"model":' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"
 
@@ -242,7 +246,7 @@ def test_what_is_not_foreseen_costs_a_sentence(tmp_path: Path) -> None:
         assert here < 300, name
         assert child < 500, name
         said[name] = sentence
-    assert "computes for more than" in said["look-ahead"]
+    assert "computed for more than" in said["look-ahead"]
     assert "not take" in said["charsmap that leads out"]
     assert "not take" in said["unknown"]
     assert said["ids far apart"] == ""

@@ -75,7 +75,7 @@ def test_unknown_fields_are_ignored_with_a_note() -> None:
     stated = deepcopy(document("t5"))
     stated["added_tokens"][0]["new"] = stated["model"]["new"] = stated["decoder"]["new"] = 1
     found = checked(stated)
-    assert [note for note in found.notes if "not known" in note] == list(found.notes) != []
+    assert [note for note in found.notes if "unknown fields" in note] == list(found.notes) != []
     assert found.text == checked(document("t5")).text
     assert not checked(document("t5")).notes
 

@@ -1,1 +1,1 @@
-"""The embedded demo: a small Qwen3-architecture model, its data, and the unit checks that score it."""
+"""The bundled demo: a small model of the Qwen3 architecture, its data, and the unit checks that score its answers."""

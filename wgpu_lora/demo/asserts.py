@@ -1,6 +1,6 @@
-"""A row's check, taken apart: the calls that an answer has to compute, and what is asserted of their results.
+"""Parse a row's check into the calls that an answer has to compute and the assertions about their results.
 
-The calls go to the answer's process; the asserts are decided here, on the plain data that came back.
+The calls run in the answer's process; the assertions are evaluated here, on the plain data that it returns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from wgpu_lora.errors import UserError
 
 MAX_CHECK = 1 << 16  # characters
 SHOWN = 80  # characters of a value in a reason
-FORM = "asserts compare calls such as f([1], key=2) with literals, and join that by and, or, not"
+FORM = "write asserts that compare calls such as f([1], key=2) with literals, joined by and, or, not"
 OPERATORS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -34,7 +34,7 @@ OPERATORS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 
 class RaisedError(Exception):
-    """A call raised, or returned no plain data. The text is why."""
+    """A call raised, or did not return plain data; the text says why."""
 
 
 Outcome = Callable[[], Any]  # a call's value; raises RaisedError
@@ -43,7 +43,7 @@ Test = Callable[[Sequence[Outcome]], Any]
 
 @dataclass(frozen=True)
 class Assertion:
-    """One assert. calls: (name, arguments, named arguments), the latter two as plain.dump has them."""
+    """One assert. calls: (name, arguments, keyword arguments), the latter two encoded by plain.dump."""
 
     text: str
     message: str | None
@@ -51,7 +51,7 @@ class Assertion:
     _test: Test
 
     def judge(self, outcomes: Sequence[Outcome]) -> str | None:
-        """Why it does not hold, given its calls' outcomes; None where it does."""
+        """The reason why the assertion fails, given the outcomes of its calls; None if it holds."""
         try:
             if self._test(outcomes):
                 return None
@@ -66,38 +66,41 @@ class Assertion:
 
 
 def parse_check(check: Any, where: str = "A row") -> tuple[Assertion, ...]:
-    """The asserts of a check; `where` begins the sentence about one that is not understood.
+    """Parse the asserts of a check.
+
+    Args:
+        where: start of the error messages.
 
     Raises:
-        UserError: it is not made of asserts of the form above.
+        UserError: the check does not consist of asserts of the supported form (FORM).
     """
     if not isinstance(check, str) or len(check) > MAX_CHECK:
-        raise UserError(f'{where} has a "check" that is no text of at most {MAX_CHECK:,} characters: mend it.')
+        raise UserError(f'{where} has a "check" that is not a text of at most {MAX_CHECK:,} characters: fix it.')
     try:
         body = ast.parse(check).body
         found = tuple(_assertion(statement) for statement in body)
     except (SyntaxError, ValueError) as error:
         why = printable(" ".join(str(error).split()))
-        raise UserError(f'{where} has a "check" that is not understood ({why}): {FORM}.') from None
+        raise UserError(f'{where} has a "check" that cannot be parsed ({why}): {FORM}.') from None
     except (MemoryError, RecursionError):
-        raise UserError(f'{where} has a "check" that is not understood (nested too deeply): {FORM}.') from None
+        raise UserError(f'{where} has a "check" that cannot be parsed (nested too deeply): {FORM}.') from None
     if not found:
-        raise UserError(f'{where} has a "check" without an assert, which everything would pass: add one.')
+        raise UserError(f'{where} has a "check" without an assert, which any answer would pass: add one.')
     return found
 
 
 def shown(value: Any) -> str:
-    """A value for people."""
+    """A value as text, for messages."""
     try:
         text = repr(value)
-    except ValueError:  # more digits than Python writes
+    except ValueError:  # more digits than Python prints
         text = "a value with very many digits"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def _assertion(statement: ast.stmt) -> Assertion:
     if not isinstance(statement, ast.Assert):
-        raise ValueError(f"{_quoted(statement)} is no assert")
+        raise ValueError(f"{_quoted(statement)} is not an assert")
     message = None if statement.msg is None else _message(statement.msg)
     calls: list[tuple[str, str, str]] = []
     test = _compile(statement.test, calls)
@@ -107,12 +110,12 @@ def _assertion(statement: ast.stmt) -> Assertion:
 
 
 def _compile(node: ast.expr, calls: list[tuple[str, str, str]]) -> Test:
-    """A function of the calls' outcomes. Raises ValueError."""
+    """Compile an expression to a function of its calls' outcomes; adds the calls to `calls`. Raises ValueError."""
     match node:
         case ast.Call(func=ast.Name(id="set"), args=[], keywords=[]):
-            pass  # the literal that has no other form
+            pass  # the literal of an empty set
         case ast.Call(func=ast.Name(id=name)) if hasattr(builtins, name):
-            raise ValueError(f"{_quoted(node)} calls Python's own {name}, which no answer computes")
+            raise ValueError(f"{_quoted(node)} calls Python's built-in {name} instead of the answer")
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
             named = {str(word.arg): _literal(word.value) for word in keywords if word.arg is not None}
             if len(named) < len(keywords):
@@ -123,7 +126,7 @@ def _compile(node: ast.expr, calls: list[tuple[str, str, str]]) -> Test:
         case ast.Compare(left=left, ops=ops, comparators=comparators):
             sides = [_compile(side, calls) for side in (left, *comparators)]
             if any(isinstance(op, ast.Is | ast.IsNot) for op in ops) and not all(map(_is_single, comparators)):
-                raise ValueError(f"{_quoted(node)} asks for identity")
+                raise ValueError(f"{_quoted(node)} compares by identity")
             return lambda outcomes: _compare([OPERATORS[type(op)] for op in ops], (side(outcomes) for side in sides))
         case ast.BoolOp(op=op, values=values):
             parts = [_compile(value, calls) for value in values]
@@ -146,31 +149,31 @@ def _compare(operators: list[Callable[[Any, Any], Any]], sides: Iterator[Any]) -
 
 
 def _literal(node: ast.expr) -> Any:
-    """What a literal says. Raises ValueError."""
+    """The value of a literal. Raises ValueError."""
     try:
         value = ast.literal_eval(node)
-    except (ValueError, TypeError) as error:  # a TypeError says what cannot be in a set or be a key
+    except (ValueError, TypeError) as error:  # a TypeError names an unhashable set member or key
         why = f" ({error})" if isinstance(error, TypeError) else ""
-        raise ValueError(f"{_quoted(node)} is no literal{why}") from None
+        raise ValueError(f"{_quoted(node)} is not a literal{why}") from None
     if any(isinstance(part, ast.Constant) and part.value is ... for part in ast.walk(node)):
-        raise ValueError(f"{_quoted(node)} has an ellipsis, which is no plain data")
-    plain.dump(value)  # refuses too much of it
+        raise ValueError(f"{_quoted(node)} has an ellipsis, which is not plain data")
+    plain.dump(value)  # refuses values that are too large
     return value
 
 
 def _message(node: ast.expr) -> str:
-    """It decides nothing, so it may be anything; what is no text is shown as it is written."""
+    """The message of an assert; expressions other than strings are shown as source code."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     return ast.unparse(node)[:SHOWN]
 
 
 def _quoted(node: ast.AST) -> str:
-    """On one line, and not too long."""
+    """A node's source code on one line, shortened."""
     text = " ".join(ast.unparse(node).split())
     return f"'{text}'" if len(text) <= SHOWN else f"'{text[:SHOWN]}...'"
 
 
 def _is_single(node: ast.expr) -> bool:
-    """None, True or False, of which there is one each on both sides."""
+    """Whether a node is None, True or False, which are singletons in both processes."""
     return isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, bool))

@@ -1,16 +1,16 @@
 """Run a model's answer against its row's asserts.
 
-The answer is text that a model wrote, so nothing about it is trusted. It runs in a process of its own that can only
-compute (demo/confine): it is called there, its results come back as plain data, and the asserts are decided here. What
-they expect is never in that process, so an answer passes by returning it and by nothing else.
+The answer is code written by a model, so it is untrusted. It runs in a separate process that can only compute
+(demo/confine); its results come back as plain data, and the asserts are evaluated here. The expected values are never
+in that process, so an answer can only pass by returning them.
 
-What protects, on Linux (x86-64, arm64): a seccomp filter that allows 19 system calls (18 on arm64) and refuses files,
+Protection on Linux (x86-64, arm64): a seccomp filter that allows 19 system calls (18 on arm64) and refuses files,
 sockets, processes, threads and signals; user, mount, PID, network, IPC, UTS and cgroup namespaces with an empty root,
-where the kernel grants them; no environment, no privileges; limits on CPU time, address space (512 MiB), output (256
-KiB) and wall-clock time, after which the process is killed with all that it started. What does not: these are the
-kernel's means, so a hole in the kernel is a way out, and time and memory within the limits are the answer's to waste.
-Elsewhere there are only an empty environment, the limits that the system has, and an audit hook against accidents:
-run_check refuses to run there unless `allow_unconfined` is given.
+where the kernel permits them; no environment, no privileges; limits on CPU time, address space (512 MiB), output (256
+KiB) and wall-clock time, after which the process is killed with everything that it started. Not covered: kernel bugs,
+and waste of time and memory within the limits. Other systems only have an empty environment, the limits that they
+support,
+and an audit hook against accidents: run_check refuses to run there unless `allow_unconfined` is given.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REASON_LENGTH = 300
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Whether the answer passed, and if not, why not; whether Python's parser takes it."""
+    """Whether the answer passed, the reason if it did not, and whether Python can parse it."""
 
     passed: bool
     reason: str
@@ -37,15 +37,15 @@ class CheckResult:
 
 
 def run_check(code: str, check: str, timeout: float = 5.0, allow_unconfined: bool = False) -> CheckResult:
-    """Defines `code` in a confined process, has it compute the calls in `check`, and decides the asserts here.
+    """Run `code` in a confined process, compute the calls in `check` there, and evaluate its asserts here.
 
     Args:
         check: asserts that compare calls with literals (demo/asserts.py).
-        timeout: seconds for the whole of it, the start of the process aside.
-        allow_unconfined: whether to run it on a system that cannot confine it.
+        timeout: seconds in total, not counting the start of the process.
+        allow_unconfined: run it even if the system cannot confine it.
 
     Raises:
-        UserError: the check is none, or the system cannot confine the answer.
+        UserError: the check is invalid, or the system cannot confine the answer.
     """
     assertions = parse_check(check)
     if len(code) > MAX_CODE:
@@ -55,7 +55,7 @@ def run_check(code: str, check: str, timeout: float = 5.0, allow_unconfined: boo
         process.send(code, [call for assertion in assertions for call in assertion.calls])
         try:
             kind, said = process.next()
-            parses = kind == "parsed"  # which is said before anything of the answer has run
+            parses = kind == "parsed"  # sent before any code of the answer runs
             if not parses:
                 return _failed(said, parses)
             for assertion in assertions:
@@ -68,7 +68,7 @@ def run_check(code: str, check: str, timeout: float = 5.0, allow_unconfined: boo
 
 
 class _FailedError(Exception):
-    """The answer could not be defined. The text is why."""
+    """The answer could not be executed; the text says why."""
 
 
 def _outcome(kind: str, said: str) -> Outcome:

@@ -1,4 +1,4 @@
-"""The demo's proof: the same held-out requests, answered before and after fine-tuning, decided by unit checks."""
+"""The demo: held-out requests answered before and after fine-tuning, and scored by unit checks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from wgpu_lora.train.finetune import FinetuneJob, prepare_job
 from wgpu_lora.train.recipes import find_recipe, gather
 from wgpu_lora.train.records import RunRecord
 
-BATCH = 20  # requests that are answered at a time
+BATCH = 20  # requests answered together
 NEW_TOKENS = 96  # twice the longest answer
 RESULT = "demo.json"
 
 
 @dataclass(frozen=True)
 class Checked:
-    """An answer and its unit check's verdict."""
+    """An answer and the result of its unit check."""
 
     text: str
     passed: bool
@@ -36,7 +36,7 @@ class Checked:
 
 @dataclass
 class Measured:
-    """What became of all held-out requests. loss: of the held-out rows, None before it is known."""
+    """Results of all held-out requests. loss: of the held-out rows, None if not known yet."""
 
     answers: list[Checked]
     loss: float | None = None
@@ -67,7 +67,7 @@ class _Counted(Events):
 
 @dataclass
 class Comparison:
-    """A prepared run of the demo, and what was measured on either side of it."""
+    """A prepared run of the demo, and the results before and after it."""
 
     job: FinetuneJob
     model: LoadedModel
@@ -82,10 +82,10 @@ class Comparison:
     def prepare(
         cls, output: str, device: str | None, changes: dict[str, Any], allow_unconfined: bool = False
     ) -> Comparison:
-        """Reads everything and plans the run; `changes` are options over the recipe's.
+        """Load the model and data, and plan the run; `changes` are options that override the recipe.
 
         Raises:
-            UserError: among others, answers cannot be confined here, and `allow_unconfined` is not given.
+            UserError: for example, if answers cannot be confined here and `allow_unconfined` is not given.
         """
         confined = confinement(allow_unconfined)
         given = {**changes, "output": str(fresh_directory(Path(output))), "device": device}
@@ -128,14 +128,14 @@ class Comparison:
         self.after.loss = record.state.last_eval_loss
 
     def pairs(self) -> list[tuple[str, Checked, Checked]]:
-        """(request, before, after), those that the training turned from failure to success first."""
+        """(request, before, after), starting with those that only succeed after training."""
         assert self.before
         assert self.after
         found = list(zip(self.requests(), self.before.answers, self.after.answers, strict=True))
         return sorted(found, key=lambda pair: pair[1].passed or not pair[2].passed)
 
     def write(self, record: RunRecord) -> Path:
-        """Puts everything into the run's demo.json."""
+        """Write the results to the run's demo.json."""
         assert self.before
         assert self.after
         path = self.job.run.directory / RESULT
@@ -156,7 +156,7 @@ def request_of(row: dict[str, Any]) -> str:
 
 
 def fresh_directory(wanted: Path) -> Path:
-    """`wanted`, or with a number where that holds something."""
+    """`wanted`, with a number appended if it is not empty."""
     number, path = 1, wanted
     while path.exists() and not (path.is_dir() and not any(path.iterdir())):
         number += 1

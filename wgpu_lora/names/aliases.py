@@ -1,4 +1,4 @@
-"""Other programs' names of options, and typing errors: which option is meant, or what to do instead."""
+"""Resolve option names of other programs and typing errors to the option meant, or to advice."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.names.others import ALIASES, VALUES, WORDS
 
 _MARK = re.compile(r"\{(\w+)(?:=([^}]*))?\}")
-CLOSE, NEARLY = 0.87, 0.9  # how alike, of 1, letters have to be
-TRAINING, TRAINS = "\0", "learning_rate"  # what marks training's sentences, and what only a command that trains has
+CLOSE, NEARLY = 0.87, 0.9  # least similarity of names, from 0 to 1
+TRAINING, TRAINS = "\0", "learning_rate"  # mark of sentences about training; an option of training commands only
 
 
 @cache
 def _table() -> tuple[dict[str, tuple[str, ...]], dict[str, list[str]], dict[str, list[str]]]:
-    """By name: the options of an alias, sentences (training's begin with a mark that only training has), and the
-    options that a word is about."""
+    """By name: options of an alias, sentences about an unsupported option, and options that a word refers to."""
     aliases = {name: options for options, names in ALIASES.items() for name in names.split()}
     sentences: dict[str, list[str]] = {}
     for said, names in (*((TRAINING + said, names) for said, names in SENTENCES), *ANYWHERE):
@@ -34,7 +33,7 @@ def _table() -> tuple[dict[str, tuple[str, ...]], dict[str, list[str]], dict[str
 
 
 def aliases_of(known: Collection[str]) -> dict[str, str]:
-    """Other names -> the options of a command that they stand for; none that the command has itself."""
+    """Aliases -> the options of a command, without names that are options of the command themselves."""
     found = {}
     for name, options in _table()[0].items():
         target = next((option for option in options if option in known), None)
@@ -44,9 +43,9 @@ def aliases_of(known: Collection[str]) -> dict[str, str]:
 
 
 def instead(name: str, known: Collection[str]) -> str | None:
-    """What to do instead of an option that other programs have, as a sentence.
+    """The advice for an option of other programs, as a sentence.
 
-    None where nothing is said of it, or of one that is nearly so called, or only of options that this command has not.
+    None if there is no advice for this or a similar name, or only advice that names options this command lacks.
     """
     table = _table()[1]
     meant = name if name in table else _by_letters(name, [*known, *aliases_of(known), *table], NEARLY)
@@ -68,26 +67,26 @@ def _called(mark: re.Match[str]) -> str:
 
 
 def advice(name: str, known: Collection[str], otherwise: str) -> str:
-    """What to say of a name that nobody has: the options that may be meant, by its letters or else by its words."""
+    """The advice for an unknown name: the options that may be meant, or else `otherwise`."""
     meant = nearest(name, known)
     return f"did you mean {' or '.join(meant)}?" if meant else otherwise
 
 
 def nearest(name: str, known: Collection[str]) -> list[str]:
-    """The options that a name may mean, as they are called here."""
+    """The options that an unknown name may mean, by its spelling or else by its words."""
     others = aliases_of(known)
     letters = _by_letters(name, [*known, *others], CLOSE)
     target = others.get(letters or "", letters)
     if target in known:
         return [flag(str(target))]
     found = [option for word in name.lower().split("_") for option in _table()[2].get(word, ()) if option in known]
-    # What several words speak of comes first.
+    # Prefer options that several words refer to.
     best = [option for option in dict.fromkeys(found) if found.count(option) == max(map(found.count, found))]
     return [flag(option) for option in best[:3]]
 
 
 def _by_letters(name: str, names: Collection[str], least: float) -> str | None:
-    """The name that differs least from another, if they are at least so alike."""
+    """The most similar of `names`, if its similarity is at least `least`."""
     return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=least)), None)
 
 
@@ -98,14 +97,15 @@ def real_names(
     what: str = "option",
     otherwise: str | None = None,
 ) -> dict[str, Any]:
-    """Values by the names of options, other programs' names and dashes understood; numbers of NumPy become Python's.
+    """Values by option name: resolves aliases and dashes, and converts NumPy numbers to Python's.
 
     Args:
-        where: what the values are of, and `what` they are; the errors begin with them.
-        otherwise: said where no option is near, by default where those of training are listed.
+        where: where the values come from; starts the error messages.
+        what: what the names are called in error messages.
+        otherwise: advice if no option is similar; by default, where to find the list of training options.
 
     Raises:
-        UserError: a name is not known, or two stand for one option.
+        UserError: a name is unknown, or two names stand for the same option.
     """
     in_python = flag("a_name") == "a_name"
     listed = "help(wgpu_lora.finetune)" if in_python else "'wgpu-lora finetune --help-all'"
@@ -128,13 +128,13 @@ def real_names(
 
 
 def real_value(name: str, value: Any) -> Any:
-    """The value of an option where others call it something else."""
+    """Resolve the value of an option if other programs call it differently."""
     said = VALUES.get(name, {}) if isinstance(value, str) else {}
     return next((real for real, others in said.items() if value in others.split()), value)
 
 
 def _builtin(value: Any) -> Any:
-    """A number of NumPy's, say from a sweep, as JSON has it."""
+    """Convert a NumPy number, for example from a sweep, to a Python number."""
     if isinstance(value, bool | int | float) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)

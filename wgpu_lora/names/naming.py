@@ -1,7 +1,7 @@
-"""What options are called where they were given: --max-length on the command line, max_length in Python.
+"""Spelling of options in messages: --max-length on the command line, max_length in Python.
 
-Whatever takes options from a person (the command line, a recipe's file) sets a naming for as long as it works with
-them; without one it is Python's. Messages about options are made with `flag`, `setting` and `either`.
+Code that takes options from the command line or a file sets a naming while it uses them; the default is Python's.
+Messages spell options with `flag`, `setting` and `either`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Naming:
-    """name: an option of TrainingArguments (or of a function) -> what it is called; setting: the same with a value;
-    between: what stands between settings."""
+    """How to spell options.
+
+    name: option of TrainingArguments or of a function -> its spelling; setting: the same with a value; between: the
+    separator of settings.
+    """
 
     name: Callable[[str], str]
     setting: Callable[[str, Any], str]
@@ -44,28 +47,28 @@ _CURRENT: ContextVar[Naming] = ContextVar("naming", default=PYTHON)
 
 
 def flag(name: str) -> str:
-    """What an option is called."""
+    """The current spelling of an option."""
     return _CURRENT.get().name(name)
 
 
 def setting(name: str, value: Any) -> str:
-    """An option with its value, as it would be given."""
+    """The current spelling of an option with its value."""
     return _CURRENT.get().setting(name, value)
 
 
 def settings(values: Mapping[str, Any]) -> str:
-    """Several options with their values, as they would be given together."""
+    """The current spelling of several options with their values."""
     return _CURRENT.get().between.join(setting(name, value) for name, value in values.items())
 
 
 def either(*names: str) -> str:
-    """Options of which one would do: `--a or --b`. Two that have the same name are said once."""
+    """Alternative options: `--a or --b`. Options with the same spelling appear once."""
     return " or ".join(dict.fromkeys(map(flag, names)))
 
 
 @contextmanager
 def naming(new: Naming) -> Iterator[None]:
-    """Messages that are made meanwhile call options so."""
+    """Use a naming for messages that are created in the block."""
     token = _CURRENT.set(new)
     try:
         yield
@@ -74,7 +77,7 @@ def naming(new: Naming) -> Iterator[None]:
 
 
 def renamed(names: Mapping[str, str], base: Naming | None = None) -> Naming:
-    """A naming (the current one by default) in which some options have other names."""
+    """A variant of a naming (default: the current one) in which some options have other names."""
     of = base or _CURRENT.get()
     return Naming(
         lambda name: of.name(names.get(name, name)),

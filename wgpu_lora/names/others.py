@@ -1,13 +1,13 @@
-"""What people who come from other programs call options, and what words of names are about.
+"""Names of options in other programs, and the options that words in unknown names refer to.
 
 The names are those of transformers (TrainingArguments and its example scripts), TRL, PEFT (LoraConfig), Unsloth,
-mlx-lm, axolotl and LLaMA-Factory. An alias has its option's meaning and type; what differs has a sentence
-(`instead.py`).
+mlx-lm, axolotl and LLaMA-Factory. An alias has the same meaning and type as its option; options that differ have
+advice in `instead.py`.
 """
 
 from __future__ import annotations
 
-# An option (or several: the first that the command has) -> what else it is called.
+# Option (of several, the first that the command has) -> aliases.
 ALIASES: dict[tuple[str, ...], str] = {
     ("learning_rate",): "lr peak_lr learning_rate_max",
     ("lr_scheduler_type",): "lr_scheduler lr_schedule scheduler_type learning_rate_scheduler",
@@ -65,7 +65,7 @@ ALIASES: dict[tuple[str, ...], str] = {
     ("prompt",): "question message",
 }
 
-# An option -> what others call its values.
+# Option -> its values -> their names in other programs.
 VALUES: dict[str, dict[str, str]] = {
     "optim": {
         "adamw": "adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused adamw_torch_xla adamw_torch_npu_fused "
@@ -73,7 +73,7 @@ VALUES: dict[str, dict[str, str]] = {
     },
 }
 
-# A word of a name that nobody has -> the options that it may be about.
+# Words of an unknown name -> the options that it may refer to.
 WORDS: dict[str, str] = {
     "batch": "per_device_train_batch_size gradient_accumulation_steps batch",
     "accum accumulation": "gradient_accumulation_steps accumulation",

@@ -1,4 +1,4 @@
-"""Pages of HTML that are whole by themselves: no script, nothing fetched, light and dark, read on a telephone too."""
+"""Self-contained HTML pages: no scripts, nothing fetched, light and dark mode, readable on phones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def render(template: Path, **values: Any) -> str:
-    """A page from a template that extends base.html.j2; every value is taken for text, and escaped."""
+    """Render a template that extends base.html.j2; all values are escaped."""
     import jinja2
 
     loader = jinja2.FileSystemLoader([template.parent, Path(__file__).parent])

@@ -1,4 +1,4 @@
-"""Line charts as a template draws them (chart.html.j2): an SVG that stretches, with numbers beside it that do not."""
+"""Line charts for chart.html.j2: an SVG that stretches, with labels outside of it that do not."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from itertools import pairwise
 
 from wgpu_lora.pages.scale import Scale, Ticks
 
-SIDE = 1000  # of the SVG's own square
-COLUMNS = 250  # that lines are thinned to: more points cannot be seen
-FEW, MANY = 40, 200  # points that are each a dot that says what it is; the second of a line that is to have dots
-COLOURS = 8  # of base.html.j2
-LARGEST = 1e300  # of a value that is drawn: differences stay finite, and NaN is left out too
+SIDE = 1000  # units of the SVG's square view box
+COLUMNS = 250  # that lines are thinned to
+FEW, MANY = 40, 200  # most points of a line that are drawn as labelled dots, by default and if `marked`
+COLOURS = 8  # in base.html.j2
+LARGEST = 1e300  # largest value drawn, so that differences stay finite; NaN is left out too
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Line:
-    """style: `line`, `faint` or `dashed`; marked: whether each point is a dot too, as few always are and many never."""
+    """A line to draw.
+
+    style: `line`, `faint` or `dashed`; marked: draw up to MANY points as dots, instead of up to FEW.
+    """
 
     name: str
     points: Sequence[Point]
@@ -29,7 +32,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A line as SVG has it. dots: (x, y, what it says) of each marked point."""
+    """A line in SVG units. dots: (x, y, label) of each marked point."""
 
     name: str
     colour: int
@@ -40,7 +43,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Chart:
-    """x_ticks, y_ticks: (per cent from the left or the top, text)."""
+    """A laid-out chart. x_ticks, y_ticks: (per cent from the left or the top, text)."""
 
     lines: list[Drawn]
     x_label: str
@@ -50,10 +53,10 @@ class Chart:
 
 
 def line_chart(lines: Sequence[Line], x_label: str, y_label: str, log: bool = False) -> Chart:
-    """Lays out lines over each other; x begins at 0, and what is not a finite number is left out.
+    """Lay out several lines in one chart; x begins at 0, and non-finite points are left out.
 
     Args:
-        log: whether x is logarithmic.
+        log: use a logarithmic x axis.
     """
     kept = [(line, [p for p in line.points if all(abs(value) <= LARGEST for value in p)]) for line in lines]
     across = Scale.from_zero((x for _, points in kept for x, _ in points), log)
@@ -73,7 +76,7 @@ def _drawn(line: Line, points: Sequence[Point], across: Scale, up: Scale, x_labe
 
 
 def thinned(places: Sequence[Point]) -> list[Point]:
-    """The lowest and the highest of every column of a picture, and the ends, in order; all where they are few."""
+    """Thin out points to the lowest and the highest of each column, and the ends, in order."""
     if len(places) <= 2 * COLUMNS:
         return list(places)
     columns: dict[int, list[int]] = {}
@@ -86,7 +89,7 @@ def thinned(places: Sequence[Point]) -> list[Point]:
 
 
 def smoothed(points: Sequence[Point], window: int) -> list[Point]:
-    """Each value the mean of the `window` values around it, of fewer at the ends."""
+    """Moving average over `window` points, over fewer at the ends."""
     sums = [0.0]
     for _, y in points:
         sums.append(sums[-1] + y)
@@ -96,7 +99,7 @@ def smoothed(points: Sequence[Point], window: int) -> list[Point]:
 
 
 def parts(values: Iterable[float], whole: float) -> list[tuple[str, str]]:
-    """(start, width) of each part of a bar `whole` long, in the SVG's units."""
+    """(start, width) of each part of a bar of length `whole`, in SVG units."""
     edges = [0.0]
     for value in values:
         edges.append(edges[-1] + (value / whole if whole else 0.0))

@@ -1,4 +1,4 @@
-"""From values to places between 0 and 1, with the round numbers that an axis shows."""
+"""Map values to positions between 0 and 1, with round numbers as ticks."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-TICKS = 7  # at most, and the ends
-APART = 0.09  # of an axis that ticks' numbers need, so that they can be read apart on a telephone
-TINY = 1e-300  # less is not a number's whole precision
+TICKS = 7  # at most, not counting the ends
+APART = 0.09  # least distance of ticks, as a fraction of the axis, to be readable on a phone
+TINY = 1e-300  # smaller numbers lose precision
 DECADE = (1, 2, 5)
 Ticks = list[tuple[float, str]]
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Values from `low` to `high`; with a `unit`, by the logarithm of 1 + value / unit, which has a place for 0.
+    """An axis from `low` to `high`; with a `unit`, logarithmic in 1 + value / unit, which has a position for 0.
 
-    whole: whether the values are, such as steps; then the numbers shown are too.
+    whole: show integer ticks only, for values such as steps.
     """
 
     low: float
@@ -27,14 +27,14 @@ class Scale:
 
     @classmethod
     def from_zero(cls, values: Iterable[float], log: bool = False) -> Scale:
-        """From 0 to the largest, of values that are not negative; the unit is the smallest that is not 0."""
+        """From 0 to the largest of non-negative values; the unit of `log` is the smallest non-zero value."""
         found = [value for value in values if value > 0]
         whole = all(float(value).is_integer() for value in found)
         return cls(0.0, max(found, default=1.0), min(found, default=1.0) if log else None, whole)
 
     @classmethod
     def around(cls, values: Iterable[float]) -> Scale:
-        """With round ends: from 0, unless the values lie so close together that they would be one flat line."""
+        """With round ends: from 0, unless the values are so close together that the line would look flat."""
         found = list(values) or [1.0]
         low, high = min(found), max(found)
         low = low if 0 < high < 2 * low else min(low, 0.0)
@@ -69,7 +69,7 @@ class Scale:
 
 
 def short(value: float) -> str:
-    """A number in few characters: 0.05, 2e-05, 900, 10k, 2.5M."""
+    """Format a number briefly: 0.05, 2e-05, 900, 10k, 2.5M."""
     for suffix, factor in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= max(factor, 1e4):
             return f"{value / factor:.4g}{suffix}"
@@ -77,7 +77,7 @@ def short(value: float) -> str:
 
 
 def _step(span: float) -> float:
-    """Between round numbers: the least of 1, 2, 5, 10, 20, 50 ... at its scale that is not too small for TICKS."""
+    """Distance of ticks: the smallest of 1, 2, 5, 10, 20, 50 ... that needs at most TICKS of them."""
     least = max(span / TICKS, TINY)
     scale = 10.0 ** math.floor(math.log10(least))
     return next(scale * factor for factor in (1, 2, 5, 10) if least <= scale * factor * (1 + 1e-9))

@@ -1,4 +1,4 @@
-"""Sharing a device with other runs: how much memory it has, who holds how much of it, and whose turn is next."""
+"""Share a device between processes: its memory budget, leases on it, and the wait queue."""
 
 from wgpu_lora.share.budget import Budget, DeviceMemory, budget_bytes, device_memory
 from wgpu_lora.share.entry import Entry

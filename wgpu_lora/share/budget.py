@@ -1,4 +1,4 @@
-"""How much of a device's memory runs may take: what the operating system says it has, times a reserve factor."""
+"""The memory budget of a device: its memory as reported by the system, times a reserve factor."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from wgpu_lora.installed import pip_line
 from wgpu_lora.names.naming import flag
 
 if TYPE_CHECKING:
-    from wgpu_lora.gpu.adapters import AdapterInfo
+    from wgpu_lora.gpu.devices import DeviceInfo
 
-# The rest is for the desktop, the driver and, where memory is unified, the host's own programs.
+# The rest is left to the desktop, the driver and, with unified memory, the host's programs.
 DISCRETE, UNIFIED = 0.85, 0.60
 AMD, NVIDIA = 0x1002, 0x10DE
 DRM = Path("/sys/class/drm")
@@ -26,7 +26,7 @@ DRM = Path("/sys/class/drm")
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes that a device has, who says so, and how many are free now where that is known too."""
+    """Bytes of device memory, who reports them, and how many are free now (None if unknown)."""
 
     total: int
     source: str
@@ -35,28 +35,28 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes that all runs on a device may hold together, None where nobody can tell; and where that is from."""
+    """Bytes that all runs on a device may hold together (None if unknown), and where the number comes from."""
 
     bytes: int | None
     source: str
-    stated: bool = False  # by the user
+    stated: bool = False  # set by the user
 
 
-def budget_bytes(info: AdapterInfo, explicit: int | None = None) -> Budget:
-    """The budget of a device, in bytes: `explicit` (--memory-budget) where it is given, else what the system says."""
+def budget_bytes(info: DeviceInfo, explicit: int | None = None) -> Budget:
+    """The budget of a device in bytes: `explicit` (--memory-budget) if given, else from the system's report."""
     if explicit is not None:
         return Budget(explicit, flag("memory_budget"), stated=True)
     memory = device_memory(info)
     if memory is None:
         unasked = info.vendor_id == NVIDIA and find_spec("pynvml") is None
-        install = f", or let NVML say: {pip_line('nvml')}" if unasked else ""
-        return Budget(None, f"the system does not say: only {flag('memory_budget')} guards this device{install}")
+        install = f", or install NVML: {pip_line('nvml')}" if unasked else ""
+        return Budget(None, f"the system does not report it: only {flag('memory_budget')} guards this device{install}")
     share = UNIFIED if is_unified(info) else DISCRETE
     return Budget(int(share * memory.total), f"{share:.2f} of {memory.total:,} bytes ({memory.source})")
 
 
-def device_memory(info: AdapterInfo) -> DeviceMemory | None:
-    """What the operating system says of a device's memory; None where it says nothing."""
+def device_memory(info: DeviceInfo) -> DeviceMemory | None:
+    """A device's memory as the operating system reports it; None if it does not."""
     if info.backend == "Metal" and (found := metal_memory(info.name)):
         return found
     if is_unified(info):
@@ -68,8 +68,8 @@ def device_memory(info: AdapterInfo) -> DeviceMemory | None:
     return None
 
 
-def is_unified(info: AdapterInfo) -> bool:
-    """Whether the device lives in the system's memory."""
+def is_unified(info: DeviceInfo) -> bool:
+    """Whether the device uses system memory."""
     return info.kind in ("integrated", "software") or info.name.startswith("Apple")
 
 
@@ -79,13 +79,13 @@ def system_memory() -> DeviceMemory:
 
 
 def amdgpu_memory(drm: Path = DRM) -> DeviceMemory | None:
-    """The memory of this machine's AMD card, as amdgpu reports it; of several, the smallest, to be safe."""
+    """The memory of this machine's AMD card as amdgpu reports it; the smallest of several, to be safe."""
     cards = []
     for device in drm.glob("card*/device"):
         if _line(device / "vendor") == f"{AMD:#06x}" and (total := _line(device / "mem_info_vram_total")).isdigit():
             used = _line(device / "mem_info_vram_used")
             free = int(total) - int(used) if used.isdigit() else None
-            # An APU's memory is a small cut of the system's, and has no maker of its own.
+            # An APU reports a small part of system memory, without a vendor.
             integrated = _line(device / "mem_info_vram_vendor") in ("", "unknown")
             cards.append((integrated, int(total), free, device.parent.name))
     if not cards:
@@ -104,7 +104,7 @@ def _line(path: Path) -> str:
 
 
 def nvml_memory(name: str) -> DeviceMemory | None:
-    """The memory of the NVIDIA card of this name, else of the only one; None where nvidia-ml-py is not installed."""
+    """The memory of the NVIDIA card of this name, else of the only one; None without nvidia-ml-py."""
     try:
         nvml: Any = import_module("pynvml")
     except ImportError:
@@ -127,10 +127,10 @@ def nvml_memory(name: str) -> DeviceMemory | None:
 
 
 def metal_memory(name: str, load: Callable[[str], Any] = ctypes.CDLL) -> DeviceMemory | None:
-    """The working set that Metal recommends for its default device; None where that is not the device of this name."""
+    """The working set that Metal recommends for its default device; None if that device has another name."""
     frameworks = "/System/Library/Frameworks"
     try:
-        load(f"{frameworks}/CoreGraphics.framework/CoreGraphics")  # without it there is no default device
+        load(f"{frameworks}/CoreGraphics.framework/CoreGraphics")  # Metal finds no default device without it
         metal, objc = load(f"{frameworks}/Metal.framework/Metal"), load("/usr/lib/libobjc.dylib")
         metal.MTLCreateSystemDefaultDevice.restype = ctypes.c_void_p
         objc.sel_registerName.restype = ctypes.c_void_p

@@ -1,4 +1,4 @@
-"""A ledger's entries: who holds or waits for how much, as JSON and back."""
+"""Entries of a ledger, which hold or wait for memory, and their JSON format."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from wgpu_lora.share.owner import boot_id, host_id, start_of
 
 SCHEMA = 1
 TYPES: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "bool": bool}
-# Owners renew this often: a holder by the clock, a waiter whenever it looks, which is no less often.
+# Owners renew at least this often: holders on a timer, waiters each time they look.
 RENEW_SECONDS = 30.0
 FORGET_SECONDS = 4 * RENEW_SECONDS
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One run's part of a device: memory that it holds, or waits for.
+    """Device memory that one run holds or waits for.
 
     Attributes:
-        bytes: of device memory; 0 where a person has released a lease whose owner lives.
-        what: what it is for, a few words.
-        holds: a lease if true, else a place in the queue.
-        since: when it began to hold or to wait; renewed: when its owner last said so. Seconds since 1970.
-        host, pid, started, boot_id: the owner, as share.owner names it.
+        bytes: device memory; 0 for a lease that was released by hand while its owner lives.
+        what: purpose, in a few words.
+        holds: True for a lease, False for a place in the queue.
+        since: when it began to hold or to wait; renewed: when its owner last renewed it. Seconds since 1970.
+        host, pid, started, boot_id: the owner, as identified by share.owner.
     """
 
     id: str
@@ -53,11 +53,10 @@ class Entry:
 
     @property
     def dead(self) -> bool:
-        """Whether its owner has ended.
+        """Whether the owner has ended.
 
-        Of this host that is known: a suspended or stopped process keeps its memory however long it does not renew.
-        Another host's processes, and those of another container, cannot be seen: they are dead once they have not
-        renewed for FORGET_SECONDS.
+        On this host this is exact: a suspended process keeps its memory even though it does not renew. Processes of
+        other hosts and containers are not visible, and count as dead after FORGET_SECONDS without renewal.
         """
         if self.host != host_id():
             return time.time() - self.renewed > FORGET_SECONDS
@@ -65,12 +64,12 @@ class Entry:
 
     @property
     def here(self) -> bool:
-        """Whether it is about this machine's device: machines that share a home directory share the ledger's file."""
+        """Whether the entry is of this machine: machines that share a home directory share the ledger file."""
         return self.boot_id == boot_id()
 
     @property
     def who(self) -> str:
-        """The owner as a person reads it."""
+        """The owner, for messages."""
         return f"pid {self.pid}{'' if self.host == host_id() else f' on {self.host}'} ({self.what})"
 
 
@@ -79,7 +78,7 @@ def dump(entries: list[Entry]) -> bytes:
 
 
 def parse(data: bytes) -> list[Entry]:
-    """The entries of a ledger. Raises ValueError, saying what is wrong, for anything but what `dump` writes."""
+    """Parse the entries of a ledger. Raises ValueError, with the reason, for anything that `dump` does not write."""
     try:
         content = json.loads(data)
     except RecursionError as error:
@@ -91,12 +90,12 @@ def parse(data: bytes) -> list[Entry]:
         raise ValueError("it has no list of entries")
     entries = [_entry(value) for value in values]
     if len({e.id for e in entries}) < len(entries):
-        raise ValueError("two entries have one id")
+        raise ValueError("two entries have the same id")
     return entries
 
 
 def salvage(data: bytes) -> list[Entry]:
-    """Every whole entry in the bytes of a damaged ledger."""
+    """Find all intact entries in a damaged ledger."""
     return list({entry.id: entry for entry in _salvaged(data.decode(errors="replace"))}.values())
 
 
@@ -110,7 +109,7 @@ def _salvaged(text: str) -> Iterator[Entry]:
 
 def _entry(value: Any) -> Entry:
     if not isinstance(value, dict) or value.keys() != {f.name for f in fields(Entry)}:
-        raise ValueError("an entry has other fields than it should")
+        raise ValueError("an entry has missing or unknown fields")
     for field in fields(Entry):
         kind, found = str(field.type), value[field.name]
         fits = isinstance(found, TYPES[kind]) and isinstance(found, bool) == (kind == "bool")

@@ -1,6 +1,6 @@
-"""What this process holds of a device that it opened: as much as its work needs, and no less than what stays there.
+"""Memory leases of this process on the devices that it opened: what current work needs plus what stays allocated.
 
-A model stays on the device between two calls, so a lease outlives the call that loaded it.
+A model stays on the device between calls, so a lease outlives the call that loaded it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from wgpu_lora.share.lease import NO_QUEUE, Advice, take, update
 from wgpu_lora.share.ledger import Ledger, device_key
 
 if TYPE_CHECKING:
-    from wgpu_lora.gpu.adapters import AdapterInfo
     from wgpu_lora.gpu.device import Device
+    from wgpu_lora.gpu.devices import DeviceInfo
 
-STAYS = "what stays loaded"
+STAYS = "loaded models"
 
 
 @dataclass(eq=False)
 class _Holding:
-    """leases: of this process on one opened device, in the order in which they were taken. claims: by thread, how many
-    go on and what the outermost needs."""
+    """Leases and claims of this process on one opened device.
+
+    leases: in the order in which they were taken. claims: by thread, nesting depth and bytes of the outermost claim.
+    """
 
     ledger: Ledger
     owner: int = field(default_factory=os.getpid)
@@ -44,18 +46,18 @@ class _Holding:
         return sum(entry.bytes for entry, _ in self.leases)
 
     def missing(self, device: Device, new: int) -> int:
-        """The bytes that a claim of this thread takes beyond what is held."""
+        """Bytes that a claim of this thread needs beyond what is held."""
         others = sum(need for thread, (_, need) in self.claims.items() if thread != threading.get_ident())
         return device.allocated + new + others - self.bytes
 
     def begin(self, new: int, leases: list[tuple[Entry, ExitStack]]) -> None:
-        """Counts a claim of this thread, which has got its leases."""
+        """Record a claim of this thread and its leases."""
         self.leases += leases
         depth, need = self.claims.get(threading.get_ident(), (0, new))
         self.claims[threading.get_ident()] = depth + 1, need
 
     def finish(self, device: Device) -> None:
-        """Counts the end of a claim of this thread; after the last one, only what is allocated stays held."""
+        """Record the end of a claim of this thread; after the last one, only allocated memory stays held."""
         depth, need = self.claims.pop(threading.get_ident())
         if depth > 1:
             self.claims[threading.get_ident()] = depth - 1, need
@@ -63,8 +65,8 @@ class _Holding:
             self.shrink(device.allocated)
 
     def shrink(self, to: int) -> None:
-        """Gives back all but `to` bytes, the newest first."""
-        while self.leases and self.bytes > to and self.owner == os.getpid():  # a fork has the parent's in its memory
+        """Release all but `to` bytes, newest leases first."""
+        while self.leases and self.bytes > to and self.owner == os.getpid():  # a fork inherits its parent's leases
             entry, stack = self.leases.pop()
             keep = to - self.bytes
             if keep <= 0:
@@ -76,7 +78,7 @@ class _Holding:
 
 
 _HOLDINGS: WeakKeyDictionary[Device, _Holding] = WeakKeyDictionary()
-_NOT_ENDED: list[_Holding] = []  # also of devices that are gone
+_NOT_ENDED: list[_Holding] = []  # including those of closed devices
 
 
 @contextmanager
@@ -89,13 +91,13 @@ def claim(
     events: Events = SILENT,
     advise: Advice = lambda free: "",
 ) -> Iterator[None]:
-    """Holds room for `new` bytes beside what is allocated on a device, while the block runs.
+    """Hold `new` bytes in addition to what is allocated on a device, while the block runs.
 
-    What it leaves allocated stays held until a later claim, the device or this process ends. Within another claim of
-    its thread it takes no more than that one's plan has left out; those of other threads add up.
+    Memory that is still allocated at the end stays held until a later claim, the device or this process ends. A claim
+    nested in another of the same thread takes only what that one does not cover; claims of different threads add up.
 
     Args:
-        budget: by default the device's own. Where it is not the user's word, what the system says is free counts too.
+        budget: by default the device's own. Unless the user set it, the free memory that the system reports counts too.
         wait, events: as for `take`.
 
     Raises:
@@ -104,7 +106,7 @@ def claim(
     holding = _holding(device)
     with holding.lock:
         more = holding.missing(device, new)
-    # Without the lock: a wait may be for what another thread is about to give back.
+    # Without the lock: another thread may be about to release what this one waits for.
     leases = [_take(holding, device.info, more, what, budget, wait, events, advise)] if more > 0 else []
     with holding.lock:
         holding.begin(new, leases)
@@ -120,9 +122,9 @@ def _holding(device: Device) -> _Holding:
     if holding is None or holding.owner != os.getpid():
         holding = _HOLDINGS[device] = _Holding(Ledger(device_key(device.info)))
         _NOT_ENDED.append(holding)
-        # On a thread of its own: a collection may come while this one changes the ledger.
+        # On a separate thread: garbage collection may run while this thread changes the ledger.
         gone = weakref.finalize(device, lambda: threading.Thread(target=_end, args=(holding,), daemon=True).start())
-        gone.atexit = False  # _leave does that
+        gone.atexit = False  # _release_all does that
     return holding
 
 
@@ -135,7 +137,7 @@ def _end(holding: _Holding) -> None:
 
 def _take(
     holding: _Holding,
-    info: AdapterInfo,  # and no device: what is kept must not keep it
+    info: DeviceInfo,  # not the device, which the stack would keep alive
     more: int,
     what: str,
     budget: Budget | None,
@@ -156,6 +158,6 @@ def _take(
 
 
 @atexit.register
-def _leave() -> None:
+def _release_all() -> None:
     for holding in [*_NOT_ENDED]:
         _end(holding)

@@ -1,4 +1,4 @@
-"""Holding a part of a device's memory while a run goes on, and waiting for it, first come first served."""
+"""Leases on device memory for the time of a run, and the queue for them, first come first served."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from wgpu_lora.names.naming import either, flag
 from wgpu_lora.share.entry import RENEW_SECONDS, Entry
 from wgpu_lora.share.ledger import Ledger
 
-SETTLING = 20.0  # seconds from a lease to when its memory is in use, and seen as such by the system
-NO_QUEUE = -1.0  # where there is no option to wait either
-FIRST_PAUSE, LAST_PAUSE = 1.0, 30.0  # seconds between a waiter's looks; each is a renewal of its place too
+SETTLING = 20.0  # seconds until the system sees the memory of a new lease as used
+NO_QUEUE = -1.0  # for commands without --wait
+FIRST_PAUSE, LAST_PAUSE = 1.0, 30.0  # seconds between a waiter's looks, each of which renews its place
 
-Advice = Callable[[int], str]  # bytes that are free -> what to do to need no more, or nothing
+Advice = Callable[[int], str]  # free bytes -> options that would make the run fit, or ""
 Free = Callable[[], int | None]
 
 
@@ -36,25 +36,23 @@ def take(
     held: int = 0,
     free: Free = lambda: None,
 ) -> Iterator[Entry]:
-    """Holds `need` bytes of a ledger's device while the block runs.
+    """Hold `need` bytes of a ledger's device while the block runs.
 
     Args:
-        need, budget: bytes; a budget of None sets no limit, and what is held is recorded all the same.
-        what: what for, a few words that others read.
-        wait: seconds to queue for, `math.inf` for as long as it takes; None and NO_QUEUE do not queue, and do not go
-            before those who do.
-        events: told of `waiting` at each look of a waiter that does not get the memory yet.
-        advise: what would need no more than what others leave; part of the refusal.
-        held: bytes that this process holds already under other leases, and needs as well.
-        free: bytes that the system says are free now, None where it does not say: programs that take no lease count.
+        need, budget: bytes; with a budget of None there is no limit, but the lease is still recorded.
+        what: purpose, in a few words, shown to other users.
+        wait: seconds to queue for, `math.inf` for no limit; None and NO_QUEUE do not queue, nor overtake a queue.
+        events: `waiting` is called each time a waiter looks and does not get the memory yet.
+        advise: what would make the run fit into the memory that is left; part of the refusal.
+        held: bytes that this process already holds under other leases, and still needs.
+        free: bytes that the system reports as free now, None if unknown; accounts for programs that take no leases.
 
     Raises:
-        NoRoomError: `need` is over the budget, which no waiting mends; or the memory is held by others, or still is at
-            the end of the wait.
+        NoRoomError: `need` exceeds the budget, or the memory is held by others, also at the end of the wait.
         UserError: the ledger is damaged or cannot be written.
     """
     if budget is not None and held + need > budget:
-        ways = "use a smaller batch, fewer tokens or a smaller model"  # where there are no options of a run
+        ways = "use a smaller batch, fewer tokens or a smaller model"  # the command has no options for a run
         if wait != NO_QUEUE:
             lower = either("per_device_train_batch_size", "max_length")
             ways = f"lower {lower}, or raise {flag('memory_budget')} if the device has more"
@@ -69,18 +67,18 @@ def take(
         yield entry
     finally:
         stop.set()
-        with suppress(UserError):  # then it is reclaimed once this process has ended
+        with suppress(UserError):  # it is reclaimed once this process has ended
             _remove(ledger, entry)
 
 
 @dataclass(frozen=True)
 class Look:
-    """What a look at the ledger found: whether the memory is ours now, else who holds it and how many come first."""
+    """Result of a look at the ledger: whether the memory is granted, who holds it, and how many runs are ahead."""
 
     granted: bool
     holders: list[Entry]
     ahead: int
-    free: int | None  # bytes, where the system says that they are too few
+    free: int | None  # bytes, if the system reports too few
 
 
 def _wait_for_turn(
@@ -99,7 +97,7 @@ def _wait_for_turn(
 
 
 def _look(ledger: Ledger, entry: Entry, budget: int | None, queue: bool, free: Free) -> Look:
-    """Takes the memory where there is enough and nobody is ahead; else, if `queue`, keeps or takes a place."""
+    """Take the memory if there is enough and no other run is ahead; else, with `queue`, take or renew a place."""
     with ledger.changing() as entries:
         here = [e for e in entries if e.here]
         holders = [e for e in here if e.holds]
@@ -107,7 +105,7 @@ def _look(ledger: Ledger, entry: Entry, budget: int | None, queue: bool, free: F
         ahead = waiting.index(entry.id) if entry.id in waiting else len(waiting)
         room = budget is None or sum(e.bytes for e in holders) + entry.bytes <= budget
         says, now = free(), time.time()
-        if says is not None:  # what others were granted just now is not allocated yet
+        if says is not None:  # others may not have allocated what they were just granted
             others = (e for e in holders if (e.host, e.pid) != (entry.host, entry.pid))
             says = max(0, says - sum(e.bytes for e in others if now - e.since < SETTLING))
         short = says if says is not None and says < entry.bytes else None
@@ -125,7 +123,7 @@ def _refusal(entry: Entry, budget: int | None, look: Look, wait: float | None, a
     if look.ahead:
         reasons.append(f"{look.ahead} other {'run waits' if look.ahead == 1 else 'runs wait'} before it")
     if look.free is not None:
-        reasons.append(f"the system says that {look.free:,} bytes are free now")
+        reasons.append(f"the system reports {look.free:,} bytes as free")
     left = None if budget is None or look.ahead else budget - sum(e.bytes for e in look.holders)
     known = [nbytes for nbytes in (left, look.free) if nbytes is not None]
     left = min(known, default=None)
@@ -136,29 +134,29 @@ def _refusal(entry: Entry, budget: int | None, look: Look, wait: float | None, a
         ways = ["wait longer" if wait else f"queue for it with {flag('wait')}", smaller]
     after = f"After {wait:g} s of waiting, this" if wait and wait != NO_QUEUE else "This"
     return (
-        f"{after} run cannot have the {entry.bytes:,} bytes of device memory that it needs{of}, since "
+        f"{after} run cannot get the {entry.bytes:,} bytes of device memory that it needs{of}, since "
         f"{' and '.join(reasons)}: {', '.join(ways)}, or see 'wgpu-lora share status'."
     )
 
 
 def _renew(ledger: Ledger, entry: Entry, stop: threading.Event) -> None:
-    """Says every RENEW_SECONDS that the lease's owner is there; a lease that a lost ledger forgot is written again."""
+    """Renew a lease every RENEW_SECONDS, and write it again if the ledger was lost."""
     while not stop.wait(RENEW_SECONDS):
-        with suppress(UserError), ledger.changing() as entries:  # a ledger out of order now is mended some day
-            if not stop.is_set():  # asked under the lock: a lease that has been freed must not come back
+        with suppress(UserError), ledger.changing() as entries:  # a damaged ledger may be repaired later
+            if not stop.is_set():  # checked under the lock, so that a released lease does not come back
                 known = next((e for e in entries if e.id == entry.id), entry)
                 _put(entries, replace(known, holds=True, renewed=time.time()))
 
 
 def _put(entries: list[Entry], entry: Entry) -> None:
-    """Replaces the entry of this id where it stands, else adds it at the end."""
+    """Replace the entry with this id, or append it."""
     ids = [e.id for e in entries]
     place = ids.index(entry.id) if entry.id in ids else len(ids)
     entries[place : place + 1] = [entry]
 
 
 def update(ledger: Ledger, entry: Entry) -> None:
-    """Writes what has become of a lease. A ledger that is out of order keeps what it had."""
+    """Write the new state of a lease, unless the ledger is damaged."""
     with suppress(UserError), ledger.changing() as entries:
         _put(entries, replace(entry, holds=True, renewed=time.time()))
 
@@ -170,8 +168,8 @@ def _remove(ledger: Ledger, entry: Entry) -> None:
 
 @contextmanager
 def _unwinding_on_sigterm() -> Iterator[None]:
-    """Makes SIGTERM end the process through its `finally` blocks, so that a waiter leaves the queue as it goes."""
-    in_main = threading.current_thread() is threading.main_thread()  # no other thread may set a handler
+    """Make SIGTERM exit through the `finally` blocks, so that a waiter leaves the queue."""
+    in_main = threading.current_thread() is threading.main_thread()  # only the main thread may set a handler
     if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return

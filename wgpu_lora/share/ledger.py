@@ -1,4 +1,4 @@
-"""The record of who holds how much of a device, for all processes of a user, or of several who share a directory."""
+"""The record of memory leases on a device, for all processes of one user, or of users who share a directory."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.share.entry import Entry, dump, parse, salvage
 
 if TYPE_CHECKING:
-    from wgpu_lora.gpu.adapters import AdapterInfo
+    from wgpu_lora.gpu.devices import DeviceInfo
 
 LOCK_SECONDS = 30.0  # a change takes milliseconds
 POLL_SECONDS = 0.002
 
 
 def share_directory() -> Path:
-    """Where the ledgers are: WGPU_LORA_SHARE_DIR, else in the user's state directory."""
+    """Directory of the ledgers: WGPU_LORA_SHARE_DIR, else in the user's state directory."""
     named = os.environ.get("WGPU_LORA_SHARE_DIR")
     return Path(named) if named else Path(user_state_dir("wgpu-lora")) / "share"
 
 
-def device_key(info: AdapterInfo, listed: Sequence[AdapterInfo] | None = None) -> str:
-    """Names a physical device among those `listed`, by default all: kind, model, and number among those of its model.
+def device_key(info: DeviceInfo, listed: Sequence[DeviceInfo] | None = None) -> str:
+    """A name for a physical device among those `listed` (default: all): kind, model, and index among equal models.
 
-    Names carry the driver in brackets, and each backend and driver lists the device anew: neither makes another device.
+    A device that is listed by several backends or drivers, or with a driver name in brackets, gets the same key.
     """
     if listed is None:
-        from wgpu_lora.gpu.adapters import list_adapters
+        from wgpu_lora.gpu.devices import list_devices
 
-        listed = list_adapters()
+        listed = list_devices()
 
-    def model(a: AdapterInfo) -> str:
+    def model(a: DeviceInfo) -> str:
         return " ".join(re.sub(r"\(.*?\)", " ", a.name).split())
 
-    def listing(a: AdapterInfo) -> tuple[str, ...]:
+    def listing(a: DeviceInfo) -> tuple[str, ...]:
         return a.kind, model(a), a.backend, a.driver
 
     number = sum(listing(a) == listing(info) and a.index < info.index for a in listed)
@@ -53,17 +53,17 @@ def device_key(info: AdapterInfo, listed: Sequence[AdapterInfo] | None = None) -
 
 @dataclass(frozen=True)
 class Repair:
-    """What repairing found: entries whose owners live, and where the damaged file is now."""
+    """Result of a repair: the entries of living owners, and the new path of the damaged file."""
 
     kept: list[Entry]
     damaged: Path
 
 
 class Ledger:
-    """One device's entries on disk: leases, and the queue in its order. A missing file is an empty ledger.
+    """One device's entries on disk: leases, and the queue in order. A missing file is an empty ledger.
 
-    Whoever changes it holds the lock file beside it. The system lets go of that when its holder dies, and it is never
-    replaced, so no two processes can lock different files. The ledger itself is replaced whole.
+    Changes are made under a lock file beside it, which the system releases when its holder dies, and which is never
+    replaced, so that no two processes can lock different files. The ledger itself is replaced atomically.
 
     Args:
         device: the device's key, see `device_key`.
@@ -77,24 +77,24 @@ class Ledger:
 
     @classmethod
     def all(cls, directory: Path | None = None) -> list[Ledger]:
-        """The ledgers of every device that has one."""
+        """All ledgers in a directory."""
         return [cls(path.stem, directory) for path in sorted((directory or share_directory()).glob("*.json"))]
 
     def read(self) -> list[Entry]:
-        """All entries, those of dead owners included. Raises UserError where the file is damaged or unreadable."""
+        """All entries, including those of dead owners. Raises UserError if the file is damaged or unreadable."""
         try:
             return parse(self._content())
         except ValueError as error:
             raise UserError(
-                f"The ledger {self.path} is damaged ({error}): nothing can be allocated on this device until "
-                "'wgpu-lora share repair' has rebuilt it."
+                f"The ledger {self.path} is damaged ({error}), so nothing can be allocated on this device: rebuild it "
+                "with 'wgpu-lora share repair'."
             ) from error
 
     @contextmanager
     def changing(self) -> Iterator[list[Entry]]:
-        """The entries of living owners, under the lock, as a list to change; what it is at the end is written.
+        """Yield the entries of living owners as a list, under the lock, and write the list back if it was changed.
 
-        Raises UserError where the ledger is damaged, cannot be written, or stays locked for LOCK_SECONDS.
+        Raises UserError if the ledger is damaged, cannot be written, or stays locked for LOCK_SECONDS.
         """
         with self._locked():
             before = self.read()
@@ -104,9 +104,9 @@ class Ledger:
                 self._write(self.path, dump(entries))
 
     def repair(self) -> Repair | None:
-        """Rebuilds a damaged ledger from what can be read of it, None where it is whole.
+        """Rebuild a damaged ledger from its intact entries; None if it is not damaged.
 
-        The damaged file is kept beside it. Living leases that cannot be read are back at their owners' next renewal.
+        The damaged file is kept beside it. Leases that cannot be read return when their owners renew them.
         Raises UserError.
         """
         with self._locked():
@@ -118,7 +118,7 @@ class Ledger:
                 kept = [entry for entry in salvage(content) if not entry.dead]
             names = (self.path.with_name(f"{self.path.name}.damaged-{n}") for n in count(1))
             damaged = next(name for name in names if not name.exists())
-            self._write(damaged, content)  # first, so that the ledger is never missing, which would mean empty
+            self._write(damaged, content)  # first, since a missing ledger would count as empty
             self._write(self.path, dump(kept))
             return Repair(kept, damaged)
 
@@ -130,8 +130,8 @@ class Ledger:
             self._share_lock()
         except Timeout:
             raise UserError(
-                f"The ledger {self.path} has been locked by another process for {LOCK_SECONDS:.0f} s: find the one "
-                f"that hangs with 'wgpu-lora share status', and end it."
+                f"The ledger {self.path} has been locked by another process for {LOCK_SECONDS:.0f} s: find it with "
+                "'wgpu-lora share status', and end it if it hangs."
             ) from None
         except OSError as error:
             raise self._unusable(error) from error
@@ -141,7 +141,7 @@ class Ledger:
             self._lock.release()
 
     def _share_lock(self) -> None:
-        """In a directory that others may write to, others may lock too."""
+        """Let other users lock the ledger if they may write to its directory."""
         lock = Path(self._lock.lock_file)
         found = lock.stat()
         if os.name != "nt" and self.directory.stat().st_mode & 0o022 and found.st_uid == os.getuid():
@@ -157,7 +157,7 @@ class Ledger:
 
     def _write(self, path: Path, content: bytes) -> None:
         try:
-            for left in self.directory.glob(f".{self.path.name}.*.tmp"):  # by one that was killed while it wrote
+            for left in self.directory.glob(f".{self.path.name}.*.tmp"):  # left by a killed process
                 left.unlink()
             write_bytes_atomic(path, content)
         except OSError as error:
@@ -165,6 +165,6 @@ class Ledger:
 
     def _unusable(self, error: OSError) -> UserError:
         return UserError(
-            f"The ledger {self.path} cannot be used ({error.strerror or error}): mend that, or name another directory "
-            "with WGPU_LORA_SHARE_DIR."
+            f"The ledger {self.path} cannot be used ({error.strerror or error}): fix that, or set WGPU_LORA_SHARE_DIR "
+            "to another directory."
         )

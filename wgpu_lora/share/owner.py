@@ -1,4 +1,4 @@
-"""Which process this is, and whether another still runs: pids are used again, so start times and boots count too."""
+"""Identify processes and whether they still run: pids are reused, so start times and boot ids count too."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 
 import psutil
 
-FIRST_PIDS = "pid:[4026531836]"  # the pid namespace that Linux starts with, a constant of the kernel
-ENDED = ("Z", "X")  # states of a process that is still listed
+FIRST_PIDS = "pid:[4026531836]"  # Linux's initial pid namespace, a constant of the kernel
+ENDED = ("Z", "X")  # states of a dead process that is still listed
 
 
 @cache
 def host_id() -> str:
-    """Names the set of pids that this process sees: the host, and in a container its pid namespace as well."""
+    """Identifies the set of pids visible to this process: the host name, and in a container its pid namespace."""
     with suppress(OSError):
         if (pids := os.readlink("/proc/self/ns/pid")) != FIRST_PIDS:
             return f"{socket.gethostname()} {pids}"
@@ -27,7 +27,7 @@ def host_id() -> str:
 
 @cache
 def boot_id() -> str:
-    """Names this start of this machine, containers included; empty on Windows, whose start times tell it anyway."""
+    """Identifies this boot of the machine, containers included; "" on Windows, where start times suffice."""
     if sys.platform == "darwin":
         command = ["/usr/sbin/sysctl", "-n", "kern.bootsessionuuid"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -37,18 +37,17 @@ def boot_id() -> str:
 
 
 def start_of(pid: int) -> int | None:
-    """When a process of this host started, in a unit of the system's own; None where none of this pid is running.
+    """Start time of a process of this host, in a system-specific unit; None if no process with this pid is running.
 
-    On Linux ticks since the boot, since the time of day at which a process started moves when the clock is set;
-    elsewhere milliseconds since 1970.
+    On Linux in ticks since boot, which do not change when the clock is set; elsewhere in milliseconds since 1970.
     """
     if sys.platform == "linux":
         try:
-            # After the name, which may hold anything, come the state, ..., the threads, ..., the start.
+            # The fields after the name (which may contain anything): state, ..., threads, ..., start.
             facts = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
         except (FileNotFoundError, ProcessLookupError):
             return None
-        # The first thread can have ended while others, ending too, keep the process's files and memory.
+        # The first thread may have ended while others still keep the process's files and memory.
         return None if facts[0] in ENDED and int(facts[17]) <= 1 else int(facts[19])
     try:
         process = psutil.Process(pid)

@@ -1,4 +1,4 @@
-"""What would help where a device refuses: its own errors know bytes and limits, callers know their options."""
+"""Add advice to device errors, which know bytes and limits but not the options of a command."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from wgpu_lora.names.naming import either
 
 @contextmanager
 def advising(*options: str, otherwise: str = "choose a smaller model") -> Iterator[None]:
-    """Device errors raised meanwhile also say which options to lower, unless something within has said so already.
+    """Add to device errors raised in the block which options to lower, unless an inner block has done so.
 
-    Also a decorator.
+    Can be used as a decorator.
 
     Args:
-        options: of which one would do.
-        otherwise: what else helps against too little memory, and all that does where there are no options.
+        options: names of options; lowering any of them helps.
+        otherwise: what else helps if memory is short; the only advice if there are no options.
     """
     try:
         yield

@@ -1,5 +1,5 @@
-"""Tokenizers of other people: tokenizer.json read and checked, and the library that runs it kept in a child.
+"""Untrusted tokenizers: validation of tokenizer.json, and the library that runs it in a child process.
 
-document -> components, patterns, charsmap    what a tokenizer.json may say
+document -> components, patterns, charsmap    validation of a tokenizer.json
 backend, child, process                       the library behind one interface, here or in a child with limits
 """

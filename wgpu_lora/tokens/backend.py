@@ -1,4 +1,4 @@
-"""The `tokenizers` library behind the few calls that are made of it, so that they can be made in a child as well."""
+"""The `tokenizers` library behind a small interface, which process.py implements in a child process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Span = tuple[int, int]
 
 
 class BackendError(Exception):
-    """The library does not do what it is asked to; the text says why."""
+    """The library failed; the text says why."""
 
 
 @dataclass(frozen=True)
 class Added:
-    """A token that is found in a text before anything else."""
+    """A token that is matched in a text before normalization and splitting."""
 
     id: int
     content: str
@@ -27,17 +27,17 @@ class Added:
 
 @dataclass(frozen=True)
 class Facts:
-    """What does not change: the number of ids, and the added tokens."""
+    """Constant properties of a tokenizer."""
 
     vocab_size: int
     added: tuple[Added, ...]
 
 
 class Backend(Protocol):
-    """A tokenizer.json at work. All of it raises BackendError.
+    """A loaded tokenizer.json. All methods raise BackendError.
 
-    encode: with `special`, also what is put around a text.
-    encode_with_offsets: ids, and the characters `[start, end)` of each.
+    encode: token ids of each text; with `special`, including the special tokens that the post-processor adds.
+    encode_with_offsets: token ids of each text, and the characters `[start, end)` of each id.
     """
 
     @property
@@ -51,7 +51,7 @@ class Backend(Protocol):
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """The library raises plain Exception, and where Rust panics not even that."""
+    """Raise the library's errors as BackendError: it raises plain Exception, or PanicException if Rust panics."""
     try:
         yield
     except BaseException as error:
@@ -88,8 +88,8 @@ class Local:
         return [(encoding.ids, encoding.offsets) for encoding in (self._encoded(text, False) for text in texts)]
 
     def _encoded(self, text: str, special: bool) -> tokenizers.Encoding:
-        # Post-processors add special tokens, but the byte-level one also trims spaces off the offsets,
-        # which would put a turn's first space outside of its span. Plain encoding goes without.
+        # The byte-level post-processor trims spaces from the offsets, which would put the first space of a turn
+        # outside of its span, so it only runs when special tokens are wanted.
         with guarded():
             self._tokenizer.post_processor = self._processor if special else None
             try:

@@ -1,7 +1,7 @@
-"""SentencePiece's table of normalized characters, which a `Precompiled` normalizer brings along.
+"""Validation of SentencePiece's table of normalized characters, part of a `Precompiled` normalizer.
 
-It is the size of a trie, the trie (a double array of 32-bit units), and the texts that it leads to, each ended by a
-zero byte. The library trusts all of it.
+It consists of the size of a trie, the trie (a double array of 32-bit units), and the replacement texts, each terminated
+by a zero byte. The library does not validate it.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import base64
 import binascii
 
-MAX_CHARSMAP = 1 << 20  # bytes; nmt_nfkc, which nearly all have, takes 240,007
-MAX_TEXT = 64  # bytes that a character becomes; nmt_nfkc's longest, of U+FDFA, takes 33
+MAX_CHARSMAP = 1 << 20  # bytes; nmt_nfkc, the most common one, takes 240,007
+MAX_TEXT = 64  # bytes that replace a character; the longest in nmt_nfkc, for U+FDFA, takes 33
 
 
 class CharsmapError(ValueError):
-    """A table is damaged, or none that a tokenizer has; the text says why."""
+    """A table is damaged or malicious; the text says why."""
 
 
 def check_charsmap(text: str) -> None:
-    """Raises CharsmapError unless the library can use this table (base64), and no character becomes a long text."""
+    """Raise CharsmapError unless the library can use this table (base64) and no character becomes a long text."""
     if len(text) > 4 * MAX_CHARSMAP // 3:
         raise CharsmapError(f"it takes more than {MAX_CHARSMAP:,} bytes")
     try:
@@ -27,11 +27,11 @@ def check_charsmap(text: str) -> None:
         raise CharsmapError("it is not base64") from None
     size = int.from_bytes(data[:4], "little")
     if len(data) < 8 or not 4 <= size <= len(data) - 4 or size % 4:
-        raise CharsmapError("the size that it states is not its own")
+        raise CharsmapError("its stated size is wrong")
     texts = data[4 + size :]
     try:
         texts.decode()
     except UnicodeDecodeError:
         raise CharsmapError("its texts are not UTF-8") from None
     if max(map(len, texts.split(b"\0"))) > MAX_TEXT:
-        raise CharsmapError(f"it makes more than {MAX_TEXT} bytes of a character")
+        raise CharsmapError(f"it replaces a character by more than {MAX_TEXT} bytes")

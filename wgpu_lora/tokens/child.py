@@ -1,6 +1,6 @@
-"""The library in a process of its own, asked over its standard input and output (process.py is the other end).
+"""Child process that runs the library, driven over stdin and stdout by process.py.
 
-A message is two lengths, a header in JSON and bytes: `<IQ`, header, payload. The first header opens a document.
+A message consists of two lengths (`<IQ`), a JSON header, and a payload. The first message opens a document.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def send(file: BinaryIO, header: dict[str, Any], payload: bytes = b"") -> None:
 
 
 def receive(file: BinaryIO, most: int | None = None) -> Message:
-    """The next message; EOFError where none will come, OverflowError where its payload has more than `most` bytes."""
+    """The next message; EOFError at the end, OverflowError if its payload has more than `most` bytes."""
     header, payload = LENGTHS.unpack(_exactly(file, LENGTHS.size))
     if most is not None and payload > most:
         raise OverflowError
@@ -43,12 +43,12 @@ def _exactly(file: BinaryIO, count: int) -> bytes:
 
 
 def limit(memory: int) -> None:
-    """Bounds this process's memory where the system has such a bound; it ends at an allocation beyond that."""
+    """Limit this process's memory if the system can; a larger allocation ends the process."""
     try:
         import resource
-    except ImportError:  # Windows, where the other end looks at what is used
+    except ImportError:  # Windows, where the parent watches the memory in use
         return
-    taken = 0  # addresses that a preloaded library may have reserved, however many
+    taken = 0  # address space that a preloaded library may have reserved
     with suppress(OSError, ValueError), open("/proc/self/statm") as file:
         taken = int(file.read().split()[0]) * resource.getpagesize()
     for kind, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, memory + taken)):
@@ -56,18 +56,18 @@ def limit(memory: int) -> None:
         value = most if hard == resource.RLIM_INFINITY else min(most, hard)
         try:
             resource.setrlimit(kind, (value, value))
-        except (ValueError, OSError):  # macOS has no bound of addresses
+        except (ValueError, OSError):  # macOS cannot limit address space
             continue
 
 
 def within(seconds: float) -> None:
-    """Has the system end this process after so much computing, whatever it is in; 0: no longer."""
+    """Have the system end this process after this much CPU time; 0 removes the limit."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def serve(source: BinaryIO, sink: BinaryIO) -> None:
-    """Answers until the other end is gone."""
+    """Answer requests until the parent is gone."""
     from wgpu_lora.tokens.backend import BackendError, Local
 
     opened: list[Local] = []
@@ -116,7 +116,7 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
 
 def main() -> None:
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    # What the library prints as it fails is for nobody.
+    # Discard what the library prints when it fails.
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nothing, number)

@@ -1,7 +1,7 @@
-"""What a tokenizer.json may be made of: the components that published tokenizers use, each with its parameters.
+"""The components that a tokenizer.json may contain: those of published tokenizers, with their parameters.
 
-A component is checked field by field, and a chain of them as a whole: how many there are, which of them twice, and by
-how much the chain may lengthen a text.
+Each component is checked field by field, and a chain of them as a whole: the number of components, repetitions, and how
+much the chain may lengthen a text.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from wgpu_lora.tokens.charsmap import CharsmapError, check_charsmap
 from wgpu_lora.tokens.patterns import PatternError, shape_of
 
 MAX_PARTS = 24  # of a chain; DeepSeek's has ten
-MAX_NESTED = 3  # sequences in sequences
-MAX_GROWTH = 128.0  # of a text by the whole chain; published ones make up to 72 bytes of one
+MAX_NESTED = 3  # depth of nested sequences
+MAX_GROWTH = 128.0  # bytes that a chain may make of one byte of text; published ones make up to 72
 MAX_TEXT = 64  # characters of a parameter
-MAX_IDS = 16  # that a template puts around a text
-MAX_ID = 1 << 22  # sixteen times what the largest vocabularies have
+MAX_IDS = 16  # that a template adds to a text
+MAX_ID = 1 << 22  # sixteen times the largest vocabularies
 
 
 class DocumentError(ValueError):
-    """A tokenizer.json is not one that is taken; the text says why."""
+    """A tokenizer.json is not accepted; the text says why."""
 
 
 Check = Callable[[Any], None]
@@ -60,7 +60,7 @@ def text(least: int = 0, most: int = MAX_TEXT) -> Check:
 
 
 def anything(value: Any) -> None:
-    """What is looked at elsewhere."""
+    """Accept any value; it is checked elsewhere."""
 
 
 def text_or_null(value: Any) -> None:
@@ -83,7 +83,7 @@ def pattern(value: Any) -> None:
 
 
 def least_match(kind: str, given: str) -> int:
-    """The bytes of the shortest text that a pattern matches."""
+    """Length in bytes of the shortest match of a pattern."""
     if kind == "String":
         text()(given)
         return _bytes(given)
@@ -94,7 +94,7 @@ def least_match(kind: str, given: str) -> int:
 
 
 def _bytes(value: str) -> int:
-    return len(value.encode(errors="surrogatepass"))  # half a character is refused at the end
+    return len(value.encode(errors="surrogatepass"))  # lone surrogates are refused at the end
 
 
 def charsmap(value: Any) -> None:
@@ -102,7 +102,7 @@ def charsmap(value: Any) -> None:
     try:
         check_charsmap(value)
     except CharsmapError as error:
-        raise DocumentError(f"is damaged or made to harm: {error}") from None
+        raise DocumentError(f"is damaged or malicious: {error}") from None
 
 
 def token(value: Any) -> None:
@@ -117,7 +117,7 @@ _METASPACE: Fields = {
     "replacement": text(1, 1),
     "prepend_scheme": one_of("always", "first", "never"),
     "split": boolean,
-    "add_prefix_space": boolean,  # with str_rep, as files from before 2024 have it
+    "add_prefix_space": boolean,  # with str_rep, in files from before 2024
     "str_rep": text(),
 }
 _REPLACE: Fields = {"pattern": pattern, "content": text()}
@@ -159,11 +159,11 @@ DECODERS: dict[str, Fields] = {
     "Strip": {"content": text(1, 1), "start": whole(0, 64), "stop": whole(0, 64)},
 }  # fmt: skip
 
-_NEEDED = {"Replace": {"pattern", "content"}, "Prepend": {"prepend"}}  # the library asks for the others
-_START_OF_TEXT = r"(?<!\n)^"  # as LLM-jp's say it
+_NEEDED = {"Replace": {"pattern", "content"}, "Prepend": {"prepend"}}  # the library checks the others
+_START_OF_TEXT = r"(?<!\n)^"  # as in LLM-jp's tokenizers
 
-# How many bytes they may make of one. The forms of Unicode and a charsmap (which is bounded by itself) expand a few
-# characters once and leave what they made as it is.
+# Bytes that a component may make of one byte. Unicode normalization and charsmaps (which have their own limit) expand a
+# few characters once, and leave the result as it is.
 _GROWTH = {"ByteLevel": 2.0, "Metaspace": 4.0, "BertNormalizer": 2.0, "WordPiece": 2.0}
 _AT_MOST = {
     "ByteLevel": 1,
@@ -179,7 +179,7 @@ _AT_MOST |= {"TemplateProcessing": 1, "BertProcessing": 1, "RobertaProcessing": 
 
 @dataclass
 class Chain:
-    """What the components of a text's way add up to."""
+    """Totals of a chain of components."""
 
     name: str
     parts: int = 0
@@ -215,9 +215,7 @@ def _growth(part: Mapping[str, Any]) -> float:
 
 
 def check_chain(chain: Chain, part: Any, known: Mapping[str, Fields], inner: str, nested: int = 0) -> Any:
-    """A component of a chain, or a Sequence of them whose list is called `inner`, checked and without fields that are
-    not known; None is no component.
-    """
+    """Check a component of a chain, or a Sequence with its list in `inner`, and drop unknown fields; None passes."""
     if part is None:
         return None
     require(
@@ -225,7 +223,7 @@ def check_chain(chain: Chain, part: Any, known: Mapping[str, Fields], inner: str
     )
     kind = part["type"]
     if kind != "Sequence":
-        require(kind in known, f"there is a part, {kind!r:.40}, that is not known in {chain.name}")
+        require(kind in known, f"there is an unknown part, {kind!r:.40}, in {chain.name}")
         part = check_fields(kind, part, known[kind])
         missing = _NEEDED.get(kind, set()) - part.keys()
         require(not missing, f"{kind} has no {min(missing, default='')}")
@@ -242,7 +240,7 @@ def check_chain(chain: Chain, part: Any, known: Mapping[str, Fields], inner: str
 
 
 def check_fields(name: str, part: Mapping[str, Any], known: Fields) -> dict[str, Any]:
-    """The fields that are known, which are all that is used; DocumentError where one is not what it should be."""
+    """Drop unknown fields and check the others. Raises DocumentError."""
     found = {key: value for key, value in part.items() if key in known or key == "type"}
     for key, value in found.items():
         try:
@@ -257,9 +255,9 @@ def _check_template(part: Mapping[str, Any]) -> None:
     require(isinstance(special, dict) and len(special) <= 1024, "TemplateProcessing has no special_tokens")
     for value in special.values():
         named = isinstance(value, dict) and value.keys() == {"id", "ids", "tokens"}
-        require(named, "TemplateProcessing has a special token that is none")
+        require(named, "TemplateProcessing has an invalid special token")
         check_fields("special_tokens", value, {"id": text(1, 1024), "ids": _ids, "tokens": _tokens})
-        require(len(value["ids"]) == len(value["tokens"]), "TemplateProcessing has a special token that is none")
+        require(len(value["ids"]) == len(value["tokens"]), "TemplateProcessing has an invalid special token")
     for name in ("single", "pair"):
         pieces: Any = part.get(name)
         require(isinstance(pieces, list) and len(pieces) <= MAX_IDS, f"TemplateProcessing has too long a {name}")
@@ -269,17 +267,15 @@ def _check_template(part: Mapping[str, Any]) -> None:
 
 
 def _piece(piece: Any, special: Mapping[str, Any]) -> str:
-    """Which text a piece of a template stands for, or nothing."""
-    require(isinstance(piece, dict) and len(piece) == 1, "TemplateProcessing has a piece that is none")
+    """The text that a piece of a template stands for: A, B or ""."""
+    require(isinstance(piece, dict) and len(piece) == 1, "TemplateProcessing has an invalid piece")
     ((kind, value),) = piece.items()
-    require(
-        isinstance(value, dict) and value.keys() == {"id", "type_id"}, "TemplateProcessing has a piece that is none"
-    )
+    require(isinstance(value, dict) and value.keys() == {"id", "type_id"}, "TemplateProcessing has an invalid piece")
     check_fields(kind, value, {"id": text(1, 1024), "type_id": whole(0, 1 << 16)})
     if kind == "Sequence":
         require(value["id"] in ("A", "B"), "TemplateProcessing has a text that is neither A nor B")
         return str(value["id"])
-    require(kind == "SpecialToken" and value["id"] in special, "TemplateProcessing has a piece that is none")
+    require(kind == "SpecialToken" and value["id"] in special, "TemplateProcessing has an invalid piece")
     return ""
 
 

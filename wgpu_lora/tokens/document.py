@@ -1,7 +1,6 @@
-"""A tokenizer.json, read within bounds and checked before the library sees it.
+"""Read and validate a tokenizer.json before the library sees it.
 
-What is checked is what is opened: the document is written out anew from what was read, so that no two readers of JSON
-can take the same bytes for different things.
+The library gets the validated document written out again, so that differences between JSON parsers do not matter.
 """
 
 from __future__ import annotations
@@ -37,23 +36,23 @@ MAX_VALUES = 4 << 20  # commas and opening brackets; the largest have 2.7 millio
 MAX_TOKEN = 1024  # characters
 MAX_VOCABULARY = 1 << 20
 MAX_ADDED = 1 << 18
-MAX_WORD = 1000  # characters that WordPiece looks at; its work may be their cube
+MAX_WORD = 1000  # characters of a word for WordPiece, whose work may be cubic
 
 _WORDS = f"the tokenizer reads words of up to {MAX_WORD:,} characters only; longer ones become unknown tokens."
-_FIELDS = "the tokenizer has fields that are not known, which are ignored."
-_DROPOUT = "the tokenizer drops merges at random (dropout), which is ignored: every text is split in one way."
+_FIELDS = "the tokenizer has unknown fields, which are ignored."
+_DROPOUT = "the tokenizer's dropout of merges is ignored: splitting is deterministic."
 
 
 @dataclass(frozen=True)
 class Document:
-    """A tokenizer that has been checked: its JSON, and what a person should know about it."""
+    """A validated tokenizer: its JSON, and notes for the user."""
 
     text: str
     notes: tuple[str, ...] = ()
 
 
 def read_document(path: Path) -> Document:
-    """Raises DocumentError where the file is no tokenizer.json that can be taken."""
+    """Read and validate a tokenizer.json. Raises DocumentError."""
     regular = path.is_file() and path.stat().st_size <= MAX_BYTES
     require(regular, f"it is not a regular file of at most {MAX_BYTES:,} bytes")
     with path.open("rb") as file:
@@ -69,18 +68,18 @@ def read_document(path: Path) -> Document:
 
 
 def checked(stated: Any) -> Document:
-    """The document of a tokenizer that is given as an object; DocumentError where it is not taken."""
+    """Validate a parsed tokenizer.json. Raises DocumentError."""
     require(isinstance(stated, dict), "it is not a JSON object")
     notes: list[str] = []
     model = _model(stated.get("model"), notes)
     added = stated.get("added_tokens") or []
     require(
-        isinstance(added, list) and len(added) <= MAX_ADDED, f"its added tokens are no list of at most {MAX_ADDED:,}"
+        isinstance(added, list) and len(added) <= MAX_ADDED, f"its added tokens are not a list of at most {MAX_ADDED:,}"
     )
     for token in added:
-        require(isinstance(token, dict) and {"id", "content"} <= token.keys(), "it has an added token that is none")
+        require(isinstance(token, dict) and {"id", "content"} <= token.keys(), "it has an invalid added token")
     added = [check_fields("an added token", token, _ADDED) for token in added]
-    forward = Chain("its normalizer and pre_tokenizer")  # one way that every text goes
+    forward = Chain("its normalizer and pre_tokenizer")  # one chain: every text passes both
     parts = {
         name: check_chain(chain, stated.get(name), known, inner)
         for name, chain, known, inner in (
@@ -92,18 +91,18 @@ def checked(stated: Any) -> Document:
     }
     if any(part != stated.get(name) for name, part in parts.items()) or added != (stated.get("added_tokens") or []):
         notes.append(_FIELDS)
-    # How others cut and pad texts for it is none of ours.
+    # Truncation and padding are not used.
     whole_text = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **parts, "model": model}
     try:
         written = json.dumps(whole_text, ensure_ascii=False, allow_nan=False)
         written.encode()
-    except ValueError as error:  # half a character, escaped, or a number that is none
-        raise DocumentError(f"it holds what JSON cannot: {error}") from None
+    except ValueError as error:  # an escaped lone surrogate, or NaN
+        raise DocumentError(f"it holds a value that JSON cannot: {error}") from None
     return Document(written, tuple(dict.fromkeys(notes)))
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 _ADDED: Fields = {
@@ -115,8 +114,8 @@ _ADDED: Fields = {
 
 def _model(model: Any, notes: list[str]) -> dict[str, Any]:
     require(isinstance(model, dict), "it has no model")
-    kind = model.get("type") or _kind(model)  # files from before 2021 do not name it
-    require(isinstance(kind, str) and kind in _MODELS, f"its model, {kind!r:.40}, is none that is known")
+    kind = model.get("type") or _kind(model)  # files from before 2021 lack it
+    require(isinstance(kind, str) and kind in _MODELS, f"its model, {kind!r:.40}, is unknown")
     found = check_fields(kind, model, _MODELS[kind])
     if found != model:
         notes.append(_FIELDS)
@@ -173,7 +172,7 @@ def _ignored(value: Any) -> None:
 
 
 def _no_prefix(value: Any) -> None:
-    # WordPiece's, not BPE's: a merge without it ends the process inside of the library.
+    # Only WordPiece uses it. With BPE, a merge without the prefix crashes the library.
     require(value in (None, ""), "is not supported")
 
 

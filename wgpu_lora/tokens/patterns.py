@@ -1,10 +1,9 @@
-"""Regular expressions of tokenizers, held to a form whose matching cannot explode.
+"""Validation of tokenizers' regular expressions, so that matching cannot take exponential time.
 
-The library matches by backtracking (Oniguruma). Here a pattern is read by a grammar that is smaller than Oniguruma's
-and means the same where both take it; what is not in it is refused. Published tokenizers need alternatives, character
-classes, look-around at some characters, and repeats of single characters. A repeat of anything longer is what makes
-backtracking exponential, so it has to be of a fixed form, or of few ways in all; a few repeats behind each other cost
-a power of the text's length, which the child's time limit bounds.
+The library matches by backtracking (Oniguruma). Patterns are parsed by a subset of Oniguruma's grammar, and anything
+else is refused. Published tokenizers need alternatives, character classes, short look-arounds, and repeats of single
+characters. Repeats of longer parts make backtracking exponential, so these parts must have a fixed length or few ways
+to match; several repeats in a row cost a power of the text's length, which the child's time limit bounds.
 """
 
 from __future__ import annotations
@@ -12,19 +11,19 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-MAX_PATTERN = 4096  # characters; DeepSeek's longest has some 500
+MAX_PATTERN = 4096  # characters; DeepSeek's longest has about 500
 MAX_DEPTH = 12
-MAX_REPEATS = 3  # without a bound, one behind the other; published patterns have two
-MAX_WAYS = 256  # of matching that `?`, {m,n} and alternatives leave open; published patterns have up to 40
-MAX_COUNT, MAX_RANGE = 256, 16  # in {m,n}; what may be longer by more than the latter counts as without a bound
-MAX_WIDTH = 1024  # characters that all fixed repeats make together
+MAX_REPEATS = 3  # unbounded repeats in a row; published patterns have two
+MAX_WAYS = 256  # ways to match `?`, {m,n} and alternatives; published patterns have up to 40
+MAX_COUNT, MAX_RANGE = 256, 16  # n, and n - m, in {m,n}; a larger range counts as unbounded
+MAX_WIDTH = 1024  # total characters of all fixed repeats
 
 _PROPERTY = re.compile(r"[pP]\{\^?[A-Za-z_ ]{1,40}\}")
 _CODE = re.compile(r"u[0-9A-Fa-f]{4}|x[0-9A-Fa-f]{2}|x\{[0-9A-Fa-f]{1,6}\}")
 _INTERVAL = re.compile(r"\{(\d{1,3})(,(\d{1,3})?)?\}")
 _NAMED = re.compile(r"\[:\^?(?:alnum|alpha|blank|cntrl|digit|graph|lower|print|punct|space|upper|xdigit|word):\]")
-# A repeat of a character and a repeat of others, as in `(?:'\p{L}+)*`: where no character is both, any text is read in
-# one way, as with a repeat of single ones. Without regard to case some letters and marks are the same.
+# Nested repeats of two disjoint sets of characters, as in `(?:'\p{L}+)*`, match any text in one way only, like repeats
+# of single characters. Ignoring case, some letters and marks are the same.
 _UNLIKE = r"(\\p\{[LMN]\}|['_,\u2019-]|\\[-'_,.])"
 _PAIRS = re.compile(rf"\((?:\?:)?{_UNLIKE}(?!\1){_UNLIKE}([*+])\)([*+])(?![*+?{{])")
 _CASELESS = re.compile(r"\(\?[a-z]*i")
@@ -34,15 +33,15 @@ _CLASSES, _CONTROLS, _ANCHORS = "sSdDwW", "rntfv", "bBAzZ"
 
 
 class PatternError(ValueError):
-    """A pattern is not one that tokenizers are made of; the text says why."""
+    """A pattern is not accepted; the text says why."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a part of a pattern may match.
+    """How a part of a pattern may match.
 
-    least: characters of the shortest match. most: of the longest, None where there is no bound.
-    repeats: without a bound, one behind the other. ways: in how many ways the rest of it may match.
+    least: characters of the shortest match. most: of the longest, None if unbounded.
+    repeats: unbounded repeats in a row. ways: number of ways in which the bounded parts may match.
     """
 
     least: int = 0
@@ -55,7 +54,7 @@ _CHARACTER = Shape(1, 1)
 
 
 def shape_of(pattern: str) -> Shape:
-    """The shape of a whole pattern; PatternError where it is none that is taken."""
+    """The shape of a whole pattern. Raises PatternError."""
     if len(pattern) > MAX_PATTERN:
         raise PatternError(f"it has more than {MAX_PATTERN:,} characters")
     reader = _Reader(pattern)
@@ -121,7 +120,7 @@ class _Reader:
         if sign in "^$":
             return Shape()
         if sign in "*+?{":
-            raise PatternError(f"a {sign!r} stands where it means nothing, or something else to other libraries")
+            raise PatternError(f"a {sign!r} has no meaning at its place, or differs between libraries")
         return _CHARACTER
 
     def pairs(self) -> Shape | None:
@@ -133,7 +132,7 @@ class _Reader:
 
     def group(self, depth: int) -> Shape:
         if self.take(_FLAGS):
-            return self.alternatives(depth + 1)  # it holds up to the end of the group around it
+            return self.alternatives(depth + 1)  # flags apply up to the end of the enclosing group
         kind = self.take(_GROUPS)
         if kind is None or "x" in kind:
             raise PatternError("it has a kind of group that tokenizers have no use for")
@@ -161,7 +160,7 @@ class _Reader:
         return _CHARACTER
 
     def character_class(self, depth: int) -> None:
-        """From behind its opening bracket to behind the closing one; classes in classes, and `&&` between them."""
+        """Read a class from after its opening bracket; classes may be nested and joined by `&&`."""
         if depth > MAX_DEPTH:
             raise PatternError("its brackets are nested too deeply")
         if self.peek() == "^":
@@ -176,14 +175,14 @@ class _Reader:
             self.at += 1
             if sign == "[":
                 if self.peek() == ":":
-                    raise PatternError("it has a class with a name in colons, which libraries read in several ways")
+                    raise PatternError("it has a class with a name in colons, which differs between libraries")
                 self.character_class(depth + 1)
             elif sign == "\\" and self.escape() != _CHARACTER:
                 raise PatternError("it has an anchor in a character class")
         self.at += 1
 
     def repeated(self, part: Shape, outermost: bool) -> Shape:
-        """What follows a part: a repeat, lazy or possessive, or nothing."""
+        """Apply the repeat that follows a part, if any; it may be lazy or possessive."""
         sign = self.peek()
         if sign and sign in "*+?":
             self.at += 1
@@ -201,14 +200,14 @@ class _Reader:
         if self.peek() and self.peek() in marks:
             self.at += 1
         elif outermost and comma and part == _CHARACTER and self.text[self.at : self.at + 2] in ("+", "+|"):
-            self.at += 1  # as GPT-4's: {1,3} again and again, but with nothing behind it for which to go back
+            self.at += 1  # as in GPT-4's: {1,3}+ with nothing after it that would cause backtracking
             most = None
         if self.peek() and self.peek() in "*+?{":
             raise PatternError("it repeats a repeat")
         endless = most is None or most - least > MAX_RANGE
         fixed = part.ways == 1 and part.most == part.least and part.least > 0
         if (endless and not fixed) or (most != 1 and part.repeats):
-            raise PatternError("it repeats what is itself of no fixed length")
+            raise PatternError("it repeats a part without a fixed length")
         if most is None or endless:
             return Shape(part.least * least, None, part.repeats + 1)
         longest = None if part.most is None else part.most * most

@@ -1,4 +1,4 @@
-"""Which of llama.cpp's ways of splitting a text a tokenizer.json means; one that is none of them is refused."""
+"""Map the pre-tokenization of a tokenizer.json to llama.cpp's name for it; unknown ones are refused."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORD = r"[^\r\n\p{L}\p{N}]?"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-# The regular expression of a byte-level tokenizer's Split -> its name in llama.cpp.
+# Regular expression of a byte-level tokenizer's Split -> its name in llama.cpp.
 NAMES = {
     rf"{_CONTRACTIONS}|{_WORD}\p{{L}}+|\p{{N}}|{_REST}": "qwen2",
     rf"{_CONTRACTIONS}|{_WORD}\p{{L}}+|\p{{N}}{{1,3}}|{_REST}": "llama-bpe",
     rf"{_WORD}{_UPPER}*{_LOWER}+|{_WORD}{_UPPER}+{_LOWER}*|\p{{N}}|{_REST.replace('n]*', 'n/]*', 1)}": "tekken",
 }
-# Where llama.cpp takes a piece that is a token as a whole without merging.
+# Pre-tokenizers for which llama.cpp takes a piece that is a token without merging.
 WHOLE_PIECES = ("llama-bpe", "tekken")
-MARKS = "llama.cpp takes combining marks (of Hindi or Thai, say) from their letters: such texts have other ids."
+MARKS = "llama.cpp splits combining marks (in Hindi or Thai, for example) from their letters: such texts get other ids."
 
 
 @dataclass(frozen=True)
 class Splitting:
-    """`model` and `pre` of tokenizer.ggml.*; `space_prefix`: SentencePiece puts a space before a text."""
+    """`model` and `pre` of tokenizer.ggml.*; `space_prefix`: SentencePiece adds a space before a text."""
 
     model: str
     pre: str
@@ -38,7 +38,7 @@ class Splitting:
 
 
 def splitting_of(stated: Mapping[str, Any], where: str) -> Splitting:
-    """From tokenizer.json's content, `where` names it; UserError where llama.cpp has no such tokenizer."""
+    """The splitting of a parsed tokenizer.json, called `where`; UserError if llama.cpp has no such tokenizer."""
     model = stated.get("model") or {}
     if model.get("type") != "BPE":
         kind = model.get("type")
@@ -52,14 +52,14 @@ def splitting_of(stated: Mapping[str, Any], where: str) -> Splitting:
         found = _sentence_piece(pieces, changes)
     if found is None:
         raise UserError(
-            f"{where} splits text in a way (its pre_tokenizer and normalizer) that is not known to be one of "
-            "llama.cpp's: a GGUF file would read texts wrongly, so use merge instead."
+            f"{where} has a pre_tokenizer and normalizer that llama.cpp does not support: a GGUF file would tokenise "
+            "text wrongly, so use merge instead."
         )
     return found
 
 
 def merges_of(model: Mapping[str, Any]) -> list[list[str]]:
-    """The merges of a tokenizer.json's model, old or new style, as pairs."""
+    """The merges of a tokenizer.json's model, in either format, as pairs."""
     return [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]]
 
 
@@ -73,7 +73,7 @@ def _byte_level(
     model: Mapping[str, Any], pieces: list[dict[str, Any]], changes: list[dict[str, Any]]
 ) -> Splitting | None:
     *before, last = pieces
-    # llama.cpp reads text as it comes; NFC, which Qwen's tokenizers ask for, leaves nearly all text as it is.
+    # llama.cpp does not normalise; NFC, which Qwen's tokenizers use, does not change most text.
     if last.get("add_prefix_space") or any(change.get("type") != "NFC" for change in changes):
         return None
     kinds = [step.get("type") for step in before]
@@ -88,24 +88,26 @@ def _byte_level(
 
 
 def _checked(name: str, model: Mapping[str, Any]) -> Splitting:
-    """With a note on what llama.cpp does otherwise; `ignore_merges` may not be what the name means to it."""
+    """The splitting, with notes on differences of llama.cpp, which may imply another `ignore_merges`."""
     notes = [MARKS] if name == "tekken" else []
     if bool(model.get("ignore_merges")) == (name in WHOLE_PIECES):
         return Splitting("gpt2", name, notes=tuple(notes))
     apart = _made_by_no_merges(model)
     if apart is not None:
-        notes.append(f"no merges make {apart!r}, which llama.cpp treats as {name} does: texts with it may differ.")
+        notes.append(
+            f"no merges produce the token {apart!r}: llama.cpp may tokenise texts that contain it differently."
+        )
     return Splitting("gpt2", name, notes=tuple(notes))
 
 
 def _made_by_no_merges(model: Mapping[str, Any]) -> str | None:
-    """The first token that merging alone does not make, if there is one."""
+    """The first token that merging alone does not produce, if any."""
     texts = list(model["vocab"])
     try:
         merging = Child(checked({"model": {**model, "ignore_merges": False}}).text)
         return next((text for text, ids in zip(texts, merging.encode(texts), strict=True) if len(ids) != 1), None)
     except (DocumentError, BackendError) as error:
-        raise UserError(f"The tokenizer cannot be read ({error}): use the model's own.") from error
+        raise UserError(f"The tokenizer cannot be read ({error}): use the model's own files.") from error
 
 
 def _sentence_piece(pieces: list[dict[str, Any]], changes: list[dict[str, Any]]) -> Splitting | None:
@@ -122,5 +124,5 @@ def _sentence_piece(pieces: list[dict[str, Any]], changes: list[dict[str, Any]])
         return None
     scheme = pieces[0].get("prepend_scheme", "always")
     where = {"always": "", "first": " or follows a special token"}.get(scheme)
-    note = f"llama.cpp puts a space before a text that begins with one{where}; this tokenizer does not."
+    note = f"llama.cpp adds a space before a text that begins with one{where}; this tokenizer does not."
     return Splitting("llama", "default", scheme != "never", () if where is None else (note,))

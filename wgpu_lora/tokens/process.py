@@ -1,7 +1,7 @@
-"""A tokenizer at work in a child: what goes wrong there, however badly, is one exception here.
+"""A tokenizer in a child process, so that any failure, even a crash, is a BackendError here.
 
-The child bounds its own memory and computing (child.py). Where a system has no such bounds, and for all that hangs
-without computing, a thread here watches it while it is busy.
+The child limits its own memory and CPU time (child.py). For systems without such limits, and for hangs, a thread here
+watches it while it is busy.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from wgpu_lora.assets import ROOT
 from wgpu_lora.tokens.backend import Added, BackendError, Facts, Span
 from wgpu_lora.tokens.child import Message, receive, send
 
-MEMORY = 2 << 30  # bytes; a vocabulary of 262,000 tokens takes 0.3 GB, and the longest text it is given 0.9 GB more
-SECONDS = 5.0  # of computing for a request, and
-SECONDS_PER_MIB = 10.0  # of text more; ordinary texts take one, at most
-SECONDS_TO_OPEN = 1.0  # for a MiB of a document; the largest take a thirtieth of that
-MAX_ANSWER = 32 << 20  # bytes of ids and offsets, or of a text; 2 MiB of letters that are all tokens come to 24
-PATIENCE = 6.0  # how many times as long a request may take on a busy machine
+MEMORY = 2 << 30  # bytes; a vocabulary of 262,000 tokens takes 0.3 GB, and the longest text 0.9 GB more
+SECONDS = 5.0  # CPU time of a request,
+SECONDS_PER_MIB = 10.0  # plus this per MiB of text; ordinary texts take at most one
+SECONDS_TO_OPEN = 1.0  # per MiB of a document; the largest take a thirtieth of that
+MAX_ANSWER = 32 << 20  # bytes of ids and offsets, or of a text; 2 MiB of single-letter tokens take 24
+PATIENCE = 6.0  # ratio of wall-clock to CPU time, for busy machines
 _TICK, _IDLE = 0.1, 5.0
 
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from wgpu_lora.tokens.child import main; main()"
 
 
 class Child:
-    """A Backend in a child. A child that has ended is replaced when it is asked again."""
+    """A Backend in a child process. If the child has ended, the next call starts another."""
 
     def __init__(self, document: str) -> None:
         self._document = document.encode()
@@ -57,7 +57,7 @@ class Child:
         ]
 
     def _encoded(self, request: dict[str, Any], texts: Sequence[str], each: int) -> Iterator[tuple[int, list[int]]]:
-        """Of each text, how many tokens it has and `each` as many numbers."""
+        """For each text, its number of tokens and `each` numbers per token."""
         data = [_bytes(text) for text in texts]
         header, payload = self._ask({**request, "ends": list(accumulate(map(len, data)))}, b"".join(data))
         numbers, start = array("I", payload), 0
@@ -111,15 +111,15 @@ def _bytes(text: str) -> bytes:
 
 
 class _Process:
-    """One child, from its start to its end."""
+    """One child process."""
 
     facts: Facts
 
     def __init__(self, size: int) -> None:
-        self.size = size  # bytes of its document, which it may be asked for
+        self.size = size  # bytes of the document, which may be requested
         paths = [os.path.abspath(path) for path in sys.path]
-        paths += [str(ROOT), str(Path(cast(str, tokenizers.__file__)).parent.parent)]
-        options: dict[str, Any] = {"start_new_session": True}  # Ctrl-C is for this process to see
+        paths += [str(ROOT), str(Path(tokenizers.__file__).parent.parent)]
+        options: dict[str, Any] = {"start_new_session": True}  # Ctrl-C must not reach the child
         if sys.platform == "win32":
             options = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW}
         try:
@@ -151,11 +151,11 @@ class _Process:
             self.watch.rest()
         except OverflowError:
             self.end()
-            raise BackendError("it makes too much of a text") from None
+            raise BackendError("its output for a text is too large") from None
         except (OSError, EOFError, ValueError):
             code = self.end()
             raise BackendError(self._why(code, seconds)) from None
-        except BaseException:  # an interrupt: what would be read next is no answer to the next question
+        except BaseException:  # an interrupt: the pending reply must not be taken for the next one
             self.end()
             raise
         if "error" in reply[0]:
@@ -166,11 +166,11 @@ class _Process:
         import signal
 
         if self.watch.slow or code == -getattr(signal, "SIGPROF", 0):
-            return f"it computes for more than {seconds:.0f} seconds"
+            return f"it computed for more than {seconds:.0f} seconds"
         return f"it needs more than {MEMORY >> 30} GiB of memory or makes the tokenizers library fail"
 
     def end(self) -> int:
-        """Ends the child, if it is this process's, and returns its exit code."""
+        """End the child, unless it is another process's, and return its exit code."""
         self.gone = True
         if self.owner != os.getpid():
             return 0
@@ -183,7 +183,7 @@ class _Process:
 
 
 class _Watch(threading.Thread):
-    """Kills a child that takes too long or too much; asleep while there is nothing to watch."""
+    """Kills a child that exceeds its time or memory; sleeps while the child is idle."""
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         super().__init__(name="wgpu-lora-tokenizer", daemon=True)
@@ -220,7 +220,7 @@ class _Watch(threading.Thread):
             idle += _TICK
             if idle > _IDLE:
                 self._busy.clear()
-                if self._until is not None:  # it began just now
+                if self._until is not None:  # a request began in between
                     self._busy.set()
 
     def _resident(self) -> int:

@@ -1,10 +1,10 @@
-"""Where a model's code runs: a process that can compute, answer calls with plain data, and nothing else.
+"""A confined process for code written by a model, which can only compute and answer calls with plain data.
 
-`parent.py` starts it and listens, `child.py` is what it runs; `namespaces.py` and `seccomp.py` confine it, and
-`plain.py` is all that the two say to each other. Only the standard library is imported here: the child has no other.
+`parent.py` starts it and reads its results, `child.py` runs in it; `namespaces.py` and `seccomp.py` confine it, and
+`plain.py` encodes all data between the two. Only the standard library is imported here: the child has nothing else.
 
-Why not bubblewrap: what it runs still has to start an interpreter, so its filter must allow `execve` and its root must
-have Python's files; and it is refused wherever unprivileged namespaces are (Ubuntu 24.04, Docker). This child starts
-first and then gives everything up. So its filter can be an allow-list of 19 calls (18 on arm64), and its root can
-be empty; and the filter holds where namespaces are refused, too.
+Why not bubblewrap: it has to start an interpreter, so its filter must allow `execve` and its root must contain Python's
+files; and it does not work where unprivileged namespaces are refused (Ubuntu 24.04, Docker). This child starts first
+and then gives up all access, so its filter can be an allow-list of 19 calls (18 on arm64) and its root can be empty;
+and the filter also works where namespaces are refused.
 """

@@ -1,8 +1,8 @@
-"""The confined process itself: gives everything up, says how far that went, then reads an answer and calls it.
+"""The confined process: gives up all access, reports which confinement it has, then reads an answer and calls it.
 
-argv has a JSON object of modules to import beforehand and of limits. The job comes through stdin once the process is
-confined: the answer, and calls with literal arguments. What a right result would be is not in this process at all, so
-nothing that an answer finds or changes in here makes it pass: the values it sends have to be the right ones.
+argv has a JSON object with modules to import first and limits. The job arrives on stdin once the process is confined:
+the answer, and calls with literal arguments. The expected results are not in this process, so an answer cannot pass by
+finding or changing anything here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _confine(config: dict[str, Any]) -> dict[str, Any]:
-    """{"namespaces": those that were had, "limits": likewise, "filter": None or why there is none}."""
+    """Confine this process; returns {"namespaces": those entered, "limits": those set, "filter": None or an error}."""
     for name in config["modules"]:
         with suppress(ImportError):
             importlib.import_module(name)
@@ -53,7 +53,7 @@ def _confine(config: dict[str, Any]) -> dict[str, Any]:
     sys.path.clear()
     sys.path_importer_cache.clear()
     sys.argv[:] = [""]
-    os.environ.clear()  # of what Python itself put there
+    os.environ.clear()  # including what Python itself set
     sys.stdout = sys.stderr  # /dev/null
     limits = _limit(config["cpu"], config["memory"])
     refused = None
@@ -81,8 +81,10 @@ def _limit(cpu: int, memory: int) -> list[str]:
 
 
 def _guard() -> None:
-    """Has Python refuse what an answer has no business with: without the filter it is all there is against accidents,
-    under it an answer fails by an exception in place of a call's result. It is no hindrance to an attack.
+    """Have Python refuse files, sockets and processes.
+
+    Without the filter, this is the only protection against accidents; with it, it turns a refused system call into an
+    exception. It does not stop an attack.
     """
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -120,7 +122,7 @@ def _call(space: dict[str, Any], name: str, args: list[Any], kwargs: dict[str, A
 
 
 def _attempt(run: Callable[[], Any]) -> tuple[Any, str | None]:
-    """(what it returns, None), or (None, why it did not)."""
+    """(result, None), or (None, the reason of the failure)."""
     try:
         return run(), None
     except plain.NotPlainError as error:

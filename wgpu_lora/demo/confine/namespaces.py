@@ -1,7 +1,7 @@
-"""Linux namespaces of this process's own: no files, no network, no other processes, as nobody.
+"""Linux namespaces: no files, no network, no other processes, and user nobody.
 
-They are what the kernel lets this user have; each is tried for itself, and what was had is reported. They come before
-the seccomp filter, which refuses the same things once more.
+Each namespace is tried separately, since the kernel may refuse some, and those entered are reported. They are entered
+before the seccomp filter, which refuses the same operations again.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ NOBODY = 65534
 
 
 def enter() -> list[str]:
-    """Enters all namespaces that it may, and returns their kinds. The process that returns may be a child."""
+    """Enter all permitted namespaces and return their kinds. The process that returns may be a child."""
     had = []
-    # With the privilege for it the others need no user namespace, and there is still a root to become nobody.
-    # Without, the user namespace is what gives the privilege.
+    # A privileged process can enter the others without a user namespace, and then change to nobody. Otherwise the user
+    # namespace grants the privilege.
     privileged = os.geteuid() == 0 and _had(CLONE["mount"])
     if not privileged and _had(CLONE_NEWUSER):
         had.append("user")
@@ -61,7 +61,7 @@ def enter() -> list[str]:
     header = (ctypes.c_uint32 * 2)(*CAPABILITIES)
     with suppress(OSError, AttributeError):
         _checked("capset", ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)()))
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # last, because a change of user resets it
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # last, since a change of user resets it
     return had
 
 
@@ -74,7 +74,7 @@ def _had(flag: int) -> bool:
 
 
 def _map_user() -> None:
-    """The user keeps its number, so that the mounts are its own."""
+    """Map the user to its own number, so that it owns the mounts."""
     user, group = os.geteuid(), os.getegid()
     for name, text in (("uid_map", f"{user} {user} 1"), ("setgroups", "deny"), ("gid_map", f"{group} {group} 1")):
         with open(f"/proc/self/{name}", "w") as file:
@@ -82,25 +82,25 @@ def _map_user() -> None:
 
 
 def _empty_root() -> None:
-    """Makes an empty file system that cannot be written the root, and lets go of everything else."""
-    _checked("mount", None, b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None)  # nothing of this gets out
-    place = os.fsencode(os.path.dirname(os.__file__))  # some directory that there is
+    """Make an empty read-only file system the root, and detach everything else."""
+    _checked("mount", None, b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None)  # do not propagate mounts
+    place = os.fsencode(os.path.dirname(os.__file__))  # any existing directory
     flags = ctypes.c_ulong(MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
     _checked("mount", b"none", place, b"tmpfs", flags, b"size=4k,nr_inodes=2,mode=555")
     os.chdir(place)
     try:
         _checked("syscall", ctypes.c_long(PIVOT_ROOT[platform.machine()]), b".", b".")
-    except (OSError, KeyError):  # the root cannot be changed where it is the initial RAM disk
+    except (OSError, KeyError):  # pivot_root fails on the initial RAM disk
         os.chroot(".")
     else:
-        _checked("umount2", b".", ctypes.c_int(MNT_DETACH))  # the old root, which lies on top
+        _checked("umount2", b".", ctypes.c_int(MNT_DETACH))  # the old root, mounted on top
     os.chdir("/")
 
 
 def _go_on_in_child() -> None:
-    """Forks, because a new PID namespace is the children's only.
+    """Fork, since only children are in a new PID namespace.
 
-    This process waits, and ends as its child does; SIGTERM has it kill the child.
+    This process waits and exits with the child's status; on SIGTERM it kills the child.
     """
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
@@ -118,6 +118,6 @@ def _go_on_in_child() -> None:
 
 
 def _checked(name: str, *arguments: object) -> None:
-    """Calls the C library. Raises OSError."""
+    """Call a function of the C library. Raises OSError."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) < 0:
         raise OSError(ctypes.get_errno(), f"{name} failed")

@@ -1,4 +1,4 @@
-"""Starts a confined process and listens to it, for so long, to so many bytes, and kills all of it at the end."""
+"""Start a confined process, read its results within limits of time and size, and kill it with all of its children."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from wgpu_lora.errors import UserError
 MEMORY = 512 << 20  # of address space
 LISTENER = "answer-listener"  # name of the thread that reads
 OUTPUT = 1 << 18  # bytes; the demo's answers return a few hundred
-START = 60.0  # seconds until it is confined
+START = 60.0  # seconds for it to become confined
 ENTRY = "import sys; sys.path.append(sys.argv.pop(1)); from wgpu_lora.demo.confine.child import main; main()"
-# What an answer can import; imported before the process is confined, which leaves no files to import from.
+# Modules that an answer can import. They are imported before the process is confined and can no longer open files.
 IMPORTABLE = (
     "abc array base64 binascii bisect calendar cmath codecs collections contextlib copy dataclasses datetime decimal "
     "difflib enum fractions functools hashlib heapq io itertools json keyword math numbers operator os pprint queue "
     "random re reprlib statistics string struct textwrap threading time timeit traceback types typing "
     "unicodedata uuid warnings weakref zlib"
 )
-# What these import only when it is first used, as far as an answer gets there.
+# Modules that these import on first use.
 NEEDS = {
     "collections": "collections.abc copy heapq",
     "datetime": "_strptime",
@@ -52,22 +52,22 @@ NEEDS = {
     "warnings": "linecache traceback tracemalloc",
     "weakref": "copy",
 }
-# Codecs whose name an answer may put together or be given; others are imported where their name stands in it.
+# Codecs that are always imported, since an answer may compute their names; others only if the answer contains them.
 CODECS = (
     "ascii latin_1 utf_8_sig utf_7 utf_16 utf_16_le utf_16_be utf_32 utf_32_le utf_32_be cp437 cp1252 iso8859_15 "
     "rot_13 hex_codec base64_codec unicode_escape raw_unicode_escape"
 )
 
-SOMETHING_ELSE = "the answer's process said something else than a result"
+SOMETHING_ELSE = "the answer's process sent something other than a result"
 
 
 class EndedError(Exception):
-    """The process said no more, said something else than it should, or said too much. The text is why."""
+    """The process ended, timed out, or sent invalid or too much data; the text says why."""
 
 
 @dataclass(frozen=True)
 class Confinement:
-    """How far a process is confined. refused: why it has no seccomp filter; None where it has one."""
+    """How a process is confined. refused: why it has no seccomp filter, None if it has one."""
 
     namespaces: Sequence[str]
     limits: Sequence[str]
@@ -75,9 +75,9 @@ class Confinement:
 
     @property
     def missing(self) -> str | None:
-        """What is missing of the least that counts as confined: None where nothing is.
+        """What is missing for the process to count as confined; None if nothing is.
 
-        The filter and the limit on memory are that. Namespaces are not: nothing that they keep out gets by the filter.
+        The filter and the memory limit are required. Namespaces are not, since the filter refuses the same operations.
         """
         if self.refused:
             return self.refused
@@ -91,26 +91,26 @@ class Confinement:
 
 
 def confinement(allow_unconfined: bool = False) -> Confinement:
-    """How far this system confines an answer, tried out.
+    """Start a process to find out how this system confines answers.
 
     Raises:
-        UserError: not far enough, and `allow_unconfined` is not given.
+        UserError: it cannot confine them, and `allow_unconfined` is not given.
     """
     with Process("", 1.0, allow_unconfined) as process:
         return process.confinement
 
 
 class Process:
-    """A confined process for one answer: `send` it, then ask for what was made of it, in order.
+    """A confined process for one answer: `send` the answer and the calls, then get the results in order with `next`.
 
     Raises:
-        UserError: it is not confined, and `allow_unconfined` is not given.
+        UserError: the process cannot be confined, and `allow_unconfined` is not given.
     """
 
     def __init__(self, code: str, timeout: float, allow_unconfined: bool):
         config = {"modules": modules_for(code), "cpu": math.ceil(timeout) + 1, "memory": MEMORY}
         self.timeout = timeout
-        self.waits = False  # whether the confined process has one that waits for it
+        self.waits = False  # whether another process waits for the confined one
         self._flooded = False
         self._popen = subprocess.Popen(
             [sys.executable, "-I", "-S", "-B", "-W", "ignore", "-c", ENTRY, str(ROOT), json.dumps(config)],
@@ -138,20 +138,20 @@ class Process:
         self.close()
 
     def send(self, code: str, calls: Sequence[tuple[str, str, str]]) -> None:
-        """Gives it the answer, and the calls as (name, arguments, named arguments); the time counts from here."""
+        """Send the answer, and the calls as (name, arguments, keyword arguments). The time limit starts here."""
         assert self._popen.stdin
         self._wait_until(self.timeout)
         try:
             self._popen.stdin.write(json.dumps({"code": code, "calls": calls}).encode())
             self._popen.stdin.close()
         except OSError:
-            return  # it has ended, as will be seen
+            return  # the process has ended, which `next` reports
 
     def next(self) -> tuple[str, str]:
-        """The next thing it says: ("parsed", ""), ("value", JSON of plain data), ("raised" or "failed", why).
+        """The next message: ("parsed", ""), ("value", JSON of plain data), or ("raised" or "failed", reason).
 
         Raises:
-            EndedError: there is none in time.
+            EndedError: the process ended or exceeded its time.
         """
         kind, what = self._hear()
         if not isinstance(kind, str) or not isinstance(what, str):
@@ -167,7 +167,7 @@ class Process:
             searched = len(self._rest)
             left = self._deadline - time.monotonic()
             try:
-                if left <= 0:  # however much there is to read still
+                if left <= 0:  # even if there is more to read
                     raise queue.Empty
                 chunk = self._chunks.get(timeout=left)
             except queue.Empty:
@@ -184,18 +184,18 @@ class Process:
         return kind, what
 
     def close(self) -> None:
-        """Ends it with all that it started."""
+        """Kill the process with everything that it started."""
         if self.waits and self._ended_by_waiting():
             pass
         elif hasattr(os, "killpg"):
             try:
-                os.killpg(self._popen.pid, signal.SIGKILL)  # its group lives as long as it is not waited for
-            except (ProcessLookupError, PermissionError):  # macOS: what is dead already may not be killed
+                os.killpg(self._popen.pid, signal.SIGKILL)  # the group exists until the process is waited for
+            except (ProcessLookupError, PermissionError):  # macOS refuses to kill a dead process
                 self._popen.kill()
         else:
             self._popen.kill()
         self._popen.wait()
-        self._reader.join(1.0)  # unconfined, what it started may have the pipe still
+        self._reader.join(1.0)  # unconfined children may still hold the pipe
         for stream in (self._popen.stdin, *(() if self._reader.is_alive() else (self._popen.stdout,))):
             assert stream
             try:
@@ -204,9 +204,9 @@ class Process:
                 continue
 
     def _ended_by_waiting(self) -> bool:
-        """Whether the process that waits for the confined one has killed it and is gone.
+        """Have the waiting process kill the confined one; returns whether it ended.
 
-        Killed together, the confined one would be left to the system's init, and not every container's reaps.
+        If both were killed together, the confined one would be left to init, which in some containers does not reap.
         """
         self._popen.terminate()
         try:
@@ -223,7 +223,7 @@ class Process:
                 raise EndedError(str(found))
         except EndedError as error:
             raise UserError(
-                f"The process for a model's code cannot be started ({error}): see whether {sys.executable} -I -S runs."
+                f"The process for a model's code cannot be started ({error}): check that {sys.executable} -I -S runs."
             ) from None
         confinement = Confinement(found["namespaces"], found["limits"], found["filter"])
         self.waits = "PID" in confinement.namespaces
@@ -262,7 +262,7 @@ class Process:
 
 
 def modules_for(code: str) -> list[str]:
-    """The modules that an answer may be after: those whose names stand in it."""
+    """The modules that an answer may import: those whose names it contains."""
     words = set(re.findall(r"\w+", code))
     found = set(IMPORTABLE.split()) & words
     found |= {needed for name in words & NEEDS.keys() for needed in NEEDS[name].split()}
@@ -272,7 +272,7 @@ def modules_for(code: str) -> list[str]:
         codecs.add(encodings.aliases.aliases.get(name, name))
     found |= {f"encodings.{name}" for name in codecs & _all_codecs()}
     if not code.isascii() or r"\N" in code:
-        found |= {"unicodedata"}  # which Python's parser uses
+        found |= {"unicodedata"}  # used by Python's parser
     return sorted(found)
 
 

@@ -1,7 +1,7 @@
-"""Plain data as JSON that keeps types, read within bounds.
+"""Plain Python data as typed JSON, read within limits.
 
-What comes back from an answer is not believed to be anything: a subclass is written, and arrives, as what it is derived
-from, with the values that it really holds; nothing of it runs on this side.
+Results of an answer are untrusted: an instance of a subclass is encoded as its built-in base with its actual contents,
+and none of its code runs on this side.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 MAX_DEPTH = 32
 MAX_VALUES = 10_000
 MAX_LENGTH = 1 << 15  # of all strings, bytes and hexadecimal digits together
-MAX_MEMBERS = 1000  # of a set or a dict: keys may be chosen so that all of them collide
+MAX_MEMBERS = 1000  # of a set or a dict, since hashes of all keys may collide
 CONTAINERS: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 VIEWS: tuple[type, ...] = (type({}.keys()), type({}.items()))
 RATIOS = (("decimal", "Decimal"), ("fractions", "Fraction"))
-RATIO_COST = 128  # characters: these are compared by Python code, so fewer may be in one set
+RATIO_COST = 128  # characters that a number counts as, since Python code compares them
 
 
 class NotPlainError(ValueError):
-    """Something that is no plain data, or too much of it."""
+    """A value is not plain data, or too large."""
 
 
 class Opaque:
-    """Stands for an object that is no plain data: it is not None, and equal to nothing that is plain data."""
+    """Stands for an object that is not plain data: it is not None, and not equal to any plain data."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -41,17 +41,17 @@ class Opaque:
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Opaque):
-            raise TypeError(f"{self} and {other} are no plain data, so they cannot be compared")
+            raise TypeError(f"{self} and {other} are not plain data, so they cannot be compared")
         return False
 
 
 def dump(value: Any) -> str:
-    """Raises NotPlainError."""
+    """Encode a value. Raises NotPlainError."""
     return json.dumps(_Writer().write(value, 0))
 
 
 def load(text: str | bytes) -> Any:
-    """Raises NotPlainError."""
+    """Decode a value. Raises NotPlainError."""
     try:
         return _Reader().read(json.loads(text), 0)
     except NotPlainError:
@@ -59,7 +59,7 @@ def load(text: str | bytes) -> Any:
     except RecursionError:
         raise NotPlainError(f"nested more than {MAX_DEPTH} deep") from None
     except (ValueError, TypeError, ArithmeticError, KeyError, AttributeError) as error:
-        raise NotPlainError(f"no plain data ({type(error).__name__})") from None
+        raise NotPlainError(f"data that are not plain ({type(error).__name__})") from None
 
 
 class _Bounded:
@@ -85,13 +85,13 @@ class _Writer(_Bounded):
         kind = type(value)
         if value is None or kind is bool:
             return value
-        # The base's own methods, since a subclass may have put others in their place.
+        # The base's own methods, since a subclass may override them.
         if issubclass(kind, str):
             self.measure(str.__len__(value))
             return str.__str__(value)
         if issubclass(kind, int):
             self.measure(int.bit_length(value) // 4)
-            return ["int", f"{int.__pos__(value):x}"]  # decimal digits have a limit, and take quadratic time
+            return ["int", f"{int.__pos__(value):x}"]  # decimal digits are limited, and take quadratic time
         if issubclass(kind, float):
             return ["float", float.hex(value)]
         if issubclass(kind, complex):
@@ -111,7 +111,7 @@ class _Writer(_Bounded):
             if issubclass(kind, base):
                 return [name, self._all(base.__iter__(value), depth + 1)]  # type: ignore[attr-defined]
         for module, name in RATIOS:
-            number = getattr(sys.modules.get(module), name, None)  # imported only where the answer did
+            number = getattr(sys.modules.get(module), name, None)  # only if the answer imported it
             if isinstance(number, type) and issubclass(kind, number):
                 return self._ratio(number, value)
         name = type.__dict__["__name__"].__get__(kind)
@@ -142,7 +142,7 @@ class _Reader(_Bounded):
             self.measure(len(value))
             return value
         if not isinstance(value, list):
-            raise NotPlainError(f"no plain data (a bare JSON {type(value).__name__})")
+            raise NotPlainError(f"data that are not plain (a bare JSON {type(value).__name__})")
         kind, *parts = value
         if kind == "complex":
             real, imaginary = parts
@@ -150,7 +150,7 @@ class _Reader(_Bounded):
         if kind == "object":
             name, true = parts
             if not isinstance(name, str) or not isinstance(true, bool):
-                raise NotPlainError("no plain data (an object without a name)")
+                raise NotPlainError("data that are not plain (an object without a name)")
             self.measure(len(name))
             return Opaque(name, true)
         (content,) = parts
@@ -159,7 +159,7 @@ class _Reader(_Bounded):
         if kind == "int":
             return int(content, 16)
         if kind == "ratio":
-            from fractions import Fraction  # here: the child starts without it
+            from fractions import Fraction  # lazy: the child starts without it
 
             self.measure(RATIO_COST)
             numerator, denominator = content.split("/")
@@ -169,12 +169,12 @@ class _Reader(_Bounded):
         if kind == "bytes":
             return bytes.fromhex(content)
         if not isinstance(content, list):
-            raise NotPlainError("no plain data (a container of nothing)")
+            raise NotPlainError("data that are not plain (a container without contents)")
         if kind not in ("list", "tuple") and len(content) > MAX_MEMBERS:
             raise NotPlainError(f"a {kind} of more than {MAX_MEMBERS:,}")
         if kind == "range":
             span = range(*(self.read(end, depth + 1) for end in content))
-            if len(span) > MAX_VALUES:  # a search in it may go through all of it
+            if len(span) > MAX_VALUES:  # a search may go through all of it
                 raise NotPlainError(f"a range of more than {MAX_VALUES:,}")
             return span
         if kind == "dict":

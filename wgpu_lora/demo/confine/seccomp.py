@@ -1,10 +1,10 @@
 """The seccomp filter of a process that only computes: it may use its own memory, two open pipes and clocks.
 
-Everything else is refused with EPERM, known or not, so Python code sees a PermissionError; another architecture's calls
-(i386 and x32 on x86-64) end the process. It needs no privilege and holds wherever namespaces are refused.
+All other calls are refused with EPERM, which Python raises as PermissionError; calls of another architecture (i386 and
+x32 on x86-64) end the process. It needs no privileges, and also works where namespaces are refused.
 
-libseccomp would write the same instructions, but it is not everywhere and its Python binding is not on PyPI; the
-tests hold these numbers against it where it is installed.
+libseccomp would generate the same instructions, but it is not always installed and its Python binding is not on PyPI;
+where it is installed, the tests compare these numbers with it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import platform
 import struct
 import sys
 
-# Name: number on x86-64, on arm64; None where there is none.
+# Name: number on x86-64 and on arm64, None if there is none.
 ALLOWED: dict[str, tuple[int | None, int | None]] = {
     "read": (0, 63),
     "write": (1, 64),
@@ -35,7 +35,7 @@ ALLOWED: dict[str, tuple[int | None, int | None]] = {
     "exit": (60, 93),
     "exit_group": (231, 94),
 }
-# These only where their third argument does not ask for memory that can be executed.
+# Allowed only if the third argument does not request executable memory.
 NOT_EXECUTABLE: dict[str, tuple[int, int]] = {"mmap": (9, 222), "mprotect": (10, 226)}
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH_*
 
@@ -49,15 +49,15 @@ PROT_EXEC = 4
 
 
 class UnsupportedError(OSError):
-    """This system has no such filter."""
+    """This system has no seccomp filter."""
 
 
 def program(machine: str) -> bytes:
-    """The filter for an architecture, as BPF. Raises UnsupportedError."""
+    """The filter for an architecture, as BPF instructions. Raises UnsupportedError."""
     if machine not in ARCHITECTURES:
         raise UnsupportedError(f"there is no seccomp filter for {machine or 'this machine'}")
     column, architecture = ARCHITECTURES[machine]
-    steps: list[tuple[int, int, int, int]] = [  # what, steps to skip if so, if not, with
+    steps: list[tuple[int, int, int, int]] = [  # operation, jumps if true and if false, operand
         (LOAD, 0, 0, ARCHITECTURE),
         (EQUAL, 1, 0, architecture),
         (RETURN, 0, 0, KILL),
@@ -81,7 +81,7 @@ def program(machine: str) -> bytes:
 
 
 def load() -> None:
-    """Puts this process under the filter, for good.
+    """Install the filter in this process, irreversibly.
 
     Raises:
         UnsupportedError: the system has no such filter, or does not apply it.
@@ -97,11 +97,11 @@ def load() -> None:
         _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
     whole = Program(len(code) // 8, ctypes.addressof(instructions))
-    prctl(PR_SET_DUMPABLE, 0)  # no other process of the user's looks in, and no core dump is handed on
+    prctl(PR_SET_DUMPABLE, 0)  # no ptrace by other processes of the user, and no core dumps
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(whole))
-    if os.getppid() != -1:  # which cannot fail but by the filter
-        raise UnsupportedError("the seccomp filter was taken but does not refuse anything")
+    if os.getppid() != -1:  # only the filter can make it fail
+        raise UnsupportedError("the seccomp filter was accepted but does not refuse anything")
 
 
 def prctl(option: int, *values: int) -> None:
