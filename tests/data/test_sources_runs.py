@@ -65,7 +65,7 @@ def test_bad_rows_are_set_aside_in_the_output(tmp_path: Path, capsys: pytest.Cap
     command = ["finetune", *flags(model=QWEN2, data=file, output=tmp_path / "out", **SMALL | {"max_steps": 1})]
     assert main(command) == 2
     told = capsys.readouterr().err.splitlines()
-    assert told[0].startswith(f"wgpu-lora: {file} has 3 rows that cannot be used; mend them")
+    assert told[0].startswith(f"wgpu-lora: {file} has 3 rows that cannot be used; fix them")
     assert told[1].startswith("  line 1: 'input_ids' must be a list of integers")
     assert len(told) == 4
     assert not (tmp_path / "out").exists()
