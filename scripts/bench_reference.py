@@ -241,8 +241,9 @@ class Comparison:
 
 def run_comparison(port: Port, *, where: str, **options: Any) -> Ended:
     """A job `comparison`: the fields of Comparison; a side that did not run ends it with 1."""
+    known = [f.name for f in fields(Comparison)]
     try:
-        comparison = typed(Comparison, real_names(options, [f.name for f in fields(Comparison)], where))
+        comparison = typed(Comparison, real_names(options, known, where, otherwise=f"there are {', '.join(known)}."))
     except ValueError as error:
         raise UserError(f"{where}: {error}.") from None
     comparison.check()

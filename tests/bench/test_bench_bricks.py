@@ -236,7 +236,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--all", "--list"], "Say what to measure with exactly one of"),
         (["--brick", "zork"], "The brick 'zork' is not known: choose one of attention"),
         (["--brick", "rope", "--shape", "zork"], f"The shape zork is not known: choose one of {'qwen2.5-0.5b'}"),
-        (["--brick", "rope", "--shape", "tiny-qwen3", "--model", "demo"], "--shape and --model are both given"),
+        (["--brick", "rope", "--shape", "tiny-qwen3", "--model", "demo"], "--model and --shape are both given"),
         (["--brick", "rope", "--time-limit", "0"], "--time-limit is 0"),
         (["--brick", "train_step", "--layers", "99", "--shape", "tiny-qwen3"], "--layers 99 is not possible"),
         (["compare", "nowhere", "nowhere"], "The result file nowhere cannot be read"),

@@ -18,7 +18,7 @@ from wgpu_lora.cli import main
 from wgpu_lora.cli.pipeline import Table
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import StepResult
-from wgpu_lora.gpu.adapters import choose
+from wgpu_lora.gpu.devices import choose
 from wgpu_lora.share import Ledger, device_key
 from wgpu_lora.share.lease import take
 from wgpu_lora.train.arguments import TrainingArguments

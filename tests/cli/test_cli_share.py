@@ -24,7 +24,7 @@ Run = Callable[..., str]
 def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ledger:
     """Of the one device there is."""
     monkeypatch.setenv("WGPU_LORA_SHARE_DIR", str(tmp_path))
-    monkeypatch.setattr("wgpu_lora.gpu.adapters.list_adapters", lambda: [adapter(kind="software")])
+    monkeypatch.setattr("wgpu_lora.gpu.devices.list_devices", lambda: [adapter(kind="software")])
     return Ledger("software Card 0")
 
 

@@ -110,7 +110,7 @@ def test_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (ConnectionError("Couldn't reach 'x' on the Hub (LocalEntryNotFoundError)"), "cannot be reached"),
         (type("DatasetNotFoundError", (FileNotFoundError,), {})("x"), "neither a local file or folder nor a dataset"),
         (ValueError("Config name is missing: ['a']\nExample of usage:\nx"), r"\['a'\]\): choose a .*dataset_config"),
-        (ValueError('Unknown split "b". Should be one of [\'a\'].'), r"\['a'\]\): name one of these with split"),
+        (ValueError('Unknown split "b". Should be one of [\'a\'].'), r"\['a'\]\): choose one of these with split"),
         (RuntimeError("odd\nthings"), r"cannot be read \(odd things\)"),
     ):  # fmt: skip
         hub.answer = error

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 import transformers
 from safetensors.numpy import save_file
-from wgpu_lora.formats.gguf.names import gguf_name, rotated_heads, to_halves
 
+from wgpu_lora.formats.gguf.order import to_halves
 from wgpu_lora.models.architectures import load_config
+from wgpu_lora.models.gguf import gguf_names
 
 
 def opened(path: Path, context: int = 512, **options: Any) -> llama_cpp.Llama:
@@ -49,11 +50,10 @@ def dequantized(path: Path, model: Path, directory: Path) -> Path:
     shutil.copytree(model, directory)
     config = load_config(model)
     found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    tensors = {}
-    for name, shape in config.parameter_shapes().items():
-        tensor = found[gguf_name(name)]
-        values = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(shape)
-        heads = rotated_heads(config, name)
+    tensors, names = {}, gguf_names(config)
+    for name, item in config.parameters.items():
+        tensor, heads = found[names[name]], item.gguf_heads
+        values = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(item.shape)
         tensors[name] = to_halves(values, heads) if heads else np.ascontiguousarray(values)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory

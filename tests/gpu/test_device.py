@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu import adapters
-from wgpu_lora.gpu.adapters import PREFERENCE, choose, list_adapters
+from wgpu_lora.gpu import devices
 from wgpu_lora.gpu.device import WRITE_CHUNK, Device, DeviceOptions
+from wgpu_lora.gpu.devices import PREFERENCE, choose, list_devices
 from wgpu_lora.gpu.errors import BindingTooLarge, GridTooLarge, OutOfDeviceMemory, ShaderError
 from wgpu_lora.gpu.kernel import LINEAR_X, kernel, literal, one_per
 from wgpu_lora.gpu.single import SingleKernel
@@ -20,17 +20,17 @@ from wgpu_lora.share.refusals import advising
 
 
 def test_adapters_are_listed_best_first() -> None:
-    found = list_adapters()
+    found = list_devices()
     assert found
     assert [info.index for info in found] == list(range(len(found)))
     ranks = [PREFERENCE[info.kind] for info in found]
     assert ranks == sorted(ranks)
     assert found[0].as_dict()["limits"]["max-storage-buffers-per-shader-stage"] >= 8
-    assert list_adapters() == found
+    assert list_devices() == found
 
 
 def test_an_adapter_is_chosen_by_number_name_or_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = list_adapters()
+    found = list_devices()
     for info in found:
         assert choose(info.index)[0] == info
         assert choose(str(info.index))[0] == info
@@ -54,7 +54,7 @@ def test_a_name_without_device() -> None:
 
 
 def test_no_adapter_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "_enumerate", list)
+    monkeypatch.setattr(devices, "_enumerate", list)
     with pytest.raises(UserError, match="install your GPU's Vulkan driver"):
         Device()
 

@@ -205,7 +205,9 @@ def loaded(toy: Path, device: Device, base_dtype: str = "f32") -> LoadedModel:
 def test_it_learns_with_the_gradients_of_its_loss(trained: Path, device: Device) -> None:
     losses = [line["loss"] for line in read_log(trained / LOG)]
     assert losses[-1] < 0.8 * losses[0]
-    found = gradients.run(str(trained), device.info.index)["directions"]
+    found = gradients.run(None, directory=str(trained), device=device.info.index)[
+        "directions"
+    ]  # it says nothing on its way
     assert {d["matrix"].rpartition(".")[0].rpartition(".")[2] for d in found} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj",
     }  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from wgpu_lora.gpu.adapters import AdapterInfo
+from wgpu_lora.gpu.devices import DeviceInfo
 from wgpu_lora.proof.checks.devices import devices_compute
 from wgpu_lora.proof.context import Proof
 from wgpu_lora.proof.finding import LEFT_OUT, Check, Finding, Result
@@ -18,9 +18,9 @@ from wgpu_lora.train.arguments import TrainingArguments
 
 def test_devices() -> None:
     def found(discrete: int = 0, **changes: Any) -> str:
-        adapter = {"index": 0, "name": "a", "driver": "d", "backend": "Vulkan", "kind": "discrete"}
+        device = {"index": 0, "name": "a", "driver": "d", "backend": "Vulkan", "kind": "discrete"}
         good = {"error": 1e-13, "fine": True}
-        facts = {"adapters": [adapter, {**adapter, "index": 1}], "used": [0, 1], "asked": False, "different": 2,
+        facts = {"devices": [device, {**device, "index": 1}], "used": [0, 1], "asked": False, "different": 2,
                  "computed": {"0": good, "1": good}, "wgpu_native": "0", "hardware": ["a 0", "a 1"]}  # fmt: skip
         return devices_compute(proof_of(facts | changes, discrete)).status
 
@@ -28,7 +28,7 @@ def test_devices() -> None:
     assert found(computed={"1": {"error": 0.1, "fine": False}}) == "failed"
     assert found(used=[0]) == "failed"
     assert found(used=[0], asked=True) == "passed"
-    assert found(adapters=[], used=[], hardware=[]) == "failed"
+    assert found(devices=[], used=[], hardware=[]) == "failed"
     assert found(discrete=2) == "passed"
     assert found(discrete=3) == "failed"
     assert found(discrete=2, hardware=["a 0", "a 0"]) == "failed"  # one, behind two APIs
@@ -41,16 +41,16 @@ def proof_of(devices: dict[str, Any], discrete: int) -> Proof:
 
 
 def test_a_verdict_names_what_it_was_proven_on() -> None:
-    def adapter(index: int, kind: str, name: str) -> dict[str, Any]:
+    def device(index: int, kind: str, name: str) -> dict[str, Any]:
         return {"index": index, "name": name, "kind": kind}
 
-    software = [adapter(0, "software", "llvmpipe"), adapter(1, "software", "SwiftShader")]
-    both = {"adapters": software, "used": [0, 1], "hardware": ["l", "s"]}
+    software = [device(0, "software", "llvmpipe"), device(1, "software", "SwiftShader")]
+    both = {"devices": software, "used": [0, 1], "hardware": ["l", "s"]}
     assert on_devices(both) == "2 software devices (llvmpipe, SwiftShader); no discrete GPU was at hand"
-    mixed = {"adapters": [adapter(0, "discrete", "H"), *software[1:]], "used": [0, 1], "hardware": ["h", "s"]}
+    mixed = {"devices": [device(0, "discrete", "H"), *software[1:]], "used": [0, 1], "hardware": ["h", "s"]}
     assert on_devices(mixed) == "1 discrete device (H) and 1 software device (SwiftShader)"
     assert on_devices(mixed | {"used": [1], "hardware": ["s"]}).endswith("; no discrete GPU was used")
-    twice = {"adapters": [adapter(i, "discrete", "H") for i in (0, 1)], "used": [0, 1], "hardware": ["h", "h"]}
+    twice = {"devices": [device(i, "discrete", "H") for i in (0, 1)], "used": [0, 1], "hardware": ["h", "h"]}
     assert on_devices(twice) == "1 discrete device (H)"
     assert on_devices({}) == ""
     checks = [Check(n, "x", 0.0, Finding("passed", "")) for n in range(1, 10)]
@@ -72,10 +72,10 @@ def test_a_verdict_names_what_it_was_proven_on() -> None:
 
 
 def test_as_many_devices_are_used_as_are_asked_for() -> None:
-    def adapter(index: int, kind: str) -> AdapterInfo:
-        return AdapterInfo(index, f"GPU {index}", "d", 0, "Vulkan", kind, (), {})
+    def device(index: int, kind: str) -> DeviceInfo:
+        return DeviceInfo(index, f"GPU {index}", "d", 0, "Vulkan", kind, (), {})
 
-    adapters = [*(adapter(i, "discrete") for i in range(4)), adapter(4, "software")]
-    assert by_default(adapters) == [0, 1]
-    assert by_default(adapters, 3) == [0, 1, 2]
-    assert by_default(adapters[3:], 3) == [3, 4]
+    devices = [*(device(i, "discrete") for i in range(4)), device(4, "software")]
+    assert by_default(devices) == [0, 1]
+    assert by_default(devices, 3) == [0, 1, 2]
+    assert by_default(devices[3:], 3) == [3, 4]

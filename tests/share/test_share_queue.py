@@ -49,7 +49,7 @@ def queue(ledger: Ledger) -> list[str]:
 def test_what_is_held_is_freed_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WGPU_LORA_SHARE_DIR", str(tmp_path))
     card = adapter()
-    monkeypatch.setattr("wgpu_lora.gpu.adapters.list_adapters", lambda: [card])
+    monkeypatch.setattr("wgpu_lora.gpu.devices.list_devices", lambda: [card])
     ledger = Ledger(device_key(card))
     with take(ledger, 6, 10, "one"), take(ledger, 4, 10, "two"):
         assert [(e.what, e.bytes, e.pid) for e in ledger.read()] == [("one", 6, os.getpid()), ("two", 4, os.getpid())]

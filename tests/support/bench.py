@@ -9,6 +9,8 @@ from wgpu_lora.bench.results import Result
 from wgpu_lora.bench.workload import Context
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.architectures import parse_config
+from wgpu_lora.models.shapes import cut
+from wgpu_lora.models.synthetic import synthetic_model
 
 MINI = parse_config(
     {
@@ -21,11 +23,9 @@ MINI_ROW = ("qwen3", 128, 64, 128, 3, 2, 1, 32, 1e-6, 1e6, True, 64)  # of model
 CEILINGS = Ceilings(100.0, 10.0, 20.0, 1e-5, None, "timestamps")
 
 
-def mini(device: Device, layers: int = 1, **changes: Any) -> Context:
-    context = Context(device, "mini", MINI, tokens=16, rank=4).with_layers(layers)
-    for name, value in changes.items():
-        setattr(context, name, value)
-    return context
+def mini(device: Device, layers: int = 1, base_dtype: str = "nf4", **changes: Any) -> Context:
+    model = synthetic_model(cut(MINI, layers), device, base_dtype, "mini")
+    return Context(model, **{"tokens": 16, "rank": 4, **changes})
 
 
 def result(brick: str = "rope", seconds: float = 1.0, spread: float = 0.01, **changes: Any) -> Result:

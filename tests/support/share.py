@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.gpu.adapters import AdapterInfo
+from wgpu_lora.gpu.devices import DeviceInfo
 
 # Takes bytes of a budget, waiting if told to, says so, and keeps them until it is ended.
 CHILD = """
@@ -25,13 +25,13 @@ with take(Ledger("gpu", Path(directory)), int(need), int(budget), "child", float
 """
 
 
-def adapter(**facts: Any) -> AdapterInfo:
+def adapter(**facts: Any) -> DeviceInfo:
     """An adapter's facts, by default those of some discrete card."""
     known: dict[str, Any] = {
         "index": 0, "name": "Card", "driver": "driver 1", "vendor_id": 0, "backend": "Vulkan", "kind": "discrete",
         "features": (), "limits": {},
     }  # fmt: skip
-    return AdapterInfo(**{**known, **facts})
+    return DeviceInfo(**{**known, **facts})
 
 
 def start(directory: Path, need: int, budget: int, wait: float = 0) -> subprocess.Popen[str]:

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 from support.training import random_rows
 
-from wgpu_lora.gpu.adapters import list_adapters
+from wgpu_lora.gpu.devices import list_devices
 from wgpu_lora.models.architectures import parse_config
 
 # A process of its own, so that its resident memory is that of this run: prints bytes as JSON.
@@ -69,7 +69,7 @@ def make_model(directory: Path, hidden: int, layers: int) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    list_adapters()[0].kind != "software", reason="needs a software driver, whose memory is the process's own"
+    list_devices()[0].kind != "software", reason="needs a software driver, whose memory is the process's own"
 )
 def test_resident_memory_is_what_was_planned(tmp_path: Path) -> None:
     """About 240 MB of weights: plan = allocation to the byte, resident memory within 15% and 48 MB of driver's own."""

@@ -8,20 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack, cast
 
-from wgpu_lora.api.ask import answer as answer
-from wgpu_lora.api.ask import compare as compare
-from wgpu_lora.api.ask import generate as generate
+from wgpu_lora.api.ask import answer, compare, generate
 from wgpu_lora.api.bars import Bars
 from wgpu_lora.api.heard import Callback, heard
-from wgpu_lora.api.multi_adapter import MultiAdapterPipeline as MultiAdapterPipeline
+from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.api.signatures import listing
 from wgpu_lora.data import Prepared, Source, given_rows, heldout_data, prepare, rows_given
 from wgpu_lora.errors import UserError
-from wgpu_lora.events import Evaluating, Events, Passing
-from wgpu_lora.events import StepResult as StepResult
+from wgpu_lora.events import Evaluating, Events, Passing, StepResult
 from wgpu_lora.infer import Evaluation
 from wgpu_lora.infer import evaluate as evaluate_rows
-from wgpu_lora.infer.answer import Answer as Answer
+from wgpu_lora.infer.answer import Answer
 from wgpu_lora.infer.named import BASE, on_device, slots_of
 from wgpu_lora.infer.settings import AnswerOptions, Settings
 from wgpu_lora.models.loaded import LoadedModel, open_model
@@ -31,10 +28,13 @@ from wgpu_lora.train.idle import idle
 from wgpu_lora.train.length import check_rows, fit_rows
 from wgpu_lora.train.options import TrainingOptions
 from wgpu_lora.train.recipes import gather
-from wgpu_lora.train.records import RunRecord as RunRecord
+from wgpu_lora.train.records import RunRecord
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
-__all__ = ["Answer", "answer", "compare", "evaluate", "evaluate_several", "finetune", "generate", "load"]
+__all__ = [
+    "Answer", "Events", "MultiAdapterPipeline", "RunRecord", "StepResult", "TrainingArguments",
+    "answer", "compare", "evaluate", "evaluate_several", "finetune", "generate", "load",
+]  # fmt: skip
 
 for _asking in (answer, compare, generate):
     listing(Settings, AnswerOptions)(_asking)

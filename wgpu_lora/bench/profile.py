@@ -96,29 +96,21 @@ class Profile:
         found: dict[tuple[str, str | None], list[Piece]] = defaultdict(list)
         for piece in self.pieces:
             found[piece.kernel, piece.shape if by_shape else None].append(piece)
-        made = [self._group(*key, pieces) for key, pieces in found.items()]
+        made = []
+        for (kernel, shape), pieces in found.items():
+            seconds, operations = sum(piece.seconds for piece in pieces), [piece.operations for piece in pieces]
+            known = [count for count in operations if count is not None]
+            gflops = sum(known) / seconds / 1e9 if len(known) == len(pieces) and seconds > 0 else None
+            share = seconds / self.attributed_seconds if seconds else 0.0
+            made.append(Group(kernel, shape, len(pieces), seconds, share, gflops))
         return sorted(made, key=lambda group: -group.seconds)
 
-    def _group(self, kernel: str, shape: str | None, pieces: list[Piece]) -> Group:
-        seconds = sum(piece.seconds for piece in pieces)
-        counted = [piece.operations for piece in pieces if piece.operations is not None]
-        known = len(counted) == len(pieces) and seconds > 0
-        gflops = sum(counted) / seconds / 1e9 if known else None
-        share = seconds / self.attributed_seconds if seconds else 0.0
-        return Group(kernel, shape, len(pieces), seconds, share, gflops)
-
     def as_dict(self, by_shape: bool = False) -> dict[str, Any]:
+        names = ("clock", "rounds", "step_seconds", "step_spread", "device_seconds", "attributed_seconds")
         return {
-            "clock": self.clock,
-            "rounds": self.rounds,
-            "step_seconds": self.step_seconds,
-            "step_spread": self.step_spread,
+            **{name: getattr(self, name) for name in (*names, "attributed_share", "host_share")},
             "tokens_per_second": self.trained / self.step_seconds,
             "processed_tokens_per_second": self.tokens / self.step_seconds,
-            "device_seconds": self.device_seconds,
-            "attributed_seconds": self.attributed_seconds,
-            "attributed_share": self.attributed_share,
-            "host_share": self.host_share,
             "kernels": [asdict(group) for group in self.groups(by_shape)],
         }
 
@@ -176,9 +168,8 @@ def profile_step(step: TrainingStep, rounds: int = 5, on_round: Callable[[], Non
         timer.free()
     dispatches = [(p, dispatch) for p in programs for dispatch in p.dispatches]
     pieces = [_piece(p, d, statistics.fmean(s)) for (p, d), s in zip(dispatches, zip(*each, strict=True), strict=True)]
-    step_seconds, spread = statistics.fmean(whole), statistics.stdev(whole) if rounds > 1 else 0.0
-    device_seconds = statistics.fmean(device)
-    return Profile(timer.clock, rounds, step_seconds, device_seconds, pieces, spread, step.trained, step.tokens)
+    means, spread = (statistics.fmean(whole), statistics.fmean(device)), statistics.stdev(whole) if rounds > 1 else 0.0
+    return Profile(timer.clock, rounds, *means, pieces, spread, step.trained, step.tokens)
 
 
 def _piece(program: Program, dispatch: Dispatch, seconds: float) -> Piece:

@@ -211,9 +211,12 @@ def chosen_model(
 
 def cut_model(model: LoadedModel, layers: int | None) -> LoadedModel:
     """The same model with its first `layers` layers alone. UserError where it has not so many."""
+    return model if layers in (None, model.config.num_hidden_layers) else declared_anew(model, layers)
+
+
+def declared_anew(model: LoadedModel, layers: int | None = None) -> LoadedModel:
+    """The same model, or its first layers, with nothing on the device."""
     config = cut(model.config, layers)
-    if config == model.config:
-        return model
     table = table_dtype(model.checkpoint, config)
     decoder = Decoder.declare(config, model.decoder.base_dtype, table, model.device.max_binding)
     return replace(model, config=config, decoder=decoder, weights_loaded=False)

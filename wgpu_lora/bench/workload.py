@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from wgpu_lora.bench.check import Checked, check, poison
 from wgpu_lora.bench.contract import numbers_of
 from wgpu_lora.bench.recording import Recording
 from wgpu_lora.bench.stats import Timings
-from wgpu_lora.bench.step import ROW, adapter_set, cut_model, own_words
+from wgpu_lora.bench.step import ROW, adapter_set, chosen_model, cut_model, own_words
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.device import Device
@@ -21,9 +21,7 @@ from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, relea
 from wgpu_lora.gpu.tensor import Storage
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.models.config import ModelConfig
-from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.models.shapes import cut, shape_config
-from wgpu_lora.models.synthetic import synthetic_model
+from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.targets import ALL
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.session import Session
@@ -35,22 +33,16 @@ LEAST_TOKENS = 8  # of fewer, the scores' gradients are nothing but rounding, an
 
 @dataclass
 class Context:
-    """The model's shape and the options of a run; `model` is loaded at most once and shared by the bricks.
+    """A model and the options of a run. The model is loaded at most once and shared by the bricks.
 
-    name: a shape's, or the model directory or hub id that `real` says this is. compute_dtype: of training's products.
-    tune: choose tilings as a training run does, before the bricks of training.
+    compute_dtype: of training's products. tune: choose tilings as a training run does, before the bricks of training.
     """
 
-    device: Device
-    name: str
-    config: ModelConfig
+    model: LoadedModel
     tokens: int = 512
     rank: int = 16
-    base_dtype: str = DEFAULT_FORMAT
     compute_dtype: str = "f32"
     tune: bool = False
-    real: bool = False
-    _model: LoadedModel | None = field(default=None, repr=False)
 
     @classmethod
     def of(
@@ -69,20 +61,36 @@ class Context:
         with own_words(ROW):  # refuses what no run can have
             TrainingArguments(base_dtype=base_dtype, compute_dtype=compute_dtype, lora_r=rank)
         name = model or shape or default_shape(device)
-        config = open_model(model, device, base_dtype).config if model else shape_config(name)
+        chosen = chosen_model(model, shape if model else name, layers, device, base_dtype)
         for option, value, least, most in (
-            ("--rank", rank, 1, config.hidden_size),
-            ("--tokens", tokens, LEAST_TOKENS, config.max_position_embeddings),
+            ("--rank", rank, 1, chosen.config.hidden_size),
+            ("--tokens", tokens, LEAST_TOKENS, chosen.config.max_position_embeddings),
         ):
             if not least <= value <= most:
                 raise UserError(f"{option} is {value}: give {least} to {most} for {name}.")
-        return cls(device, name, cut(config, layers), tokens, rank, base_dtype, compute_dtype, tune, model is not None)
+        return cls(replace(chosen, name=name), tokens, rank, compute_dtype, tune)
+
+    @property
+    def device(self) -> Device:
+        return self.model.device
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    @property
+    def name(self) -> str:
+        """A shape's, or the model directory or hub id."""
+        return self.model.name
+
+    @property
+    def base_dtype(self) -> str:
+        return self.model.decoder.base_dtype
 
     def with_layers(self, layers: int) -> Context:
         """The same of a model of fewer layers, with nothing loaded; itself where there are no more."""
-        if layers == self.config.num_hidden_layers:
-            return self
-        return replace(self, config=cut(self.config, layers), _model=None)
+        same = layers == self.config.num_hidden_layers
+        return self if same else replace(self, model=cut_model(self.model, layers))
 
     def options(self) -> dict[str, str | int | bool]:
         """What a result depends on beside the device."""
@@ -106,19 +114,6 @@ class Context:
             "parameters": float(sum(np.prod(shape) for shape in self.config.parameter_shapes().values())),
         }
 
-    def declare(self) -> LoadedModel:
-        """A model of this shape with nothing on the device."""
-        if self.real:
-            return cut_model(open_model(self.name, self.device, self.base_dtype), self.config.num_hidden_layers)
-        return synthetic_model(self.config, self.device, self.base_dtype, self.name)
-
-    @property
-    def model(self) -> LoadedModel:
-        """The shared one."""
-        if self._model is None:
-            self._model = self.declare()
-        return self._model
-
     def session(
         self, buckets: Sequence[int], slots: int = 1, target_modules: str = ALL, positions: int | None = None
     ) -> Session:
@@ -128,9 +123,7 @@ class Context:
         return Session(self.model, adapters, list(buckets), positions=longest, compute_dtype=self.compute_dtype)
 
     def close(self) -> None:
-        if self._model is not None:
-            unload(self._model)
-            self._model = None
+        unload(self.model)
 
 
 def default_shape(device: Device) -> str:

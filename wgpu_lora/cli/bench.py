@@ -99,8 +99,8 @@ def bricks(
         return _list()
     if time_limit is not None and not 0 < time_limit < math.inf:
         raise UserError(f"--time-limit is {time_limit:g}: give a number of seconds greater than 0.")
-    if shape and model:
-        raise UserError("--shape and --model are both given: leave one of them out.")
+    if shape and model:  # said before a device is opened
+        raise UserError("--model and --shape are both given: leave one of them out.")
     from wgpu_lora.bench.contract import OPTIONS, brick_names, load_contract
     from wgpu_lora.gpu.tuner import wanted
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.cli.console import line
 from wgpu_lora.cli.starting import describe_tuning
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 FEW = 50  # steps in all: with fewer, an adapter hardly moves
 
 
-def describe(job: Job) -> None:
+def describe(job: Job[Any]) -> None:
     """What is about to run, a line each."""
     describe_model(job)
     describe_runs(job)
     describe_memory(job)
 
 
-def describe_runs(job: Job) -> None:
+def describe_runs(job: Job[Any]) -> None:
     """What is trained on, what was chosen for it, and how long it will be."""
     from wgpu_lora.data.account import SKIPPED
 
@@ -82,7 +82,7 @@ def _levers(run: AdapterRun) -> str:
     return " or ".join([part for part in (", ".join(levers[:-1]), levers[-1]) if part])
 
 
-def describe_model(job: Job) -> None:
+def describe_model(job: Job[Any]) -> None:
     session = job.session
     model, device = session.model, session.device
     config = model.config
@@ -96,7 +96,7 @@ def describe_model(job: Job) -> None:
     )
 
 
-def describe_memory(job: Job) -> None:
+def describe_memory(job: Job[Any]) -> None:
     """The plan, and what has yet to be timed."""
     from wgpu_lora.train.memory import both
 

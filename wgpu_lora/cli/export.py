@@ -36,9 +36,9 @@ def gguf(
     """
     from wgpu_lora.export.gguf_adapter import export_adapter
     from wgpu_lora.export.gguf_model import export_model
-    from wgpu_lora.export.merge import config_of
     from wgpu_lora.formats.hub import resolve_model
     from wgpu_lora.infer.named import base_of
+    from wgpu_lora.models.files import config_of
 
     if lora and adapter is None:
         raise UserError("--lora writes an adapter alone: name it with --adapter DIR.")

@@ -11,11 +11,11 @@ def info(device: Device = None, as_json: Json = False) -> int:
 
     With their drivers, features and limits; * marks the one that would be used.
     """
-    from wgpu_lora.gpu.adapters import list_adapters
     from wgpu_lora.gpu.device import Device as OpenedDevice
+    from wgpu_lora.gpu.devices import list_devices
 
     opened = OpenedDevice(device)
-    devices, used = list_adapters(), opened.info.index
+    devices, used = list_devices(), opened.info.index
     if as_json:
         print_json(
             {

@@ -22,9 +22,10 @@ def merge(
 
     Tensor by tensor, on the CPU: neither a GPU nor room for the model is needed.
     """
-    from wgpu_lora.export.merge import config_of, merge_adapter
+    from wgpu_lora.export.merge import merge_adapter
     from wgpu_lora.formats.hub import resolve_model
     from wgpu_lora.infer.named import base_of
+    from wgpu_lora.models.files import config_of
 
     named = model or base_of(adapter) or "demo"
     directory = resolve_model(named)

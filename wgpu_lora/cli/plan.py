@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.cli.console import console, line, print_json
 from wgpu_lora.cli.describing import describe_runs
@@ -91,7 +91,7 @@ def plan(
 
 def _prepare(
     args: TrainingArguments, pairs: list[str] | None, config: Path | None, schedule: str, batch_tokens: int | None
-) -> Job:
+) -> Job[Any]:
     if not (pairs or config):
         from wgpu_lora.train.finetune import prepare_job
 

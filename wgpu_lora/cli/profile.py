@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wgpu_lora.cli import completion
-from wgpu_lora.cli.console import Bar, console, line, print_json
+from wgpu_lora.cli.bench_options import Layers, Shape
+from wgpu_lora.cli.console import Bar, console, line, print_json, table
 from wgpu_lora.cli.options import BaseDtype, Device, Json, Model, is_given
 from wgpu_lora.errors import UserError
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
@@ -16,13 +16,6 @@ from wgpu_lora.weights.registry import DEFAULT_FORMAT
 if TYPE_CHECKING:
     from wgpu_lora.bench.profile import Profile, TrainedAs
 
-Shape = Annotated[
-    str | None,
-    typer.Option(
-        help="A real model's shape with made-up weights, such as qwen2.5-0.5b.", autocompletion=completion.shapes
-    ),
-]
-Layers = Annotated[int | None, typer.Option(help="Its first layers alone, for a device that cannot hold it whole.")]
 Run = Annotated[
     Path | None,
     typer.Option(
@@ -128,21 +121,15 @@ def _of_run(
 
 
 def _table(found: Profile, by_shape: bool) -> Any:
-    from rich.table import Table
-
     from wgpu_lora.bench.report import duration
 
-    table = Table(box=None, pad_edge=False)
-    for name in ("kernel", *(["shape"] if by_shape else [])):
-        table.add_column(name, overflow="fold")
-    for name in ("calls", "time", "share", "GFLOP/s"):
-        table.add_column(name, justify="right", no_wrap=True)
+    left = ("kernel", "shape") if by_shape else ("kernel",)
+    rows = []
     for group in found.groups(by_shape):
         gflops = "" if group.gflops is None else f"{group.gflops:,.1f}"
         shape = [group.shape or ""] if by_shape else []
-        row = (f"{group.calls:,}", duration(group.seconds), f"{group.share:.1%}", gflops)
-        table.add_row(group.kernel, *shape, *row)
-    return table
+        rows.append((group.kernel, *shape, f"{group.calls:,}", duration(group.seconds), f"{group.share:.1%}", gflops))
+    return table((*left, "calls", "time", "share", "GFLOP/s"), rows, left)
 
 
 def _summary(found: Profile) -> None:

@@ -16,7 +16,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
-    from wgpu_lora.gpu.adapters import AdapterInfo
+    from wgpu_lora.gpu.devices import DeviceInfo
     from wgpu_lora.share import Entry
 
 share = typer.Typer(
@@ -37,11 +37,11 @@ def _root(ctx: typer.Context) -> None:
 @share.command(cls=Command)
 def status(as_json: Json = False) -> None:
     """Show each device's budget, what is held of it, and who waits."""
-    from wgpu_lora.gpu.adapters import list_adapters
+    from wgpu_lora.gpu.devices import list_devices
     from wgpu_lora.share import Budget, Ledger, budget_bytes, device_key, device_memory
 
-    found: dict[Path, AdapterInfo | None] = {}
-    listed = list_adapters()
+    found: dict[Path, DeviceInfo | None] = {}
+    listed = list_devices()
     for one in listed:  # a device that several drivers list is one
         found.setdefault(Ledger(device_key(one, listed)).path, one)
     for ledger in Ledger.all():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.cli.console import Bar, duration, line
 from wgpu_lora.events import Evaluating, Events, Tuning
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from wgpu_lora.train.job import Job
 
 
-def describe_tuning(job: Job) -> None:
+def describe_tuning(job: Job[Any]) -> None:
     """A line, where kernels have yet to be timed."""
     tuner = job.tuner()
     tuning = tuner.outlook(job.session.programs()) if tuner else None
@@ -27,7 +27,7 @@ def describe_tuning(job: Job) -> None:
 class Starting(Events):
     """Bars of tuning and of loading, one after the other, and then what `ready` shows."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: Job[Any]):
         self._left = job.session.model.tensors_to_load()
         self._bar: Bar | None = None
 

@@ -9,10 +9,11 @@ import numpy as np
 from gguf import GGMLQuantizationType, Keys
 
 from wgpu_lora.export.gguf_model import Written, check_expressible
-from wgpu_lora.export.merge import check_finite, config_of, scaled_factors
+from wgpu_lora.export.merge import check_finite, scaled_factors
 from wgpu_lora.formats.gguf.order import to_neighbours
 from wgpu_lora.formats.gguf.write import Tensors, new_gguf, refuse_existing, write_tensors
 from wgpu_lora.formats.peft import read_adapter
+from wgpu_lora.models.files import config_of
 from wgpu_lora.models.gguf import gguf_names
 
 

@@ -50,7 +50,7 @@ def push(upload: Upload, repo: str, private: bool = True) -> str:
 def check_name(repo: str) -> None:
     """UserError unless `repo` can be the name of a repository."""
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(repo)

@@ -12,7 +12,7 @@ import numpy as np
 import wgpu
 from wgpu.backends.wgpu_native import ffi, lib
 
-from wgpu_lora.gpu.adapters import AdapterInfo, choose
+from wgpu_lora.gpu.devices import DeviceInfo, choose
 from wgpu_lora.gpu.errors import OutOfDeviceMemory, ShaderError
 from wgpu_lora.gpu.tiling import Capabilities
 
@@ -37,7 +37,7 @@ fn main(@builtin(subgroup_size) size: u32, @builtin(subgroup_invocation_id) lane
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """What to ask of an adapter; tests switch abilities off through the environment."""
+    """What to request of a device; tests disable features through the environment."""
 
     subgroups: bool = True
     default_limits: bool = False
@@ -59,7 +59,7 @@ class Device:
     """A wgpu device with what the rest of the program needs to know about it.
 
     Attributes:
-        info: the adapter's facts.
+        info: facts about the device.
         capabilities: what kernels may use; its subgroup size is measured.
         max_binding, max_buffer: bytes.
         allocated, peak_allocated: bytes of all buffers created here and not yet freed.
@@ -67,7 +67,7 @@ class Device:
 
     def __init__(self, selector: str | int | None = None, options: DeviceOptions | None = None):
         self.options = options or DeviceOptions.from_environment()
-        self.info: AdapterInfo
+        self.info: DeviceInfo
         self.info, adapter = choose(selector)
         features: list[Any] = [
             f for f in ("timestamp-query", "timestamp-query-inside-passes", "shader-f16") if f in self.info.features

@@ -72,8 +72,8 @@ class Proof:
         if not self.discrete:
             return None
         found = self.devices()
-        adapters, hardware = found["adapters"], zip(found["used"], found["hardware"], strict=True)
-        used = len({name for index, name in hardware if adapters[index]["kind"] == "discrete"})
+        devices, hardware = found["devices"], zip(found["used"], found["hardware"], strict=True)
+        used = len({name for index, name in hardware if devices[index]["kind"] == "discrete"})
         gpus = "discrete GPU is" if used == 1 else "discrete GPUs are"
         return None if used >= self.discrete else f"--require-discrete {self.discrete} is not met: {used} {gpus} used"
 
@@ -86,7 +86,7 @@ class Proof:
 
     def adapter(self, index: int) -> dict[str, Any]:
         """A device's facts by its index."""
-        return self.devices()["adapters"][index]
+        return self.devices()["devices"][index]
 
     def generation(self, index: int) -> dict[str, Any]:
         """The checkpoint imported on a device, and what the packed model generates there; `arrays` has the logits."""

@@ -48,7 +48,7 @@ def gather_facts(result: Result, proof: Proof) -> dict[str, Any]:
         "commit": commit(),
         "command": sys.argv,
         "recipe": {"path": str(proof.recipe), "options": proof.args.as_dict()},
-        "devices": devices.get("adapters", []),
+        "devices": devices.get("devices", []),
         "used": devices.get("used", []),
         "used_on": result.devices,
         "require_discrete": proof.discrete,

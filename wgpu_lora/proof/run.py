@@ -35,16 +35,16 @@ def on_devices(found: dict[str, Any]) -> str:
 
     "2 software devices (llvmpipe, SwiftShader); no discrete GPU was at hand".
     """
-    adapters, kinds = found.get("adapters", []), dict[str, list[str]]()
+    devices, kinds = found.get("devices", []), dict[str, list[str]]()
     # One may be listed by several APIs.
     for index in dict(zip(found.get("hardware", []), found.get("used", []), strict=True)).values():
-        kinds.setdefault(adapters[index]["kind"], []).append(adapters[index]["name"])
+        kinds.setdefault(devices[index]["kind"], []).append(devices[index]["name"])
     said = " and ".join(
         f"{len(names)} {kind} device{'s' * (len(names) > 1)} ({', '.join(names)})" for kind, names in kinds.items()
     )
     if not said or "discrete" in kinds:
         return said
-    had = any(adapter["kind"] == "discrete" for adapter in adapters)
+    had = any(device["kind"] == "discrete" for device in devices)
     return f"{said}; no discrete GPU was {'used' if had else 'at hand'}"
 
 

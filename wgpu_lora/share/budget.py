@@ -16,7 +16,7 @@ from wgpu_lora.installed import pip_line
 from wgpu_lora.names.naming import flag
 
 if TYPE_CHECKING:
-    from wgpu_lora.gpu.adapters import AdapterInfo
+    from wgpu_lora.gpu.devices import DeviceInfo
 
 # The rest is left to the desktop, the driver and, with unified memory, the host's programs.
 DISCRETE, UNIFIED = 0.85, 0.60
@@ -42,7 +42,7 @@ class Budget:
     stated: bool = False  # set by the user
 
 
-def budget_bytes(info: AdapterInfo, explicit: int | None = None) -> Budget:
+def budget_bytes(info: DeviceInfo, explicit: int | None = None) -> Budget:
     """The budget of a device in bytes: `explicit` (--memory-budget) if given, else from the system's report."""
     if explicit is not None:
         return Budget(explicit, flag("memory_budget"), stated=True)
@@ -55,7 +55,7 @@ def budget_bytes(info: AdapterInfo, explicit: int | None = None) -> Budget:
     return Budget(int(share * memory.total), f"{share:.2f} of {memory.total:,} bytes ({memory.source})")
 
 
-def device_memory(info: AdapterInfo) -> DeviceMemory | None:
+def device_memory(info: DeviceInfo) -> DeviceMemory | None:
     """A device's memory as the operating system reports it; None if it does not."""
     if info.backend == "Metal" and (found := metal_memory(info.name)):
         return found
@@ -68,7 +68,7 @@ def device_memory(info: AdapterInfo) -> DeviceMemory | None:
     return None
 
 
-def is_unified(info: AdapterInfo) -> bool:
+def is_unified(info: DeviceInfo) -> bool:
     """Whether the device uses system memory."""
     return info.kind in ("integrated", "software") or info.name.startswith("Apple")
 

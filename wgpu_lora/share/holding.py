@@ -22,8 +22,8 @@ from wgpu_lora.share.lease import NO_QUEUE, Advice, take, update
 from wgpu_lora.share.ledger import Ledger, device_key
 
 if TYPE_CHECKING:
-    from wgpu_lora.gpu.adapters import AdapterInfo
     from wgpu_lora.gpu.device import Device
+    from wgpu_lora.gpu.devices import DeviceInfo
 
 STAYS = "loaded models"
 
@@ -137,7 +137,7 @@ def _end(holding: _Holding) -> None:
 
 def _take(
     holding: _Holding,
-    info: AdapterInfo,  # not the device, which the stack would keep alive
+    info: DeviceInfo,  # not the device, which the stack would keep alive
     more: int,
     what: str,
     budget: Budget | None,

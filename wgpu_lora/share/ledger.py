@@ -19,7 +19,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.share.entry import Entry, dump, parse, salvage
 
 if TYPE_CHECKING:
-    from wgpu_lora.gpu.adapters import AdapterInfo
+    from wgpu_lora.gpu.devices import DeviceInfo
 
 LOCK_SECONDS = 30.0  # a change takes milliseconds
 POLL_SECONDS = 0.002
@@ -31,20 +31,20 @@ def share_directory() -> Path:
     return Path(named) if named else Path(user_state_dir("wgpu-lora")) / "share"
 
 
-def device_key(info: AdapterInfo, listed: Sequence[AdapterInfo] | None = None) -> str:
+def device_key(info: DeviceInfo, listed: Sequence[DeviceInfo] | None = None) -> str:
     """A name for a physical device among those `listed` (default: all): kind, model, and index among equal models.
 
     A device that is listed by several backends or drivers, or with a driver name in brackets, gets the same key.
     """
     if listed is None:
-        from wgpu_lora.gpu.adapters import list_adapters
+        from wgpu_lora.gpu.devices import list_devices
 
-        listed = list_adapters()
+        listed = list_devices()
 
-    def model(a: AdapterInfo) -> str:
+    def model(a: DeviceInfo) -> str:
         return " ".join(re.sub(r"\(.*?\)", " ", a.name).split())
 
-    def listing(a: AdapterInfo) -> tuple[str, ...]:
+    def listing(a: DeviceInfo) -> tuple[str, ...]:
         return a.kind, model(a), a.backend, a.driver
 
     number = sum(listing(a) == listing(info) and a.index < info.index for a in listed)

@@ -118,7 +118,7 @@ class _Process:
     def __init__(self, size: int) -> None:
         self.size = size  # bytes of the document, which may be requested
         paths = [os.path.abspath(path) for path in sys.path]
-        paths += [str(ROOT), str(Path(cast(str, tokenizers.__file__)).parent.parent)]
+        paths += [str(ROOT), str(Path(tokenizers.__file__).parent.parent)]
         options: dict[str, Any] = {"start_new_session": True}  # Ctrl-C must not reach the child
         if sys.platform == "win32":
             options = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.train.optimizers.base import Page, State
 
 Arrays = dict[str, np.ndarray]
+USUAL = TrainingArguments()
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class SlotUpdate:
 
     step: int
     learning_rate: float
-    args: TrainingArguments = field(default_factory=TrainingArguments)
+    args: TrainingArguments = USUAL
 
 
 class Optimizer:

@@ -11,8 +11,8 @@ from typing import Any
 from wgpu_lora.atomic import file_digest, write_bytes_atomic
 from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.adapters import native_version
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.devices import native_version
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.records import Environment, UsedDevice
 from wgpu_lora.train.state import is_number

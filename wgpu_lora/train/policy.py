@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from wgpu_lora.train.checkpoint import RunState
+from wgpu_lora.train.state import RunState
 
 PATIENCE = 4  # turns of everybody else that an adapter waits for at most
 

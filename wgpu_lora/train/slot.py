@@ -26,7 +26,7 @@ from wgpu_lora.train.resume import UNTIMED_STEPS, differs, go_on, nothing_in, re
 from wgpu_lora.train.run import Run
 from wgpu_lora.train.schedule import learning_rate, warmup_steps
 from wgpu_lora.train.session import Session
-from wgpu_lora.train.state import RunState
+from wgpu_lora.train.state import RunState, read_state
 from wgpu_lora.train.stream import DataStream
 
 
@@ -158,7 +158,7 @@ class AdapterRun(Run):
         root, steps = self.directory, self.directory / checkpoint.STEPS
         places = [root / checkpoint.LAST, root / BEST, *root.glob(EPOCH.format("*")), *steps.glob("step-*")]
         whole = [place for place in places if place.is_dir() and not checkpoint.fault(place)]
-        kept = [(checkpoint.read_state(place)[0], place) for place in whole]
+        kept = [(read_state(place)[0], place) for place in whole]
         sound = [(state, place) for state, place in kept if state.step < self.state.step]
         if sound:
             self.state, place = max(sound, key=lambda found: found[0].step)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.adapters import AdapterInfo, choose, list_adapters, native_version
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.devices import DeviceInfo, choose, list_devices, native_version
 from wgpu_lora.gpu.single import SingleKernel, nmse, widened
 from wgpu_lora.ops.matmul import matmul_nt
 from wgpu_lora.share.ledger import device_key
@@ -19,24 +19,24 @@ TOLERANCE = 1e-9  # mean squared error of a product of f32 over its mean square;
 
 
 def run(port: Port, *, select: str | None, discrete: int = 0) -> dict[str, Any]:
-    """The adapters, the indices of those that are used, and what each of these made of a matrix product.
+    """The devices, the indices of those that are used, and what each of these made of a matrix product.
 
     `select`: indices or names, separated by commas; `discrete`: how many discrete ones are wanted where it is left
     out. `refused` says what is wrong with it. `hardware` names the device behind each that is used.
     """
-    adapters = list_adapters()
+    devices = list_devices()
     try:
-        used = named(select) if select else by_default(adapters, max(AT_ONCE, discrete))
+        used = named(select) if select else by_default(devices, max(AT_ONCE, discrete))
     except UserError as error:
-        if adapters:
+        if devices:
             return {"refused": str(error)}
         used = []
     return {
-        "adapters": [a.as_dict() for a in adapters],
+        "devices": [a.as_dict() for a in devices],
         "used": used,
         "asked": select is not None,
-        "different": len({device_key(a, adapters) for a in adapters}),
-        "hardware": [device_key(adapters[index], adapters) for index in used],
+        "different": len({device_key(a, devices) for a in devices}),
+        "hardware": [device_key(devices[index], devices) for index in used],
         "computed": {index: multiply(index) for index in used},
         "wgpu_native": native_version(),
     }
@@ -49,9 +49,9 @@ def named(select: str) -> list[int]:
     return indices
 
 
-def by_default(adapters: list[AdapterInfo], count: int = AT_ONCE) -> list[int]:
+def by_default(devices: list[DeviceInfo], count: int = AT_ONCE) -> list[int]:
     """The first that are not the same hardware behind another API, as Windows shows it, discrete ones first."""
-    first = {device_key(a, adapters): a.index for a in reversed(adapters)}
+    first = {device_key(a, devices): a.index for a in reversed(devices)}
     return sorted(first.values())[:count]
 
 

@@ -1,4 +1,4 @@
-"""Which adapters there are, and which one a person means."""
+"""Lists the devices of this machine and selects one."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def native_version() -> str:
 
 
 @dataclass(frozen=True)
-class AdapterInfo:
-    """What `wgpu-lora info` shows of one adapter."""
+class DeviceInfo:
+    """What `wgpu-lora info` shows of one device."""
 
     index: int
     name: str
@@ -54,10 +54,10 @@ def _enumerate() -> list[Any]:
     return native or adapters
 
 
-def describe(index: int, adapter: Any) -> AdapterInfo:
+def describe(index: int, adapter: Any) -> DeviceInfo:
     info = adapter.info
     features = set(adapter.features)
-    return AdapterInfo(
+    return DeviceInfo(
         index=index,
         name=info["device"],
         driver=info["description"] or info["vendor"],
@@ -69,8 +69,8 @@ def describe(index: int, adapter: Any) -> AdapterInfo:
     )
 
 
-def list_adapters() -> list[AdapterInfo]:
-    """Every adapter that can be chosen, in a stable order: discrete first, software last."""
+def list_devices() -> list[DeviceInfo]:
+    """Every device that can be chosen, in a stable order: discrete first, software last."""
     return [describe(i, adapter) for i, adapter in enumerate(_sorted_adapters())]
 
 
@@ -86,20 +86,20 @@ def _sorted_adapters() -> list[Any]:
     return sorted(_enumerate(), key=rank)
 
 
-def choose(selector: str | int | None) -> tuple[AdapterInfo, Any]:
-    """The adapter that `--device` (else `WGPU_LORA_DEVICE`, else the first) names.
+def choose(selector: str | int | None) -> tuple[DeviceInfo, Any]:
+    """The device that `--device` (else `WGPU_LORA_DEVICE`, else the first) names.
 
     Args:
-        selector: an index of `list_adapters`, or a part of a device's or a driver's name, any case.
+        selector: an index of `list_devices`, or a part of a device's or a driver's name, any case.
 
     Raises:
-        UserError: there is no adapter, or none that matches.
+        UserError: there is no device, or none that matches.
     """
     adapters = _sorted_adapters()
     infos = [describe(i, a) for i, a in enumerate(adapters)]
     if not infos:
         raise UserError(
-            "No GPU adapter was found: install your GPU's Vulkan driver (or Mesa's software one with "
+            "No GPU was found: install your GPU's Vulkan driver (or Mesa's software one with "
             "'scripts/install_vulkan.sh') and check 'wgpu-lora info'."
         )
     if selector is None:
