@@ -46,7 +46,7 @@ class HubSource:
             raise UserError(f"{self.path} is empty; at least one row is needed.")
         # In Arrow format, so that unused columns are not decoded.
         table = self.table.select_columns(names).with_format("arrow")
-        with _told(self.path):
+        with _as_user_error(self.path):
             yield from rows_of(table.iter(BATCH))
 
     def where(self, place: Place) -> str:
@@ -90,7 +90,7 @@ def load_splits(data: str, split: str | None, config: str | None) -> dict[str, H
         ) from None
     if sys.stderr is None or not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    with _told(data):
+    with _as_user_error(data):
         if any((Path(data) / name).is_file() for name in _SAVED):
             found = datasets.load_from_disk(data)
             if isinstance(found, Mapping) and split is not None:
@@ -108,7 +108,7 @@ def _no_split(data: str, split: str, found: Mapping[str, Any]) -> Any:
 
 
 @contextmanager
-def _told(data: str) -> Iterator[None]:
+def _as_user_error(data: str) -> Iterator[None]:
     """Convert errors of the library, of formats and of the network to one sentence."""
     try:
         yield

@@ -71,7 +71,7 @@ def parse_line(line: bytes) -> dict[str, Any] | Problem:
         elif rest.startswith("{"):
             reason = "there are several JSON objects in one line; write one per line."
         else:
-            reason = f"not JSON: {said(error)}; each row must be one JSON object."
+            reason = f"not JSON: {describe(error)}; each row must be one JSON object."
     except RecursionError:
         reason = "nested too deeply to read; a row needs only a few levels."
     except ValueError as error:
@@ -87,7 +87,7 @@ def too_long() -> Problem:
     return Problem(f"longer than {MAX_LINE >> 20} MiB; split the row into several.")
 
 
-def said(error: json.JSONDecodeError) -> str:
+def describe(error: json.JSONDecodeError) -> str:
     """A JSON error as part of a sentence: 'invalid control character at character 216'."""
     text = error.msg.removesuffix(" at").removesuffix(" starting")
     return f"{text[:1].lower()}{text[1:]} at character {error.pos + 1}"
