@@ -33,14 +33,15 @@ def test_rows_from_python_train_as_a_file_does(tmp_path: Path) -> None:
     file, rows = write_rows(tmp_path / "rows.jsonl"), ROWS
     model = wgpu_lora.load(QWEN2)
 
-    def train(data: Any, name: str, **options: Any) -> dict[str, Any]:
+    def train(data: Any, name: str, **options: Any) -> wgpu_lora.RunRecord:
         return wgpu_lora.finetune(model, data=data, output=tmp_path / name, **{**SMALL, "save_steps": 1, **options})
 
     train(file, "file", eval_data=file)
-    facts = train(rows, "rows", eval_data=iter(rows))
+    record = train(rows, "rows", eval_data=iter(rows))
     assert same(tmp_path / "file", tmp_path / "rows")
-    assert facts["data"]["path"] == facts["eval_data"]["path"] == f"{len(rows)} rows from Python"
-    assert facts["options"]["data"] == "rows from Python"
+    assert record.eval_data is not None
+    assert record.data.path == record.eval_data.path == f"{len(rows)} rows from Python"
+    assert record.options.data == "rows from Python"
     losses = [wgpu_lora.evaluate(model, data, max_length=16) for data in (file, rows)]
     assert losses[0].loss == losses[1].loss
     assert losses[1].data.startswith(f"rows from Python: {len(rows)} examples")
