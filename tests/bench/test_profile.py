@@ -194,7 +194,7 @@ def test_of_a_run_that_cannot_be_read(run: Any, finished: Path):
     assert "cannot be read: 'stop_reason' is missing" in err
     code, _, err = run("--run", str(finished / "none"))
     assert code == 2
-    assert "holds no finished run" in err
+    assert "has no finished run" in err
 
 
 def test_command_prints_a_table(run: Any, mini: str):
