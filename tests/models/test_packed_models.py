@@ -96,7 +96,7 @@ Q = "model.layers.0.self_attn.q_proj.weight"
         (lambda t, s: s.pop("nested_offset"), "no nested_offset"),
         (lambda t, s: t.update({Q: t[Q][:-1]}), "should have"),
         (lambda t, s: t.update({f"{Q}.absmax": t[f"{Q}.absmax"][:-1]}), "should have"),
-        (lambda t, s: t.update({f"{Q}.quant_map": t[f"{Q}.quant_map"][::-1].copy()}), "has a code book"),
+        (lambda t, s: t.update({f"{Q}.quant_map": t[f"{Q}.quant_map"][::-1].copy()}), "has a codebook"),
         (lambda t, s: t.pop(f"{Q}.absmax"), "missing"),
         (lambda t, s: t.update({"model.layers.0.extra.weight": np.zeros(3, np.float32)}), "does not account for"),
     ],

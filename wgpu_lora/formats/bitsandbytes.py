@@ -104,7 +104,7 @@ class PackedCheckpoint(Checkpoint):
         maps = {".quant_map": NF4_CODE} | ({".nested_quant_map": DYNAMIC_CODE} if nested else {})
         for part, code in maps.items():
             if np.abs(self._stored(name + part, "F32") - code).max() > 1e-6:
-                raise UserError(f"{where} has a code book ({part[1:]}) that is not supported: use another model.")
+                raise UserError(f"{where} has a codebook ({part[1:]}) that is not supported: use another model.")
 
     def _state(self, name: str) -> dict[str, Any]:
         return parse_object(self._stored(name + STATE, "U8").tobytes(), f"{name}{STATE} in {self.directory}")
