@@ -55,18 +55,34 @@ def gather_facts(result: Result, proof: Proof) -> dict[str, Any]:
     }
 
 
-def render(facts: dict[str, Any]) -> str:
+def render(proof: dict[str, Any]) -> str:
     """The page for the content of proof.json: self-contained, no script."""
-    by_number = {check["number"]: check["figures"] for check in facts["checks"]}
-    losses = by_number[4]
+    by_number = {check["number"]: check["figures"] for check in proof["checks"]}
+    losses, driver = by_number[4], by_number[6].get("cuda_of_the_driver")
+    listed = ("index", "name", "driver", "backend", "kind")
+    setting = {
+        "recipe": proof["recipe"]["path"],
+        "devices": proof["used_on"] or "none",
+        "discrete GPUs required": proof["require_discrete"],
+        "commit": proof["commit"] or "not a checkout",
+        "wgpu-native": proof["wgpu_native"] or "not loaded",
+        **proof["versions"],
+    }
     return render_page(
         Path(__file__).with_name("page.html.j2"),
-        facts=facts,
+        proof=proof,
+        checks=[(c["number"], c["name"], c["status"], f"{c['seconds']:.1f} s", c["reason"]) for c in proof["checks"]],
         chart=loss_chart(losses["losses"], losses.get("heldout", [])) if losses.get("losses") else None,
-        generated=by_number[2].get("generated", {}),
-        answers=by_number[7].get("answers", []),
-        driver=by_number[6].get("cuda_of_the_driver"),
         seen=losses.get("seen_in_training", 0),
+        answers=by_number[7].get("answers", []),
+        generated=by_number[2].get("generated", {}),
+        devices=[
+            (*(device[name] for name in listed), "yes" if device["index"] in proof["used"] else "no")
+            for device in proof["devices"]
+        ],
+        driver=driver,
+        libraries=[(path, ", ".join(names)) for path, names in driver["libraries"].items()] if driver else [],
+        setting=setting.items(),
     )
 
 
