@@ -60,7 +60,7 @@ def prove(
 
 
 def _said(check: Check) -> None:
-    line("", f"{check.finding.status} in {check.seconds:.1f} s: {check.finding.reason}")
+    line("", f"{check.status} in {check.seconds:.1f} s: {check.reason}")
 
 
 def _table(result: Result) -> None:
@@ -76,9 +76,8 @@ def _table(result: Result) -> None:
     table.add_column("seconds", justify="right")
     table.add_column("what was found", overflow="fold")
     for check in result.checks:
-        if check.finding.reason == LEFT_OUT:
+        if check.reason == LEFT_OUT:
             continue  # the verdict names it
-        status = check.finding.status
-        seconds, reason = f"{check.seconds:.1f}", Text(check.finding.reason)
-        table.add_row(str(check.number), check.name, Text(status, COLOURS[status]), seconds, reason)
+        status, seconds = Text(check.status, COLOURS[check.status]), f"{check.seconds:.1f}"
+        table.add_row(str(check.number), check.name, status, seconds, Text(check.reason))
     console().print(table)
