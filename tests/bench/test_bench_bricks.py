@@ -84,7 +84,7 @@ def test_half_operands_are_held_to_their_references_too(device: Device, compute_
 
 def test_a_part_stands_for_the_whole(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every cut agrees with what the device did on the whole."""
-    for name, value in {"PRODUCTS": 1, "VALUES": 2048, "ROWS": 3, "COLUMNS": 64, "PAGE_BLOCKS": 1}.items():
+    for name, value in {"PRODUCTS": 1, "VALUES": 2048, "ROWS": 3, "COLUMN_BLOCKS": 1, "PAGE_BLOCKS": 3}.items():
         monkeypatch.setattr(cuts, name, value)
     cut: set[str] = set()
     for name in (n for n in WORKLOADS if load_contract(n).kind == "training"):

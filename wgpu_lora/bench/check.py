@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.bench.cuts import Arrays, cut, shaped
+from wgpu_lora.bench.cuts import cut
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Dispatch, Program
 from wgpu_lora.gpu.single import nmse, widened
 from wgpu_lora.gpu.tensor import NUMPY, Tensor
+from wgpu_lora.gpu.tunable import Arrays
 
 PLACES = ("first", "y_first", "a_first", "first_row", "module")  # where in a larger whole: no other kind of dispatch
 POISON_BYTES = 16 << 20
@@ -82,11 +83,9 @@ def read(device: Device, tensor: Tensor) -> np.ndarray:
 
 def _compare(step: Dispatch, before: Arrays, after: Arrays, found: Checked) -> None:
     kernel, constants = step.kernel, step.constants
-    before, after = (shaped(kernel.name, arrays, constants) for arrays in (before, after))
-    part = cut(kernel.name, before, constants)
-    if part:
-        after = cut(kernel.name, after, constants)[0]  # type: ignore[index]
-        before, constants = part
+    part, cut_after = (cut(kernel, arrays, constants) for arrays in (before, after))
+    if part and cut_after:
+        (before, constants), (after, _) = part, cut_after
     given = {name: widened(before[name]) if name in before else None for name in kernel.bindings}
     with np.errstate(all="ignore"):  # references of rows that hold nothing yet
         result = kernel(**given, **constants)
