@@ -45,7 +45,7 @@ def picks(count: int, wanted: int) -> np.ndarray:
 def _rows(arrays: Arrays, names: str, count: int, picked: np.ndarray) -> Arrays:
     """The arrays, those of `names`, which have some values for each of `count` rows, cut to the rows picked."""
     kept = {n: a.reshape(count, -1)[picked] for n, a in arrays.items() if n in names.split()}
-    kept |= {n: a.reshape(-1) for n, a in kept.items() if a.shape[1] == 1}
+    kept = {n: a.reshape(-1) if arrays[n].ndim == 1 else a for n, a in kept.items()}
     if "count" in arrays:  # the first so many rows are in use
         kept["count"] = np.array([np.count_nonzero(picked < arrays["count"].reshape(-1)[0])], np.uint32)
     return {**arrays, **kept}
