@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.bench.cuts import cut
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Dispatch, Program
 from wgpu_lora.gpu.single import nmse, widened
@@ -23,7 +22,7 @@ POISON_BYTES = 16 << 20
 class Checked:
     """What was found: the worst normalised mean squared error and whose it was.
 
-    outputs: how many were compared. in_part: kernels whose reference was of a part only (see bench.cuts).
+    outputs: how many were compared. in_part: kernels whose reference was of a part only (see gpu.part).
     """
 
     nmse: float = 0.0
@@ -86,9 +85,9 @@ def read(device: Device, tensor: Tensor) -> np.ndarray:
 
 def _compare(step: Dispatch, before: Arrays, after: Arrays, found: Checked) -> None:
     kernel, constants = step.kernel, step.constants
-    part, cut_after = (cut(kernel, arrays, constants) for arrays in (before, after))
-    if part and cut_after:
-        (before, constants), (after, _) = part, cut_after
+    part, part_after = (kernel.part(arrays, constants) if kernel.part else None for arrays in (before, after))
+    if part and part_after:
+        (before, constants), (after, _) = part, part_after
     given = {name: widened(before[name]) if name in before else None for name in kernel.bindings}
     with np.errstate(all="ignore"):  # references of rows that hold nothing yet
         result = kernel(**given, **constants)
