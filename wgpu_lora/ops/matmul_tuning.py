@@ -15,12 +15,8 @@ from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.gpu.tunable import Arrays, Constants
 
 FEW_ROWS = 8
-<<<<<<< HEAD
 BLOCK = 64  # columns that a part of a product keeps together: whole blocks of a format's scales
-CHECKED = 64  # rows, columns and steps that a check is cut to, give or take what keeps the shape's divisibility
-=======
 CHECKED = 64  # approximate rows, columns and steps of the cut that is checked; it keeps the shape's divisibility
->>>>>>> main
 Operand = Callable[[Constants, np.random.Generator], Arrays]
 
 
