@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from wgpu_lora.bench.contract import load_contract
 from wgpu_lora.bench.recording import ProgramWorkload
 from wgpu_lora.bench.step import adapter_set, fill_adapters
 from wgpu_lora.bench.workload import Context, Workload
@@ -22,6 +23,7 @@ from wgpu_lora.ops.matmul_tuning import LoraTuning
 from wgpu_lora.weights.nf4 import NF4
 
 Chosen = Callable[[Kernel], bool]
+RECORDED = ("tokens", "rank", "base_dtype", "compute_dtype")  # options that a layer is recorded by
 
 
 def of_adapters(kernel: Kernel) -> bool:
@@ -61,7 +63,9 @@ def of_layer(name: str) -> Callable[[Context], Iterator[Workload]]:
 
     def cases(context: Context) -> Iterator[Workload]:
         which, chosen, beside = BRICKS[name]
-        workload = _layer(context, NF4.name if name.startswith(NF4.name) else context.base_dtype)
+        # A brick depends on the options that its contract names, and on no others.
+        taken = {option: getattr(context, option) for option in load_contract(name).options if option in RECORDED}
+        workload = _layer(context, **taken)
         passes = [workload.forward, workload.backward]
         workload.time([p for p in passes if which in (None, p.name)], chosen, beside)
         yield workload
@@ -69,17 +73,22 @@ def of_layer(name: str) -> Callable[[Context], Iterator[Workload]]:
     return cases
 
 
-def _layer(context: Context, base_dtype: str) -> ProgramWorkload:
-    """Forward and backward pass of the first layer over one row of all tokens, with an adapter on every linear."""
+def _layer(
+    context: Context, tokens: int, rank: int | None = None, base_dtype: str = NF4.name, compute_dtype: str = "f32"
+) -> ProgramWorkload:
+    """Forward and backward pass of the first layer over one row of all tokens, with adapters of a rank on all linears.
+
+    rank: None for no adapters.
+    """
     if not isinstance(context.config, Transformer):
         raise UserError(f"{context.name} has no layers of attention and a gated MLP: choose another shape or model.")
-    config, device, tokens = cut(context.config, 1), context.device, context.tokens
+    config, device = cut(context.config, 1), context.device
     decoder = Decoder.declare(config, base_dtype, "bf16", device.max_binding)
-    adapters = adapter_set(config, device, context.rank)
+    adapters = adapter_set(config, device, rank) if rank else None
     inputs = StepInputs.declare(config.row_inputs(), tokens, 1, Tables.declare(config.tables(), tokens))
-    workload = ProgramWorkload(context, context.compute_dtype)
+    workload = ProgramWorkload(context, compute_dtype)
     x = workload.tracked((tokens, config.hidden_size))
-    layer = Block(workload.rec, decoder.layers[0], inputs, adapters.bind(inputs), None)
+    layer = Block(workload.rec, decoder.layers[0], inputs, adapters.bind(inputs) if adapters else {}, None)
     workload.record_backward(config.block(layer, 0, x))
 
     row = np.arange(tokens)
@@ -99,8 +108,9 @@ def _layer(context: Context, base_dtype: str) -> ProgramWorkload:
         for linear in decoder.layers[0].linears.values():
             for tensor, values in linear.weight.synthetic(rng):
                 device.write(tensor.storage.buffer, values)
-        fill_adapters(device, adapters, rng)
-        adapters.upload_scales(device)
+        if adapters:
+            fill_adapters(device, adapters, rng)
+            adapters.upload_scales(device)
 
     workload.fillers.append(fill)
     return workload
