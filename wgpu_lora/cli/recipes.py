@@ -55,7 +55,7 @@ def data(
     seed: Annotated[int, typer.Option(help="Seed of the generator.")] = 0,
 ) -> int:
     """Write synthetic training rows for a recipe."""
-    from wgpu_lora.data.made_up import GENERATORS, write_rows
+    from wgpu_lora.data.synthetic import GENERATORS, write_rows
 
     if name not in GENERATORS:
         raise UserError(f"There is no generator for '{name}': choose one of {', '.join(GENERATORS)}.")
