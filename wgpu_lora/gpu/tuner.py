@@ -15,7 +15,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.errors import ShaderError
 from wgpu_lora.gpu.program import Dispatch, Program
 from wgpu_lora.gpu.single import SingleKernel, nmse, widened
-from wgpu_lora.gpu.tiling import Tiling
+from wgpu_lora.gpu.tiling import PLAIN, Tiling
 from wgpu_lora.gpu.tunable import Constants, Tunable
 
 SECONDS = 15.0  # of tuning, compilation included
@@ -83,9 +83,9 @@ class Tuner:
     def _tilings(self, call: Dispatch) -> list[Tiling]:
         capabilities = self.device.capabilities
         tilings = call.kernel.tilings(capabilities, call.constants)
-        # Without subgroups, lanes load what a neighbour has: on a CPU always slower, and long to compile.
-        needs = capabilities.subgroup_size and capabilities.software
-        return [tiling for tiling in tilings if tiling.subgroup or not needs]
+        # In `plain`, lanes load what a neighbour has: on a CPU always slower, and long to compile.
+        spared = capabilities.subgroup_size and capabilities.software
+        return [tiling for tiling in tilings if tiling.family != PLAIN or not spared]
 
     def _calls(self, programs: Iterable[Program]) -> dict[str, Dispatch]:
         """One dispatch for every key, those of the most work first."""
