@@ -59,16 +59,16 @@ def _origin() -> tuple[Path | str | None, bool]:
     except PackageNotFoundError:  # run from source, not installed
         return (ROOT, True) if (ROOT / "pyproject.toml").is_file() else (None, False)
     try:
-        said: dict[str, Any] = json.loads(text or "{}")
-        url, information = str(said["url"]), said.get("dir_info")
+        recorded: dict[str, Any] = json.loads(text or "{}")
+        url, information = str(recorded["url"]), recorded.get("dir_info")
         if information is not None:
             directory = Path(url2pathname(unquote(urlsplit(url).path)))
             whole = (directory / "pyproject.toml").is_file()
             return (directory, bool(information.get("editable"))) if whole else (None, False)
-        if "vcs_info" in said:
-            version = said["vcs_info"]
+        if "vcs_info" in recorded:
+            version = recorded["vcs_info"]
             return f"{version['vcs']}+{url}@{version.get('requested_revision') or version['commit_id']}", False
-        remote = "archive_info" in said and not url.startswith("file:")
+        remote = "archive_info" in recorded and not url.startswith("file:")
         return (url if remote else None), False
     except (ValueError, KeyError, TypeError, AttributeError):
         return None, False

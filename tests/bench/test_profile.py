@@ -194,7 +194,7 @@ def test_of_a_run_that_cannot_be_read(run: Any, finished: Path):
     assert "cannot be read: 'stop_reason' is missing" in err
     code, _, err = run("--run", str(finished / "none"))
     assert code == 2
-    assert "holds no finished run" in err
+    assert "has no finished run" in err
 
 
 def test_command_prints_a_table(run: Any, mini: str):
@@ -213,7 +213,7 @@ def test_command_prints_a_table(run: Any, mini: str):
     [
         (["--shape", "zork"], "The shape zork is not known: choose one of qwen2.5-0.5b, "),
         (["--shape", "mini", "--model", "demo"], "--model and --shape are both given"),
-        (["--shape", "mini", "--layers", "9"], "--layers 9 is not possible: this model has 3."),
+        (["--shape", "mini", "--layers", "9"], "--layers 9 is not possible: this model has 3 layers."),
         (["--shape", "mini", "--tokens", "65"], "--tokens 65 is not possible: mini is made for rows of 2 to 64"),
         (["--shape", "mini", "--base-dtype", "int3"], "--base-dtype must be one of nf4, bf16, f16, f32, not int3."),
         (["--shape", "mini", "--rank", "0"], "--rank must be at least 1, not 0."),

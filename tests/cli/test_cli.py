@@ -277,7 +277,7 @@ def test_plan_allocates_nothing(run: Run, data: Path, monkeypatch: pytest.Monkey
         assert f"({way['peak']:,} bytes)" in tight.out
         given = ["--gradient-checkpointing"] if "checkpointing" in way["options"] else way["options"].split()
         assert json.loads(run("plan", "--json", *options, *given).out)["peak"] == way["peak"]
-    assert "it does not fit; the base alone takes" in run("plan", *options, "--memory-budget", "1KB").out
+    assert "it does not fit; the base model alone takes" in run("plan", *options, "--memory-budget", "1KB").out
 
 
 def test_advice_leaves_out_what_the_device_cannot_bind():
@@ -291,7 +291,7 @@ def test_advice_leaves_out_what_the_device_cannot_bind():
         check_memory(800, 10, Budget(350, "test"), args, replan)
     with pytest.raises(UserError, match=r"even with .* it would need 100 bytes, so lower lora_r"):
         check_memory(800, 50, Budget(50, "test"), args, replan)
-    with pytest.raises(UserError, match="the base alone takes 51 bytes, so choose a smaller model"):
+    with pytest.raises(UserError, match="the base model alone takes 51 bytes, so choose a smaller model"):
         check_memory(800, 51, Budget(50, "test"), args, replan)
 
 

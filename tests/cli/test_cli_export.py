@@ -36,7 +36,7 @@ def test_notes_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert export("--model", model, "--output", tmp_path / "out.gguf") == 0
     printed = capsys.readouterr().out.splitlines()
     assert "f16" in printed[1]
-    assert printed[2].startswith("note      llama.cpp lets every token see all before it")
+    assert printed[2].startswith("note      llama.cpp ignores this model's sliding window")
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_no_number_of_an_option_is_taken_on_trust(name: str) -> None:
 @pytest.mark.parametrize("name", ["output", "data", "model", "eval_data", "init_adapter", "device", "memory_budget"])
 @pytest.mark.parametrize("value", ["a\0b", "a\udcffb"])
 def test_names_that_are_none(name: str, value: str) -> None:
-    with pytest.raises(UserError, match=f"^{name} must be text in UTF-8"):
+    with pytest.raises(UserError, match=f"^{name} must be UTF-8 text"):
         TrainingArguments(**{name: value})
 
 
@@ -160,7 +160,7 @@ def test_weights_that_are_none(weight: Any) -> None:
 @pytest.mark.parametrize("value", ["a\0b", "a\udcffb"])
 @pytest.mark.parametrize("key", ["data", "checkpoint", "name"])
 def test_names_of_adapters_that_are_none(key: str, value: str) -> None:
-    with pytest.raises(UserError, match=f"'{key}' must be some text in UTF-8"):
+    with pytest.raises(UserError, match=f"'{key}' must be UTF-8 text"):
         task_of({"data": "a", "checkpoint": "b", key: value}, "x")
 
 
@@ -204,7 +204,7 @@ def test_an_adapter_that_has_diverged_is_no_beginning(run: Callable[..., tuple[i
     adapter, data = poisoned(tmp_path / "a", 3e6), write_rows(tmp_path / "rows.jsonl")
     code, _, err = run("finetune", *flags(**SMALL, model=QWEN2, data=data, output=tmp_path / "o", init_adapter=adapter))
     assert (code, err.count("\n")) == (2, 1)
-    assert "values beyond 1,048,576" in err
+    assert "values larger than 1,048,576" in err
     assert not (tmp_path / "o").exists()
 
 
@@ -307,7 +307,7 @@ def test_a_name_that_is_not_utf8_is_refused_at_the_start(tmp_path: Path) -> None
     command = [sys.executable, "-m", "wgpu_lora", "finetune", *flags(**SMALL, model=QWEN2, data=data)]
     done = subprocess.run([*command, "--output", bytes(tmp_path / "o") + b"\xff"], capture_output=True, timeout=60)
     assert done.returncode == 2
-    assert done.stderr.startswith(b"wgpu-lora: --output must be text in UTF-8")
+    assert done.stderr.startswith(b"wgpu-lora: --output must be UTF-8 text")
     assert done.stderr.count(b"\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 

@@ -36,17 +36,17 @@ def test_reading_is_lazy(tmp_path):
     ("line", "words"),
     [
         (b"{'text': 1}", "not JSON: expecting property name .*at character 2;"),
-        (b'[{"text": "a"}]', "holds a list"),
-        (b'"text"', "holds a string"),
+        (b'[{"text": "a"}]', "it is a list"),
+        (b'"text"', "it is a string"),
         (b'{"text": "\xff"}', "not valid UTF-8 .byte 11"),
         (b'{"text": "a", "text": "b"}', "key 'text' is repeated"),
         (b'{"a": {"b": 1, "b": 2}}', "key 'b' is repeated"),
         (b'{"text": "\\ud83e"}', "surrogate"),
-        (b'{"a": NaN}', "NaN is not JSON"),
+        (b'{"a": NaN}', "NaN is not valid JSON"),
         (b'{"a": ' + b"9" * 5000 + b"}", "line 2: "),
         (b"[" * 100000, "nested too deeply"),
-        (b'{"text": "a"} {"text": "b"}', "several JSON objects stand in one line"),
-        (b'{"text": "a"},', "a comma stands behind the object; leave it out"),
+        (b'{"text": "a"} {"text": "b"}', "several JSON objects in one line"),
+        (b'{"text": "a"},', "a comma after the object; remove it"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, words):
@@ -124,7 +124,7 @@ def test_what_is_made_of_messages():
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"question": "a", "answer": "b"}, "fits no format: its keys are 'question', 'answer', and .*messages"),
+        ({"question": "a", "answer": "b"}, "fits no format: its keys are 'question', 'answer', but .*messages"),
         ({}, "its keys are none"),
         ({"prompt": "a"}, "fits no format"),
         ({"text": None}, "'text' is null"),
@@ -143,7 +143,7 @@ def test_what_is_made_of_messages():
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content part"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": "x"}]}, "tool_calls"),
         ({"messages": [{"role": "assistant", "content": "", "weight": 0.5}]}, "weight 0.5"),
-        ({"messages": chat("a"), "tools": "nonsense"}, "'tools' is a string that is not JSON"),
+        ({"messages": chat("a"), "tools": "nonsense"}, "'tools' is a string that is not valid JSON"),
         ({"messages": chat("a"), "tools": {"a": 1}}, "'tools' is an object"),
         ({"messages": chat("a"), "chat_template_kwargs": [1]}, "'chat_template_kwargs' is a list"),
         ({"conversations": [{"from": "narrator", "value": "a"}]}, "from 'narrator'"),
@@ -154,8 +154,8 @@ def test_what_is_made_of_messages():
         ({"input_ids": [-1]}, "'input_ids' must"),
         ({"input_ids": [2**31]}, "list of integers"),
         ({"input_ids": [1], "labels": [1, 2]}, "'labels' has 2 entries"),
-        ({"input_ids": [1], "labels": [-1]}, "not -100"),
-        ({"input_ids": [1, 0], "attention_mask": [1, 0]}, "leave padding out"),
+        ({"input_ids": [1], "labels": [-1]}, "other than -100"),
+        ({"input_ids": [1, 0], "attention_mask": [1, 0]}, "remove the padding"),
     ],
 )
 def test_a_bad_row_is_told_in_words(tmp_path, row, words):

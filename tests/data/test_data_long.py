@@ -12,7 +12,7 @@ from support.data import chat, small_tokenizer, write_jsonl
 
 from wgpu_lora.data import (
     Tokenizer,
-    asking,
+    encoding,
     masks,
     parse_example,
     prepare,
@@ -70,7 +70,7 @@ def test_turns_that_are_looked_for_one_by_one_are_bounded(monkeypatch: pytest.Mo
     monkeypatch.setattr(masks, most, 100)
     if most == "MAX_IN_ROWS":  # where the template makes another text of what is followed by more
         monkeypatch.setattr(masks._Chat, "_by_prefix", lambda *_: iter_none())
-    with pytest.raises(UserError, match=r"5 turns to learn in .* split the conversation"):
+    with pytest.raises(UserError, match=r"5 trained turns are too long for a conversation; split"):
         tokenize_example(example, tokenizer)
 
 
@@ -103,7 +103,7 @@ def test_rows_together_are_the_rows_alone(monkeypatch: pytest.MonkeyPatch, templ
             return str(error)
 
     expected = [alone(example) for example in examples]
-    monkeypatch.setattr(asking, "MAX_ASKED", most)
+    monkeypatch.setattr(encoding, "MAX_CHARACTERS", most)
     found = masks.tokenize_examples(examples, tokenizer)
     assert [str(each) if isinstance(each, UserError) else each for each in found] == expected
 
@@ -145,7 +145,7 @@ def test_a_row_may_name_what_it_likes(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", GIVEN)
 def test_a_row_may_not_name_what_comes_from_itself(tmp_path: Path, name: str) -> None:
     row = {"messages": chat("Hi", "Hello"), "chat_template_kwargs": {name: 1}}
-    with pytest.raises(UserError, match=f"line 2: chat_template_kwargs may not set {name}"):
+    with pytest.raises(UserError, match=f"line 2: chat_template_kwargs must not set {name}"):
         prepare(write_jsonl(tmp_path / "a.jsonl", SHORT, row), small_tokenizer("chatml"), max_length=64)
 
 

@@ -142,7 +142,7 @@ def test_template_kwargs_reach_the_template_and_the_rows_own_ones_win():
     assert learnt(two, "thinking", chat_template_kwargs=quiet) == [["Hello<|im_end|>"]]
     own = {**two, "chat_template_kwargs": {"enable_thinking": True}}
     assert learnt(own, "thinking", chat_template_kwargs=quiet) == learnt(two, "thinking")
-    with pytest.raises(UserError, match="may not set tools"):
+    with pytest.raises(UserError, match="must not set tools"):
         rows(two, "thinking", chat_template_kwargs={"tools": []})
 
 
@@ -213,7 +213,7 @@ def test_turns_whose_header_changes_with_what_follows_get_a_row_each():
 def test_a_template_that_hides_the_turn_is_told():
     source = "{% for m in messages %}{{ loop.length }}{{ m.content | upper }}{% endfor %}"
     tokenizer = with_template(source.replace("loop.length", "messages[-1].content | length"))
-    with pytest.raises(UserError, match="message 1 begins"):
+    with pytest.raises(UserError, match="start of message 1"):
         tokenize_example(parse_example({"messages": chat("Hi", "Hello")}), tokenizer)
     with pytest.raises(UserError, match="no chat template"):
         rows({"messages": FOUR})

@@ -35,8 +35,8 @@ def test_rows_and_counts_when_long_rows_are_cut(path):
     assert prepared.lengths == [3, 5]
     assert prepared.digest == hashlib.sha256(path.read_bytes()).hexdigest()
     assert prepared.summary() == (
-        "train.jsonl: 5 examples, 2 rows, 1 cut at 5 tokens (line 4), "
-        "3 dropped with nothing to learn, 1 of them by the cut (lines 2, 3, 5); 6 of 8 tokens are learnt"
+        "train.jsonl: 5 examples, 2 rows, 1 truncated at 5 tokens (line 4), "
+        "3 dropped with nothing to train on, 1 of them by truncation (lines 2, 3, 5); 6 of 8 tokens are trained on"
     )
 
 
@@ -97,14 +97,16 @@ def test_mistakes_in_a_row_name_the_line(tmp_path):
 
 def test_a_file_in_which_nothing_is_learnt(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", {"messages": chat("a")}, {"messages": chat("a", "b")})
-    with pytest.raises(UserError, match=r"nothing to train on: of 2 rows, 2 with no token to learn \(1 of them after"):
+    with pytest.raises(
+        UserError, match=r"nothing to train on: of 2 rows, 2 with no token to train on \(1 of them truncated"
+    ):
         prepare(path, small_tokenizer("chatml"), max_length=4)
     with pytest.raises(UserError, match="1 of more than 4 tokens"):
         prepare(path, small_tokenizer("chatml"), max_length=4, on_overflow="drop")
 
 
 def test_bad_settings(path):
-    with pytest.raises(UserError, match="greatest length is 1"):
+    with pytest.raises(UserError, match="maximum length is 1"):
         prepare(path, None, max_length=1)
-    with pytest.raises(UserError, match="on_overflow is 'wrap'"):
+    with pytest.raises(UserError, match=r"on_overflow must be .* not 'wrap'"):
         prepare(path, None, max_length=5, on_overflow="wrap")  # type: ignore[arg-type]

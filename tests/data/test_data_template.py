@@ -76,14 +76,14 @@ def test_one_rendering_after_another_keeps_its_spans_apart():
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("{% if %}", "does not compile .*line 1"),
+        ("{% if %}", "cannot be compiled .*line 1"),
         ("{{ raise_exception('only German') }}", "refuses this conversation: only German"),
-        ("{{ messages[3].content }}", "does not have"),
+        ("{{ messages[3].content }}", "lacks"),
         ("{{ 'a' + 1 }}", "TypeError"),
         ("{% for i in range(10 ** 9) %}a{% endfor %}", "too large a number"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}aaaa{% endfor %}{% endfor %}", "come to an end"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}aaaa{% endfor %}{% endfor %}", "computation limit"),
         ("{{ messages.append(1) }}", "refuses"),
-        ("{{ ''.__class__.__mro__ }}", "refuses|does not have"),
+        ("{{ ''.__class__.__mro__ }}", "refuses|lacks"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
     ],
 )

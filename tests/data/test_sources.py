@@ -64,20 +64,20 @@ def test_arrays_are_read_as_json_reads_them(tmp_path_factory, rows, indent, chun
     ("text", "words"),
     [
         ("[]", "is an empty list"),
-        ('[{"text": "a"},\n{"text": "b}]', r"does not end: row 2, in line 2, lacks"),
-        ('[{"text": "a"}', "does not end: row 1, in line 1"),
-        ('[{"text": "a"}]\n\n[{"text": "b"}]', "goes on behind its list, in line 3"),
-        ('[{"text": "a"}\n}]', "line 2: there is a closing brace too many"),
+        ('[{"text": "a"},\n{"text": "b}]', r"is not closed: row 2, line 2, lacks"),
+        ('[{"text": "a"}', "is not closed: row 1, line 1"),
+        ('[{"text": "a"}]\n\n[{"text": "b"}]', "text after the end of its list, in line 3"),
+        ('[{"text": "a"}\n}]', "line 2: there is one closing brace too many"),
         ('[{"text": "a"},\n\n {"text": 1}]', r"row 2 \(line 3\): 'text' is a number"),
         ('[{"text": "a"}, {"text": \'b\'}]', r"row 2: not JSON: expecting value at character 10"),
-        ('[{"text": "a"},]', r"row 2: there is nothing between two commas, or behind the last"),
-        ('[{"text": "a"}, ["b"]]', r"row 2: holds a list"),
-        ('{"data": [{"text": "a"}]}', r"line 1: .*list under 'data': write that list alone"),
-        ('{\n"version": 1,\n"rows": [{"text": "a"}]}', "one JSON object over several lines; .*list under 'rows'"),
+        ('[{"text": "a"},]', r"row 2: there is nothing between two commas, or after the last"),
+        ('[{"text": "a"}, ["b"]]', r"row 2: it is a list"),
+        ('{"data": [{"text": "a"}]}', r"line 1: .*list 'data': write only that list"),
+        ('{\n"version": 1,\n"rows": [{"text": "a"}]}', "one JSON object over several lines; .*list 'rows'"),
         ('{\n"text": "a"\n}', "one JSON object over several lines; put it into a list"),
-        ('{\n"text": "a"\n}\n{\n"text": "b"\n}', "objects over several lines; write one to a line"),
-        ('{"text": ["a", "b"]}', "'text' is a list, but must be a string; it holds columns, not rows"),
-        ('{"prompt": ["a"], "completion": ["b"]}', "holds columns, not rows"),
+        ('{\n"text": "a"\n}\n{\n"text": "b"\n}', "objects over several lines; write one per line"),
+        ('{"text": ["a", "b"]}', "'text' is a list, but must be a string; it has columns, not rows"),
+        ('{"prompt": ["a"], "completion": ["b"]}', "has columns, not rows"),
         ('{"text": "a\x01b"}', "not JSON: invalid control character at character 12;"),
     ],
 )
@@ -92,7 +92,7 @@ def test_json_that_is_not_rows(tmp_path: Path, name: str, text: str, words: str)
 def test_an_array_in_a_jsonl_file_is_said_to_be_read_as_rows(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(ROWS))
-    assert prepared(path).notes == ("a.jsonl is a JSON array: it is read as rows",)
+    assert prepared(path).notes == ("a.jsonl is a JSON array, whose elements are read as rows",)
     assert prepared(written(tmp_path / "b.json")).notes == ()
 
 
@@ -133,11 +133,11 @@ def test_tables(tmp_path: Path, text: bytes) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"", "is empty; it needs a line that names the columns"),
+        (b"", "is empty: add a line with the column names"),
         (b"text\n", "is empty"),
         (
             b"What is 1?,2\na,b\n",
-            r"line 1: the first line has to name the columns: the columns are 'What is 1\?', '2',",
+            r"line 1: the first line must have the column names: the columns are 'What is 1\?', '2',",
         ),
         (b"Prompt,Completion\na,b\n", r"but .*; rename 'Prompt' to 'prompt' and 'Completion' to 'completion'\."),
         (b"Question;Answer\na;b\n", r"; rename 'Question' to 'prompt' and 'Answer' to 'completion'\."),
@@ -149,9 +149,9 @@ def test_tables(tmp_path: Path, text: bytes) -> None:
         (b'text\n"a"b\n', "line 2: not CSV: ',' expected after '\"'"),
         (b'text\nc\n"a\nb\n' + b"c\n" * 9, "line 3: a quotation mark is not closed"),
         (b'text\n"' + (b"c" * 999 + b"\n") * 18_000, "line 2: a quotation mark is not closed, or .* 16 MiB"),
-        (b"text\rb\r", "line 1: a line ends in a carriage return alone"),
+        (b"text\rb\r", "line 1: a line ends with a lone carriage return"),
         ("text\na\n".encode("utf-16"), "is text in UTF-16; save it as UTF-8"),
-        (b"messages\n\"[{'role': 'user'}]\"\n", "line 2: 'messages' is a string that is not JSON"),
+        (b"messages\n\"[{'role': 'user'}]\"\n", "line 2: 'messages' is a string that is not valid JSON"),
     ],
 )
 def test_tables_that_are_wrong(tmp_path: Path, text: bytes, words: str) -> None:
@@ -207,9 +207,9 @@ def test_what_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     [
         (b"PK\x03\x04...", "zip archive or an Excel workbook"),
         (b"\x28\xb5\x2f\xfd...", "zstd"),
-        (b"Once upon a time", "is not a file of rows"),
+        (b"Once upon a time", "is not a supported file of rows"),
         (gzip.compress(b'{"text": "a"}\n' * 9, mtime=0)[:-9], "cannot be decompressed"),
-        (gzip.compress(b" " * (MIN_GROWN + 9), mtime=0), "holds more than 200 times its own size"),
+        (gzip.compress(b" " * (MIN_GROWN + 9), mtime=0), "expands to more than 200 times its size"),
     ],
 )
 def test_files_of_other_kinds(tmp_path: Path, data: bytes, words: str) -> None:

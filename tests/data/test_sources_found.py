@@ -31,7 +31,7 @@ def test_files_beside_the_training_file(tmp_path: Path) -> None:
     train = written(tmp_path / "train.jsonl")
     assert found(train) == found(tmp_path) == ("train.jsonl", None, ())
     written(tmp_path / "test.csv")
-    unused = "{} beside train.jsonl {} not used; eval_data names rows to hold out"
+    unused = "{} beside train.jsonl {} not used; use eval_data for held-out rows"
     assert found(tmp_path) == ("train.jsonl", None, (unused.format("test.csv", "is"),))
     for name in ("dev.jsonl", "val.parquet", "val.json", "validation.jsonl", "train.csv"):
         written(tmp_path / name)
@@ -46,7 +46,7 @@ def test_files_beside_the_training_file(tmp_path: Path) -> None:
     assert found(tmp_path, split="test") == ("test.csv", None, ())
     assert heldout_data(tmp_path).name == "validation.jsonl"
     assert heldout_data(tmp_path, "test").name == "test.csv"
-    with pytest.raises(UserError, match=r"has the splits .* but none 'nope'"):
+    with pytest.raises(UserError, match=r"has no split 'nope': choose one of"):
         training_data(tmp_path, split="nope")
     with pytest.raises(UserError, match="is a file: leave it out"):
         training_data(train, split="train")
@@ -101,16 +101,16 @@ def test_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     source, _ = training_data("some-one/some-rows")
     assert "some-one/some-rows (all): the columns are 'question', 'completion', 'picture', but" in refused(source)
     hub.answer = {"a": table, "b": table}
-    with pytest.raises(UserError, match="has no split 'train' but a and b: choose one with split"):
+    with pytest.raises(UserError, match="has no split 'train', only a and b: choose one with split"):
         training_data("some-one/some-rows")
     with pytest.raises(UserError, match=r"give them again, as data=\[\.\.\.\]"):
         training_data("rows from Python")
     for error, words in (
         (ConnectionError("Couldn't reach 'x' on the Hub (OfflineModeIsEnabled)"), "HF_HUB_OFFLINE is set"),
         (ConnectionError("Couldn't reach 'x' on the Hub (LocalEntryNotFoundError)"), "cannot be reached"),
-        (type("DatasetNotFoundError", (FileNotFoundError,), {})("x"), "neither a file or folder here nor a data set"),
-        (ValueError("Config name is missing: ['a']\nExample of usage:\nx"), r"\['a'\]\): name a .*dataset_config"),
-        (ValueError('Unknown split "b". Should be one of [\'a\'].'), r"\['a'\]\): name one of these with split"),
+        (type("DatasetNotFoundError", (FileNotFoundError,), {})("x"), "neither a local file or folder nor a dataset"),
+        (ValueError("Config name is missing: ['a']\nExample of usage:\nx"), r"\['a'\]\): choose a .*dataset_config"),
+        (ValueError('Unknown split "b". Should be one of [\'a\'].'), r"\['a'\]\): choose one of these with split"),
         (RuntimeError("odd\nthings"), r"cannot be read \(odd things\)"),
     ):  # fmt: skip
         hub.answer = error
@@ -162,7 +162,7 @@ def test_rows_from_python() -> None:
         (iter([]), "an iterator can be read only once"),
         ([{"text": "a"}, {"text": "b"}, "c"], "^row 3 of data: it is a string, but a row must be a dict"),
         ([{"text": "a"}, {"tekst": "b"}], "^row 2 of data: the row fits no format: its keys are 'tekst'"),
-        ([{"text": "\ud800"}], "^row 1 of data: a text holds half of a surrogate pair"),
+        ([{"text": "\ud800"}], "^row 1 of data: a text has a lone surrogate"),
         ([{1: "a"}], "a key is not a string"),
         ([{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": float("nan")}], "'completion' NaN"),
     ],

@@ -35,7 +35,7 @@ def test_empty_answers_are_left_out(tmp_path: Path, completion_only_loss: bool) 
     kept = prepared(path, completion_only_loss=completion_only_loss)
     assert [row.index for row in kept.rows] == [7, 8, 9]
     assert kept.summary().startswith(
-        "a.jsonl: 10 examples, 3 rows, 7 left out for an empty answer (lines 1, 2, 3, ...); "
+        "a.jsonl: 10 examples, 3 rows, 7 skipped for an empty answer (lines 1, 2, 3, ...); "
     )
     write_jsonl(path, *EMPTY[:2])
     assert "to train on: of 2 rows, 2 with an empty answer; give rows that have answers." in refused(path)
@@ -46,7 +46,7 @@ def test_one_empty_answer_of_several_is_not_learnt(tmp_path: Path, template: str
     turns = chat("a", "", "c", "d")
     path = write_jsonl(tmp_path / "a.jsonl", {"messages": turns})
     found = prepare(path, small_tokenizer(template), max_length=64)
-    assert "1 empty turn not learnt (line 1);" in found.summary()
+    assert "1 empty turn not trained on (line 1);" in found.summary()
     turns[1]["weight"] = 0
     silent = prepare(write_jsonl(path, {"messages": turns}), small_tokenizer(template), max_length=64)
     assert [row.labels.tolist() for row in found.rows] == [row.labels.tolist() for row in silent.rows]
@@ -54,7 +54,7 @@ def test_one_empty_answer_of_several_is_not_learnt(tmp_path: Path, template: str
     whole = {"completion_only_loss": False}  # then the empty one would be learnt with the rest
     del turns[1]["weight"]
     write_jsonl(path, {"messages": turns}, {"messages": chat("a", "b")})
-    assert "1 row, 1 left out for an empty answer (line 1); " in prepared(path, **whole).summary()
+    assert "1 row, 1 skipped for an empty answer (line 1); " in prepared(path, **whole).summary()
 
 
 def test_repeated_rows_are_counted_and_kept(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_bad_rows_are_told_together_or_set_aside(tmp_path: Path) -> None:
     lines = ['{"text": "a"}', *bad, '{"text": "b"}']
     path.write_text("\n".join(lines))
     told = refused(path).split("\n  ")
-    assert told[0] == f"{path} has 5 rows that cannot be used; mend them, or set them aside with skip_bad_rows:"
+    assert told[0] == f"{path} has 5 rows that cannot be used; fix them, or skip them with skip_bad_rows:"
     assert [line.split(":")[0] for line in told[1:]] == [f"line {i}" for i in range(2, 7)]
     path.write_text("\n".join([*lines, *['{"text": 2}'] * 200]))
     told = refused(path).split("\n  ")

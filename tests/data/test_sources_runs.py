@@ -33,14 +33,15 @@ def test_rows_from_python_train_as_a_file_does(tmp_path: Path) -> None:
     file, rows = write_rows(tmp_path / "rows.jsonl"), ROWS
     model = wgpu_lora.load(QWEN2)
 
-    def train(data: Any, name: str, **options: Any) -> dict[str, Any]:
+    def train(data: Any, name: str, **options: Any) -> wgpu_lora.RunRecord:
         return wgpu_lora.finetune(model, data=data, output=tmp_path / name, **{**SMALL, "save_steps": 1, **options})
 
     train(file, "file", eval_data=file)
-    facts = train(rows, "rows", eval_data=iter(rows))
+    record = train(rows, "rows", eval_data=iter(rows))
     assert same(tmp_path / "file", tmp_path / "rows")
-    assert facts["data"]["path"] == facts["eval_data"]["path"] == f"{len(rows)} rows from Python"
-    assert facts["options"]["data"] == "rows from Python"
+    assert record.eval_data is not None
+    assert record.data.path == record.eval_data.path == f"{len(rows)} rows from Python"
+    assert record.options.data == "rows from Python"
     losses = [wgpu_lora.evaluate(model, data, max_length=16) for data in (file, rows)]
     assert losses[0].loss == losses[1].loss
     assert losses[1].data.startswith(f"rows from Python: {len(rows)} examples")
@@ -65,7 +66,7 @@ def test_bad_rows_are_set_aside_in_the_output(tmp_path: Path, capsys: pytest.Cap
     command = ["finetune", *flags(model=QWEN2, data=file, output=tmp_path / "out", **SMALL | {"max_steps": 1})]
     assert main(command) == 2
     told = capsys.readouterr().err.splitlines()
-    assert told[0].startswith(f"wgpu-lora: {file} has 3 rows that cannot be used; mend them")
+    assert told[0].startswith(f"wgpu-lora: {file} has 3 rows that cannot be used; fix them")
     assert told[1].startswith("  line 1: 'input_ids' must be a list of integers")
     assert len(told) == 4
     assert not (tmp_path / "out").exists()

@@ -219,7 +219,7 @@ def test_training_answering_and_resuming_through_the_commands(
     write_gguf(DEMO, file, Kind.Q4_0, tokenizer=demo_tokenizer)
     capsys.readouterr()
     assert main([*command, "--max-steps", "3", "--resume"]) == 2
-    assert "changed after the run in" in capsys.readouterr().err
+    assert "has changed since the run in" in capsys.readouterr().err
     assert main(["merge", "--model", str(file), "--adapter", str(run), "--output", str(tmp_path / "merged")]) == 0
     assert read_model(tmp_path / "merged").config.architecture == "qwen3"
 

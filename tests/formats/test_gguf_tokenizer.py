@@ -238,10 +238,10 @@ LETTERS_ONLY = [chr(code) for code in range(33, 127)]
     ("stated", "said"),
     [
         (lambda w: byte_level(w, ["a", "a"], [], {}), "the token 'a' twice"),
-        (lambda w: byte_level(w, [], [], {}), "no tokens|not an array"),
+        (lambda w: byte_level(w, [], [], {}), "without tokens|not an array"),
         (lambda w: byte_level(w, ["a"] * 2001, [], {}), "at most 2,000 strings"),
-        (lambda w: byte_level(w, LETTERS_ONLY, ["a b"], {}), "merges 'a b'"),
-        (lambda w: byte_level(w, LETTERS_ONLY, ["ab"], {}), "merges 'ab'"),
+        (lambda w: byte_level(w, LETTERS_ONLY, ["a b"], {}), "merge 'a b'"),
+        (lambda w: byte_level(w, LETTERS_ONLY, ["ab"], {}), "merge 'ab'"),
         (lambda w: byte_level(w, LETTERS_ONLY, [], {}, "some-new"), "pre 'some-new' of .* is not supported"),
         (lambda w: (spm(w), w.add_add_bos_token(3)), "expected true or false"),
         (lambda w: (w.add_tokenizer_model("llama"), w.add_token_list(LETTERS_ONLY)), "no score for each"),

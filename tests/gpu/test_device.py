@@ -119,7 +119,7 @@ def test_advice_about_options_comes_from_callers() -> None:
 
 def test_a_shader_that_does_not_compile_is_named(device: Device) -> None:
     with pytest.raises(ShaderError, match="odd does not compile"):
-        device.pipeline(("odd",), lambda: "fn main() -> { }")
+        device.compute_pipeline(("odd",), lambda: "fn main() -> { }")
 
 
 def test_pipelines_are_compiled_once(device: Device) -> None:
@@ -149,7 +149,7 @@ def test_pipelines_are_compiled_once(device: Device) -> None:
 )
 def test_a_signature_unlike_its_shader_is_refused(bindings: dict[str, str]) -> None:
     declared = replace(add_forward, bindings=bindings)
-    with pytest.raises(TypeError, match=r"add.wgsl declares .* but the signature of add_forward says"):
+    with pytest.raises(TypeError, match=r"add.wgsl declares the bindings .* but the signature of add_forward has"):
         declared.source(tuple(bindings), {"size": 8}, Tiling())
 
 

@@ -45,5 +45,5 @@ def test_other_annotations_are_refused() -> None:
     class Wrong:
         name: str
 
-    with pytest.raises(TypeError, match="Wrong: name must be annotated F32"):
+    with pytest.raises(TypeError, match="Wrong: name must be annotated as F32"):
         wgsl_struct(Wrong)

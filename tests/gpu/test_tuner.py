@@ -148,14 +148,14 @@ def test_a_tiling_that_the_driver_cannot_compile_is_left_out(
 ) -> None:
     program, _ = product(device)
     (step,) = program.dispatches
-    first, before, compile = step.tiling, device.allocated, Device.pipeline
+    first, before, compile = step.tiling, device.allocated, Device.compute_pipeline
 
-    def pipeline(self: Device, key: Any, source: Any) -> Any:
+    def compute_pipeline(self: Device, key: Any, source: Any) -> Any:
         if key[-1] == first:
             raise ShaderError(key[0], "the compiler gave up")
         return compile(self, key, source)
 
-    monkeypatch.setattr(Device, "pipeline", pipeline)
+    monkeypatch.setattr(Device, "compute_pipeline", compute_pipeline)
     (chosen,) = Tuner(device, directory=tmp_path).tune([program]).values()
     assert chosen != first
     assert device.allocated == before

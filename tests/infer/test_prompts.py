@@ -235,7 +235,7 @@ def test_prompts_in_the_formats_of_rows(tmp_path: Path):
         (b'{"messages": [{"role": "x", "content": "w1"}]}', "line 1: 'messages[0]' has the role 'x'"),
         (b'{"messages": [{"role": "assistant", "content": "w1"}]}', "line 1: The last message is the assistant's"),
         (b'{"prompt": "w1", "tools": [{}]}', "line 1: the row has 'tools'"),
-        (b'[{"prompt": "w1"}, {"text": "w1"}, {"prompt": ""}]', "has 2 rows that cannot be used; mend them"),
+        (b'[{"prompt": "w1"}, {"text": "w1"}, {"prompt": ""}]', "has 2 rows that cannot be used; fix them"),
         (b'{"prompt": "w1"}\n{"instruction": 5}', "line 2: 'instruction' is a number"),
     ],
 )

@@ -151,11 +151,11 @@ def test_threads_ask_one_after_the_other(child: Child) -> None:
 
 def test_what_it_does_not_take_is_a_sentence(child: Child) -> None:
     tokenizer = Tokenizer(child)
-    with pytest.raises(UserError, match="does not take"):
+    with pytest.raises(UserError, match="failed on"):
         tokenizer.encode("half a character: \ud800")
-    with pytest.raises(UserError, match="cannot write out"):
+    with pytest.raises(UserError, match="cannot decode"):
         tokenizer.decode([-1])
-    with pytest.raises(UserError, match="cannot write out"):
+    with pytest.raises(UserError, match="cannot decode"):
         tokenizer.decode([2**40])
     assert tokenizer.decode([2**31]) == ""
     with pytest.raises(UserError, match="more than 2 MiB: split it"):

@@ -247,6 +247,6 @@ def test_what_is_not_foreseen_costs_a_sentence(tmp_path: Path) -> None:
         assert child < 500, name
         said[name] = sentence
     assert "computed for more than" in said["look-ahead"]
-    assert "not take" in said["charsmap that leads out"]
-    assert "not take" in said["unknown"]
+    assert "failed on" in said["charsmap that leads out"]
+    assert "failed on" in said["unknown"]
     assert said["ids far apart"] == ""

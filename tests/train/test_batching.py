@@ -49,7 +49,7 @@ def test_what_was_said_holds() -> None:
 
 def test_the_note_counts_the_rows_of_a_step() -> None:
     def note(rows: int, weight: float = 1.0, **said: object) -> str:
-        return fitted(TrainingArguments(**said), [100] * rows, weight)[1].partition(" a step")[0]
+        return fitted(TrainingArguments(**said), [100] * rows, weight)[1].partition(" per step")[0]
 
     assert [note(1), note(3), note(50, 2), note(50, 0.5)] == ["1 row", "2 rows", "4 rows", "1 row"]
     assert note(3, per_device_train_batch_size=16) == "3 rows"

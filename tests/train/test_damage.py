@@ -50,7 +50,7 @@ def run(place: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def refused(device: Device, run: Path, *parts: str, offer: str = "resume from step-2, which is whole") -> None:
+def refused(device: Device, run: Path, *parts: str, offer: str = "resume from step-2, which is intact") -> None:
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     with pytest.raises(UserError) as caught:
         train(device, options(run.parent, resume=True))
@@ -291,7 +291,7 @@ def test_what_had_stepped_aside_is_put_back(device: Device, run: Path) -> None:
     (run / "best").mkdir()
     (run / "best" / "mark").write_text("x")
     (run / "best").rename(run / ".best.previous")
-    with pytest.raises(UserError, match="needs the options"):
+    with pytest.raises(UserError, match="needs the same options"):
         train(device, options(run.parent, resume=True, learning_rate=1.0))
     assert (run / "best" / "mark").read_text() == "x"
 

@@ -43,7 +43,7 @@ def test_a_base_that_has_changed_is_refused(device: Device, tmp_path: Path) -> N
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
-        with pytest.raises(UserError, match=f"The weights of {base} are not those that the run in"):
+        with pytest.raises(UserError, match=f"The weights of {base} have changed since the run in"):
             train(device, {**opts, "resume": True})
 
 
@@ -59,7 +59,7 @@ def test_a_config_that_has_changed_is_refused(device: Device, tmp_path: Path, ch
     train(device, opts)
     config = base / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | change))
-    with pytest.raises(UserError, match=f"The configuration of {base} changed after the run in"):
+    with pytest.raises(UserError, match=f"The configuration of {base} has changed since the run in"):
         train(device, {**opts, "resume": True})
 
 

@@ -92,7 +92,7 @@ def test_what_is_whole_is_offered(model: LoadedModel, run: Path) -> None:
     shutil.rmtree(run / "b" / "best")
     assert (run / "b" / "epoch-1").is_dir()
     (run / "b" / "last" / WEIGHTS).unlink()
-    offer = f"{run / 'b' / 'epoch-1'}, which is whole"
+    offer = f"{run / 'b' / 'epoch-1'}, which is intact"
     refused(model, run, "adapter_model.safetensors is missing", offer, "init_adapter")
 
 

@@ -86,9 +86,13 @@ def test_a_constant_rate_goes_on_as_one_run(device: Device, tmp_path: Path, fini
 @pytest.mark.parametrize(
     ("kind", "more", "said"),
     [
-        ("constant", {"num_train_epochs": 3.0}, "step 4 of 4, to 6 steps, as one run of 6 steps would have gone"),
-        ("cosine", {"max_steps": 20}, "the cosine schedule is now that of 20 steps, so the learning rate of the next"),
-        ("cosine", {}, "finished already; more of num_train_epochs"),
+        (
+            "constant",
+            {"num_train_epochs": 3.0},
+            "step 4 of 4, up to 6 steps, with the same result as a single run of 6 steps",
+        ),
+        ("cosine", {"max_steps": 20}, "the cosine schedule is now that of 20 steps, so the next learning rate is"),
+        ("cosine", {}, "already finished; a larger num_train_epochs"),
     ],
 )
 def test_what_a_longer_plan_does_is_said(
@@ -107,7 +111,7 @@ def test_what_a_longer_plan_does_is_said(
             {"learning_rate": 0.5},
             "was 0.001, not 0.5; leave it out, since only these may change: data,",
         ),
-        ({"num_train_epochs": 1.0}, "taken 4 steps already, more than the 2 of num_train_epochs=1.0: ask for more"),
+        ({"num_train_epochs": 1.0}, "already taken 4 steps, more than the 2 of num_train_epochs=1.0: give a larger"),
         (
             {"target_seconds": 9.0},
             "planned by num_train_epochs or max_steps, so resume cannot extend it by target",
@@ -180,17 +184,17 @@ def test_a_pipeline_lives_with_its_adapters(pipeline: Path, capsys: pytest.Captu
     shutil.move(pipeline / "out", pipeline / "moved")
     assert main(["finetune", "--output", "moved/b", "--resume", "--num-train-epochs", "3"]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("as one run of 6 steps would have gone") == 2
+    assert printed.count("with the same result as a single run of 6 steps") == 2
     for name in "ab":
         assert json.loads((pipeline / "moved" / name / "run.json").read_text())["state"]["step"] == 6
     again = ["--adapters", "rows.jsonl:moved/a", "--adapters", "rows.jsonl:moved/b", "--resume"]
     assert main(["finetune", *again, "--seed", "5"]) == 2
     assert "seed was 42, not 5" in capsys.readouterr().err
     assert main(["finetune", *again]) == 0
-    assert capsys.readouterr().out.count("finished already") == 2
+    assert capsys.readouterr().out.count("already finished") == 2
     shutil.move(pipeline / "moved" / "b", pipeline / "b")
     assert main(["finetune", "--output", "b", "--resume"]) == 2
-    assert "does not say where the record of its pipeline is" in capsys.readouterr().err
+    assert "does not lead to the record of its pipeline" in capsys.readouterr().err
 
 
 def test_epochs_that_are_asked_for_now_win_over_a_limit_of_before(tmp_path: Path) -> None:

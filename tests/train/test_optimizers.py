@@ -183,7 +183,7 @@ def test_options_that_it_does_not_read(tmp_path: Path) -> None:
     args = golden_arguments(tmp_path, "qwen2", optim="momentum")
     with naming(COMMAND_LINE):
         assert idle(("adam_beta1", "adam_beta2", "seed"), args) == [
-            "--adam-beta2 does nothing: --optim momentum does not read it."
+            "--adam-beta2 does nothing: --optim momentum does not use it."
         ]
 
 

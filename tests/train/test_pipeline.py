@@ -266,7 +266,7 @@ def test_resuming_asks_for_the_same(model: LoadedModel, trained: Path) -> None:
         pipeline(tasks)
     with pytest.raises(UserError, match="schedule was 'synchronized', not 'round-robin'"):
         pipeline(tasks, resume=True, schedule="round-robin")
-    with pytest.raises(UserError, match="has an adapter 'c' too"):
+    with pytest.raises(UserError, match="also has an adapter 'c'"):
         pipeline(tasks[:2], resume=True)
     with pytest.raises(UserError, match="seed was 42, not 1"):
         pipeline(tasks, resume=True, seed=1)

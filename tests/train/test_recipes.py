@@ -77,7 +77,7 @@ def test_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert "persona-sft" in capsys.readouterr().err
 
 
-def test_made_up_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_synthetic_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def make(name: str, *more: str) -> int:
         return main(["recipes", "data", "hive-mind-0.5b", str(tmp_path / name), *more])
 

@@ -52,7 +52,7 @@ def test_what_an_earlier_version_did_not_know_has_its_default(tmp_path: Path) ->
     assert checkpoint.read_state(kept)[0].heldout_seconds == 0.0
     state["schema"] = SCHEMA  # today's has them all
     (kept / STATE).write_text(json.dumps(state))
-    with pytest.raises(ValueError, match="are not those of a run"):
+    with pytest.raises(ValueError, match="are invalid"):
         checkpoint.read_state(kept)
 
 

@@ -159,7 +159,7 @@ def test_resume_refuses_other_options_and_data(device: Device, tmp_path: Path) -
     with pytest.raises(UserError, match=r"learning_rate was 0\.001"):
         train(device, options(tmp_path, max_steps=2, resume=True, learning_rate=5e-4))
     random_rows(tmp_path / "rows.jsonl", 12, 301, seed=1)
-    with pytest.raises(UserError, match="are not those that the run in"):
+    with pytest.raises(UserError, match="have changed since the run in"):
         train(device, options(tmp_path, max_steps=2, resume=True))
     with pytest.raises(UserError, match="already holds a run"):
         train(device, options(tmp_path, max_steps=2))

@@ -63,7 +63,7 @@ def test_a_file(tmp_path: Path) -> None:
         ('[[adapter]]\ndata = "x"\n', "has no 'checkpoint'"),
         ('[[adapter]]\ndata = "x"\ncheckpoint = "y"\nranks = 2\n', "did you mean 'rank'"),
         ('[[adapter]]\ndata = "x"\ncheckpoint = "y"\nweight = 0\n', "'weight' must be"),
-        ('[[adapter]]\ndata = 3\ncheckpoint = "y"\n', "'data' must be some text"),
+        ('[[adapter]]\ndata = 3\ncheckpoint = "y"\n', "'data' must be UTF-8 text"),
     ],
 )
 def test_a_file_that_is_wrong(tmp_path: Path, text: str, said: str) -> None:
@@ -98,7 +98,7 @@ def test_directories_and_names_are_apart() -> None:
     assert [task.name for task in renamed] == ["one/a", "two/a", "b"]
     with pytest.raises(UserError, match="directory of adapter 'a'"):
         check_apart([task_of_pair("x:a"), task_of({"data": "y", "checkpoint": "./a", "name": "b"}, "b")])
-    with pytest.raises(UserError, match="lies in another adapter's directory"):
+    with pytest.raises(UserError, match="is inside another adapter's directory"):
         check("one/a", "one/a/last")
     check("one/a", "one/b")
 
@@ -109,12 +109,12 @@ def test_directories_and_names_are_apart() -> None:
         (["--adapters", "missing.jsonl:out/a"], "missing.jsonl"),
         (["--adapters", "a:b:c"], "more than one colon"),
         (["--adapters-config", "missing.toml"], "missing.toml cannot be read"),
-        (["--adapters", "x:a", "--adapters", "y:./a/"], "each needs one"),
+        (["--adapters", "x:a", "--adapters", "y:./a/"], "give each its own"),
         (["--schedule", "synchronized"], "--schedule does nothing without --adapters"),
         (["--adapters", "x:a", "--wait", "-5"], "--wait must be 0 or more"),
         (["--adapters", "x:a", "--schedule", "fair"], "--schedule must be one of"),
-        (["--adapters", "x:a", "--data", "y"], "contradict"),
-        (["--adapters", "x:a", "--target-seconds", "9"], "--target-seconds is for one adapter"),
+        (["--adapters", "x:a", "--data", "y"], "cannot be combined"),
+        (["--adapters", "x:a", "--target-seconds", "9"], "--target-seconds works with one adapter"),
         (["--adapters", "x:a", "--batch-tokens", "0"], "--batch-tokens must be"),
     ],
 )

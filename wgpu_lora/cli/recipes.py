@@ -1,4 +1,4 @@
-"""wgpu-lora recipes: which there are, what they say, and made-up rows for those that name none."""
+"""wgpu-lora recipes: which there are, what they say, and synthetic rows for those that name no data."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def data(
     rows: Annotated[int, typer.Option(help="How many. [x>=1]")] = 1500,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
 ) -> int:
-    """Write made-up training rows for a recipe."""
-    from wgpu_lora.data.made_up import GENERATORS, write_rows
+    """Write synthetic training rows for a recipe."""
+    from wgpu_lora.data.synthetic import GENERATORS, write_rows
 
     if name not in GENERATORS:
         raise UserError(f"There is no generator for '{name}': choose one of {', '.join(GENERATORS)}.")

@@ -1,10 +1,10 @@
 """Training data on the CPU: sources of rows, formats, tokenizer and chat template, loss masks, packing.
 
-find -> jsonl, json_array, delimited, parquet, huggingface, given      a name, or rows from Python, becomes a source
-source -> formats -> sample -> empty -> masks -> prepare               its rows become token ids and labels
-account                                                                what became of every row
+find -> jsonl, json_array, delimited, parquet, huggingface, given      a name, or rows from Python, to a source
+source -> formats -> sample -> empty -> masks -> prepare               its rows to token ids and labels
+account                                                                counts of rows by outcome
 template -> tokenizer                                                  text to tokens and back
-packing                                                                which rows go together in a step
+packing                                                                rows to batches
 """
 
 from wgpu_lora.data.account import write_skipped

@@ -1,4 +1,4 @@
-"""What became of every row: which were cut, left out or not understood, and what a person is told of it."""
+"""Counts of rows by outcome (kept, truncated, skipped, unusable), with places, for summaries and errors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from wgpu_lora.strict_json import to_json
 from wgpu_lora.words import counted, listed
 
 SKIPPED = "skipped_rows.jsonl"
-# Places that a summary names; bad rows that an error does, and of how many these are the first: those of a block of
-# rows come in no order.
+# Places that a summary lists; bad rows that an error lists; bad rows kept to find the first ones, since rows of a block
+# are not reported in order.
 _NAMED, _TOLD, _HELD = 3, 10, 1000
 
 
 @dataclass
 class Tally:
-    """A count of rows, and the places of the first."""
+    """A count of rows, with the places of the first few."""
 
     count: int = 0
     places: list[Place] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Tally:
             self.places.append(place)
 
     def __str__(self) -> str:
-        """Where they are, in brackets: '(lines 3, 9, 12, ...)'."""
+        """The places in brackets, such as ' (lines 3, 9, 12, ...)'."""
         if not self.places:
             return ""
         more = ", ..." if self.count > len(self.places) else ""
@@ -45,13 +45,14 @@ class Tally:
 
 @dataclass
 class Account:
-    """examples: rows of the source. expanded: rows that they gave (more, where a conversation gives one for each turn).
+    """Counts of rows by outcome.
 
-    cut: rows kept, cut to the greatest length. too_long: rows dropped for their length.
-    empty: examples left out since their answers are empty. silent: turns that are not learnt for that, of rows kept.
-    untrained: other rows dropped because nothing is learnt in them. lost_by_cut: those of them that the cut left so.
-    repeated: examples that say what an earlier one says, and are kept. bad: rows that cannot be used, and why; with
-        `keep_bad`, all of them and what they are, else the first of `bad_count`.
+    examples: rows of the source. expanded: training rows made of them (several if a conversation gives one per turn).
+    cut: rows truncated to the maximum length. too_long: rows dropped for their length.
+    empty: examples skipped for an empty answer. silent: turns of kept rows that are not trained on for that reason.
+    untrained: other rows dropped because they have no trained tokens. lost_by_cut: those that lost them by truncation.
+    repeated: kept examples that equal an earlier one. bad: unusable rows with the reason; with `keep_bad`, all of them
+        and their content, else the first of `bad_count`.
     """
 
     source: Source
@@ -71,11 +72,11 @@ class Account:
     _seen: set[bytes] = field(default_factory=set)
 
     def note(self, place: Place, row: dict[str, Any]) -> Problem | None:
-        """Takes a row into the digest, and counts it if it stood there before; a Problem where it cannot be written."""
+        """Add a row to the digest, and count repeated rows; returns a Problem if the row is not valid UTF-8."""
         try:
             text = json.dumps(row, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=repr).encode()
         except UnicodeEncodeError:
-            return Problem("a text holds half of a surrogate pair; write the character out.", ascii(row)[:1000])
+            return Problem("a text has a lone surrogate; write the character out.", ascii(row)[:1000])
         except (ValueError, RecursionError):
             text = repr(place).encode()
         self._digest.update(text + b"\n")
@@ -86,22 +87,22 @@ class Account:
         return None
 
     def add_bad(self, place: Place, problem: Problem) -> None:
-        """Counts a row that cannot be used; without `keep_bad` no more are held than are told of."""
+        """Count an unusable row; without `keep_bad`, only the first ones are stored."""
         self.bad_count += 1
         if self.keep_bad or len(self.bad) < _HELD:
             self.bad.append((place, problem if self.keep_bad else Problem(problem.reason)))
 
     def close(self) -> str:
-        """Puts things in order when all rows are read; SHA-256 of what they come from, else of the rows themselves."""
+        """Finish after the last row; returns the SHA-256 of the source's bytes, or else of the rows."""
         self.bad.sort(key=lambda found: found[0].number)
         self._seen.clear()
         return self.source.digest() or self._digest.hexdigest()
 
     def refuse_bad(self, cure: str | None = None) -> None:
-        """Raises UserError where a row cannot be used: one by itself, else the first ones and how many there are.
+        """Raise UserError if there are unusable rows, with the first few and their count.
 
         Args:
-            cure: what to do with them, else it is said how a run goes on without them.
+            cure: what to do about them; by default, fix or skip them.
         """
         if not self.bad:
             return
@@ -115,18 +116,18 @@ class Account:
         if self.bad_count > _TOLD:
             told.append(f"and {self.bad_count - _TOLD:,} more")
         what = f"{self.source.called} has {counted(self.bad_count, 'row')} that cannot be used"
-        cure = cure or f"mend them, or set them aside with {flag('skip_bad_rows')}"
+        cure = cure or f"fix them, or skip them with {flag('skip_bad_rows')}"
         raise UserError(f"{what}; {cure}:", told)
 
     def refuse_nothing(self, max_length: int) -> None:
-        """Raises UserError: no row is left; why."""
+        """Raise UserError about why no row is left."""
         lost = self.lost_by_cut.count
-        by_cut = f" ({lost:,} of them after the cut at {max_length:,} tokens)" if lost else ""
+        by_cut = f" ({lost:,} of them truncated at {max_length:,} tokens)" if lost else ""
         bad = f" ({self.bad[0][0]}: {self.bad[0][1].reason.rstrip('.')})" if self.bad else ""
         kinds = {
             "that cannot be used" + bad: self.bad_count,
             "with an empty answer": self.empty.count,
-            "with no token to learn" + by_cut: self.untrained.count,
+            "with no token to train on" + by_cut: self.untrained.count,
             f"of more than {max_length:,} tokens": self.too_long.count,
         }
         told = [f"{count:,} {what}" for what, count in kinds.items() if count]
@@ -138,19 +139,19 @@ class Account:
         )
 
     def summary(self, rows: int, max_length: int) -> str:
-        """What was read and what was lost, as a part of a line."""
+        """Counts of rows that were read and lost, as text."""
         parts = [f"{self.source.name}: {counted(self.examples, 'example')}, {counted(rows, 'row')}"]
         if self.cut.count:
-            parts.append(f"{self.cut.count:,} cut at {max_length:,} tokens{self.cut}")
+            parts.append(f"{self.cut.count:,} truncated at {max_length:,} tokens{self.cut}")
         if self.too_long.count:
             parts.append(f"{self.too_long.count:,} dropped as longer than {max_length:,} tokens{self.too_long}")
         if self.empty.count:
-            parts.append(f"{self.empty.count:,} left out for an empty answer{self.empty}")
+            parts.append(f"{self.empty.count:,} skipped for an empty answer{self.empty}")
         if self.silent.count:
-            parts.append(f"{counted(self.silent.count, 'empty turn')} not learnt{self.silent}")
+            parts.append(f"{counted(self.silent.count, 'empty turn')} not trained on{self.silent}")
         if self.untrained.count:
-            by_cut = f", {self.lost_by_cut.count:,} of them by the cut" if self.lost_by_cut.count else ""
-            parts.append(f"{self.untrained.count:,} dropped with nothing to learn{by_cut}{self.untrained}")
+            by_cut = f", {self.lost_by_cut.count:,} of them by truncation" if self.lost_by_cut.count else ""
+            parts.append(f"{self.untrained.count:,} dropped with nothing to train on{by_cut}{self.untrained}")
         if self.repeated.count:
             verb = "repeats" if self.repeated.count == 1 else "repeat"
             parts.append(f"{self.repeated.count:,} {verb} an earlier row{self.repeated}")
@@ -161,9 +162,9 @@ class Account:
 
 
 def write_skipped(directory: Path, accounts: Sequence[Account]) -> Path | None:
-    """Sets the bad rows aside in a directory's `skipped_rows.jsonl`, and returns its path; None without any.
+    """Write the bad rows to `skipped_rows.jsonl` in a directory, and return its path; None if there are none.
 
-    A line has what the row is in, its place, the reason, and the row as content, or its text where it is none.
+    A line has the source, the place, the reason, and the row as `content`, or its text if it cannot be parsed.
     Raises OSError.
     """
     path = directory / SKIPPED
@@ -182,7 +183,7 @@ def write_skipped(directory: Path, accounts: Sequence[Account]) -> Path | None:
 def _aside(told: dict[str, Any], content: Any) -> str:
     try:
         return to_json({**told, "content": content}, default=repr)
-    except RecursionError:  # so deep that the reason is all that can be said
+    except RecursionError:  # too deep to be written
         return to_json({**told, "content": None})
 
 

@@ -1,4 +1,4 @@
-"""Reading CSV and TSV: a header that names columns, then a row of cells for each example."""
+"""Read CSV and TSV: a header with column names, then one row of cells per example."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _SEPARATOR = re.compile(r"sep=.\s*")  # for Excel, before the header
 
 
 def read_delimited(path: Path, check: Check = check_columns) -> Rows:
-    """The rows of a file whose first line names its columns, divided by commas, semicolons or tabs.
+    """Yield the rows of a file whose first line has the column names, separated by commas, semicolons or tabs.
 
-    Cells are strings. Empty ones of columns that hold lists are left out. A row of too many or too few cells, that is
-    misquoted or not UTF-8 is a Problem. Rows are named by the line that they begin in.
+    Cells are strings. Empty cells in columns of lists are left out. A row that has too many or too few cells, is
+    misquoted, or is not UTF-8 is a Problem. The place of a row is its first line.
 
     Args:
-        check: raises UserError where columns of these names are not what is wanted.
+        check: raises UserError if the column names are not acceptable.
 
     Raises:
         UserError: the file cannot be read or is empty, its header fits no format, or a quotation mark is not closed.
     """
-    if csv.field_size_limit() < MAX_LINE:  # of this process: it is only ever raised
+    if csv.field_size_limit() < MAX_LINE:  # a limit of the whole process
         csv.field_size_limit(MAX_LINE)
     names: list[str] | None = None
     empty = True
@@ -44,11 +44,11 @@ def read_delimited(path: Path, check: Check = check_columns) -> Rows:
             empty = False
             yield Place("line", line), cells if isinstance(cells, Problem) else _row(names, cells)
     if empty:
-        raise UserError(f"{path} is empty; it needs a line that names the columns, and at least one row.")
+        raise UserError(f"{path} is empty: add a line with the column names, and at least one row.")
 
 
 def _records(file: IO[bytes], path: Path) -> Iterator[tuple[int, list[str] | Problem]]:
-    """(line that it begins in, cells) of every record that is not blank."""
+    """(first line, cells) of every record that is not blank."""
     lines = _Lines(file)
     reader = csv.reader(lines, delimiter=_delimiter(lines), strict=True)
     while True:
@@ -61,18 +61,18 @@ def _records(file: IO[bytes], path: Path) -> Iterator[tuple[int, list[str] | Pro
             if "unexpected end" in str(error) or "larger than" in str(error):
                 raise UserError(
                     f"{path}, line {begin}: a quotation mark is not closed, or the row is longer than "
-                    f"{MAX_LINE >> 20} MiB."
+                    f"{MAX_LINE >> 20} MiB: close it, or split the row."
                 ) from error
             lone = "new-line" in str(error)
-            wrong = "a line ends in a carriage return alone" if lone else f"not CSV: {error}"
-            yield begin, Problem(f"{wrong}; save it as a spreadsheet does.", lines.last[:MAX_SHOWN])
+            wrong = "a line ends with a lone carriage return" if lone else f"not CSV: {error}"
+            yield begin, Problem(f"{wrong}; save the file from a spreadsheet.", lines.last[:MAX_SHOWN])
             continue
         if cells:
             yield begin, _decoded(cells)
 
 
 class _Lines:
-    """The lines of a file as text, for the csv module, which are no more at a time than a row may have.
+    """The lines of a file as text, for the csv module, limited to MAX_LINE bytes per record.
 
     first: the header; skipped: lines before it.
     """
@@ -98,15 +98,15 @@ class _Lines:
         return self.last
 
     def _read(self) -> str:
-        # What is not UTF-8 stays as surrogates, so that only its row is wrong.
+        # Invalid UTF-8 becomes surrogates, so that only its row is refused.
         return self._file.readline(MAX_LINE + 1).decode("utf-8", "surrogateescape")
 
 
 def _delimiter(lines: _Lines) -> str:
-    """What divides the header's names such that they fit a format; else what divides it into most."""
+    """The delimiter with which the header fits a format, else the one that gives the most columns."""
     try:
         found = {mark: next(csv.reader([lines.first], delimiter=mark), []) for mark in DELIMITERS}
-    except csv.Error:  # which reading it will tell with its line
+    except csv.Error:  # reading the header reports it with its line
         return DELIMITERS[0]
     fitting = [mark for mark, names in found.items() if format_of(dict.fromkeys(map(str.strip, names), ""))]
     return fitting[0] if fitting else max(DELIMITERS, key=lambda mark: len(found[mark]))
@@ -122,19 +122,21 @@ def _decoded(cells: list[str]) -> list[str] | Problem:
 
 
 def _columns(cells: list[str] | Problem, where: str, check: Check) -> list[str]:
-    """The names of the columns. Raises UserError where they fit no format, or two have the same."""
+    """The column names. Raises UserError if they fit no format or are not unique."""
     if isinstance(cells, Problem):
         raise UserError(f"{where}: {cells.reason}")
     names = [name.strip() for name in cells]
     if len(names) > MAX_COLUMNS:
-        raise UserError(f"{where}: the header has {len(names):,} columns, but at most {MAX_COLUMNS:,} are read.")
+        raise UserError(
+            f"{where}: the header has {len(names):,} columns, but the limit is {MAX_COLUMNS:,}: remove some."
+        )
     twice = next((name for name in names if name and names.count(name) > 1), None)
     if twice:
         raise UserError(f"{where}: two columns are named {twice[:80]!r}; rename one.")
     try:
         check(names)
     except UserError as error:
-        raise UserError(f"{where}: the first line has to name the columns: {error}") from error
+        raise UserError(f"{where}: the first line must have the column names: {error}") from error
     return names
 
 

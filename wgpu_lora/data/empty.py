@@ -1,4 +1,4 @@
-"""Answers that are empty: a model that is trained on them learns to say nothing."""
+"""Remove empty answers, which would train a model to answer nothing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from wgpu_lora.data.formats import Alpaca, Completion, Conversation, Example, Te
 
 
 def without_empty_answers(example: Example, completion_only_loss: bool) -> tuple[Example | None, int]:
-    """(the example, None where there is nothing in it to learn; how many of its turns are not learnt for being empty).
+    """Returns (example, or None if it has nothing to train on; number of its empty turns that are not trained on).
 
-    An answer is empty if it has nothing but white space and calls no tool. A conversation keeps its other answers:
-    the empty ones stay in it, and only are not learnt. Where all of its text is learnt, one is enough to leave it out.
+    An answer is empty if it is only white space and calls no tool. In a conversation, empty answers are kept as context
+    but not trained on. If all text is trained on, a single empty answer removes the conversation.
     """
     match example:
         case Completion():

@@ -1,4 +1,4 @@
-"""A file of rows: which format it has, and what reads it."""
+"""Files of rows: detection of the file format, and its reader."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OTHERS = {
 
 @dataclass(frozen=True)
 class FileSource:
-    """A file of rows. reader: what makes rows of it, found out by its name and its first bytes if not given."""
+    """A file of rows. reader: function that reads it; by default detected from its name and first bytes."""
 
     file: Path
     reader: Callable[[Path], Rows] | None = None
@@ -67,22 +67,22 @@ class FileSource:
 
 
 def file_source(path: Path) -> FileSource:
-    """The rows of a file in any format that is known.
+    """The source of a file in any supported format.
 
     Raises:
-        UserError: it is no regular file, cannot be read, or has no format that is known.
+        UserError: the path is not a regular file, cannot be read, or has no supported format.
     """
     if not path.is_file():
         wrong = "is not a regular file" if path.exists() else "does not exist"
         raise UserError(f"{path} {wrong}; give a file of rows ({FORMATS}).")
     source = FileSource(path, reader_of(path))
     if source.reader is read_array and bare_name(path).suffix != ".json":
-        return replace(source, notes=(f"{path.name} is a JSON array: it is read as rows",))
+        return replace(source, notes=(f"{path.name} is a JSON array, whose elements are read as rows",))
     return source
 
 
 def reader_of(path: Path) -> Callable[[Path], Rows]:
-    """What reads a file, by its first bytes and, where these do not say it, by its name."""
+    """The reader of a file, by its first bytes, or by its name if these do not tell."""
     with opened(path) as file:
         head = file.read(_HEAD)
     suffix = bare_name(path).suffix.lower()
@@ -98,12 +98,12 @@ def reader_of(path: Path) -> Callable[[Path], Rows]:
         return read_array
     if text and not text.startswith(b"{") and suffix not in SUFFIXES:
         raise UserError(
-            f"{path} is not a file of rows that can be read; give {FORMATS}, named so ({', '.join(SUFFIXES)})."
+            f"{path} is not a supported file of rows; give {FORMATS}, with a suffix of {', '.join(SUFFIXES)}."
         )
     return read_lines
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, object) of every line of a file in which all are right; UserError where one is not."""
+    """Yield (line number from 1, object) of every line; UserError if a line is invalid."""
     for place, row in strict_rows(FileSource(path, read_lines)):
         yield place.number, row

@@ -1,4 +1,4 @@
-"""From what somebody names to sources: a file, a folder of train.* and valid.*, or a data set of the hub."""
+"""Resolve a name to sources: a file, a folder with train.* and valid.*, or a dataset of the hub."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import flag
 from wgpu_lora.words import listed
 
-# What files and splits are called, the likeliest first.
+# Names of files and splits, the most common first.
 TRAIN, TEST = ("train", "training"), ("test",)
 VALID = ("valid", "validation", "val", "eval", "dev", "heldout")
 _SHOWN = 10  # names in a message
@@ -24,7 +24,7 @@ _SHOWN = 10  # names in a message
 
 @dataclass
 class _Named:
-    """What a name stands for. splits: by name; also: files that are not used because one of that name comes first."""
+    """A resolved name. splits: by name; also: unused files, for example with the same name in another format."""
 
     data: str
     splits: dict[str, Path | HubSource]
@@ -32,11 +32,11 @@ class _Named:
     also: list[str] = field(default_factory=list)
 
     def first(self, names: Sequence[str]) -> str | None:
-        """The first of these that is there."""
+        """The first of these names that exists."""
         return next((name for name in names if name in self.splits), None)
 
     def only(self) -> str | None:
-        """The one split of a data set that has no other, whatever it is called."""
+        """The name of a dataset's only split, if there is just one."""
         return next(iter(self.splits)) if len(self.splits) == 1 and not self.folder else None
 
     def take(self, name: str) -> FileSource | HubSource:
@@ -47,12 +47,12 @@ class _Named:
         alike = next((names for names in (TRAIN, VALID, TEST) if split in names), (split,))
         name = self.first((split, *alike))
         if name is None:
-            what = f"the splits {listed([*self.splits])}" if self.splits else "no file that is named as a split"
-            raise UserError(f"{self.data} has {what}, but none {split!r:.80}.")
+            there = f"choose one of {listed([*self.splits])}" if self.splits else "it has no file named like a split"
+            raise UserError(f"{self.data} has no split {split!r:.80}: {there}.")
         return self.take(name)
 
     def unused(self) -> list[str]:
-        """What is left, as a person would name it."""
+        """The remaining files and splits, for messages."""
         known = [name for name in (*TRAIN, *VALID, *TEST) if name in self.splits]
         left = [self.splits[name] for name in known]
         return [*self.also, *(p.name if isinstance(p, Path) else p.path for p in left)]
@@ -67,27 +67,27 @@ def training_data(
     dataset_config: str | None = None,
     given: Mapping[str, Source] | None = None,
 ) -> tuple[Source, Source | None]:
-    """What is trained on, and what is held out: what `eval_data` or `eval_split` names, else what lies beside it.
+    """The sources of training and held-out data; the latter by `eval_data` or `eval_split`, else beside the former.
 
-    A test split is never held out unasked: what is held out chooses the best adapter.
+    A test split is only used on request, since held-out data select the best adapter.
 
     Args:
-        split: of a data set or a folder; then nothing is held out that is not named.
-        dataset_config: the configuration of a data set of the hub.
-        given: rows that a caller gave, by 'data' and 'eval_data', which are not looked for then.
+        split: of a dataset or a folder; if given, held-out data must be given too.
+        dataset_config: configuration of a dataset of the hub.
+        given: rows from Python, by 'data' and 'eval_data', which are not looked up then.
 
     Raises:
-        UserError: there are no such data.
+        UserError: the data do not exist.
     """
     given = given or {}
     heldout = given.get("eval_data")
     if heldout is None and (eval_data or eval_split):
         if not eval_data and "data" in given:
-            raise UserError(f"{flag('eval_split')} is of a data set or a folder: name it with {flag('eval_data')}.")
+            raise UserError(f"{flag('eval_split')} needs a dataset or a folder: give it as {flag('eval_data')}.")
         heldout = heldout_data(eval_data or data, eval_split, dataset_config, "eval_split", "eval_data")
     if "data" in given:
         if split:
-            raise UserError(f"{flag('split')} is of a data set or a folder, not of rows from Python: leave it out.")
+            raise UserError(f"{flag('split')} needs a dataset or a folder, not rows from Python: leave it out.")
         return given["data"], heldout
     named = _named(str(data), split, dataset_config)
     if split:
@@ -100,7 +100,7 @@ def training_data(
     if unused and not (eval_data or eval_split or "eval_data" in given):
         verb = "is" if len(unused) == 1 else "are"
         named_by = "eval_data" if isinstance(source, FileSource) else "eval_split"
-        note = f"{listed(unused)} beside {source.name} {verb} not used; {flag(named_by)} names rows to hold out"
+        note = f"{listed(unused)} beside {source.name} {verb} not used; use {flag(named_by)} for held-out rows"
         source = replace(source, notes=(*source.notes, note))
     return source, heldout
 
@@ -112,13 +112,13 @@ def heldout_data(
     option: str = "split",
     argument: str = "data",
 ) -> Source:
-    """What a loss is measured on: a file, or of a folder or data set its validation split, else test, else train.
+    """The source of held-out data: a file, or the validation (else test, else train) split of a folder or dataset.
 
     Args:
-        option, argument: by which the split and the data are given.
+        option, argument: names of the options for the split and the data, for messages.
 
     Raises:
-        UserError: there are no such data.
+        UserError: the data do not exist.
     """
     named = _named(str(data), split, dataset_config, option, argument)
     if split:
@@ -137,7 +137,7 @@ def _look_up(data: str, split: str | None, config: str | None, option: str, argu
     path = Path(data)
     if path.is_file() or (path.exists() and not path.is_dir()):
         if split:
-            raise UserError(f"{flag(option)} is of a data set or a folder, and {data} is a file: leave it out.")
+            raise UserError(f"{flag(option)} needs a dataset or a folder, but {data} is a file: leave it out.")
         named = _Named(data, {"train": path})
         if _stem(path) in TRAIN:
             named.also = [other.name for other in _files(path.parent) if other != path and _stem(other) not in TRAIN]
@@ -153,21 +153,21 @@ def _look_up(data: str, split: str | None, config: str | None, option: str, argu
                 found.splits[_stem(file)] = file
         return found
     if data == ROWS:
-        raise UserError(f"{flag(argument)} was {ROWS}: give them again, as {argument}=[...] in Python.")
+        raise UserError(f"{flag(argument)} was given as {ROWS}: give them again, as {argument}=[...] in Python.")
     if not is_hub_id(data):
-        near = "" if "/" in data or path.suffix else " (a data set of Hugging Face is OWNER/NAME)"
+        near = "" if "/" in data or path.suffix else " (a Hugging Face dataset is OWNER/NAME)"
         raise UserError(f"There is no data at {data}{near}; give a file ({FORMATS}) or a folder with a train.jsonl.")
     return _Named(data, {**load_splits(data, split, config)})
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of a folder that are named as splits, those of likelier formats first."""
+    """The files of a folder that are named like splits, ordered by format."""
     found = [path for path in sorted(folder.iterdir()) if path.is_file() and _stem(path) in (*TRAIN, *VALID, *TEST)]
     return sorted(found, key=lambda path: (SUFFIXES.index(bare_name(path).suffix.lower()), path.name))
 
 
 def _stem(path: Path) -> str:
-    """train of train.jsonl.gz; "" of what has no format."""
+    """`train` for train.jsonl.gz; "" without a known suffix."""
     bare = bare_name(path)
     return bare.stem.lower() if bare.suffix.lower() in SUFFIXES else ""
 
@@ -175,7 +175,7 @@ def _stem(path: Path) -> str:
 def _lacks(named: _Named, what: str, option: str) -> NoReturn:
     if not named.folder:
         there = listed([*named.splits][:_SHOWN], max(0, len(named.splits) - _SHOWN))
-        raise UserError(f"{named.data} has no split {what!r} but {there}: choose one with {flag(option)}.")
+        raise UserError(f"{named.data} has no split {what!r}, only {there}: choose one with {flag(option)}.")
     names = [path.name for path in sorted(Path(named.data).iterdir()) if bare_name(path).suffix.lower() in SUFFIXES]
     there = f"it holds {listed(names[:_SHOWN], max(0, len(names) - _SHOWN))}" if names else "it holds no data"
     raise UserError(

@@ -1,7 +1,7 @@
-"""How long a text a format makes, before it is made: of `'...'.format()` and of `'...' % ...`.
+"""Upper bounds on the length of `'...'.format()` and `'...' % ...`, computed before formatting.
 
-Both are read as Python reads them. What published templates have no use for is refused: widths that are computed, and
-specifications that are not plain ASCII (Python takes the digits of every script for widths).
+Format strings are parsed as Python does. Features that published templates do not use are refused: computed widths, and
+specifications that are not ASCII (Python accepts digits of any script as widths).
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ _FLAGS = re.compile(r"[-+ #0]*")
 
 
 class FormatError(ValueError):
-    """A format asks for what templates have no use for; the text says what."""
+    """A format string uses an unsupported feature; the text says which."""
 
 
 def fields_of(text: str) -> Iterator[int]:
-    """Of each field of a text for `str.format`: how many characters it adds.
+    """Yield the number of characters that each field of a `str.format` string may add, besides its value.
 
     Raises:
-        FormatError: a field looks into its value, or a specification is too long, not ASCII, or computed.
-        ValueError: Python does not take it either.
+        FormatError: a field accesses an attribute or item, or a specification is too long, not ASCII, or computed.
+        ValueError: the format string is invalid.
     """
     for _, name, spec, _ in Formatter().parse(text):
         if name is not None:
             if "." in name or "[" in name:
-                raise FormatError("it formats with a field that looks into its value")
+                raise FormatError("it formats with a field that accesses an attribute or item")
             yield _width(spec or "")
 
 
 def conversions_of(text: str) -> Iterator[int]:
-    """Of each conversion of a text for `%`: how many characters it adds; FormatError as with `fields_of`."""
+    """The same for each conversion of a `%` format string. Raises FormatError as `fields_of` does."""
     at = 0
     while (at := text.find("%", at) + 1) > 0:
         if text[at : at + 1] == "%":
@@ -52,7 +52,7 @@ def conversions_of(text: str) -> Iterator[int]:
 
 
 def _behind_key(text: str, at: int) -> int:
-    """Where a conversion goes on behind its key in brackets, which may hold brackets."""
+    """The position after a conversion's key in brackets, which may be nested."""
     if text[at : at + 1] != "(":
         return at
     depth = 0
@@ -60,12 +60,12 @@ def _behind_key(text: str, at: int) -> int:
         depth += {"(": 1, ")": -1}.get(text[end], 0)
         if depth == 0:
             return end + 1
-    raise FormatError("it formats with a key that does not end")
+    raise FormatError("it formats with a key that is not closed")
 
 
 def _width(spec: str) -> int:
     if "{" in spec or "*" in spec:
-        raise FormatError("it formats with a width that is computed")
+        raise FormatError("it formats with a computed width")
     if len(spec) > MAX_SPEC or not spec.isascii():
         raise FormatError("it formats with a specification that is too long, or not ASCII")
     runs = _DIGITS.findall(spec)

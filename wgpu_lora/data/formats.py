@@ -1,11 +1,11 @@
-"""The formats of rows: from the objects of a source to checked examples.
+"""The formats of rows, and their conversion to validated examples.
 
-Each row is an object and fits one format by its keys. Where keys of several formats stand in a row
-(Alpaca's own file repeats itself under "text", say) the first in this order counts whose keys are not null:
+The keys of a row determine its format. If a row has the keys of several formats (Alpaca's file also has "text"), the
+first in this order whose keys are not null is used:
 
-    input_ids [labels, attention_mask]      tokens, labels with -100 where nothing is learnt
-    messages [tools]                        a conversation as OpenAI and TRL have it
-    conversations [system, tools]           a conversation as ShareGPT has it
+    input_ids [labels, attention_mask]      tokens, and labels with -100 for tokens that are not trained on
+    messages [tools]                        a conversation in the format of OpenAI and TRL
+    conversations [system, tools]           a conversation in the format of ShareGPT
     prompt, completion [tools]              two texts, or two lists of messages
     instruction, output [input, system]     Alpaca
     text                                    plain text
@@ -24,10 +24,10 @@ from wgpu_lora.errors import UserError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} | {role: role for role in ROLES}
-# What a row of each format must have, in the order in which formats are looked for, and what it may have.
+# The required keys of each format, in order of preference.
 _FORMATS = (("input_ids",), ("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"),
             ("text",))  # fmt: skip
-# Of these, text is JSON: tables have one type to a column.
+# Fields that may be JSON in a string, since columns of tables have a single type.
 LISTS = ("input_ids", "labels", "attention_mask", "messages", "conversations", "tools")
 COLUMNS = {*(key for keys in _FORMATS for key in keys), *LISTS, "input", "system", "chat_template_kwargs"}
 _KEYS = "; ".join(" and ".join(keys) for keys in _FORMATS)
@@ -35,7 +35,7 @@ _KEYS = "; ".join(" and ".join(keys) for keys in _FORMATS)
 
 @dataclass(frozen=True)
 class Tokens:
-    """A row that is tokenised already. `labels` are unshifted, -100 where nothing is learnt."""
+    """A tokenised row. `labels` are unshifted, with -100 for tokens that are not trained on."""
 
     input_ids: list[int]
     labels: list[int]
@@ -43,7 +43,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages for the chat template; `trained` are the positions of the turns to learn."""
+    """Messages for the chat template; `trained` are the positions of the turns to train on."""
 
     messages: list[dict[str, Any]]
     trained: frozenset[int]
@@ -66,7 +66,7 @@ class Alpaca:
 
     @property
     def asked(self) -> list[dict[str, Any]]:
-        """The messages that ask for the output, for models with a chat template."""
+        """The messages before the output, for models with a chat template."""
         before = [{"role": "system", "content": self.system}] if self.system else []
         question = f"{self.instruction}\n\n{self.input}" if self.input else self.instruction
         return [*before, {"role": "user", "content": question}]
@@ -81,10 +81,10 @@ Example = Tokens | Conversation | Completion | Alpaca | Text
 
 
 def read_examples(source: Source) -> Iterator[tuple[Place, Example]]:
-    """Yields (place, checked example) for every row of a source.
+    """Yield (place, example) for every row of a source.
 
     Raises:
-        UserError: a row cannot be read or fits no format, with its place.
+        UserError: a row cannot be read or fits no format; names its place.
     """
     for place, row in strict_rows(source):
         try:
@@ -95,7 +95,7 @@ def read_examples(source: Source) -> Iterator[tuple[Place, Example]]:
 
 
 def format_of(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """The keys by which a row fits a format; () where it fits none."""
+    """The required keys of the format that a row fits; () if it fits none."""
     given = [key for key, value in row.items() if value is not None]
     return next((keys for names in (given, row) for keys in _FORMATS if all(key in names for key in keys)), ())
 
@@ -104,18 +104,18 @@ Check = Callable[[Sequence[str]], None]
 
 
 def check_columns(names: Sequence[str]) -> None:
-    """Raises UserError unless a table with these columns has rows of some format; the message lists them."""
+    """Raise UserError unless these columns fit a format; the message lists them."""
     if format_of(dict.fromkeys(names, "")):
         return
     shown = ", ".join(repr(name[:80]) for name in names[:20]) or "none"
-    raise UserError(f"the columns are {shown}, but the formats have {_KEYS}; {renaming(names) or 'rename them'}.")
+    raise UserError(f"the columns are {shown}, but the formats need {_KEYS}; {renaming(names) or 'rename them'}.")
 
 
 def parse_example(row: dict[str, Any]) -> Example:
-    """Finds the format of one row by its keys and checks what is in it (formats: see the module).
+    """Determine the format of a row by its keys, and validate its fields.
 
     Raises:
-        UserError: the row fits no format or a field has the wrong type. The message says which field, not which line.
+        UserError: the row fits no format or a field has the wrong type. The message names the field, not the place.
     """
     match format_of(row):
         case ("input_ids",):
@@ -131,17 +131,17 @@ def parse_example(row: dict[str, Any]) -> Example:
         case ("text",):
             return Text(_string(row, "text"))
     keys = ", ".join(repr(key[:80]) for key in list(row)[:12]) or "none"
-    raise UserError(f"the row fits no format: its keys are {keys}, and the formats have {_KEYS}{_instead(row)}.")
+    raise UserError(f"the row fits no format: its keys are {keys}, but the formats need {_KEYS}{_instead(row)}.")
 
 
 def remedy(row: dict[str, Any]) -> str | None:
-    """What to do with an object that is no row but holds rows; None where it is one, or holds none."""
+    """Advice for an object that contains rows instead of being one; None if it does not."""
     for name, value in row.items():
         if name not in COLUMNS and isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            return f"its rows seem to be the list under {name[:80]!r}: write that list alone into the file"
+            return f"its rows seem to be the list {name[:80]!r}: write only that list to the file"
     texts = [value for name, value in row.items() if name in COLUMNS and name not in LISTS]
     if texts and all(isinstance(value, list) and value and isinstance(value[0], str) for value in texts):
-        return "it holds columns, not rows: write a list of objects, one for each row"
+        return "it has columns, not rows: write a list of objects, one for each row"
     return None
 
 
@@ -166,18 +166,20 @@ def _completion(row: dict[str, Any]) -> Conversation | Completion:
 
 
 def _list(row: dict[str, Any], name: str) -> Any:
-    """A field that is a list, or JSON of one in a string, as datasets with one type to a column have it."""
+    """A field that is a list, or a string with JSON of one, as in tables whose columns have a single type."""
     value = row.get(name)
     if not isinstance(value, str) or not value.strip().startswith("["):
         return value
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"'{name}' is a string that is not JSON; give a list, as json.dumps writes it.") from error
+        raise UserError(
+            f"'{name}' is a string that is not valid JSON; give a list, or the output of json.dumps."
+        ) from error
 
 
 def _string(row: dict[str, Any], name: str) -> str:
-    """A text field; only Alpaca's optional ones may be missing or null."""
+    """A text field; only `input` and `system` may be missing or null."""
     value = row.get(name)
     if value is None and name in ("input", "system"):
         return ""
@@ -190,12 +192,12 @@ def _tokens(row: dict[str, Any]) -> Tokens:
     ids = _integers(_list(row, "input_ids"), "input_ids", least=0)
     labels = ids if row.get("labels") is None else _integers(_list(row, "labels"), "labels", least=-100)
     if len(labels) != len(ids):
-        raise UserError(f"'labels' has {len(labels)} entries and 'input_ids' {len(ids)}; give one for each token.")
+        raise UserError(f"'labels' has {len(labels)} entries, but 'input_ids' has {len(ids)}; give one per token.")
     if any(-100 < label < 0 for label in labels):
-        raise UserError("'labels' has a negative entry that is not -100, the mark for what is not learnt.")
+        raise UserError("'labels' has a negative entry other than -100, which marks tokens that are not trained on.")
     mask = _list(row, "attention_mask")
     if mask is not None and _integers(mask, "attention_mask", least=0) != [1] * len(ids):
-        raise UserError("'attention_mask' must be a 1 for every token; leave padding out, rows are packed later.")
+        raise UserError("'attention_mask' must be 1 for every token; remove the padding, rows are packed later.")
     return Tokens(ids, labels)
 
 
@@ -232,9 +234,9 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise UserError(f"{where} has the role {role!r:.80}, but the roles are {', '.join(ROLES)}{hint}.")
     calls = message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        raise UserError(f"{where} has 'tool_calls' that are no list of objects.")
+        raise UserError(f"{where} has 'tool_calls' that are not a list of objects.")
     if message.get("weight", 1) not in (0, 1):
-        raise UserError(f"{where} has the weight {message['weight']!r}, but only 0 (do not learn) and 1 are known.")
+        raise UserError(f"{where} has the weight {message['weight']!r}, but it must be 0 (do not train on it) or 1.")
     checked = {**message, "content": _content(message.get("content"), where, may_be_null=bool(calls))}
     if calls:
         checked["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
@@ -242,7 +244,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 
 
 def _content(value: Any, where: str, may_be_null: bool) -> str | None:
-    """A message's text. Lists of text parts become one text, which every template can render."""
+    """A message's text. Lists of text parts are joined, since not every template supports them."""
     if isinstance(value, str) or (value is None and may_be_null):
         return value
     if not isinstance(value, list):
@@ -254,7 +256,7 @@ def _content(value: Any, where: str, may_be_null: bool) -> str | None:
 
 
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    # OpenAI has a call's arguments as JSON in a string, chat templates write them as JSON themselves.
+    # OpenAI's format has a call's arguments as JSON in a string; chat templates expect an object.
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -266,11 +268,11 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tools(value: Any) -> list[dict[str, Any]] | None:
-    if isinstance(value, str) and value.strip():  # datasets with one type to a column keep JSON in a string
+    if isinstance(value, str) and value.strip():  # JSON in a string, in tables whose columns have a single type
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise UserError("'tools' is a string that is not JSON; give a list of JSON schemas.") from error
+            raise UserError("'tools' is a string that is not valid JSON; give a list of JSON schemas.") from error
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):

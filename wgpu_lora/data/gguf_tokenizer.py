@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file describes, built as the `tokenizers` pipeline it was made from."""
+"""Convert the tokenizer of a GGUF file back to a tokenizer.json."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from wgpu_lora.tokens.pretokenizers import NAMES, WHOLE_PIECES
 from wgpu_lora.tokens.process import Child
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
-# The tokens after which llama.cpp ends a generation, whatever the metadata name.
+# Tokens that always end a generation in llama.cpp, whatever the metadata say.
 _ENDS = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>"}
 _ENDS |= {"</s>", "<｜end▁of▁sentence｜>"}
-# Rebuilding merges looks at every split of every token: this bounds the work for a vocabulary that makes no sense.
+# Limits for rebuilding merges, which looks at every split of every token.
 _MAX_SPLITS, _MAX_TOKEN = 1 << 21, 1024
-# The largest vocabulary of a supported architecture has 152,000 tokens, and Llama 3 two merges a token.
+# The largest vocabulary of a supported architecture has 152,000 tokens, and Llama 3 has two merges per token.
 _MAX_TOKENS, _MERGES_A_TOKEN = 320_000, 3
 _SPACE = "▁"
 _TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _REGEXES = {name: regex for regex, name in NAMES.items()}
-# tokenizer.ggml.pre -> the way of splitting text that it means, by the name that the writer has for it.
+# tokenizer.ggml.pre -> the canonical name of the pre-tokenizer (tokens/pretokenizers.py).
 _PRES = {name: name for name in ("gpt-2", "smollm", *_REGEXES)}
 _PRES |= {"default": "gpt-2", "llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
 _ADD_BOS = ("llama-bpe", "tekken")
-_NFC = ("qwen2",)  # llama.cpp knows no NFC, but Qwen's own tokenizers have it
+_NFC = ("qwen2",)  # Qwen's tokenizers use NFC, which llama.cpp does not
 
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """Tokens by id, their types, and what a text may really become: unused and empty ones are left out of `ids`."""
+    """Tokens by id, their types, and ids by token; `ids` lacks unused and empty tokens."""
 
     header: Header
     tokens: list[str]
@@ -46,7 +46,7 @@ class _Vocabulary:
     ids: dict[str, int]
 
     def special(self, name: str) -> str | None:
-        """The text of the token that tokenizer.ggml.<name>_token_id names; None where it names none."""
+        """The token of tokenizer.ggml.<name>_token_id; None if there is none."""
         id = self.header.values.get(f"tokenizer.ggml.{name}_token_id")
         if type(id) is not int or not 0 <= id < len(self.tokens) or self.tokens[id] not in self.ids:
             return None
@@ -63,19 +63,20 @@ class _Vocabulary:
 
 
 def read_tokenizer(header: Header, vocab_size: int, pre: str | None = None) -> Tokenizer | None:
-    """The tokenizer of a file, or None where it describes none.
+    """The tokenizer of a GGUF file; None if it has none.
 
-    pre: what tokenizer.ggml.pre is where a file from before there was this key does not state it.
+    Args:
+        pre: default for tokenizer.ggml.pre, which old files lack.
 
     Raises:
-        UserError: it is of a kind that cannot be built, does not fit the model's `vocab_size`, or makes no sense.
+        UserError: the tokenizer is of an unsupported kind, does not fit the model's `vocab_size`, or is damaged.
     """
     kind = header.values.get("tokenizer.ggml.model")
     if kind in (None, "none", "no_vocab"):
         return None
     if kind not in ("gpt2", "llama"):
         raise UserError(
-            f"The tokenizer {kind!r:.100} of {header.path} is not supported: use a model with one of gpt2, llama."
+            f"The tokenizer {kind!r:.100} of {header.path} is not supported: use a model with gpt2 or llama."
         )
     vocabulary = _vocabulary(header, vocab_size)
     try:
@@ -101,7 +102,7 @@ def _vocabulary(header: Header, vocab_size: int) -> _Vocabulary:
     path = header.path
     tokens = list(header.strings("tokenizer.ggml.tokens", min(vocab_size, _MAX_TOKENS)) or ())
     if not tokens:
-        raise UserError(f"{path} names a tokenizer but no tokens: use another conversion of the model.")
+        raise UserError(f"{path} has a tokenizer without tokens: use another conversion of the model.")
     stated = header.numbers("tokenizer.ggml.token_type", len(tokens))
     types = [_NORMAL] * len(tokens) if stated is None else stated.tolist()
     ids: dict[str, int] = {}
@@ -130,7 +131,7 @@ def _bytes_only(use_regex: bool) -> Document:
 
 
 def _byte_level(vocabulary: _Vocabulary, pre: str | None) -> tuple[Document, bool]:
-    """Byte-level BPE, and whether it starts a text with bos where the metadata do not say."""
+    """Byte-level BPE, and whether it adds bos by default."""
     header = vocabulary.header
     name = header.values.get("tokenizer.ggml.pre", pre)
     if not isinstance(name, str) or name not in _PRES:
@@ -153,11 +154,11 @@ def _byte_level(vocabulary: _Vocabulary, pre: str | None) -> tuple[Document, boo
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> tuple[Document, bool]:
-    """SentencePiece's BPE: whole text with spaces as ▁, unknown characters as bytes."""
+    """SentencePiece's BPE: spaces as ▁, no splitting, unknown characters as bytes."""
     unknown = vocabulary.special("unknown") or next(iter(vocabulary.of_type(_UNKNOWN)), None)
     merges = _stated_merges(vocabulary)
     merges = _rebuilt_merges(vocabulary) if merges is None else merges
-    # As llama.cpp has it: a space before the text, and after every added token.
+    # As in llama.cpp: a space before the text, and after every added token.
     normalizing = [_replace(" ", _SPACE)]
     decoding: list[Document] = [_replace(_SPACE, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
     if vocabulary.flag("add_space_prefix", True):
@@ -175,12 +176,12 @@ def _stated_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]] | None:
     stated = vocabulary.header.strings("tokenizer.ggml.merges", _MERGES_A_TOKEN * len(tokens))
     if stated is None:
         return None
-    pairs = array("I")  # ids until all have been looked at: as texts they are many times their size in the file
+    pairs = array("I")  # ids, since texts would take many times the size of the file
     for text in stated:
         left, space, right = text.partition(" ") if text[:1] != " " else ("", "", "")
         if not space or left not in ids or right not in ids or left + right not in ids:
             raise UserError(
-                f"{path} merges {text!r:.100}, which are not tokens of its own: use another conversion of it."
+                f"{path} has the merge {text!r:.100} of unknown tokens: use another conversion of the model."
             )
         pairs.append(ids[left])
         pairs.append(ids[right])
@@ -189,9 +190,9 @@ def _stated_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]] | None:
 
 
 def _rebuilt_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """The merges that tokens and scores imply, best first; of a token that splits in several ways, the longest left.
+    """The merges implied by tokens and scores, best first, and longest left part first for the same token.
 
-    Some converters give every token the same score. Then the ids are the order: SentencePiece numbers by rank.
+    Some converters give all tokens the same score. Then they are ordered by id, since SentencePiece numbers by rank.
     """
     header, ids = vocabulary.header, vocabulary.ids
     scores = header.numbers("tokenizer.ggml.scores", len(vocabulary.tokens))
@@ -199,7 +200,7 @@ def _rebuilt_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
         raise UserError(f"{header.path} has no score for each of its tokens: use another conversion of the model.")
     pieces = {token: id for token, id in ids.items() if vocabulary.types[id] == _NORMAL}
     if sum(len(piece) for piece in pieces) > _MAX_SPLITS or max(map(len, pieces), default=0) > _MAX_TOKEN:
-        raise UserError(f"{header.path} has tokens of a length that no model has: use another conversion of it.")
+        raise UserError(f"{header.path} has tokens that are too long: use another conversion of the model.")
     same = len({float(scores[id]) for id in pieces.values()}) == 1
     found = []
     for piece, id in pieces.items():
@@ -212,7 +213,7 @@ def _rebuilt_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 
 
 def _added_tokens(vocabulary: _Vocabulary) -> list[Document]:
-    """Control tokens are special; both these and what users defined are found in a text before anything else."""
+    """Control tokens, which are special, and user-defined tokens; both are matched before splitting."""
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return [
         {"id": vocabulary.ids[text], "content": text, **plain, "special": special}
@@ -238,7 +239,7 @@ def _post_processor(vocabulary: _Vocabulary, add_bos: bool) -> Document | None:
 
 
 def _chat_templates(header: Header) -> dict[str, str]:
-    """By name; names become those of files where a model is written as a directory, so they are plain."""
+    """Chat templates by name; names must be plain, since they become file names."""
     prefix = "tokenizer.chat_template"
     templates = {"default": header.values.get(prefix)}
     for key, value in header.values.items():

@@ -1,4 +1,4 @@
-"""Rows that Python gives: a list of dicts, an iterator, a data set."""
+"""Rows from Python: a list of dicts, an iterator, or a dataset."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from wgpu_lora.data.source import Place, Problem, Rows, Source, dense, kind_of
 from wgpu_lora.errors import UserError
 from wgpu_lora.words import counted
 
-ROWS = "rows from Python"  # what options say where no name of a file is
+ROWS = "rows from Python"  # stands for the path in records of options
 _MAX_DEPTH = 100
 
 
 @dataclass
 class GivenRows:
-    """Rows from Python. argument: what the caller calls them."""
+    """Rows from Python. argument: name of the caller's argument."""
 
     given: Iterable[Any]
     argument: str = "data"
@@ -53,7 +53,7 @@ class GivenRows:
 
 
 def given_rows(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Source]]:
-    """Options as the command line could have them, and by their names the rows that stood in `data` and `eval_data`.
+    """Split options into plain ones, and the rows given as `data` and `eval_data`.
 
     Raises:
         UserError: one of the two is neither a path nor rows.
@@ -67,10 +67,10 @@ def given_rows(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, So
 
 
 def rows_given(value: Any, argument: str = "data") -> Source:
-    """The rows that a caller gives as an argument.
+    """The source of rows given as an argument.
 
     Raises:
-        UserError: it is nothing that rows can be taken from.
+        UserError: the argument is not an iterable of rows.
     """
     wanted = f"'{argument}' must be a path, or rows: a list of dicts, or an iterator of them"
     if isinstance(value, Mapping):
@@ -99,7 +99,7 @@ def _checked(row: Any, of_table: bool) -> dict[str, Any] | Problem:
 
 
 def _plain(value: Any, depth: int) -> Any:
-    """A value as JSON would give it: arrays and tuples are lists. ValueError where it could not."""
+    """Convert a value to JSON types: arrays and tuples become lists. Raises ValueError if that is impossible."""
     if depth > _MAX_DEPTH:
         raise ValueError("it is nested too deeply; a row needs only a few levels")
     if isinstance(value, Mapping):
@@ -110,4 +110,4 @@ def _plain(value: Any, depth: int) -> Any:
         return [_plain(item, depth + 1) for item in value]
     if isinstance(value, str):
         return str(value)
-    return value.tolist() if hasattr(value, "tolist") else value  # of NumPy and PyTorch
+    return value.tolist() if hasattr(value, "tolist") else value  # NumPy and PyTorch

@@ -1,10 +1,10 @@
-"""What rows that fit no format seem to mean, for the errors that say what to rename."""
+"""Guess the meaning of keys in rows that fit no format, to suggest which to rename."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# What others call the parts of a row, the likeliest first; and roles.
+# Common names for the parts of a row, the most common first; and for roles.
 _ASKED = ("prompt", "instruction", "question", "query", "problem", "input", "user", "source")
 _ANSWERED = ("completion", "output", "answer", "response", "solution", "reply", "target", "assistant")
 _TURNS = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat")
@@ -13,10 +13,10 @@ OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "a
 
 
 def renaming(names: Sequence[str]) -> str | None:
-    """Which keys to rename, where it can be guessed what they mean."""
+    """Advice on which keys to rename; None if their meaning cannot be guessed."""
     known = {name.strip().lower(): name for name in names}
     if "chosen" in known and "rejected" in known:
-        return "these are preferences, which cannot be trained on; the chosen answers can, as 'completion'"
+        return "these are preferences, which are not supported; the chosen answers can be trained on, as 'completion'"
     turns = next((known[name] for name in _TURNS if name in known), None)
     asked, answered = (next((name for name in each if name in known), None) for each in (_ASKED, _ANSWERED))
     if turns is not None:

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, and folders in its formats, through the `datasets` library."""
+"""Datasets of the Hugging Face hub, and folders in its formats, through the `datasets` library."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from wgpu_lora.names.naming import flag
 from wgpu_lora.words import listed
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
-_SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")  # of save_to_disk
+_SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")  # written by save_to_disk
 _PLAIN_SUFFIXES = (*SUFFIXES, ".gz", ".txt", ".zst", ".xz", ".bz2", ".zip", ".arrow", ".xlsx", ".toml", ".yaml", ".yml")
 
 
 @dataclass(frozen=True)
 class HubSource:
-    """A split of a data set. table: a `datasets.Dataset`."""
+    """A split of a dataset. table: a `datasets.Dataset`."""
 
     path: str
     table: Any
@@ -44,9 +44,9 @@ class HubSource:
         names = known_columns(self.table.column_names, self.path)
         if not self.table.num_rows:
             raise UserError(f"{self.path} is empty; at least one row is needed.")
-        # As Arrow has them: nothing is decoded that training does not read.
+        # In Arrow format, so that unused columns are not decoded.
         table = self.table.select_columns(names).with_format("arrow")
-        with _told(self.path):
+        with _as_user_error(self.path):
             yield from rows_of(table.iter(BATCH))
 
     def where(self, place: Place) -> str:
@@ -57,7 +57,7 @@ class HubSource:
 
 
 def is_hub_id(data: str) -> bool:
-    """Whether a name that is not there can be meant as a data set of the hub: `owner/name`, and like no path."""
+    """Whether a name that is not a path may be a dataset of the hub: `owner/name`, without a file suffix."""
     suffix = Path(data).suffix.lower()
     return (
         bool(_ID.fullmatch(data))
@@ -68,29 +68,29 @@ def is_hub_id(data: str) -> bool:
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether a folder is one that `save_to_disk` wrote, or has splits in several files as the hub has them."""
+    """Whether a folder was written by `save_to_disk`, or has splits in several files like datasets of the hub."""
     return any((folder / name).is_file() for name in _SAVED) or any(
         next(place.glob("train-*-of-*.*"), None) for place in (folder, folder / "data")
     )
 
 
 def load_splits(data: str, split: str | None, config: str | None) -> dict[str, HubSource]:
-    """The splits of a data set of the hub, or of a folder that `is_saved`, by name; only `split`, where it is given.
+    """The splits of a dataset of the hub, or of a folder that `is_saved`, by name; only `split`, if given.
 
     Raises:
-        UserError: `datasets` is not installed, or there is no such data set, configuration or split, or it cannot be
-            reached or read.
+        UserError: `datasets` is not installed, the dataset, configuration or split does not exist, or it cannot be
+            downloaded or read.
     """
     try:
         import datasets
     except ImportError:
         raise UserError(
-            f"{data} would be read with the datasets library, which is not installed: {pip_line('data')}. "
-            "(Of a file or folder, check the path.)"
+            f"{data} is not a local path, and datasets of the hub need the datasets library: check the path, or "
+            f"install it with {pip_line('data')}."
         ) from None
     if sys.stderr is None or not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    with _told(data):
+    with _as_user_error(data):
         if any((Path(data) / name).is_file() for name in _SAVED):
             found = datasets.load_from_disk(data)
             if isinstance(found, Mapping) and split is not None:
@@ -108,15 +108,15 @@ def _no_split(data: str, split: str, found: Mapping[str, Any]) -> Any:
 
 
 @contextmanager
-def _told(data: str) -> Iterator[None]:
-    """Whatever the library raises, as one sentence: it passes on what it meets in formats and in the network."""
+def _as_user_error(data: str) -> Iterator[None]:
+    """Convert errors of the library, of formats and of the network to one sentence."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
         kind, text = type(error).__name__, " ".join(str(error).split("Example of usage")[0].split())[:300].rstrip(". ")
-        absent = "is no file or folder here, and as a data set of Hugging Face not in the local cache"
+        absent = "is not a local file or folder, and not a Hugging Face dataset in the local cache"
         if "OfflineMode" in text or (isinstance(error, ConnectionError) and os.environ.get("HF_HUB_OFFLINE")):
             wrong = f"{absent}, and HF_HUB_OFFLINE is set: check the path, or unset it"
         elif isinstance(error, ConnectionError):
@@ -127,13 +127,13 @@ def _told(data: str) -> Iterator[None]:
             )
         elif kind == "DatasetNotFoundError":
             wrong = (
-                "is neither a file or folder here nor a data set on Hugging Face: check its spelling (a private one "
+                "is neither a local file or folder nor a dataset on Hugging Face: check its spelling (a private one "
                 "needs `hf auth login`)"
             )
         elif "config" in text.lower():
-            wrong = f"cannot be opened ({text}): name a configuration with {flag('dataset_config')}"
+            wrong = f"cannot be opened ({text}): choose a configuration with {flag('dataset_config')}"
         elif text.startswith("Unknown split"):
-            wrong = f"cannot be opened ({text}): name one of these with {flag('split')}"
+            wrong = f"cannot be opened ({text}): choose one of these with {flag('split')}"
         else:
             wrong = f"cannot be read ({text or kind}): check it, or save it as a file of rows"
         raise UserError(f"{data} {wrong}.") from error

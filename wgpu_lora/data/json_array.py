@@ -1,4 +1,4 @@
-"""Reading a JSON array of rows, one element at a time: a file may be far larger than what it takes to hold a row."""
+"""Read a JSON array of rows one element at a time, so that a file may be larger than memory."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from wgpu_lora.errors import UserError
 
 _CHUNK, _MOST = 1 << 16, 1 << 20
 _NO_SPACE = re.compile(rb"[^ \t\r\n]")
-_OUTSIDE = re.compile(rb'["\[\]{},]')  # what ends an element, changes the depth or begins a string
+_OUTSIDE = re.compile(rb'["\[\]{},]')  # ends an element, changes the depth or begins a string
 _WITHIN = re.compile(rb'["\[\]{}]')
 _STRING = re.compile(rb'"|\\.|\\\Z', re.DOTALL)
 
 
 def read_array(path: Path) -> Rows:
-    """The elements of a file that is one JSON array, numbered from 1, with the line that each begins in.
+    """Yield the elements of a JSON array, numbered from 1, with their first lines.
 
-    An element that cannot be read, as a line of JSONL, is a Problem.
+    An element that cannot be parsed is a Problem, as for a line of JSONL.
 
     Raises:
-        UserError: the file cannot be read, or it cannot be told where an element ends.
+        UserError: the file cannot be read, or an element does not end.
     """
     number = 0
     with opened(path) as file:
@@ -36,9 +36,9 @@ def read_array(path: Path) -> Rows:
 
 
 def _elements(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes | None]]:
-    """(line, bytes) of each element; None of one that is too long."""
+    """(line, bytes) of each element; the bytes are None if it is too long."""
     held = file.read(_CHUNK).removeprefix(BOM)
-    begin = at = held.index(b"[") + 1  # of the element; how far it is looked through
+    begin = at = held.index(b"[") + 1  # start of the element; position of the search
     line = 1 + held.count(b"\n", 0, begin)  # of `begin`
     depth, in_string, is_long, count = 0, False, False, 0
     while True:
@@ -49,11 +49,11 @@ def _elements(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes | None]]
                 is_long = True
                 line += held.count(b"\n", begin, at)
                 begin = at
-            more = file.read(min(max(_CHUNK, at - begin), _MOST))  # more for a long element, which is copied each time
+            more = file.read(min(max(_CHUNK, at - begin), _MOST))  # more for long elements
             if not more:
                 raise UserError(
-                    f"{path} is a list that does not end: row {count + 1}, in line {_behind_space(held, begin, line)}, "
-                    "lacks a quotation mark or a bracket, or the file is cut short."
+                    f"{path} is a list that is not closed: row {count + 1}, line {_behind_space(held, begin, line)}, "
+                    "lacks a quotation mark or a bracket, or the file is truncated."
                 )
             held, at, begin = held[begin:] + more, at - begin, 0
             continue
@@ -68,7 +68,7 @@ def _elements(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes | None]]
             depth -= 1
         elif mark == b"}":
             here = line + held.count(b"\n", begin, at)
-            raise UserError(f"{path}, line {here}: there is a closing brace too many.")
+            raise UserError(f"{path}, line {here}: there is one closing brace too many.")
         else:
             element = held[begin : at - 1].strip()
             if element or count or mark == b",":
@@ -80,12 +80,12 @@ def _elements(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes | None]]
         line, held, begin = line + held.count(b"\n", begin), more, 0
     if rest:
         raise UserError(
-            f"{path} goes on behind its list, in line {_behind_space(held, begin, line)}; "
-            "give one JSON list, or one object a line."
+            f"{path} has text after the end of its list, in line {_behind_space(held, begin, line)}; "
+            "give one JSON list, or one object per line."
         )
 
 
 def _behind_space(held: bytes, begin: int, line: int) -> int:
-    """The line of what comes behind the white space at `begin`, which is in `line`."""
+    """The line of the first non-space after `begin`, which is in `line`."""
     found = _NO_SPACE.search(held, begin)
     return line + held.count(b"\n", begin, found.start() if found else len(held))

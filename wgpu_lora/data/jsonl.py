@@ -1,4 +1,4 @@
-"""Reading JSONL: one JSON object to a line, every mistake told with its line."""
+"""Read JSONL: one JSON object per line, errors with line numbers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from wgpu_lora.data.opening import opened
 from wgpu_lora.data.source import Place, Problem, Rows, kind_of
 from wgpu_lora.errors import UserError
 
-MAX_LINE = 16 << 20  # bytes; as lists of lists, the worst there is, Python takes half a gigabyte for them
-MAX_SHOWN = 1 << 16  # bytes of a row that is not JSON, where it is kept
+MAX_LINE = 16 << 20  # bytes; in the worst case (nested lists) Python takes half a gigabyte for them
+MAX_SHOWN = 1 << 16  # bytes of an unparsable row that are kept
 BOM = b"\xef\xbb\xbf"
 
 
 def read_lines(path: Path) -> Rows:
-    """Every line that is not blank, reading line by line.
+    """Yield every line that is not blank.
 
-    A line that is too long, not UTF-8, not JSON, not an object, or names a key twice is a Problem.
+    A line that is too long, not UTF-8, not a JSON object, or repeats a key is a Problem.
 
     Raises:
-        UserError: the file cannot be read, is empty, or is a JSON object of another form.
+        UserError: the file cannot be read, is empty, or is a JSON object over several lines.
     """
     first = True
     with opened(path) as file:
@@ -43,7 +43,7 @@ def read_lines(path: Path) -> Rows:
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    """The lines; of one that is longer than MAX_LINE, its beginning, longer than that."""
+    """The lines; those longer than MAX_LINE are truncated to MAX_LINE + 1 bytes."""
     while line := file.readline(MAX_LINE + 1):
         yield line
         while len(line) > MAX_LINE and not line.endswith(b"\n"):
@@ -51,27 +51,27 @@ def _lines(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | Problem:
-    """The object that a row's bytes are, or what is wrong with them."""
+    """Parse the bytes of a row."""
     if len(line) > MAX_LINE:
         return too_long()
-    if not line.strip():  # of a list: blank lines are no rows
-        return Problem("there is nothing between two commas, or behind the last; leave the comma out.")
+    if not line.strip():  # only elements of a list: blank lines are skipped
+        return Problem("there is nothing between two commas, or after the last; remove the comma.")
     try:
         row = json.loads(line.decode("utf-8"), object_pairs_hook=object_of, parse_constant=_no_constant)
-        if b"\\u" in line:  # an escape can spell half of a surrogate pair, which no tokenizer takes
+        if b"\\u" in line:  # an escape may be a lone surrogate, which no tokenizer accepts
             json.dumps(row, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
         reason = f"not valid UTF-8 (byte {error.start + 1}); save the file as UTF-8."
     except UnicodeEncodeError:
-        reason = "a \\u escape is half of a surrogate pair; write the character out."
+        reason = "a \\u escape is a lone surrogate; write the character out."
     except json.JSONDecodeError as error:
         rest = error.doc[error.pos :].strip() if error.msg == "Extra data" else ""
         if rest == ",":
-            reason = "a comma stands behind the object; leave it out, or put all rows into one list, as [...]."
+            reason = "there is a comma after the object; remove it, or put all rows into one list, as [...]."
         elif rest.startswith("{"):
-            reason = "several JSON objects stand in one line; write one to a line."
+            reason = "there are several JSON objects in one line; write one per line."
         else:
-            reason = f"not JSON: {said(error)}; each row must be one JSON object."
+            reason = f"not JSON: {describe(error)}; each row must be one JSON object."
     except RecursionError:
         reason = "nested too deeply to read; a row needs only a few levels."
     except ValueError as error:
@@ -79,7 +79,7 @@ def parse_line(line: bytes) -> dict[str, Any] | Problem:
     else:
         if isinstance(row, dict):
             return row
-        return Problem(f"holds {kind_of(row)}, but each row must be one JSON object.", row)
+        return Problem(f"it is {kind_of(row)}, but each row must be one JSON object.", row)
     return Problem(reason, line[:MAX_SHOWN].decode("utf-8", "replace").strip())
 
 
@@ -87,14 +87,14 @@ def too_long() -> Problem:
     return Problem(f"longer than {MAX_LINE >> 20} MiB; split the row into several.")
 
 
-def said(error: json.JSONDecodeError) -> str:
-    """What Python's reader says, as a part of a sentence: 'invalid control character at character 216'."""
+def describe(error: json.JSONDecodeError) -> str:
+    """A JSON error as part of a sentence: 'invalid control character at character 216'."""
     text = error.msg.removesuffix(" at").removesuffix(" starting")
     return f"{text[:1].lower()}{text[1:]} at character {error.pos + 1}"
 
 
 def _of_several_lines(path: Path, line: bytes) -> str | None:
-    """What to say of a file that is not JSONL, but JSON over several lines; None where it is something else."""
+    """Advice for a file with JSON objects over several lines; None for other files."""
     if not line.lstrip().startswith(b"{"):
         return None
     with opened(path) as file:
@@ -102,9 +102,9 @@ def _of_several_lines(path: Path, line: bytes) -> str | None:
     if len(data) <= MAX_LINE and isinstance(row := parse_line(data.removeprefix(BOM)), dict):
         return f"is one JSON object over several lines; {remedy(row) or 'put it into a list, as [{...}]'}"
     if line.strip() == b"{":
-        return "has JSON objects over several lines; write one to a line (`jq -c . FILE`), or all of them as one list"
+        return "has JSON objects over several lines; write one per line (`jq -c . FILE`), or all of them as one list"
     return None
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON; use a number or null")
+    raise ValueError(f"{name} is not valid JSON; use a number or null")

@@ -1,7 +1,7 @@
-"""What is learnt: an example becomes token ids and, beside them, labels.
+"""Tokenise examples and mask their labels.
 
-Labels are unshifted as Hugging Face has them: the label of a position is its own token, or -100 if it is not learnt.
-A turn that is learnt goes from behind its header to its end token, which is learnt too; the newline after that is not.
+Labels are unshifted, as in Hugging Face: the label of a position is its own token, or -100 if it is not trained on. A
+trained turn starts after its header and includes its end token, but not the newline after that.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from wgpu_lora.data import template
-from wgpu_lora.data.asking import MAX_ASKED, Steps, Wanted, together
+from wgpu_lora.data.encoding import MAX_CHARACTERS, EncodeRequest, Steps, run_together
 from wgpu_lora.data.formats import Alpaca, Completion, Conversation, Example, Text, Tokens
 from wgpu_lora.data.template import Span
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
 
 UNTRAINED = -100
-# Characters of a conversation that is rendered up to each of its turns; and where each of these becomes a row.
+# Limits of (characters of a conversation) * (trained turns) for rendering it up to each turn, and for one row per turn.
 MAX_RENDERED, MAX_IN_ROWS = 1 << 27, 1 << 25
 Pair = tuple[list[int], list[int]]
 
@@ -39,18 +39,18 @@ def tokenize_example(
     completion_only_loss: bool = True,
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> list[Pair]:
-    """Turns one example into rows of (input_ids, labels), each pair of equal length.
+    """Tokenise an example to rows of (input_ids, labels), two lists of equal length.
 
-    It is one row but for conversations whose template renders a turn differently once others follow it
-    (Qwen3 drops the thinking of earlier turns): these give one row for each turn that is learnt,
-    cut after that turn, so that each is learnt behind just what the model will see before it.
+    Most examples give one row. If the template renders a turn differently once others follow it (Qwen3 drops the
+    thinking of earlier turns), a conversation gives one row for each trained turn, truncated after that turn, so that
+    each turn is trained on with the context that the model sees at inference.
 
     Args:
-        completion_only_loss: learn answers only; else everything. It says nothing about `Text` and `Tokens`.
-        chat_template_kwargs: further names for the chat template; a row's own ones win.
+        completion_only_loss: train on answers only, else on everything. Has no effect on `Text` and `Tokens`.
+        chat_template_kwargs: additional variables for the chat template; those of the row take precedence.
 
     Raises:
-        UserError: there is no tokenizer for a row that needs one, or the chat template fails on it.
+        UserError: the row needs a tokenizer and there is none, or the chat template fails on it.
     """
     [found] = tokenize_examples([example], tokenizer, completion_only_loss, chat_template_kwargs)
     if isinstance(found, UserError):
@@ -64,9 +64,9 @@ def tokenize_examples(
     completion_only_loss: bool = True,
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> list[list[Pair] | UserError]:
-    """As `tokenize_example`, of several examples at once: what became of each."""
+    """Like `tokenize_example`, for several examples; returns the rows or the error of each."""
     steps = [_rows(example, tokenizer, completion_only_loss, chat_template_kwargs or {}) for example in examples]
-    return together(steps, tokenizer)
+    return run_together(steps, tokenizer)
 
 
 def _rows(
@@ -76,12 +76,12 @@ def _rows(
         return [(list(example.input_ids), list(example.labels))]
     if tokenizer is None:
         raise UserError(
-            "the row is text but the model has no tokenizer.json; add one, or tokenise the data into 'input_ids'."
+            "the row is text, but the model has no tokenizer.json; add one, or tokenise the data to 'input_ids'."
         )
     if isinstance(example, Alpaca):
         example = _alpaca(example, tokenizer)
     if isinstance(example, Text):
-        [plain] = yield Wanted([example.text])
+        [plain] = yield EncodeRequest([example.text])
         ids = _ended(tokenizer.opening + plain, tokenizer)
         return [(ids, list(ids))]
     if isinstance(example, Completion):
@@ -92,7 +92,7 @@ def _rows(
     kwargs = {**template_kwargs, **example.template_kwargs}
     if reserved := kwargs.keys() & template.GIVEN:
         raise UserError(
-            f"chat_template_kwargs may not set {', '.join(sorted(reserved))}; they come from the row itself."
+            f"chat_template_kwargs must not set {', '.join(sorted(reserved))}; they come from the row itself."
         )
     return (yield from _Chat(example, tokenizer, kwargs).rows(completion_only_loss))
 
@@ -107,7 +107,7 @@ def _alpaca(example: Alpaca, tokenizer: Tokenizer) -> Conversation | Completion:
 
 
 class _Chat:
-    """One conversation on its way through the chat template."""
+    """Tokenises one conversation with the chat template."""
 
     def __init__(self, example: Conversation, tokenizer: Tokenizer, kwargs: dict[str, Any]) -> None:
         self.messages, self.trained, self.tools = example.messages, sorted(example.trained), example.tools
@@ -116,9 +116,9 @@ class _Chat:
     def rows(self, completion_only_loss: bool) -> Steps[list[Pair]]:
         text, marks = self.tokenizer.render_with_spans(self.messages, self.tools, variables=self.kwargs)
         if not completion_only_loss:
-            [ids] = yield Wanted([text])
+            [ids] = yield EncodeRequest([text])
             return [(ids, list(ids))]
-        [(ids, offsets)] = yield Wanted([text], offsets=True)
+        [(ids, offsets)] = yield EncodeRequest([text], offsets=True)
         spans = self._marked(marks)
         if not spans:
             self._check_size(text, MAX_RENDERED)
@@ -134,12 +134,12 @@ class _Chat:
     def _check_size(self, text: str, most: int) -> None:
         if len(text) * len(self.trained) > most:
             raise UserError(
-                f"{len(self.trained):,} turns to learn in {len(text):,} characters are too many to look for each; "
-                "split the conversation."
+                f"{len(text):,} characters with {len(self.trained):,} trained turns are too long for a conversation; "
+                "split it."
             )
 
     def _marked(self, marks: list[Span]) -> list[Span] | None:
-        """The template's own marks, where it is clear which of them are to be learnt."""
+        """The spans of trained turns from the template's generation marks; None if they cannot be matched to turns."""
         turns = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
         if turns == self.trained:
             return marks
@@ -148,7 +148,7 @@ class _Chat:
         return None
 
     def _by_prefix(self, text: str, ids: list[int], offsets: list[Span]) -> Steps[list[Span] | None]:
-        """Where the turns lie if the text up to each turn is the same with and without what follows, else None."""
+        """The spans of trained turns, if the text up to each turn does not depend on later turns, else None."""
         spans = []
         stops = {stop for _, stop in offsets}
         for turn in self.trained:
@@ -160,39 +160,39 @@ class _Chat:
             if not (text.startswith(after) and after.startswith(before)) or end not in stops:
                 return None
             spans.append((start, end))
-        each = max(1, MAX_ASKED // max(1, len(text)))
+        each = max(1, MAX_CHARACTERS // max(1, len(text)))
         for i in range(0, len(spans), each):
-            headers = yield Wanted([text[:start] for start, _ in spans[i : i + each]])
+            headers = yield EncodeRequest([text[:start] for start, _ in spans[i : i + each]])
             if any(header != ids[: len(header)] for header in headers):
                 return None
         return spans
 
     def _cut_after(self, turn: int) -> Steps[Pair]:
-        """The conversation up to a turn, and only that turn learnt."""
+        """The conversation up to a turn, with labels for that turn only."""
         text = self._render(turn + 1)
         before = self._before(turn)
         if before is None or not text.startswith(before):
             before = self._common_header(turn)
         if before is None or not text.startswith(before):
             raise UserError(
-                f"it cannot be told where message {turn} begins in what the chat template makes of it; "
-                "use a template with {% generation %} marks, or train on everything with completion_only_loss off."
+                f"the start of message {turn} cannot be found in the output of the chat template; use a template with "
+                "{% generation %} marks, or train on everything with completion_only_loss off."
             )
         end = _without_trailing_space(text, self.tokenizer)
         prompt, answer = yield from _split(before, text[len(before) : end])
-        [rest] = yield Wanted([text[end:]])
+        [rest] = yield EncodeRequest([text[end:]])
         ids = prompt + answer + rest
         return ids, _behind(prompt + answer, len(prompt)) + [UNTRAINED] * len(rest)
 
     def _before(self, turn: int) -> str | None:
-        """What the model sees when it is to write the turn; None if the template does not take half a conversation."""
+        """The prompt for a turn; None if the template refuses an incomplete conversation."""
         try:
             return self.tokenizer.render(self.messages[:turn], self.tools, True, variables=self.kwargs)
         except UserError:
             return None
 
     def _common_header(self, turn: int) -> str | None:
-        """All text before a turn's words: what two renderings with different words have in common."""
+        """The text before a turn's content: the common prefix of two renderings with different contents."""
         turns = [[*self.messages[:turn], {"role": "assistant", "content": words}] for words in ("A", "B")]
         try:
             one, other = (self.tokenizer.render(messages, self.tools, variables=self.kwargs) for messages in turns)
@@ -205,15 +205,15 @@ class _Chat:
 
 
 def _split(prompt: str, answer: str) -> Steps[tuple[list[int], list[int]]]:
-    """Token ids of both texts, with the boundary that the model meets when it is given the prompt alone.
+    """Token ids of both texts, with a token boundary between them, as at inference.
 
-    Where tokenising both together keeps that boundary, it is the truer text (tokenizers that put a space
-    in front would put one into the middle); where a token would straddle it, they are tokenised apart.
+    They are tokenised together if that keeps the boundary (some tokenizers would add a space in front of the answer),
+    and separately if a token would cross it.
     """
-    head, whole = yield Wanted([prompt, prompt + answer])
+    head, whole = yield EncodeRequest([prompt, prompt + answer])
     if whole[: len(head)] == head:
         return head, whole[len(head) :]
-    [tail] = yield Wanted([answer])
+    [tail] = yield EncodeRequest([answer])
     return head, tail
 
 
@@ -223,7 +223,7 @@ def _ended(ids: list[int], tokenizer: Tokenizer) -> list[int]:
 
 
 def _without_trailing_space(text: str, tokenizer: Tokenizer) -> int:
-    """Where `text` ends if white space behind an end token is not counted; without an end token it is the ending."""
+    """The length of `text` without white space after an end token; its full length if there is no end token."""
     bare = text.rstrip()
     return len(bare) if bare.endswith(tokenizer.special_texts) else len(text)
 
@@ -233,7 +233,7 @@ def _behind(ids: list[int], start: int) -> list[int]:
 
 
 def _inside(ids: list[int], offsets: Sequence[Span], spans: Sequence[Span]) -> list[int]:
-    """Labels for the tokens that have a character in one of the spans."""
+    """Labels for the tokens that overlap one of the spans."""
     labels = [UNTRAINED] * len(ids)
     remaining = iter(sorted(spans))
     start, end = next(remaining, (0, 0))

@@ -1,4 +1,4 @@
-"""A file's bytes, decompressed where they are gzipped, within bounds."""
+"""Open files, decompressing gzip within limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import IO, cast
 
 from wgpu_lora.errors import UserError
 
-MAX_GROWTH, MIN_GROWN = 200, 64 << 20  # a gzipped file may hold this many times its size, and that much at any rate
+MAX_GROWTH = 200  # largest ratio of decompressed to compressed size
+MIN_GROWN = 64 << 20  # decompressed bytes that are accepted at any ratio
 _GZIP = b"\x1f\x8b"
 
 
@@ -23,7 +24,7 @@ def bare_name(path: Path) -> Path:
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """The file's bytes; what goes wrong in reading them, also later, is a UserError."""
+    """Open a file for reading bytes; errors in reading, also later ones, become UserErrors."""
     try:
         with open(path, "rb") as file:
             if file.read(2) != _GZIP:
@@ -35,13 +36,13 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
             with gzip.open(file) as inner, io.BufferedReader(_Bounded(inner, size, path)) as bounded:
                 yield cast(IO[bytes], bounded)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path} cannot be decompressed ({error}); the file is damaged or cut short.") from error
+        raise UserError(f"{path} cannot be decompressed ({error}); the file is damaged or truncated.") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}).") from error
 
 
 class _Bounded(io.RawIOBase):
-    """What a gzipped file holds, as long as it is not out of proportion."""
+    """The contents of a gzipped file, with a limit on their size."""
 
     def __init__(self, inner: gzip.GzipFile, size: int, path: Path) -> None:
         self._inner, self._path = inner, path
@@ -55,6 +56,6 @@ class _Bounded(io.RawIOBase):
         self._left -= count
         if self._left < 0:
             raise UserError(
-                f"{self._path} holds more than {MAX_GROWTH} times its own size; if that is right, decompress it."
+                f"{self._path} expands to more than {MAX_GROWTH} times its size; if that is right, decompress it first."
             )
         return count

@@ -1,6 +1,6 @@
-"""Which rows go together in a step: the order of an epoch, and bins or batches filled in that order.
+"""The order of rows in an epoch, and batches filled in that order.
 
-All of it is a function of its arguments alone; nothing here keeps a state or looks at a global generator.
+All functions are pure: there is no state and no global random generator.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-OPEN_BINS = 32  # more of them fill bins better, but take rows further out of the epoch's order
+OPEN_BINS = 32  # more would fill bins better, but change the order of rows more
 
 
 def epoch_order(count: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
-    """The order of `count` rows in an epoch: int64 [count], a permutation drawn by (seed, epoch).
+    """The order of `count` rows in an epoch: int64 [count], a random permutation for (seed, epoch).
 
-    Sorting raw Philox words keeps it the same for ever: NumPy promises that for bit generators,
-    but not for `Generator.permutation`.
+    It sorts raw Philox words, since NumPy guarantees that these never change, unlike `Generator.permutation`.
     """
     if not shuffle:
         return np.arange(count, dtype=np.int64)
@@ -25,17 +24,17 @@ def epoch_order(count: int, seed: int, epoch: int, shuffle: bool = True) -> np.n
 
 
 def pack(lengths: Sequence[int], order: Sequence[int] | np.ndarray, budget: int) -> list[list[int]]:
-    """Fills bins of at most `budget` tokens with the rows of `order`, each row once.
+    """Pack the rows of `order` into bins of at most `budget` tokens.
 
-    First fit over at most `OPEN_BINS` open bins: a row goes into the oldest open bin with room for it.
-    Where none has any, a new bin is opened, and the fullest closed if there are too many.
-    Bins come in the order of their first rows, rows within a bin in the order of `order`.
+    First fit over at most `OPEN_BINS` open bins: a row goes into the oldest open bin with room for it. If there is
+    none, a new bin is opened, and the fullest one is closed if there are too many. Bins are ordered by their first
+    rows, rows within a bin as in `order`.
 
     Raises:
         ValueError: a row is longer than the budget.
     """
     bins: list[list[int]] = []
-    room: dict[int, int] = {}  # open bins, oldest first: tokens that still fit
+    room: dict[int, int] = {}  # open bins, oldest first -> free tokens
     for row in map(int, order):
         length = lengths[row]
         if length > budget:
@@ -57,10 +56,10 @@ def pack(lengths: Sequence[int], order: Sequence[int] | np.ndarray, budget: int)
 def batches(
     lengths: Sequence[int], order: Sequence[int] | np.ndarray, *, batch_size: int, max_length: int, packing: bool
 ) -> list[list[int]]:
-    """The rows of each batch, by position in `lengths`.
+    """The rows of each batch, as indices into `lengths`.
 
-    With packing a batch is a bin of `batch_size * max_length` tokens; without, `batch_size` rows of the order one after
-    another, the last batch with what is left.
+    With packing, a batch is a bin of `batch_size * max_length` tokens; without, `batch_size` consecutive rows of the
+    order, fewer in the last batch.
     """
     if packing:
         return pack(lengths, order, batch_size * max_length)

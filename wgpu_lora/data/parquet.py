@@ -1,4 +1,4 @@
-"""Reading Parquet, some rows at a time, and what Arrow's tables have in common with it."""
+"""Read Parquet files and Arrow tables in batches of rows."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from wgpu_lora.data.source import Place, Rows, dense
 from wgpu_lora.errors import UserError
 from wgpu_lora.installed import pip_line
 
-BATCH = 64  # rows that are decoded together
-MAX_BATCH = MAX_LINE  # bytes; of more than that, each row is decoded alone
-MAX_ROWS_A_BYTE = 64  # that a file may claim: many alike take next to nothing, but something
+BATCH = 64  # rows decoded together
+MAX_BATCH = MAX_LINE  # bytes; rows of a larger batch are decoded one by one
+MAX_ROWS_A_BYTE = 64  # that a file may claim; equal rows compress well, but not without limit
 
 
 def read_parquet(path: Path, check: Check = check_columns) -> Rows:
-    """The rows of a file, of the columns that formats have; null fields within a row are left out, as Arrow adds them.
+    """Yield the rows of a file, with the columns that formats use; null fields, which Arrow adds, are left out.
 
     Args:
-        check: raises UserError where columns of these names are not what is wanted.
+        check: raises UserError if the column names are not acceptable.
 
     Raises:
         UserError: pyarrow is not installed, the file is damaged, or its columns fit no format.
@@ -35,7 +35,7 @@ def read_parquet(path: Path, check: Check = check_columns) -> Rows:
         with parquet.ParquetFile(path) as file:
             rows, size = file.metadata.num_rows, path.stat().st_size
             if rows > MAX_ROWS_A_BYTE * size:
-                raise UserError(f"{path} claims {rows:,} rows in {size:,} bytes: it is damaged; write it again.")
+                raise UserError(f"{path} claims {rows:,} rows in {size:,} bytes, so it is damaged: write it again.")
             if not rows:
                 raise UserError(f"{path} is empty; at least one row is needed.")
             names = known_columns(file.schema_arrow.names, str(path), check)
@@ -45,7 +45,7 @@ def read_parquet(path: Path, check: Check = check_columns) -> Rows:
 
 
 def known_columns(names: list[str], where: str, check: Check = check_columns) -> list[str]:
-    """Those of a table's columns that formats have. Raises UserError where they fit no format, or one stands twice."""
+    """The columns of a table that formats use. Raises UserError if they fit no format or are not unique."""
     try:
         check(names)
     except UserError as error:
@@ -57,7 +57,7 @@ def known_columns(names: list[str], where: str, check: Check = check_columns) ->
 
 
 def rows_of(batches: Iterator[Any]) -> Rows:
-    """The rows of Arrow's tables or batches, which are validated first: their bytes may be anything."""
+    """Yield the rows of Arrow tables or batches, which are validated first, since their bytes are untrusted."""
     number = 0
     for batch in batches:
         batch.validate(full=True)

@@ -1,4 +1,4 @@
-"""From data to the rows that training reads, with an account of what became of every row."""
+"""Read, tokenise and mask data for training."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from wgpu_lora.data.source import Place, Problem, Source
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
 
-_BLOCK_ROWS, _BLOCK_SIZE = 64, 1 << 19  # that are tokenised together, at most; characters
+_BLOCK_ROWS, _BLOCK_SIZE = 64, 1 << 19  # rows and characters that are tokenised together, at most
 _Read = tuple[Place, dict[str, Any] | Problem, Sample | None]
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One sequence to train on.
+    """A sequence to train on.
 
-    input_ids, labels: int32, both [tokens]; labels unshifted, -100 where nothing is learnt.
-    index: which row of the data this is, counting every row that an example gives, dropped ones too;
-        random draws hang on it, so it must not change with `max_length`.
+    input_ids, labels: int32, both [tokens]; labels are unshifted, -100 for tokens that are not trained on.
+    index: number of the row in the data, counting all rows of all examples, including dropped ones. Random numbers
+    depend
+        on it, so it must not change with `max_length`.
     """
 
     input_ids: np.ndarray
@@ -39,7 +40,7 @@ class Row:
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens that are predicted and learnt. Nothing predicts the first token, whatever its label."""
+        """Number of trained tokens. The first token is never predicted, whatever its label."""
         return int(np.count_nonzero(self.labels[1:] != UNTRAINED))
 
 
@@ -47,9 +48,9 @@ class Row:
 class Prepared:
     """Data, ready to train on.
 
-    path: what they are called. digest: sha256 of the file's bytes or of the rows, hexadecimal.
-    parts: how many rows, one after another, are a sample's. values: of each sample; none where the data give none.
-    account: what became of every row. notes: what a person should know of how they were read.
+    path: name of the data. digest: SHA-256 of the file's bytes or of the rows, hexadecimal.
+    parts: number of consecutive rows in a sample. values: one for each sample; empty if the data have none.
+    account: counts of rows by outcome. notes: for the user, about how the data were read.
     trained_tokens, total_tokens: over `rows`.
     """
 
@@ -66,7 +67,7 @@ class Prepared:
 
     @cached_property
     def samples(self) -> list[list[Row]]:
-        """Rows that stay together."""
+        """Rows grouped by sample."""
         return [self.rows[start : start + self.parts] for start in range(0, len(self.rows), self.parts)]
 
     def value(self, sample: int) -> float:
@@ -78,9 +79,9 @@ class Prepared:
         return [len(row.input_ids) for row in self.rows]
 
     def summary(self) -> str:
-        """One line for a person: what was read, what was lost and what is learnt."""
+        """One line with counts of rows and tokens."""
         found = self.account.summary(len(self.rows), self.max_length)
-        return f"{found}; {self.trained_tokens:,} of {self.total_tokens:,} tokens are learnt"
+        return f"{found}; {self.trained_tokens:,} of {self.total_tokens:,} tokens are trained on"
 
 
 def prepare(
@@ -96,23 +97,23 @@ def prepare(
     read: ReadSample = one_example,
     parts: int = 1,
 ) -> Prepared:
-    """Reads, tokenises and masks the rows of a source, or of a file.
+    """Read, tokenise and mask the rows of a source or a file.
 
     Args:
-        tokenizer: None will do where all rows are tokenised already.
-        max_length: tokens of the longest row; longer ones are cut at the end or dropped, as `on_overflow` says.
-        vocab_size: rows of the model's embedding; the tokenizer's vocabulary where it is not given.
-        skip_bad_rows: go on without the rows that cannot be used; the account has them.
-        read, parts: what a row of the data gives, and of how many examples.
+        tokenizer: may be None if all rows are tokenised.
+        max_length: in tokens; longer rows are truncated at the end or dropped, according to `on_overflow`.
+        vocab_size: rows of the model's embedding; by default the size of the tokenizer's vocabulary.
+        skip_bad_rows: skip unusable rows, and keep them in the account.
+        read, parts: function that reads a sample from a row, and the number of examples in a sample.
 
     Raises:
-        UserError: the source cannot be read, rows of it are wrong (with their places) or have a token outside of the
+        UserError: the source cannot be read, rows are invalid (with their places) or have a token outside of the
             vocabulary, or no row is left to train on.
     """
     if max_length < 2:
-        raise UserError(f"The greatest length is {max_length} tokens, but a row needs two to learn one from the other.")
+        raise UserError(f"The maximum length is {max_length} tokens, but training needs rows of at least 2: raise it.")
     if on_overflow not in ("truncate", "drop"):
-        raise UserError(f"on_overflow is {on_overflow!r}, but rows that are too long can only 'truncate' or 'drop'.")
+        raise UserError(f"on_overflow must be 'truncate' or 'drop', not {on_overflow!r}.")
     if vocab_size is None and tokenizer is not None:
         vocab_size = tokenizer.vocab_size
     source = file_source(data) if isinstance(data, Path) else data
@@ -130,7 +131,7 @@ def prepare(
                     wrong = str(expanded)
                 elif parts > 1 and len(expanded) != 1:
                     wrong = (
-                        "the chat template cuts a row for each turn, so it has no single answer to set beside another"
+                        "the chat template gives a separate row for each turn, so the conversation has no single answer"
                     )
                 else:
                     wrong = wrong or _outside(expanded, vocab_size)
@@ -138,11 +139,11 @@ def prepare(
             if wrong:
                 account.add_bad(place, Problem(wrong, row))
             if wrong or sample is None:
-                account.expanded += 1  # an index must not hang on what becomes of other rows
+                account.expanded += 1  # an index must not depend on the outcome of other rows
                 continue
             kept = list(_kept(pairs, place, account, max_length, on_overflow == "drop"))
             if parts > 1 and len(kept) < parts:
-                kept = []  # what is left of a sample is nothing without the rest
+                kept = []  # a sample is only useful as a whole
             if skip_bad_rows or not account.bad:
                 rows += kept
                 values += [sample.value] * (len(kept) // parts)
@@ -166,7 +167,7 @@ def prepare(
 
 
 def _kept(pairs: list[Pair], place: Place, account: Account, max_length: int, drop: bool) -> Iterator[Row]:
-    """The rows of an example that there is something to learn in, no longer than they may be."""
+    """The rows of an example that have trained tokens, truncated to the maximum length."""
     for ids, labels in pairs:
         row = Row(np.asarray(ids, np.int32), np.asarray(labels, np.int32), account.expanded)
         account.expanded += 1
@@ -187,7 +188,7 @@ def _kept(pairs: list[Pair], place: Place, account: Account, max_length: int, dr
 
 
 def _blocks(source: Source, account: Account, completion_only_loss: bool, read: ReadSample) -> Iterator[list[_Read]]:
-    """Rows that are tokenised together; None is the example of one with nothing to tokenise, which is accounted for."""
+    """Yield blocks of rows to tokenise together; the sample is None for rows that are already accounted for."""
     block: list[_Read] = []
     size = 0
     for place, row in source.rows():
@@ -227,7 +228,7 @@ def _sample(
 
 
 def _size(example: Example) -> int:
-    """About as many characters as there are in it."""
+    """Approximate number of characters."""
     if isinstance(example, Tokens):
         return 8 * len(example.input_ids)
     try:
@@ -237,11 +238,11 @@ def _size(example: Example) -> int:
 
 
 def _outside(pairs: list[Pair], vocab_size: int | None) -> str | None:
-    """What is wrong where a token lies outside of the vocabulary."""
+    """The error if a token is outside of the vocabulary, else None."""
     greatest = max((max(part, default=-1) for pair in pairs for part in pair), default=-1)
     if vocab_size is None or greatest < vocab_size:
         return None
     return (
-        f"token id {greatest} lies outside of the vocabulary of {vocab_size}; "
+        f"token id {greatest} is outside of the vocabulary of {vocab_size}; "
         "the data or the tokenizer belongs to another model."
     )

@@ -1,4 +1,4 @@
-"""What a row gives to learn from."""
+"""Samples: the unit of data that an objective trains on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wgpu_lora.data.formats import Example, parse_example
 
 @dataclass(frozen=True)
 class Sample:
-    """Examples that stay together, and a number that the row says of them, whatever an objective takes it for."""
+    """Examples that belong together, and a value from the row whose meaning the objective defines."""
 
     examples: tuple[Example, ...]
     value: float = 1.0
@@ -21,5 +21,5 @@ ReadSample = Callable[[dict[str, Any]], Sample]
 
 
 def one_example(row: dict[str, Any]) -> Sample:
-    """A row that is one example, in any of the formats. UserError where it fits none."""
+    """Read a row that is one example in any of the formats. Raises UserError."""
     return Sample((parse_example(row),))

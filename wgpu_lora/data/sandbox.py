@@ -1,9 +1,9 @@
-"""Where chat templates run: jinja2's immutable sandbox, with a bound on how much a template may compute.
+"""The sandbox for chat templates: jinja2's immutable sandbox, with a limit on computation.
 
-jinja2's own sandbox keeps a template from the machine, but not from running for ever or from filling the memory. Here
-a template may use what published ones are made of and no more; its size is bounded before it is compiled; and all that
-it does is charged to one budget beforehand (data/sandbox_costs.py, data/sandbox_filters.py), in part by calls that are
-written into its syntax tree (data/sandbox_tree.py). So the bound does not depend on a clock.
+jinja2's own sandbox protects the machine from a template, but does not limit its time and memory. Here a template may
+only use the features of published ones; its size is limited before it is compiled; and every operation is charged to a
+budget before it runs (data/sandbox_costs.py, data/sandbox_filters.py), partly by calls inserted into its syntax tree
+(data/sandbox_tree.py). So the limit does not depend on a clock.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from wgpu_lora.data.sandbox_tree import HOOKS, MAX_NODES, Counting, size
 
 __all__ = ["Sandbox", "TooMuchError", "budget"]
 
-MAX_SOURCE = 1 << 17  # characters of a template; the longest published ones have some 20,000
+MAX_SOURCE = 1 << 17  # characters of a template; the longest published ones have about 20,000
 MAX_TOKENS = 1 << 14
-MAX_WORK = 1 << 20  # units, beyond what the conversation itself comes to
-WORK_PER_INPUT = 128  # for each character of the conversation,
-MOST_WORK = 1 << 27  # but never more than this: half a minute, and half a gigabyte if all of it were kept
-MAX_NAME = 256  # characters of a name: it may come in what is written out
+MAX_WORK = 1 << 20  # units of any template
+WORK_PER_INPUT = 128  # plus this for each character of the conversation,
+MOST_WORK = 1 << 27  # up to this: about half a minute, or half a gigabyte of text
+MAX_NAME = 256  # characters of a name, since names may be part of the output
 
 
 def _names(text: str) -> frozenset[str]:
@@ -45,11 +45,11 @@ FILTERS = _names(
     "last length list lower map max min reject rejectattr replace reverse round safe select selectattr sort string "
     "sum title tojson trim unique upper"
 )
-TESTS = _names(  # these look at no item
+TESTS = _names(  # these do not look at items
     "boolean defined divisibleby even false float integer iterable mapping none number odd sameas sequence string true "
     "undefined"
 )
-ARITHMETIC = _names("test_divisibleby test_even test_odd")  # of these; `%` would format a text
+ARITHMETIC = _names("test_divisibleby test_even test_odd")  # must not get text, which `%` would format
 COMPARISONS = _names("!= < <= == > >= eq equalto ge greaterthan gt in le lessthan lower lt ne upper")
 METHODS: dict[type, frozenset[str]] = {
     str: _names(
@@ -68,13 +68,13 @@ GLOBALS = ("dict", "joiner", "cycler")
 
 @contextmanager
 def budget(characters: int) -> Iterator[None]:
-    """Bounds what templates compute inside; `characters`: of the conversation that is rendered."""
+    """Limit the computation of templates in the block; `characters`: size of the conversation."""
     with costs.bounded(min(MAX_WORK + WORK_PER_INPUT * characters, MOST_WORK)):
         yield
 
 
 class _Bounded(jinja2.ext.Extension):
-    """Counts tokens while they are read, so that a parse is no longer than they are."""
+    """Limits the tokens of a template while it is parsed."""
 
     def filter_stream(self, stream: TokenStream) -> Iterable[Token]:
         for count, token in enumerate(stream):
@@ -87,16 +87,16 @@ class _Bounded(jinja2.ext.Extension):
 
 class _Namespace(Namespace):
     def __repr__(self) -> str:
-        return "<Namespace>"  # jinja2's own writes out all that it holds, which nobody has charged for
+        return "<Namespace>"  # jinja2's own would print all contents without being charged
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """jinja2's immutable sandbox within a budget (`budget`)."""
+    """jinja2's immutable sandbox with charged operations; see `budget`."""
 
     intercepted_binops = frozenset(["+", "-", "*", "**", "%", "/", "//"])
 
     def __init__(self, extensions: Iterable[type[jinja2.ext.Extension]] = (), **options: Any) -> None:
-        # The optimizer would compute constants while it compiles, with no budget.
+        # The optimizer would compute constants at compile time, without a budget.
         super().__init__(optimized=False, extensions=[_Bounded, *extensions], **options)
         self.filters = {name: _charged(name, self.filters[name]) for name in FILTERS}
         self.tests = {name: _charged(name, self.tests[name]) for name in COMPARISONS} | {
@@ -106,7 +106,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals = {name: self.globals[name] for name in GLOBALS} | {"range": _range, "namespace": _Namespace}
 
     def add_filter(self, name: str, filter: Callable[..., Any]) -> None:
-        """A further filter, charged as the others are."""
+        """Add a filter, which is charged like the others."""
         self.filters[name] = _charged(name, filter)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -119,7 +119,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call_filter(self, name: str, *args: Any, **kwargs: Any) -> Any:
         if name in HOOKS:
-            raise TooMuchError("it names a filter that is not for templates")
+            raise TooMuchError("it names an internal filter")
         return super().call_filter(name, *args, **kwargs)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -130,7 +130,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         charge(TURN)
-        costs.charge_items(argument)  # it is hashed
+        costs.charge_items(argument)  # for hashing it
         return super().getitem(obj, argument)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -139,15 +139,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         charge(CALL + len(args) + len(kwargs))
-        method = getattr(__obj, "__wrapped__", __obj)  # str.format comes wrapped
+        method = getattr(__obj, "__wrapped__", __obj)  # jinja2 wraps str.format
         owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         named = [value for key, value in kwargs.items() if key not in ("_loop_vars", "_block_vars")]  # jinja2's own
         if isinstance(owner, tuple(METHODS)):
             if not __self.is_safe_attribute(owner, name, method):
-                raise TooMuchError(f"it calls {name}, which chat templates have no use for")
+                raise TooMuchError(f"it calls {name}, which is not supported")
             args = tuple(map(costs.listed, args))
             charge_method(owner, name, [*args, *named])
-        elif not isinstance(__obj, Macro | LoopContext):  # these only hand on
+        elif not isinstance(__obj, Macro | LoopContext):  # these only pass on their arguments
             args = tuple(map(costs.listed, args))
             costs.charge_items([*args, *named] if __obj is not _Namespace else args)
             if __obj in (dict, _Namespace):
@@ -156,16 +156,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _range(*args: int) -> list[int]:
-    """As a list, so that what looks through it is charged."""
+    """`range` as a list, so that looking through it is charged."""
     if any(abs(arg) > MAX_RANGE for arg in args):
-        raise TooMuchError("it gives range too large a number")
+        raise TooMuchError("it calls range with too large a number")
     numbers = range(*args)
     charge(TURN * len(numbers))
     return list(numbers)
 
 
 def _called(test: Any) -> Callable[..., Any]:
-    """A test that is charged for being called."""
+    """Charge a test for each call."""
     name = test.__name__
 
     @wraps(test)
@@ -179,8 +179,8 @@ def _called(test: Any) -> Callable[..., Any]:
 
 
 def _charged(name: str, function: Any) -> Callable[..., Any]:
-    """A filter or a test that is charged for what it goes over."""
-    passed = 1 if hasattr(function, "jinja_pass_arg") else 0  # a context or an environment comes first
+    """Charge a filter or a test for its arguments."""
+    passed = 1 if hasattr(function, "jinja_pass_arg") else 0  # the first argument is a context or an environment
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

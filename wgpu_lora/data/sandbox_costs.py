@@ -1,6 +1,6 @@
-"""What a chat template's operations cost, charged to one budget before they are carried out (data/sandbox.py).
+"""The costs of a chat template's operations, charged to a budget before they run (data/sandbox.py).
 
-One unit is about what jinja2 does in a quarter of a microsecond, or a character or a few that are kept.
+One unit is about a quarter of a microsecond of jinja2, or a few characters of memory.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from markupsafe import Markup
 
 from wgpu_lora.data.format_costs import FormatError, conversions_of, fields_of
 
-TURN = 16  # an item of a list, one turn of a loop
+TURN = 16  # an item of a list, an iteration of a loop
 CALL = 32
 OPERATOR = 8
-CHARACTERS = 4  # that are looked through for one unit
-MAX_BITS = 128  # of a whole number
-MAX_KEY = 1 << 60  # of a whole number as a key: of greater ones any number may have the same hash
-ESCAPED = 5  # how much longer a text may get by escaping
+CHARACTERS = 4  # looked through for one unit
+MAX_BITS = 128  # of an integer
+MAX_KEY = 1 << 60  # of an integer as a key, since hashes of larger ones can collide
+ESCAPED = 5  # largest growth of a text by escaping
 
 _left: ContextVar[list[int] | None] = ContextVar("chat_template_work", default=None)
 
 
 class TooMuchError(jinja2.TemplateError):
-    """A template wants to compute more than a conversation needs."""
+    """A template exceeds its computation limit or uses an unsupported feature."""
 
 
 @contextmanager
 def bounded(work: int) -> Iterator[None]:
-    """Bounds what is charged inside."""
+    """Set the budget for charges in the block."""
     token = _left.set([work])
     try:
         yield
@@ -41,18 +41,18 @@ def bounded(work: int) -> Iterator[None]:
 
 
 def charge(work: int) -> None:
-    """Takes from the budget; TooMuchError when it is used up."""
+    """Charge the budget; TooMuchError if it is exhausted."""
     if work < 0:
-        raise ValueError("nothing costs less than nothing")
+        raise ValueError("work must not be negative")
     left = _left.get()
     if left is not None:
         left[0] -= work
         if left[0] < 0:
-            raise TooMuchError("it computes too much for one conversation")
+            raise TooMuchError("it does too much work for this conversation")
 
 
 def charge_items(value: Any, characters: int = CHARACTERS, indent: int = 0, times: int = 1) -> None:
-    """Charges `times` for all that a value holds; `indent`: what each level of it is indented by."""
+    """Charge `times` for all contents of a value; `indent`: indentation of each level."""
     stack = [(value, 0)]
     while stack:
         item, margin = stack.pop()
@@ -71,39 +71,39 @@ def charge_items(value: Any, characters: int = CHARACTERS, indent: int = 0, time
 
 
 def charge_text(value: Any, indent: int = 0, times: int = 1) -> None:
-    """Charges for a value that is written out."""
+    """Charge for converting a value to text."""
     charge_items(value, 1, indent, times)
 
 
 def charge_escaped(*values: Any) -> None:
-    """What is combined with a text that is marked as safe gets escaped."""
+    """Charge for escaping, which happens if one of the values is marked as safe."""
     if any(isinstance(value, Markup) for value in values):
         charge_text(values, times=ESCAPED)
 
 
 def charge_key(value: Any) -> None:
-    """Charges for what is hashed, and refuses what can be made to collide: only the hash of a text is keyed."""
+    """Charge for hashing, and refuse keys that can be made to collide: only hashes of texts are keyed."""
     charge_items(value)
     parts = value if isinstance(value, tuple) else (value,)
     for part in parts:
         number = isinstance(part, int | float) and (abs(part) > MAX_KEY or isinstance(value, tuple))
         if number or isinstance(part, tuple):
-            raise TooMuchError("it looks up by numbers that are too large, or by several")
+            raise TooMuchError("it uses too large a number, or several, as a key")
 
 
 def check_pairs(values: Iterable[Any]) -> None:
-    """Of what a dict is made of, where it is not made of dicts."""
+    """Check and charge the pairs that a dict is made of, unless it is made of dicts."""
     for value in values:
         for pair in [] if isinstance(value, dict) else value:
             if not isinstance(pair, str | list | tuple | dict):
-                raise TooMuchError("it makes a dict of what are no pairs")
+                raise TooMuchError("it makes a dict of items that are not pairs")
             charge(TURN)
             charge_key(next(iter(pair), None))
 
 
 def check_numbers(*values: Any) -> None:
     if not all(isinstance(value, int | float) for value in values):
-        raise TooMuchError("it computes with what are no numbers")
+        raise TooMuchError("it computes with values that are not numbers")
 
 
 def extent(value: Any) -> int:
@@ -116,7 +116,7 @@ def check_bits(bits: int) -> None:
 
 
 def charge_operator(operator: str, left: Any, right: Any) -> None:
-    """Charges for `left operator right`."""
+    """Charge for `left operator right`."""
     charge(OPERATOR)
     charge_escaped(left, right)
     if operator == "*":
@@ -131,7 +131,7 @@ def charge_operator(operator: str, left: Any, right: Any) -> None:
 
 
 def charge_format(text: str, values: list[Any], conversions: bool) -> None:
-    """A format may ask for a width, and for a value any number of times; `conversions`: it is one for `%`."""
+    """Charge for formatting, with its widths and repeated values; `conversions`: for `%`, else for `str.format`."""
     shown = str(text)
     charge(2 * len(shown))
     fields = 0
@@ -145,11 +145,11 @@ def charge_format(text: str, values: list[Any], conversions: bool) -> None:
 
 
 def result(value: Any) -> Any:
-    """A result, charged for: at once, or as its items come."""
+    """Charge for a result, for iterators as their items are produced."""
     if isinstance(value, Iterator):
         return _each(value)
     if isinstance(value, type({}.keys()) | type({}.values()) | type({}.items())):
-        value = list(value)  # as a list, what looks through it is charged
+        value = list(value)  # looking through a list is charged
     if isinstance(value, int):
         check_bits(value.bit_length())
     charge(1 + extent(value) * (TURN if isinstance(value, list | dict) else 1))
@@ -157,7 +157,7 @@ def result(value: Any) -> Any:
 
 
 def listed(value: Any) -> Any:
-    """What is made item by item, made: so that it can be charged for before it is used."""
+    """Convert iterators to lists, so that they can be charged before they are used."""
     return list(value) if isinstance(value, Iterator) else value
 
 

@@ -1,4 +1,4 @@
-"""What the methods and filters of a chat template cost (data/sandbox_costs.py)."""
+"""The costs of a chat template's methods and filters (data/sandbox_costs.py)."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ MAX_PATH = 8  # names in `a.b.c`
 
 
 def charge_method(value: Any, name: str, given: list[Any]) -> None:
-    """Charges for a method of a text, a list or a dict; `given`: its arguments, which are all by position but where
-    they make no difference.
-    """
+    """Charge for a method of a text, a list or a dict; `given`: its arguments."""
     if isinstance(value, dict):
         charge_items(given)
         return
@@ -45,7 +43,7 @@ def charge_method(value: Any, name: str, given: list[Any]) -> None:
         _replace(value, given[0], given[1])
     elif name in ("split", "rsplit", "splitlines", "title"):
         charge(4 * extent(value))
-        if name == "rsplit":  # Python searches backwards in quadratic time
+        if name == "rsplit":  # Python's backward search takes quadratic time
             charge(extent(value) * max(map(extent, given), default=0) // 8)
     elif name.endswith("strip"):
         _trim(value, *given[:1])
@@ -69,13 +67,13 @@ def _trim(value: Any, chars: Any = None) -> None:
 def _indent(s: Any, width: Any = 4, first: Any = False, blank: Any = False) -> None:
     _at_most("indent", width, MAX_INDENT)
     charge_text(s, times=5)
-    charge(len(str(s).splitlines()) * MAX_INDENT)  # it goes by all that ends a line
+    charge(len(str(s).splitlines()) * MAX_INDENT)  # splitlines knows more line ends than "\n"
 
 
 def _tojson(value: Any, ensure_ascii: Any = False, indent: Any = 0, separators: Any = None, sort_keys: Any = 0) -> None:
     _at_most("tojson", indent or 0, MAX_INDENT)
     if any(len(str(part)) > MAX_INDENT for part in separators or ()):
-        raise TooMuchError("it gives tojson too long a separator")
+        raise TooMuchError("it calls tojson with too long a separator")
     charge_text(value, 2 * MAX_INDENT if separators else max(0, indent or 0))
 
 
@@ -117,17 +115,17 @@ def _escaped(value: Any) -> None:
 
 def _at_most(name: str, number: Any, most: int) -> None:
     if not isinstance(number, int) or abs(number) > most:
-        raise TooMuchError(f"it gives {name} too large a number")
+        raise TooMuchError(f"it calls {name} with too large a number")
 
 
-# What filters cost beyond looking at all that they are given; the parameters have jinja2's names.
+# Costs of filters in addition to looking through their arguments; the parameters have jinja2's names.
 COSTS: dict[str, Callable[..., None]] = {
     "replace": _replace, "join": _join, "trim": _trim, "indent": _indent, "tojson": _tojson, "round": _round,
     "sum": _sum, "sort": _sorted, "dictsort": _sorted, "groupby": _sorted, "unique": _unique, "min": _sorted,
     "max": _sorted, "list": _spread, "title": _title, "format": _formatted, "escape": _escaped, "e": _escaped,
     "forceescape": _escaped, **dict.fromkeys(("string", "safe", "lower", "upper", "capitalize"), charge_text),
 }  # fmt: skip
-_AT_ONCE = ("length", "count", "first", "last", "default", "d", "items")  # these look at no item
+_AT_ONCE = ("length", "count", "first", "last", "default", "d", "items")  # these do not look at items
 _PATHS = {
     "join": 2,
     "sum": 1,
@@ -139,27 +137,27 @@ _PATHS = {
     "selectattr": 1,
     "rejectattr": 1,
 }
-_LED_TO = ("join", "sum", "groupby", "unique", "min", "max", "sort")  # these take what a path leads to at once
+_LED_TO = ("join", "sum", "groupby", "unique", "min", "max", "sort")  # these look up the whole path for every item
 
 
 def charge_filter(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], environment: Any = None) -> None:
-    """Charges for a filter; `args`: its value and what follows."""
+    """Charge for a filter; `args`: its value and positional arguments."""
     charge(CALL)
     place = _PATHS.get(name, len(args))
     path = args[place] if place < len(args) else kwargs.get("attribute")
     if isinstance(path, str) and path.count(".") + path.count(",") >= MAX_PATH:
-        raise TooMuchError(f"it gives {name} too long a path")
+        raise TooMuchError(f"it calls {name} with too long a path")
     if name in _AT_ONCE and not isinstance(args[0] if args else None, str):
         return
     given = [*args, *kwargs.values()]
     charge_items(given)
     if path is not None and name in _LED_TO and args:
-        # What it leads to may lie in what nobody looks into, such as a namespace.
+        # The path may lead into an object that is not charged otherwise, such as a namespace.
         args = (_led_to(environment, path, args[0], kwargs.get("default")), *args[1:])
         charge_items(args[0])
     charge_escaped(*args, *kwargs.values())
     if name in COSTS:
-        COSTS[name](*args, **kwargs)  # by name, as the filter itself takes them
+        COSTS[name](*args, **kwargs)  # with the filter's own parameter names
 
 
 def _led_to(environment: Any, path: Any, values: Any, default: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What a chat template is rewritten to before it is compiled, so that it charges what it does (data/sandbox.py)."""
+"""Insert charges into a chat template's syntax tree before it is compiled (data/sandbox.py)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATEMENTS = (
 
 
 def size(node: nodes.Node) -> int:
-    """How many nodes a tree has, up to one more than it may have."""
+    """The number of nodes of a tree, counted up to MAX_NODES + 1."""
     stack, count = [node], 0
     while stack and count <= MAX_NODES:
         count += 1
@@ -30,11 +30,11 @@ def size(node: nodes.Node) -> int:
 
 
 class Counting(NodeTransformer):
-    """Has a template charge what is not a call: turns, output, comparisons, `~`, tuples and dicts."""
+    """Inserts charges for operations that are not calls: iterations, output, comparisons, `~`, tuples and dicts."""
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
         if isinstance(node, nodes.Stmt | nodes.Template) and not isinstance(node, STATEMENTS):
-            raise TooMuchError(f"it has a statement ({type(node).__name__}) that chat templates have no use for")
+            raise TooMuchError(f"it has a statement ({type(node).__name__}) that is not supported")
         return super().generic_visit(node, *args, **kwargs)
 
     def visit_Const(self, node: nodes.Const) -> nodes.Node:
@@ -91,11 +91,11 @@ class Counting(NodeTransformer):
 
 
 def _call(function: Callable[..., Any], argument: nodes.Expr, *args: int) -> nodes.Filter:
-    """A call of one of the functions below: as a filter, because the sandbox looks into every other call."""
+    """A call of one of the functions below, as a filter, since the sandbox charges other calls."""
     return nodes.Filter(argument, _name(function), [nodes.Const(arg) for arg in args], [], None, None)
 
 
-# They are given the context so that the compiler does not call them.
+# `pass_context` keeps the compiler from evaluating them.
 @jinja2.pass_context
 def _turn(_: Any, value: Any, work: int) -> Any:
     charge(work)
@@ -134,12 +134,12 @@ def _concat(_: Any, values: list[Any]) -> str:
 
 @jinja2.pass_context
 def _tuple(_: Any, values: list[Any]) -> tuple[Any, ...]:
-    costs.charge_items(values)  # so that tuples of tuples cannot cost more to hash than they did to make
+    costs.charge_items(values)  # so that hashing nested tuples is paid for
     return tuple(values)
 
 
 def _name(function: Callable[..., Any]) -> str:
-    """What no template can name: it is no word, and the sandbox calls no such filter by a text."""
+    """A name that no template can use: it is not an identifier, and the sandbox refuses to look it up."""
     return f"<{function.__name__}>"
 
 

@@ -1,4 +1,4 @@
-"""What training data are to the rest: a name, rows with their places, and a digest, wherever they come from."""
+"""The interface of training data: a name, rows with their places, and a digest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from wgpu_lora.errors import UserError
 
 
 class Place(NamedTuple):
-    """Where a row is. unit: 'line' or 'row'; number: from 1; line: the one that a row of another unit begins in."""
+    """The place of a row. unit: 'line' or 'row'; number: from 1; line: first line of a row in a JSON array."""
 
     unit: str
     number: int
@@ -22,7 +22,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a row cannot be used. content: the row, or the text that is none, as far as it can be kept."""
+    """An unusable row. content: the row, or its text if it cannot be parsed, possibly shortened."""
 
     reason: str
     content: Any = None
@@ -32,43 +32,43 @@ Rows = Iterator[tuple[Place, dict[str, Any] | Problem]]
 
 
 class Source(Protocol):
-    """Training data that somebody named or gave."""
+    """Training data from a file, the hub or Python."""
 
     @property
     def name(self) -> str:
-        """What a summary begins with: a file's name, say."""
+        """Name for summaries, such as a file's name."""
 
     @property
     def path(self) -> str:
-        """What run.json calls it."""
+        """Name for run.json."""
 
     @property
     def called(self) -> str:
-        """What messages call it."""
+        """Name for messages."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know about how it is read."""
+        """Notes for the user about how the data are read."""
 
     def rows(self) -> Rows:
-        """The rows in their order, one by one; one that cannot be read is a Problem.
+        """Yield the rows in order; a row that cannot be read is a Problem.
 
         Raises:
-            UserError: nothing can be read, or nothing more.
+            UserError: the data cannot be read (any further).
         """
 
     def where(self, place: Place) -> str:
-        """A place, and in what."""
+        """A place with the name of the data, for messages."""
 
     def digest(self) -> str | None:
-        """SHA-256, hexadecimal, of the bytes that hold the rows; None where there is nothing but the rows."""
+        """SHA-256 of the file, hexadecimal; None if there is no file."""
 
 
 def strict_rows(source: Source) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """The rows of a source in which every row has to be right.
+    """Yield the rows of a source in which all rows must be valid.
 
     Raises:
-        UserError: also where a row cannot be read, with its place.
+        UserError: as for `Source.rows`, or a row cannot be read; names its place.
     """
     for place, row in source.rows():
         if isinstance(row, Problem):
@@ -77,7 +77,7 @@ def strict_rows(source: Source) -> Iterator[tuple[Place, dict[str, Any]]]:
 
 
 def kind_of(value: Any) -> str:
-    """A JSON value in the words of an error message."""
+    """The kind of a JSON value, for messages."""
     if isinstance(value, list | dict):
         name = "list" if isinstance(value, list) else "object"
         return f"an empty {name}" if not value else "a list" if name == "list" else "an object"
@@ -88,7 +88,7 @@ def kind_of(value: Any) -> str:
 
 
 def dense(value: Any) -> Any:
-    """A value without the null fields of its objects: a table gives every object the fields of all."""
+    """A value without the null fields of its objects, since tables give every object all fields."""
     if isinstance(value, dict):
         return {key: dense(item) for key, item in value.items() if item is not None}
     return [dense(item) for item in value] if isinstance(value, list) else value

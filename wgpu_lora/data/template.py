@@ -1,7 +1,7 @@
-"""Chat templates, rendered as transformers renders them.
+"""Chat templates, rendered as in transformers.
 
-A template comes with a downloaded checkpoint, so it is somebody else's code: it runs in a sandbox that bounds what it
-computes (data/sandbox.py).
+A template comes with a downloaded checkpoint, so it is untrusted code: it runs in a sandbox with a computation limit
+(data/sandbox.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from wgpu_lora.errors import UserError
 
 Message = dict[str, Any]
 Span = tuple[int, int]
-GIVEN = ("messages", "tools", "documents", "add_generation_prompt")  # by name, to every template
+GIVEN = ("messages", "tools", "documents", "add_generation_prompt")  # variables of every template
 
 _MAX_DATE = 64  # characters of a date's format
 _WIDTH = re.compile(r"%[^A-Za-z%]*[0-9]")
@@ -33,7 +33,7 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 class _Recorder:
-    """How much one rendering has written so far, and where the assistant's text lies in it."""
+    """Characters written so far in a rendering, and the spans of the assistant's text."""
 
     def __init__(self) -> None:
         self.written = 0
@@ -44,7 +44,7 @@ _recorder: ContextVar[_Recorder | None] = ContextVar("chat_template_recorder", d
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}` prints its body and records where it went."""
+    """`{% generation %} ... {% endgeneration %}` outputs its body and records its span."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as a plain class attribute
 
@@ -57,7 +57,7 @@ class _GenerationTag(jinja2.ext.Extension):
         text = caller()
         recorder = _recorder.get()
         if recorder is not None:
-            # Everything before this block has been yielded already, so `written` is its offset.
+            # Everything before this block has been yielded, so `written` is its offset.
             recorder.spans.append((recorder.written, recorder.written + len(text)))
         return text
 
@@ -68,7 +68,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(format: str) -> str:
     if len(format) > _MAX_DATE or _WIDTH.search(format):
-        raise TooMuchError("it writes the date with a format that is too long")
+        raise TooMuchError("it formats the date with too long a format")
     return datetime.now().strftime(format)
 
 
@@ -93,15 +93,18 @@ def _compile(source: str) -> jinja2.Template:
         return _environment().from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise UserError(
-            f"The chat template does not compile ({error.message!s:.200}, line {error.lineno} of the template); "
+            f"The chat template cannot be compiled ({error.message!s:.200}, line {error.lineno} of the template); "
             "use the template that the model was published with."
         ) from error
     except Exception as error:
-        raise UserError(f"The chat template does not compile ({type(error).__name__}: {error!s:.200}).") from error
+        raise UserError(
+            f"The chat template cannot be compiled ({type(error).__name__}: {error!s:.200}); "
+            "use the template that the model was published with."
+        ) from error
 
 
 def _as_templates_expect(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
-    """Drops null fields and gives reasoning under every name that templates read it by, as transformers does."""
+    """Drop null fields, and provide the reasoning under all names that templates use, as transformers does."""
     ready = []
     for message in messages:
         present = {key: value for key, value in message.items() if value is not None}
@@ -120,21 +123,20 @@ def render(
     variables: Mapping[str, Any] | None = None,
     special_tokens: Mapping[str, str] | None = None,
 ) -> tuple[str, list[Span]]:
-    """Renders a conversation with the template `source`.
+    """Render a conversation with the template `source`.
 
     Args:
-        messages: `{"role": ..., "content": ...}` and whatever else the template reads (`tool_calls`, ...).
-        tools: JSON schemas of the functions on offer.
+        messages: `{"role": ..., "content": ...}` and other fields that the template uses (`tool_calls`, ...).
+        tools: JSON schemas of the available functions.
         add_generation_prompt: end with the header of an assistant's turn.
-        variables: further names that the template sees (`enable_thinking`, ...), whatever they are; those of GIVEN are
-            what the other arguments say.
-        special_tokens: names that come with the model (`bos_token`, ...): for them a template may compute no more.
+        variables: additional variables for the template (`enable_thinking`, ...); those in GIVEN are ignored.
+        special_tokens: variables that come with the model (`bos_token`, ...); they do not raise the computation limit.
 
     Returns:
-        The text, and the character spans `[start, end)` inside `{% generation %}` blocks (none if there are none).
+        The text, and the character spans `[start, end)` of `{% generation %}` blocks (an empty list without any).
 
     Raises:
-        UserError: the template does not compile, refuses the conversation, fails, or does not come to an end.
+        UserError: the template cannot be compiled, refuses the conversation, fails, or exceeds its computation limit.
     """
     template = _compile(source)
     recorder = _Recorder()
@@ -149,13 +151,14 @@ def render(
                 recorder.written += len(piece)
     except TooMuchError as error:
         raise UserError(
-            f"The chat template does not come to an end: {error}; use the template that the model was published with."
+            f"The chat template exceeded its computation limit: {error}; use the template that the model was published "
+            "with."
         ) from error
     except jinja2.UndefinedError as error:
-        raise UserError(f"The chat template reads what the conversation does not have: {error!s:.200}.") from error
+        raise UserError(f"The chat template needs something that the conversation lacks: {error!s:.200}.") from error
     except jinja2.TemplateError as error:
         raise UserError(f"The chat template refuses this conversation: {error!s:.500}") from error
-    except Exception as error:  # the template is foreign code and may fail in any way
+    except Exception as error:  # untrusted code may raise anything
         raise UserError(
             f"The chat template fails on this conversation ({type(error).__name__}: {error!s:.200}); "
             "check the messages against what the template expects."

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer: text to token ids and back, its special tokens and its chat template."""
+"""A checkpoint's tokenizer, with its special tokens and chat template."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from wgpu_lora.tokens.components import DocumentError
 from wgpu_lora.tokens.document import read_document
 from wgpu_lora.tokens.process import Child
 
-MAX_TEXT = 2 << 20  # bytes of a text, half a million tokens: with what they take on the way, less than a gigabyte
+MAX_TEXT = 2 << 20  # bytes of a text, about half a million tokens, which take less than a gigabyte
 _OURS = Path(__file__).parent.parent / "demo" / "model" / "tokenizer.json"
 
 
 class Tokenizer:
-    """A `tokenizer.json` with the settings that stand beside it.
+    """A `tokenizer.json` with the settings of the files beside it.
 
     Args:
-        backend: the `tokenizers` pipeline, in a child where it is somebody else's; one that is given as it is, is taken
-            over (its truncation and padding are switched off).
-        special_tokens: `{"eos_token": "</s>", ...}`, every name a chat template may ask for.
-        chat_templates: jinja2 source by name; "default" is used, "tool_use" instead of it when tools are given.
-        eos_ids: further ids that end a generation (`generation_config.json`).
-        notes: what a person should know about it.
-        digest: the SHA-256 of the `tokenizer.json` that it was read from.
+        backend: the tokenizer, in a child process if it is untrusted. Truncation and padding of a
+        `tokenizers.Tokenizer`
+            are switched off.
+        special_tokens: `{"eos_token": "</s>", ...}`, as variables for the chat template.
+        chat_templates: jinja2 source by name: "default", and optionally "tool_use" for conversations with tools.
+        eos_ids: additional ids that end a generation (`generation_config.json`).
+        notes: for the user.
+        digest: SHA-256 of the `tokenizer.json` that it was read from.
     """
 
     def __init__(
@@ -55,10 +56,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer | None:
-        """Reads the tokenizer of a checkpoint folder, or None where there is no `tokenizer.json`.
+        """Load the tokenizer of a checkpoint folder; None if there is no `tokenizer.json`.
 
         Raises:
-            UserError: one of its files cannot be read or is not what it should be.
+            UserError: a file cannot be read or is invalid.
         """
         path = Path(directory) / "tokenizer.json"
         if not path.exists():
@@ -71,10 +72,10 @@ class Tokenizer:
             document = read_document(path)
             return cls(Child(document.text), **settings, notes=document.notes, digest=file_digest(path))
         except (OSError, DocumentError, BackendError) as error:
-            raise UserError(f"{path} is not a tokenizer that can be read ({error}); download it again.") from error
+            raise UserError(f"{path} is not a supported tokenizer ({error}); download it again.") from error
 
     def files(self) -> dict[str, str]:
-        """What `load` reads, by file name."""
+        """Contents of the files that `load` reads, by name."""
         settings = {**self._special_tokens, "tokenizer_class": "PreTrainedTokenizerFast"}
         found = {
             "tokenizer.json": self._written(),
@@ -90,18 +91,18 @@ class Tokenizer:
         try:
             return self._backend.to_str()
         except BackendError as error:
-            raise UserError(f"The tokenizer cannot be written out ({error}): use the model's own.") from error
+            raise UserError(f"The tokenizer cannot be saved ({error}): use the model's own files.") from error
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of `text`; with `add_special_tokens` also those that the tokenizer puts around it (bos, say).
+        """Token ids of `text`; with `add_special_tokens`, including those that the tokenizer adds, such as bos.
 
-        What it puts there is for `tokenizer.json` to say, as in transformers 5: `add_bos_token` in
-        `tokenizer_config.json`, which sometimes contradicts it, is not looked at.
+        `tokenizer.json` determines which are added, as in transformers 5; `add_bos_token` in `tokenizer_config.json`,
+        which sometimes contradicts it, is ignored.
         """
         return self.encode_all([text], add_special_tokens)[0]
 
     def encode_all(self, texts: list[str], add_special_tokens: bool = False) -> list[list[int]]:
-        """As `encode`, of several texts at once."""
+        """Token ids of several texts; see `encode`."""
         for text in texts:
             _check_length(text)
         try:
@@ -110,7 +111,7 @@ class Tokenizer:
             raise _not_taken("".join(texts), error) from error
 
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[list[int], list[Span]]]:
-        """Token ids of each text, and for each id the characters `[start, end)` of the text that it stands for."""
+        """Token ids of each text, and the characters `[start, end)` of each id."""
         for text in texts:
             _check_length(text)
         try:
@@ -123,7 +124,7 @@ class Tokenizer:
             return self._backend.decode([int(id) for id in ids], skip_special_tokens)
         except BackendError as error:
             raise UserError(
-                f"The tokenizer cannot write out what was generated ({error}): use the model's own."
+                f"The tokenizer cannot decode the generated tokens ({error}): use the model's own files."
             ) from error
 
     def token_id(self, token: str) -> int | None:
@@ -138,13 +139,13 @@ class Tokenizer:
 
     @property
     def eos_id(self) -> int | None:
-        """The id that ends a text; generation_config's first one where the tokenizer names none."""
+        """The id of eos_token; the first of generation_config if the tokenizer has none."""
         named = self._named_id("eos_token")
         return named if named is not None else next(iter(self._eos_ids), None)
 
     @cached_property
     def opening(self) -> list[int]:
-        """The special tokens that the tokenizer puts in front of every text: its bos, or nothing."""
+        """Ids of the special tokens that the tokenizer adds before every text: bos, or none."""
         bare, whole = self.encode("a"), self.encode("a", add_special_tokens=True)
         starts = [i for i in range(len(whole)) if whole[i : i + len(bare)] == bare]
         return whole[: starts[0]] if starts else []
@@ -159,33 +160,33 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the greatest token id (a model's embedding may be padded beyond it)."""
+        """Largest token id plus one. A model's embedding may have more rows."""
         return self._backend.facts.vocab_size
 
     @cached_property
     def special_texts(self) -> tuple[str, ...]:
-        """The texts of all special tokens."""
+        """Texts of all special tokens."""
         return tuple(token.content for token in self._backend.facts.added if token.special and token.content)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """The ids of all special tokens."""
+        """Ids of all special tokens."""
         return frozenset(token.id for token in self._backend.facts.added if token.special)
 
     @cached_property
     def stop_ids(self) -> set[int]:
-        """Ids after which a generation is over: every eos, and the token that ends an assistant's turn."""
+        """Ids that end a generation: all eos ids, and the end token of an assistant's turn."""
         return {id for id in (*self._eos_ids, self.eos_id, self._turn_end_id()) if id is not None}
 
     def _turn_end_id(self) -> int | None:
-        """The special token that the chat template writes after an assistant's words (such as <|im_end|>)."""
+        """The special token that the chat template adds after an assistant's message, such as <|im_end|>."""
         answer = "zanzibar"
         if not self.has_chat_template:
             return None
         try:
             text = self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}])
         except UserError:
-            return None  # an odd template is reported when somebody renders with it
+            return None  # errors of the template are reported when it is used
         after = text.rpartition(answer)[2].lstrip()
         found = [token for token in self.special_texts if after.startswith(token)]
         return self.token_id(max(found, key=len)) if found else None
@@ -201,10 +202,10 @@ class Tokenizer:
         add_generation_prompt: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as text, by the chat template, which sees `variables` (`{"enable_thinking": False}`).
+        """Render a conversation with the chat template and additional `variables` (`{"enable_thinking": False}`).
 
         Raises:
-            UserError: there is no chat template, or it does not take this conversation.
+            UserError: there is no chat template, or it fails on this conversation.
         """
         return self.render_with_spans(messages, tools, add_generation_prompt, variables)[0]
 
@@ -215,13 +216,13 @@ class Tokenizer:
         add_generation_prompt: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[Span]]:
-        """As `render`, with the character spans that the template marks with `{% generation %}`."""
+        """Like `render`, with the character spans that the template marks with `{% generation %}`."""
         templates = self._chat_templates
         source = templates.get("tool_use") if tools else None
         source = source if source is not None else templates.get("default")
         if source is None:
             raise UserError(
-                f"The tokenizer has no default chat template, only {', '.join(sorted(templates))}."
+                f"The tokenizer has no default chat template, only {', '.join(sorted(templates))}: name one 'default'."
                 if templates
                 else "The tokenizer has no chat template, so conversations cannot be rendered; "
                 "use rows of text or of prompt and completion, or the tokenizer of a chat model."
@@ -230,13 +231,13 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Turns token ids into text one by one, and never gives out half a character.
+    """Decodes token ids one by one, and only returns complete characters.
 
-    A character may be spread over several tokens, and decoders treat the first token of a text differently;
-    so the last complete piece is decoded again as context, and text that ends in a broken character waits.
+    A character may consist of several tokens, and decoders treat the first token of a text differently. So the previous
+    piece is decoded again as context, and text that ends with an incomplete character is held back.
     """
 
-    _MOST_TOKENS_OF_A_CHARACTER = 8  # UTF-8 needs four; more than this are broken bytes and not worth waiting for
+    _MOST_TOKENS_OF_A_CHARACTER = 8  # UTF-8 needs at most four; more than this are invalid bytes
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
@@ -245,7 +246,7 @@ class StreamDecoder:
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """Text that is complete now that `token_id` has come (often empty)."""
+        """Add a token and return the text that is now complete (often empty)."""
         if self._skip_special_tokens and token_id in self._tokenizer.special_ids:
             return ""
         self._pending.append(token_id)
@@ -255,7 +256,7 @@ class StreamDecoder:
         return self._emit(text)
 
     def flush(self) -> str:
-        """What is still held back; broken characters come as U+FFFD."""
+        """Return the text that was held back, with U+FFFD for incomplete characters."""
         return self._emit(self._text())
 
     def _decode(self, ids: list[int]) -> str:
@@ -265,13 +266,13 @@ class StreamDecoder:
         return self._decode(self._context + self._pending)[len(self._decode(self._context)) :]
 
     def _emit(self, text: str) -> str:
-        if text:  # a token without text stays pending: it is no use as context
+        if text:  # tokens without text stay pending, since they are no context
             self._context, self._pending = self._pending, []
         return text
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it is the demo's file, byte for byte."""
+    """Whether a file equals the demo's tokenizer, which is trusted."""
     return path.is_file() and path.stat().st_size == _OURS.stat().st_size and path.read_bytes() == _OURS.read_bytes()
 
 
@@ -283,4 +284,4 @@ def _check_length(text: str) -> None:
 
 
 def _not_taken(text: str, error: BackendError) -> UserError:
-    return UserError(f"The tokenizer does not take {text!r:.60} ({error}): use the model's own.")
+    return UserError(f"The tokenizer failed on {text!r:.60} ({error}): use the model's own files.")

@@ -1,4 +1,4 @@
-"""The tokenizer's files beside an adapter, so that others can load it alone: those of the base, byte for byte."""
+"""Save the base model's tokenizer files with an adapter, byte for byte, so that other libraries can load it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.formats.file_names import TEMPLATE, TOKENIZER
 
 WHOLE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
-MAX_BYTES = 256 << 20  # of all of them; the largest vocabularies take 40 MB
-OF_OTHERS = "generation_config.json"  # which a model has, and an adapter does not
+MAX_BYTES = 256 << 20  # of all files; the largest vocabularies take 40 MB
+OF_OTHERS = "generation_config.json"  # belongs to a model, not to an adapter
 
 
 def write_tokenizer(directory: Path, model: Path, tokenizer: Tokenizer | None) -> None:
-    """Writes the tokenizer and the chat template of a model into an adapter's directory, where that is there.
+    """Write a model's tokenizer and chat template to an adapter's directory, if that exists.
 
-    A directory that has other files under one of the names keeps all of its own. Links that lead out of the model's
-    directory are not followed. Of a GGUF file, what was made of it is written.
+    If the directory already has one of the files with other contents, nothing is written. Links that lead out of the
+    model's directory are not followed. For a GGUF file, the converted tokenizer is written.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: the files cannot be written.
     """
     if tokenizer is None or not directory.is_dir():
         return
@@ -40,16 +40,16 @@ def write_tokenizer(directory: Path, model: Path, tokenizer: Tokenizer | None) -
 
 
 def tokenizer_files(model: Path, tokenizer: Tokenizer) -> dict[str, bytes]:
-    """By name in the directory: the base's own files or, where those changed since they were read, what was read."""
+    """Contents by name: the base's files or, if these have changed since loading, the loaded tokenizer."""
     try:
         files = _files_of(model) if model.is_dir() else {}
-    except OSError:  # gone or locked since
+    except OSError:  # removed or locked since loading
         files = {}
     if hashlib.sha256(files.get(WHOLE, b"")).hexdigest() != tokenizer.digest:
         made = tokenizer.files()
         made.pop(OF_OTHERS, None)
         return {name: text.encode() for name, text in made.items()}
-    if not _names_its_class(files.get(SETTINGS)):  # which transformers asks the model's config.json for, else
+    if not _names_its_class(files.get(SETTINGS)):  # else transformers looks it up in the model's config.json
         stated = json.loads(files[SETTINGS]) if SETTINGS in files else {}
         made = json.loads(tokenizer.files()[SETTINGS])
         files[SETTINGS] = (json.dumps({**made, **stated}, indent=2, ensure_ascii=False) + "\n").encode()
@@ -73,4 +73,4 @@ def _names_its_class(data: bytes | None) -> bool:
     try:
         return data is not None and isinstance(parse_object(data, SETTINGS).get("tokenizer_class"), str)
     except UserError:
-        return True  # damaged since it was read: left as it is
+        return True  # damaged since loading: leave it as it is

@@ -1,4 +1,4 @@
-"""What stands beside a tokenizer.json: special tokens, chat templates, and the ids that end a generation."""
+"""The settings in files beside a tokenizer.json: special tokens, chat templates, and ids that end a generation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_TEMPLATE = 1 << 20
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
-    """By the names that `Tokenizer` has for them; UserError where a file cannot be read or is not what it should be."""
+    """Keyword arguments for `Tokenizer`. Raises UserError if a file cannot be read or is invalid."""
     config = _read_object(directory / "tokenizer_config.json")
     return {
         "special_tokens": _special_tokens(config, _read_object(directory / "special_tokens_map.json")),
@@ -22,12 +22,12 @@ def read_settings(directory: Path) -> dict[str, Any]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, empty where there is no such file."""
+    """A JSON object from a file; empty if there is no such file."""
     return read_json(path) if path.exists() else {}
 
 
 def _special_tokens(config: dict[str, Any], token_map: dict[str, Any]) -> dict[str, str]:
-    # Old checkpoints keep the truth in special_tokens_map.json; those that list `added_tokens_decoder` do not.
+    # special_tokens_map.json takes precedence in old checkpoints, which lack `added_tokens_decoder`.
     newer_wins = {**token_map, **config} if "added_tokens_decoder" in config else {**config, **token_map}
     tokens = {}
     for name, value in newer_wins.items():
@@ -58,7 +58,7 @@ def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
 
 def _template(path: Path) -> str:
     if not path.is_file() or path.stat().st_size > MAX_TEMPLATE:
-        raise UserError(f"{path} is no regular file of at most {MAX_TEMPLATE:,} bytes; download it again.")
+        raise UserError(f"{path} is not a regular file of at most {MAX_TEMPLATE:,} bytes; download it again.")
     return path.read_text(encoding="utf-8")
 
 

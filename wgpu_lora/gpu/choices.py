@@ -1,4 +1,4 @@
-"""Which tiling a device was found to be fastest with, by kernel and size, kept on disk between runs."""
+"""The fastest tiling measured on a device, by kernel and size, cached on disk between runs."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from wgpu_lora.gpu.device import Device
 
 SCHEMA = 3
-REACH = 2  # octaves of a batch's rows over which a choice holds: up to four times as many, or as few
+REACH = 2  # a choice holds for batches with up to 2^REACH times as many rows, or as few
 Choices = Mapping[str, Tiling]  # by `choice_key`
 NO_CHOICES: Choices = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A choice and where it is from.
+    """A chosen tiling and its origin.
 
-    seconds: of each tiling that was timed, none where there was no time for it. took: the seconds of all of that.
-    like: the entry whose choice this is.
+    seconds: measured time per tiling; empty if time ran out. took: seconds spent on the measurements.
+    like: the key of the entry that this choice was copied from, if any.
     """
 
     kernel: str
@@ -52,30 +52,30 @@ class Entry:
 
     @classmethod
     def from_json(cls, value: Any) -> Entry:
-        """Raises ValueError, TypeError, KeyError or AttributeError where it is none."""
+        """Raises ValueError, TypeError, KeyError or AttributeError if `value` is not an entry."""
         timed = tuple((float(seconds), Tiling.from_json(tiling)) for seconds, tiling in value["seconds"])
         if not all(isinstance(value[name], str) for name in ("kernel", "digest")):
-            raise ValueError("an entry names its kernel and its shader's digest")
+            raise ValueError("'kernel' and 'digest' must be strings")
         tiling, like = Tiling.from_json(value["tiling"]), value.get("like")
         return cls(value["kernel"], value["digest"], tiling, timed, float(value["took"]), like and str(like))
 
 
 def choices_from_json(value: Any) -> dict[str, Tiling]:
-    """Of tilings in `Tiling.to_json`'s form, or in version 0.1's. Raises ValueError where it is none."""
+    """Reads choices written by `Tiling.to_json`, or by version 0.1. Raises ValueError if they are invalid."""
     if not isinstance(value, dict):
-        raise ValueError("choices of tilings are an object")
+        raise ValueError("the tilings must be a JSON object")
     return {str(key): Tiling.from_json(tiling) for key, tiling in value.items()}
 
 
 def bucket(size: int) -> int:
-    """The nearest power of two, by ratio: sizes of one bucket share a choice."""
+    """The power of two nearest in ratio. Sizes of one bucket share a choice."""
     return 1 << round(math.log2(max(size, 1)))
 
 
 def choice_key(kernel: Kernel, present: tuple[str, ...], constants: Constants) -> str:
-    """What calls that may share a tiling have in common: all that is compiled in, and the bucket of each size.
+    """The key of a call: everything compiled into its shader, and the bucket of each size.
 
-    It is kept in runs' checkpoints: a change of its form loses their choices.
+    Checkpoints contain these keys, so changing their form discards the saved choices.
     """
     assert kernel.tuning is not None, f"{kernel.name} is not tuned"
     sizes = {name: bucket(constants[name]) for name in kernel.dims if name in kernel.tuning.sizes}
@@ -83,9 +83,9 @@ def choice_key(kernel: Kernel, present: tuple[str, ...], constants: Constants) -
 
 
 def _parts(kernel: Kernel, key: str) -> tuple[list[Any], dict[str, int], dict[str, int]]:
-    """(what neighbours share, their batch's sizes, their batch's constants) of a key. Raises ValueError or TypeError.
+    """Splits a key into (shared part, sizes of the batch, constants of the batch). Raises ValueError or TypeError.
 
-    Neighbours work on matrices of one size, and differ in the batch's rows or in the adapters these belong to.
+    Keys with equal shared parts multiply matrices of the same size, for batches of other rows or adapters.
     """
     assert kernel.tuning is not None
     batch = kernel.tuning.batch
@@ -97,14 +97,14 @@ def _parts(kernel: Kernel, key: str) -> tuple[list[Any], dict[str, int], dict[st
 
 
 def same_shader(one: str, other: str) -> bool:
-    """Whether the calls of two keys compile to one shader, given one tiling."""
+    """Whether the calls of two keys compile to the same shader, given the same tiling."""
     return bool(json.loads(one)[:3] == json.loads(other)[:3])
 
 
 def nearest(kernel: Kernel, key: str, entries: Mapping[str, Entry]) -> str | None:
-    """The key of the entry whose batch is most like this call's, of those whose choice holds here.
+    """The key of the entry with the most similar batch whose choice applies to this call, or None.
 
-    One that was timed comes before one that there was no time for; what was taken over itself says nothing.
+    Timed entries are preferred to those that time ran out for. Copied choices are not copied again.
     """
     shared, rows, adapters = _parts(kernel, key)
     found: list[tuple[bool, int, bool, str]] = []
@@ -128,7 +128,7 @@ def _octaves(one: int, other: int) -> int:
 
 
 def shader_digest(kernel: Kernel) -> str:
-    """Changes whenever the kernel's text may."""
+    """A digest of all files and structs that a kernel's WGSL may be assembled from."""
     root = Path(str(asset_dir("shaders")))
     folder, file = (root / kernel.file).parent, root / kernel.file
     sha = hashlib.sha256("".join(map(wgsl_struct, kernel.structs)).encode())
@@ -139,7 +139,7 @@ def shader_digest(kernel: Kernel) -> str:
 
 
 class ChoiceFile:
-    """The choices of one device and driver. Damaged files count as empty; entries of other shaders are dropped."""
+    """The cache file of a device and driver. A damaged file counts as empty; entries of changed shaders are dropped."""
 
     def __init__(self, device: Device, directory: Path | None = None):
         info, capabilities = device.info, device.capabilities
@@ -149,7 +149,7 @@ class ChoiceFile:
         self.path = root / f"{slug}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}.json"
 
     def read(self, digests: dict[str, str]) -> dict[str, Entry]:
-        """Entries by key, of kernels (by name) whose shaders still have these digests."""
+        """Entries by key, for kernels whose shader digest is still the one in `digests` (by kernel name)."""
         return {k: e for k, e in self._entries().items() if e.digest == digests.get(e.kernel)}
 
     def _entries(self) -> dict[str, Entry]:
@@ -161,7 +161,7 @@ class ChoiceFile:
             return {}
 
     def add(self, entries: dict[str, Entry], digests: dict[str, str]) -> None:
-        """Merges with what other processes wrote meanwhile. A cache that cannot be written is done without."""
+        """Adds entries to those that other processes have written. An unwritable cache is ignored."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(self.path.with_suffix(".lock"), timeout=10):

@@ -1,4 +1,4 @@
-"""One opened device: its abilities, its buffers (every byte counted), its pipelines."""
+"""An opened device: its capabilities, its buffers (every byte is counted) and its compute pipelines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from wgpu_lora.gpu.devices import DeviceInfo, choose
 from wgpu_lora.gpu.errors import OutOfDeviceMemory, ShaderError
 from wgpu_lora.gpu.tiling import Capabilities
 
-WRITE_CHUNK = 16 << 20  # a queued write is staged by the driver; larger ones would double a tensor's memory
+WRITE_CHUNK = 16 << 20  # bytes; drivers stage a queued write, so one large write would double a tensor's memory
 INTEL = 0x8086
 WEBGPU_LIMITS = {
     "max-buffer-size": 256 << 20,
@@ -37,7 +37,7 @@ fn main(@builtin(subgroup_size) size: u32, @builtin(subgroup_invocation_id) lane
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """What to request of a device; tests disable features through the environment."""
+    """What to request from a device. Tests disable features through environment variables."""
 
     subgroups: bool = True
     default_limits: bool = False
@@ -56,13 +56,20 @@ class DeviceOptions:
 
 
 class Device:
-    """A wgpu device with what the rest of the program needs to know about it.
+    """A wgpu device and its memory accounting.
+
+    Args:
+        selector: see `devices.choose`.
+        options: by default, those in the environment.
 
     Attributes:
-        info: facts about the device.
-        capabilities: what kernels may use; its subgroup size is measured.
+        info: name, driver, features and limits.
+        capabilities: what kernels may use; the subgroup size is measured.
         max_binding, max_buffer: bytes.
-        allocated, peak_allocated: bytes of all buffers created here and not yet freed.
+        allocated, peak_allocated: bytes of all live buffers, now and at most.
+
+    Raises:
+        UserError: no device matches the selector.
     """
 
     def __init__(self, selector: str | int | None = None, options: DeviceOptions | None = None):
@@ -73,9 +80,9 @@ class Device:
             f for f in ("timestamp-query", "timestamp-query-inside-passes", "shader-f16") if f in self.info.features
         ]
         if self.options.subgroups and "subgroup" in self.info.features and self.info.vendor_id != INTEL:
-            # Intel's compiler picks a size per shader (8, 16 or 32), so a kernel cannot be specialised for one.
+            # Intel's compiler chooses 8, 16 or 32 lanes per shader, so kernels cannot be specialised for one size.
             features.append("subgroup")
-            if "shader-int64" in self.info.features:  # only tilings with subgroups read 64 bits at a time
+            if "shader-int64" in self.info.features:  # only tilings with subgroups use 64-bit loads
                 features.append("shader-int64")
         own = {name: adapter.limits[name] for name in WEBGPU_LIMITS}
         limits = WEBGPU_LIMITS if self.options.default_limits else own
@@ -125,7 +132,7 @@ class Device:
                 self.wait()
 
     def read(self, buffer: Any, nbytes: int | None = None, offset: int = 0) -> np.ndarray:
-        """Copies bytes back as uint8, waiting for all work submitted before."""
+        """Copies bytes to the host as uint8, after all submitted work has finished."""
         size = buffer.size - offset if nbytes is None else nbytes
         data = self.raw.queue.read_buffer(buffer, offset, (size + 3) & ~3)
         return np.frombuffer(data, np.uint8)[:size]
@@ -137,8 +144,8 @@ class Device:
 
     # -- shaders ---------------------------------------------------------------------------------------------------
 
-    def pipeline(self, key: tuple[Any, ...], source: Callable[[], str]) -> Any:
-        """The compute pipeline of a shader text, compiled once per key. Raises ShaderError."""
+    def compute_pipeline(self, key: tuple[Any, ...], source: Callable[[], str]) -> Any:
+        """The compute pipeline of a WGSL source, compiled once per key. Raises ShaderError."""
         found = self._pipelines.get(key)
         if found is None:
             label, text = str(key[0]), source()
@@ -152,7 +159,7 @@ class Device:
         return found
 
     def _module(self, code: str, label: str) -> Any:
-        module = self.raw.create_shader_module(code=code, label=label)  # also reports errors readably
+        module = self.raw.create_shader_module(code=code, label=label)  # raises readable errors
         if self.options.checked or not hasattr(lib, "wgpuDeviceCreateShaderModuleTrusted"):
             return module
         text, name = code.encode(), label.encode()
@@ -163,17 +170,17 @@ class Device:
         descriptor = ffi.new("WGPUShaderModuleDescriptor *")
         descriptor.nextInChain = ffi.cast("WGPUChainedStruct *", source)
         descriptor.label.data, descriptor.label.length = c_name, len(name)
-        # Without bounds checks: 5 to 20% faster; every kernel is tested in both modes, bounds hold by construction.
+        # Without bounds checks kernels run 5 to 20% faster. Every kernel is tested with and without them.
         handle = lib.wgpuDeviceCreateShaderModuleTrusted(self.raw._internal, descriptor, 0)
         return type(module)(label, handle, self.raw)
 
     def _probe_subgroup_size(self) -> int:
-        """The largest size of workgroup that is one whole subgroup, measured: drivers report only a range."""
+        """The largest workgroup that is a single subgroup, measured because drivers only report a range."""
         buffer = self.create_buffer(65 * 4, "subgroup probe")
         try:
             for size in (64, 32, 16, 8, 4):
                 code = PROBE.replace("WG", str(size))
-                pipeline = self.pipeline(("subgroup_probe", size), partial(str, code))
+                pipeline = self.compute_pipeline(("subgroup_probe", size), partial(str, code))
                 group = self.bind_group(pipeline, [(buffer, 0, buffer.size)])
                 encoder = self.raw.create_command_encoder()
                 one = encoder.begin_compute_pass()

@@ -1,4 +1,4 @@
-"""Lists the devices of this machine and selects one."""
+"""Lists the devices of this machine and selects one. (WebGPU calls a device that is not opened yet an adapter.)"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def native_version() -> str:
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """What `wgpu-lora info` shows of one device."""
+    """The properties of a device that `wgpu-lora info` shows."""
 
     index: int
     name: str
@@ -47,10 +47,9 @@ class DeviceInfo:
 
 
 def _enumerate() -> list[Any]:
-    # A driver that fails to load must not hide the others: wgpu reports none rather than raising.
     adapters = wgpu.gpu.enumerate_adapters_sync()
     native = [a for a in adapters if a.info["backend_type"] != "OpenGL"]
-    # OpenGL shows the same devices again, with fewer features.
+    # OpenGL lists the same devices again, with fewer features.
     return native or adapters
 
 
@@ -70,7 +69,7 @@ def describe(index: int, adapter: Any) -> DeviceInfo:
 
 
 def list_devices() -> list[DeviceInfo]:
-    """Every device that can be chosen, in a stable order: discrete first, software last."""
+    """All devices in a stable order: discrete GPUs first, software drivers last."""
     return [describe(i, adapter) for i, adapter in enumerate(_sorted_adapters())]
 
 
@@ -87,13 +86,14 @@ def _sorted_adapters() -> list[Any]:
 
 
 def choose(selector: str | int | None) -> tuple[DeviceInfo, Any]:
-    """The device that `--device` (else `WGPU_LORA_DEVICE`, else the first) names.
+    """Selects a device; returns its info and its WebGPU adapter.
 
     Args:
-        selector: an index of `list_devices`, or a part of a device's or a driver's name, any case.
+        selector: index in `list_devices`, or part of the name of a device or driver, in any case. By default, the
+            environment variable `WGPU_LORA_DEVICE`, then the first device.
 
     Raises:
-        UserError: there is no device, or none that matches.
+        UserError: there is no device, or none matches.
     """
     adapters = _sorted_adapters()
     infos = [describe(i, a) for i, a in enumerate(adapters)]

@@ -1,4 +1,4 @@
-"""What a device refuses, with the numbers. Options are none of this package's business: callers add what would help."""
+"""Errors of a device, with their numbers. Callers add which options would help."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ MAX_GROUPS = 65535  # workgroups of a grid in each dimension, WebGPU's limit
 
 
 class DeviceError(NoRoomError):
-    """A device cannot do what was asked of it. `fact` says so, the message with what to do."""
+    """A device cannot do what was requested. `fact` is the message without the advice."""
 
     def __init__(self, fact: str):
         super().__init__(f"{fact}.")
         self.fact, self.advised = fact, False
 
     def advise(self, what: str) -> None:
-        """Adds what to do to the message, unless somebody who knew more has done so."""
+        """Adds advice to the message, unless a caller closer to the cause already has."""
         if not self.advised:
             super().__init__(f"{self.fact}: {what}.")
             self.advised = True
 
 
 class OutOfDeviceMemory(DeviceError):
-    """A buffer could not be allocated. nbytes: of it. in_use: bytes that this process holds already."""
+    """A buffer of `nbytes` bytes could not be allocated while this process was using `in_use` bytes."""
 
     def __init__(self, what: str, nbytes: int, in_use: int):
         super().__init__(f"The device could not allocate {nbytes:,} bytes for {what} ({in_use:,} bytes are in use)")
@@ -30,7 +30,7 @@ class OutOfDeviceMemory(DeviceError):
 
 
 class BindingTooLarge(DeviceError):
-    """A tensor is larger than one binding, or one buffer, of the device may be. nbytes and limit: bytes."""
+    """A tensor of `nbytes` bytes exceeds `limit`, the largest binding or buffer of the device."""
 
     def __init__(self, what: str, nbytes: int, limit: int):
         super().__init__(
@@ -40,7 +40,7 @@ class BindingTooLarge(DeviceError):
 
 
 class GridTooLarge(DeviceError):
-    """A dispatch would need more workgroups in a dimension than WebGPU allows."""
+    """A dispatch needs more workgroups in a dimension than WebGPU allows."""
 
     def __init__(self, kernel: str, groups: tuple[int, int, int]):
         super().__init__(f"{kernel} would need a grid of {groups}, more than WebGPU's {MAX_GROUPS}")
@@ -48,7 +48,7 @@ class GridTooLarge(DeviceError):
 
 
 class ShaderError(Exception):
-    """A shader that the device's compiler refuses: a mistake here or there, and nothing that options would mend."""
+    """A shader does not compile on this device: a bug in the shader or in the driver, which no option works around."""
 
     def __init__(self, label: str, reason: str):
         super().__init__(f"{label} does not compile: {reason}")

@@ -5,12 +5,13 @@
         '''y[r] = x[r] * weight / sqrt(mean(x[r]^2) + eps)'''
         return x / np.sqrt(...) * weight
 
-Positional parameters are storage bindings in order. `In`, `Out` and `InOut` live in arenas and are declared
-`read_write` in WGSL, because tensors that share an arena's buffer may not mix access modes in one dispatch; `Fixed`
-(weights, tables, a step's inputs) is `read`. A `Fixed` or `In` parameter with default None may be left out, and its
-binding with it. Keyword parameters become constants of the shader; a `Dim` instead goes into a
-uniform buffer `dims`, whose binding follows the storage bindings. The reference returns its `Out` and `InOut`
-arrays in order, computed in float64 from the formula.
+Positional parameters are storage bindings, in order. `In`, `Out` and `InOut` may be in arenas and are declared
+`read_write` in WGSL, because tensors that share an arena's buffer may not mix access modes in one dispatch. `Fixed`
+(weights, tables, a step's inputs) is `read`. A parameter with the default None is optional, and so is its binding.
+
+Keyword parameters become constants of the shader, except for `Dim`s, which are passed in a uniform buffer `dims` whose
+binding follows the storage bindings. The reference returns its `Out` and `InOut` arrays in order, computed in float64
+from the formula.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ U32 = Annotated[int, "u32"]
 I32 = Annotated[int, "i32"]
 F32 = Annotated[float, "f32"]
 Flag = Annotated[bool, "bool"]
-Word = Annotated[str, "word"]  # seen by a template only, such as an element type
-Dim = Annotated[int, "dim"]  # a u32 of the uniform `dims`, so that shapes share one pipeline
+Word = Annotated[str, "word"]  # for templates only, such as an element type
+Dim = Annotated[int, "dim"]  # a u32 of the uniform `dims`, so that shapes share one compute pipeline
 
 ACCESS = {"in": "read_write", "out": "read_write", "inout": "read_write", "fixed": "read"}
 BINDING = re.compile(r"@group\(0\)\s*@binding\((\d+)\)\s*var<storage,\s*(read|read_write)>\s*(\w+)\s*:\s*([^;]+);")
@@ -57,11 +58,11 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-LINEAR_X = 32768  # workgroups in x before a linear grid goes on in y; lib/linear.wgsl knows it too
+LINEAR_X = 32768  # workgroups in x before a linear grid continues in y, as in lib/linear.wgsl
 
 
 def one_per(items: int, per_group: int = 64) -> Grid:
-    """A linear grid with a workgroup for every `per_group` items, folded into two dimensions where it is long."""
+    """A linear grid with one workgroup per `per_group` items, folded into two dimensions if it is long."""
     groups = max(1, cdiv(items, per_group))
     return (groups, 1, 1) if groups <= LINEAR_X else (LINEAR_X, cdiv(groups, LINEAR_X), 1)
 
@@ -70,7 +71,7 @@ Variants = Callable[[Capabilities, Any], Sequence[Tiling]]
 
 
 def only_one(capabilities: Capabilities, c: Any) -> Sequence[Tiling]:
-    """The tilings of a kernel that has but one."""
+    """The tilings of a kernel without variants."""
     return (Tiling(),)
 
 
@@ -101,18 +102,19 @@ class Kernel:
 
     @cached_property
     def dims(self) -> tuple[str, ...]:
-        """Parameters that go into the uniform, in its order."""
+        """The parameters passed in the uniform buffer, in order."""
         return tuple(n for n, kind in self.constants.items() if kind == "dim")
 
     def compiled_in(self, constants: Constants) -> Constants:
-        """What of the constants a pipeline depends on: all but the dims, and what `specialise` derives from those."""
+        """The constants a compute pipeline depends on: all but the dims, and what `specialise` derives from those."""
         kept = {n: v for n, v in constants.items() if n not in self.dims}
         return kept | (self.specialise(SimpleNamespace(**constants)) if self.specialise else {})
 
     def source(self, present: Sequence[str], constants: Constants, tiling: Tiling) -> str:
-        """The assembled WGSL: structs and library files, then the kernel with its constants in place.
+        """The assembled WGSL: structs, library files, then the kernel with its constants substituted.
 
-        A template sees the constants by name, the tiling as `tile`, bindings' numbers as `bind`, dims' names as `dims`.
+        A template gets the constants by name, the tiling as `tile`, binding numbers as `bind` and the dims' names as
+        `dims`. Raises TypeError if the WGSL's bindings do not match the signature.
         """
         values = self.compiled_in(constants)
         if self.file.endswith(".j2"):
@@ -138,16 +140,17 @@ class Kernel:
         expected = [(i, ACCESS[self.bindings[n]], n) for i, n in enumerate(present)]
         if sorted(declared) != expected:
             raise TypeError(
-                f"{self.file} declares {sorted(declared)}, but the signature of {self.name} says {expected}"
+                f"{self.file} declares the bindings {sorted(declared)}, but the signature of {self.name} has {expected}"
             )
 
-    def pipeline(self, device: Device, present: tuple[str, ...], constants: Constants, tiling: Tiling) -> Any:
+    def compute_pipeline(self, device: Device, present: tuple[str, ...], constants: Constants, tiling: Tiling) -> Any:
+        """The compute pipeline of a call with the bindings `present`. Raises ShaderError."""
         compiled = self.compiled_in(constants)
         key = (self.name, present, tuple(sorted(compiled.items())), tiling)
-        return device.pipeline(key, lambda: self.source(present, constants, tiling))
+        return device.compute_pipeline(key, lambda: self.source(present, constants, tiling))
 
     def tilings(self, capabilities: Capabilities, constants: Constants) -> Sequence[Tiling]:
-        """What can run this call on a device, the default first."""
+        """The tilings that can run this call, the default first."""
         return self.variants(capabilities, SimpleNamespace(**{**self.defaults, **constants}))
 
     def groups(self, constants: Constants, tiling: Tiling) -> Grid:
@@ -155,6 +158,7 @@ class Kernel:
 
 
 def literal(kind: str, value: Any) -> str:
+    """A WGSL literal of the type `kind`: bool, u32 or f32."""
     if kind == "bool":
         return "true" if value else "false"
     return (
@@ -190,13 +194,13 @@ def kernel(
     """Declares a kernel (see the module's docstring).
 
     Args:
-        file: the WGSL file, or `.wgsl.j2` template, in `shaders/`.
-        grid: constants, and the tiling as `tile` -> workgroups.
-        lib: files of `shaders/lib/` that are put in front.
-        structs: dataclasses whose WGSL declarations are put before those (see gpu.struct).
-        variants: a device's capabilities and a call's constants -> the tilings that can run it, the default first.
-        specialise: constants -> what a template derives from the dims, such as whether rows are whole vec4s.
-        tuning: what the tuner must know of the kernel's calls; only kernels that have it are tuned.
+        file: a WGSL file or `.wgsl.j2` template in `shaders/`.
+        grid: (constants, and the tiling as `tile`) -> workgroups.
+        lib: files of `shaders/lib/` to prepend.
+        structs: dataclasses whose WGSL declarations are prepended (see `gpu.struct`).
+        variants: (a device's capabilities, a call's constants) -> the tilings that can run it, the default first.
+        specialise: constants -> facts that a template derives from the dims, such as whether rows are whole vec4s.
+        tuning: describes the kernel's calls to the tuner. Kernels without it are not tuned.
     """
 
     def declare(function: Callable[..., Any]) -> Kernel:

@@ -1,4 +1,4 @@
-"""Assigns the tensors of a recorded program to arenas, so that its peak memory is known before anything exists."""
+"""Assigns the temporary tensors of a recorded program to arenas, so that its peak memory is known before allocation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wgpu_lora.gpu.tensor import Storage, align
 
 @dataclass
 class ArenaPlan:
-    """Arena sizes in bytes, and where each temporary storage lies: (arena, offset)."""
+    """Arena sizes in bytes, and the place of each temporary storage as (arena, byte offset)."""
 
     sizes: list[int]
     places: dict[Storage, tuple[int, int]]
@@ -24,15 +24,15 @@ class ArenaPlan:
 
 
 def plan_arenas(lifetimes: dict[Storage, tuple[int, int]], max_arena: int, max_binding: int) -> ArenaPlan:
-    """Greedy placement, largest first, each at the lowest offset free during its lifetime.
+    """Greedy placement: largest first, each at the lowest offset that is free during its lifetime.
 
     Args:
-        lifetimes: storage -> (first, last) dispatch index that touches it, both inclusive.
-        max_arena: bytes that one buffer may have.
-        max_binding: bytes that one binding may span.
+        lifetimes: storage -> indices of the first and last dispatch that use it, inclusive.
+        max_arena: largest buffer, in bytes.
+        max_binding: largest binding, in bytes.
 
     Raises:
-        BindingTooLarge: one tensor alone is larger than a binding or a buffer of this device.
+        BindingTooLarge: a tensor is larger than a binding or a buffer may be.
     """
     order = sorted(lifetimes, key=lambda s: (-s.nbytes, lifetimes[s][0]))
     first, last, offset, end, arena = (np.zeros(len(order), np.int64) for _ in range(5))

@@ -1,4 +1,4 @@
-"""Record once, plan exactly, replay: a list of dispatches on fixed shapes."""
+"""A program is a list of dispatches on fixed shapes: recorded once, planned exactly, replayed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from wgpu_lora.gpu.plan import ArenaPlan, plan_arenas
 from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Storage, Tensor
 from wgpu_lora.gpu.tiling import Tiling
 
-SUBMIT_SECONDS = 0.4  # work in one submit, for watchdogs and for Ctrl-C
-FIRST_SUBMIT = 24  # dispatches a submit before anything has been timed
+SUBMIT_SECONDS = 0.4  # of work per submit, so that watchdogs do not fire and Ctrl-C is prompt
+FIRST_SUBMIT = 24  # dispatches per submit until they have been timed
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Dispatch:
     constants: dict[str, Any]
     tiling: Tiling
     groups: Grid
-    fixed: bool = False  # the tiling was asked for, not chosen
+    fixed: bool = False  # `build` may not choose another tiling
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -38,7 +38,7 @@ class Dispatch:
 
 
 class Program:
-    """Dispatches in order. Record with `temp` and `dispatch`, then `build` once and `run` often."""
+    """Dispatches in order. Record with `temp` and `dispatch`, then `build` once and `run` repeatedly."""
 
     def __init__(self, device: Device, name: str = "program"):
         self.device = device
@@ -57,9 +57,16 @@ class Program:
         return Tensor(shape, dtype, Storage(nbytes, "activations", name, temporary=True), name=name)
 
     def dispatch(self, kernel: Kernel, *args: Tensor | None, tiling: Tiling | None = None, **constants: Any) -> None:
-        """Appends a dispatch of `kernel` on `args`, in the order of its signature; `build` may choose another tiling.
+        """Appends a dispatch of `kernel`.
 
-        tiling: the one to use in any case. Raises GridTooLarge.
+        Args:
+            args: tensors in the order of the kernel's signature; None for optional ones that are left out.
+            tiling: the tiling to use; by default, `build` chooses it.
+            constants: the kernel's keyword parameters.
+
+        Raises:
+            GridTooLarge: the call needs too many workgroups.
+            TypeError: arguments are missing or unknown.
         """
         names = list(kernel.bindings)
         args = args + (None,) * (len(names) - len(args))
@@ -68,7 +75,8 @@ class Program:
         constants = {**kernel.defaults, **constants}
         if missing or set(constants) != set(kernel.constants):
             raise TypeError(
-                f"{kernel.name}: missing {missing}, constants {sorted(constants)} for {sorted(kernel.constants)}"
+                f"{kernel.name}: missing tensors {missing}; got the constants {sorted(constants)}, "
+                f"expected {sorted(kernel.constants)}"
             )
         fixed = tiling is not None
         if tiling is None:
@@ -80,7 +88,7 @@ class Program:
         self.dispatches.append(Dispatch(kernel, tensors, present, constants, tiling, groups, fixed))
 
     def prune(self) -> None:
-        """Drops dispatches whose outputs nothing reads: a recomputed block's last product, an unwanted gradient."""
+        """Drops dispatches whose outputs are never read, such as the last product of a recomputed block."""
         wanted: set[Storage] = set()
         kept = []
         for step in reversed(self.dispatches):
@@ -93,7 +101,7 @@ class Program:
     # -- plan ------------------------------------------------------------------------------------------------------
 
     def lifetimes(self) -> dict[Storage, tuple[int, int]]:
-        """First and last dispatch of every temporary storage."""
+        """Indices of the first and last dispatch that use each temporary storage."""
         spans: dict[Storage, tuple[int, int]] = {}
         for index, step in enumerate(self.dispatches):
             for tensor in step.tensors:
@@ -105,12 +113,12 @@ class Program:
         return plan_arenas(self.lifetimes(), self.device.max_buffer, self.device.max_binding)
 
     def persistent_storages(self) -> set[Storage]:
-        """Every storage with a buffer of its own, the dispatches' uniform dims among them."""
+        """All storages with buffers of their own, including the uniform dims."""
         found = {t.storage for step in self.dispatches for t in step.tensors if not t.storage.temporary}
         return found | ({self._dims_storage()} if self._dims() else set())
 
     def _dims(self) -> dict[tuple[int, ...], int]:
-        """Distinct dims of the dispatches -> their place in the uniform buffer."""
+        """Distinct dims of the dispatches -> index in the uniform buffer."""
         places: dict[tuple[int, ...], int] = {}
         for step in self.dispatches:
             if step.kernel.dims:
@@ -126,20 +134,25 @@ class Program:
     # -- build and replay ------------------------------------------------------------------------------------------
 
     def _tiled(self, step: Dispatch, choices: Choices) -> Dispatch:
-        """The dispatch in the tiling chosen for its call, else in the default."""
+        """The dispatch with the tiling chosen for its call, or the default."""
         if step.fixed or step.kernel.tuning is None:
             return step
         tilings = step.kernel.tilings(self.device.capabilities, step.constants)
         tiling = choices.get(choice_key(step.kernel, step.present, step.constants))
-        # A run may be resumed on another device: its tilings, for other subgroups, would compute nonsense there.
+        # A run may be resumed on another device, where tilings for another subgroup size would give wrong results.
         if tiling is None or tiling not in tilings:
             tiling = tilings[0]
         return replace(step, tiling=tiling, groups=step.kernel.groups(step.constants, tiling))
 
     def build(self, arena: Arena, choices: Choices = NO_CHOICES) -> None:
-        """Binds temporaries to the arena, compiles the pipelines and makes the bind groups.
+        """Binds temporaries to the arena, compiles the compute pipelines and creates the bind groups.
 
-        choices: the tilings that heavy kernels run in, by call (see gpu.tuner); the defaults where they have none.
+        Args:
+            arena: buffers at least as large as the plan's.
+            choices: tilings of heavy kernels, by call (see `gpu.tuner`); other calls use the default.
+
+        Raises:
+            ShaderError: a shader does not compile.
         """
         self.dispatches = [self._tiled(step, choices) for step in self.dispatches]
         plan = self.plan()
@@ -155,7 +168,7 @@ class Program:
         groups: dict[tuple[Any, ...], Any] = {}
         self._replay = []
         for step in self.dispatches:
-            pipeline = step.kernel.pipeline(self.device, step.present, step.constants, step.tiling)
+            pipeline = step.kernel.compute_pipeline(self.device, step.present, step.constants, step.tiling)
             parts = [t.binding() for t in step.tensors]
             if step.kernel.dims:
                 parts.append(
@@ -167,15 +180,15 @@ class Program:
             self._replay.append((pipeline, groups[key], step.groups))
 
     def release(self) -> None:
-        """Frees what the program itself allocated, its dims."""
+        """Frees the uniform dims, the only buffer that the program allocates itself."""
         if self._uniform and self._uniform.buffer is not None:
             self.device.free(self._uniform.buffer)
             self._uniform.buffer = None
 
     def run(self) -> None:
-        """Submits the whole list; an early run is timed piece by piece to find where to split later ones."""
+        """Submits all dispatches. The second run is timed piece by piece to decide where to split later ones."""
         if self._splits is None:
-            # The first run pays for the driver's own compilation, so it is the second that is timed.
+            # Not the first run, which includes the driver's own compilation.
             splits = self._calibrate()
             self._splits, self._warm = (splits, True) if self._warm else (None, True)
             return
@@ -185,7 +198,7 @@ class Program:
                 self.device.wait()
 
     def submits(self) -> list[tuple[int, int]]:
-        """[start, stop) of the dispatches that go into one submit each; one that was not timed yet is one piece."""
+        """[start, stop) of the dispatches in each submit. Until the program has been timed, there is one submit."""
         ends = self._splits or [len(self._replay)]
         return list(zip([0, *ends[:-1]], ends, strict=True))
 
@@ -204,7 +217,7 @@ class Program:
         return [*splits, len(self._replay)]
 
     def submit(self, start: int, stop: int, timestamps: dict[str, Any] | None = None) -> None:
-        """Dispatches [start, stop) as one compute pass, with the timestamps it is to write, if any."""
+        """Submits the dispatches [start, stop) as one compute pass, which may write timestamps."""
         encoder = self.device.raw.create_command_encoder()
         compute = encoder.begin_compute_pass(timestamp_writes=timestamps)
         set_pipeline, set_bind_group = compute.set_pipeline, compute.set_bind_group
@@ -220,21 +233,21 @@ class Program:
 
 
 class Arena:
-    """Buffers for temporaries, shared by programs that never run at the same time and sized by the largest."""
+    """Buffers for temporaries, shared by programs that never run at the same time and sized for the largest."""
 
     def __init__(self, device: Device, sizes: list[int] | None = None):
         self.device = device
         self.buffers = [device.create_buffer(size, "activations") for size in sizes or []]
 
     def buffers_for(self, plan: ArenaPlan) -> list[Any]:
-        assert len(plan.sizes) <= len(self.buffers), "the arena has too few buffers for this program"
+        assert len(plan.sizes) <= len(self.buffers), "the arena has too few buffers"
         for need, buffer in zip(plan.sizes, self.buffers, strict=False):
-            assert need <= buffer.size, "the arena was made for smaller programs"
+            assert need <= buffer.size, "the arena is too small"
         return self.buffers
 
     @staticmethod
     def sizes_for(plans: list[ArenaPlan]) -> list[int]:
-        """Sizes that hold every one of the plans, one at a time."""
+        """Buffer sizes that fit each of the plans, one at a time."""
         count = max((len(p.sizes) for p in plans), default=0)
         return [max(p.sizes[i] for p in plans if i < len(p.sizes)) for i in range(count)]
 
@@ -245,14 +258,14 @@ class Arena:
 
 
 def allocate(device: Device, storages: set[Storage]) -> None:
-    """Creates the buffers of persistent storages that have none yet, largest first."""
+    """Creates the missing buffers of persistent storages, largest first. Raises OutOfDeviceMemory."""
     for storage in sorted(storages, key=lambda s: (-s.nbytes, s.name)):
         if storage.buffer is None:
             storage.buffer = device.create_buffer(storage.nbytes, storage.name)
 
 
 def release(device: Device, storages: Iterable[Storage]) -> None:
-    """Frees the buffers of persistent storages that have one."""
+    """Frees the buffers of persistent storages."""
     for storage in storages:
         if storage.buffer is not None:
             device.free(storage.buffer)
@@ -260,5 +273,5 @@ def release(device: Device, storages: Iterable[Storage]) -> None:
 
 
 def missing_bytes(storages: Iterable[Storage]) -> int:
-    """Bytes of device memory of those persistent storages that have no buffer yet."""
+    """Bytes that `allocate` would allocate."""
     return sum(storage.nbytes for storage in storages if storage.buffer is None)

@@ -1,4 +1,4 @@
-"""One kernel alone on arrays of the host: what tests and measurements need."""
+"""Runs a single kernel on arrays of the host, for tests and measurements."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DTYPE = {"float32": "f32", "uint32": "u32", "int32": "i32", "uint16": "bf16", "f
 
 
 def widened(array: np.ndarray) -> np.ndarray:
-    """What a float64 reference gets: floats as float64, uint16 taken as bf16; integers as they are."""
+    """An array as a reference takes it: floats as float64, uint16 read as bf16, integers unchanged."""
     if array.dtype == np.uint16:
         array = (array.astype(np.uint32) << 16).view(np.float32)
     return array.astype(np.float64) if array.dtype.kind == "f" else array
 
 
 def stored(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
-    """Normal values as the device stores them: f32, f16, or bf16 by truncation."""
+    """Normally distributed values as the device stores them: f32, f16, or bf16 (truncated)."""
     values = rng.standard_normal(shape, np.float32)
     if dtype == "bf16":
         return (values.view(np.uint32) >> 16).astype(np.uint16)
@@ -32,7 +32,7 @@ def stored(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
 
 
 def nmse(got: np.ndarray, want: np.ndarray) -> float:
-    """Mean squared error over the mean square, of what `want` says; infinite where a value is missing."""
+    """Mean squared error divided by the mean square, where `want` is finite; infinite if `got` is not finite there."""
     known = np.isfinite(want)
     got, want = got[known].astype(np.float64), want[known].astype(np.float64)
     if not np.isfinite(got).all():
@@ -42,7 +42,7 @@ def nmse(got: np.ndarray, want: np.ndarray) -> float:
 
 
 class SingleKernel:
-    """A program of one dispatch, its arrays on the device."""
+    """A program of one dispatch, repeated `repeat` times, on arrays that are uploaded to the device."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class SingleKernel:
         return data.view(array.dtype).reshape(array.shape)
 
     def seconds(self, runs: int = 5) -> float:
-        """Median seconds of one dispatch by the host's clock, after warm-up."""
+        """Median time of one dispatch in seconds, by the host's clock, after two warm-up runs."""
         times = []
         for run in range(runs + 2):
             begin = time.perf_counter()

@@ -1,15 +1,15 @@
-"""A struct of 32-bit scalars, declared once as a dataclass: its WGSL text, its bytes, and its columns for a reference.
+"""Structs of 32-bit scalars, declared once as a dataclass, for WGSL, for buffers and for references.
 
 @dataclass(frozen=True)
 class Hyper:
     learning_rate: F32 = 0.0
     enabled: F32 = 0.0
 
-@kernel("adamw.wgsl", grid=..., structs=(Hyper,))  # puts the WGSL declaration in front of the shader
+@kernel("adamw.wgsl", grid=..., structs=(Hyper,))  # prepends the WGSL declaration to the shader
 def adamw(..., hyper: Fixed, ...): ...
 
-array = struct_array(Hyper, [Hyper(learning_rate=1e-3), None])  # rows for the device; None is a row of zeros
-columns = struct_columns(Hyper, array)                          # columns.learning_rate, float64, for a reference
+array = struct_array(Hyper, [Hyper(learning_rate=1e-3), None])  # rows for the device; None gives zeros
+columns = struct_columns(Hyper, array)                          # columns.learning_rate is float64 [2]
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ SCALARS = {"f32": np.float32, "u32": np.uint32, "i32": np.int32}
 
 @cache
 def struct_fields(record: type) -> dict[str, str]:
-    """Field -> f32, u32 or i32, in order. Raises TypeError where a field is annotated as anything else."""
+    """Field -> f32, u32 or i32, in order. Raises TypeError if a field has another annotation."""
     hints = typing.get_type_hints(record, include_extras=True)
     kinds = {field.name: (getattr(hints[field.name], "__metadata__", None) or ("",))[0] for field in fields(record)}
     wrong = [name for name, kind in kinds.items() if kind not in SCALARS]
     if wrong:
-        raise TypeError(f"{record.__name__}: {', '.join(wrong)} must be annotated F32, U32 or I32")
+        raise TypeError(f"{record.__name__}: {', '.join(wrong)} must be annotated as F32, U32 or I32")
     return kinds
 
 
 def struct_words(record: type) -> int:
-    """32-bit words of one struct. Scalars alone need no padding in a storage buffer."""
+    """Size of the struct in 32-bit words. Structs of scalars need no padding in a storage buffer."""
     return len(struct_fields(record))
 
 
 def wgsl_struct(record: type) -> str:
-    """The struct's WGSL declaration, named as the dataclass is."""
+    """The WGSL declaration of the struct, with the dataclass's name."""
     body = ", ".join(f"{name}: {kind}" for name, kind in struct_fields(record).items())
     return f"struct {record.__name__} {{ {body} }}\n"
 
 
 def struct_array(record: type, rows: Sequence[Any]) -> np.ndarray:
-    """Instances of the dataclass as the device has them: [rows, words], float32 where every field is, else uint32 bits.
+    """Packs instances into an array [rows, words]: float32 if all fields are F32, otherwise uint32 bits.
 
-    A row that is None is all zeros.
+    None gives a row of zeros.
     """
     kinds = struct_fields(record)
     table = np.zeros(len(rows), np.dtype([(name, SCALARS[kind]) for name, kind in kinds.items()]))
@@ -63,7 +63,7 @@ def struct_array(record: type, rows: Sequence[Any]) -> np.ndarray:
 
 
 def struct_columns(record: type, array: np.ndarray) -> SimpleNamespace:
-    """The columns of `struct_array`, or of its values in float64, by the fields' names: float64, or integers."""
+    """The columns of a `struct_array`, which may be widened to float64, by field name. F32 columns become float64."""
     kinds = struct_fields(record)
     words = array.reshape(-1, len(kinds))
     columns = {}

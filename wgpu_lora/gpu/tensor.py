@@ -1,4 +1,4 @@
-"""Tensors are shapes over storage; storage is bytes with a lifetime, bound to a buffer only when a plan is built."""
+"""Tensors are views of storage. A storage is a number of bytes, bound to a buffer when it is allocated or planned."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 ITEM_BYTES = {"f32": 4, "u32": 4, "i32": 4, "bf16": 2, "f16": 2, "u8": 1}
 NUMPY = {"f32": np.float32, "u32": np.uint32, "i32": np.int32, "bf16": np.uint16, "f16": np.float16, "u8": np.uint8}
-ALIGNMENT = 256  # bytes; what WebGPU's default limits ask of a binding's offset
+ALIGNMENT = 256  # bytes, of a binding's offset, under WebGPU's default limits
 
 
 def align(nbytes: int) -> int:
@@ -19,7 +19,7 @@ def align(nbytes: int) -> int:
 
 @dataclass(eq=False)
 class Storage:
-    """Bytes of one group. `buffer` is None until allocated; an arena's storage also gets an `offset` in its buffer."""
+    """Bytes counted under `group`. Temporary storages have an `offset` in an arena's buffer, others a buffer each."""
 
     nbytes: int
     group: str  # base | adapters | optimizer | activations | workspace
@@ -52,13 +52,13 @@ class Tensor:
         return replace(self, shape=shape)
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of the first dimension; the offset must be one that a binding may have."""
+        """Rows [start, stop) of the first dimension; their byte offset must be a multiple of ALIGNMENT."""
         step = self.nbytes // self.shape[0]
-        assert start * step % ALIGNMENT == 0, f"{self.name}: row {start} is not at a bindable offset"
+        assert start * step % ALIGNMENT == 0, f"{self.name}: the offset of row {start} is not aligned"
         return replace(self, shape=(stop - start, *self.shape[1:]), byte_offset=self.byte_offset + start * step)
 
     def binding(self) -> tuple[Any, int, int]:
-        """(buffer, offset, size) with the size rounded up to whole words."""
+        """(buffer, offset, size) in bytes, the size rounded up to whole words."""
         assert self.storage.buffer is not None, f"{self.name} has not been allocated"
         return self.storage.buffer, self.storage.offset + self.byte_offset, (self.nbytes + 3) & ~3
 

@@ -1,4 +1,4 @@
-"""Seconds that a program takes on the device: by its own clock where it has timestamp queries, else by the host's."""
+"""Times programs with the device's timestamp queries, or with the host's clock if the device has none."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from wgpu.backends.wgpu_native import lib
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
 
-QUERIES = 2048  # timestamps of one query set, which WebGPU limits to 4096
+QUERIES = 2048  # timestamps per query set; WebGPU allows 4096
 
 
 class Timer:
     """Times built programs.
 
     Attributes:
-        clock: `timestamps`, or `host` where the device has none; then waiting for the device is counted too.
+        clock: `timestamps` or `host`. The host's clock includes the wait for the device.
     """
 
     def __init__(self, device: Device):
@@ -32,11 +32,11 @@ class Timer:
             self._resolved = device.raw.create_buffer(size=8 * QUERIES, usage=usage)
 
     def run(self, program: Program) -> float:
-        """Runs the program once; the seconds of its compute passes, summed."""
+        """Runs the program once and returns the total time of its compute passes, in seconds."""
         return sum(self._timed(program, program.submits()))
 
     def each(self, program: Program) -> list[float]:
-        """Runs the program once, a pass for every dispatch; the seconds of each."""
+        """Runs the program once with a compute pass per dispatch and returns the time of each, in seconds."""
         return self._timed(program, [(i, i + 1) for i in range(len(program.dispatches))])
 
     def _timed(self, program: Program, spans: list[tuple[int, int]]) -> list[float]:
@@ -62,7 +62,7 @@ class Timer:
             }
             program.submit(start, stop, writes)
             if stop - start > 1:
-                self.device.wait()  # a long piece: one at a time, as `Program.run` does
+                self.device.wait()  # as `Program.run` does after each submit
         encoder = self.device.raw.create_command_encoder()
         encoder.resolve_query_set(self._set, 0, 2 * len(spans), self._resolved, 0)
         self.device.raw.queue.submit([encoder.finish()])

@@ -1,4 +1,4 @@
-"""What a kernel says of its calls, so that the tuner can time its tilings without knowing what it computes."""
+"""How a kernel describes its calls to the tuner."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any, Protocol
 import numpy as np
 
 Arrays = dict[str, np.ndarray]
-Constants = dict[str, Any]  # of a call, by the names of the kernel's keyword parameters
+Constants = dict[str, Any]  # of a call: the kernel's keyword parameters
 
 
 class Tunable(Protocol):
-    """Declared with a kernel that is worth tuning (`@kernel(..., tuning=...)`).
+    """Declared with a kernel that is worth tuning: `@kernel(..., tuning=...)`.
 
-    sizes: the dims by which a choice is kept. Calls whose dims have the same nearest powers of two share one.
-    batch: those of the sizes and of the constants that a batch's rows and adapters decide. Calls that differ in
-        nothing else work on matrices of one size, and one may take over the choice of another.
+    sizes: the dims that choices are keyed by, each rounded to the nearest power of two.
+    batch: the sizes and constants that depend on the batch's rows and adapters. A call may copy the choice of another
+        that differs in nothing else.
     """
 
     @property
@@ -25,10 +25,10 @@ class Tunable(Protocol):
     def batch(self) -> tuple[str, ...]: ...
 
     def work(self, c: Constants) -> float:
-        """Multiply-adds of a call, by which calls are ordered."""
+        """Multiply-adds of a call. The heaviest calls are tuned first."""
 
     def cut(self, c: Constants) -> Constants:
-        """A smaller call that compiles to the same shaders, small enough for a float64 reference."""
+        """A call that compiles to the same shaders and is small enough to be compared with the float64 reference."""
 
     def inputs(self, c: Constants, present: tuple[str, ...], rng: np.random.Generator) -> Arrays:
-        """Synthetic arrays of the bindings `present`, outputs among them, on which shader and reference agree."""
+        """Synthetic arrays for the bindings `present`, including outputs."""

@@ -1,4 +1,4 @@
-"""Times the tilings of a program's heavy kernels on the device at hand, and keeps the fastest that is right."""
+"""Times the tilings of a program's heavy kernels on the device and keeps the fastest correct one."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from wgpu_lora.gpu.single import SingleKernel, nmse, widened
 from wgpu_lora.gpu.tiling import PLAIN, Tiling
 from wgpu_lora.gpu.tunable import Constants, Tunable
 
-SECONDS = 15.0  # of tuning, compilation included
-RUNS = 3  # timed runs of a tiling, after two that are not
-GAIN = 0.03  # a tiling must be so much faster than the default to replace it
-NMSE = 1e-10  # of a tiling's result against the float64 reference; half operands are rounded before
+SECONDS = 15.0  # limit of tuning, including compilation
+RUNS = 3  # timed runs per tiling, after two warm-up runs
+GAIN = 0.03  # a tiling replaces the default if it is faster by more than this share
+NMSE = 1e-10  # limit of a tiling's error against the float64 reference
 
 
 def wanted(asked: bool) -> bool:
-    """Whether to tune: the user's choice, unless WGPU_LORA_NO_TUNE says no for all that runs."""
+    """Whether to tune: the user's choice, unless WGPU_LORA_NO_TUNE disables tuning everywhere."""
     return asked and not os.environ.get("WGPU_LORA_NO_TUNE")
 
 
 class Tuner:
-    """Finds tilings for the dispatches of recorded programs, once for a device and a model.
+    """Finds tilings for the dispatches of recorded programs, once per device and model.
 
-    A call takes the choice of one that differs in the batch's rows alone, up to four times as many or as few, without
-    being timed. What the time does not suffice for keeps the default, and is not timed in later runs either.
+    A call copies the choice of one that differs only in the batch's rows, by up to a factor of four, without being
+    timed. Calls that time runs out for keep the default, in later runs too.
 
     Args:
-        seconds: begin no tiling that would take longer than this in all.
-        directory: of the cache, instead of the user's own (or WGPU_LORA_CACHE_DIR).
+        seconds: no tiling is started that would exceed this total.
+        directory: of the cache; by default WGPU_LORA_CACHE_DIR, or the user's cache directory.
     """
 
     def __init__(self, device: Device, seconds: float = SECONDS, directory: Path | None = None):
@@ -46,18 +46,17 @@ class Tuner:
         self.file = ChoiceFile(device, directory)
 
     def outlook(self, programs: Iterable[Program]) -> Tuning:
-        """What `tune` has to time, and how long that is going to take."""
+        """What `tune` will time, and an estimate of how long that takes."""
         calls = self._calls(programs)
         return self._outlook(calls, self.file.read(_digests(calls)))
 
     def tune(self, programs: Iterable[Program], events: Events = SILENT) -> dict[str, Tiling]:
         """Choices for every heavy call of the programs, measured now or read from the cache.
 
-        Nothing of the programs is run. The largest work comes first, so that little time is spent where it matters
-        most.
+        Kernels run on synthetic inputs; the programs themselves are not run. The heaviest calls come first.
 
         Args:
-            events: told of `tuning`.
+            events: receives `tuning` events.
         """
         calls = self._calls(programs)
         digests = _digests(calls)
@@ -72,7 +71,7 @@ class Tuner:
                 entry = self._taken_over(key, call, known) or self._measure(call, digest, tuning, begin, events)
                 if entry:
                     fresh[key] = known[key] = entry
-        finally:  # what was found before an interrupt is worth keeping
+        finally:  # keep the choices made before an interrupt
             if fresh:
                 self.file.add(fresh, digests)
         if tuning.tilings_done:
@@ -83,12 +82,12 @@ class Tuner:
     def _tilings(self, call: Dispatch) -> list[Tiling]:
         capabilities = self.device.capabilities
         tilings = call.kernel.tilings(capabilities, call.constants)
-        # In `plain`, lanes load what a neighbour has: on a CPU always slower, and long to compile.
-        spared = capabilities.subgroup_size and capabilities.software
-        return [tiling for tiling in tilings if tiling.family != PLAIN or not spared]
+        # On a CPU, `plain` is always slower than what uses subgroups, and slow to compile.
+        skipped = capabilities.subgroup_size and capabilities.software
+        return [tiling for tiling in tilings if tiling.family != PLAIN or not skipped]
 
     def _calls(self, programs: Iterable[Program]) -> dict[str, Dispatch]:
-        """One dispatch for every key, those of the most work first."""
+        """One dispatch per key, the heaviest first."""
         calls: dict[str, Dispatch] = {}
         work: dict[str, float] = {}
         for program in programs:
@@ -105,14 +104,14 @@ class Tuner:
             count = len(self._tilings(call))
             if key not in seen and count > 1 and nearest(call.kernel, key, seen) is None:
                 timed_then = ((0.0, call.tiling),)
-                seen[key] = Entry(call.kernel.name, "", call.tiling, timed_then)  # those like it will follow it
+                seen[key] = Entry(call.kernel.name, "", call.tiling, timed_then)  # similar calls will copy it
                 sizes, tilings = sizes + 1, tilings + count
         timed = [(entry.took, len(entry.seconds)) for entry in known.values() if entry.took]
         each = sum(took for took, _ in timed) / max(1, sum(count for _, count in timed)) if timed else None
         return Tuning(sizes, tilings, self.seconds, each)
 
     def _taken_over(self, key: str, call: Dispatch, known: dict[str, Entry]) -> Entry | None:
-        """The choice of a call like this one, if this call can have it and it is right."""
+        """The choice of a similar call, if it is valid and correct for this one."""
         like = nearest(call.kernel, key, known)
         if like is None or (tiling := known[like].tiling) not in self._tilings(call):
             return None
@@ -121,7 +120,7 @@ class Tuner:
         return Entry(call.kernel.name, known[like].digest, tiling, like=like)
 
     def _measure(self, call: Dispatch, digest: str, tuning: Tuning, begin: float, events: Events) -> Entry | None:
-        """The best tiling of a call and what each took; the default where no time is left, None where none is right."""
+        """The fastest correct tiling; the default if no time is left, None if no tiling is correct."""
         tilings = self._tilings(call)
         started = time.perf_counter()
         timed: list[tuple[float, Tiling]] = []
@@ -155,11 +154,11 @@ class Tuner:
             single.free()
 
     def _is_right(self, call: Dispatch, tiling: Tiling) -> bool:
-        """Whether a tiling compiles and gives the reference's result, on a cut that a float64 reference can afford."""
+        """Whether a tiling compiles and agrees with the float64 reference on a cut of the call."""
         small = _tuning(call).cut(call.constants)
         try:
             single = self._single(call, small, tiling)
-        except ShaderError:  # of this driver's compiler: others may do
+        except ShaderError:  # other tilings may compile
             return False
         try:
             single.run()

@@ -66,7 +66,7 @@ def read_requests(path: Path) -> list[Request]:
             found.append(_request(row))
         except UserError as error:
             account.add_bad(place, Problem(str(error)))
-    account.refuse_bad("mend them")
+    account.refuse_bad("fix them")
     return found
 
 

@@ -1,4 +1,4 @@
-"""What is looked at while weights stream by: their SHA-256, and that every value is finite."""
+"""Computes the SHA-256 of weights and checks that every value is finite, while they are loaded."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from wgpu_lora.formats.checkpoint import WeightSource
 from wgpu_lora.weights.base import Packed
 
 LARGEST = {"BF16": 0x7F7F, "F16": 0x7BFF, "F32": 0x7F7FFFFF}  # bits of the largest finite magnitude
-AHEAD = 1  # pieces that wait to be looked at
-CHUNK = 1 << 18  # values that are looked at together: they stay in the processor's cache
+AHEAD = 1  # pieces that may wait to be checked
+CHUNK = 1 << 18  # values checked at a time, so that they stay in the processor's cache
 
 
 class AuditedSource:
-    """A checkpoint whose reads are hashed and checked on a thread of their own, beside the work on the device.
+    """A checkpoint whose reads are hashed and checked in a separate thread, in parallel to the device's work.
 
-    Packing hides a NaN, and a change to the middle of a shard shows in no header; so each value is looked at on
-    its way. Every tensor is expected to be read once, from its first row to its last.
+    Packing would hide a NaN, and a change in the middle of a shard does not show in its header, so every value is
+    checked. Each tensor must be read once, from the first row to the last.
 
-    Use it as a context manager; leaving it waits for the thread.
+    A context manager; leaving it waits for the thread.
     """
 
     def __init__(self, source: WeightSource):
@@ -40,7 +40,7 @@ class AuditedSource:
         self._pool.shutdown(cancel_futures=True)
 
     def digest(self) -> str:
-        """SHA-256 (hex) over the names and values of all that was read.
+        """SHA-256 (hex) over the names and values of all tensors read.
 
         Raises:
             NotFiniteError: a value is NaN or infinite.
@@ -49,7 +49,7 @@ class AuditedSource:
         lines = (f"{name} {sha.hexdigest()}\n" for name, sha in sorted(self._hashes.items()))
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
-    # -- what loading asks of a checkpoint ---------------------------------------------------------------------------
+    # -- WeightSource ------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
         return self._source.names()
@@ -73,7 +73,7 @@ class AuditedSource:
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _look(self, name: str, values: np.ndarray, dtype: str | None) -> np.ndarray:
-        """Hands values on, after those that were handed on before have been looked at, all but the last few."""
+        """Returns `values` and queues their check, waiting until at most AHEAD others are pending."""
         self._settle(AHEAD)
         sha = self._hashes.setdefault(name, hashlib.sha256())
         self._waiting.append(self._pool.submit(_examine, name, sha, np.ascontiguousarray(values), dtype))
@@ -91,6 +91,6 @@ def _examine(name: str, sha: hashlib._Hash, values: np.ndarray, dtype: str | Non
     bits = values.reshape(-1).view(np.uint32 if dtype == "F32" else np.uint16)
     magnitude = 0x7FFFFFFF if dtype == "F32" else 0x7FFF
     for first in range(0, bits.size, CHUNK):
-        # Without its sign, a float's bits order as its magnitude does, infinity and NaN last.
+        # Without the sign, a float's bits are ordered like its magnitude, with infinity and NaN last.
         if np.bitwise_and(bits[first : first + CHUNK], magnitude).max() > LARGEST[dtype]:
             raise NotFiniteError(f"{name} holds values that are NaN or infinite: download or convert the model again.")

@@ -1,4 +1,4 @@
-"""What a layer's block is recorded with: its tensors, the batch, adapters and, in generation, its state."""
+"""The context in which a layer's block is recorded: its tensors, the batch, the adapters and the cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Adapters = Mapping[str, LoraSlots]  # by module: 'model.layers.0.self_attn.q_pro
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer's frozen matrices by module ('self_attn.q_proj'), its vectors by parameter ('input_layernorm.weight')."""
+    """A layer's frozen matrices by module ('self_attn.q_proj') and vectors by name ('input_layernorm.weight')."""
 
     path: str  # 'model.layers.0'
     linears: dict[str, Linear[Weight]]
@@ -27,7 +27,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Block:
-    """One layer of one recording. Rows are those of the batch; `cache` is None where nothing is kept between tokens."""
+    """A layer in a recording. `cache` is None in training and evaluation."""
 
     rec: Recorder
     layer: Layer
@@ -38,9 +38,13 @@ class Block:
     def project(
         self, x: Tensor, module: str, into: Tensor | None = None, first_row: int | None = None, accumulate: bool = False
     ) -> Tensor:
-        """A linear layer with its adapters: x [T, in] -> [T, out], in `into` if given, or added to it.
+        """Records a linear layer with its adapters: x [T, in] -> [T, out].
 
-        first_row: the batch's row that is row 0 of x, where x is a block of rows.
+        Args:
+            module: path in the layer, such as 'self_attn.q_proj'.
+            into: where to write the result.
+            first_row: if x is a block of rows, the index of its first row in the batch.
+            accumulate: add the result to `into`.
         """
         lora = self.adapters.get(f"{self.layer.path}.{module}")
         if lora and first_row is not None:
@@ -48,5 +52,5 @@ class Block:
         return linear(self.rec, x, self.layer.linears[module], lora, into, accumulate)
 
     def norm(self, x: Tensor, module: str, eps: float) -> Tensor:
-        """RMSNorm over the last dimension by the weight of this module ('input_layernorm')."""
+        """RMSNorm over the last dimension with the weight of `module`, such as 'input_layernorm'."""
         return rmsnorm(self.rec, x, self.layer.vectors[f"{module}.weight"], eps)

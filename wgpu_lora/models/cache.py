@@ -1,4 +1,4 @@
-"""What a model keeps between tokens: keys and values, or whatever else its layers declare."""
+"""The state that layers keep between tokens: keys and values, or other tensors that they declare."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wgpu_lora.ops.recorder import Recorder
 
 @dataclass(frozen=True)
 class CacheTensor:
-    """A tensor of a layer's state, f32. `shape` is what is kept of one token, or of a sequence as a whole."""
+    """An f32 tensor of a layer's state. shape: per token, or per sequence if `per_sequence`."""
 
     shape: tuple[int, ...]
     per_sequence: bool = False
@@ -20,10 +20,10 @@ class CacheTensor:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's tensors as a step's block sees them.
+    """A layer's state in a recorded step of T rows.
 
-    rows: u32 [T], where each row of the step lies in tensors by token. newest: u32 [batch], each sequence's last row of
-    the step, NOWHERE for sequences that have none; only where a layer has tensors by sequence.
+    rows: u32 [T], the index of each row of the step in per-token tensors.
+    newest: u32 [batch], the last row of each sequence in the step, or NOWHERE; None without per-sequence tensors.
     """
 
     tensors: Mapping[str, Tensor]
@@ -31,28 +31,28 @@ class LayerCache:
     newest: Tensor | None
 
     def append(self, rec: Recorder, name: str, new: Tensor) -> Tensor:
-        """Puts a step's rows [T, ...] where they belong; all tokens so far, [batch * capacity, ...]."""
+        """Stores the step's rows [T, ...] in a per-token tensor; returns the tensor, [batch * capacity, ...]."""
         cache = self.tensors[name]
         rec.dispatch(scatter_rows, new, self.rows, cache, rows=new.shape[0], cols=new.size // new.shape[0])
         return cache
 
     def replace(self, rec: Recorder, name: str, new: Tensor) -> None:
-        """Keeps of a step's rows [T, ...] each sequence's newest, in the tensor by sequence of this name."""
+        """Stores each sequence's last row of the step's rows [T, ...] in a per-sequence tensor, [batch, ...]."""
         cache = self.tensors[name]
-        assert self.newest is not None, "no layer has a tensor by sequence"
+        assert self.newest is not None, "no layer has per-sequence tensors"
         rec.dispatch(gather_rows, new, self.newest, cache, rows=cache.shape[0], cols=cache.size // cache.shape[0])
 
 
 @dataclass(frozen=True)
 class Cache:
-    """Every layer's state of `batch` sequences: [batch * capacity, ...] by token, [batch, ...] by sequence."""
+    """The state of all layers for `batch` sequences: [batch * capacity, ...] per token, [batch, ...] per sequence."""
 
     layers: tuple[Mapping[str, Tensor], ...]
-    by_sequence: bool  # some of it is
+    by_sequence: bool  # whether any layer has per-sequence tensors
 
     @classmethod
     def declare(cls, layers: Sequence[Mapping[str, CacheTensor]], batch: int, capacity: int) -> Cache:
-        """The tensors that layers ask for; nothing is allocated."""
+        """Declares the tensors that the layers ask for, without allocating them."""
 
         def make(name: str, item: CacheTensor, layer: int) -> Tensor:
             rows = batch if item.per_sequence else batch * capacity
@@ -63,11 +63,11 @@ class Cache:
 
     @property
     def rewinds(self) -> bool:
-        """Whether a sequence can be taken up at any token that it has had: not where a layer keeps only the newest."""
+        """Whether a sequence can continue from an earlier token. Per-sequence tensors only have the newest state."""
         return not self.by_sequence
 
     def largest(self) -> tuple[str, int]:
-        """What the largest tensor of a layer is called, and its bytes."""
+        """Name and bytes of a layer's largest tensor."""
         found = [(tensor.nbytes, name) for layer in self.layers for name, tensor in layer.items()]
         nbytes, name = max(found, default=(0, "nothing"))
         return name, nbytes

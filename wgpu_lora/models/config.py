@@ -1,4 +1,4 @@
-"""What every architecture is: facts of config.json, and what is asked of the file that reads them."""
+"""The interface of an architecture: its config, the parameters of a layer, its forward pass and its state."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ MATRIX, BIAS, VECTOR, TABLE = "matrix", "bias", "vector", "table"
 
 @dataclass(frozen=True)
 class Parameter:
-    """A tensor of a layer.
+    """A parameter of a model.
 
-    kind: a `matrix` [out, in] is kept in the base format and multiplied by, a `bias` is that of the matrix beside it,
-        a `vector` is kept in float32, a `table` (the embedding and the output layer) as it is stored.
-    lora: whether the matrix may carry an adapter.
-    gguf: what GGUF calls it within a block, without its last part: 'attn_q'. gguf_heads: of a matrix or bias whose rows
-        GGUF stores with the halves of each head interleaved, how many heads.
+    kind: a `matrix` [out, in] is stored in the base format, a `bias` belongs to the matrix of the same module, a
+        `vector` is stored in float32, and a `table` (the embedding and the LM head) in the checkpoint's dtype.
+    lora: whether the matrix may have an adapter.
+    gguf: its module in GGUF, within a block, such as 'attn_q'.
+    gguf_heads: the number of heads, if GGUF stores the rows of each head with their halves interleaved.
     """
 
     shape: tuple[int, ...]
@@ -41,10 +41,12 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ABC):
-    """The shape of a decoder-only language model, in config.json's own names, and what follows from it.
+    """The config of a decoder-only language model, with config.json's names.
 
-    `architecture` is config.json's model_type. `packed`: the base format that the linears are stored in, if any. A
-    subclass adds the facts that its blocks need; all of them but `eos_token_ids` and `packed` are in `digest`.
+    architecture: config.json's model_type.
+    packed: the base format that the linear layers are stored in, if any.
+
+    Subclasses add the fields that their blocks need. All fields except `eos_token_ids` and `packed` are in `digest`.
     """
 
     architecture: str
@@ -57,55 +59,65 @@ class ModelConfig(ABC):
     eos_token_ids: tuple[int, ...]
     packed: str | None = None
 
-    # Where a checkpoint has what is in no layer, and its layers.
+    # Names in the checkpoint: the parameters outside of layers, and the prefix of the layers.
     EMBEDDING: ClassVar[str] = "model.embed_tokens.weight"
     FINAL_NORM: ClassVar[str] = "model.norm.weight"
     HEAD: ClassVar[str] = "lm_head.weight"
     LAYERS: ClassVar[str] = "model.layers"
-    POSITIONS: ClassVar[int] = 2048  # max_position_embeddings where config.json is silent
-    TRANSFORMERS: ClassVar[str | None] = None  # the class of transformers, for a config.json that is made
-    MODULES: ClassVar[tuple[str, ...]] = ()  # names that LoRA targets, for shell completion
-    GGUF: ClassVar[GGUFForm[Any] | None] = None  # None: llama.cpp does not have it
+    POSITIONS: ClassVar[int] = 2048  # default of max_position_embeddings
+    TRANSFORMERS: ClassVar[str | None] = None  # class in transformers, for a config.json made from a GGUF file
+    MODULES: ClassVar[tuple[str, ...]] = ()  # names that LoRA may target, for shell completion
+    GGUF: ClassVar[GGUFForm[Any] | None] = None  # None if llama.cpp does not support the architecture
 
-    # -- what an architecture's file says --------------------------------------------------------------------------
+    # -- defined by architectures ----------------------------------------------------------------------------------
 
     @classmethod
     @abstractmethod
     def parse(cls, d: Mapping[str, Any], where: str) -> Self:
-        """Reads config.json as transformers 5 or earlier wrote it; `where` names it in errors (UserError)."""
+        """Reads config.json's content, as written by transformers 5 or earlier.
+
+        Args:
+            where: names the source in errors.
+
+        Raises:
+            UserError: a field is missing, invalid or unsupported.
+        """
 
     @abstractmethod
     def layer(self, index: int) -> Mapping[str, Parameter]:
-        """The tensors of a layer by their names in it ('self_attn.q_proj.weight'), in a fixed order.
+        """The parameters of a layer by their names in it ('self_attn.q_proj.weight'), in a fixed order.
 
-        Matrices that may carry LoRA are numbered in this order, by which their random draws are keyed.
+        The order numbers the modules that may have an adapter, and these numbers key dropout and initialisation.
         """
 
     @abstractmethod
     def block(self, block: Block, index: int, x: Tensor) -> Tensor:
-        """Records a layer's forward pass, x [T, hidden_size] -> the same. Without training, x may be written over."""
+        """Records a layer's forward pass, x [T, hidden_size] -> [T, hidden_size].
+
+        Without training (`block.rec.training`), x may be overwritten.
+        """
 
     def cache(self, index: int) -> Mapping[str, CacheTensor]:
-        """What a layer keeps between tokens, by the names that its block uses."""
+        """The state that a layer keeps between tokens, by the names that its block uses."""
         return {}
 
     def row_inputs(self) -> Sequence[RowInput]:
-        """What blocks read of a batch beyond ids and positions."""
+        """The inputs that blocks need for each batch, besides ids and positions, such as key ranges."""
         return ()
 
     def tables(self) -> Sequence[Table]:
-        """What blocks read that depends on positions alone."""
+        """The tables that blocks need and that only depend on positions, such as rotary angles."""
         return ()
 
     def cut(self, layers: int) -> Self:
-        """The same with its first layers alone."""
+        """The config cut to its first `layers` layers."""
         return replace(self, num_hidden_layers=layers)
 
-    # -- what follows ----------------------------------------------------------------------------------------------
+    # -- common to all architectures -------------------------------------------------------------------------------
 
     @classmethod
     def common(cls, d: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """The facts that all architectures have, by field."""
+        """The fields that all architectures have, read from config.json. Raises UserError."""
         return {
             "architecture": d["model_type"],
             "vocab_size": fields.whole(d, "vocab_size", where),
@@ -119,17 +131,17 @@ class ModelConfig(ABC):
         }
 
     def digest(self) -> str:
-        """A sha256 (hex) of what decides what the model computes."""
+        """SHA-256 (hex) of the fields that determine what the model computes."""
         facts = {name: value for name, value in asdict(self).items() if name not in ("eos_token_ids", "packed")}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def path(self, index: int) -> str:
-        """A layer's name in the checkpoint: 'model.layers.0'."""
+        """A layer's path in the checkpoint: 'model.layers.0'."""
         return f"{self.LAYERS}.{index}"
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
-        """Every tensor that a checkpoint of this model must hold, by name."""
+        """All parameters of the model, by their names in the checkpoint."""
         table = Parameter((self.vocab_size, self.hidden_size), TABLE, gguf="token_embd")
         found = {self.EMBEDDING: table}
         for i in range(self.num_hidden_layers):
@@ -140,27 +152,27 @@ class ModelConfig(ABC):
         return found
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The same, name -> shape."""
+        """The shape of every parameter, by name."""
         return {name: item.shape for name, item in self.parameters.items()}
 
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of every matrix that the base format keeps, by the name of its tensor."""
+        """(out, in) of every matrix stored in the base format, by parameter name."""
         return {name: (i.shape[0], i.shape[1]) for name, i in self.parameters.items() if i.kind == MATRIX}
 
     @cached_property
     def lora_modules(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of every module that may carry an adapter, by its path: 'model.layers.0.self_attn.q_proj'."""
+        """(out, in) of every module that may have an adapter, by path: 'model.layers.0.self_attn.q_proj'."""
         return {module_of(name): (item.shape[0], item.shape[1]) for name, item in self.parameters.items() if item.lora}
 
     def gguf(self) -> GGUFForm[Any]:
-        """How GGUF has it; UserError where it does not."""
+        """The GGUF form of the architecture. Raises UserError if llama.cpp does not support it."""
         if self.GGUF is None:
             raise UserError(
-                f"llama.cpp does not have the architecture {self.architecture}: write it with merge instead."
+                f"llama.cpp does not support the architecture {self.architecture}: write the model with merge instead."
             )
         return self.GGUF
 
 
 def module_of(tensor: str) -> str:
-    """The module that a tensor belongs to: without its last part."""
+    """The module of a parameter: its name without the last part."""
     return tensor.rpartition(".")[0]

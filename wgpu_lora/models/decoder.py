@@ -1,4 +1,4 @@
-"""A decoder-only language model as it lies on the device, and its forward pass. Backward follows from the ops."""
+"""A decoder-only language model on the device, and its forward pass. The backward pass follows from the ops."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from wgpu_lora.weights.registry import declare
 
 @dataclass(frozen=True)
 class Decoder:
-    """A model's tensors. `declare` allocates nothing: a plan can be made of a declared model alone."""
+    """A model's tensors. `declare` allocates nothing, so that memory can be planned before weights are loaded."""
 
     config: ModelConfig
     base_dtype: str
@@ -40,10 +40,12 @@ class Decoder:
         max_binding: int,
         stored: MatrixSource | None = None,
     ) -> Decoder:
-        """The tensors of a model whose embedding and LM head are stored as `table_dtype` (bf16, f16, f32).
+        """Declares the tensors of a model.
 
-        base_dtype: the base format of the linears, but where `stored`, a checkpoint with linears in a base format
-            already, has them otherwise.
+        Args:
+            table_dtype: dtype of the embedding and the LM head: bf16, f16 or f32.
+            base_dtype: base format of the linear layers if `stored` is None.
+            stored: a checkpoint whose linear layers are already stored in a base format, which is kept.
         """
         shared = Shared(max_binding)
 
@@ -70,7 +72,7 @@ class Decoder:
         return cls(config, base_dtype, embedding, layers, vector((config.hidden_size,), config.FINAL_NORM), head)
 
     def matrices(self) -> Iterator[tuple[str, Weight]]:
-        """Every frozen matrix by the checkpoint's name of it, the embedding among them."""
+        """Yields every frozen matrix, including the embedding, with its name in the checkpoint."""
         yield self.config.EMBEDDING, self.embedding
         if self.head is not self.embedding:
             yield self.config.HEAD, self.head
@@ -78,7 +80,7 @@ class Decoder:
             yield from ((f"{layer.path}.{module}.weight", item.weight) for module, item in layer.linears.items())
 
     def vectors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every other parameter: norms, biases, and what else is kept in float32."""
+        """Yields the other parameters, which are stored in float32: norms, biases and other vectors."""
         yield self.config.FINAL_NORM, self.final_norm
         for layer in self.layers:
             yield from ((f"{layer.path}.{name}", tensor) for name, tensor in layer.vectors.items())
@@ -91,7 +93,7 @@ class Decoder:
         return (weight for _, weight in self.matrices())
 
     def storages(self) -> set[Storage]:
-        """Everything that is loaded once and never changes."""
+        """The storages of all frozen parameters."""
         return {tensor.storage for _, tensor in self.vectors()}.union(*(weight.storages() for weight in self.weights()))
 
     # -- forward ---------------------------------------------------------------------------------------------------
@@ -99,7 +101,10 @@ class Decoder:
     def hidden(
         self, rec: Recorder, inputs: StepInputs, adapters: Adapters, caches: tuple[LayerCache, ...] | None = None
     ) -> Tensor:
-        """The normalised last hidden state [T, hidden_size]. caches: one a layer, where something is kept."""
+        """Records the forward pass; returns the normalised last hidden state, f32 [T, hidden_size].
+
+        caches: in generation, the state of each layer.
+        """
         x = embed(rec, inputs.ids, self.embedding)
         for i, layer in enumerate(self.layers):
             block = Block(rec, layer, inputs, adapters, caches[i] if caches else None)

@@ -1,4 +1,4 @@
-"""Fields of config.json, each checked as it is read; UserError where one makes no sense."""
+"""Reads and checks fields of config.json. All functions raise UserError if a field is invalid."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 from wgpu_lora.errors import UserError
 
-# What a config may say: several times the largest model that was published, so that nothing is built from a typing
-# error or a trap.
+# Limits several times larger than any published model, so that a damaged or hostile file cannot exhaust memory.
 MOST = {
     "vocab_size": 1 << 22,
     "hidden_size": 1 << 17,
@@ -25,7 +24,7 @@ MOST_OF_OTHERS = 1 << 20
 
 
 def whole(d: Mapping[str, Any], name: str, where: str, default: int | None = None, minimum: int = 1) -> int:
-    """A whole number of at most MOST; an error where it is missing and has no default."""
+    """An integer of at least `minimum` and at most MOST. Without a default, it is required."""
     value, most = d.get(name, default), MOST.get(name, MOST_OF_OTHERS)
     if value is None:
         raise UserError(f"{name} is missing from {where}: restore the file from the model's source.")
@@ -36,7 +35,7 @@ def whole(d: Mapping[str, Any], name: str, where: str, default: int | None = Non
 
 
 def boolean(d: Mapping[str, Any], name: str, where: str) -> bool:
-    """True or false, false where it is missing."""
+    """A boolean, false if it is missing."""
     value = d.get(name, False)
     if not isinstance(value, bool):
         raise UserError(f"{name} in {where} is {value!r}, expected true or false: correct the file.")
@@ -54,7 +53,7 @@ def epsilon(d: Mapping[str, Any], where: str) -> float:
 
 
 def token_ids(d: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    """eos_token_id, one or several."""
+    """eos_token_id, an id or a list of ids."""
     value = d.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < MOST["vocab_size"] for i in ids):
@@ -63,7 +62,7 @@ def token_ids(d: Mapping[str, Any], where: str) -> tuple[int, ...]:
 
 
 def packed(d: Mapping[str, Any], where: str) -> str | None:
-    """The base format that the linears are stored in: bitsandbytes' NF4, the only quantisation that is supported."""
+    """The base format of stored linear layers from quantization_config: NF4, the only supported one, or None."""
     quantization = d.get("quantization_config")
     if not quantization:
         return None

@@ -1,4 +1,4 @@
-"""The one door from a model's path to what is read of it, whatever its format."""
+"""Opens a model's files, in any supported format."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from wgpu_lora.names.naming import flag
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model as it lies on disk: checked, with nothing of its weights read."""
+    """A model on disk: checked, but without its weights read."""
 
     config: ModelConfig
     checkpoint: WeightSource
@@ -29,22 +29,22 @@ class ModelFiles:
 
 
 def read_model(path: str | Path) -> ModelFiles:
-    """Opens a model: a directory in the format of Hugging Face, or a GGUF file.
+    """Opens a model: a directory in Hugging Face's format, or a GGUF file.
 
     Raises:
-        UserError: something is missing, damaged, hostile, or of a kind that is not supported.
+        UserError: a file is missing, damaged, hostile or unsupported.
     """
     path = Path(path)
     return _read_gguf(path) if is_gguf(path) else _read_directory(path)
 
 
 def config_of(path: Path) -> ModelConfig:
-    """The config of a directory or a GGUF file, without a look at its weights; UserError as in reading either."""
+    """The config of a model directory or GGUF file. The weights are not opened. Raises UserError."""
     return read_config(read_header(path)) if is_gguf(path) else load_config(path)
 
 
 def open_checkpoint(directory: Path, config: ModelConfig) -> Checkpoint:
-    """A directory's weights, packed or not, checked against the model; UserError as `Checkpoint`."""
+    """A directory's weights, checked against the config. Raises UserError."""
     if config.packed:
         packed = PackedCheckpoint(directory)
         packed.check_against(config.parameter_shapes(), config.matrices())

@@ -1,4 +1,4 @@
-"""A GGUF file as a model: which architecture it is of, its config, and what it calls the tensors."""
+"""Reads a GGUF file as a model: its architecture, its config and its tensor names."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from wgpu_lora.models.config import TABLE, ModelConfig
 
 
 def read_config(header: Header) -> ModelConfig:
-    """The shape of the model; UserError when it is of a kind that is not supported, or makes no sense."""
+    """The model's config. Raises UserError if it is invalid or unsupported."""
     config = parse_config(config_fields(header), str(header.path))
     return config.gguf().read_tensors(config, header)
 
 
 def config_fields(header: Header) -> dict[str, Any]:
-    """What config.json would say, but for what a tensor states."""
+    """The fields of config.json, except for those that a tensor determines."""
     name = _general_architecture(header)
     for model_type, kind in ARCHITECTURES.items():
         if kind.GGUF is not None and kind.GGUF.name == name and (found := kind.GGUF.fields(header)) is not None:
             return {"model_type": model_type, **found}
-    raise UserError(f"{header.path} is of no kind of {name!r} that is supported: use another model.")
+    raise UserError(f"{header.path} is a variant of {name!r} that is not supported: use another model.")
 
 
 def open_weights(header: Header, config: ModelConfig) -> GGUFCheckpoint:
-    """The file's weights under Hugging Face's names; UserError as `GGUFCheckpoint`."""
+    """The file's weights under Hugging Face's names. Raises UserError as `GGUFCheckpoint` does."""
     names = gguf_names(config)
     tensors = {
         name: Stored(names[name], item.shape, item.gguf_heads, item.kind == TABLE)
@@ -37,11 +37,11 @@ def open_weights(header: Header, config: ModelConfig) -> GGUFCheckpoint:
 
 
 def gguf_names(config: ModelConfig) -> dict[str, str]:
-    """The checkpoint's name of a tensor -> GGUF's: 'model.layers.0.self_attn.q_proj.weight', 'blk.0.attn_q.weight'."""
+    """GGUF's name of each parameter: 'model.layers.0.self_attn.q_proj.weight' -> 'blk.0.attn_q.weight'."""
     config.gguf()
     found = {}
     for name, item in config.parameters.items():
-        assert item.gguf is not None, f"{config.architecture} has a GGUF form, but no name there for {name}"
+        assert item.gguf is not None, f"{config.architecture} has a GGUF form, but {name} has no name in it"
         inner, kind = name.removeprefix(f"{config.LAYERS}."), name.rpartition(".")[2]
         block = "" if inner == name else f"blk.{inner.partition('.')[0]}."
         found[name] = f"{block}{item.gguf}.{kind}"
@@ -51,7 +51,7 @@ def gguf_names(config: ModelConfig) -> dict[str, str]:
 def _general_architecture(header: Header) -> str:
     path, kind = header.path, header.values.get("general.type", "model")
     if kind != "model":
-        raise UserError(f"{path} is of the type {kind!r:.100}: give the file of a language model.")
+        raise UserError(f"{path} is a GGUF file of type {kind!r:.100}: give the file of a language model.")
     if header.values.get("split.count", 1) not in (0, 1):
         raise UserError(f"{path} is one part of a split model: join the parts with `llama-gguf-split --merge`.")
     architecture = header.values.get("general.architecture")

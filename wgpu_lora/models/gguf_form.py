@@ -1,4 +1,4 @@
-"""What an architecture says of GGUF: its name there, its metadata, and what llama.cpp has not of it."""
+"""The interface of an architecture's GGUF form: its name, its metadata, and what llama.cpp does not support."""
 
 from __future__ import annotations
 
@@ -18,43 +18,44 @@ Config = TypeVar("Config")
 
 
 class GGUFForm(ABC, Generic[Config]):
-    """How files of one `general.architecture` state a model; `Config` is the architecture's own."""
+    """How GGUF files with the `general.architecture` `name` describe a model with the config class `Config`."""
 
     name: str  # general.architecture
-    passed_over: ClassVar[str] = ""  # a pattern of tensors that are no parameters
-    pretokenizer: str | None = None  # what tokenizer.ggml.pre is in files that do not state it
+    passed_over: ClassVar[str] = ""  # pattern of tensors that are not parameters
+    pretokenizer: str | None = None  # default of tokenizer.ggml.pre
 
     @abstractmethod
     def fields(self, header: Header) -> dict[str, Any] | None:
-        """What config.json would say; None where the file is of another architecture with this name.
+        """The fields of config.json; None if the file is of another architecture with the same name.
 
-        UserError where the metadata make no sense or say something that is not supported.
+        Raises:
+            UserError: the metadata are invalid or unsupported.
         """
 
     def read_tensors(self, config: Config, header: Header) -> Config:
-        """The config with what the file states as a tensor."""
+        """The config, completed by values that the file stores as tensors."""
         return config
 
     def stated(self, config: Config, path: Path) -> Mapping[str, Any]:
-        """What else config.json says of a model that was read from a file; UserError where it cannot say it."""
+        """Further fields for a config.json made from the file. Raises UserError if config.json cannot express it."""
         return {}
 
     def refusal(self, config: Config) -> str | None:
-        """What of this model llama.cpp would not load, or compute otherwise."""
+        """The property of this model, as a noun phrase, that llama.cpp does not support, if any."""
         return None
 
     def notes(self, config: Config) -> list[str]:
-        """What llama.cpp does otherwise, for the person who exports."""
+        """Notes for the user on results that differ in llama.cpp."""
         return []
 
     @abstractmethod
     def write(self, config: Config, writer: GGUFWriter) -> None:
-        """The architecture's own keys."""
+        """Writes the architecture's metadata."""
 
     def tensors(self, config: Config) -> Mapping[str, np.ndarray]:
-        """What is stated as float32 tensors."""
+        """Values that are stored as float32 tensors."""
         return {}
 
     def widens_values(self, config: Config) -> bool:
-        """Whether llama.cpp's quantiser gives attn_v a finer type throughout, as it does for models of 70B."""
+        """Whether llama.cpp's quantiser gives attn_v a finer type in all layers, as it does for 70B models."""
         return False

@@ -1,4 +1,4 @@
-"""What a step uploads: token ids, where each row of the batch belongs, and what the architecture asks for."""
+"""The inputs of a step: token ids, positions, slots, targets and the inputs that the architecture asks for."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Segment:
-    """One row of data in a batch.
+    """A row of data in a batch.
 
-    labels are unshifted, -100 where no log-probability is wanted, as Hugging Face has them; None where none is at all.
-    slot: whose adapter applies (None: the base alone). draws: u32 [len, 4], what dropout is drawn from; None without
-    dropout.
+    input_ids: int [len].
+    labels: unshifted, -100 where no log-probability is needed, as in transformers; None if it is needed nowhere.
+    slot: whose adapter applies; None for the base alone.
+    draws: u32 [len, 4], dropout keys; None without dropout.
     """
 
     input_ids: np.ndarray
@@ -32,13 +33,13 @@ class Segment:
 
 
 class Tables(dict[Table, Tensor]):
-    """An architecture's tables, which all steps of a model share."""
+    """An architecture's tables, shared by all steps of a model."""
 
     positions: int
 
     @classmethod
     def declare(cls, tables: Iterable[Table], positions: int) -> Tables:
-        """For sequences of up to `positions` tokens; nothing is allocated."""
+        """Declares tables for sequences of up to `positions` tokens, without allocating them."""
         made = cls({t: persistent(t.shape(positions), "f32", "workspace", type(t).__name__) for t in tables})
         made.positions = positions
         return made
@@ -53,9 +54,9 @@ class Tables(dict[Table, Tensor]):
 
 @dataclass
 class StepInputs:
-    """The tensors of one step of T rows. `tables` are shared between steps of different T.
+    """The input tensors of a step of T rows. `tables` are shared by steps of different sizes.
 
-    rows: what the architecture asks for. slot_ranges u32 [slots, 2].
+    rows: the inputs that the architecture asks for (`ModelConfig.row_inputs`). slot_ranges: u32 [slots, 2].
     """
 
     ids: Tensor
@@ -70,7 +71,7 @@ class StepInputs:
     def declare(
         cls, asked: Iterable[RowInput], tokens: int, slots: int, tables: Tables, dropout: bool = False
     ) -> StepInputs:
-        """asked: see ModelConfig.row_inputs."""
+        """Declares the inputs of a step. asked: see `ModelConfig.row_inputs`."""
 
         def make(name: str, *shape: int, dtype: str = "u32") -> Tensor:
             return persistent(shape, dtype, "workspace", f"{name} [{tokens}]")
@@ -92,21 +93,20 @@ class StepInputs:
         return self.ids.size
 
     def placed(self) -> set[Storage]:
-        """What says which tokens there are and where they belong: all that a step without a loss uploads."""
+        """The storages that a step without a loss uploads: all except targets."""
         tensors = (self.ids, self.positions, *self.rows.values(), self.slot_ranges)
         return {t.storage for t in tensors}
 
     def storages(self) -> set[Storage]:
-        """Everything that `upload` fills, and the tables."""
+        """All storages that `upload` fills, and the tables."""
         targets = (self.targets.rows, self.targets.ids, self.targets.count)
         tensors = (*targets, *([self.draws] if self.draws else []))
         return self.placed() | self.tables.storages() | {t.storage for t in tensors}
 
     def upload(self, device: Device, segments: Sequence[Segment]) -> np.ndarray:
-        """Lays segments side by side, ordered by slot, and uploads them; returns [start, stop) of each one's targets.
+        """Packs segments, ordered by slot, into a batch and uploads it; returns [start, stop) of each one's targets.
 
-        A token's successor is predicted only within its own segment; what is left of the batch is padding, each
-        row of which sees itself alone.
+        Tokens are predicted from their own segment only. The rest of the batch is padding.
         """
         size = self.tokens
         ids, positions = np.zeros(size, np.uint32), np.zeros(size, np.int64)
@@ -150,7 +150,7 @@ class StepInputs:
         return places
 
     def place(self, device: Device, rows: Rows) -> None:
-        """Uploads positions and what the architecture asks of these n <= T rows."""
+        """Uploads the positions of n <= T rows and the inputs that the architecture asks for."""
         write(device, self.positions, padded(rows.positions, self.tokens, 0))
         for item, tensor in self.rows.items():
             values = item.values(rows)
@@ -158,12 +158,12 @@ class StepInputs:
 
 
 def write(device: Device, tensor: Tensor, values: np.ndarray) -> None:
-    """Uploads values as the tensor's own type."""
+    """Uploads values, converted to the tensor's dtype."""
     device.write(tensor.storage.buffer, values.astype(NUMPY[tensor.dtype]))
 
 
 def padded(values: np.ndarray, size: int, filler: np.ndarray | int) -> np.ndarray:
-    """Rows [n, ...] and behind them `filler`, [size, ...] together."""
+    """Rows [n, ...] padded with `filler` to [size, ...]."""
     result = np.empty((size, *values.shape[1:]), values.dtype)
     result[: len(values)], result[len(values) :] = values, filler
     return result

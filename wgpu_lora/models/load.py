@@ -1,4 +1,4 @@
-"""Streams a checkpoint onto the device: a matrix is uploaded piece by piece and packed there, never held whole."""
+"""Streams a checkpoint onto the device. Matrices are uploaded piece by piece and packed there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from wgpu_lora.weights.dense import DTYPES
 
 
 def table_dtype(checkpoint: WeightSource, config: ModelConfig) -> str:
-    """The type that the embedding is stored in, and kept in."""
+    """The dtype that the embedding is stored in, in the file and on the device."""
     return DTYPES[checkpoint.dtype(config.EMBEDDING)]
 
 
@@ -28,7 +28,8 @@ def load_weights(
         progress: called with each tensor's name once it is loaded.
 
     Raises:
-        NotFiniteError: a tensor, by name, holds NaN or infinity. UserError: a file is damaged.
+        NotFiniteError: a tensor has NaN or infinite values.
+        UserError: a file is damaged.
     """
     try:
         with AuditedSource(checkpoint) as audited, Loading(device, model.weights()) as loading:
@@ -51,10 +52,10 @@ def _fill(loading: Loading, checkpoint: WeightSource, model: Decoder, progress: 
 
 
 def tensor_count(model: Decoder) -> int:
-    """How many tensors loading names, one after the other."""
+    """How many times `load_weights` calls `progress`."""
     return len(list(model.vectors())) + len(list(model.matrices()))
 
 
 def staging_bytes(model: Decoder) -> int:
-    """Bytes that loading holds on the device beside the model itself."""
+    """Device memory in bytes that loading needs besides the model."""
     return scratch_bytes(model.weights())

@@ -1,4 +1,4 @@
-"""A model ready to use: its files resolved, its weights on a device."""
+"""A model with its files resolved and its tensors declared on a device."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from wgpu_lora.weights.registry import DEFAULT_FORMAT, base_format
 
 @dataclass(repr=False)
 class LoadedModel:
-    """What training and inference work on. `decoder`'s weights are on `device` once `load_weights` has run.
+    """A model for training and inference. Its weights are on `device` once `load_weights` has run.
 
-    `path` is the model's directory or GGUF file. `weights_sha256` is of all values as they were read, once they are.
+    path: the model's directory or GGUF file.
+    weights_sha256: SHA-256 of all values as read, set by `load_weights`.
     """
 
     name: str
@@ -50,7 +51,11 @@ class LoadedModel:
 
     @advising()
     def load_weights(self, events: Events = SILENT) -> None:
-        """Streams the weights onto the device, once."""
+        """Streams the weights onto the device, unless they are loaded already.
+
+        Raises:
+            UserError: a file is damaged, or the device's memory does not suffice.
+        """
         if self.weights_loaded:
             return
         total, done = self.tensors_to_load(), count(1)
@@ -63,26 +68,26 @@ class LoadedModel:
             self.weights_loaded = True
 
     def tensors_to_load(self) -> int:
-        """How many tensors `load_weights` names as it loads them."""
+        """How many tensors `load_weights` loads."""
         return 0 if self.weights_loaded else tensor_count(self.decoder)
 
     def bytes_to_load(self) -> int:
-        """Bytes that `load_weights` adds at the most to what is on the device."""
+        """Device memory in bytes that `load_weights` needs at most."""
         if self.weights_loaded:
             return 0
         return missing_bytes(self.decoder.storages()) + staging_bytes(self.decoder)
 
 
 def open_model(model: str, device: Device | str | int | None = None, base_dtype: str = DEFAULT_FORMAT) -> LoadedModel:
-    """Reads a model's files and declares its tensors; nothing is allocated on the device yet.
+    """Reads a model's files and declares its tensors, without allocating them.
 
     Args:
         model: a directory, a GGUF file, a hub id, or `demo`.
-        device: an opened device, or what `--device` takes.
+        device: an opened device, a device index, or part of a device's name.
         base_dtype: a base format of `weights.registry`.
 
     Raises:
-        UserError: the model cannot be had or read, or is of a kind that is not supported.
+        UserError: the model cannot be downloaded or read, or is not supported.
     """
     base_format(base_dtype)
     path = resolve_model(model)

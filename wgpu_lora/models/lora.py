@@ -1,4 +1,4 @@
-"""LoRA adapters on the device: flat pages of parameters and gradients, seen as stacked factors by module."""
+"""LoRA adapters on the device: flat pages of parameters and gradients, viewed as stacked factors by module."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from wgpu_lora.models.inputs import StepInputs
 from wgpu_lora.ops.linear import LoraSlots
 from wgpu_lora.ops.optimizer import BLOCK, NO_SLOT
 
-PAGE_BLOCKS = 64  # a page is whole multiples of this, so that its part of a per-block table can be bound
+PAGE_BLOCKS = 64  # pages are multiples of this, so that offsets into per-block tables are aligned
 
 
 def check_fits(config: ModelConfig, matrices: Matrices, adapter: Path | str, model: str = "the model") -> None:
-    """UserError unless every module of an adapter is one of the model's that may carry it, in its shape."""
+    """Raises UserError unless every module of an adapter is one that the model allows, with the right shape."""
     for module, (a, b) in matrices.items():
         have, need = (b.shape[0], a.shape[1]), config.lora_modules.get(module)
         if need is None:
@@ -41,12 +41,12 @@ def _what_there_is(config: ModelConfig, module: str) -> str:
     inside = module.startswith(tuple(f"{config.path(i)}." for i in range(config.num_hidden_layers)))
     if module.startswith(f"{config.LAYERS}.") and not inside:
         return f"the model has only {config.num_hidden_layers} layers"
-    return "that is no linear layer of the model that may carry one"
+    return "the model has no such linear layer that adapters may target"
 
 
 @dataclass(frozen=True)
 class SlotSpec:
-    """One adapter: its (largest) rank, and the factor of each module it targets: alpha / r, or alpha / sqrt(r)."""
+    """An adapter: its largest rank, and the scaling of each module that it targets (alpha / r or alpha / sqrt(r))."""
 
     rank: int
     scaling: Mapping[str, float]
@@ -59,7 +59,7 @@ class SlotSpec:
 
 @dataclass(frozen=True)
 class Factor:
-    """Where a module's A or B of all slots lies: page, offset and stride in values; the matrix's padded shape."""
+    """The place of a module's A or B: page, offset and stride between slots in values; shape: padded, of a matrix."""
 
     page: int
     offset: int
@@ -69,20 +69,20 @@ class Factor:
 
 @dataclass(frozen=True)
 class AdapterSet:
-    """Every slot's adapter. `declare` allocates nothing; gradients exist only where a program uses them.
+    """The adapters of all slots. `declare` allocates nothing; gradients are allocated by the programs that use them.
 
     A page is a flat f32 tensor no larger than a binding. Each slot's matrix is padded to whole blocks of 1024 values,
-    so that one table, block -> slot, tells the optimizer whose every value is.
+    so that a table block -> slot tells the optimizer which slot a value belongs to.
     """
 
     specs: Sequence[SlotSpec]
     rank: int
     params: tuple[Tensor, ...]
     grads: tuple[Tensor, ...]
-    block_slots: tuple[np.ndarray, ...]  # a page's; NO_SLOT for padding
+    block_slots: tuple[np.ndarray, ...]  # per page, the slot of each block; NO_SLOT for padding
     factors: Mapping[tuple[str, str], Factor]  # (module, "A" or "B")
     scales: Mapping[str, Tensor]
-    numbers: Mapping[str, int]  # what dropout's draws are keyed by, whichever modules other slots have
+    numbers: Mapping[str, int]  # of modules, as dropout keys; they do not depend on other slots
 
     @classmethod
     def declare(cls, config: ModelConfig, specs: Sequence[SlotSpec], max_binding: int) -> AdapterSet:
@@ -112,11 +112,11 @@ class AdapterSet:
         return cls(specs, rank, params, grads, tables, factors, scales, numbers)
 
     def storages(self) -> set[Storage]:
-        """Parameters and scales; gradients are allocated with the program that writes them."""
+        """The storages of parameters and scales. Gradients are allocated with the program that writes them."""
         return {t.storage for t in (*self.params, *self.scales.values())}
 
     def bind(self, inputs: StepInputs) -> Adapters:
-        """Each module's factors with this batch's rows: what the decoder's forward pass asks for."""
+        """The adapters of each module for a batch, for the decoder's forward pass."""
         return {
             module: LoraSlots(
                 a=self._view(self.params, module, "A"),
@@ -148,7 +148,7 @@ class AdapterSet:
         return (module for module in self.scales if module in self.specs[slot].scaling)
 
     def write(self, device: Device, slot: int, matrices: Matrices, pages: Sequence[Tensor] | None = None) -> None:
-        """Puts one slot's matrices into `pages` (its parameters by default), padding their rank with zeros."""
+        """Writes a slot's matrices to `pages` (by default, the parameters), padding their rank with zeros."""
         for module, pair in matrices.items():
             for which, matrix in zip("AB", pair, strict=True):
                 factor = self.factors[module, which]
@@ -160,7 +160,7 @@ class AdapterSet:
     def read(
         self, device: Device, slot: int, pages: Sequence[Tensor] | None = None
     ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """One slot's (A [rank, in], B [out, rank]) by module, from `pages`, at the slot's own rank."""
+        """Reads a slot's (A [rank, in], B [out, rank]) by module from `pages`, with the slot's own rank."""
         host = [device.read(page.storage.buffer).view(np.float32) for page in pages or self.params]
         rank = self.specs[slot].rank
 
@@ -174,7 +174,7 @@ class AdapterSet:
         return {module: (matrix(module, "A"), matrix(module, "B")) for module in self.modules(slot)}
 
     def trainable(self, slot: int, config: ModelConfig) -> int:
-        """How many parameters one slot trains."""
+        """The number of trainable parameters of a slot."""
         return sum(self.specs[slot].rank * sum(config.lora_modules[module]) for module in self.modules(slot))
 
 

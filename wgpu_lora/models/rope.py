@@ -1,4 +1,4 @@
-"""Rotary position embedding: what config.json says about it, and the inverse frequencies that follow.
+"""Rotary position embedding: the parameters of config.json, and the inverse frequencies and tables computed from them.
 
 The formulas are those of transformers' `modeling_rope_utils.py`, computed in float64.
 """
@@ -16,16 +16,16 @@ from wgpu_lora.errors import UserError
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DEFAULT_THETA = 10000.0
-MIN_NUMBER, MAX_NUMBER = 1e-12, 1e12  # far beyond what models have; products of several stay finite
+MIN_NUMBER, MAX_NUMBER = 1e-12, 1e12  # far beyond real models, and products of several stay finite
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How the frequencies of a model are stretched beyond the context it was pretrained with.
+    """Scaling of the frequencies beyond the pretrained context, with config.json's names.
 
-    `rope_type` is 'linear', 'llama3', 'yarn' or 'factors'; the other fields are config.json's own, and those that a
-    type does not use keep their defaults. `attention_factor` multiplies cos and sin alike (yarn; 1 elsewhere).
-    `factors`, one for each pair, divide its frequency: how GGUF states what 'llama3' comes to.
+    rope_type: 'linear', 'llama3', 'yarn' or 'factors'. Fields that a type does not use keep their defaults.
+    attention_factor: multiplies cos and sin (yarn only).
+    factors: one per pair, divides its frequency. GGUF stores 'llama3' in this form.
     """
 
     rope_type: str
@@ -41,12 +41,14 @@ class RopeScaling:
 
 
 def parse_rope(d: Mapping[str, Any], max_position_embeddings: int, where: str) -> tuple[float, RopeScaling | None]:
-    """Reads theta and scaling from a config.json, written by transformers 5 or earlier.
+    """Reads the rope parameters of a config.json written by transformers 5 or earlier.
 
     Returns (rope_theta, scaling), where scaling is None for plain rotary embedding.
-    Raises UserError for a rope type that is not supported or a field that makes no sense.
+
+    Raises:
+        UserError: the rope type is not supported, or a field is invalid.
     """
-    # transformers 5 has everything in rope_parameters; earlier ones keep theta outside, the rest in rope_scaling
+    # transformers 5 writes everything to rope_parameters, earlier versions rope_theta and rope_scaling.
     rope = d.get("rope_parameters") or d.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         raise UserError(
@@ -93,7 +95,7 @@ def parse_rope(d: Mapping[str, Any], max_position_embeddings: int, where: str) -
 
 
 class Rotary(Protocol):
-    """What a config says of its rotary embedding."""
+    """The rotary embedding's fields of a config."""
 
     @property
     def head_dim(self) -> int: ...
@@ -107,7 +109,7 @@ class Rotary(Protocol):
 
 @dataclass(frozen=True)
 class RopeTable:
-    """cos and sin by position, f32 [positions, head_dim / 2, 2]."""
+    """A table of cos and sin by position, f32 [positions, head_dim / 2, 2]."""
 
     head_dim: int
     rope_theta: float
@@ -121,7 +123,7 @@ class RopeTable:
         return positions, self.head_dim // 2, 2
 
     def values(self, positions: int) -> np.ndarray:
-        """Angles in float64 of f32 frequencies, as torch rounds them."""
+        """The table, from f32 frequencies as in torch, with angles in float64."""
         angles = np.arange(positions)[:, None] * inv_freq(self).astype(np.float32).astype(np.float64)[None]
         return (np.stack([np.cos(angles), np.sin(angles)], axis=2) * attention_factor(self)).astype(np.float32)
 
@@ -129,8 +131,8 @@ class RopeTable:
 def inv_freq(config: Rotary) -> np.ndarray:
     """Radians per position for each rotated pair: float64 [head_dim / 2].
 
-    Pair i is (x[i], x[i + head_dim/2]), as in transformers' `rotate_half`. Torch holds these in float32, so round them
-    to float32 before multiplying by a position where the same angles are wanted far into a long sequence.
+    Pair i is (x[i], x[i + head_dim/2]), as in transformers' `rotate_half`. To get torch's angles at large positions,
+    round the frequencies to float32 first, as torch stores them.
     """
     dim, scaling = config.head_dim, config.rope_scaling
     plain = config.rope_theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
@@ -146,12 +148,12 @@ def inv_freq(config: Rotary) -> np.ndarray:
 
 
 def attention_factor(config: Rotary) -> float:
-    """What cos and sin are multiplied by: 1 except under yarn."""
+    """The factor of cos and sin: 1 except for yarn."""
     return config.rope_scaling.attention_factor if config.rope_scaling else 1.0
 
 
 def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Divides long waves by `factor`, leaves short ones alone, and blends linearly in turns per context between."""
+    """Divides low frequencies by `factor`, keeps high ones, and interpolates between by rotations per context."""
     turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = np.clip(keep, 0.0, 1.0)
@@ -159,11 +161,11 @@ def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 
 
 def _yarn(plain: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray:
-    """Blends between interpolated and plain frequencies along a ramp over the pair's index."""
+    """Interpolates between scaled and plain frequencies along a linear ramp over the pair's index."""
     dim = 2 * len(plain)
 
     def pair_turning(rotations: float) -> float:
-        """The (fractional) pair index that turns `rotations` times within the original context."""
+        """The (fractional) index of the pair that rotates `rotations` times within the original context."""
         context = scaling.original_max_position_embeddings
         return dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 

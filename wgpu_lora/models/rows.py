@@ -1,4 +1,4 @@
-"""What an architecture asks of a batch beyond ids and positions, and what it computes once for all batches."""
+"""Inputs that an architecture may ask for: per batch (`RowInput`), and per position (`Table`)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ NOWHERE = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the tokens of a batch stand, int64 [n] each; rows of a sequence follow one another.
+    """The places of a batch's tokens, int64 [n] each. The rows of a sequence are consecutive.
 
-    positions: a token's place in its sequence. sequences: which sequence. keys: the row of a per-token state where it
-    lies, which without one is its row of the batch. first, last: [first, last) are the rows of that state that belong
-    to its sequence; last is 0 where nothing follows yet, in generation.
+    positions: position in the sequence.
+    sequences: index of the sequence.
+    keys: row in per-token state (`models.cache`); without state, the row of the batch.
+    first, last: the rows [first, last) in per-token state that belong to the sequence; in generation, last is 0.
     """
 
     positions: np.ndarray
@@ -29,16 +30,16 @@ class Rows:
 
     @cached_property
     def previous(self) -> np.ndarray:
-        """The batch's row that holds the token before, -1 where there is none or another batch had it."""
+        """The batch's row of the previous token, or -1 if the batch does not have it."""
         row = np.arange(self.keys.size)
         follows = (self.first[1:] == self.first[:-1]) & (self.keys[1:] == self.keys[:-1] + 1)
         return np.where(np.concatenate([[False], follows]), row - 1, -1)
 
 
 class RowInput(Protocol):
-    """A u32 tensor that is uploaded with each batch: [T], or [T, width] where the width is over 1.
+    """A u32 tensor that is uploaded with each batch: [T], or [T, width] if width > 1.
 
-    It is its own key: equal ones are the same tensor.
+    Equal inputs share a tensor, so implementations must be hashable.
     """
 
     @property
@@ -47,14 +48,14 @@ class RowInput(Protocol):
     def __hash__(self) -> int: ...
 
     def values(self, rows: Rows) -> np.ndarray:
-        """Of n <= T tokens: [n] or [n, width]."""
+        """The values of n <= T tokens: [n] or [n, width]."""
 
     def padding(self, values: np.ndarray) -> np.ndarray | int:
-        """What each of the T - n rows behind them has."""
+        """The value of each of the T - n padding rows, given the others."""
 
 
 class Table(Hashable, Protocol):
-    """An f32 tensor by position that never changes, such as the angles of rotary embedding. It is its own key."""
+    """A constant f32 tensor by position, such as rotary angles. Equal tables share a tensor."""
 
     def shape(self, positions: int) -> tuple[int, ...]: ...
 

@@ -1,4 +1,4 @@
-"""Real models' shapes by name, for measuring without their weights (each model's own config.json on the hub)."""
+"""Configs of published models by name, for benchmarks without their weights (from their config.json on the hub)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _ROWS: dict[str, tuple[Any, ...]] = {
     "llama-3.1-8b": ("llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, False, 131072),
     "llama-2-13b": ("llama", 32000, 5120, 13824, 40, 40, 40, 128, 1e-5, 1e4, False, 4096),
     "mistral-7b-v0.3": ("mistral", 32768, 4096, 14336, 32, 32, 8, 128, 1e-5, 1e6, False, 32768),
-    # Not a published model: what this project's own step figures are measured on.
+    # Not a published model: the shape of the training-step benchmarks.
     "tiny-qwen3": ("qwen3", 4096, 512, 1536, 8, 8, 4, 64, 1e-6, 1e6, True, 4096),
 }
 _ROPE_FACTOR = {"llama-3.2-1b": 32.0, "llama-3.2-3b": 32.0, "llama-3.1-8b": 8.0}
@@ -49,7 +49,7 @@ SHAPES = tuple(_ROWS)
 
 
 def shape_config(name: str, layers: int | None = None) -> ModelConfig:
-    """The config of a named shape, cut to its first `layers` layers. UserError for a name that is not known."""
+    """The config of a named shape, cut to its first `layers` layers. Raises UserError if the name is not known."""
     if name not in _ROWS:
         raise UserError(f"The shape {name} is not known: choose one of {', '.join(SHAPES)}.")
     values = dict(zip(_FIELDS, _ROWS[name], strict=True))
@@ -59,9 +59,9 @@ def shape_config(name: str, layers: int | None = None) -> ModelConfig:
 
 
 def cut(config: ModelConfig, layers: int | None) -> ModelConfig:
-    """The same with its first `layers` layers alone."""
+    """The config cut to its first `layers` layers. Raises UserError if it has fewer."""
     if layers is None:
         return config
     if not 1 <= layers <= config.num_hidden_layers:
-        raise UserError(f"--layers {layers} is not possible: this model has {config.num_hidden_layers}.")
+        raise UserError(f"--layers {layers} is not possible: this model has {config.num_hidden_layers} layers.")
     return config.cut(layers)

@@ -1,4 +1,4 @@
-"""A model of a given shape with made-up weights: measured as a real one is, without its files."""
+"""Models of a given shape with random weights, for benchmarks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
-POOL = 1 << 20  # values drawn once; every tensor reads the pool from a place of its own
+POOL = 1 << 20  # random values drawn once; every tensor reads them from another offset
 
 
 class SyntheticCheckpoint:
-    """Stands in for formats.checkpoint.Checkpoint: bf16 matrices of deviation 0.02, norms of 1, biases of 0."""
+    """A `WeightSource` of bf16 matrices of standard deviation 0.02, norms of 1 and biases of 0."""
 
     def __init__(self, config: ModelConfig, seed: int = 0):
         self._shapes = config.parameter_shapes()
@@ -32,7 +32,7 @@ class SyntheticCheckpoint:
         return "BF16"
 
     def read_raw(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:
-        """Rows [row_start, row_stop) as bf16 bits, the same at every call."""
+        """Rows [row_start, row_stop) as bf16 bits, the same in every call."""
         shape = self._shapes[name]
         rows = (shape[0] if row_stop is None else row_stop) - row_start
         if len(shape) == 1:
@@ -54,6 +54,6 @@ class SyntheticCheckpoint:
 def synthetic_model(
     config: ModelConfig, device: Device, base_dtype: str = DEFAULT_FORMAT, name: str = "synthetic"
 ) -> LoadedModel:
-    """A model without a tokenizer; nothing is allocated until its weights are loaded."""
+    """A model without a tokenizer. Nothing is allocated until its weights are loaded."""
     decoder = Decoder.declare(config, base_dtype, "bf16", device.max_binding)
     return LoadedModel(name, Path(name), config, SyntheticCheckpoint(config), None, device, decoder)

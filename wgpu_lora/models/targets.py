@@ -1,4 +1,4 @@
-"""Which modules of a model an adapter lies on: `target_modules` as PEFT has it, against what the model has."""
+"""Resolves PEFT's `target_modules` to modules of a model."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _NAMES = re.compile(r"[\w.,\s-]*")
 
 
 def target_names(target_modules: str) -> tuple[str, ...] | None:
-    """The names of a list with commas between them; None of a regular expression."""
+    """The names in a comma-separated list; None for a regular expression."""
     if not _NAMES.fullmatch(target_modules):
         return None
     return tuple(name.strip() for name in target_modules.split(",") if name.strip())
 
 
 def targeted(target_modules: str, config: ModelConfig) -> list[str]:
-    """The paths of the modules that are meant, in the model's order.
+    """The paths of the targeted modules, in the model's order.
 
     Args:
-        target_modules: 'all-linear'; names with commas between them, each of which a path is or ends with after a dot;
-            or a regular expression that matches whole paths, as `re.fullmatch` has it.
+        target_modules: 'all-linear'; comma-separated names, which are paths or ends of paths after a dot; or a regular
+            expression that matches whole paths, as `re.fullmatch` does.
 
     Raises:
-        UserError: the model has no such module, or the expression cannot be used.
+        UserError: the model has no such module, or the expression is invalid.
     """
     modules = list(config.lora_modules)
     if target_modules == ALL:
@@ -55,7 +55,7 @@ def targeted(target_modules: str, config: ModelConfig) -> list[str]:
 
 
 def shortest(modules: Collection[str], config: ModelConfig) -> tuple[str, ...]:
-    """Names that mean these modules and no others, as short as they can be, in the model's order."""
+    """The shortest names that select exactly these modules, in the model's order."""
     chosen, everything = set(modules), [module_of(name) for name in config.matrices()]
     by_name: dict[str, set[str]] = {}
     for module in everything:

@@ -25,9 +25,9 @@ def _table() -> tuple[dict[str, tuple[str, ...]], dict[str, list[str]], dict[str
     """By name: options of an alias, sentences about an unsupported option, and options that a word refers to."""
     aliases = {name: options for options, names in ALIASES.items() for name in names.split()}
     sentences: dict[str, list[str]] = {}
-    for said, names in (*((TRAINING + said, names) for said, names in SENTENCES), *ANYWHERE):
+    for sentence, names in (*((TRAINING + sentence, names) for sentence, names in SENTENCES), *ANYWHERE):
         for name in names.split():
-            sentences.setdefault(name, []).append(said)
+            sentences.setdefault(name, []).append(sentence)
     words = {word: options.split() for together, options in WORDS.items() for word in together.split()}
     return aliases, sentences, words
 
@@ -49,9 +49,9 @@ def instead(name: str, known: Collection[str]) -> str | None:
     """
     table = _table()[1]
     meant = name if name in table else _by_letters(name, [*known, *aliases_of(known), *table], NEARLY)
-    for said in table.get(meant or "", ()):
-        plain = said.removeprefix(TRAINING)
-        needed = {option for option, _ in _MARK.findall(plain)} | ({TRAINS} if said != plain else set())
+    for sentence in table.get(meant or "", ()):
+        plain = sentence.removeprefix(TRAINING)
+        needed = {option for option, _ in _MARK.findall(plain)} | ({TRAINS} if sentence != plain else set())
         if needed <= set(known):
             return f"{flag(name)} {_MARK.sub(_called, plain)}."
     return None
@@ -117,9 +117,9 @@ def real_names(
         typed = str(key).replace("-", "_")
         name = others.get(typed, typed)
         if name not in known:
-            said = instead(typed, [*known, "recipe"])
-            if said:
-                raise UserError(f"{where}: {said}")
+            sentence = instead(typed, [*known, "recipe"])
+            if sentence:
+                raise UserError(f"{where}: {sentence}")
             raise UserError(f"{where} has an unknown {what} '{key}': {advice(typed, known, otherwise)}")
         if name in given:
             raise UserError(f"{where}: {flag(called[name])} and {flag(typed)} are the same {what}: leave one out.")
@@ -129,8 +129,8 @@ def real_names(
 
 def real_value(name: str, value: Any) -> Any:
     """Resolve the value of an option if other programs call it differently."""
-    said = VALUES.get(name, {}) if isinstance(value, str) else {}
-    return next((real for real, others in said.items() if value in others.split()), value)
+    values = VALUES.get(name, {}) if isinstance(value, str) else {}
+    return next((real for real, others in values.items() if value in others.split()), value)
 
 
 def _builtin(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Causal grouped-query attention over row ranges: packed segments, sliding windows and KV caches are one kernel."""
+"""Causal grouped-query attention over key ranges: one kernel for packed segments, sliding windows and KV caches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from wgpu_lora.ops.rows import by_subgroup, row_grid
 
 Shape = dict[str, Any]
 LOWEST = -3.0e38
-CHECKED = 32  # queries and keys that a check is cut to
+CHECKED = 32  # queries and keys of the cut that is checked
 
 
 def _lanes(capabilities: Capabilities, c: Any) -> list[Tiling]:
@@ -31,8 +31,8 @@ def _lanes(capabilities: Capabilities, c: Any) -> list[Tiling]:
 
 
 def _lanes_and_tile(capabilities: Capabilities, c: Any) -> list[Tiling]:
-    # On a CPU two queries a lane share what costs most, fetching: 12 against 23 ms. On a GPU more keys a step mean
-    # fewer rescalings. Without subgroups four keys would compile for half a minute on lavapipe.
+    # On a CPU loads dominate, and two queries per lane share them: 12 instead of 23 ms. On a GPU more keys per step
+    # mean fewer rescalings. Without subgroups, four keys take half a minute to compile on lavapipe.
     shapes = [(2, 1), (1, 1)] if capabilities.software else [(1, 4), (1, 1), (2, 1)]
     return [
         replace(lanes, rows=queries, span=keys)
@@ -47,13 +47,13 @@ def _over_queries(c: Any) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class AttentionTuning:
-    """Of one causal sequence of the call's size, of which the queries are the last rows."""
+    """Inputs are one causal sequence of the call's size, whose last rows are the queries."""
 
     sizes: tuple[str, ...] = ("rows", "keys")
     batch: tuple[str, ...] = ("rows", "keys")
 
     def work(self, c: Constants) -> float:
-        """Multiply-adds of the scores, were all keys seen."""
+        """Multiply-adds of the scores if every query saw all keys."""
         keys = c["keys"] if "keys" in c else c["rows"]
         return float(c["rows"] * keys * c["kv_heads"] * c["group"] * c["dim"])
 
@@ -114,7 +114,7 @@ def attention_forward(
 ) -> Any:
     """y[t] = sum_j softmax_j(scale q[t] k[j]) v[j] over the keys ranges[t].xy, and the softmax's log-sum-exp.
 
-    A row that sees no key gives zeros."""
+    Rows with an empty range give zeros."""
     _, _, scores, _ = _weights(q, k, ranges, rows, keys, kv_heads, group, dim, scale)
     top = np.maximum(scores.max(axis=-1, keepdims=True), LOWEST)
     lse = top + np.log(np.maximum(np.exp(scores - top).sum(axis=-1, keepdims=True), 1e-38))
@@ -201,7 +201,7 @@ def attention_backward_kv(
 
 
 def attention(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, kv_heads: int, scale: float) -> Tensor:
-    """Attention of q [T, heads, dim] over k and v [S, kv_heads, dim]; S = T where it is trained.
+    """Attention of q [T, heads, dim] over k and v [S, kv_heads, dim]. Training requires S = T.
 
     ranges [T, 4] u32: first key, one past the last key, one past the last query that sees key t, unused.
     """

@@ -46,7 +46,7 @@ def pcg(v: np.ndarray) -> np.ndarray:
 
 @kernel("dropout.wgsl", grid=lambda c: one_per(c.rows * c.cols), lib=("linear",))
 def dropout_apply(x: In, draws: Fixed, y: InOut, *, rows: U32, cols: U32, module: U32, accumulate: Flag = False) -> Any:
-    """y (+)= x keep / (1 - p); draws[t] = (key, key, p 2^32, bits of 1 / (1 - p)) and keep is hashed from the keys."""
+    """y (+)= x keep / (1 - p), keep hashed from dropout keys: draws[t] = (key, key, p 2^32, bits of 1 / (1 - p))."""
     draws = draws.reshape(rows, 4).astype(np.uint32)
     inner = pcg(module ^ pcg(np.arange(cols)))
     random = pcg(draws[:, :1].astype(np.uint64) ^ pcg(draws[:, 1:2].astype(np.uint64) ^ inner))
@@ -56,7 +56,7 @@ def dropout_apply(x: In, draws: Fixed, y: InOut, *, rows: U32, cols: U32, module
 
 
 def swiglu(rec: Recorder, gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, any equal shapes."""
+    """silu(gate) * up, for equal shapes."""
     y = rec.temp(gate.shape, name="swiglu")
     rec.dispatch(swiglu_forward, gate, up, y, size=y.size)
 
@@ -69,9 +69,9 @@ def swiglu(rec: Recorder, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def residual(rec: Recorder, x: Tensor, branch: Tensor) -> Tensor:
-    """x + branch, where branch has no other use: then both share y's gradient, and x's may be added to in place.
+    """x + branch. `branch` must have no other use: both share y's gradient, and x's is then accumulated in place.
 
-    That is safe because a branch's own backward pass reads the shared gradient before anything adds to it.
+    This is safe because the branch's backward pass reads the shared gradient before anything is added to it.
     """
     y = rec.temp(x.shape, name="residual")
     rec.dispatch(add_forward, x, branch, y, size=y.size)

@@ -1,4 +1,4 @@
-"""Rows of a table: the embedding, and the LM head's rows of the targets."""
+"""Lookups of rows: the embedding, and the LM head's rows of the targets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wgpu_lora.ops.recorder import Recorder
 
 
 class Table(Protocol):
-    """Frozen rows [out_features, in_features], as they are stored: an embedding or an LM head."""
+    """A frozen embedding or LM head [out_features, in_features] in its stored dtype."""
 
     @property
     def in_features(self) -> int: ...
@@ -22,14 +22,14 @@ class Table(Protocol):
     def dtype(self) -> str: ...
 
     def chunks(self, max_rows: int | None = None) -> Iterator[tuple[int, Tensor]]:
-        """(first row, rows) pieces, none longer than max_rows (a multiple of 128, so that offsets can be bound)."""
+        """Yields (first row, rows) pieces of at most max_rows rows, a multiple of 128 so that offsets are aligned."""
 
 
 @kernel("embedding.wgsl.j2", grid=lambda c: one_per(c.rows * c.cols), lib=("linear", "half"))
 def embedding_rows(
     ids: Fixed, table: Fixed, y: InOut, *, rows: U32, cols: U32, first: U32, count: U32, b_type: Word = "f32"
 ) -> Any:
-    """y[t] = table[ids[t] - first] for the ids in [first, first + count); other rows are left alone."""
+    """y[t] = table[ids[t] - first] for ids in [first, first + count); other rows are unchanged."""
     local = ids.astype(np.int64) - first
     here = (local >= 0) & (local < count)
     result = y.copy()
@@ -39,7 +39,7 @@ def embedding_rows(
 
 @kernel("gather_rows.wgsl", grid=lambda c: one_per(c.rows * c.cols), lib=("linear",))
 def gather_rows(x: In, rows_of: Fixed, y: InOut, *, rows: U32, cols: U32) -> Any:
-    """y[r] = x[rows_of[r]]; a row number of 0xffffffff leaves the row alone."""
+    """y[r] = x[rows_of[r]], unchanged if rows_of[r] is 0xffffffff."""
     result, index = y.reshape(rows, cols).copy(), rows_of.reshape(-1).astype(np.int64)
     used = np.flatnonzero(index != 0xFFFFFFFF)
     result[used] = x.reshape(-1, cols)[index[used]]
@@ -48,7 +48,7 @@ def gather_rows(x: In, rows_of: Fixed, y: InOut, *, rows: U32, cols: U32) -> Any
 
 @kernel("scatter_rows.wgsl", grid=lambda c: one_per(c.rows * c.cols), lib=("linear",))
 def scatter_rows(x: In, rows_of: Fixed, y: InOut, *, rows: U32, cols: U32) -> Any:
-    """y[rows_of[r]] = x[r]; a row number of 0xffffffff means nowhere."""
+    """y[rows_of[r]] = x[r], skipped if rows_of[r] is 0xffffffff."""
     result, index = y.reshape(-1, cols).copy(), rows_of.reshape(-1).astype(np.int64)
     used = np.flatnonzero(index != 0xFFFFFFFF)
     result[index[used]] = x.reshape(rows, cols)[used]
@@ -56,7 +56,7 @@ def scatter_rows(x: In, rows_of: Fixed, y: InOut, *, rows: U32, cols: U32) -> An
 
 
 def embed(rec: Recorder, ids: Tensor, table: Table, name: str = "embedded") -> Tensor:
-    """table[ids]: [T, in]. The table is frozen, so no gradient passes."""
+    """table[ids], f32 [T, in]. The table is frozen, so there is no backward pass."""
     rows, cols = ids.size, table.in_features
     y = rec.temp((rows, cols), name=name)
     for first, chunk in table.chunks():

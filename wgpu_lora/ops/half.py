@@ -1,4 +1,4 @@
-"""Half-precision operands: activations rounded to 16 bits before a frozen matrix, products still summed in f32."""
+"""16-bit operands (`--compute-dtype`): the inputs of frozen matmuls are rounded, and accumulated in f32."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def to_half(x: In, y: Out, scale: Out = None, *, rows: U32, cols: U32, kind: Wor
 
 
 def matmul_operand(rec: Recorder, x: Tensor, cols: int, *, keep: bool) -> tuple[Tensor, Tensor | None, str]:
-    """x [rows, cols] as the recorder's compute dtype wants it: (a, a_scale, a_type) of the matmul kernels.
+    """Rounds x [rows, cols] to the recorder's compute dtype; returns (a, a_scale, a_type) for the matmul kernels.
 
     Args:
-        keep: x is not written again, so that its other readers may share the rounded copy.
+        keep: x does not change any more, so other readers may share the rounded copy.
     """
     kind = rec.compute_dtype
-    if kind == "f32" or cols % 2:  # an odd row would share a word with the next
+    if kind == "f32" or cols % 2:  # rows must be whole 32-bit words
         return x, None, "f32"
     key = (x.storage, x.byte_offset, x.size)
     if keep and key in rec.halves:

@@ -32,7 +32,7 @@ W = TypeVar("W", bound=FrozenMatrix, covariant=True)
 
 @dataclass(frozen=True)
 class Linear(Generic[W]):
-    """A frozen matrix and its bias [out], if any."""
+    """A frozen matrix and an optional bias [out]."""
 
     weight: W
     bias: Tensor | None = None
@@ -40,13 +40,15 @@ class Linear(Generic[W]):
 
 @dataclass(frozen=True)
 class LoraSlots:
-    """One module's adapters, stacked by slot, and how this batch's rows belong to slots.
+    """The adapters of one module, stacked by slot, and the batch's rows of each slot.
 
-    a, grad_a f32 [slots, stride >= rank * in] hold A [rank, in], b and grad_b B [out, rank] likewise (each slot's
-    matrix is padded, so that the optimizer's blocks never straddle slots); scale f32 [slots];
-    ranges u32 [slots, 2], the rows [start, stop) of each slot; draws u32 [T, 4] (see dropout_apply), None without
-    dropout. Smaller ranks are padded with zeros, which stay zero. `module` keys the dropout draws. `first_row` is the
-    batch's row that is row 0 of x, by which ranges count.
+    a, grad_a: f32 [slots, stride >= rank * in], A [rank, in] of each slot. b, grad_b: B [out, rank] likewise. Each
+        slot's matrix is padded to whole blocks of the optimizer, and smaller ranks with zeros, which stay zero.
+    scale: f32 [slots].
+    ranges: u32 [slots, 2], the rows [start, stop) of each slot in the batch.
+    draws: u32 [T, 4], dropout keys (see `dropout_apply`); None without dropout.
+    module: number of the module, also a dropout key.
+    first_row: index in the batch of row 0 of x.
     """
 
     a: Tensor
@@ -61,12 +63,12 @@ class LoraSlots:
     first_row: int = 0
 
     def block(self, start: int, stop: int) -> LoraSlots:
-        """The same for rows [start, stop) of the batch alone."""
+        """The same adapters for a block of rows [start, stop) of x."""
         draws = self.draws.rows(start, stop) if self.draws else None
         return replace(self, draws=draws, first_row=start)
 
     def of_a(self) -> dict[str, int]:
-        """Constants of a kernel that reads or writes A."""
+        """Constants of kernels that read or write A."""
         return {"slots": self.a.shape[0], "stride": self.a.shape[1], "first_row": self.first_row}
 
     def of_b(self) -> dict[str, int]:
@@ -81,9 +83,9 @@ def linear(
     into: Tensor | None = None,
     accumulate: bool = False,
 ) -> Tensor:
-    """x [T, in] -> y [T, out], in `into` if given, or added to it.
+    """x [T, in] -> y [T, out], written or added to `into` if given.
 
-    Backward adds to the adapters' gradients, and to x's if wanted.
+    The backward pass accumulates the gradients of the adapters and, if needed, of x.
     """
     weight = layer.weight
     rows, out, size_in = x.size // weight.in_features, weight.out_features, weight.in_features
@@ -121,7 +123,7 @@ def _dropped(rec: Recorder, x: Tensor, lora: LoraSlots) -> Tensor:
 
 
 def _lora_forward(rec: Recorder, x: Tensor, y: Tensor, lora: LoraSlots) -> Tensor:
-    """Adds to y and returns h = scale A dropout(x) [T, rank]; scaled once here, it serves y and B's gradient."""
+    """Adds B h to y; returns h = scale A dropout(x) [T, rank], which B's gradient needs too."""
     rows, out = y.shape
     size_in = x.size // rows
     h, dropped = rec.temp((rows, lora.rank), name="h"), _dropped(rec, x, lora)
@@ -136,6 +138,6 @@ def _lora_input_gradient(rec: Recorder, dh: Tensor, dx: Tensor, lora: LoraSlots,
         rec.dispatch(lora_nn, dh, lora.a, dx, lora.ranges, accumulate=True, **shape)
         return
     ddropped = rec.temp((rows, size_in), name="ddropped")
-    rec.dispatch(fill, ddropped, size=ddropped.size)  # rows of no slot are added too
+    rec.dispatch(fill, ddropped, size=ddropped.size)  # rows without a slot are added too
     rec.dispatch(lora_nn, dh, lora.a, ddropped, lora.ranges, **shape)
     rec.dispatch(dropout_apply, ddropped, lora.draws, dx, rows=rows, cols=size_in, module=lora.module, accumulate=True)

@@ -1,10 +1,10 @@
-"""Log-probabilities of a batch's targets, and their gradient, in one sweep over chunks of the vocabulary.
+"""Log-probabilities of a batch's targets and their gradient, in one sweep over chunks of the vocabulary.
 
-With W the LM head, the gradient of a row's -log p(target) by its hidden state is sum_v p_v W[v] - W[target]. Like
-attention, it can be accumulated with an online softmax: each chunk's products are added with p taken relative to the
-running maximum, what came before is rescaled, and the sum divides at the end. So a chunk is multiplied twice, not three
-times, and all logits are never held. What an objective makes of the log-probabilities only scales each row's gradient,
-so it may be known after the sweep.
+With W the LM head, the gradient of a row's -log p(target) by its hidden state is sum_v p_v W[v] - W[target]. As in
+attention, it is accumulated with an online softmax: each chunk's products are added with p relative to the running
+maximum, the previous sum is rescaled, and the result is divided by the softmax's sum at the end. A chunk is multiplied
+twice instead of three times, and the logits are never stored as a whole. An objective's weights only scale each row's
+gradient, so they may be computed after the sweep.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def softmax_chunk(
 
 @kernel("target_logprobs.wgsl", grid=lambda c: one_per(c.rows), lib=("linear",))
 def target_logprobs(state: In, count: Fixed, logprobs: Out, *, rows: U32) -> Any:
-    """logprobs = target's logit - (m + log(sum)), of `softmax_chunk`'s state; 0 for rows >= count[0]."""
+    """logprobs = target's logit - (m + log(sum)), from the state of `softmax_chunk`; 0 for rows >= count[0]."""
     top, total, picked, _ = state.reshape(rows, 4).T
     used = np.arange(rows) < int(count.reshape(-1)[0])
     return np.where(used, picked - (top + np.log(np.where(used, total, 1))), 0)
@@ -68,9 +68,9 @@ def sum_by_slot(x: In, ranges: Fixed, total: InOut, *, slots: U32) -> Any:
 
 @dataclass(frozen=True)
 class Targets:
-    """The tokens of a batch that have a log-probability, compacted: R = T at most, the first `count` of them real.
+    """The tokens of a batch whose log-probability is computed, compacted into the first `count` of R <= T entries.
 
-    rows u32 [R] (row of the batch, 0xffffffff: none), ids u32 [R], count u32 [1].
+    rows: u32 [R], row of the batch, or 0xffffffff for padding. ids: u32 [R]. count: u32 [1].
     """
 
     rows: Tensor
@@ -79,10 +79,9 @@ class Targets:
 
 
 def token_logprobs(rec: Recorder, hidden: Tensor, head: Table, targets: Targets) -> Tensor:
-    """The log-probability of every target, f32 [R].
+    """The log-probability of every target, f32 [R], given hidden states [T, hidden_size].
 
-    Where a gradient is wanted, `rec` takes as that of this tensor the weights of each token's -log p in the loss
-    (`seed`).
+    For a backward pass, set the weights of the tokens' -log p in the loss with `seed`.
     """
     rows, cols = targets.rows.size, head.in_features
     picked = rec.temp((rows, cols), name="picked")
@@ -117,5 +116,5 @@ def token_logprobs(rec: Recorder, hidden: Tensor, head: Table, targets: Targets)
 
 
 def seed(rec: Recorder, logprobs: Tensor, weights: Tensor) -> None:
-    """Begins the backward pass of a loss whose derivative by each token's -log p is `weights` f32 [R]."""
+    """Starts the backward pass of a loss whose derivative by each token's -log p is `weights`, f32 [R]."""
     rec.give_gradient(logprobs, weights)

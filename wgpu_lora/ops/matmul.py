@@ -1,4 +1,4 @@
-"""Kernels of every matrix product: dense and NF4, forward and input gradient, and the thin products of LoRA."""
+"""Kernels of the dense matrix products, forward and input gradient, and of LoRA's thin products."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def tile_grid(c: Any) -> Grid:
 
 
 def divisibility(c: Any) -> dict[str, bool]:
-    """What the template must know of a shape, and no more: each fact doubles the pipelines. The rest is uniform.
+    """The facts about a shape that are compiled in, as few as possible: each doubles the number of compute pipelines.
 
-    octets, blocks and even_k are of b's words and scales; formats that have such say so (see weights.nf4).
+    octets, blocks and even_k describe b's words and scales; formats that have these override them (see `weights.nf4`).
     """
     rows_of_a = c.m if c.form == "tn" else c.k
     offsets = [getattr(c, name, 0) for name in ("stride", "a_skip", "a_first")]
@@ -42,13 +42,13 @@ def finish(y: np.ndarray, product: np.ndarray, accumulate: bool, bias: Any = Non
 
 
 def operand(a: np.ndarray, m: int, k: int, a_scale: Any) -> np.ndarray:
-    """a [m, k], its rows times a_scale where they were stored divided by it."""
+    """a [m, k], multiplied by a_scale if its rows are stored divided by it."""
     rows = a.reshape(m, k)
     return rows if a_scale is None else rows * np.asarray(a_scale).reshape(-1, 1)
 
 
 def _range(x: np.ndarray, rows: int, first: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """(x by rows, its columns [first, first + width)), both views."""
+    """Views of (x by rows, its columns [first, first + width))."""
     whole = x.reshape(rows, -1)
     return whole, whole[:, first : first + width]
 
@@ -74,7 +74,7 @@ def matmul_nt(
     a_type: Word = "f32",
     form: Word = "nt",
 ) -> Any:
-    """y[m, n] (+)= a_scale[m] sum_k a[m, k] b[n, k] (+ bias[n]); tiles wholly past row count[0] are left alone."""
+    """y[m, n] (+)= a_scale[m] sum_k a[m, k] b[n, k] (+ bias[n]); tiles entirely past row count[0] are skipped."""
     left, (result, part) = _range(a, m, a_first, k)[1], _range(y.copy(), m, y_first, n)
     left = operand(left, m, k, a_scale)
     part[:] = finish(part, left @ b.reshape(n, k).T, accumulate, None if bias is None else bias[y_first : y_first + n])
@@ -110,12 +110,12 @@ def matmul_nn(
 
 
 def _slot_rows(ranges: np.ndarray, first_row: int, count: int) -> np.ndarray:
-    """Each slot's rows [start, stop) among the `count` rows of the batch from first_row on."""
+    """Each slot's rows [start, stop) among the batch's rows [first_row, first_row + count)."""
     return (ranges.reshape(-1, 2).astype(int) - first_row).clip(0, count)
 
 
 def _by_slot(y: np.ndarray, ranges: np.ndarray, first_row: int, product: Any, accumulate: bool) -> np.ndarray:
-    """Rows of no slot keep what they had."""
+    """y with the product of each slot's rows; rows without a slot are unchanged."""
     result = y.copy()
     for slot, (start, stop) in enumerate(_slot_rows(ranges, first_row, len(y))):
         rows = slice(start, stop)
@@ -141,9 +141,9 @@ def lora_nt(
     b_type: Word = "f32",
     form: Word = "nt",
 ) -> Any:
-    """y[t] (+)= scale[s] b[s] a[t], s the slot of row t, b[s] [n, k] at s * stride; other rows are left alone.
+    """y[t] (+)= scale[s] b[s] a[t], s the slot of row t, b[s] [n, k] at s * stride; rows without a slot are unchanged.
 
-    ranges counts rows of the whole batch, of which a and y hold those from first_row on.
+    `ranges` counts rows of the whole batch; a and y hold those from first_row on.
     """
     weights = b.reshape(slots, stride)[:, : n * k].reshape(slots, n, k)
     factor = np.ones(slots) if scale is None else scale.reshape(-1)
@@ -171,7 +171,7 @@ def lora_nn(
     b_type: Word = "f32",
     form: Word = "nn",
 ) -> Any:
-    """y[t] (+)= scale[s] b[s]^T a[t], s the slot of row t, b[s] [k, n] at s * stride; other rows are left alone."""
+    """y[t] (+)= scale[s] b[s]^T a[t], s the slot of row t, b[s] [k, n] at s * stride; other rows are unchanged."""
     weights = b.reshape(slots, stride)[:, : n * k].reshape(slots, k, n)
     factor = np.ones(slots) if scale is None else scale.reshape(-1)
     left = a.reshape(m, k)
@@ -197,7 +197,7 @@ def lora_tn(
     b_type: Word = "f32",
     form: Word = "tn",
 ) -> Any:
-    """y[s] [m, n] at s * stride (+)= sum over slot s's rows t of a[t, m] b[t, n]: a factor's gradient, no atomics."""
+    """y[s] [m, n] at s * stride (+)= sum over slot s's rows t of a[t, m] b[t, n], a factor's gradient."""
     result = y.reshape(slots, stride).copy()
     left, right = a.reshape(-1, m), b.reshape(-1, n)
     for slot, (start, stop) in enumerate(_slot_rows(ranges, first_row, k)):

@@ -1,4 +1,4 @@
-"""Tilings of the matrix products, and what the tuner must know of their calls."""
+"""Tilings of the matrix products, and how they describe their calls to the tuner."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.gpu.tunable import Arrays, Constants
 
 FEW_ROWS = 8
-CHECKED = 64  # rows, columns and steps that a check is cut to, give or take what keeps the shape's divisibility
+CHECKED = 64  # approximate rows, columns and steps of the cut that is checked; it keeps the shape's divisibility
 Operand = Callable[[Constants, np.random.Generator], Arrays]
 
 
 def tilings(span: int, *shapes: tuple[int, int]) -> Variants:
-    """Tilings, the default first: of (rows, columns a lane), whose rounds are a multiple of `span` steps.
+    """Variants with tilings of these (rows, columns per lane), the default first; rounds are multiples of `span` steps.
 
-    Without subgroups a workgroup has 32 independent lanes. Products of few rows, as in decoding, have tiles of no more
-    rows; their rounds are longer, so that every lane has some of a to fetch.
+    Without subgroups a workgroup has 32 independent lanes. Products of few rows, as in decoding, get tiles of at most
+    that many rows and longer rounds, so that every lane loads part of a.
     """
 
     def variants(capabilities: Capabilities, c: Any) -> list[Tiling]:
@@ -43,15 +43,15 @@ def tilings(span: int, *shapes: tuple[int, int]) -> Variants:
 
 
 def dense_operand(c: Constants, rng: np.random.Generator) -> Arrays:
-    """b of a dense product: [n, k] or, in the form nn, [k, n]."""
+    """b of a dense product: [n, k] for nt, [k, n] for nn."""
     return {"b": stored(rng, c["b_type"], *((c["n"], c["k"]) if c["form"] == "nt" else (c["k"], c["n"])))}
 
 
 @dataclass(frozen=True)
 class MatmulTuning:
-    """Of products with a frozen matrix, y[m, n] from a[m, k]: the batch's rows are a's.
+    """Products of the batch's rows with a frozen matrix, y[m, n] from a[m, k].
 
-    operand: makes the bindings of b, in its format.
+    operand: creates the bindings of b, in its format.
     """
 
     operand: Operand
@@ -85,7 +85,7 @@ class MatmulTuning:
 
 @dataclass(frozen=True)
 class LoraTuning:
-    """Of LoRA's products, one matrix a slot. batch: the dim that counts the batch's rows, and the number of slots."""
+    """LoRA's products, one matrix per slot. batch: the dim of the batch's rows, and the number of slots."""
 
     batch: tuple[str, ...] = ("m", "slots")
     sizes: tuple[str, ...] = ("m", "n", "k")
@@ -98,7 +98,7 @@ class LoraTuning:
         return {**small, "stride": 4 * cdiv(_slot_values(small), 4) + c["stride"] % 4}
 
     def inputs(self, c: Constants, present: tuple[str, ...], rng: np.random.Generator) -> Arrays:
-        """The rows are divided evenly among the slots."""
+        """Arrays with the rows divided evenly among the slots."""
         m, n, k, slots = c["m"], c["n"], c["k"], c["slots"]
         stacked = stored(rng, "f32", slots, c["stride"])
         if c["form"] == "tn":
@@ -116,5 +116,5 @@ def _slot_values(c: Constants) -> int:
 
 
 def _fewer(c: Constants) -> Constants:
-    """The same with smaller m, n and k, which leave the same remainders."""
+    """The call with smaller m, n and k that have the same remainders."""
     return c | {size: 2 * CHECKED + c[size] % CHECKED for size in ("m", "n", "k") if c[size] > 3 * CHECKED}

@@ -30,7 +30,7 @@ def rmsnorm_backward(
 
 
 def rmsnorm(rec: Recorder, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalises the last dimension of x [..., cols] by its root mean square and scales it by weight [cols]."""
+    """Divides x [..., cols] by the root mean square of its last dimension and multiplies it by weight [cols]."""
     cols = weight.size
     rows = x.size // cols
     y, rstd = rec.temp(x.shape, name="normed"), rec.temp((rows,), name="rstd")

@@ -1,4 +1,4 @@
-"""What all optimizers share, over flat pages of parameters: the gradient's norm, clipping, and what may be updated."""
+"""Kernels shared by all optimizers, over flat pages of parameters: gradient norms, clipping, and update checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, kernel
 from wgpu_lora.gpu.struct import struct_columns
 from wgpu_lora.ops.rows import by_subgroup, row_grid
 
-BLOCK = 1024  # values; every tensor of a slot is padded to whole blocks
+BLOCK = 1024  # values; each slot's tensors are padded to whole blocks
 NO_SLOT = 0xFFFFFFFF
 # Largest magnitude of a parameter: 16 times that of float16, in which adapters are served.
 MAX_PARAMETER = float(1 << 20)
@@ -19,7 +19,7 @@ MAX_PARAMETER = float(1 << 20)
 
 @dataclass(frozen=True)
 class Clip:
-    """A slot's part in a step. max_grad_norm: 0 does not clip. enabled: 1 where it takes the step."""
+    """A slot in a step. max_grad_norm: 0 disables clipping. enabled: 1 if the slot takes the step, else 0."""
 
     max_grad_norm: F32
     enabled: F32 = 1.0
@@ -33,7 +33,7 @@ def square_sums(x: In, sums: Out, *, blocks: U32) -> Any:
 
 @kernel("gradient_norm.wgsl.j2", grid=row_grid(lambda c: c.slots), structs=(Clip,), variants=by_subgroup)
 def gradient_norm(sums: In, block_slots: Fixed, clips: Fixed, loss: In, report: Out, *, slots: U32, blocks: U32) -> Any:
-    """report[s] = (norm, clipping factor, 1 where an update may be applied, loss)."""
+    """report[s] = (norm, clipping factor, 1 if the update may be applied, loss)."""
     clip, report = struct_columns(Clip, clips), np.zeros((slots, 4))
     for slot in range(slots):
         norm = np.sqrt(sums[:blocks][block_slots[:blocks] == slot].sum())
@@ -46,7 +46,7 @@ def gradient_norm(sums: In, block_slots: Fixed, clips: Fixed, loss: In, report: 
 
 @kernel("update_gate.wgsl.j2", grid=row_grid(lambda c: c.slots), variants=by_subgroup)
 def update_gate(diverged: In, block_slots: Fixed, report: InOut, *, slots: U32, blocks: U32) -> Any:
-    """report[s, 2] = 0 where any block of slot s would diverge."""
+    """report[s, 2] = 0 if any block of slot s would diverge."""
     report = report.reshape(slots, 4).copy()
     hit = block_slots[:blocks][diverged[:blocks] != 0].astype(np.int64)
     report[hit[hit != NO_SLOT], 2] = 0

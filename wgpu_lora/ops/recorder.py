@@ -12,28 +12,29 @@ from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import ALIGNMENT, Storage, Tensor
 
-ALIGNMENT_ROWS = ALIGNMENT // 4  # of f32 values: a block of so many rows begins at an offset that can be bound
+ALIGNMENT_ROWS = ALIGNMENT // 4  # row blocks of a multiple of this many f32 rows start at aligned offsets
 
 
 class Kept:
-    """What recorders that share it compute once, by `program`, and keep, instead of before each use."""
+    """Tensors that are computed once, by `program`, and shared by recorders, instead of computed before each use."""
 
     def __init__(self, device: Device):
         self.program = Program(device, "kept")
-        self.tensors: dict[Storage, Tensor] = {}  # by what they are made from
+        self.tensors: dict[Storage, Tensor] = {}  # by their source
 
 
 class Recorder:
-    """The tape. An op dispatches its forward kernels, then calls `node` with how its backward pass is recorded.
+    """The tape. An op dispatches its forward kernels, then calls `node` with a function that records its backward pass.
 
-    Gradients are tracked by storage, so a reshaped tensor shares its gradient and some rows have some of it.
+    Gradients are tracked by storage, so that reshaped tensors and row blocks share the gradient of the whole tensor.
 
     Args:
-        program: where dispatches go.
+        program: receives the dispatches.
         training: False records no backward pass.
         recompute: record `checkpoint`ed blocks again inside the backward pass instead of keeping their activations.
-        compute_dtype: what activations are rounded to before a frozen matrix (see ops.half).
-        kept: where a base format keeps what it would decode before each product (of NF4, an eighth more memory).
+        compute_dtype: dtype that the inputs of frozen matmuls are rounded to (see `ops.half`).
+        kept: where a base format keeps decoded constants; by default they are decoded before each product. For NF4,
+            keeping them takes an eighth more memory.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Recorder:
         self.recompute = recompute
         self._nodes: list[Callable[[], None]] = []
         self._gradients: dict[Storage, Tensor] = {}
-        self._written: dict[Storage, set[int]] = {}  # of gradients made row block by row block: the offsets done
+        self._written: dict[Storage, set[int]] = {}  # byte offsets of the row blocks whose gradient is written
         self._tracked: set[Storage] = set()
 
     def temp(self, shape: tuple[int, ...], dtype: str = "f32", name: str = "temp") -> Tensor:
@@ -62,7 +63,7 @@ class Recorder:
         self.program.dispatch(kernel, *args, **constants)
 
     def row_blocks(self, rows: int, cols: int) -> Iterator[tuple[int, int]]:
-        """[start, stop) blocks of f32 rows, each small enough for one binding and at an offset that can be bound."""
+        """Yields blocks [start, stop) of f32 rows that fit one binding and start at aligned offsets."""
         step = self.program.device.max_binding // (4 * cols) // ALIGNMENT_ROWS * ALIGNMENT_ROWS
         step = rows if step >= rows else max(step, ALIGNMENT_ROWS)
         for start in range(0, rows, step):
@@ -73,13 +74,13 @@ class Recorder:
     def node(
         self, backward: Callable[[], None], inputs: list[Tensor], outputs: list[Tensor], trains: bool = False
     ) -> None:
-        """Puts an op on the tape if a gradient has to pass it: it trains something or an input is tracked."""
+        """Puts an op on the tape if it needs a backward pass: it has trained parameters or a tracked input."""
         if self.training and (trains or any(self.tracks(t) for t in inputs)):
             self._tracked.update(t.storage for t in outputs)
             self._nodes.append(backward)
 
     def tracks(self, tensor: Tensor) -> bool:
-        """Whether a gradient of this tensor is wanted."""
+        """Whether the tensor needs a gradient."""
         return tensor.storage in self._tracked
 
     def gradient(self, tensor: Tensor) -> Tensor:
@@ -87,19 +88,19 @@ class Recorder:
         return replace(tensor, storage=whole.storage, byte_offset=whole.byte_offset + tensor.byte_offset)
 
     def new_gradient(self, tensor: Tensor) -> Tensor:
-        """A gradient that this op alone writes."""
+        """A gradient that only this op writes."""
         assert tensor.storage not in self._gradients, f"{tensor.name} has a gradient already"
         gradient = self.temp(tensor.shape, name=f"d{tensor.name}")
         self._gradients[tensor.storage] = gradient
         return gradient
 
     def give_gradient(self, tensor: Tensor, gradient: Tensor) -> None:
-        """Begins a backward pass at `tensor`, whose gradient is known."""
+        """Starts the backward pass from `tensor` with a known gradient."""
         assert tensor.storage not in self._gradients, f"{tensor.name} has a gradient already"
         self._gradients[tensor.storage] = gradient
 
     def gradient_target(self, tensor: Tensor) -> tuple[Tensor, bool]:
-        """Where to write a tensor's gradient, and whether to add to what is there."""
+        """Returns (where to write a tensor's gradient, whether to accumulate)."""
         if not self.tracks(tensor):
             return self.temp(tensor.shape, name=f"unused d{tensor.name}"), False
         if tensor.nbytes < tensor.storage.nbytes:
@@ -109,7 +110,7 @@ class Recorder:
         return self.new_gradient(tensor), False
 
     def _block_target(self, rows: Tensor) -> tuple[Tensor, bool]:
-        """The same for a row block: the first block to come makes the whole gradient, and each is written by itself."""
+        """`gradient_target` of a row block. The first block creates the whole gradient."""
         if rows.storage not in self._gradients:
             self._gradients[rows.storage] = self.temp((rows.storage.nbytes // 4,), name=f"d{rows.name}")
             self._written[rows.storage] = set()
@@ -125,12 +126,12 @@ class Recorder:
             self._gradients[target.storage] = self.gradient(source)
 
     def backward(self) -> None:
-        """Records the backward pass of everything on the tape, from the gradient that was given (`give_gradient`)."""
+        """Records the backward pass of the tape, from the gradient passed to `give_gradient`."""
         while self._nodes:
             self._nodes.pop()()
 
     def checkpoint(self, block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """block(x); with `recompute`, its activations are recorded again in the backward pass (Chen et al. 2016)."""
+        """Records block(x); with `recompute`, once more in the backward pass (Chen et al. 2016)."""
         if not (self.training and self.recompute):
             return block(x)
         with self._fresh_tape():

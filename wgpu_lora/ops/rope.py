@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021), the half-split form that Hugging Face checkpoints use."""
+"""Rotary position embedding (Su et al. 2021) in the half-split form of Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rope_rotate(
     sign: F32 = 1.0,
     accumulate: Flag = False,
 ) -> Any:
-    """y (+)= x rotated pair by pair, (i, i + dim/2), by sign * the angle at the row's position."""
+    """y (+)= x with each pair (i, i + dim/2) rotated by sign * its angle at the row's position."""
     angle = table.reshape(-1, dim // 2, 2)[positions.astype(int)]
     cos, sin = angle[:, None, :, 0], sign * angle[:, None, :, 1]
     a, b = np.split(x.reshape(rows, heads, dim), 2, axis=2)
@@ -33,7 +33,7 @@ def rope_rotate(
 
 
 def rope(rec: Recorder, x: Tensor, positions: Tensor, table: Tensor, dim: int) -> Tensor:
-    """Rotates x [T, heads, dim]; table [positions, dim / 2, 2] holds cos and sin."""
+    """Rotates x [T, heads, dim]. positions: u32 [T]. table: f32 [positions, dim / 2, 2], cos and sin."""
     rows = positions.size
     shape = {"rows": rows, "heads": x.size // (rows * dim), "dim": dim}
     y = rec.temp(x.shape, name="rotated")

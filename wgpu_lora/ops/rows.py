@@ -1,4 +1,4 @@
-"""What the kernels that work row by row share: a subgroup, or one thread, for each row."""
+"""Tilings and grids of kernels that assign a subgroup, or a thread, to each row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from wgpu_lora.gpu.tiling import Capabilities, Tiling
 
 
 def by_subgroup(capabilities: Capabilities, c: Any) -> list[Tiling]:
-    """One subgroup a row where the device has subgroups, and one thread a row everywhere."""
+    """One subgroup per row if the device has subgroups; one thread per row."""
     size = capabilities.subgroup_size
     return [Tiling("broadcast", size), Tiling()] if size >= 4 else [Tiling()]
 

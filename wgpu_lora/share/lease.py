@@ -104,11 +104,11 @@ def _look(ledger: Ledger, entry: Entry, budget: int | None, queue: bool, free: F
         waiting = [e.id for e in here if not e.holds]
         ahead = waiting.index(entry.id) if entry.id in waiting else len(waiting)
         room = budget is None or sum(e.bytes for e in holders) + entry.bytes <= budget
-        says, now = free(), time.time()
-        if says is not None:  # others may not have allocated what they were just granted
+        reported, now = free(), time.time()
+        if reported is not None:  # others may not have allocated what they were just granted
             others = (e for e in holders if (e.host, e.pid) != (entry.host, entry.pid))
-            says = max(0, says - sum(e.bytes for e in others if now - e.since < SETTLING))
-        short = says if says is not None and says < entry.bytes else None
+            reported = max(0, reported - sum(e.bytes for e in others if now - e.since < SETTLING))
+        short = reported if reported is not None and reported < entry.bytes else None
         granted = room and not ahead and short is None
         if granted or queue:
             _put(entries, replace(entry, holds=granted, since=now if granted else entry.since, renewed=now))

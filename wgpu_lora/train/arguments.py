@@ -1,4 +1,4 @@
-"""Every option of a training run, once: the command line, recipes, Python and run.json all read this dataclass."""
+"""The options of a training run: the command line, recipes, Python and run.json all use this dataclass."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.weights.registry import BASE_FORMATS, DEFAULT_FORMAT
 
-# What may differ between a run and its resumption: it changes what is written, not what is trained.
+# Options that may change when a run is resumed: they affect what is written, not what is trained.
 FREE_ON_RESUME = {
     "output", "resume", "device", "memory_budget", "wait",
-    "data", "split", "dataset_config", "skip_bad_rows", "model",  # what they hold is compared by digest
-    "tune",  # a resumed run keeps its tiles
+    "data", "split", "dataset_config", "skip_bad_rows", "model",  # their contents are compared by digest
+    "tune",  # a resumed run keeps its tilings
     "logging_steps", "save_steps", "save_total_limit", "eval_data", "eval_split",
     "eval_steps", "eval_on_start",
 }  # fmt: skip
-# What may also differ, by which a run is extended: how far it goes.
+# Options that may change to extend a run.
 PLAN = ("num_train_epochs", "max_steps", "target_seconds")
-# What batches are where nothing is said and the data are not small (train/batching.py).
+# Batches by default, unless the data are small (train/batching.py).
 OUTPUT, ROWS_PER_BATCH, ACCUMULATION = "output", 2, 4
-LENGTH = 1024  # tokens of a row, where nothing is said and the model has as many positions
-# Headings under which the command line's help lists the options.
+LENGTH = 1024  # tokens per row by default, if the model has as many positions
+# Headings of the options in the command line's help.
 FILES, ADAPTER, OPTIMISATION = "Model, data and device", "Adapter", "Optimisation"
 BATCHES, MEMORY, SAVING = "Length of the run and batches", "Memory", "Logging and saving"
 PANELS = (FILES, ADAPTER, OPTIMISATION, BATCHES, MEMORY, SAVING)
@@ -41,67 +41,71 @@ SIZE = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([kmgt]?)(i?)b?\s*", re
 
 @dataclass(frozen=True)
 class TrainingArguments:
-    """Names and meanings are those of TRL, PEFT and transformers wherever they have them."""
+    """Names and meanings are those of TRL, PEFT and transformers, where they have the option."""
 
     data: str | None = option(
         None,
         FILES,
-        "File of rows (JSONL, JSON array, CSV, Parquet), folder with train.jsonl and perhaps valid.jsonl, or data set "
-        "of Hugging Face.",
+        "File of rows (JSONL, JSON array, CSV, Parquet), folder with train.jsonl and optionally valid.jsonl, or "
+        "Hugging Face dataset.",
     )
     output: str | None = option(
         None,
         FILES,
-        "Directory for the adapter, log, card and checkpoints; 'output' if not given, and with --adapters no other "
-        "than theirs.",
+        "Directory for the adapter, log, model card and checkpoints. Default: 'output' or, with --adapters, the "
+        "adapters' own directories.",
     )
     model: str | None = option(None, FILES, "Model directory, GGUF file, hub id, or 'demo'.")
     eval_data: str | None = option(
-        None, FILES, "Held-out data, as --data: their loss is logged, and best/ keeps the best adapter."
+        None, FILES, "Held-out data, in any form of --data: the loss on it is logged, and best/ keeps the best adapter."
     )
-    split: str | None = option(None, FILES, "Split of --data to train on, such as train or 'train[:90%]'.")
-    eval_split: str | None = option(None, FILES, "Split to hold out, of --eval-data or else of --data.")
-    dataset_config: str | None = option(None, FILES, "Configuration of a data set of Hugging Face that has several.")
+    split: str | None = option(None, FILES, "Split of --data to train on, for example train or 'train[:90%]'.")
+    eval_split: str | None = option(None, FILES, "Split to hold out, of --eval-data if given, else of --data.")
+    dataset_config: str | None = option(None, FILES, "Configuration of a Hugging Face dataset that has several.")
     skip_bad_rows: bool = option(
-        False, FILES, "Go on without rows that cannot be read; they are set aside in skipped_rows.jsonl in --output."
+        False, FILES, "Skip rows that cannot be read; they are listed in skipped_rows.jsonl in --output."
     )
-    device: str | None = option(None, FILES, "Device index or part of its name, as 'wgpu-lora info' lists them.")
-    base_dtype: str = option(DEFAULT_FORMAT, MEMORY, "How the frozen weights are kept.", choices=BASE_FORMATS)
+    device: str | None = option(None, FILES, "Device index or part of its name; 'wgpu-lora info' lists the devices.")
+    base_dtype: str = option(DEFAULT_FORMAT, MEMORY, "Storage type of the frozen base weights.", choices=BASE_FORMATS)
     compute_dtype: str = option(
         "f32",
         MEMORY,
-        "What activations are rounded to before a frozen matrix; sums stay f32.",
+        "Type that the inputs of frozen matmuls are rounded to; accumulation stays in f32.",
         choices=COMPUTE_DTYPES,
     )
     tune: bool = option(
-        True, FILES, "Time the kernels' tilings on this device before the first run, and remember the fastest."
+        True, FILES, "Time kernel tilings on the device before a model's first run, and use the fastest."
     )
     init_adapter: str | None = option(None, FILES, "PEFT adapter directory to start from.")
     resume: bool = option(False, SAVING, "Continue the run in --output from its last checkpoint.")
-    lora_r: int = option(16, ADAPTER, "Rank of the adapters.", within=POSITIVE)
-    lora_alpha: float = option(32, ADAPTER, "Scale: alpha / r multiplies the adapter's output.", within=POSITIVE)
-    lora_dropout: float = option(0.0, ADAPTER, "Dropout on the adapter's input.", within=Range(at_least=0, below=1))
-    use_rslora: bool = option(False, ADAPTER, "Scale by alpha / sqrt(r) instead.")
+    lora_r: int = option(16, ADAPTER, "LoRA rank.", within=POSITIVE)
+    lora_alpha: float = option(
+        32, ADAPTER, "LoRA scale: the adapter's output is multiplied by alpha / r.", within=POSITIVE
+    )
+    lora_dropout: float = option(
+        0.0, ADAPTER, "Dropout probability of the adapter's input.", within=Range(at_least=0, below=1)
+    )
+    use_rslora: bool = option(False, ADAPTER, "Scale by alpha / sqrt(r) instead (rsLoRA).")
     target_modules: str = option(
-        "all-linear", ADAPTER, "'all-linear', names such as q_proj,v_proj, or a regular expression over modules' paths."
+        "all-linear",
+        ADAPTER,
+        "'all-linear', names such as q_proj,v_proj, or a regular expression matched against module paths.",
     )
     learning_rate: float = option(2e-4, OPTIMISATION, "Peak learning rate.", within=NOT_NEGATIVE)
-    lr_scheduler_type: str = option(
-        "cosine", OPTIMISATION, "How the learning rate changes over the steps.", choices=LR_SCHEDULERS
-    )
+    lr_scheduler_type: str = option("cosine", OPTIMISATION, "Learning-rate schedule.", choices=LR_SCHEDULERS)
     warmup_ratio: float = option(
         0.03,
         OPTIMISATION,
-        "Share of the steps over which the learning rate rises.",
+        "Fraction of the steps over which the learning rate warms up.",
         within=Range(at_least=0, at_most=1),
     )
     warmup_steps: int = option(
         0,
         OPTIMISATION,
-        "Steps over which the learning rate rises, instead of a share of them, if positive.",
+        "Steps over which the learning rate warms up, instead of a fraction of them, if positive.",
         within=NOT_NEGATIVE,
     )
-    objective: str = option("sft", OPTIMISATION, "What is learnt from the rows.", choices=OBJECTIVES)
+    objective: str = option("sft", OPTIMISATION, "Training objective.", choices=OBJECTIVES)
     optim: str = option("adamw", OPTIMISATION, "The optimizer.", choices=OPTIMIZERS)
     weight_decay: float = option(0.0, OPTIMISATION, "Decoupled weight decay.", within=NOT_NEGATIVE)
     adam_beta1: float = option(0.9, OPTIMISATION, "Decay of AdamW's first moment.", within=Range(at_least=0, below=1))
@@ -110,72 +114,72 @@ class TrainingArguments:
     )
     adam_epsilon: float = option(1e-8, OPTIMISATION, "Added to the root of AdamW's second moment.", within=POSITIVE)
     max_grad_norm: float = option(
-        1.0, OPTIMISATION, "Clip the gradient's global norm to this; 0 does not clip.", within=NOT_NEGATIVE
+        1.0, OPTIMISATION, "Clip the gradient's global norm to this value; 0 turns clipping off.", within=NOT_NEGATIVE
     )
     per_device_train_batch_size: int | None = option(
         None,
         BATCHES,
-        "Rows a batch; with packing, the batch holds this many times max-length tokens. 2 if not given, or what suits "
-        "small data.",
+        "Rows per batch; with packing, the batch holds this many times max-length tokens. Default: 2, adapted to small "
+        "data.",
         within=POSITIVE,
     )
     gradient_accumulation_steps: int | None = option(
-        None, BATCHES, "Batches an optimizer step; 4 if not given, or what suits small data.", within=POSITIVE
+        None, BATCHES, "Batches per optimizer step. Default: 4, adapted to small data.", within=POSITIVE
     )
     num_train_epochs: float = option(
-        3.0, BATCHES, "Passes over the data.", within=Range(above=0, at_most=1000), hint="max_steps"
+        3.0, BATCHES, "Number of passes over the data.", within=Range(above=0, at_most=1000), hint="max_steps"
     )
     max_steps: int = option(
-        -1, BATCHES, "Optimizer steps, instead of epochs, if positive.", within=Range(above=0, unset=-1)
+        -1, BATCHES, "Number of optimizer steps, instead of epochs, if positive.", within=Range(above=0, unset=-1)
     )
     target_seconds: float | None = option(
-        None, BATCHES, "Wall-clock seconds to train for, instead of epochs.", within=POSITIVE
+        None, BATCHES, "Train for this many seconds of wall-clock time, instead of epochs.", within=POSITIVE
     )
     max_length: int | None = option(
         None,
         BATCHES,
-        "Tokens of a row at most; if not given, 1024, or as many as the model has positions.",
+        "Maximum tokens per row. Default: 1024, or the model's number of positions if that is smaller.",
         within=Range(at_least=2),
     )
-    on_overflow: str = option("truncate", BATCHES, "What happens to longer rows.", choices=OVERFLOW)
+    on_overflow: str = option("truncate", BATCHES, "What to do with longer rows.", choices=OVERFLOW)
     packing: bool | None = option(
         None,
         BATCHES,
-        "Pack several rows into one batch; no row sees another. If not given, on unless the data are small.",
+        "Pack several rows into one batch, without attention between them. Default: on, unless the data are small.",
     )
-    completion_only_loss: bool = option(True, BATCHES, "Train on answers only.")
+    completion_only_loss: bool = option(True, BATCHES, "Compute the loss on answers only.")
     enable_thinking: bool | None = option(None, BATCHES, "Passed to the chat template.")
-    shuffle: bool = option(True, BATCHES, "Draw a new order every epoch.")
+    shuffle: bool = option(True, BATCHES, "Shuffle the rows every epoch.")
     gradient_checkpointing: bool = option(
-        False, MEMORY, "Recompute activations in the backward pass: less memory, a third more work."
+        False, MEMORY, "Recompute activations in the backward pass: less memory, about a third more work."
     )
     memory_budget: str | None = option(
-        None, MEMORY, "Refuse a run that needs more device memory than this, such as 4GiB."
+        None, MEMORY, "Refuse a run that needs more device memory than this, for example 4GiB."
     )
     wait: float | None = option(
         None,
         MEMORY,
-        "Seconds to queue for device memory that others hold; without a number, as long as it takes.",
+        "Seconds to wait for device memory in use by other processes; without a number, wait indefinitely.",
         within=NOT_NEGATIVE,
     )
     seed: int = option(
         42,
         OPTIMISATION,
-        "Of the initial adapter, the order and dropout.",
+        "Seed of the initial adapter, the order of rows and dropout.",
         within=Range(at_least=0, below=2**32, top="2^32"),
     )
     logging_steps: int | None = option(
         None,
         SAVING,
-        "Steps between log lines; if not given, 10, or 1 in a run of at most 100 steps.",
+        "Steps between log lines. Default: 10, or 1 in runs of at most 100 steps.",
         within=POSITIVE,
     )
     save_steps: int = option(200, SAVING, "Steps between checkpoints; 0 saves only at the end.", within=NOT_NEGATIVE)
-    save_total_limit: int = option(3, SAVING, "Checkpoints kept.", within=POSITIVE)
+    save_total_limit: int = option(3, SAVING, "Number of checkpoints to keep.", within=POSITIVE)
     eval_steps: int = option(
-        0, SAVING, "Steps between held-out losses; 0 means after every epoch.", within=NOT_NEGATIVE
+        0, SAVING, "Steps between measurements of the held-out loss; 0 means after every epoch.", within=NOT_NEGATIVE
     )
-    eval_on_start: bool = option(True, SAVING, "Measure the held-out loss before the first step too.")
+    eval_on_start: bool = option(True, SAVING, "Also measure the held-out loss before the first step.")
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -196,22 +200,22 @@ class TrainingArguments:
 
     @property
     def directory(self) -> Path:
-        """Where the run writes."""
+        """The output directory."""
         return Path(self.output or OUTPUT)
 
     @property
     def batching(self) -> tuple[bool, int, int]:
-        """Whether rows are packed, rows a batch, and batches a step."""
+        """Whether rows are packed, rows per batch, and batches per step."""
         rows, batches = self.per_device_train_batch_size, self.gradient_accumulation_steps
         return self.packing is not False, rows or ROWS_PER_BATCH, batches or ACCUMULATION
 
     @property
     def length(self) -> int:
-        """Tokens of a row at most; while that is not given, what it will be with a model of enough positions."""
+        """Maximum tokens per row; if not given, the default of a model with enough positions."""
         return self.max_length or LENGTH
 
     def wait_seconds(self) -> float | None:
-        """How long to queue for memory, None not to; 0 says as long as it takes."""
+        """Seconds to wait for memory; None does not wait, and 0 waits indefinitely."""
         return math.inf if self.wait == 0 else self.wait
 
     def template_kwargs(self) -> dict[str, Any]:
@@ -224,14 +228,14 @@ class TrainingArguments:
 def from_values(
     values: Mapping[str, Any], where: str, base: TrainingArguments | None = None, names: Naming | None = None
 ) -> TrainingArguments:
-    """Arguments from names and values such as a recipe has; names that other programs use are understood.
+    """Create arguments from a mapping such as a recipe's; option names of other programs are accepted.
 
     Args:
-        where: what the values are of; it begins the errors.
-        names: what options are called there, by default as they are called already.
+        where: the source of the values, which begins error messages.
+        names: how messages spell option names; as currently set if not given.
 
     Raises:
-        UserError: a name is unknown (the nearest is suggested), given twice, or a value cannot be.
+        UserError: a name is unknown (the nearest one is suggested) or given twice, or a value is invalid.
     """
     known = {f.name: f for f in fields(TrainingArguments)}
     if names is not None:
@@ -246,7 +250,7 @@ def from_values(
 
 
 def named(values: Mapping[str, Any], where: str, *more: str) -> dict[str, Any]:
-    """Values by the names of options, and of `more` than those; UserError as `from_values`."""
+    """Values by the names of options, or by those in `more`. Raises UserError, like `from_values`."""
     return real_names(values, [*(f.name for f in fields(TrainingArguments)), *more], where)
 
 

@@ -1,4 +1,4 @@
-"""The program of a batch: the model's forward pass, what the objectives make of it, and the backward pass."""
+"""The program of a batch: the model's forward pass, the objectives' scores, and the backward pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from wgpu_lora.train.objectives.base import Group, Objective, Scoring
 
 
 class Totals:
-    """What a step adds up for each slot: its loss, and metrics by name. f32 [slots] each."""
+    """Sums over a step for each slot: the loss, and metrics by name. f32 [slots] each."""
 
     def __init__(self, objectives: Sequence[Objective]):
         def make(name: str) -> Tensor:
@@ -40,7 +40,7 @@ class Totals:
         return float(device.read(self.loss.storage.buffer).view(np.float32)[slot])
 
     def read_metrics(self, device: Device, slot: int, objective: Objective) -> dict[str, float]:
-        """Those that the slot's objective has."""
+        """The metrics of the slot's objective."""
         found = {name: device.read(self.metrics[name].storage.buffer) for name in objective.metrics}
         return {name: float(values.view(np.float32)[slot]) for name, values in found.items()}
 
@@ -49,8 +49,8 @@ class Batch:
     """A recorded program for up to `tokens` tokens, and its inputs. Recording allocates nothing.
 
     Args:
-        objectives: of each slot.
-        totals: what the program adds losses and metrics to.
+        objectives: one per slot.
+        totals: sums that the program adds losses and metrics to.
         tables: the model's.
         training: also record the backward pass, which adds to the adapters' gradients.
     """
@@ -84,7 +84,7 @@ class Batch:
         self.program.prune()
 
     def _score(self, rec: Recorder, logprobs: Tensor, totals: Totals) -> Tensor:
-        """Records every objective, and returns the weights of all tokens."""
+        """Record all objectives; returns the weights of all tokens."""
         weights = None
         for objective, scoring in self._scoring.items():
             score = objective.score(rec, logprobs, scoring)
@@ -104,12 +104,12 @@ class Batch:
         return weights
 
     def storages(self) -> set[Storage]:
-        """Everything persistent that the program reads or writes, or that `upload` fills."""
+        """All persistent storage that the program reads or writes, or that `upload` fills."""
         found = self.inputs.storages() | self.program.persistent_storages()
         return found | {tensor.storage for scoring in self._scoring.values() for tensor in scoring.tensors()}
 
     def upload(self, groups: Sequence[Group]) -> None:
-        """Puts groups into the batch, which has room for them."""
+        """Upload groups, which must fit into the batch."""
         segments = [segment for group in groups for segment in group.segments]
         places = np.split(
             self.inputs.upload(self.device, segments), np.cumsum([len(group.segments) for group in groups])[:-1]

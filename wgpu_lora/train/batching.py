@@ -1,4 +1,4 @@
-"""What a batch is where nobody says: packed, unless that leaves the data too few steps to learn in."""
+"""Default batches: packed, unless the data would then give too few optimizer steps."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from dataclasses import replace
 from wgpu_lora.train.arguments import ROWS_PER_BATCH, TrainingArguments
 from wgpu_lora.words import counted
 
-FEW = 32  # steps of an epoch: with fewer, what was left open is chosen by the rows
-ROWS = (8, 4, 2)  # of a step then, the first that gives that many steps
+FEW = 32  # steps per epoch: with fewer, batch options that were not given are adapted to the data
+ROWS = (8, 4, 2)  # rows per step that are then tried, until there are that many steps
 
 
 def fitted(
     args: TrainingArguments, lengths: Sequence[int], weight: float = 1.0, members: int = 1
 ) -> tuple[TrainingArguments, str]:
-    """Fills in packing, rows a batch and batches a step where they were left open; also a note where data are small.
+    """Fill in packing, rows per batch and batches per step if not given; also returns a note if the data are small.
 
-    Small data are those of which packed batches, 4 a step, would make fewer than FEW steps an epoch. They get 2 or 1 a
-    step and, where those are few too, are not packed: steps of 8 rows, as TRL would take, or of 4 or 2 where 8 are too
-    many, in batches of no more tokens than a packed one.
+    Data are small if packed batches, 4 per step, would give fewer than FEW steps per epoch. They get 2 batches or 1 per
+    step and, if the steps are still too few, are not packed: steps of 8 rows as in TRL, or of 4 or 2 if 8 are too many,
+    in batches of no more tokens than a packed one.
 
     Args:
-        lengths: tokens of each row, or of all that a sample of several has in a batch.
-        members: how many that are; a batch is larger by so much.
-        weight: batches a step, by those of an adapter of weight 1, where they were left open.
+        lengths: tokens of each sample in a batch.
+        members: segments per sample, a factor of the batch size.
+        weight: batches per step, if not given, relative to an adapter of weight 1.
     """
     packing, rows, accumulation = args.batching
     said = args.packing, args.per_device_train_batch_size, args.gradient_accumulation_steps
@@ -40,12 +40,14 @@ def fitted(
     if None in said and few(accumulation):
         if packing and said[2] is None:
             accumulation = next((n for n in (2, 1) if n >= least and not few(n)), least)
-            note = f"{counted(max(1, round(accumulation * weight)), 'packed batch', 'packed batches')} a step, {small}"
+            note = (
+                f"{counted(max(1, round(accumulation * weight)), 'packed batch', 'packed batches')} per step, {small}"
+            )
         if few(accumulation) and not args.packing:
             packing = False
             rows, accumulation = _sizes(said[1], said[2], lengths, ROWS_PER_BATCH * longest, weight)
             batches = accumulation if said[2] else max(1, round(accumulation * weight))
-            note = f"{counted(min(rows * batches, len(lengths)), 'row')} a step, not packed, {small}"
+            note = f"{counted(min(rows * batches, len(lengths)), 'row')} per step, not packed, {small}"
     if said[2] is None:
         accumulation = max(1, round(accumulation * weight))
     filled = replace(args, packing=packing, per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation)
@@ -55,7 +57,7 @@ def fitted(
 def _sizes(
     rows: int | None, accumulation: int | None, lengths: Sequence[int], most: int, weight: float
 ) -> tuple[int, int]:
-    """Rows a batch and batches a step, as they were said or else chosen; `most`: tokens of a batch."""
+    """Rows per batch and batches per step, as given or else chosen; `most`: maximum tokens of a batch."""
     longest, least = sorted(lengths), math.ceil(1 / weight)
     batch, batches = 1, 1
     for a_step in (min(count, len(lengths)) for count in ROWS):

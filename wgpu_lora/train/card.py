@@ -1,4 +1,4 @@
-"""The model card of a run: what was trained, on what, how, and how it went."""
+"""The model card of a run: its data, options, results and digests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wgpu_lora.formats.cards import CARD, header, table
 from wgpu_lora.formats.hub import hub_id
 from wgpu_lora.train.records import RunRecord
 
-# Options whose value is a place on this machine, which is nobody else's business: a card has only its last part.
+# Options whose values are local paths: the card only shows their last part.
 PATHS = ("data", "eval_data", "output", "model", "init_adapter")
 
 MOMENTS = (("first", "before"), ("last", "after"), ("best", "at best"))
@@ -41,12 +41,12 @@ llama-cli -m {adapter}.gguf
 
 
 def write_card(directory: Path, record: RunRecord) -> None:
-    """Writes README.md."""
+    """Write README.md."""
     write_bytes_atomic(directory / CARD, card(record).encode())
 
 
 def card(record: RunRecord) -> str:
-    """The card's text: data, losses, options and digests."""
+    """The text of the card."""
     options, environment = record.options, record.environment
     stated, device = options.model or "demo", environment.device
     base = hub_id(stated)
@@ -81,7 +81,7 @@ Trained with wgpu-lora {environment.versions["wgpu-lora"]} on {device.name}
 
 
 def _use(stated: str, name: str, record: RunRecord) -> str:
-    """How others load it; a base that is a directory has only its name, which whoever has it completes."""
+    """How to load the adapter; the directory of a local base model is left for the reader to complete."""
     adapter = record.directory.resolve().name
     place = stated if hub_id(stated) else "path/to/wgpu_lora/demo/model" if stated == "demo" else f"path/to/{name}"
     base = "demo" if stated == "demo" else place
@@ -89,13 +89,13 @@ def _use(stated: str, name: str, record: RunRecord) -> str:
 
 
 def _better(record: RunRecord) -> str:
-    """That best/ is better than the adapter itself, where it is."""
+    """A note if best/ has a lower held-out loss than the adapter itself."""
     state = record.state
     best, last = state.best_eval_loss, state.last_eval_loss
     if best is None or last is None or best >= last:
         return ""
     return (
-        f"\n`best/` has the adapter after step {state.best_step:,}, whose held-out loss is lower: {best:.4f} "
+        f"\n`best/` holds the adapter after step {state.best_step:,}, which has a lower held-out loss: {best:.4f} "
         f"instead of {last:.4f} after the last step.\n"
     )
 
@@ -104,7 +104,7 @@ def _data(record: RunRecord) -> dict[str, str]:
     data, held_out = record.data, record.eval_data
     rows = {"training": data.summary, "SHA-256": data.digest}
     if held_out:
-        rows |= {"held out": Path(held_out.path).name, "SHA-256 of the held-out": held_out.digest}
+        rows |= {"held out": Path(held_out.path).name, "SHA-256 of the held-out data": held_out.digest}
     return rows
 
 
@@ -124,13 +124,13 @@ def _result(record: RunRecord) -> dict[str, str]:
 def _digests(record: RunRecord) -> dict[str, str]:
     return {
         "adapter_model.safetensors, SHA-256": record.adapter_sha256,
-        "base (names, shapes and the shards' edges)": record.base_digest,
+        "base model (names, shapes and the edges of its shards)": record.base_digest,
         "initial adapter, SHA-256": record.init_adapter_sha256 or "none",
     }
 
 
 def _shown(name: str, value: Any) -> Any:
-    return hub_id(str(value)) or Path(str(value)).resolve().name if name in PATHS else value  # '.' has a name too
+    return hub_id(str(value)) or Path(str(value)).resolve().name if name in PATHS else value  # resolves '.' to a name
 
 
 def _number(value: float | None) -> str:

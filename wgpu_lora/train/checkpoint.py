@@ -1,4 +1,4 @@
-"""A checkpoint directory: the adapter as PEFT has it, the optimizer's state, and where the run stood."""
+"""A checkpoint directory: the adapter in PEFT's format, the optimizer's state, and the run's state."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from wgpu_lora.train.state import STATE, RunState, read_state
 
 OPTIMIZER, METADATA = "optimizer.safetensors", "metadata.json"
 FILES = (WEIGHTS, CONFIG, OPTIMIZER, METADATA, STATE)
-STEPS, LAST, NEXT = "checkpoints", "last", ".next"  # where a run by itself and where a pipeline's slot keep theirs
+STEPS, LAST, NEXT = "checkpoints", "last", ".next"  # checkpoints of a single run, and of a pipeline's slot
 BEST, EPOCH = "best", "epoch-{}"
 NAME = re.compile(r"step-([0-9]{1,15})")
 EPOCH_NAME = re.compile(r"epoch-([0-9]{1,15})")
-# What a run, or a pipeline, writes by way of a hidden name beside it.
+# Names that a run or a pipeline writes by renaming a hidden temporary file.
 WRITTEN = re.compile(
     rf"{re.escape(WEIGHTS)}|{re.escape(CONFIG)}|README\.md|log\.jsonl|(run|state|pipeline|member)\.json"
     rf"|{LAST}|\{NEXT}|{BEST}|epoch-[0-9]+|{TOKENIZER.pattern}|{TEMPLATE.pattern}"
@@ -49,7 +49,7 @@ WRITTEN = re.compile(
 
 
 def adapter_tensors(matrices: Matrices, config: AdapterConfig) -> dict[str, np.ndarray]:
-    """PEFT's names and shapes: each module at its own rank."""
+    """Tensors with PEFT's names and shapes, each module at its own rank."""
     tensors = {}
     for module, (a, b) in matrices.items():
         rank = config.rank(module)
@@ -61,10 +61,9 @@ def adapter_tensors(matrices: Matrices, config: AdapterConfig) -> dict[str, np.n
 def write_checkpoint(
     final: Path, session: Session, slot: int, config: AdapterConfig, state: RunState, facts: dict[str, Any]
 ) -> None:
-    """Writes a slot's adapter, optimizer and run state, metadata and manifest beside `final`, syncs and renames them.
+    """Write a slot's adapter, optimizer and run state, metadata and manifest beside `final`, sync and rename them.
 
-    facts: `identity` (see AdapterRun) and `metadata`. Raises OSError when the disk refuses; what was at `final` is then
-    as it was.
+    facts: `identity` (see AdapterRun) and `metadata`. Raises OSError if the disk refuses; `final` is then unchanged.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = final.with_name(f".{final.name}.tmp")
@@ -88,19 +87,19 @@ def write_checkpoint(
 
 
 def remove_old(root: Path, keep: int) -> None:
-    """Removes all of `found` but the newest `keep`."""
+    """Remove all checkpoints in `found` but the newest `keep`."""
     for _, old in found(root)[:-keep]:
         remove(old)
 
 
 def remove_old_epochs(run: Path, keep: int) -> None:
-    """Removes all of a run's epoch-N but the newest `keep`."""
+    """Remove all of a run's epoch-N but the newest `keep`."""
     for _, old in found(run, EPOCH_NAME)[:-keep]:
         remove(old)
 
 
 def remove(directory: Path) -> None:
-    """Renames before it deletes: a crash half way must not leave something that looks like a checkpoint."""
+    """Remove a directory; it is renamed first, so that a crash does not leave half a checkpoint."""
     hidden = directory.with_name(f".{directory.name}.old")
     shutil.rmtree(hidden, ignore_errors=True)
     directory.rename(hidden)
@@ -108,14 +107,14 @@ def remove(directory: Path) -> None:
 
 
 def found(root: Path, name: re.Pattern[str] = NAME) -> list[tuple[int, Path]]:
-    """Checkpoints by step, or by what else their names count, ascending. What a crash left half-written has another."""
+    """Checkpoints by the number in their names, ascending; incomplete ones have other names."""
     if not root.is_dir():
         return []
     return sorted((int(m[1]), p) for p in root.iterdir() if (m := name.fullmatch(p.name)) and p.is_dir())
 
 
 def newest(run: Path) -> Path | None:
-    """What a run in this directory would be resumed from."""
+    """The checkpoint that a run in this directory would be resumed from."""
     if (run / LAST).is_dir():
         return run / LAST
     kept = found(run / STEPS)
@@ -123,16 +122,16 @@ def newest(run: Path) -> Path | None:
 
 
 def sweep_run(run: Path) -> None:
-    """Removes what a killed process left half-written in a run's directory, which must be locked."""
+    """Remove incomplete files of a killed process from a run's directory, which must be locked."""
     sweep(run, WRITTEN)
     sweep(run / STEPS, NAME)
 
 
 def fault(directory: Path) -> str | None:
-    """What is wrong with a checkpoint; None where it is as it was written, and makes sense.
+    """What is wrong with a checkpoint; None if it is intact.
 
     Raises:
-        NewerSchemaError: a later version wrote it.
+        NewerSchemaError: it is from a newer version.
     """
     wrong = damage(directory, FILES)
     if wrong:
@@ -148,23 +147,23 @@ def fault(directory: Path) -> str | None:
 
 
 def refuse(directory: Path, wrong: str) -> UserError:
-    """What to say of a checkpoint that must not be used, with the newest other one of the run that is whole."""
+    """The error for a damaged checkpoint, which names the newest intact one of the run."""
     run = directory.parent.parent if directory.parent.name == STEPS else directory.parent
     said = f"The checkpoint {directory} is damaged: {wrong}"
     for _, path in reversed(found(run / STEPS)):
         if path != directory and not fault(path):
-            return UserError(f"{said}; remove that directory to resume from {path.name}, which is whole.")
+            return UserError(f"{said}; remove that directory to resume from {path.name}, which is intact.")
     others = [path for path in (*run.glob(EPOCH.format("*")), run / BEST) if path.is_dir() and not fault(path)]
     if others:
         latest = max(others, key=lambda path: read_state(path)[0].step)
         return UserError(
-            f"{said}; start a new run from the adapter in {latest}, which is whole, with {flag('init_adapter')}."
+            f"{said}; start a new run from the adapter in {latest}, which is intact, with {flag('init_adapter')}."
         )
-    return UserError(f"{said}; there is no other that is whole, so start again in another directory.")
+    return UserError(f"{said}; no other is intact, so start again in another directory.")
 
 
 def check(directory: Path) -> tuple[RunState, dict[str, Any]]:
-    """The state and the identity of a checkpoint that is whole; UserError, with what is wrong, where it is not."""
+    """The state and the identity of a checkpoint. Raises UserError if it is damaged."""
     wrong = fault(directory)
     if wrong:
         raise refuse(directory, wrong)
@@ -172,14 +171,14 @@ def check(directory: Path) -> tuple[RunState, dict[str, Any]]:
 
 
 def read_metadata(directory: Path) -> dict[str, Any]:
-    """What metadata.json says of a checkpoint that is whole: the run's options among others."""
+    """The contents of an intact checkpoint's metadata.json, such as the run's options."""
     facts = read_json(directory / METADATA)
     schema_of(facts, directory / METADATA)
     return facts
 
 
 def modern(name: str, modules: Collection[str]) -> str:
-    """A state's name by the module's path, from that of version 0.1.0: '0.q_proj.A.first_moment'."""
+    """Convert a state's name of version 0.1.0, such as '0.q_proj.A.first_moment', to the module's path."""
     layer, _, rest = name.partition(".")
     module, _, which = rest.partition(".")
     found = [m for m in modules if f".{layer}." in m and m.endswith(f".{module}")] if layer.isdecimal() else []
@@ -187,10 +186,10 @@ def modern(name: str, modules: Collection[str]) -> str:
 
 
 def restore(directory: Path, session: Session, slot: int) -> None:
-    """Puts a checkpoint's adapter and the optimizer's state on the device.
+    """Load a checkpoint's adapter and optimizer state onto the device.
 
     Raises:
-        UserError: it is not whole, or another run's.
+        UserError: it is damaged, or from another run.
     """
     check(directory)
     adapters: AdapterSet = session.adapters
@@ -201,10 +200,10 @@ def restore(directory: Path, session: Session, slot: int) -> None:
         raise refuse(directory, str(error)) from error
     expected = set(adapters.modules(slot))
     if set(matrices) != expected or any(e.dtype != "F32" for e in read_header(directory / WEIGHTS).values()):
-        raise refuse(directory, f"{WEIGHTS} holds other modules, or another type, than the run trains")
+        raise refuse(directory, f"{WEIGHTS} does not have the modules or the dtype of this run")
     stored = {modern(name, expected): values for name, values in stored.items()}
     wrong = session.optimizer.fault(slot, matrices, stored)
     if wrong:
-        raise refuse(directory, f"{OPTIMIZER} is not this run's: {wrong}")
+        raise refuse(directory, f"{OPTIMIZER} does not match this run: {wrong}")
     adapters.write(session.device, slot, matrices)
     session.optimizer.write_state(session.device, slot, stored)

@@ -1,4 +1,4 @@
-"""Loss curves as a picture, where matplotlib is installed (the `plot` extra)."""
+"""Plots of loss curves, if matplotlib is installed (the `plot` extra)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ CURVES = "losses.png"
 
 
 def draw_curves(runs: Mapping[str, Path], path: Path) -> bool:
-    """Draws every run's training loss, and held-out loss where there is one, by step; False without matplotlib.
+    """Plot every run's training loss and, if measured, held-out loss by step; returns False without matplotlib.
 
     Args:
-        runs: name -> the directory that holds its log.jsonl.
+        runs: name -> directory of its log.jsonl.
     """
     try:
         from matplotlib import rc_context
-        from matplotlib.figure import Figure  # the object API: no window, and no state of the process
+        from matplotlib.figure import Figure  # the object API: no window and no global state
     except ImportError:
         return False
-    with rc_context({"text.parse_math": False}):  # an adapter's name may have dollars in it
+    with rc_context({"text.parse_math": False}):  # an adapter's name may contain dollar signs
         figure = Figure(figsize=(9, 5), layout="constrained")
         _draw(figure.subplots(), runs)
         figure.savefig(path, dpi=120)

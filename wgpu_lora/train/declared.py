@@ -1,4 +1,4 @@
-"""How an option is declared: its default, heading, help, and what it may be. Help, completion and checks read this."""
+"""How options are declared: default, heading, help and allowed values. Help, completion and checks read this."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ F32_TINY, F32_MAX = 1.1754943508222875e-38, 3.4028234663852886e38
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that an option may be.
+    """The allowed range of a number.
 
-    unset: a number outside of it that stands for none. top: how `below` is written, where its digits say little.
+    unset: a number outside of it that stands for None. top: how messages show `below`, if not by its digits.
     """
 
     at_least: float | None = None
@@ -40,7 +40,7 @@ class Range:
         )
 
     def rule(self) -> str:
-        """What a refusal says: 'must be greater than 0'."""
+        """The rule in an error message: 'must be greater than 0'."""
         upper = [f"at most {self.at_most:,g}"] if self.at_most is not None else []
         upper += [f"less than {self.top or f'{self.below:,g}'}"] if self.below is not None else []
         if self.at_least == 0 and not upper:
@@ -50,7 +50,7 @@ class Range:
         return f"must be {' and '.join(lower + upper)}"
 
     def __str__(self) -> str:
-        """What help shows: 0<=x<1."""
+        """The range in help: 0<=x<1."""
         lower = f"{self.above:g}<x" if self.above is not None else ""
         lower = f"{self.at_least:g}<=x" if self.at_least is not None else lower
         upper = f"<={self.at_most:g}" if self.at_most is not None else ""
@@ -72,9 +72,9 @@ def option(
     """A field of TrainingArguments.
 
     Args:
-        panel: the heading of help under which it stands.
-        within, choices: what it may be, where it is a number or a name.
-        hint: an option to use for what is outside, said in the refusal.
+        panel: its heading in help.
+        within, choices: allowed values of a number or a name.
+        hint: option to use for values out of range, named in the error.
     """
     return field(
         default=default, metadata={"help": text, "panel": panel, "within": within, "choices": choices, "hint": hint}
@@ -82,13 +82,13 @@ def option(
 
 
 def check(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
-    """Raises UserError for a value of the right type that the option cannot have; None, where it may be, is fine."""
+    """Raise UserError if a value of the right type is not allowed; None passes."""
     if isinstance(value, str):
-        require(is_name(value), name, "must be text in UTF-8 without NUL", ascii(value))
+        require(is_name(value), name, "must be UTF-8 text without NUL", ascii(value))
     elif isinstance(value, bool) or value is None:
         return
     elif isinstance(value, int):
-        require(-(2**31) <= value < 2**32, name, "must be a whole number of 32 bits", value)
+        require(-(2**31) <= value < 2**32, name, "must be a 32-bit whole number", value)
     elif math.isfinite(value):
         fits = value == 0 or F32_TINY <= abs(value) <= F32_MAX
         require(fits, name, "must be a number within float32's range", value)
@@ -105,5 +105,5 @@ def require(fine: bool, name: str, rule: str, value: Any, hint: str = "") -> Non
 
 
 def kinds(item: Field[Any]) -> list[str]:
-    """The types that an option may have, by name: ['float', 'None']."""
+    """The types of an option, by name: ['float', 'None']."""
     return [part.strip() for part in str(item.type).split("|")]

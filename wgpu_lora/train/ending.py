@@ -1,4 +1,4 @@
-"""Why a run ends, and the four words for it: finished, stopped early, interrupted, failed."""
+"""Why a run ends, and its outcome: finished, stopped early, interrupted or failed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ STOP_TEXT = {
     "target seconds": "the time budget is used",
     "interrupt": "a signal, or Ctrl-C",
     "callback": "the callback asked for it",
-    "non-finite": "the loss or the gradient is not finite; no update was applied, and the adapter is the last good one",
-    "diverged": f"the next update would have left weights not finite, or beyond {MAX_PARAMETER:,.0f}; it was not "
+    "non-finite": "the loss or the gradient is not finite; the update was not applied, and the adapter is the last "
+    "good one",
+    "diverged": f"the update would have made a weight non-finite or larger than {MAX_PARAMETER:,.0f}; it was not "
     "applied, and the adapter is the last good one",
 }
 
@@ -29,7 +30,7 @@ OUTCOMES = {
 
 
 def exit_code(reason: str, signal_name: str | None) -> int:
-    """0, 1 for a run that failed, or what a shell gives a program that a signal ended."""
+    """0, 1 for a failed run, or 128 plus the number of the signal that interrupted it."""
     if reason == "interrupt":
         return 128 + (signal.Signals[signal_name] if signal_name else signal.SIGINT)
     return 1 if reason in ("non-finite", "diverged") else 0

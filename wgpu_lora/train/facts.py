@@ -1,4 +1,4 @@
-"""What a run says of itself: metadata.json of a checkpoint, and its record at its end."""
+"""The facts of a run: metadata.json of a checkpoint, and its record at the end."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from wgpu_lora.train.session import Session
 
 
 def metadata(run: Run) -> dict[str, Any]:
-    """metadata.json: what a person or a tool wants to know of a checkpoint."""
+    """The contents of metadata.json: facts about a checkpoint for people and tools."""
     state = run.state
     return {
         "schema": SCHEMA,
         "slot": run.slot,
         "name": run.name,
-        "epoch": state.epoch,  # that the next step belongs to: as many are done
+        "epoch": state.epoch,  # of the next step, which is the number of completed ones
         "step": state.step,
         "tokens": state.tokens,
         "losses": {"train": state.last_loss, "held_out": state.last_eval_loss, "best": state.best_eval_loss},
         "options": run.args.as_dict(),
-        "directory": os.getcwd(),  # that relative paths among them are of
+        "directory": os.getcwd(),  # base of the relative paths in the options
         "digests": {
             "rows": run.stream.rows_digest(),
             "data": run.stream.prepared.digest,
@@ -38,10 +38,10 @@ def metadata(run: Run) -> dict[str, Any]:
 
 
 def record_of(run: Run, session: Session, stop_reason: str, stop_signal: str | None) -> RunRecord:
-    """What run.json holds of a run that has ended; its adapter is written already."""
+    """The contents of run.json for a run that has ended; its adapter must already be written."""
     prepared, state = run.stream.prepared, replace(run.state)
     if run.args.target_seconds and not state.calibrated:
-        state = replace(state, total_steps=state.step)  # it ended before there was a budget
+        state = replace(state, total_steps=state.step)  # it ended before the number of steps was fixed
     return RunRecord(
         stop_reason=stop_reason,
         signal=stop_signal,
@@ -61,6 +61,6 @@ def record_of(run: Run, session: Session, stop_reason: str, stop_signal: str | N
 
 
 def memory_of(session: Session) -> Memory:
-    """What was planned, and what was allocated at the most."""
+    """Planned memory, and the peak that was allocated."""
     plan = session.memory()
     return Memory(plan.groups, plan.peak, session.device.peak_allocated)

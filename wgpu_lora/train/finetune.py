@@ -1,4 +1,4 @@
-"""From options to a job of one adapter: the path that the command line and Python share."""
+"""From options to a job of one adapter, for the command line and Python."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from wgpu_lora.train.length import fit_length, shortened
 from wgpu_lora.train.memory import check_adapters
 from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.records import RunRecord
-from wgpu_lora.train.resume import outlook, plan_of, refuse_used
+from wgpu_lora.train.resume import plan_of, refuse_used, resume_note
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun
 from wgpu_lora.train.stream import DataStream, group_lengths, quarters
@@ -34,18 +34,18 @@ from wgpu_lora.train.trainer import StepKeeper, Trainer
 
 @dataclass(repr=False)
 class FinetuneJob(Job[RunRecord]):
-    """The run of one adapter, in slot 0."""
+    """The run of a single adapter, in slot 0."""
 
     def finish(self, events: Events) -> RunRecord:
         return Trainer(self.session, self.runs, StepKeeper(self.run), events).train()[self.run.slot]
 
 
 def with_demo_data(args: TrainingArguments) -> TrainingArguments:
-    """Fills in what was left out: the demo model, and for it the demo's own data."""
+    """Fill in the demo model if none is given, and for it the demo's data."""
     if args.data is None:
         if args.model not in (None, "demo"):
             raise UserError(
-                f"{flag('data')} is missing: give a file of rows, a folder with train.jsonl, or a data set."
+                f"{flag('data')} is missing: give a file of rows, a folder with train.jsonl, or a Hugging Face dataset."
             )
         args = replace(args, data=str(DEMO_TRAIN), eval_data=args.eval_data or str(DEMO_HELDOUT))
     return replace(args, model=args.model or "demo", output=args.output or OUTPUT)
@@ -58,19 +58,19 @@ def prepare_job(
     planning: bool = False,
     rows: Mapping[str, Source] | None = None,
 ) -> FinetuneJob:
-    """Reads the data and the model's files and records the programs. Allocates nothing on the device.
+    """Read the data and the model's files, and record the programs. Allocates nothing on the device.
 
     Args:
-        model: an opened model to train on, instead of the one that the options name.
-        planning: the job will not be run, so that --output may be in use.
-        rows: rows from Python by the options, data and eval_data, that they are given for.
+        model: an opened model to train on, instead of the one in the options.
+        planning: the job will not be run, so --output may be in use.
+        rows: rows from Python, by option (data or eval_data).
 
     Raises:
-        UserError: anything that a person can mend, from the data, the model, the options or the device.
+        UserError: the data, the model, the options or the device are unsuitable.
     """
     args = with_demo_data(args)
     if not (planning or args.resume):
-        refuse_used(args.directory)  # before the work of reading data, and again under the lock
+        refuse_used(args.directory)  # before reading data, and again under the lock
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
     check_adapters([args], model.config, budget_bytes(model.device.info, args.budget()))
     run = read_run(args, model, rows=rows)
@@ -91,10 +91,10 @@ def read_run(
     rows: Mapping[str, Source] | None = None,
     own: Collection[str] = (),
 ) -> AdapterRun:
-    """One slot's run: its rows, its batches, its adapter and where it begins.
+    """Prepare one slot's run: rows, batches, adapter and starting point.
 
     Args:
-        own: options that the adapters' file sets for this one.
+        own: options that the adapters file sets for this adapter.
 
     Raises:
         UserError: the data or the adapter cannot be read, or do not fit the model.
@@ -119,24 +119,24 @@ def read_run(
     notes = [f"{label}: {said}" for label, said in chosen.items() if said] + _standing(stream, own)
     if args.eval_steps and not heldout:
         eval_steps, eval_data = setting("eval_steps", args.eval_steps), flag("eval_data")
-        notes.append(f"note: {eval_steps} does nothing, since no rows are held out; {eval_data} names some")
+        notes.append(f"note: {eval_steps} does nothing, since no rows are held out (use {eval_data})")
     spec = SlotSpec.of(adapter, initial)
     digests = model.checkpoint.digest(), model.config.digest()
     return AdapterRun(slot, args, adapter, spec, initial, stream, heldout, *digests, name, tuple(notes))
 
 
 def _standing(stream: DataStream, own: Collection[str]) -> list[str]:
-    """Where a run that is resumed stands, and what it is about to do; nothing for one that begins."""
+    """A note on where a resumed run continues; empty for a new run."""
     newest = checkpoint.newest(stream.args.directory) if stream.args.resume else None
     if not newest:
         return []
     state, identity = checkpoint.check(newest)
     planned = plan_of(identity["options"], stream.args, newest)
-    return [f"resumed: {outlook(state, planned, stream, [name for name in PLAN if name in own])}"]
+    return [f"resumed: {resume_note(state, planned, stream, [name for name in PLAN if name in own])}"]
 
 
 def with_options(run: AdapterRun, changes: Mapping[str, Any]) -> AdapterRun:
-    """The same run under changed options, for planning."""
+    """The same run with changed options, for planning."""
     args = replace(run.args, **changes)
     if args.length == run.args.length:
         return replace(run, args=args, stream=DataStream(run.stream.prepared, args))
@@ -145,7 +145,7 @@ def with_options(run: AdapterRun, changes: Mapping[str, Any]) -> AdapterRun:
 
 
 def declared_as(model: LoadedModel, base_dtype: str) -> LoadedModel:
-    """The same model for planning with another type of base weights."""
+    """The same model with another base dtype, for planning."""
     decoder = model.decoder
     if decoder.base_dtype == base_dtype:
         return model
@@ -155,10 +155,10 @@ def declared_as(model: LoadedModel, base_dtype: str) -> LoadedModel:
 
 
 def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int | None = None) -> Session:
-    """What the runs, a slot each, record and allocate; all but the adapters is as the first run's options say.
+    """The session of the runs, a slot each; other settings are taken from the first run's options.
 
     Args:
-        batch_tokens: the most tokens of a batch, where several slots share them.
+        batch_tokens: maximum tokens of a batch that slots share.
     """
     args = runs[0].args
     heldout = [length for run in runs if run.heldout for length in group_lengths(run.heldout, run.stream.objective)]

@@ -1,4 +1,4 @@
-"""The loss of rows that are held out, by the objective that is trained."""
+"""The loss on held-out rows, by the training objective."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from wgpu_lora.train.stream import DataStream
 def heldout_loss(
     session: Session, stream: DataStream, slot: int, watch: Callable[[int], None] = lambda rows: None
 ) -> dict[str, float]:
-    """The mean `loss` of a stream's samples under one slot's adapter, without dropout, and the objective's metrics.
+    """The mean loss of a stream's samples under one slot's adapter, without dropout, and the objective's metrics.
 
-    watch: called with the number of rows that are done, at the beginning too.
+    watch: called with the number of finished rows, first with 0.
     """
     batch = session.heldout
     assert batch is not None, "the session has no held-out batch"
@@ -25,7 +25,7 @@ def heldout_loss(
         session.begin()
         batch.upload([stream.group(sample, 1.0, slot) for sample in together])
         batch.program.run()
-        # Summed here in float64: a float32 total over many batches would lose the small ones.
+        # Summed in float64: a float32 total over many batches would lose precision.
         sums["loss"] += session.totals.read_loss(session.device, slot)
         for name, value in session.totals.read_metrics(session.device, slot, stream.objective).items():
             sums[name] += value

@@ -1,4 +1,4 @@
-"""Options that were given and do nothing, since others that hold make them idle."""
+"""Options that were given but do nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wgpu_lora.train.optimizers import OPTIMIZERS
 
 
 def idle(given: Collection[str], args: TrainingArguments) -> list[str]:
-    """A sentence for each option of `given` that does nothing in `args`. As in transformers, that is no mistake."""
+    """A sentence for each option in `given` that does nothing in `args`. As in transformers, this is not an error."""
     found: list[str] = []
 
     def say(names: Collection[str], holds: bool, why: str) -> None:
@@ -27,11 +27,11 @@ def idle(given: Collection[str], args: TrainingArguments) -> list[str]:
         f"the learning rate is constant from the first step (use {constant})",
     )
     if args.lr_scheduler_type != "constant":
-        say(("warmup_ratio",), args.warmup_steps > 0, f"{setting('warmup_steps', args.warmup_steps)} wins over it")
+        say(("warmup_ratio",), args.warmup_steps > 0, f"{setting('warmup_steps', args.warmup_steps)} overrides it")
     if by_time:
-        say(("num_train_epochs",), True, f"{setting('target_seconds', args.target_seconds)} says how long the run is")
+        say(("num_train_epochs",), True, f"{setting('target_seconds', args.target_seconds)} sets the length of the run")
     else:
-        say(("num_train_epochs",), by_steps, f"{setting('max_steps', args.max_steps)} wins over it")
+        say(("num_train_epochs",), by_steps, f"{setting('max_steps', args.max_steps)} overrides it")
     say(
         ("save_total_limit",),
         args.save_steps == 0,
@@ -40,10 +40,10 @@ def idle(given: Collection[str], args: TrainingArguments) -> list[str]:
     for name, kinds in (("optim", OPTIMIZERS), ("objective", OBJECTIVES)):
         chosen: str = getattr(args, name)
         read, others = _options(kinds[chosen]), {option for kind in kinds.values() for option in _options(kind)}
-        say(sorted(others - read), True, f"{setting(name, chosen)} does not read it")
+        say(sorted(others - read), True, f"{setting(name, chosen)} does not use it")
     return found
 
 
 def _options(kind: Any) -> set[str]:
-    """The options that an optimizer or an objective reads."""
+    """The options that an optimizer or an objective uses."""
     return {item.name for item in fields(kind)}

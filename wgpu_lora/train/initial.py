@@ -1,4 +1,4 @@
-"""The adapter that a run begins with: of a seed, of --init-adapter, or of the checkpoint that is resumed."""
+"""The adapter that a run starts from: seeded, from --init-adapter, or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from wgpu_lora.train.manifest import MANIFEST, damage
 
 
 def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingArguments, AdapterConfig, Matrices]:
-    """The adapter's configuration and initial matrices, and the options as they then are.
+    """The adapter's configuration and initial matrices, and the options updated to match.
 
-    They are those of the checkpoint that is resumed, else of --init-adapter; else A is random and B zero, as in PEFT.
+    They come from the checkpoint of a resumed run, else from --init-adapter; else A is random and B zero, as in PEFT.
 
     Raises:
         UserError: the adapter does not fit the model, or an option contradicts it.
@@ -42,8 +42,8 @@ def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingAr
         for module, (a, b) in matrices.items():
             if max(np.abs(a).max(initial=0), np.abs(b).max(initial=0)) > MAX_PARAMETER:
                 raise UserError(
-                    f"The adapter {source} has values beyond {MAX_PARAMETER:,.0f} in {module}: it has "
-                    "diverged, so begin with another."
+                    f"The adapter {source} has values larger than {MAX_PARAMETER:,.0f} in {module}: it has "
+                    "diverged, so start from another."
                 )
         args = _as_loaded(args, loaded, matrices, str(source), config)
         base = stated_name(args.model or "demo")
@@ -60,17 +60,17 @@ def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingAr
 
 
 def _check_whole(directory: Path) -> None:
-    """UserError where an adapter has a manifest, as ours in best/ and epoch-N/ do, that its files do not agree with."""
+    """Raise UserError if an adapter has a manifest (as in best/ and epoch-N/) that does not match its files."""
     wrong = damage(directory, ()) if (directory / MANIFEST).exists() else None
     if wrong:
         raise UserError(
-            f"The adapter {directory} is damaged: {wrong}; use another, or remove {MANIFEST} if you have changed it "
+            f"The adapter {directory} is damaged: {wrong}; use another, or remove {MANIFEST} if you changed it "
             "yourself."
         )
 
 
 def _stated_targets(target_modules: str, config: ModelConfig) -> tuple[str, ...] | str:
-    """target_modules as adapter_config.json has it: names, or a regular expression as it was given."""
+    """target_modules for adapter_config.json: names, or the regular expression that was given."""
     chosen = targeted(target_modules, config)
     return target_modules if target_names(target_modules) is None else shortest(chosen, config)
 
@@ -78,7 +78,7 @@ def _stated_targets(target_modules: str, config: ModelConfig) -> tuple[str, ...]
 def _as_loaded(
     args: TrainingArguments, loaded: AdapterConfig, matrices: Matrices, source: str, config: ModelConfig
 ) -> TrainingArguments:
-    """The options with the adapter's own rank, alpha and targets, where they were left at their defaults."""
+    """The options with the adapter's rank, alpha and target modules in place of defaults."""
     kinds = {module.rpartition(".")[2] for module in matrices}
     given_targets = targeted(args.target_modules, config)
     same_targets = {module.rpartition(".")[2] for module in given_targets} == kinds
@@ -100,8 +100,8 @@ def _as_loaded(
 
 
 class SeededMatrices(Mapping[str, tuple[np.ndarray, np.ndarray]]):
-    """The factors that a run without --init-adapter begins with. They are made when they are asked for, one module at a
-    time, so that planning takes no memory for them."""
+    """The initial factors of a run without --init-adapter, created on access, one module at a time, so that planning
+    needs no memory for them."""
 
     def __init__(self, args: TrainingArguments, config: ModelConfig):
         self._args, self._shapes = args, config.lora_modules
@@ -118,7 +118,7 @@ class SeededMatrices(Mapping[str, tuple[np.ndarray, np.ndarray]]):
 
 
 def initial_matrices(seed: int, number: int, shape: tuple[int, int], rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """A [rank, in] uniform within 1 / sqrt(in), PEFT's Kaiming choice; B [out, rank] zero. Keyed by seed and module."""
+    """A [rank, in] uniform within 1 / sqrt(in), as PEFT's Kaiming, B [out, rank] zero; keyed by seed and module."""
     out, size_in = shape
     rng = np.random.Generator(np.random.Philox(key=[seed, number]))
     a = rng.uniform(-1, 1, (rank, size_in)) / np.sqrt(size_in)

@@ -1,4 +1,4 @@
-"""A run that has been read, checked and planned, and the way from there to what it writes."""
+"""A prepared run, read, checked and planned, and how it is executed."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun
 
 LOCK = ".lock"
-Record = TypeVar("Record", RunRecord, PipelineRecord)  # what it leaves
+Record = TypeVar("Record", RunRecord, PipelineRecord)  # its result
 
 
 @dataclass(repr=False)
 class Job(Generic[Record]):
-    """A session and the runs of its slots, with nothing allocated yet."""
+    """A session and the runs of its slots; nothing is allocated yet."""
 
     session: Session
     runs: Sequence[AdapterRun]
@@ -36,28 +36,28 @@ class Job(Generic[Record]):
 
     @property
     def run(self) -> AdapterRun:
-        """The only one, or the first."""
+        """The only run, or the first."""
         return self.runs[0]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(repr(str(run.directory)) for run in self.runs)})"
 
     def directories(self) -> list[Path]:
-        """What the job writes to, and nobody else may meanwhile."""
+        """The directories that the job writes to and locks."""
         return [run.directory for run in self.runs]
 
     def check_memory(self) -> None:
-        """Raises UserError, with the options that would make it fit, where the device has too little memory."""
+        """Raise UserError if the device has too little memory, naming options that would make the run fit."""
         args = self.run.args
         budget = budget_bytes(self.session.device.info, args.budget())
         plan = self.session.memory()
         check_memory(plan.peak, plan.groups["base"], budget, args, self.replan)
 
     def train(self, events: Events = SILENT) -> Record:
-        """Waits for the device's memory, times kernels, loads the weights, trains and writes; returns the record of it.
+        """Wait for device memory, tune kernels, load the weights, train and write; returns the record.
 
         Raises:
-            UserError: anything that a person can mend, from a directory in use to a full disk.
+            UserError: for example, a directory is in use or the disk is full.
         """
         self.check_memory()
         info, args = self.session.device.info, self.run.args
@@ -72,19 +72,19 @@ class Job(Generic[Record]):
                 for run in self.runs:
                     run.prepare_directory()
                 device = self.session.device
-                device.peak_allocated = device.allocated  # of this run, not of what this process did before
+                device.peak_allocated = device.allocated  # of this run only
                 self.session.allocate(events, self._choose_tilings(events))
                 return self._train(events)
             finally:
                 self.session.close()
 
     def _beside(self, free: int) -> str:
-        """What would make the run fit beside those that hold memory."""
+        """Options that would make the run fit into the free memory."""
         found = options_that_fit(free, self.run.args, self.replan)
         return f"run with {found}" if found else ""
 
     def tuner(self) -> Tuner | None:
-        """What will choose the kernels' tilings, or None where this run has its own or is to use the defaults."""
+        """The tuner of kernel tilings; None if the run is resumed or uses the defaults."""
         args = self.run.args
         return Tuner(self.session.device) if wanted(args.tune) and not args.resume else None
 
@@ -100,36 +100,40 @@ class Job(Generic[Record]):
             for run in self.runs:
                 run.place(self.session)
             return self.finish(events)
-        except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
+        except (OSError, SafetensorError) as error:  # safetensors raises its own error if the disk is full
             reason = getattr(error, "strerror", None) or error
             where = getattr(error, "filename", None) or self.directories()[-1]
             raise UserError(
-                f"Writing to {where} failed ({reason}): earlier checkpoints are whole; "
-                f"mend that and continue with {setting('resume', True)}."
+                f"Writing to {where} failed ({reason}): fix that and continue with {setting('resume', True)}; earlier "
+                "checkpoints are intact."
             ) from error
 
     def finish(self, events: Events) -> Record:
-        """Trains and writes."""
+        """Train and write the results."""
         raise NotImplementedError
 
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Keeps other processes from writing to a directory, which is made; one that nothing was left in goes again."""
+    """Lock a directory against other processes; it is created if missing, and removed again if it stays empty."""
     lock = FileLock(directory / LOCK)
     made = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
-        raise UserError(f"Another process is writing to {directory}: wait for it, or choose another.") from None
+        raise UserError(
+            f"Another process is writing to {directory}: wait for it, or choose another directory."
+        ) from None
     except OSError as error:
-        raise UserError(f"The output directory {directory} cannot be made: {error.strerror}.") from error
+        raise UserError(
+            f"The output directory {directory} cannot be created ({error.strerror}): choose another."
+        ) from error
     try:
         yield
     finally:
         lock.release()
         if made and {p.name for p in directory.iterdir()} <= {LOCK}:
-            with suppress(OSError):  # the run ended before it left anything
+            with suppress(OSError):  # the run ended before it wrote anything
                 (directory / LOCK).unlink(missing_ok=True)
                 directory.rmdir()

@@ -1,4 +1,4 @@
-"""How long rows may be where nobody says: as the model allows or, to evaluate an adapter, as it was trained."""
+"""Default maximum length of rows: as the model allows or, for evaluation, as the adapter was trained."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from wgpu_lora.train.checkpoint import METADATA
 from wgpu_lora.train.declared import check
 from wgpu_lora.train.records import RUN
 
-# What rows are made into, and how it is where neither a person nor an adapter says.
+# How rows are encoded if neither the user nor an adapter specifies it.
 ROWS: dict[str, Any] = {"on_overflow": "truncate", "completion_only_loss": True, "enable_thinking": None}
 
 
 @dataclass(frozen=True)
 class RowOptions:
-    """What rows that are evaluated are made with; `note` says what was chosen where it is not the usual, else ''."""
+    """How rows are encoded for evaluation; `note` names unusual choices, or is ''."""
 
     max_length: int
     on_overflow: str
@@ -32,21 +32,21 @@ class RowOptions:
 
 
 def fit_length(args: TrainingArguments, positions: int) -> tuple[TrainingArguments, str]:
-    """The options with a max_length that a model of so many positions can have, and what to say of it.
+    """The options with a max_length that fits the model's number of positions, and a note.
 
     Raises:
-        UserError: they have one that is more.
+        UserError: max_length was given and is larger.
     """
     if args.max_length is None:
         chosen = min(LENGTH, positions)
-        note = f"rows of at most {chosen:,} tokens, since this model has no more positions" if chosen < LENGTH else ""
+        note = f"rows of at most {chosen:,} tokens, all positions of this model" if chosen < LENGTH else ""
         return replace(args, max_length=chosen), note
     _refuse_longer(args.max_length, positions)
     return args, ""
 
 
 def shortened(prepared: Prepared, args: TrainingArguments) -> Prepared:
-    """Rows as they would be with a smaller max_length, for planning: their account stays that of the longer ones."""
+    """Rows as they would be with a smaller max_length, for planning; their summary stays the same."""
     length, drop = args.length, args.on_overflow == "drop"
 
     def cut(row: Row) -> Row:
@@ -59,21 +59,21 @@ def shortened(prepared: Prepared, args: TrainingArguments) -> Prepared:
         if whole and not (drop and any(len(row.input_ids) > length for row in rows)):
             kept[number] = shorter
     if not kept:
-        raise UserError(f"{setting('max_length', length)} leaves no row with anything to learn: raise it.")
+        raise UserError(f"{setting('max_length', length)} leaves no row with trained tokens: raise it.")
     values = tuple(prepared.values[number] for number in kept) if prepared.values else ()
     left = [row for rows in kept.values() for row in rows]
     return replace(prepared, rows=left, values=values, max_length=length)
 
 
 def fit_rows(given: Mapping[str, Any], adapters: Sequence[str | Path], positions: int) -> RowOptions:
-    """What to evaluate rows with: as given, else as the adapters were trained, else as the model allows.
+    """How to encode rows for evaluation: as given, else as the adapters were trained, else as the model allows.
 
     Args:
-        given: max_length and names of ROWS; None stands for what is not given.
-        positions: the model's.
+        given: max_length and the names in ROWS; None means not given.
+        positions: of the model.
 
     Raises:
-        UserError: a given value cannot be.
+        UserError: a given value is invalid.
     """
     said = check_rows(given)
     trained = _agreed([_trained_with(Path(adapter)) for adapter in adapters])
@@ -89,13 +89,13 @@ def fit_rows(given: Mapping[str, Any], adapters: Sequence[str | Path], positions
     if "max_length" not in said:
         said["max_length"] = min(LENGTH, positions)
         if said["max_length"] < LENGTH:
-            short = f"rows of at most {positions:,} tokens, since this model has no more positions"
+            short = f"rows of at most {positions:,} tokens, all positions of this model"
             note = f"{short}; {note}" if note else short
     return RowOptions(**{**ROWS, **of_adapters, **said}, note=note)
 
 
 def check_rows(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given of max_length and ROWS; UserError for a value that no model's rows can have."""
+    """The given values of max_length and ROWS. Raises UserError if no model allows a value."""
     said = {name: value for name in ("max_length", *ROWS) if (value := given.get(name)) is not None}
     for name, value in said.items():
         check(name, value, TrainingArguments.__dataclass_fields__[name].metadata)
@@ -111,9 +111,9 @@ def _refuse_longer(length: int, positions: int) -> None:
 
 
 def _trained_with(adapter: Path) -> dict[str, Any]:
-    """The options of the run that an adapter is of, as its run.json, or its checkpoint's metadata.json, has them.
+    """The training options of an adapter, from its run.json or its checkpoint's metadata.json.
 
-    They are somebody else's file: what cannot be is as if it were not there.
+    These files are untrusted: a file with an invalid value is ignored.
     """
     for name in (RUN, METADATA):
         try:
@@ -137,7 +137,7 @@ def _sound(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _agreed(trained: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What holds for adapters that are evaluated on the same rows: what they agree on, and the longest length."""
+    """Settings for adapters that are evaluated on the same rows: those they agree on, and the longest length."""
     if not trained or not all(trained):
         return {}
     agreed = {name: value for name, value in trained[0].items() if all(one.get(name) == value for one in trained)}

@@ -1,4 +1,4 @@
-"""The SHA-256 of every file of a checkpoint: written last, and compared before any of them is used."""
+"""The SHA-256 of every file of a checkpoint: written last, and checked before any file is used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def write_manifest(directory: Path) -> None:
-    """Writes the manifest of all files that are in a directory."""
+    """Write the manifest of all files in a directory."""
     files = {path.name: file_digest(path) for path in sorted(directory.iterdir())}
     (directory / MANIFEST).write_text(_text(files))
 
@@ -25,12 +25,12 @@ def _text(files: dict[str, str]) -> str:
 
 
 def damage(directory: Path, needed: tuple[str, ...]) -> str | None:
-    """What is wrong with a directory that has a manifest, by file; None where it is as it was written.
+    """What is wrong with a directory that has a manifest; None if it is intact.
 
-    Files that the manifest does not name are passed over: systems leave some of their own.
+    Files that the manifest does not name are ignored, since operating systems add some.
 
     Args:
-        needed: files that the manifest has to name.
+        needed: files that the manifest must name.
     """
     if not (directory / MANIFEST).exists():
         return f"{MANIFEST} is missing"
@@ -40,15 +40,15 @@ def damage(directory: Path, needed: tuple[str, ...]) -> str | None:
     except UserError as error:
         return f"{MANIFEST} cannot be read ({str(error).partition(':')[0]})"
     if not isinstance(files, dict) or not as_written or not set(needed) <= set(files):
-        return f"{MANIFEST} is not one of a checkpoint"
+        return f"{MANIFEST} is not valid"
     for name, digest in files.items():
         if Path(name).name != name or not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-            return f"{MANIFEST} is not one of a checkpoint"
+            return f"{MANIFEST} is not valid"
         try:
             if not (directory / name).is_file():
                 return f"{name} is missing"
             if file_digest(directory / name) != digest:
-                return f"{name} is not the file that was written (its SHA-256 differs)"
+                return f"{name} has changed (its SHA-256 differs)"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
     return None

@@ -1,4 +1,4 @@
-"""The memory guard: too little memory is said before anything is allocated, with the options that would make it fit."""
+"""The memory check: refuses a run before anything is allocated, and names options that would make it fit."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from wgpu_lora.share import Budget
     from wgpu_lora.train.arguments import TrainingArguments
 
-SHORTEST = 64  # tokens of a row: with fewer, most data have nothing left to learn
+SHORTEST = 64  # tokens per row: with fewer, most data have no trained tokens
 Replan = Callable[[Mapping[str, Any]], int]  # changed options -> the peak they would give, in bytes
-Fitting = Callable[[Mapping[str, Any]], int | None]  # the same, but None where that does not fit
+Fitting = Callable[[Mapping[str, Any]], int | None]  # the same, but None if it does not fit
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Way:
 
 
 def check_memory(peak: int, base: int, budget: Budget, args: TrainingArguments, replan: Replan) -> None:
-    """Raises UserError where `peak` is over the budget, naming the options that would make it fit and their bytes.
+    """Raise UserError if `peak` exceeds the budget, naming options that would make the run fit, with their bytes.
 
-    base: bytes of the base model's weights, which no other option makes smaller.
+    base: bytes of the base model's weights, which only --base-dtype can reduce.
     """
     available = budget.bytes
     if available is None or peak <= available:
@@ -51,10 +51,10 @@ def check_memory(peak: int, base: int, budget: Budget, args: TrainingArguments, 
 
 
 def check_adapters(runs: Sequence[TrainingArguments], config: ModelConfig, budget: Budget) -> None:
-    """Raises UserError where adapters of these ranks cannot be meant: before anything is built, planning included."""
-    available = max(virtual_memory().total, budget.bytes or 0)  # the plan knows better what is too much by less
+    """Raise UserError for ranks that are far too large, before anything is built, even for planning."""
+    available = max(virtual_memory().total, budget.bytes or 0)  # smaller excesses are left to the plan
     modules = {module for args in runs for module in targeted(args.target_modules, config)}
-    # Parameters and gradients in float32, and the optimizer's state; all slots have the largest rank.
+    # Parameters and gradients in float32, and the optimizer's state; all slots use the largest rank.
     each = 8 + max(sum(state.bytes_per_parameter for state in OPTIMIZERS[args.optim].state) for args in runs)
     a_rank = math.ceil(each * len(runs) * sum(sum(config.lora_modules[module]) for module in modules))
     rank = max(args.lora_r for args in runs)
@@ -62,35 +62,35 @@ def check_adapters(runs: Sequence[TrainingArguments], config: ModelConfig, budge
         advice = f"lower it to at most {available // a_rank:,}" if available >= a_rank else "choose a smaller model"
         raise UserError(
             f"{setting('lora_r', rank)} needs {readable(rank * a_rank)} of device memory for the adapter's training "
-            f"alone, but there is {readable(available)}: {advice}."
+            f"alone, but only {readable(available)} is available: {advice}."
         )
 
 
 def without_a_way(base: int, available: int, args: TrainingArguments, replan: Replan) -> str:
-    """Advice where no option makes a run fit."""
+    """Advice if no option makes a run fit."""
     smaller = f"lower {flag('lora_r')}, or choose a smaller model"
     if base > available and "base_dtype" not in _savings(args):
-        return f"the base alone takes {base:,} bytes, so choose a smaller model"
+        return f"the base model alone takes {base:,} bytes, so choose a smaller model"
     for savings in (_savings(args), {}):
         least = {**savings, "per_device_train_batch_size": 1, "max_length": min(SHORTEST, args.length)}
-        with suppress(UserError):  # something in it is larger than the device can bind or dispatch
+        with suppress(UserError):  # a tensor exceeds the limits of the device
             return f"even with {settings(least)} it would need {replan(least):,} bytes, so {smaller}"
     return smaller
 
 
 def options_that_fit(available: int, args: TrainingArguments, replan: Replan) -> str:
-    """The ways to fit as words with their bytes, empty where there is none."""
+    """Options that make the run fit, as text with their bytes; empty if there are none."""
     return ", or with ".join(f"{way.options} ({way.peak:,} bytes)" for way in ways_to_fit(available, args, replan))
 
 
 def ways_to_fit(available: int, args: TrainingArguments, replan: Replan) -> list[Way]:
-    """Options that make the run fit, each enough by itself; where none is, all of them together, with as long rows as
+    """Options that make the run fit, each sufficient by itself; if none is, all of them together, with rows as long as
     then fit."""
 
     def fitting(changes: Mapping[str, Any]) -> int | None:
         try:
             peak = replan(changes)
-        except UserError:  # something in it is larger than the device can bind or dispatch
+        except UserError:  # a tensor exceeds the limits of the device
             return None
         return peak if peak <= available else None
 
@@ -108,7 +108,7 @@ def ways_to_fit(available: int, args: TrainingArguments, replan: Replan) -> list
 
 
 def _savings(args: TrainingArguments) -> dict[str, Any]:
-    """What would save memory and change little of what is learnt, where it is not chosen yet."""
+    """Options that would save memory with little effect on the result, if not chosen yet."""
     found: dict[str, Any] = {} if args.gradient_checkpointing else {"gradient_checkpointing": True}
     smaller = base_format(DEFAULT_FORMAT).bits < base_format(args.base_dtype).bits
     return found | ({"base_dtype": DEFAULT_FORMAT} if smaller else {})
@@ -120,7 +120,7 @@ def _way(changes: Mapping[str, Any], fitting: Fitting) -> Way | None:
 
 
 def _largest_batch(args: TrainingArguments, fitting: Fitting, changes: Mapping[str, Any]) -> Way | None:
-    """The most rows a batch that fit, fewer than now, beside other options; None where not even one does."""
+    """The most rows per batch that fit, fewer than now, beside other options; None if not even one does."""
     found, fits, too_many = None, 0, args.batching[1]
     middle = 1
     while too_many - fits > 1:
@@ -136,7 +136,7 @@ def _largest_batch(args: TrainingArguments, fitting: Fitting, changes: Mapping[s
 
 
 def _longest_rows(args: TrainingArguments, fitting: Fitting, changes: Mapping[str, Any]) -> Way | None:
-    """Half as long rows as now, or a half of that and so on, one a batch."""
+    """Rows of half the current length, or a quarter and so on, one per batch."""
     length = args.length // 2
     while length >= SHORTEST:
         way = _way({**changes, "per_device_train_batch_size": 1, "max_length": length}, fitting)
@@ -147,7 +147,7 @@ def _longest_rows(args: TrainingArguments, fitting: Fitting, changes: Mapping[st
 
 
 def readable(nbytes: int) -> str:
-    """Bytes as a person reads them: 1.5 GiB."""
+    """Bytes as readable text: 1.5 GiB."""
     value, unit = float(nbytes), "bytes"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:
@@ -157,5 +157,5 @@ def readable(nbytes: int) -> str:
 
 
 def both(nbytes: int) -> str:
-    """1.5 GiB (1,610,612,736 bytes); few bytes are said once."""
+    """1.5 GiB (1,610,612,736 bytes); just the bytes below 1 KiB."""
     return readable(nbytes) if abs(nbytes) < 1024 else f"{readable(nbytes)} ({nbytes:,} bytes)"

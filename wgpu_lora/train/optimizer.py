@@ -1,4 +1,4 @@
-"""An optimizer over an adapter set: its state on the device, the update program, and what checkpoints keep of it."""
+"""An optimizer over an adapter set: its state on the device and in checkpoints, and the update program."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ USUAL = TrainingArguments()
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step came to for one slot: the gradient's norm before clipping, the loss summed over trained tokens.
+    """The result of a step for one slot: the gradient's norm before clipping, and the loss summed over its units.
 
-    applied: whether the slot was updated. diverged: it was not, as the update would have left a weight beyond
-    MAX_PARAMETER or a value that is not finite; else the gradient or the loss is not finite.
+    applied: whether the slot was updated. diverged: it was not, since the update would have made a weight larger than
+    MAX_PARAMETER or non-finite. If neither holds, the gradient or the loss was not finite.
     """
 
     grad_norm: float
@@ -41,7 +41,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class SlotUpdate:
-    """A slot's update; step is its 1-based count, and `args` has the optimizer's options."""
+    """A slot's update. step: its 1-based count. args: hold the optimizer's options."""
 
     step: int
     learning_rate: float
@@ -52,7 +52,7 @@ class Optimizer:
     """State, hyper-parameters and the update program. Declaring it allocates nothing.
 
     Args:
-        total: f32 [slots], the step's loss of each slot.
+        total: f32 [slots], the loss of the step by slot.
         name: one of OPTIMIZERS.
     """
 
@@ -106,7 +106,7 @@ class Optimizer:
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def apply(self, device: Device, updates: Mapping[int, SlotUpdate]) -> dict[int, StepReport]:
-        """Updates the slots that `updates` names, and no other; one that would not stay in order is left as it was."""
+        """Update the slots in `updates`, and no others; a slot that would diverge is left as it was."""
         report = self._run(device, updates)
         read = {slot: [float(x) for x in report[slot]] for slot in updates}
         return {
@@ -116,19 +116,19 @@ class Optimizer:
         }
 
     def finite(self, device: Device, slot: int) -> bool:
-        """Whether a slot's loss and gradient are finite; nothing is updated, and gradients are zeroed."""
+        """Whether a slot's loss and gradient are finite; updates nothing, and zeroes the gradients."""
         norm, _, _, loss = self._run(device, {})[slot]
         return bool(np.isfinite(norm) and np.isfinite(loss))
 
     def _run(self, device: Device, updates: Mapping[int, SlotUpdate]) -> np.ndarray:
-        """The report [slots, 4] of the update program."""
+        """Run the update program; returns its report [slots, 4]."""
         for tensor, values in self.settings(updates).items():
             device.write(tensor.storage.buffer, values)
         self.program.run()
         return device.read(self.report.storage.buffer).view(np.float32).reshape(-1, 4)
 
     def settings(self, updates: Mapping[int, SlotUpdate]) -> dict[Tensor, np.ndarray]:
-        """What the update program has to be told of each slot; one that `updates` does not name takes no step."""
+        """Inputs of the update program; slots that are not in `updates` take no step."""
         asked = [updates.get(slot) for slot in range(self.slots)]
         hyper = [u and with_options(self.rule, u.args).hyper(u.step, u.learning_rate) for u in asked]
         clips = [u and Clip(u.args.max_grad_norm) for u in asked]
@@ -137,7 +137,7 @@ class Optimizer:
     # -- what is saved ---------------------------------------------------------------------------------------------
 
     def read_state(self, device: Device, slot: int) -> Arrays:
-        """A slot's state by name. What is kept by parameter has its matrix's shape, at the slot's own rank; else it is
+        """A slot's state by name. State by parameter has its matrix's shape at the slot's own rank, other state
         [blocks, values]."""
         found: Arrays = {}
         for state, pages in self.state.items():
@@ -152,8 +152,8 @@ class Optimizer:
         return found
 
     def fault(self, slot: int, matrices: Matrices, stored: Mapping[str, np.ndarray]) -> str | None:
-        """What is wrong with a slot's stored state beside its matrices; None where it may be written."""
-        rank = self.adapters.specs[slot].rank  # of all of them, though a module's own may be below
+        """What is wrong with a slot's stored state, given its matrices; None if it can be loaded."""
+        rank = self.adapters.specs[slot].rank  # of the slot; a module's own may be smaller
         shapes: dict[str, tuple[State, tuple[int, ...]]] = {}
         for state in self.rule.state:
             for name, _, _, blocks in self._spans(state, slot):
@@ -163,7 +163,7 @@ class Optimizer:
                     shapes[f"{module}.A.{state.name}"] = state, (rank, pair[0].shape[1])
                     shapes[f"{module}.B.{state.name}"] = state, (pair[1].shape[0], rank)
         if set(stored) != set(shapes):
-            return "it holds another optimizer's state than the run has"
+            return "it holds the state of another optimizer"
         for name, (state, shape) in shapes.items():
             values = stored[name]
             fits = values.dtype == NUMPY[state.dtype] and values.shape == shape and np.isfinite(values).all()
@@ -172,7 +172,7 @@ class Optimizer:
         return None
 
     def write_state(self, device: Device, slot: int, stored: Mapping[str, np.ndarray]) -> None:
-        """Puts a slot's state, as `read_state` gave it, on the device; what `stored` does not have becomes zero."""
+        """Upload a slot's state as `read_state` returned it; what is missing in `stored` becomes zero."""
         for state, pages in self.state.items():
             for name, factor, first, blocks in self._spans(state, slot):
                 values = stored.get(name)
@@ -185,7 +185,7 @@ class Optimizer:
                 device.write(pages[factor.page].storage.buffer, values, first * state.block_bytes)
 
     def _spans(self, state: State, slot: int) -> Iterator[tuple[str, Factor, int, int]]:
-        """(name, place, first block, blocks) of each of a slot's matrices."""
+        """(name, factor, first block, blocks) of each of a slot's matrices."""
         for module in self.adapters.modules(slot):
             for which in "AB":
                 factor = self.adapters.factors[module, which]

@@ -1,4 +1,4 @@
-"""The options of a training run for type checkers and editors; a test holds them against TrainingArguments."""
+"""Types of the training options, for type checkers and editors; a test compares them with TrainingArguments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 
 class TrainingOptions(TypedDict, total=False):
-    """What `finetune()` takes by name: the command line's options, paths, lists and rows where it has text."""
+    """Keyword arguments of `finetune()`: the command line's options, which may also be paths, lists and rows."""
 
     data: str | Path | Iterable[Mapping[str, Any]] | None
     output: str | Path | None

@@ -1,4 +1,4 @@
-"""What a run leaves behind beside its adapter: log.jsonl, and what it depended on."""
+"""The log of a run, and the environment that its record states."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from wgpu_lora.train.records import Environment, UsedDevice
 from wgpu_lora.train.state import is_number
 
 LOG = "log.jsonl"
-NEEDED = {"step", "epoch"}  # of a line, and a loss or, before the first step, a held-out loss
+NEEDED = {"step", "epoch"}  # keys of a line, besides a loss or a held-out loss
 PACKAGES = ("wgpu-lora", "wgpu", "numpy", "safetensors", "tokenizers", "jinja2")
 
 
 class Log:
-    """One JSON object a line, flushed as it is written. Resuming drops the lines that will be written again.
+    """A log with one JSON object per line, flushed as it is written. Resuming drops lines that will be written again.
 
-    damaged: lines that were no lines of a log, and were dropped too.
+    damaged: number of invalid lines, which are dropped too.
     """
 
     def __init__(self, path: Path, resume_step: int | None = None):
         self.path, self.damaged = path, 0
         if resume_step is not None and path.is_file():
             lines = _lines(path)
-            self.damaged = sum(entry is None for _, entry in lines[:-1])  # the last one may be what a crash cut short
+            self.damaged = sum(entry is None for _, entry in lines[:-1])  # a crash may have cut the last one
             kept = [line + b"\n" for line, entry in lines if entry and entry["step"] <= resume_step]
             write_bytes_atomic(path, b"".join(kept))
         elif path.exists():
@@ -44,7 +44,7 @@ class Log:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log; damaged ones are left out."""
+    """The lines of a log, without damaged ones."""
     return [entry for _, entry in _lines(path) if entry]
 
 
@@ -53,7 +53,7 @@ def _lines(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:
-    """A line of a log, which holds numbers alone; None where it is damaged."""
+    """A line of a log, which contains only numbers; None if it is damaged."""
     try:
         entry = parse_object(line, "the line")
     except UserError:
@@ -65,7 +65,7 @@ def _entry(line: bytes) -> dict[str, Any] | None:
 
 
 def environment(device: Device) -> Environment:
-    """Versions, device and driver: what else a run depends on."""
+    """Versions, device, driver and command line."""
     info = device.info
     versions = {name: version(name) for name in PACKAGES}
     return Environment(
@@ -84,6 +84,6 @@ def environment(device: Device) -> Environment:
 
 
 def adapter_digest(directory: str) -> str | None:
-    """The digest of an adapter's weights, None where they are gone by now."""
+    """The digest of an adapter's weights; None if they no longer exist."""
     path = Path(directory) / "adapter_model.safetensors"
     return file_digest(path) if path.is_file() else None

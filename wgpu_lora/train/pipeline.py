@@ -1,4 +1,4 @@
-"""Many adapters on one frozen base: a job of several slots, for the command line and Python alike."""
+"""Several adapters on one frozen base model: a job with several slots, for the command line and Python."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from wgpu_lora.train.tasks import AdapterTask, check_apart, named_apart, request
 from wgpu_lora.train.trainer import Trainer
 
 SCHEDULES = tuple(POLICIES)
-BATCH_TOKENS = 1024  # of a shared batch, where one adapter's own is not larger: enough for a GPU's tiles
+BATCH_TOKENS = 1024  # of a shared batch, if no adapter's own is larger: enough to fill a GPU
 
 
 @dataclass(repr=False)
 class PipelineJob(Job[PipelineRecord]):
     """The runs of all adapters, in slots 0, 1, ...
 
-    home: where the pipeline's own record is.
+    home: directory of the pipeline's record.
     """
 
     home: Path
@@ -69,18 +69,18 @@ def prepare_pipeline(
     *,
     planning: bool = False,
 ) -> PipelineJob:
-    """Reads every adapter's data and the model's files and records the programs. Allocates nothing on the device.
+    """Read every adapter's data and the model's files, and record the programs. Allocates nothing on the device.
 
     Args:
-        args: options of all adapters, where a task has none of its own; `output` is where the pipeline's own record
-            goes, by default the first adapter's checkpoint directory.
+        args: options of all adapters, unless a task has its own; `output` is the directory of the pipeline's record,
+            by default the first adapter's checkpoint directory.
         schedule: one of SCHEDULES.
-        batch_tokens: the most tokens of a batch that adapters share; by default what all of one step need, but no more
-            than BATCH_TOKENS or the largest batch of one adapter.
-        planning: the job will not be run, so that directories may be in use.
+        batch_tokens: maximum tokens of a batch that adapters share; by default what one step of all adapters needs,
+            up to the larger of BATCH_TOKENS and the largest batch of one adapter.
+        planning: the job will not be run, so the directories may be in use.
 
     Raises:
-        UserError: anything that a person can mend, from the tasks to the device.
+        UserError: the tasks, the data, the model, the options or the device are unsuitable.
     """
     tasks = named_apart(tasks)
     _check(args, tasks, schedule, batch_tokens)
@@ -95,7 +95,7 @@ def prepare_pipeline(
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
     args, _ = fit_length(args, model.config.max_position_embeddings)
     check_adapters(per_task, model.config, budget_bytes(model.device.info, args.budget()))
-    # Without a checkpoint yet, an adapter of a resumed pipeline begins.
+    # An adapter of a resumed pipeline without a checkpoint starts from the beginning.
     starts = [task.name in state.steps for task in tasks]
     runs = [
         read_run(replace(one, resume=resumed), model, slot, task.name, task.weight, task.rows, task.options)
@@ -113,19 +113,21 @@ def prepare_pipeline(
     state.identity = _whole(state.identity)
     if args.resume and state.identity != identity:
         raise UserError(
-            f"{flag('resume')} needs the adapters, the schedule and the options that the pipeline in {home} began "
-            f"with: {difference(state.identity, identity)}."
+            f"{flag('resume')} needs the same adapters, schedule and options as the pipeline in {home}: "
+            f"{difference(state.identity, identity)}."
         )
-    for run in runs:  # one that had finished goes on where it is to go further now
+    for run in runs:  # a finished run continues if it has been extended
         if state.ended.get(run.adapter_name) in FINISHED and state.steps[run.adapter_name] < run.stream.total_steps():
             del state.ended[run.adapter_name]
         elif state.ended.get(run.adapter_name, FINISHED[0]) not in FINISHED:
-            failed = f"resumed: {OUTCOMES[state.ended[run.adapter_name]]} already, and stays as it is"
+            failed = f"resumed: {OUTCOMES[state.ended[run.adapter_name]]} already; it stays as it is"
             run.notes = (*(note for note in run.notes if not note.startswith("resumed: ")), failed)
     try:
         make_policy(schedule, state.policy)
     except ValueError as error:
-        raise UserError(f"The pipeline's state {home / STATE} is not what was written ({error}).") from None
+        raise UserError(
+            f"The pipeline's state {home / STATE} is damaged ({error}): start again in other directories."
+        ) from None
     state.identity = identity
     said = {
         "options": replace(args, resume=False).as_dict(),
@@ -144,32 +146,31 @@ def prepare_pipeline(
 
 
 def _home(args: TrainingArguments, tasks: Sequence[AdapterTask]) -> Path:
-    """Where the pipeline's record is, or is to be."""
+    """The directory of the pipeline's record."""
     first = Path(tasks[0].checkpoint)
     named = args.directory if args.output else first
     return (home_of(named) or named) if args.resume else named
 
 
 def apart(directories: Sequence[Path]) -> list[Path]:
-    """The directories, each once."""
+    """The directories, without duplicates."""
     return list({directory.resolve(): directory for directory in directories}.values())
 
 
 def _check(args: TrainingArguments, tasks: Sequence[AdapterTask], schedule: str, batch_tokens: int | None) -> None:
     if not tasks:
-        raise UserError(f"A pipeline needs at least one adapter: name it with {flag('adapters')}.")
+        raise UserError(f"A pipeline needs at least one adapter: give one with {flag('adapters')}.")
     if schedule not in SCHEDULES:
         raise UserError(f"{flag('schedule')} must be one of {', '.join(SCHEDULES)}, not {schedule}.")
     if batch_tokens is not None and batch_tokens < 1:
         raise UserError(f"{flag('batch_tokens')} must be greater than 0, not {batch_tokens}.")
     if args.target_seconds:
         raise UserError(
-            f"{flag('target_seconds')} is for one adapter: give {flag('max_steps')}, or {flag('num_train_epochs')}."
+            f"{flag('target_seconds')} works with one adapter only: use {flag('max_steps')} or "
+            f"{flag('num_train_epochs')}."
         )
     if args.data is not None:
-        raise UserError(
-            f"{flag('data')} and {flag('adapters')} contradict each other: every adapter names its own data."
-        )
+        raise UserError(f"{flag('data')} and {flag('adapters')} cannot be combined: every adapter names its own data.")
     check_apart(tasks)
 
 
@@ -179,7 +180,7 @@ def _batch_tokens(runs: Sequence[AdapterRun], schedule: str, given: int | None) 
     if given is not None:
         if given < longest:
             raise UserError(
-                f"{setting('batch_tokens', given)} is less than the longest row's {longest:,}: give at least that."
+                f"{setting('batch_tokens', given)} is less than the longest row ({longest:,} tokens): raise it to that."
             )
         return given
     together = sum(largest) if schedule == "synchronized" else max(largest)
@@ -187,14 +188,14 @@ def _batch_tokens(runs: Sequence[AdapterRun], schedule: str, given: int | None) 
 
 
 def _identity(args: TrainingArguments, schedule: str, tokens: int, tasks: Sequence[AdapterTask]) -> dict[str, Any]:
-    """What a resumed pipeline must share; every adapter's own options are compared with its checkpoint's."""
+    """What a resumed pipeline must have in common; each adapter's own options are compared with its checkpoint's."""
     adapters = [{"name": task.name, "weight": task.weight} for task in tasks]
     return {"schedule": schedule, "batch_tokens": tokens, "adapters": adapters, "options": _fixed(args)}
 
 
 def _whole(identity: dict[str, Any]) -> dict[str, Any]:
-    """A recorded identity with the defaults of options that the version which wrote it did not know."""
-    # Version 0.1.0 had an adapter's objective here, which is among its own options now.
+    """A recorded identity, with defaults for options that did not exist in the version that wrote it."""
+    # Version 0.1.0 had an adapter's objective here, which is now one of the adapter's own options.
     adapters = [{k: v for k, v in adapter.items() if k != "objective"} for adapter in identity.get("adapters", [])]
     return {**identity, "adapters": adapters, "options": _fixed(TrainingArguments()) | identity.get("options", {})}
 
@@ -210,8 +211,8 @@ def _recovered(home: Path, tasks: Sequence[AdapterTask]) -> PipelineState:
     missing = [name for name in state.steps if name not in directories]
     if missing:
         raise UserError(
-            f"The pipeline in {home} has an adapter '{missing[0]}' too: name all of them again, or none, with "
-            f"{setting('output', str(home))} alone."
+            f"The pipeline in {home} also has an adapter '{missing[0]}': name all of them again, or give "
+            f"{setting('output', str(home))} without any."
         )
     with ExitStack() as stack:
         for directory in apart([*(directories[name] for name in state.steps), home]):

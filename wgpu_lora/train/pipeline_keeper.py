@@ -1,8 +1,8 @@
-"""What a pipeline leaves in its home: state.json to resume from, pipeline.json and the loss curves.
+"""The files in a pipeline's home: state.json to resume from, pipeline.json and the loss curves.
 
-Slots' checkpoints and the pipeline's state must agree, though a crash may fall between any two writes. So every slot
-first writes `.next`; then state.json, replaced atomically, says which steps count; then each `.next` becomes `last`.
-`recover` finishes, or forgets, what a crash left half done.
+The slots' checkpoints and the pipeline's state must agree even if a crash happens between two writes. So every slot
+first writes `.next`; then state.json, replaced atomically, records the steps; then each `.next` becomes `last`.
+`recover` completes or discards what a crash left unfinished.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from wgpu_lora.train.trainer import Trainer
 
 
 def recover(state: PipelineState, directories: Mapping[str, Path]) -> None:
-    """Brings every adapter's `last` to the step that the pipeline's state says; directories: by name, locked.
+    """Bring every adapter's `last` to the step in the pipeline's state; directories: by name, locked.
 
     Raises:
         UserError: an adapter's checkpoint is missing, damaged, or of another step.
@@ -40,15 +40,15 @@ def recover(state: PipelineState, directories: Mapping[str, Path]) -> None:
             replace_directory(following, last)
         if not last.is_dir() or checkpoint.check(last)[0].step != step:
             raise UserError(
-                f"Adapter '{name}' has no checkpoint of step {step} in {directories[name]}: put the directory that the "
-                "pipeline wrote back there, or name it."
+                f"Adapter '{name}' has no checkpoint of step {step} in {directories[name]}: restore the directory that "
+                "the pipeline wrote, or give its new path."
             )
         shutil.rmtree(following, ignore_errors=True)
 
 
 @dataclass
 class PipelineKeeper:
-    """Keeps a pipeline's checkpoints, all slots' together."""
+    """Saves the checkpoints of all slots of a pipeline together."""
 
     directory: Path
     save_steps: int
@@ -82,7 +82,7 @@ class PipelineKeeper:
 def write_pipeline(
     directory: Path, trainer: Trainer, args: TrainingArguments, schedule: str, batch_tokens: int
 ) -> PipelineRecord:
-    """Writes pipeline.json, and returns what it holds."""
+    """Write pipeline.json; returns its contents."""
     session = trainer.session
     record = PipelineRecord(
         step=trainer.step,

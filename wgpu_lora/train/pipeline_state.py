@@ -1,6 +1,6 @@
-"""Where a pipeline stands, and where its record is: in --output if that was given, else with its first adapter.
+"""The state of a pipeline, and where its record is: in --output if given, else with the first adapter.
 
-Every other adapter's directory has a small file that says where, so that the pipeline is found from any of them.
+Every other adapter's directory has a small file that points there, so that the pipeline is found from any of them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ MEMBER = "member.json"
 
 @dataclass
 class PipelineState:
-    """Where a pipeline stood: steps of the whole, what its policy remembers, and by name each adapter's own steps and
-    why it ended, if it did for good.
+    """The state of a pipeline: its steps, its policy's state and, by name, each adapter's steps and why it ended.
 
-    request: what was asked for: options, schedule, batch_tokens, the working directory, and the adapters, whose
-        checkpoints are relative to the record.
+    request: the options, schedule, batch_tokens and working directory, and the adapters, whose checkpoints are
+        relative to the record.
     """
 
     identity: dict[str, Any] = field(default_factory=dict)
@@ -41,7 +40,7 @@ class PipelineState:
 
 
 def home_of(directory: Path) -> Path | None:
-    """Where the record is of the pipeline that a directory belongs to; None for one that belongs to none."""
+    """The directory with the record of the pipeline that a directory belongs to; None if it belongs to none."""
     if (directory / STATE).is_file():
         return directory
     if not (directory / MEMBER).is_file():
@@ -49,14 +48,14 @@ def home_of(directory: Path) -> Path | None:
     home = read_json(directory / MEMBER).get("pipeline")
     if not isinstance(home, str) or not is_name(home) or not (directory / home / STATE).is_file():
         raise UserError(
-            f"{directory / MEMBER} does not say where the record of its pipeline is: put the adapters' directories "
-            f"back as they lay to each other, or begin a new run from this adapter with {flag('init_adapter')}."
+            f"{directory / MEMBER} does not lead to the record of its pipeline: move the adapters' directories back to "
+            f"where they were, or start a new run from this adapter with {flag('init_adapter')}."
         )
     return Path(os.path.normpath(directory / home))
 
 
 def link_members(home: Path, members: Iterable[Path]) -> None:
-    """Says in every adapter's directory where the record is."""
+    """Write the location of the record into every adapter's directory."""
     for member in members:
         if member.resolve() != home.resolve():
             said = {"pipeline": os.path.relpath(home.resolve(), member.resolve())}
@@ -64,18 +63,18 @@ def link_members(home: Path, members: Iterable[Path]) -> None:
 
 
 def write_pipeline_state(directory: Path, state: PipelineState) -> None:
-    """Replaces the state, with the SHA-256 of what it says."""
+    """Replace the state, with its SHA-256."""
     said = vars(state)
     text = to_json({"schema": SCHEMA, "sha256": _digest(said), "state": said}, indent=1)
     write_bytes_atomic(directory / STATE, (text + "\n").encode())
 
 
 def read_pipeline_state(directory: Path) -> PipelineState:
-    """Raises UserError where there is none, it is damaged, or a later version wrote it."""
+    """Read the state. Raises UserError if it is missing, damaged, or from a newer version."""
     path = directory / STATE
     if not path.is_file():
         raise UserError(f"There is no pipeline in {directory} to resume: start without {flag('resume')}.")
-    advice = f"start again elsewhere; every adapter's own checkpoint can be given to {flag('init_adapter')}"
+    advice = f"start again elsewhere, from the adapters' own checkpoints with {flag('init_adapter')}"
     try:
         found = read_json(path)
         schema_of(found, path)
@@ -85,12 +84,12 @@ def read_pipeline_state(directory: Path) -> PipelineState:
         raise UserError(f"The pipeline's state is damaged ({str(error).partition(':')[0]}): {advice}.") from None
     said = found.get("state")
     if not isinstance(said, dict) or found.get("sha256") != _digest(said) or not _is_state(said):
-        raise UserError(f"The pipeline's state {path} is not what was written: {advice}.")
+        raise UserError(f"The pipeline's state {path} is damaged: {advice}.")
     return PipelineState(**said)
 
 
 def difference(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """What differs between two identities, what a person would name first."""
+    """The most relevant difference between two identities, as text."""
     then, given = ([adapter["name"] for adapter in of.get("adapters", [])] for of in (before, now))
     if then != given:
         return f"its adapters were {', '.join(then)}, not {', '.join(given)}"

@@ -1,4 +1,4 @@
-"""Which adapters take the next step of a pipeline. A policy is one class here and its line in `POLICIES`."""
+"""Which adapters take the next step of a pipeline. A policy is a class here and a line in `POLICIES`."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from typing import Any, Protocol
 
 from wgpu_lora.train.state import RunState
 
-PATIENCE = 4  # turns of everybody else that an adapter waits for at most
+PATIENCE = 4  # rounds of all other adapters that an adapter waits at most
 
 
 @dataclass(frozen=True)
 class Standing:
-    """A slot that still has work, and what its run has come to."""
+    """A slot that still has work, and its progress."""
 
     slot: int
     state: RunState
 
     @property
     def relative_loss(self) -> float:
-        """The newest held-out loss by that of the beginning; infinite where it was never measured."""
+        """The latest held-out loss relative to the first; infinite if not measured."""
         now, start = self.state.last_eval_loss, self.state.first_eval_loss
         return math.inf if now is None or not start else now / start
 
 
 class Policy(Protocol):
-    """What it remembers are dataclass fields that JSON can hold: resuming restores them.
+    """The dataclass fields are the policy's state; resuming restores them, so they must be JSON values.
 
-    eval_steps: own steps between an adapter's held-out losses where --eval-steps does not say; 0: none are needed.
+    eval_steps: an adapter's own steps between held-out losses, unless --eval-steps is given; 0 if none are needed.
     """
 
     eval_steps: int
 
     def choose(self, live: Sequence[Standing]) -> list[int]:
-        """The slots, ascending, that take the next step; `live` is never empty and ascending too."""
+        """The slots that take the next step, ascending; `live` is ascending too, and not empty."""
 
 
 @dataclass
 class Synchronized:
-    """Every adapter that still has work takes each step."""
+    """Every adapter that still has work takes part in each step."""
 
     eval_steps = 0
 
@@ -50,7 +50,7 @@ class Synchronized:
 
 @dataclass
 class RoundRobin:
-    """One adapter a step, in turn."""
+    """One adapter per step, in turn."""
 
     eval_steps = 0
     last: int = -1
@@ -63,10 +63,10 @@ class RoundRobin:
 
 @dataclass
 class PriorityValLoss:
-    """The adapter whose held-out loss has fallen least takes the step, unless another has waited too long."""
+    """The adapter whose held-out loss has improved least takes the step, unless another has waited too long."""
 
     eval_steps = 10
-    waited: dict[str, int] = field(default_factory=dict)  # steps of others since a slot's own; JSON's keys are text
+    waited: dict[str, int] = field(default_factory=dict)  # steps since a slot took one; JSON keys are text
 
     def choose(self, live: Sequence[Standing]) -> list[int]:
         def waiting(standing: Standing) -> int:
@@ -91,7 +91,7 @@ def policy_state(policy: Any) -> dict[str, Any]:
 
 
 def make_policy(name: str, state: dict[str, Any] | None = None) -> Policy:
-    """A policy by its name, as it was when `policy_state` was taken of it; ValueError for what it cannot have been."""
+    """A policy by name, with a state that `policy_state` returned. Raises ValueError if the state is invalid."""
     kind = POLICIES[name]
     policy: Policy = kind()
     if state:
@@ -99,6 +99,6 @@ def make_policy(name: str, state: dict[str, Any] | None = None) -> Policy:
         alike = state.keys() == fresh.keys() and all(type(state[key]) is type(fresh[key]) for key in fresh)
         counts = (count for value in state.values() if isinstance(value, dict) for count in value.values())
         if not alike or not all(type(count) is int and count >= 0 for count in counts):
-            raise ValueError(f"{name} does not remember {state!r:.80}")
+            raise ValueError(f"{state!r:.80} is not a state of {name}")
         policy = kind(**state)
     return policy

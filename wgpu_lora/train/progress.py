@@ -1,4 +1,4 @@
-"""One slot in the training loop: its next step, what a step came to, its log, and why it ends."""
+"""One slot in the training loop: its next step, the result of a step, its log, and why it ends."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun
 from wgpu_lora.train.stream import Step
 
-CALIBRATION_STEPS = 3  # timed after one that pays for compilation
+CALIBRATION_STEPS = 3  # timed after a first step, which includes compilation
 
 
 @dataclass
 class Progress:
-    """A run that is being trained. `ended` is why it stopped, None while it has work.
+    """A run in training. `ended` is the reason for its end, None while it has work.
 
-    eval_steps: steps between held-out losses where the options do not say; 0 means after every epoch.
+    eval_steps: steps between held-out losses if the options do not give them; 0 means after every epoch.
     """
 
     run: AdapterRun
@@ -42,9 +42,9 @@ class Progress:
         if 0 < args.max_steps <= state.step:
             return "max steps"
         if args.target_seconds:
-            # Until the budget is fixed, the number of steps says nothing.
+            # Until the budget is fixed, total_steps is only a guess.
             used = state.calibrated and state.step >= state.total_steps
-            spent = state.seconds + state.heldout_seconds >= args.target_seconds  # the last held-out loss takes as long
+            spent = state.seconds + state.heldout_seconds >= args.target_seconds  # with the last held-out loss
             spent = spent and state.step > 0
             return "target seconds" if used or spent else None
         return "epochs" if state.step >= state.total_steps else None
@@ -60,7 +60,7 @@ class Progress:
         return self.run.stream.groups(self.step, self.run.slot)
 
     def previous_batches(self) -> list[list[Group]]:
-        """The groups of the step that was taken last; none before the first."""
+        """The groups of the previous step; none before the first."""
         stream, state = self.run.stream, self.run.state
         taken = stream.step_before(state.epoch, state.index)
         return stream.groups(taken, self.run.slot) if taken else []
@@ -69,7 +69,7 @@ class Progress:
         return SlotUpdate(self.run.state.step + 1, self.run.rate(), self.run.args)
 
     def advance(self, report: StepReport, update: SlotUpdate, seconds: float) -> None:
-        """Counts the step that was taken; `logged` follows."""
+        """Count the step that was taken; call `logged` next."""
         state, step, stream, tokens = self.run.state, self.step, self.run.stream, self.trained_tokens
         processed, units = stream.processed_tokens(step.samples), stream.units(step.samples)
         loss = report.loss_sum / units
@@ -82,7 +82,7 @@ class Progress:
         state.seconds += seconds
         state.pending_tokens += tokens
         state.pending_processed_tokens += processed
-        state.pending_seconds += seconds  # tokens/s are of training alone
+        state.pending_seconds += seconds  # tokens/s count training only
         state.pending.append(loss)
         state.last_loss = loss
         self._calibrate(seconds)
@@ -94,19 +94,19 @@ class Progress:
 
     @property
     def epoch_done(self) -> int | None:
-        """The number, from 1, of the epoch that the step just taken was the last of."""
+        """The number, from 1, of the epoch that the last step completed, if it did."""
         state = self.run.state
         return state.epoch if state.step and not state.index else None
 
     def heldout_due(self) -> bool:
         state, every = self.run.state, self.run.args.eval_steps or self.eval_steps
         last = state.step >= state.total_steps
-        # With a time to keep to, what a held-out loss takes has to be known.
+        # A time budget needs to know how long a held-out loss takes.
         timing = state.calibrated and self.run.args.target_seconds and not state.heldout_seconds and self.run.heldout
         return last or bool(timing) or (state.step % every == 0 if every else self.epoch_done is not None)
 
     def measure_start(self, events: Events) -> None:
-        """The held-out loss before the first step, which has a line of the log to itself."""
+        """Measure the held-out loss before the first step, and log it on a line of its own."""
         begin = time.perf_counter()
         found = self.run.measure_heldout(self.session, events)
         state = self.run.state
@@ -126,7 +126,7 @@ class Progress:
         self._line |= found
 
     def _calibrate(self, elapsed: float) -> None:
-        """With --target-seconds, fixes the schedule's length once some steps have been timed."""
+        """With --target-seconds, fix the number of steps once a few have been timed."""
         state, target = self.run.state, self.run.args.target_seconds
         if not target or state.calibrated:
             return
@@ -136,7 +136,7 @@ class Progress:
             state.calibrated = True
 
     def _fix_budget(self) -> None:
-        """As many steps as there is time for, with one more held-out loss at the end."""
+        """Plan as many steps as there is time for, with one more held-out loss at the end."""
         state, args = self.run.state, self.run.args
         if not args.target_seconds or len(self._durations) <= CALIBRATION_STEPS:
             return
@@ -147,7 +147,7 @@ class Progress:
     # -- the log ---------------------------------------------------------------------------------------------------
 
     def logged(self) -> StepResult:
-        """What the step came to; writes a line of the log where one is due."""
+        """The result of the step; also writes a log line if one is due."""
         run, state, line = self.run, self.run.state, self._line
         self._last_line = line
         if run.logs(state.step, "eval_loss" in line):
@@ -170,12 +170,12 @@ class Progress:
         )
 
     def write_pending(self) -> None:
-        """A line for the steps since the last one."""
+        """Write a log line for the steps since the last one."""
         if self.run.state.pending:
             self._write(self._last_line)
 
     def close(self, events: Events) -> None:
-        """The last log line and held-out loss of a run whose last step was not known to be the last."""
+        """Write the last log line and measure the last held-out loss of a run that ended before its planned step."""
         if not self._last_line or "eval_loss" in self._last_line:
             return
         self._line = self._last_line
@@ -189,7 +189,7 @@ class Progress:
             "step": state.step,
             "epoch": self._epoch,
             **line,
-            "loss": statistics.fmean(state.pending),  # since the last line
+            "loss": statistics.fmean(state.pending),  # mean since the last line
             "tokens": state.tokens,
             "tokens_per_second": round(state.pending_tokens / max(state.pending_seconds, 1e-9), 2),
             "processed_tokens": state.processed_tokens,

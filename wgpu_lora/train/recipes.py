@@ -1,4 +1,4 @@
-"""Where a run's options come from: what was given, over a recipe, or over the run that is resumed."""
+"""The options of a run: given ones, over those of a recipe or of the run that is resumed."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from wgpu_lora.train.arguments import OUTPUT, TrainingArguments, from_values, na
 def gather(
     given: Mapping[str, Any], recipe: str | None, where: str, demo: bool = True, beside: str | None = None
 ) -> tuple[TrainingArguments, Path | None]:
-    """The options that were given, over a recipe's or those of a run that is resumed; also the recipe's path.
+    """The given options, over those of a recipe or of a resumed run; also the recipe's path.
 
-    With `demo`, where neither a recipe nor data nor another model is named, it is the demo's recipe. `beside` is a
-    pipeline's first checkpoint directory, which finds the pipeline's record where no output is named.
+    With `demo`, the demo's recipe is used if neither a recipe nor data nor another model is given. `beside` is a
+    pipeline's first checkpoint directory, which leads to the pipeline's record if no output is given.
     """
     given = named(given, where)
     if given.get("resume"):
-        from wgpu_lora.train.resume import take_up  # which brings the GPU's library: --help needs none
+        from wgpu_lora.train.resume import resumed_options  # imports wgpu, which --help does not need
 
         path = find_recipe(recipe) if recipe else None
         values = {**(named(read_recipe(path), f"The recipe {path}") if path else {}), **given}
-        return take_up(values, Path(values.get("output") or beside or _last_output()), where), path
+        return resumed_options(values, Path(values.get("output") or beside or _last_output()), where), path
     if demo and recipe is None and not given.get("data") and given.get("model") in (None, "demo"):
         recipe = "demo"
     if recipe is None:
@@ -37,18 +37,18 @@ def gather(
 
 
 def recipe_arguments(path: Path) -> TrainingArguments:
-    """The options of a recipe's file, over the defaults."""
+    """The options of a recipe file, over the defaults."""
     return from_values(read_recipe(path), f"The recipe {path}", names=IN_FILE)
 
 
 def _last_output() -> str:
-    """Where a run that nobody named is: the demo's or, where there is none, the directory that is taken by default."""
+    """The directory to resume if none is given: the demo's if it exists, else the default output."""
     demo = read_recipe(find_recipe("demo"))["output"]
     return demo if Path(demo).exists() else OUTPUT
 
 
 def find_recipe(name: str) -> Path:
-    """A recipe file by its path, or one of the bundled ones by its name."""
+    """A recipe file by path, or a bundled one by name."""
     bundled = asset_dir("recipes") / f"{name}.toml"
     return bundled if not Path(name).exists() and bundled.is_file() else Path(name)
 
@@ -57,9 +57,9 @@ def read_recipe(path: Path) -> dict[str, Any]:
     """A flat TOML file of option names and values."""
     if not path.exists():
         names = ", ".join(sorted(p.stem for p in asset_dir("recipes").glob("*.toml")))
-        raise UserError(f"The recipe {path} does not exist: give a TOML file, or a bundled one ({names}).")
+        raise UserError(f"The recipe {path} does not exist: give a TOML file, or the name of a bundled one ({names}).")
     values = read_toml(path, "The recipe")
     nested = [key for key, value in values.items() if isinstance(value, dict)]
     if nested:
-        raise UserError(f"The recipe {path} has a table [{nested[0]}]: recipes are flat, one option a line.")
+        raise UserError(f"The recipe {path} has a table [{nested[0]}]: recipes are flat, one option per line.")
     return values

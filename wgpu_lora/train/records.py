@@ -1,4 +1,4 @@
-"""run.json and pipeline.json as Python has them: `RunRecord`, and `PipelineRecord` of several adapters."""
+"""run.json and pipeline.json in Python: `RunRecord`, and `PipelineRecord` for several adapters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUN, PIPELINE = "run.json", "pipeline.json"
 
 @dataclass(frozen=True)
 class Data:
-    """Rows that were read: where from, the SHA-256 of what they became, and what that was, in a line."""
+    """Training data: path, SHA-256 of the file or of the rows, and a summary in one line."""
 
     path: str
     digest: str
@@ -30,7 +30,7 @@ class Data:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Rows that were held out."""
+    """Held-out data: path, and SHA-256 of the file or of the rows."""
 
     path: str
     digest: str
@@ -38,7 +38,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the device: planned by group, planned at the peak, and what was allocated at the most."""
+    """Bytes on the device: planned by group, planned peak, and allocated peak."""
 
     groups: dict[str, int]
     peak: int
@@ -47,7 +47,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class UsedDevice:
-    """The device that a run was computed on. kind: discrete, integrated, software ..."""
+    """The device of a run. kind: discrete, integrated, software ..."""
 
     name: str
     driver: str
@@ -59,7 +59,7 @@ class UsedDevice:
 
 @dataclass(frozen=True)
 class Environment:
-    """Versions by package, the operating system, the device and the command line: what else a run depends on."""
+    """Versions by package, operating system, device and command line."""
 
     versions: dict[str, str]
     platform: str
@@ -69,15 +69,15 @@ class Environment:
 
 @dataclass(frozen=True, repr=False)
 class RunRecord:
-    """What run.json holds of a run that has ended.
+    """The contents of run.json for a run that has ended.
 
     Attributes:
-        stop_reason: one of `ending.STOP_TEXT`. signal: the name of the signal that interrupted it, if one did.
-        damaged_log_lines: lines of log.jsonl that were left out when it was resumed.
-        options: all of them, as the run had them. state: steps, tokens, seconds and losses.
-        base_digest: of the base's names, shapes and the edges of its shards; base_sha256: of all its values.
-        adapter_sha256, init_adapter_sha256: of the adapter's weights, and of those that it began from.
-        trainable_parameters: of the adapter.
+        stop_reason: one of `ending.STOP_TEXT`. signal: name of the signal that interrupted the run, if any.
+        damaged_log_lines: lines of log.jsonl that were dropped when the run was resumed.
+        options: of the run. state: steps, tokens, seconds and losses.
+        base_digest: of the base model's names, shapes and the edges of its shards; base_sha256: of all its values.
+        adapter_sha256, init_adapter_sha256: of the adapter's weights, and of those that it started from.
+        trainable_parameters: number of the adapter's parameters.
     """
 
     stop_reason: str
@@ -102,7 +102,7 @@ class RunRecord:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that were taken."""
+        """Optimizer steps taken."""
         return self.state.step
 
     @property
@@ -112,41 +112,41 @@ class RunRecord:
 
     @property
     def eval_loss(self) -> float | None:
-        """The last held-out loss; None where nothing is held out."""
+        """The last held-out loss; None without held-out rows."""
         return self.state.last_eval_loss
 
     @property
     def directory(self) -> Path:
-        """Where the adapter is."""
+        """The directory of the adapter."""
         return self.options.directory
 
     def to_json(self) -> dict[str, Any]:
-        """What run.json holds."""
+        """The contents of run.json."""
         return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod
     def from_json(cls, facts: Any, path: Path = Path(RUN)) -> RunRecord:
-        """The record that run.json holds; `path` is what errors name.
+        """Create the record from the contents of run.json; `path` is named in errors.
 
         Raises:
-            NewerSchemaError: a later version wrote it. UserError: an option cannot be.
-            ValueError: something else is missing, or of another type.
+            NewerSchemaError: it is from a newer version. UserError: an option is invalid.
+            ValueError: another value is missing or has the wrong type.
         """
         schema_of(facts, path)
         return built(cls, facts)
 
     @classmethod
     def read(cls, directory: Path) -> RunRecord:
-        """Reads the run.json of a run's directory.
+        """Read run.json from a run's directory.
 
         Raises:
-            UserError: there is none, it is damaged, or a later version wrote it.
+            UserError: it is missing, damaged, or from a newer version.
         """
         path = directory / RUN
         try:
             return cls.from_json(json.loads(path.read_text(encoding="utf-8")), path)
         except (FileNotFoundError, NotADirectoryError):
-            raise UserError(f"{directory} holds no finished run (there is no {RUN}): give its --output.") from None
+            raise UserError(f"{directory} has no finished run (there is no {RUN}): give the --output of one.") from None
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"The run in {directory} cannot be read: {error}.") from error
 
@@ -159,7 +159,7 @@ class RunRecord:
         return f"RunRecord(stop_reason={self.stop_reason!r}, steps={self.steps}{shown}, output={self.options.output!r})"
 
     def __getitem__(self, name: str) -> Any:
-        """As version 0.1.0 returned run.json's contents; to be removed in the version after this one."""
+        """Access by key, like the dict that version 0.1.0 returned; to be removed in the next version."""
         message = f"a RunRecord has attributes: use result.{name} instead of result[{name!r}], or result.to_json()"
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         return self.to_json()[name]
@@ -177,7 +177,7 @@ class AdapterLosses:
 
 @dataclass(frozen=True)
 class AdapterRecord:
-    """What became of an adapter of a pipeline; more is in the run.json of its own directory, `checkpoint`."""
+    """The result of a pipeline's adapter; its directory, `checkpoint`, has a run.json with more."""
 
     slot: int
     name: str
@@ -200,7 +200,7 @@ class AdapterRecord:
 
 @dataclass(frozen=True, repr=False)
 class PipelineRecord:
-    """What pipeline.json holds. options: those of all adapters. step: steps of the whole, of whichever adapters."""
+    """The contents of pipeline.json. options: common to all adapters. step: steps of the pipeline, by any adapter."""
 
     step: int
     signal: str | None
@@ -212,13 +212,13 @@ class PipelineRecord:
     environment: Environment
 
     def to_json(self) -> dict[str, Any]:
-        """What pipeline.json holds."""
+        """The contents of pipeline.json."""
         return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod
     def from_json(cls, facts: Any, path: Path = Path(PIPELINE)) -> PipelineRecord:
-        """The record that pipeline.json holds; raises as `RunRecord.from_json`."""
-        if schema_of(facts, path) == 1:  # which had them among the options
+        """Create the record from the contents of pipeline.json; raises as `RunRecord.from_json`."""
+        if schema_of(facts, path) == 1:  # which has them among the options
             facts = {**facts, **_of_options(facts, "schedule", "batch_tokens")}
         return built(cls, facts)
 
@@ -231,7 +231,7 @@ class PipelineRecord:
 
 
 def _of_options(facts: dict[str, Any], *names: str) -> dict[str, Any]:
-    """These of the options, as facts of their own, and the options without them."""
+    """These of the options as facts of their own, and the options without them."""
     options = facts.get("options")
     if not isinstance(options, dict):
         return {}

@@ -1,4 +1,4 @@
-"""Going on with a run: whose options hold, what may differ, and how far it goes now."""
+"""Resuming a run: its options, which of them may change, and how far it continues."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from wgpu_lora.train.state import STATE, RunState
 from wgpu_lora.train.stream import DataStream
 from wgpu_lora.words import counted
 
-UNTIMED_STEPS = 100  # what a timed run's schedule assumes until its steps have been timed
+UNTIMED_STEPS = 100  # assumed by a timed run's schedule until steps have been timed
 FILES = ("data", "eval_data", "model", "init_adapter")
 MAY_CHANGE = sorted((FREE_ON_RESUME | set(PLAN)) - {"resume"})
 
 
-def take_up(given: Mapping[str, Any], directory: Path, where: str) -> TrainingArguments:
-    """The options of the run, or the pipeline, in a directory, under those given again that may differ.
+def resumed_options(given: Mapping[str, Any], directory: Path, where: str) -> TrainingArguments:
+    """The options of the run or pipeline in a directory, updated by given options that may change.
 
     Raises:
-        UserError: there is no run to go on with, its checkpoint is damaged, or an option contradicts the run's.
+        UserError: there is no run to resume, its checkpoint is damaged, or an option contradicts the run's.
     """
     home = home_of(directory)
     if home:
@@ -42,10 +42,10 @@ def take_up(given: Mapping[str, Any], directory: Path, where: str) -> TrainingAr
 
 
 def continued(given: Mapping[str, Any], options: Any, began_in: Any, directory: Path, where: str) -> TrainingArguments:
-    """Recorded options, under those that are given again and may differ.
+    """Recorded options, updated by given options that may change.
 
     Args:
-        options, began_in: what the record says, and the working directory that its relative paths are of.
+        options, began_in: recorded options, and the working directory that their relative paths refer to.
     """
     if not isinstance(options, dict):
         raise UserError(f"The record of the run in {directory} has no options: start again in another directory.")
@@ -55,13 +55,13 @@ def continued(given: Mapping[str, Any], options: Any, began_in: Any, directory: 
         if name not in FREE_ON_RESUME and name not in PLAN and value != getattr(before, name):
             raise differs(name, getattr(before, name), value)
     if asked.num_train_epochs != before.num_train_epochs and asked.max_steps == before.max_steps:
-        asked = replace(asked, max_steps=-1)  # which would win over the epochs that are asked for now
+        asked = replace(asked, max_steps=-1)  # it would override the new number of epochs
     moved: dict[str, Any] = {name: found_from(began_in, getattr(asked, name)) for name in FILES if name not in given}
     return replace(asked, resume=True, output=str(directory), **moved)
 
 
 def found_from(began_in: Any, path: str | None) -> str | None:
-    """A recorded path as it is found from here: a relative one may be of the directory where the run began."""
+    """A recorded path as seen from here; a relative one may refer to the directory where the run started."""
     if path is None or Path(path).exists() or not isinstance(began_in, str):
         return path
     there = Path(began_in) / path
@@ -77,28 +77,28 @@ def nothing_in(directory: Path) -> UserError:
 
 def differs(name: str, before: Any, now: Any) -> UserError:
     return UserError(
-        f"{flag('resume')} needs the options of the run it continues: {flag(name)} was {before!r}, not {now!r}; leave "
+        f"{flag('resume')} needs the same options as the original run: {flag(name)} was {before!r}, not {now!r}; leave "
         f"it out, since only these may change: {', '.join(map(flag, MAY_CHANGE))}."
     )
 
 
 def plan_of(options: Mapping[str, Any], args: TrainingArguments, place: Path) -> TrainingArguments:
-    """`args` with what the record of the checkpoint in `place` says of how far the run was to go.
+    """`args` with the planned length of the run from the record of the checkpoint in `place`.
 
     Raises:
-        UserError: the record says nothing of it, or what cannot be.
+        UserError: the record does not have it, or it is invalid.
     """
     try:
         return from_values({name: options[name] for name in PLAN}, STATE, args)
     except (KeyError, UserError):
-        raise checkpoint.refuse(place, f"the options in {STATE} are not those of a run") from None
+        raise checkpoint.refuse(place, f"the options in {STATE} are invalid") from None
 
 
 def extended(state: RunState, planned: TrainingArguments, stream: DataStream) -> int:
-    """Steps in all of a run that goes on, by its options now; those of its record where they are the same.
+    """Total steps of a resumed run, by its current options; the recorded number if these have not changed.
 
     Raises:
-        UserError: more have been taken already, or a time has become a number of steps.
+        UserError: the run has already exceeded them, or a time was exchanged for a number of steps.
     """
     args = stream.args
     changed = [name for name in PLAN if getattr(args, name) != getattr(planned, name)]
@@ -109,30 +109,30 @@ def extended(state: RunState, planned: TrainingArguments, stream: DataStream) ->
         began, now = (time, counts) if planned.target_seconds else (counts, time)
         raise UserError(
             f"The run in {args.directory} was planned by {began}, so {flag('resume')} cannot extend it by {now}: give "
-            f"more of {began}."
+            f"a larger {began}."
         )
     if args.target_seconds:
         if args.target_seconds < state.seconds:
             raise UserError(
-                f"The run in {args.directory} has used {state.seconds:,.1f} s already, more than "
-                f"{setting('target_seconds', args.target_seconds)}: ask for more than that."
+                f"The run in {args.directory} has already used {state.seconds:,.1f} s, more than "
+                f"{setting('target_seconds', args.target_seconds)}: give a larger value."
             )
         return max(state.total_steps, state.step + UNTIMED_STEPS)
     total = stream.total_steps()
     if total < state.step:
         asked = " and ".join(setting(name, getattr(args, name)) for name in changed)
         raise UserError(
-            f"The run in {args.directory} has taken {counted(state.step, 'step')} already, more than the {total:,} of "
-            f"{asked}: ask for more than that."
+            f"The run in {args.directory} has already taken {counted(state.step, 'step')}, more than the {total:,} of "
+            f"{asked}: give a larger value."
         )
     return total
 
 
-def outlook(state: RunState, planned: TrainingArguments, stream: DataStream, own: Sequence[str] = ()) -> str:
-    """What a resumed run is about to do, for a person.
+def resume_note(state: RunState, planned: TrainingArguments, stream: DataStream, own: Sequence[str] = ()) -> str:
+    """What a resumed run will do, as text for the user.
 
     Args:
-        own: options of PLAN that its adapters' file sets for it, which win over those of all adapters.
+        own: options of PLAN that the adapters file sets for it, which override those of all adapters.
 
     Raises:
         UserError: as `extended`.
@@ -141,38 +141,38 @@ def outlook(state: RunState, planned: TrainingArguments, stream: DataStream, own
     if args.target_seconds:
         left = args.target_seconds - state.seconds
         if left <= state.heldout_seconds or (state.calibrated and state.step >= total):
-            return f"finished already; more of {flag('target_seconds')} extends it"
-        return f"goes on after step {state.step:,}, for {left:,.1f} s more"
-    text = f"goes on after step {state.step:,} of {state.total_steps:,}"
+            return f"already finished; a larger {flag('target_seconds')} extends it"
+        return f"continues after step {state.step:,}, for {left:,.1f} s more"
+    text = f"continues after step {state.step:,} of {state.total_steps:,}"
     if total == state.total_steps:
         more = either("num_train_epochs", "max_steps")
         if own:
-            more = f"{' or '.join(repr('epochs' if name == PLAN[0] else name) for name in own)} in its adapters' file"
-        done = f"finished already; more of {more} extends it"
+            more = f"{' or '.join(repr('epochs' if name == PLAN[0] else name) for name in own)} in the adapters file"
+        done = f"already finished; a larger {more} extends it"
         return done if state.step >= total else text
-    text += f", to {total:,} steps"
+    text += f", up to {total:,} steps"
     kind = args.lr_scheduler_type
     warm = [warmup_steps(count, args.warmup_ratio, args.warmup_steps) for count in (state.total_steps, total)]
     if kind == "constant" or (kind == "constant_with_warmup" and warm[0] == warm[1]):
-        return f"{text}, as one run of {total:,} steps would have gone"
+        return f"{text}, with the same result as a single run of {total:,} steps"
     rate = learning_rate(kind, args.learning_rate, state.step, total, warm[1])
     return (
-        f"{text}: the {kind} schedule is now that of {total:,} steps, so the learning rate of the next is {rate:.2e}, "
-        "and the result is not that of one run (a constant schedule's is)"
+        f"{text}: the {kind} schedule is now that of {total:,} steps, so the next learning rate is {rate:.2e} and the "
+        "result differs from that of a single run (with a constant schedule, it would not)"
     )
 
 
-def go_on(state: RunState, options: dict[str, Any], stream: DataStream, place: Path) -> None:
-    """Sets how far a run goes that is resumed from a checkpoint, whose record has these options.
+def set_length(state: RunState, options: dict[str, Any], stream: DataStream, place: Path) -> None:
+    """Set the total steps of a run that is resumed from a checkpoint whose record has these options.
 
     Raises:
-        UserError: the state is not one that these data lead to, or as `extended`.
+        UserError: the state does not match the data, or as `extended`.
     """
     args = stream.args
     planned = plan_of(options, args, place)
     total = state.total_steps if planned.target_seconds else DataStream(stream.prepared, planned).total_steps()
     if state.total_steps != total:
-        wrong = f"{STATE} says {state.total_steps} steps in all, but there are {total}"
+        wrong = f"{STATE} says {state.total_steps} steps in total, but there are {total}"
     elif state.step > total and not planned.target_seconds:
         wrong = f"{STATE} says step {state.step} of {total}"
     elif stream.position(state.step) != (state.epoch, state.index) or len(state.pending) > state.step:
@@ -185,7 +185,7 @@ def go_on(state: RunState, options: dict[str, Any], stream: DataStream, place: P
 
 
 def refuse_used(directory: Path) -> None:
-    """Raises UserError where a run or a pipeline has left something worth keeping; a log alone is not."""
+    """Raise UserError if a run or a pipeline has left anything worth keeping in a directory; a log alone is not."""
     if any((directory / name).exists() for name in (PIPELINE, STATE, MEMBER)):
         raise UserError(
             f"The directory {directory} already belongs to a pipeline: choose another, or continue it with "

@@ -1,4 +1,4 @@
-"""What an adapter's run is: its data, its options, and where it stands."""
+"""An adapter's run: its data, its options and its state."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from wgpu_lora.train.output import Log
 from wgpu_lora.train.state import RunState
 from wgpu_lora.train.stream import DataStream
 
-LOGGING_STEPS, SHORT = 10, 100  # a run of no more steps than SHORT logs every one
+LOGGING_STEPS, SHORT = 10, 100  # runs of at most SHORT steps log every step
 
 
 @dataclass
 class Run:
-    """Slot `slot` of a session. A fine-tune by itself is a pipeline of one.
+    """Slot `slot` of a session. A single run is a pipeline of one.
 
-    name: what a pipeline calls it; None by itself.
-    notes: what was chosen for it, and how it goes on, for a person.
+    name: in a pipeline; None for a single run.
+    notes: on chosen options and resuming, for the user.
     """
 
     slot: int
@@ -38,13 +38,13 @@ class Run:
     notes: tuple[str, ...] = ()
     state: RunState = field(default_factory=RunState)
     resumed_from: Path | None = None
-    weights_sha256: str | None = None  # of the base, once it is loaded
-    log: Log = field(init=False, repr=False, compare=False)  # from when it begins
+    weights_sha256: str | None = None  # of the base, once loaded
+    log: Log = field(init=False, repr=False, compare=False)  # once the run has started
 
     @property
     def adapter_name(self) -> str:
-        """The name of an adapter of a pipeline."""
-        assert self.name is not None, "a run by itself has no name"
+        """The name of a pipeline's adapter."""
+        assert self.name is not None, "a single run has no name"
         return self.name
 
     @property
@@ -52,12 +52,12 @@ class Run:
         return self.args.directory
 
     def logs(self, step: int, heldout: bool) -> bool:
-        """Whether a step has a line in the log: one of the last, and of a held-out loss, always has."""
+        """Whether a step is logged; the last one, and those with a held-out loss, always are."""
         every = self.args.logging_steps or (1 if self.state.total_steps <= SHORT else LOGGING_STEPS)
         return heldout or step % every == 0 or step >= self.state.total_steps
 
     def identity(self) -> dict[str, Any]:
-        """What a resumed run must share with the one it continues, and how far it was to go."""
+        """What a resumed run must have in common with the run it continues, and the planned length."""
         options = {k: v for k, v in self.args.as_dict().items() if k not in FREE_ON_RESUME and k != "init_adapter"}
         base = {"base": self.base_digest, "config": self.config_digest, "weights": self.weights_sha256}
         return {"options": options, "data": self.stream.rows_digest(), **base}

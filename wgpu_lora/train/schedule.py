@@ -1,4 +1,4 @@
-"""Learning rates, step by step: transformers' schedules, but for a first step that is never at rate 0."""
+"""Learning-rate schedules, as in transformers, except that the first step never has a rate of 0."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 
 
 def learning_rate(kind: str, peak: float, step: int, total: int, warmup: int) -> float:
-    """The rate of the 0-based `step` of `total`, rising linearly over the first `warmup` to reach its peak after them.
+    """The rate of the 0-based `step` of `total`, with a linear warm-up to the peak over the first `warmup` steps.
 
-    cosine falls to 0 along half a cosine, linear along a line; `constant` does not even rise. transformers' first step
-    has the rate 0 and trains nothing: these are its schedules of `warmup` + 1 and `total` + 1 steps without that one.
+    cosine falls to 0 along half a cosine, linear along a line; `constant` has no warm-up. In transformers, the first
+    step has a rate of 0 and trains nothing: these are its schedules of `warmup` + 1 and `total` + 1 steps without it.
     """
     if kind == "constant":
         return peak
@@ -24,5 +24,5 @@ def learning_rate(kind: str, peak: float, step: int, total: int, warmup: int) ->
 
 
 def warmup_steps(total: int, ratio: float, steps: int = 0) -> int:
-    """Steps of warm-up: `steps`, or else `ratio` of all, but never all of them."""
+    """Warm-up steps: `steps`, or else `ratio` of all, but never all of them."""
     return min(steps or math.ceil(total * ratio), max(0, total - 1))

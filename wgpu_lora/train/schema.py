@@ -1,7 +1,7 @@
-"""The schema of everything that a run writes to resume from or to be read later: one number, and who may read it.
+"""The schema of a run's files, and which versions can read them.
 
-Schema 1 is that of version 0.1.0, whose files carry no number. This version writes SCHEMA and reads it and the one
-before. What a file lacks because an earlier version did not know it has its default; a newer file is refused.
+Schema 1 is that of version 0.1.0, whose files have no number. This version writes SCHEMA, and reads it and the one
+before. Values missing in an older file have their defaults; a newer file is refused.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ SCHEMA = 2
 
 
 class NewerSchemaError(UserError):
-    """A file of a newer version, which is not damaged and must not be taken for it."""
+    """A file from a newer version, which must not be treated as damaged."""
 
 
 def schema_of(facts: Any, path: Path) -> int:
-    """The schema of the JSON that a file holds.
+    """The schema of a file's JSON.
 
     Raises:
-        NewerSchemaError: this version does not know it. ValueError: it is none.
+        NewerSchemaError: it is newer than this version. ValueError: it is invalid.
     """
     if not isinstance(facts, dict):
-        raise ValueError(f"{path.name} holds no object")
+        raise ValueError(f"{path.name} is not a JSON object")
     found = facts.get("schema", 1)
     if type(found) is not int or found < 1:
         raise ValueError(f"the schema of {path.name} is {found!r:.40}")

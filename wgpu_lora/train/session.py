@@ -1,4 +1,4 @@
-"""Everything a training run records and allocates: known to the byte before anything exists."""
+"""The programs and buffers of a training run, whose memory is known to the byte before anything is allocated."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.objectives.base import Group, Objective
 from wgpu_lora.train.optimizer import Optimizer
 
-ADVISED = ("per_device_train_batch_size", "max_length")  # where the device refuses a plan
+ADVISED = ("per_device_train_batch_size", "max_length")  # if a plan exceeds the device's limits
 GROUPS = ("base", "adapters", "optimizer", "activations", "workspace")
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by group while training, and while loading; the peak is the larger."""
+    """Bytes by group during training, and during loading; the peak is the larger of the two."""
 
     groups: dict[str, int]
     loading: int
@@ -45,15 +45,15 @@ class MemoryPlan:
 
 
 class Session:
-    """The programs of a run: forward and backward for each bucket of tokens, the update, held-out loss.
+    """The programs of a run: forward and backward passes for each bucket of tokens, the update, and held-out loss.
 
     Args:
-        buckets: tokens of the batches to record, ascending.
-        objectives: of each slot; the default one where it is None.
+        buckets: batch sizes in tokens to record, ascending.
+        objectives: one per slot; None is the default objective.
         optim: one of OPTIMIZERS.
         eval_tokens: tokens of a held-out batch, 0 for none.
-        positions: longest row.
-        compute_dtype: what activations are rounded to before a frozen matrix (see ops.half).
+        positions: length of the longest row.
+        compute_dtype: type that the inputs of frozen matmuls are rounded to (see ops.half).
     """
 
     @advising(*ADVISED)
@@ -107,14 +107,14 @@ class Session:
 
     @advising(*ADVISED)
     def memory(self) -> MemoryPlan:
-        """The exact bytes of every buffer that `allocate` creates. Raises UserError where a tensor cannot be bound."""
+        """The exact bytes of every buffer that `allocate` creates. Raises UserError if a tensor cannot be bound."""
         groups = dict.fromkeys(GROUPS, 0) | total_by_group(self.storages())
         groups["activations"] += sum(self._arena_sizes())
         model = self.model.decoder
         return MemoryPlan(groups, total_by_group(model.storages())["base"] + staging_bytes(model))
 
     def needs(self) -> int:
-        """Bytes that `allocate` adds at the most to what is on the device."""
+        """Maximum bytes that `allocate` adds on the device."""
         plan = self.memory()
         return plan.training - plan.groups["base"] if self.model.weights_loaded else plan.peak
 
@@ -122,10 +122,10 @@ class Session:
 
     @advising(*ADVISED)
     def allocate(self, events: Events = SILENT, choices: Choices = NO_CHOICES) -> None:
-        """Loads the base, then creates every other buffer; the programs are built in the tilings of `choices`.
+        """Load the base, then create all other buffers; the programs are built with the tilings in `choices`.
 
         Raises:
-            UserError: others hold the memory.
+            UserError: the memory is in use.
         """
         self.choices = choices
         self._claim.enter_context(claim(self.device, self.needs(), "a training step"))
@@ -140,17 +140,17 @@ class Session:
         self.tables.upload(self.device)
 
     def begin(self) -> None:
-        """Zeroes the totals of a step; gradients were zeroed by the last update."""
+        """Zero the totals of a step; the last update has zeroed the gradients."""
         self.totals.clear(self.device)
 
     def accumulate(self, groups: Sequence[Group]) -> None:
-        """Adds losses, metrics and gradients of a batch of groups to those since `begin`."""
+        """Add the losses, metrics and gradients of a batch of groups to the totals since `begin`."""
         batch = self.batch_for(groups)
         batch.upload(groups)
         batch.program.run()
 
     def batch_for(self, groups: Sequence[Group]) -> Batch:
-        """The smallest bucket that holds the groups, its pipelines compiled on first use."""
+        """The smallest bucket that holds the groups; its compute pipelines are compiled on first use."""
         tokens = sum(group.tokens for group in groups)
         bucket = min(size for size in self.steps if size >= tokens)
         batch = self.steps[bucket]
@@ -161,7 +161,7 @@ class Session:
         return batch
 
     def close(self) -> None:
-        """Frees everything but the base, which other runs may use."""
+        """Free everything except the base, which other runs may use."""
         release(self.device, self.storages() - self.model.decoder.storages())
         if self.arena:
             self.arena.free()

@@ -1,4 +1,4 @@
-"""One adapter's run in its directory: how it begins, what it keeps, how it ends."""
+"""One adapter's run in its directory: how it starts, what it saves, and how it ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from wgpu_lora.train.heldout import heldout_loss
 from wgpu_lora.train.initial import SeededMatrices
 from wgpu_lora.train.output import Log
 from wgpu_lora.train.records import RunRecord
-from wgpu_lora.train.resume import UNTIMED_STEPS, differs, go_on, nothing_in, refuse_used
+from wgpu_lora.train.resume import UNTIMED_STEPS, differs, nothing_in, refuse_used, set_length
 from wgpu_lora.train.run import Run
 from wgpu_lora.train.schedule import learning_rate, warmup_steps
 from wgpu_lora.train.session import Session
@@ -34,23 +34,26 @@ from wgpu_lora.train.stream import DataStream
 class AdapterRun(Run):
     """A run in a session, and its directory."""
 
-    _began_with: str | None = None  # weights_sha256 of the run that is resumed
+    _began_with: str | None = None  # weights_sha256 of the resumed run
 
     # -- beginning -------------------------------------------------------------------------------------------------
 
     def prepare_directory(self) -> None:
-        """Makes or checks the output directory; with --resume finds where to go on.
+        """Create or check the output directory; with --resume, find the checkpoint to continue from.
 
         Raises:
-            UserError: the directory holds another run, or cannot be written, or there is nothing to resume.
+            UserError: the directory has another run, or is not writable, or there is nothing to resume.
         """
         directory = self.directory
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"The output directory {directory} cannot be made: {error.strerror}.") from error
+            raise UserError(
+                f"The output directory {directory} cannot be created ({error.strerror}): choose another "
+                f"{flag('output')}."
+            ) from error
         if not os.access(directory, os.W_OK):
-            raise UserError(f"The output directory {directory} cannot be written: choose another {flag('output')}.")
+            raise UserError(f"The output directory {directory} is not writable: choose another {flag('output')}.")
         checkpoint.sweep_run(directory)
         if self.args.resume:
             self._find_checkpoint()
@@ -64,38 +67,38 @@ class AdapterRun(Run):
             raise nothing_in(self.directory)
         self.state, before = checkpoint.check(self.resumed_from)
         now = self.identity()
-        began = TrainingArguments().as_dict() | before["options"]  # the version that wrote it may not have known all
+        began = TrainingArguments().as_dict() | before["options"]  # an older version may lack some
         for name, value in now["options"].items():
             if name not in PLAN and began[name] != value:
                 raise differs(name, began[name], value)
         model = self.args.model
         if before["data"] != now["data"]:
             raise UserError(
-                f"The rows of {self.stream.prepared.path} are not those that the run in {self.directory} began with, "
-                f"and {flag('resume')} needs them as they were: restore them, or train on these in another directory, "
-                f"from this run's adapter with {setting('init_adapter', str(self.directory))}."
+                f"The rows of {self.stream.prepared.path} have changed since the run in {self.directory} started, and "
+                f"{flag('resume')} needs the same rows: restore them, or train on the new ones in another directory, "
+                f"starting from this adapter with {setting('init_adapter', str(self.directory))}."
             )
         for name, what in (("base", "base model"), ("config", "configuration")):
             if before[name] != now[name]:
                 raise UserError(
-                    f"The {what} of {model} changed after the run in {self.directory} had begun, and {flag('resume')} "
-                    "needs it as it was: restore it, or start a new run."
+                    f"The {what} of {model} has changed since the run in {self.directory} started: restore it, or "
+                    "start a new run."
                 )
-        go_on(self.state, before["options"], self.stream, self.resumed_from)
+        set_length(self.state, before["options"], self.stream, self.resumed_from)
         self._began_with = before["weights"]
         checkpoint.remove_old(self.directory / checkpoint.STEPS, self.args.save_total_limit)
 
     def place(self, session: Session) -> None:
-        """Puts the initial, or the resumed, adapter on the device.
+        """Load the initial or resumed adapter onto the device.
 
         Raises:
-            UserError: the checkpoint is damaged, or the base's weights are not those that the run began with.
+            UserError: the checkpoint is damaged, or the base model's weights have changed.
         """
         self.weights_sha256 = session.model.weights_sha256
         if self.resumed_from:
             if self._began_with != self.weights_sha256:
                 raise UserError(
-                    f"The weights of {session.model.name} are not those that the run in {self.directory} began with: "
+                    f"The weights of {session.model.name} have changed since the run in {self.directory} started: "
                     "restore them, or start a new run."
                 )
             checkpoint.restore(self.resumed_from, session, self.slot)
@@ -110,7 +113,7 @@ class AdapterRun(Run):
         session.adapters.write(session.device, self.slot, self.initial)
 
     def _place_first(self, session: Session) -> None:
-        """Puts what the run began with on the device, also where it was resumed; the optimizer's state becomes zero."""
+        """Load the adapter that the run started from, even if resumed; the optimizer's state becomes zero."""
         initial = self.initial
         if self.resumed_from:
             began = (checkpoint.read_metadata(self.resumed_from).get("options") or {}).get("init_adapter")
@@ -121,27 +124,27 @@ class AdapterRun(Run):
     # -- during ----------------------------------------------------------------------------------------------------
 
     def rate(self) -> float:
-        """The learning rate of the step that is about to be taken."""
+        """The learning rate of the next step."""
         args, total = self.args, self.state.total_steps
         return learning_rate(args.lr_scheduler_type, args.learning_rate, self.state.step, total, self.warmup(total))
 
     def warmup(self, total: int) -> int:
-        """Steps of `total` over which the rate rises."""
+        """Warm-up steps out of `total`."""
         args = self.args
         rises = args.lr_scheduler_type != "constant"
         return warmup_steps(total, args.warmup_ratio, args.warmup_steps) if rises else 0
 
     def save(self, session: Session, events: Events = SILENT) -> None:
-        """Keeps a checkpoint of this step, and the newest --save-total-limit of those before."""
+        """Save a checkpoint of this step; keeps the newest --save-total-limit of the earlier ones."""
         steps = self.directory / checkpoint.STEPS
         final = steps / f"step-{self.state.step}"
-        if not final.is_dir():  # else saved, or resumed from, at this very step
+        if not final.is_dir():  # else this step was saved, or resumed from
             self.write_checkpoint(session, final)
             events.saved(final, self.state.step, None)
         checkpoint.remove_old(steps, self.args.save_total_limit)
 
     def save_epoch(self, session: Session, number: int) -> None:
-        """Keeps what a pipeline's adapter is after an epoch, and the newest --save-total-limit of those."""
+        """Save a pipeline's adapter after an epoch; keeps the newest --save-total-limit of these."""
         self.write_checkpoint(session, self.directory / EPOCH.format(number))
         checkpoint.remove_old_epochs(self.directory, self.args.save_total_limit)
 
@@ -150,10 +153,10 @@ class AdapterRun(Run):
         checkpoint.write_checkpoint(final, session, self.slot, self.adapter, self.state, facts)
 
     def fall_back(self, session: Session) -> None:
-        """Puts the newest checkpoint before the last update, which ruined the adapter, on the device; else the first.
+        """Load the newest checkpoint from before the update that ruined the adapter, else the initial adapter.
 
-        A checkpoint of an earlier step is known to be sound, since the loss of the step after it was finite. Later ones
-        are of the ruined adapter, and a run that is resumed must not find them.
+        A checkpoint of an earlier step is known to be good, since the loss of the step after it was finite. Later ones
+        contain the ruined adapter and are removed, so that a resumed run does not find them.
         """
         root, steps = self.directory, self.directory / checkpoint.STEPS
         places = [root / checkpoint.LAST, root / BEST, *root.glob(EPOCH.format("*")), *steps.glob("step-*")]
@@ -170,7 +173,7 @@ class AdapterRun(Run):
             )
             self._place_first(session)
         for state, place in kept:
-            if state.step > self.state.step and place.name != checkpoint.LAST:  # which the pipeline replaces
+            if state.step > self.state.step and place.name != checkpoint.LAST:  # the pipeline replaces that one
                 checkpoint.remove(place)
 
     def write_adapter(self, session: Session, directory: Path) -> None:
@@ -178,9 +181,9 @@ class AdapterRun(Run):
         write_adapter(directory, adapter_tensors(matrices, self.adapter), self.adapter)
 
     def measure_heldout(self, session: Session, events: Events) -> dict[str, float]:
-        """The held-out `eval_loss` and metrics, {} where they are not finite; a new best one is kept in best/.
+        """Measure the held-out `eval_loss` and metrics, {} if not finite; a new best adapter is saved in best/.
 
-        Before the first step it is only what later ones are compared with.
+        Before the first step, the loss is only a baseline.
         """
         if not self.heldout or not session.heldout:
             return {}
@@ -204,9 +207,9 @@ class AdapterRun(Run):
     # -- end -------------------------------------------------------------------------------------------------------
 
     def finish(self, session: Session, stop_reason: str, stop_signal: str | None = None) -> RunRecord:
-        """Writes the final adapter, run.json and the card.
+        """Write the final adapter, run.json and the model card.
 
-        stop_signal: the name of the signal that interrupted it, if one did.
+        stop_signal: name of the signal that interrupted the run, if any.
         """
         self.write_adapter(session, self.directory)
         for place in (self.directory, self.directory / BEST):

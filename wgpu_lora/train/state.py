@@ -1,4 +1,4 @@
-"""What a slot's run has come to, and state.json, which keeps it."""
+"""The state of a slot's run, and state.json, which stores it."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.train.schema import schema_of
 
 STATE = "state.json"
-MAX_STATE_BYTES, MAX_STATE_PARTS = 256 << 20, 16 << 20  # a loss for every step since the last log line
+MAX_STATE_BYTES, MAX_STATE_PARTS = 256 << 20, 16 << 20  # it has a loss for every step since the last log line
 
 
 @dataclass
 class RunState:
-    """All of a run that is not on the device."""
+    """All state of a run that is not on the device."""
 
     step: int = 0
     epoch: int = 0
-    index: int = 0  # the next step within the epoch
+    index: int = 0  # of the next step within the epoch
     total_steps: int = 0
-    tokens: int = 0  # learnt
-    processed_tokens: int = 0  # that went through the model, prompts included
+    tokens: int = 0  # trained tokens
+    processed_tokens: int = 0  # all tokens, prompts included
     seconds: float = 0.0
     calibrated: bool = False
-    heldout_seconds: float = 0.0  # of one held-out loss, where there is a time to keep to
+    heldout_seconds: float = 0.0  # of one held-out loss, measured with --target-seconds
     first_eval_loss: float | None = None  # before the first step
     best_eval_loss: float | None = None
     best_step: int = 0
     last_loss: float | None = None
     last_eval_loss: float | None = None
-    # Chosen for heavy calls. Another tiling rounds differently, so a resumed run keeps its own.
+    # Chosen tilings of heavy calls. Another tiling rounds differently, so a resumed run keeps them.
     tiles: dict[str, Tiling] = field(default_factory=dict)
     pending: list[float] = field(default_factory=list)  # losses of the steps since the last log line
     pending_tokens: int = 0
@@ -44,20 +44,20 @@ class RunState:
 
 
 def read_state(directory: Path) -> tuple[RunState, dict[str, Any]]:
-    """The state of a checkpoint, and the identity of the run that wrote it.
+    """Read a checkpoint's state, and the identity of the run that wrote it.
 
     Raises:
-        UserError: state.json is missing, no JSON object, or a later version's.
-        ValueError: a field is, or has, what none can be.
+        UserError: state.json is missing, not a JSON object, or from a newer version.
+        ValueError: a field is missing, unknown or invalid.
     """
     facts = read_json(directory / STATE, MAX_STATE_BYTES, MAX_STATE_PARTS)
     schema = schema_of(facts, directory / STATE)
     state, identity = facts.get("state"), facts.get("identity")
     known = {f.name for f in fields(RunState)}
     if not isinstance(state, dict) or not (set(state) <= known if schema == 1 else set(state) == known):
-        raise ValueError(f"the fields of 'state' in {STATE} are not those of a run")
+        raise ValueError(f"the fields of 'state' in {STATE} are invalid")
     if not _is_identity(identity):
-        raise ValueError(f"'identity' in {STATE} is not that of a run")
+        raise ValueError(f"'identity' in {STATE} is invalid")
     assert isinstance(identity, dict)
     for name, value in state.items():
         if not _RULES[name](value):
@@ -70,7 +70,7 @@ def is_count(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number, and finite."""
+    """Whether it is a finite number."""
     return type(value) in (int, float) and abs(value) <= 1e308 and math.isfinite(value)
 
 

@@ -28,7 +28,7 @@ class Step:
 
     @property
     def samples(self) -> list[int]:
-        """Of all its micro-batches."""
+        """The samples of all micro-batches."""
         return [sample for batch in self.micro_batches for sample in batch]
 
 
@@ -39,8 +39,8 @@ class DataStream:
     prepared: Prepared
     args: TrainingArguments
     _epochs: dict[int, list[list[list[int]]]] = field(default_factory=dict)
-    _total: int | None = None  # counting steps packs every epoch, and several ask
-    _digest: str | None = None  # every checkpoint has it
+    _total: int | None = None  # cached, since counting steps packs every epoch
+    _digest: str | None = None  # cached, since every checkpoint stores it
 
     @cached_property
     def objective(self) -> Objective:
@@ -48,7 +48,7 @@ class DataStream:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Tokens of each sample in a batch, a reference pass included."""
+        """Tokens of each sample in a batch, including a reference pass."""
         return group_lengths(self.prepared, self.objective)
 
     def epoch(self, number: int) -> list[list[list[int]]]:
@@ -63,7 +63,7 @@ class DataStream:
         return self._epochs[number]
 
     def total_steps(self) -> int:
-        """Steps of the run by --max-steps, else by --num-train-epochs."""
+        """Total steps of the run, by --max-steps or else by --num-train-epochs."""
         if self._total is None:
             self._total = self.args.max_steps if self.args.max_steps > 0 else self._count_steps()
         return self._total
@@ -75,7 +75,7 @@ class DataStream:
         return max(1, total + (math.ceil(part * len(self.epoch(whole))) if part else 0))
 
     def steps(self, epoch: int = 0, index: int = 0) -> Iterator[Step]:
-        """Steps from a position on, without end: the caller knows when to stop."""
+        """Steps from a position on, without end; the caller decides when to stop."""
         while True:
             made = self.epoch(epoch)
             for i in range(index, len(made)):
@@ -83,7 +83,7 @@ class DataStream:
             epoch, index = epoch + 1, 0
 
     def position(self, steps: int) -> tuple[int, int]:
-        """(epoch, index) of the step that follows this many."""
+        """(epoch, index) of the step that follows `steps` steps."""
         epoch = 0
         while steps >= len(self.epoch(epoch)):
             steps -= len(self.epoch(epoch))
@@ -91,7 +91,7 @@ class DataStream:
         return epoch, steps
 
     def step_before(self, epoch: int, index: int) -> Step | None:
-        """The step that leads to a position; None at the beginning."""
+        """The step before a position; None at the beginning."""
         if not index:
             if not epoch:
                 return None
@@ -100,15 +100,15 @@ class DataStream:
         return Step(epoch, index - 1, index == len(made), made[index - 1])
 
     def trained_tokens(self, samples: Iterable[int]) -> int:
-        """Tokens that are learnt."""
+        """Number of trained tokens."""
         return sum(row.trained_tokens for sample in samples for row in self.prepared.samples[sample])
 
     def processed_tokens(self, samples: Iterable[int]) -> int:
-        """Tokens that go through the model, prompts and reference passes included."""
+        """Number of tokens that pass through the model, including prompts and reference passes."""
         return sum(self.lengths[sample] for sample in samples)
 
     def units(self, samples: Sequence[int]) -> int:
-        """How many tokens or groups the loss of these samples is a mean over."""
+        """Number of tokens or groups that the loss of these samples is averaged over."""
         return self.trained_tokens(samples) if self.objective.unit == "token" else len(samples)
 
     def groups(self, step: Step, slot: int = 0) -> list[list[Group]]:
@@ -117,7 +117,7 @@ class DataStream:
         return [[self.group(i, weight, slot, step.epoch) for i in batch] for batch in step.micro_batches]
 
     def group(self, sample: int, weight: float, slot: int, epoch: int | None = None) -> Group:
-        """A sample as a batch has it; `epoch` is what its dropout is drawn by, None for none."""
+        """A sample as a group of a batch; `epoch` keys its dropout, None turns dropout off."""
         rows = self.prepared.samples[sample]
         draws = [None if epoch is None else self._draws(epoch, row.index, len(row.input_ids)) for row in rows]
         segments = [Segment(r.input_ids, r.labels, slot, d) for r, d in zip(rows, draws, strict=True)]
@@ -126,7 +126,7 @@ class DataStream:
         return Group(tuple(segments), slot, weight, self.prepared.value(sample))
 
     def _draws(self, epoch: int, row: int, length: int) -> np.ndarray | None:
-        """What dropout is drawn from: keyed by seed, epoch, row and token, so by nothing that packing changes."""
+        """Dropout keys, a function of seed, epoch, row and token only, so that packing does not change them."""
         p = self.args.lora_dropout
         if not p:
             return None
@@ -139,7 +139,7 @@ class DataStream:
         return draws
 
     def rows_digest(self) -> str:
-        """SHA-256 of the rows as they are trained on: of the data, the tokenizer and the chat template at once."""
+        """SHA-256 of the encoded rows, which covers the data, the tokenizer and the chat template."""
         if self._digest is None:
             self._digest = self._hash_rows()
         return self._digest
@@ -155,7 +155,7 @@ class DataStream:
     # -- shapes ----------------------------------------------------------------------------------------------------
 
     def buckets(self) -> list[int]:
-        """Tokens of the batches to record programs for, ascending; every batch fits the last."""
+        """Batch sizes in tokens to record programs for, ascending; every batch fits the last."""
         lengths = sorted(self.lengths)
         packing, rows, _ = self.args.batching
         if packing:
@@ -164,16 +164,16 @@ class DataStream:
 
 
 def group_lengths(prepared: Prepared, objective: Objective) -> list[int]:
-    """Tokens of each sample in a batch, a reference pass included."""
+    """Tokens of each sample in a batch, including a reference pass."""
     passes = 2 if objective.reference else 1
     return [passes * sum(len(row.input_ids) for row in rows) for rows in prepared.samples]
 
 
 def quarters(most: int) -> list[int]:
-    """Up to four batch sizes, ascending, so that a smaller batch costs less."""
+    """Up to four batch sizes, ascending, so that smaller batches cost less."""
     return sorted({_rounded(most * share // 4) for share in (1, 2, 3, 4)})
 
 
 def _rounded(tokens: int) -> int:
-    """Up to whole tiles of the matrix products."""
+    """Rounded up to whole tiles of the matrix products."""
     return max(16, -(-tokens // 16) * 16)

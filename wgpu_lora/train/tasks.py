@@ -1,4 +1,4 @@
-"""What the adapters of a pipeline are: --adapters DATA:CHECKPOINT, and adapters.toml."""
+"""The adapters of a pipeline: --adapters DATA:CHECKPOINT, and adapters.toml."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from wgpu_lora.names.naming import IN_FILE, flag, naming, renamed
 from wgpu_lora.train.arguments import TrainingArguments, from_values
 from wgpu_lora.train.resume import found_from
 
-# Keys of an [[adapter]] table, and the training options that they stand for.
+# Keys of an [[adapter]] table, and the corresponding training options.
 OPTIONS = {
     "rank": "lora_r",
     "alpha": "lora_alpha",
@@ -35,8 +35,8 @@ MAX_WEIGHT = 1_000_000
 class AdapterTask:
     """One adapter of a pipeline.
 
-    name: by default the checkpoint directory's. weight: batches a step, by those of an adapter of weight 1.
-    options: training options of its own, by the names of TrainingArguments. rows: rows from Python, by data and
+    name: by default that of the checkpoint directory. weight: batches per step, relative to an adapter of weight 1.
+    options: the adapter's own training options, by the names of TrainingArguments. rows: rows from Python, by data and
         eval_data.
     """
 
@@ -48,14 +48,14 @@ class AdapterTask:
     rows: Mapping[str, Source] = field(default_factory=dict)
 
     def arguments(self, base: TrainingArguments) -> TrainingArguments:
-        """The options of a run by itself that trains this adapter as the pipeline does.
+        """The options of a single run that trains this adapter as the pipeline does.
 
-        Batches a step that `base` leaves open stay open: `train.batching` chooses them, and knows the weight.
+        Batches per step stay unset if `base` does not set them: `train.batching` chooses them, and uses the weight.
         """
         given = base.gradient_accumulation_steps
         if given and given * self.weight < 1:
             raise UserError(
-                f"The adapter {self.name} of weight {self.weight:g} has less than a batch a step: set "
+                f"The adapter {self.name} of weight {self.weight:g} has less than one batch per step: set "
                 f"{flag('gradient_accumulation_steps')} to at least {math.ceil(1 / self.weight)}, or raise the weight."
             )
         own = from_values(self.options, f"The adapter {self.name}", base, renamed(KEYS, IN_FILE))
@@ -64,16 +64,16 @@ class AdapterTask:
 
 
 def task_of(values: Mapping[str, Any], where: str) -> AdapterTask:
-    """An adapter from the keys of an [[adapter]] table; `where` begins the errors.
+    """Create a task from the keys of an [[adapter]] table; `where` begins error messages.
 
     Raises:
-        UserError: a key is unknown or missing, or a value is not of its kind.
+        UserError: a key is unknown or missing, or a value has the wrong type.
     """
     values = _by_keys(values, where)
     for key in ("data", "checkpoint", "name"):
         given = values.get(key, "some")
         if not (isinstance(given, str | Path) and str(given).strip() and is_name(str(given))):
-            raise UserError(f"{where}: '{key}' must be some text in UTF-8, not {given!a:.80}.")
+            raise UserError(f"{where}: '{key}' must be UTF-8 text that is not empty, not {given!a:.80}.")
     for key in ("data", "checkpoint"):
         if key not in values:
             raise UserError(f"{where} has no '{key}': every adapter needs its data and a checkpoint directory.")
@@ -89,7 +89,7 @@ def task_of(values: Mapping[str, Any], where: str) -> AdapterTask:
 
 
 def _by_keys(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A table's values by the names in OWN and OPTIONS, options' own names and other programs' understood."""
+    """A table's values by the names in OWN and OPTIONS; option names, also of other programs, are accepted."""
     found: dict[str, Any] = {}
     with naming(IN_FILE):
         otherwise = f"choose among {', '.join([*OWN, *OPTIONS])}."
@@ -107,29 +107,29 @@ def _plain(value: Any) -> Any:
 
 
 def task_of_pair(text: str) -> AdapterTask:
-    """An adapter from DATA:CHECKPOINT.
+    """Create a task from DATA:CHECKPOINT.
 
     Raises:
-        UserError: there is not exactly one colon, or nothing on one side of it.
+        UserError: there is not exactly one colon, or one side is empty.
     """
     data, colon, checkpoint = text.partition(":")
     if not colon or not data.strip() or not checkpoint.strip():
         raise UserError(f"--adapters {text} is not DATA:CHECKPOINT, such as data/a.jsonl:checkpoints/a.")
     if ":" in checkpoint:
         raise UserError(
-            f"--adapters {text} has more than one colon, so where the data's path ends is not clear: name paths with a "
-            "colon in a file for --adapters-config."
+            f"--adapters {text} has more than one colon, so the end of the data's path is ambiguous: put paths with a "
+            "colon into a file for --adapters-config."
         )
     return task_of({"data": data, "checkpoint": checkpoint}, f"--adapters {text}")
 
 
 def read_tasks(path: Path) -> list[AdapterTask]:
-    """The [[adapter]] tables of a TOML file; its relative paths begin where the command runs, as a recipe's do.
+    """Read the [[adapter]] tables of a TOML file; relative paths refer to the working directory, as in a recipe.
 
     Raises:
-        UserError: the file cannot be read or is not valid TOML, or something in it is unknown, missing or wrong.
+        UserError: the file cannot be read, is not valid TOML, or has a key that is unknown, missing or invalid.
     """
-    values = read_toml(path, "The adapters' file")
+    values = read_toml(path, "The adapters file")
     tables = values.pop("adapter", [])
     if values:
         raise UserError(f"{path} has an unknown key '{next(iter(values))}': only [[adapter]] tables belong there.")
@@ -139,12 +139,12 @@ def read_tasks(path: Path) -> list[AdapterTask]:
 
 
 def named_tasks(pairs: Sequence[str], config: Path | None) -> list[AdapterTask]:
-    """The adapters that the command line names, by --adapters and by --adapters-config. Raises UserError."""
+    """The adapters given by --adapters and --adapters-config. Raises UserError."""
     return [*map(task_of_pair, pairs), *(read_tasks(config) if config else [])]
 
 
 def request_of(tasks: Sequence[AdapterTask], home: Path) -> list[dict[str, Any]]:
-    """The tasks as a pipeline's record keeps them: checkpoints relative to the record."""
+    """The tasks for a pipeline's record, with checkpoints relative to it."""
     found = []
     for task in tasks:
         said = {name: value for name, value in vars(task).items() if name != "rows"}
@@ -154,7 +154,7 @@ def request_of(tasks: Sequence[AdapterTask], home: Path) -> list[dict[str, Any]]
 
 
 def tasks_of_request(request: Mapping[str, Any], home: Path) -> list[AdapterTask]:
-    """The tasks that a pipeline's record names, as they are found from here.
+    """The tasks in a pipeline's record, with paths as seen from here.
 
     Raises:
         UserError: the record does not have them.
@@ -168,7 +168,7 @@ def tasks_of_request(request: Mapping[str, Any], home: Path) -> list[AdapterTask
             )
         task = task_of({k: v for k, v in said.items() if k != "options"}, f"The record in {home}")
         began_in, known = request.get("directory"), {k: v for k, v in options.items() if k in OPTIONS.values()}
-        known = {**task.options, **known}  # version 0.1.0 had the objective beside the options
+        known = {**task.options, **known}  # version 0.1.0 stored the objective beside the options
         known |= {name: found_from(began_in, known[name]) for name in ("eval_data", "init_adapter") if known.get(name)}
         data = found_from(began_in, task.data) or task.data
         checkpoint = os.path.relpath(os.path.normpath(home / task.checkpoint))
@@ -177,7 +177,7 @@ def tasks_of_request(request: Mapping[str, Any], home: Path) -> list[AdapterTask
 
 
 def named_apart(tasks: Sequence[AdapterTask]) -> list[AdapterTask]:
-    """The tasks, those that took their names from like-named directories renamed to the whole paths."""
+    """The tasks, where those with the same name as another are renamed to their whole paths."""
     names = [task.name for task in tasks]
     return [
         replace(task, name=task.checkpoint)
@@ -188,7 +188,7 @@ def named_apart(tasks: Sequence[AdapterTask]) -> list[AdapterTask]:
 
 
 def check_apart(tasks: Sequence[AdapterTask]) -> None:
-    """Raises UserError where two adapters would write to one directory."""
+    """Raise UserError if two adapters would write to the same directory."""
     names: dict[str, AdapterTask] = {}
     places: dict[Path, str] = {}
     for task in tasks:
@@ -197,15 +197,15 @@ def check_apart(tasks: Sequence[AdapterTask]) -> None:
             raise UserError(f"The checkpoint directory {task.checkpoint} of adapter '{task.name}' is a file.")
         if place in places:
             raise UserError(
-                f"{task.checkpoint} is the directory of {places[place]}, and of adapter '{task.name}': each needs one."
+                f"{task.checkpoint} is the directory of {places[place]} and adapter '{task.name}': give each its own."
             )
         if task.name in names:
             raise UserError(
-                f"Two adapters are named '{task.name}': give each a 'name' of its own in the adapters' file."
+                f"Two adapters are named '{task.name}': give each a 'name' of its own in the adapters file."
             )
         around = [other for other in (Path(t.checkpoint).resolve() for t in tasks) if other in place.parents]
         if around:
             raise UserError(
-                f"{task.checkpoint} lies in another adapter's directory, {around[0]}: put them side by side."
+                f"{task.checkpoint} is inside another adapter's directory, {around[0]}: put them side by side."
             )
         names[task.name], places[place] = task, f"adapter '{task.name}'"

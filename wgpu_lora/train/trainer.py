@@ -1,4 +1,4 @@
-"""The training loop: choose slots, upload, replay, update, and end each slot for one stated reason."""
+"""The training loop: choose slots, upload, replay, update, and end each slot with a reason."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from wgpu_lora.train.slot import AdapterRun
 
 
 class _Interrupted(Exception):
-    """In the midst of measuring."""
+    """Raised while measuring a held-out loss."""
 
 
 class Keeper(Protocol):
-    """Keeps what a resumed run goes on from."""
+    """Saves the checkpoints that a run is resumed from."""
 
     def save(self, trainer: Trainer) -> None: ...
 
@@ -35,13 +35,13 @@ class Keeper(Protocol):
         ...
 
     def epoch_done(self, run: AdapterRun, number: int, trainer: Trainer) -> None:
-        """A run has taken the last step of an epoch, by its number from 1."""
+        """Called when a run has taken the last step of an epoch, numbered from 1."""
         ...
 
 
 @dataclass(frozen=True)
 class StepKeeper:
-    """Of a run by itself: its checkpoints are complete in themselves."""
+    """For a single run, whose checkpoints are complete by themselves."""
 
     run: AdapterRun
 
@@ -54,17 +54,17 @@ class StepKeeper:
         return bool(every) and state.step % every == 0 and state.step < state.total_steps
 
     def epoch_done(self, run: AdapterRun, number: int, trainer: Trainer) -> None:
-        """Nothing: checkpoints are kept by step."""
+        """Nothing: checkpoints are saved by step."""
 
 
 @dataclass
 class Trainer:
-    """Trains every slot of a session until each has ended.
+    """Trains every slot of a session until it ends.
 
     Attributes:
-        step: steps of the whole, of whichever slots.
-        signal: the name of the signal that interrupted it.
-        records: by slot, of those runs that have ended.
+        step: steps of the session, by any slot.
+        signal: name of the signal that interrupted training.
+        records: of the runs that have ended, by slot.
     """
 
     session: Session
@@ -76,18 +76,18 @@ class Trainer:
     signal: str | None = None
     records: dict[int, RunRecord] = field(default_factory=dict)
     _stop: threading.Event = field(default_factory=threading.Event)
-    _asked: bool = False  # whether it was `events.step` that stopped it
+    _asked: bool = False  # whether `events.step` stopped it
 
     def __post_init__(self) -> None:
         self.all = [Progress(run, self.session, self.policy.eval_steps) for run in self.runs]
 
     def train(self) -> dict[int, RunRecord]:
-        """Runs to the end and writes everything; returns `records`.
+        """Train to the end and write all results; returns `records`.
 
         Raises:
-            UserError: the checkpoint to resume is damaged. OSError: the disk refused; earlier checkpoints are whole.
+            UserError: the checkpoint to resume is damaged. OSError: writing failed; earlier checkpoints are intact.
         """
-        with self._signals():  # to the end: a second Ctrl-C must not cost the saving
+        with self._signals():  # to the end, so that a second Ctrl-C does not prevent saving
             self._measure_start()
             while live := self._live():
                 if self._stop.is_set():
@@ -97,7 +97,7 @@ class Trainer:
             return self.records
 
     def end(self, reasons: Mapping[str, str]) -> None:
-        """Ends slots, by name, that had ended before this run was interrupted."""
+        """End slots, by name, that had ended before this run was interrupted."""
         for progress in self.all:
             reason = reasons.get(progress.run.adapter_name)
             if reason:
@@ -105,24 +105,24 @@ class Trainer:
                 self.records[progress.run.slot] = progress.run.finish(self.session, reason)
 
     def _measure_start(self) -> None:
-        """The held-out losses that later ones are compared with, by people and by policies."""
+        """Measure the initial held-out losses, the baseline for people and policies."""
 
         for progress in self.all:
             run, state = progress.run, progress.run.state
             wanted = run.args.eval_on_start or self.policy.eval_steps
             new = run.heldout and not state.step and state.first_eval_loss is None and not progress.ended
             if wanted and new:
-                with suppress(_Interrupted):  # nothing is lost: it is measured when the run is resumed
+                with suppress(_Interrupted):  # it is measured when the run is resumed
                     progress.measure_start(_Interruptible(self))
 
     def _live(self) -> list[Progress]:
-        """Those that have work left; the others are ended, if they are not yet."""
+        """The slots with work left; ends the others if not done yet."""
         reasons = {p.run.slot: p.reason_to_end() for p in self.all if not p.ended}
         self._retire({slot: reason for slot, reason in reasons.items() if reason})
         return [p for p in self.all if not p.ended]
 
     def _take(self, live: list[Progress]) -> None:
-        """One optimizer step of the slots that the policy chooses; one that would not stay finite is not updated."""
+        """Take one optimizer step of the slots that the policy chooses; one that would diverge is not updated."""
         device, optimizer = self.session.device, self.session.optimizer
         slots = self.policy.choose([Standing(p.run.slot, p.run.state) for p in live])
         chosen = [p for p in live if p.run.slot in slots]
@@ -149,12 +149,12 @@ class Trainer:
             self.keeper.save(self)
 
     def _sound(self, progress: Progress) -> bool:
-        """Whether a slot's rows are at fault, not its weights: those of the step before still give finite gradients."""
+        """Whether a slot's rows are at fault, not its weights: the previous step's rows still give finite gradients."""
         self._accumulate(self._packed(progress.previous_batches()))
         return self.session.optimizer.finite(self.session.device, progress.run.slot)
 
     def _accumulate(self, batches: list[list[Group]]) -> None:
-        """Adds up losses and gradients, without an update."""
+        """Accumulate losses and gradients without an update."""
         self.session.begin()
         for groups in batches:
             self.session.accumulate(groups)
@@ -180,7 +180,7 @@ class Trainer:
             self.keeper.epoch_done(progress.run, progress.epoch_done, self)
 
     def _retire(self, reasons: dict[int, str]) -> None:
-        """Ends slots: saves, then writes what they leave behind."""
+        """End slots: save checkpoints, then write the results."""
         ending = [p for p in self.all if p.run.slot in reasons]
         if not ending:
             return
@@ -196,11 +196,11 @@ class Trainer:
 
     @property
     def interrupted(self) -> bool:
-        """Whether something else than `events.step` asked for an end."""
+        """Whether anything other than `events.step` stopped training."""
         return self._stop.is_set() and not self._asked
 
     def stop(self, signal_name: str | None = None) -> None:
-        """Ends the runs after the step in progress, as an interrupt does."""
+        """End the runs after the current step, as an interrupt does."""
         self.signal = self.signal or signal_name
         self._stop.set()
 
@@ -214,7 +214,7 @@ class Trainer:
 
 
 class _Interruptible(Passing):
-    """Leaves the measuring of a held-out loss as soon as a run is interrupted."""
+    """Aborts measuring a held-out loss as soon as a run is interrupted."""
 
     def __init__(self, trainer: Trainer):
         super().__init__(trainer.events)

@@ -1,1 +1,1 @@
-"""Base formats: how frozen matrices are kept on the device, a file a format."""
+"""Base formats: the storage of frozen matrices on the device, one file per format."""

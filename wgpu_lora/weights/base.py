@@ -1,4 +1,4 @@
-"""What a base format is: how frozen matrices are declared, loaded, multiplied and read back, whatever their bits."""
+"""The interface of a base format: how frozen matrices are declared, loaded, multiplied and read back."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from wgpu_lora.gpu.program import Arena, Program, allocate, release
 from wgpu_lora.gpu.tensor import ALIGNMENT, Storage, Tensor, persistent
 from wgpu_lora.ops.linear import FrozenMatrix
 
-PIECE_BYTES = 32 << 20  # of a matrix on its way to the device
+PIECE_BYTES = 32 << 20  # of a matrix, uploaded at a time
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A matrix [out, in] as a file stores it in a base format, which its values are not computed from again.
+    """A matrix [out, in] that a file stores in a base format; it is loaded without requantising.
 
-    parts: names of its arrays, which the format's module describes. read: the arrays, whole and in that order.
+    parts: names of its arrays, described in the format's module. read: returns the arrays in that order.
     """
 
     format: str
@@ -31,29 +31,29 @@ class Packed:
 
 
 class MatrixSource(Protocol):
-    """What loading a matrix asks of a checkpoint (see `formats.checkpoint.Checkpoint`)."""
+    """The part of a checkpoint that loading a matrix uses (see `formats.checkpoint.Checkpoint`)."""
 
     def dtype(self, name: str) -> str:
-        """What `read_raw` gives, as safetensors calls it."""
+        """The dtype of `read_raw`, in safetensors' notation."""
 
     def read_raw(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray: ...
 
     def read_f32(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray: ...
 
     def packed(self, name: str) -> Packed | None:
-        """The matrix where it is stored in a base format; None where its values are."""
+        """The matrix if it is stored in a base format, or None if it is stored as plain values."""
 
 
 @dataclass
 class Shared:
-    """What the matrices of one model share: the bytes that one binding may hold, and tables by name."""
+    """Shared by the matrices of a model. max_binding: bytes. tables: lookup tables by name."""
 
     max_binding: int
     tables: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Weight(FrozenMatrix, Protocol):
-    """A frozen matrix W [out_features, in_features] on the device; see ops.linear for its products."""
+    """A frozen matrix W [out_features, in_features] on the device; see `ops.linear` for its products."""
 
     @property
     def format(self) -> str:
@@ -62,51 +62,51 @@ class Weight(FrozenMatrix, Protocol):
     def storages(self) -> list[Storage]: ...
 
     def scratch(self) -> Mapping[str, int]:
-        """f32 values of each scratch tensor that `load` uses, by name; empty where what is stored goes up as it is."""
+        """Sizes, in f32 values, of the scratch tensors that `load` uses, by name; empty if it converts nothing."""
 
     def load(self, loading: Loading, source: MatrixSource, name: str) -> None:
-        """Fills its allocated storages with a checkpoint's tensor, from its first row to its last.
+        """Fills the allocated storages with the tensor `name`, read once from the first row to the last.
 
         Raises:
-            UserError: the file is damaged, or a value is beyond what the format holds.
+            UserError: the file is damaged, or a value is out of the format's range.
         """
 
     def values(self, device: Device) -> np.ndarray:
-        """W as it is on the device, decoded: float32 [out, in]."""
+        """W decoded from the device, float32 [out, in]."""
 
     def packed(self, device: Device) -> Packed | None:
-        """W as it is on the device, as a file stores it; None of a format whose values are stored."""
+        """W read from the device in the form that files store; None for formats stored as plain values."""
 
     def synthetic(self, rng: np.random.Generator) -> Iterator[tuple[Tensor, np.ndarray]]:
-        """Its tensors with random contents as they are stored, W of a deviation of about 0.02; for measuring."""
+        """Yields (tensor, random content), with W of standard deviation of about 0.02, for benchmarks."""
 
 
 class BaseFormat(Protocol):
-    """One way to keep frozen matrices; `registry.BASE_FORMATS` lists them."""
+    """A way to store frozen matrices, registered in `registry.BASE_FORMATS`."""
 
     @property
     def name(self) -> str:
-        """What --base-dtype calls it."""
+        """The value of `--base-dtype`."""
 
     @property
     def bits(self) -> float:
-        """Of a weight of a large matrix on the device, constants included."""
+        """Bits per weight of a large matrix on the device, including constants."""
 
     def declare(self, shape: tuple[int, int], name: str, shared: Shared, packed: Packed | None = None) -> Weight:
-        """A matrix [out, in] with nothing allocated.
+        """Declares a matrix [out, in] without allocating it.
 
         Args:
-            packed: what a file stores, where that is in this format already; only what it is, its arrays are not read.
+            packed: describes the stored matrix if the file has it in this format; its arrays are not read.
         """
 
     def round_trip(self, w: np.ndarray) -> np.ndarray:
-        """The reference: what the format makes of float32 [out, in], in NumPy."""
+        """The reference: w, float32 [out, in], quantised and dequantised in NumPy."""
 
 
 class Loading:
-    """The device that matrices are loaded onto, and scratch there that they use one after another.
+    """A device and scratch tensors that matrices use in turn while they are loaded.
 
-    A context manager, which frees the scratch.
+    A context manager; leaving it frees the scratch.
     """
 
     def __init__(self, device: Device, weights: Iterable[Weight]):
@@ -123,7 +123,7 @@ class Loading:
 
     @contextmanager
     def running(self, program: Program) -> Iterator[None]:
-        """Runs a program that has no temporaries; it is released on leaving."""
+        """Runs a program without temporaries, and releases it on leaving."""
         allocate(self.device, program.persistent_storages())
         program.build(self._arena)
         program.run()
@@ -132,7 +132,7 @@ class Loading:
 
 
 def scratch_bytes(weights: Iterable[Weight]) -> int:
-    """Bytes of the device that loading holds beside the matrices: scratch, and a program's dims."""
+    """Device memory in bytes that loading needs besides the matrices: scratch, and a program's dims."""
     found = _scratch(weights).values()
     return sum(tensor.storage.nbytes for tensor in found) + ALIGNMENT if found else 0
 

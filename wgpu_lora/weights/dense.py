@@ -1,4 +1,4 @@
-"""Frozen matrices as checkpoints have them: f32, bf16 or f16."""
+"""Frozen matrices in f32, bf16 or f16, as checkpoints store them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Packed, Shared
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
-DTYPES = {"BF16": "bf16", "F16": "f16", "F32": "f32"}  # what safetensors calls them -> what they are called here
+DTYPES = {"BF16": "bf16", "F16": "f16", "F32": "f32"}  # safetensors' notation -> ours
 NUMPY = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
 MOST = {"f16": 65504.0, "bf16": 3.3895313892515355e38}
 
 
 @dataclass(frozen=True)
 class DenseWeight:
-    """Rows in parts, each small enough to bind. dtype: f32, bf16 or f16, as stored."""
+    """A matrix in parts of rows that fit one binding. dtype: f32, bf16 or f16, as stored."""
 
     parts: tuple[Tensor, ...]
     dtype: str
@@ -57,7 +57,7 @@ class DenseWeight:
         )
 
     def chunks(self, max_rows: int | None = None) -> Iterator[tuple[int, Tensor]]:
-        """(first row, rows) pieces, none longer than max_rows (a multiple of 128, so that offsets can be bound)."""
+        """Yields (first row, rows) pieces of at most max_rows rows, a multiple of 128 so that offsets are aligned."""
         first = 0
         for part in self.parts:
             step = max_rows or part.shape[0]
@@ -91,7 +91,7 @@ class DenseWeight:
     def load(self, loading: Loading, source: MatrixSource, name: str) -> None:
         row_bytes = self.in_features * ITEM_BYTES[self.dtype]
         step = max(1, PIECE_BYTES // row_bytes)
-        step = step // 2 * 2 or 2  # an even number of rows keeps every piece on a whole word
+        step = step // 2 * 2 or 2  # an even number of rows is whole 32-bit words
         for first, part in self.chunks():
             for start in range(0, part.shape[0], step):
                 stop = min(start + step, part.shape[0])
@@ -115,7 +115,7 @@ def _rows_as(source: MatrixSource, name: str, dtype: str, start: int, stop: int)
         return source.read_raw(name, start, stop)
     values = source.read_f32(name, start, stop)
     most = MOST.get(dtype, np.inf)
-    if most < np.abs(values).max() < np.inf:  # what is not finite is said by models.audit
+    if most < np.abs(values).max() < np.inf:  # models.audit reports non-finite values
         raise UserError(
             f"{name} has values beyond {dtype}'s range of {most:,.6g}: use {setting('base_dtype', DEFAULT_FORMAT)} "
             "or f32."

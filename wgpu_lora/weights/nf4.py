@@ -1,4 +1,4 @@
-"""NF4: codes of 4 bits, double-quantised constants of blocks of 64, packed on the device (Dettmers et al. 2023)."""
+"""NF4: 4-bit codes and double-quantised constants of blocks of 64, packed on the device (Dettmers et al. 2023)."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from wgpu_lora.weights.nf4_codes import (
 )
 
 NAME = "nf4"
-# In files: codes uint8 [ceil(out * in / 2)]; absmax f32 [blocks] or, of double quantisation, codes uint8 [blocks] and
-# nested f32 [ceil(blocks / 256) + 1], the last entry the offset.
+# Arrays in files: codes uint8 [ceil(out * in / 2)], and either absmax f32 [blocks] or, with double quantisation, codes
+# uint8 [blocks] and nested f32 [ceil(blocks / 256) + 1], whose last entry is the offset.
 PARTS = ("codes", "absmax", "nested")
 
 
 def _nf4_weight(codes: np.ndarray, scales: np.ndarray, out: int, size_in: int) -> np.ndarray:
-    """W[out, in] in float64 from device words [ceil(in / 8), out] and one scale for each 64 flattened values."""
+    """W [out, in] in float64 from device words [ceil(in / 8), out] and one scale per 64 flattened values."""
     nibbles = (codes.reshape(-1, out).astype(np.uint64)[:, :, None] >> (4 * np.arange(8, dtype=np.uint64))) & 15
     values: np.ndarray = NF4_CODE.astype(np.float64)[nibbles].transpose(1, 0, 2).reshape(out, -1)[:, :size_in]
     block = np.arange(out * size_in).reshape(out, size_in) // 64
@@ -50,7 +50,7 @@ def _nf4_weight(codes: np.ndarray, scales: np.ndarray, out: int, size_in: int) -
 
 
 def _facts(c: Any) -> dict[str, bool]:
-    """Whether rows of b are whole words, and whole blocks of one scale, and whether two rows always lie together."""
+    """Whether b's rows are whole words, and whole blocks of one scale, and whether the number of rows is even."""
     words = c.k if c.form == "nt" else c.n
     return divisibility(c) | {
         "octets": words % 8 == 0,
@@ -60,13 +60,13 @@ def _facts(c: Any) -> dict[str, bool]:
 
 
 def _synthetic(c: Constants, rng: np.random.Generator) -> Arrays:
-    """Codes and scales of a random W [out, in]; what lies in the nibbles past the last column must not matter."""
+    """Codes and scales of a random W [out, in], with random padding in the nibbles past the last column."""
     out, size_in = (c["n"], c["k"]) if c["form"] == "nt" else (c["k"], c["n"])
     codes = rng.integers(0, 2**32, (-(-size_in // 8), out), np.uint32)
     return {"codes": codes, "scales": rng.random(-(-out * size_in // BLOCK), np.float32) + np.float32(0.5)}
 
 
-SHAPES = ((16, 4), (16, 2), (8, 4))  # rows, and columns a lane
+SHAPES = ((16, 4), (16, 2), (8, 4))  # (rows, columns per lane) of the tilings
 TUNING = MatmulTuning(_synthetic)
 
 
@@ -108,14 +108,14 @@ def nf4_matmul_backward(
     a_type: Word = "f32",
     form: Word = "nn",
 ) -> Any:
-    """dx[m, n] (+)= a_scale[m] sum_k dy[m, k] W[k, n] for an NF4 W[k, n], by the codes that the forward pass reads."""
+    """dx[m, n] (+)= a_scale[m] sum_k dy[m, k] W[k, n] for an NF4 W[k, n], from the same codes as forward."""
     weight = _nf4_weight(codes, scales, k, n)
     return finish(y.reshape(m, n), operand(a, m, k, a_scale) @ weight, accumulate)
 
 
 @kernel("nf4_absmax.wgsl.j2", grid=lambda c: one_per(-(-c.size // BLOCK)), lib=("linear", "half"))
 def nf4_absmax(w: Fixed, absmax: Out, *, size: U32, b_type: Word = "f32") -> Any:
-    """absmax[b] = max |w| of each block of 64 flattened values; the last may be shorter."""
+    """absmax[b] = max |w| over block b of 64 flattened values; the last block may be shorter."""
     flat = np.abs(w.reshape(-1)[:size])
     return np.maximum.reduceat(flat, np.arange(0, size, BLOCK))
 
@@ -124,7 +124,7 @@ def nf4_absmax(w: Fixed, absmax: Out, *, size: U32, b_type: Word = "f32") -> Any
 def nf4_encode(
     w: Fixed, absmax: In, codes: InOut, *, rows: Dim, first: Dim, out: Dim, size_in: Dim, b_type: Word = "f32"
 ) -> Any:
-    """codes[k8, first + n] packs the nearest NF4 codes of w[n, 8 k8 ..], for the `rows` rows that w holds."""
+    """codes[k8, first + n] = the nearest NF4 codes of w[n, 8 k8 .. 8 k8 + 7], for the `rows` rows of w."""
     scale = 1 / np.maximum(np.repeat(absmax, BLOCK)[: rows * size_in], 1e-38)
     nearest = np.searchsorted(NF4_MIDPOINTS.astype(np.float64), w.reshape(-1)[: rows * size_in] * scale)
     padded = np.zeros((rows, -(-size_in // 8) * 8), np.uint64)
@@ -137,18 +137,19 @@ def nf4_encode(
 
 @kernel("nf4_scales.wgsl", grid=lambda c: one_per(c.blocks), lib=("linear",))
 def nf4_scales(absmax_codes: Fixed, nested: Fixed, dynamic: Fixed, scales: Out, *, blocks: U32) -> Any:
-    """scales[b] = dynamic[absmax_codes[b]] * nested[b / 256] + offset, with the offset as nested's last entry."""
+    """scales[b] = dynamic[absmax_codes[b]] * nested[b / 256] + offset, where the offset is nested's last entry."""
     codes = absmax_codes.reshape(-1)[:blocks].astype(int)
     return dynamic[codes] * np.repeat(nested[:-1], NESTED_BLOCK)[:blocks] + nested[-1]
 
 
 @dataclass(frozen=True)
 class NF4Weight:
-    """4-bit codes with double-quantised constants; forward and backward read the same codes.
+    """4-bit codes with double-quantised constants. Forward and backward read the same codes.
 
-    codes u32 [ceil(in / 8), out]: word (k8, n) packs W[n, 8 k8 .. 8 k8 + 7], lowest nibble first.
-    constants: absmax_codes u8 [blocks], nested f32 [ceil(blocks / 256) + 1], the last entry the offset, and dynamic
-    f32 [256]; or absmax f32 [blocks] alone, of a checkpoint that has them so. stored: it goes up as a file has it.
+    codes: u32 [ceil(in / 8), out]; word (k8, n) packs W[n, 8 k8 .. 8 k8 + 7], lowest nibble first.
+    constants: absmax_codes u8 [blocks], nested f32 [ceil(blocks / 256) + 1] whose last entry is the offset, and dynamic
+        f32 [256]; or only absmax f32 [blocks], for checkpoints without double quantisation.
+    stored: the file has it in NF4, so it is loaded without requantising.
     """
 
     out_features: int
@@ -159,7 +160,7 @@ class NF4Weight:
     format: ClassVar[str] = NAME
 
     def _scales(self, rec: Recorder) -> Tensor:
-        # Decoded into scratch before each product, so that the matmul reads one f32 a block and nothing stays; or kept.
+        # Decoded to one f32 per block, into scratch before each product, or once if the recorder keeps them.
         blocks, source = self.constants[0].size, self.constants[0].storage
         if len(self.constants) == 1:
             return self.constants[0]
@@ -204,7 +205,7 @@ class NF4Weight:
         self._write_constants(loading.device, *constants)
 
     def _pack(self, loading: Loading, source: MatrixSource, name: str) -> None:
-        """Packs it on the device; only the block constants, 1/64 of the values, pass through the host."""
+        """Quantises on the device. Only the block constants, 1/64 of the values, are quantised on the host."""
         device, staging, absmax = loading.device, loading.scratch["staging"], loading.scratch["absmax"]
         kind, out, size_in = DTYPES[source.dtype(name)], self.out_features, self.in_features
         found = []
@@ -218,7 +219,7 @@ class NF4Weight:
             with loading.running(program):
                 blocks = -(-rows * size_in // BLOCK)
                 found.append(device.read(absmax.storage.buffer, 4 * blocks).view(np.float32).copy())
-        with np.errstate(invalid="ignore"):  # what is not finite is said by models.audit
+        with np.errstate(invalid="ignore"):  # models.audit reports non-finite values
             codes, nested, offset = double_quantize(np.concatenate(found))
         self._write_constants(device, codes, np.append(nested, offset).astype(np.float32))
 
@@ -255,12 +256,12 @@ def _read(device: Device, tensor: Tensor) -> np.ndarray:
 
 
 def piece_rows(size_in: int) -> int:
-    """Rows of a matrix that are packed at a time; multiples of 64 start at a whole block of the flattened matrix."""
+    """Rows of a matrix packed at a time, a multiple of 64 so that pieces start at whole blocks."""
     return max(BLOCK, PIECE_BYTES // (4 * size_in) // BLOCK * BLOCK)
 
 
 class _NF4:
-    """The base format. Of its parts in files, see PARTS; the codes are `pack_bnb`'s bytes."""
+    """The base format. Its arrays in files are PARTS, with codes packed by `pack_bnb`."""
 
     name = NAME
     bits = 4 + 8 / BLOCK + 32 / (BLOCK * NESTED_BLOCK)

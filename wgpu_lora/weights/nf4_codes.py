@@ -1,22 +1,23 @@
 """NF4 with double quantisation as bitsandbytes stores it: the NumPy reference.
 
 A block of 64 weights shares one `absmax`; each weight is a 4-bit index into NF4_CODE, scaled by it. The absmax values
-are quantised in turn: their mean is taken off, and blocks of 256 share one `nested_absmax` with 8-bit indices into
+are quantised too: their mean is subtracted, and blocks of 256 share one `nested_absmax` with 8-bit indices into
 DYNAMIC_CODE.
 
-How bitsandbytes picks a code (0.50.2; `backends/default/ops.py: quantize_4bit`, which is what runs on the CPU, and
+How bitsandbytes 0.50.2 chooses a code (`backends/default/ops.py: quantize_4bit` on the CPU, and
 `csrc/kernels.cu: dQuantizeNF4` for CUDA):
 
-- scaled = clip(w * (1 / absmax), -1, 1) in float32, the reciprocal being rounded before the product; only the
-  default implementation's last, incomplete block divides instead (w / absmax), and there absmax is at least 1e-38;
-- code = how many of the 15 float32 midpoints between neighbouring code values are < scaled. The comparison is
-  strict, so a value on a midpoint takes the lower code. CUDA's literal thresholds are these same midpoints;
-- in a block of zeros every code is 7 (the value 0).
+- scaled = clip(w * (1 / absmax), -1, 1) in float32, with the reciprocal rounded before the product. The last,
+  incomplete block of the default implementation divides instead (w / absmax), with absmax at least 1e-38.
+- code = the number of the 15 float32 midpoints between neighbouring code values that are < scaled, so a value on a
+  midpoint gets the lower code. CUDA's literal thresholds are the same midpoints.
+- In a block of zeros every code is 7 (the value 0).
 
-For the absmax values (`functional.py: quantize_blockwise`): offset = mean(absmax), then the nearest of the 256 code
-values to (absmax - offset) * (1 / nested_absmax). CUDA searches exactly (`dQuantize`, midpoints again), as we do.
-The CPU build (`csrc/cpu_ops.cpp: norm_to_lut_index`) rounds the value to one of 65,536 steps over [-1, 1] and looks
-the code up: beside a midpoint it may be one code off, and near zero, where codes are finer than steps, up to four.
+For the absmax values (`functional.py: quantize_blockwise`), offset = mean(absmax), and the code is the nearest of the
+256 code values to (absmax - offset) * (1 / nested_absmax). CUDA searches exactly (`dQuantize`, with midpoints), as
+this module does. The CPU build (`csrc/cpu_ops.cpp: norm_to_lut_index`) rounds the value to one of 65,536 steps over
+[-1, 1] and looks up the code: near a midpoint it may differ by one, and near zero, where codes are finer than steps,
+by up to four.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ NF4_CODE = np.array(
 def _dynamic_code() -> np.ndarray:
     """The signed dynamic tree of Dettmers (arXiv 1511.04561), 7 exponent bits: float32 [256], ascending.
 
-    Decade e (from 10^-6 to 1) holds the 2^e midpoints of 2^e equal parts of [0.1, 1], of either sign; 0 and 1 are
-    added. 2 * (1 + 2 + ... + 64) + 2 = 256.
+    Decade e (from 10^-6 to 1) has the midpoints of 2^e equal parts of [0.1, 1], with both signs. With 0 and 1 these
+    are 2 * (1 + 2 + ... + 64) + 2 = 256 values.
     """
     values = [0.0, 1.0]
     for e in range(7):
-        # torch.linspace bit for bit: a float32 step, counted from the nearer end, each edge rounded once
+        # Bit for bit as torch.linspace: a float32 step, counted from the nearer end, each edge rounded once.
         step, i = np.float64(np.float32(np.float32(1.0) - np.float32(0.1)) / np.float32(2**e)), np.arange(2**e + 1)
         rising, falling = np.float64(np.float32(0.1)) + step * i, 1.0 - step * i[::-1]
         edges = np.where(i < (2**e + 1) // 2, rising, falling).astype(np.float32)
@@ -81,9 +82,9 @@ DYNAMIC_MIDPOINTS = _midpoints(DYNAMIC_CODE)
 
 
 def quantize_nf4(w: np.ndarray, blocksize: int = BLOCK) -> tuple[np.ndarray, np.ndarray]:
-    """Quantises weights, flattened, in blocks of `blocksize`; the last block may be shorter.
+    """Quantises flattened weights in blocks of `blocksize`; the last block may be shorter.
 
-    Returns (codes, absmax): uint8 [n], one code 0..15 per weight, and float32 [ceil(n / blocksize)].
+    Returns (codes uint8 [n] in 0..15, absmax float32 [ceil(n / blocksize)]).
     """
     return _quantize(w, NF4_MIDPOINTS, blocksize)
 
@@ -95,10 +96,10 @@ def dequantize_nf4(codes: np.ndarray, absmax: np.ndarray, blocksize: int = BLOCK
 
 
 def double_quantize(absmax: np.ndarray, blocksize: int = NESTED_BLOCK) -> tuple[np.ndarray, np.ndarray, np.float32]:
-    """Quantises the absmax of a tensor's blocks to 8 bits, in blocks of `blocksize`.
+    """Quantises the absmax values of a tensor to 8 bits, in blocks of `blocksize`.
 
-    Returns (codes, nested_absmax, offset): uint8 [n], float32 [ceil(n / blocksize)], and the mean of `absmax`
-    (summed in float64; bitsandbytes sums in float32, so its offset may differ in the last bit).
+    Returns (codes uint8 [n], nested_absmax float32 [ceil(n / blocksize)], offset), where the offset is the mean of
+    `absmax`. It is summed in float64; bitsandbytes sums in float32, so its offset may differ in the last bit.
     """
     offset = np.float32(absmax.mean(dtype=np.float64))
     codes, nested_absmax = _quantize(absmax - offset, DYNAMIC_MIDPOINTS, blocksize)
@@ -108,21 +109,21 @@ def double_quantize(absmax: np.ndarray, blocksize: int = NESTED_BLOCK) -> tuple[
 def double_dequantize(
     codes: np.ndarray, nested_absmax: np.ndarray, offset: np.float32 | float, blocksize: int = NESTED_BLOCK
 ) -> np.ndarray:
-    """The absmax values, float32 [n], from what `double_quantize` returned."""
+    """The absmax values, float32 [n]: the inverse of `double_quantize`."""
     centred: np.ndarray = DYNAMIC_CODE[codes] * _spread(nested_absmax, blocksize, codes.size)
     return centred + np.float32(offset)
 
 
 def round_trip(w: np.ndarray, blocksize: int = BLOCK) -> np.ndarray:
-    """What double-quantised NF4 makes of `w`: float32, in the same shape."""
+    """`w` quantised to double-quantised NF4 and back: float32, in the same shape."""
     codes, absmax = quantize_nf4(w, blocksize)
     return dequantize_nf4(codes, double_dequantize(*double_quantize(absmax)), blocksize).reshape(w.shape)
 
 
 def pack_bnb(codes: np.ndarray) -> np.ndarray:
-    """Two codes to a byte, the first in the high nibble; an odd count is padded with code 7 (the value 0).
+    """Packs codes uint8 [n] into bytes uint8 [ceil(n / 2)], the first code in the high nibble.
 
-    uint8 [n] -> uint8 [ceil(n / 2)].
+    An odd count is padded with code 7 (the value 0).
     """
     if codes.size % 2:
         codes = np.append(codes, np.uint8(7))
@@ -131,14 +132,14 @@ def pack_bnb(codes: np.ndarray) -> np.ndarray:
 
 
 def unpack_bnb(packed: np.ndarray, count: int) -> np.ndarray:
-    """The first `count` codes of `pack_bnb`'s bytes: uint8 [count]."""
+    """The first `count` codes, uint8 [count]: the inverse of `pack_bnb`."""
     return np.stack([packed.reshape(-1) >> 4, packed.reshape(-1) & 15], axis=1).reshape(-1)[:count]
 
 
 def to_words(packed: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """`pack_bnb`'s bytes of a matrix [out, in] in the device's layout: uint32 [ceil(in / 8), out].
+    """Converts `pack_bnb`'s bytes of a matrix [out, in] to the device's layout, uint32 [ceil(in / 8), out].
 
-    Eight codes along `in` make a word, the first in the low nibble.
+    A word has eight codes along `in`, the first in the low nibble.
     """
     out, size_in = shape
     if size_in % 8 == 0:
@@ -151,7 +152,7 @@ def to_words(packed: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
 
 
 def from_words(words: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """`pack_bnb`'s bytes, uint8 [ceil(out * in / 2)], from the device's words."""
+    """`pack_bnb`'s bytes, uint8 [ceil(out * in / 2)]: the inverse of `to_words`."""
     out, size_in = shape
     if size_in % 8 == 0:
         swapped = np.ascontiguousarray(words.reshape(-1, out).T).astype("<u4").view(np.uint8).reshape(-1)
@@ -165,7 +166,7 @@ def _quantize(x: np.ndarray, midpoints: np.ndarray, blocksize: int) -> tuple[np.
     if not flat.size:
         return np.zeros(0, np.uint8), np.zeros(0, np.float32)
     absmax = np.maximum.reduceat(np.abs(flat), np.arange(0, flat.size, blocksize))
-    # the floor keeps a block of zeros finite: 0 * 1e38 is 0
+    # the lower limit keeps a block of zeros finite: 0 * 1e38 is 0
     reciprocal = np.float32(1) / np.maximum(absmax, np.float32(1e-38))
     scaled = np.clip(flat * _spread(reciprocal, blocksize, flat.size), np.float32(-1), np.float32(1))
     return np.searchsorted(midpoints, scaled, side="left").astype(np.uint8), absmax

@@ -1,4 +1,4 @@
-"""The base formats, a line each."""
+"""The registered base formats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wgpu_lora.names.naming import setting
 if TYPE_CHECKING:
     from wgpu_lora.weights.base import BaseFormat, MatrixSource, Shared, Weight
 
-# Name -> module:attribute. Nothing is imported before it is used: help and shell completion read the names.
+# Name -> module:attribute, imported on first use: help and shell completion read only the names.
 BASE_FORMATS = {
     "nf4": "wgpu_lora.weights.nf4:NF4",
     "bf16": "wgpu_lora.weights.dense:BF16",
@@ -22,7 +22,7 @@ DEFAULT_FORMAT = next(iter(BASE_FORMATS))
 
 
 def base_format(name: str) -> BaseFormat:
-    """The format of this name.
+    """The format with this name.
 
     Raises:
         UserError: it is not registered.
@@ -37,12 +37,12 @@ def base_format(name: str) -> BaseFormat:
 def declare(
     base_dtype: str, shape: tuple[int, int], tensor: str, shared: Shared, stored: MatrixSource | None
 ) -> Weight:
-    """A frozen matrix [out, in] of a model, allocated and filled later.
+    """Declares a frozen matrix [out, in] of a model; it is allocated and filled later.
 
     Args:
-        base_dtype: the format that it is kept in, where `stored` is None.
-        tensor: the checkpoint's name of the matrix.
-        stored: a checkpoint with matrices in some base format already, which are kept as they are stored.
+        base_dtype: its format if `stored` is None.
+        tensor: its name in the checkpoint.
+        stored: a checkpoint whose matrices are already stored in a base format, which is kept.
     """
     if stored is None:
         return base_format(base_dtype).declare(shape, tensor, shared)

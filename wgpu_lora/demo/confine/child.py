@@ -33,9 +33,9 @@ def main() -> None:
     code = 1
     try:
         try:
-            _say("confined", _confine(json.loads(sys.argv[1])))
+            _send("confined", _confine(json.loads(sys.argv[1])))
         except Exception as error:
-            _say("broken", _told(error))
+            _send("broken", _describe(error))
             raise
         job = json.loads(_read())
         _serve(job["code"], job["calls"])
@@ -49,7 +49,7 @@ def _confine(config: dict[str, Any]) -> dict[str, Any]:
     for name in config["modules"]:
         with suppress(ImportError):
             importlib.import_module(name)
-    had = namespaces.enter() if sys.platform == "linux" else []
+    entered = namespaces.enter() if sys.platform == "linux" else []
     sys.path.clear()
     sys.path_importer_cache.clear()
     sys.argv[:] = [""]
@@ -62,22 +62,22 @@ def _confine(config: dict[str, Any]) -> dict[str, Any]:
     except OSError as error:
         refused = str(error)
     _guard()
-    return {"namespaces": had, "limits": limits, "filter": refused}
+    return {"namespaces": entered, "limits": limits, "filter": refused}
 
 
 def _limit(cpu: int, memory: int) -> list[str]:
     if resource is None:
         return []
     wanted = {"CPU": cpu, "AS": memory, "NPROC": 0, "FSIZE": 0, "CORE": 0, "NOFILE": FILES, "MEMLOCK": 0, "MSGQUEUE": 0}
-    had = []
+    done = []
     for name, value in wanted.items():
         with suppress(AttributeError, ValueError, OSError):
             kind = getattr(resource, f"RLIMIT_{name}")
             hard = resource.getrlimit(kind)[1]
             least = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(kind, (least, least))
-            had.append(name)
-    return had
+            done.append(name)
+    return done
 
 
 def _guard() -> None:
@@ -98,21 +98,21 @@ def _serve(code: str, calls: list[tuple[str, str, str]]) -> None:
     try:
         compiled = compile(code, "<answer>", "exec")
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        return _say("failed", f"does not parse: {_told(error)}")
-    _say("parsed", "")
+        return _send("failed", f"does not parse: {_describe(error)}")
+    _send("parsed", "")
     module = sys.modules["answer"] = types.ModuleType("answer")
     space = module.__dict__
     reason = _attempt(lambda: exec(compiled, space))[1]
     if reason is not None:
-        return _say("failed", reason)
+        return _send("failed", reason)
     if not any(callable(value) for name, value in list(space.items()) if name != "__builtins__"):
-        return _say("failed", "defines no function")
+        return _send("failed", "defines no function")
     for name, args, kwargs in calls:
         value, reason = _attempt(lambda: _call(space, name, plain.load(args), plain.load(kwargs)))  # noqa: B023
         if reason is None:
-            _say("value", value)
+            _send("value", value)
         else:
-            _say("raised", reason)
+            _send("raised", reason)
 
 
 def _call(space: dict[str, Any], name: str, args: list[Any], kwargs: dict[str, Any]) -> str:
@@ -130,10 +130,10 @@ def _attempt(run: Callable[[], Any]) -> tuple[Any, str | None]:
     except MemoryError:
         return None, "out of memory"
     except BaseException as error:
-        return None, _told(error)
+        return None, _describe(error)
 
 
-def _told(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     try:
         text = str(error)[:SHOWN]
     except BaseException:
@@ -150,7 +150,7 @@ def _read() -> bytes:
     return data
 
 
-def _say(kind: str, what: Any) -> None:
+def _send(kind: str, what: Any) -> None:
     data = json.dumps([kind, what]).encode() + b"\n"
     while data:
         data = data[os.write(1, data) :]

@@ -33,39 +33,39 @@ NOBODY = 65534
 
 def enter() -> list[str]:
     """Enter all permitted namespaces and return their kinds. The process that returns may be a child."""
-    had = []
+    entered = []
     # A privileged process can enter the others without a user namespace, and then change to nobody. Otherwise the user
     # namespace grants the privilege.
-    privileged = os.geteuid() == 0 and _had(CLONE["mount"])
-    if not privileged and _had(CLONE_NEWUSER):
-        had.append("user")
+    privileged = os.geteuid() == 0 and _unshare(CLONE["mount"])
+    if not privileged and _unshare(CLONE_NEWUSER):
+        entered.append("user")
         with suppress(OSError):
             _map_user()
     for kind, flag in CLONE.items():
-        if (kind == "mount" and privileged) or _had(flag):
-            had.append(kind)
-    if "mount" in had:
+        if (kind == "mount" and privileged) or _unshare(flag):
+            entered.append(kind)
+    if "mount" in entered:
         try:
             _empty_root()
         except OSError:
-            had.remove("mount")
-    if "PID" in had:
+            entered.remove("mount")
+    if "PID" in entered:
         _go_on_in_child()
     if privileged or os.geteuid() == 0:
         with suppress(OSError):
             os.setgroups([])
             os.setresgid(NOBODY, NOBODY, NOBODY)
             os.setresuid(NOBODY, NOBODY, NOBODY)
-    if "user" not in had and _had(CLONE_NEWUSER):
-        had.append("user")
+    if "user" not in entered and _unshare(CLONE_NEWUSER):
+        entered.append("user")
     header = (ctypes.c_uint32 * 2)(*CAPABILITIES)
     with suppress(OSError, AttributeError):
         _checked("capset", ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)()))
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # last, since a change of user resets it
-    return had
+    return entered
 
 
-def _had(flag: int) -> bool:
+def _unshare(flag: int) -> bool:
     try:
         _checked("unshare", ctypes.c_int(flag))
     except OSError:

@@ -1,4 +1,4 @@
-"""Which architectures there are: config.json's model_type, and the class that says everything of it."""
+"""The registered architectures, by config.json's model_type."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ ARCHITECTURES: dict[str, type[ModelConfig]] = {"qwen2": Qwen2, "qwen3": Qwen3, "
 
 
 def parse_config(d: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-    """Reads config.json's content, as transformers 5 or earlier wrote it.
+    """Reads the content of a config.json written by transformers 5 or earlier.
+
+    Args:
+        where: names the source in errors.
 
     Raises:
-        UserError: the model_type is not registered, or a field makes no sense; `where` names the source.
+        UserError: the model_type is not registered, or a field is missing, invalid or unsupported.
     """
     name = d.get("model_type")
     if not isinstance(name, str) or name not in ARCHITECTURES:
@@ -33,10 +36,10 @@ def parse_config(d: Mapping[str, Any], where: str = "config.json") -> ModelConfi
 
 
 def load_config(directory: str | Path) -> ModelConfig:
-    """Reads config.json, and the end-of-text ids that generation_config.json may add.
+    """Reads config.json, and the end-of-text ids of generation_config.json, if any.
 
     Raises:
-        UserError: a file is missing, is not JSON, or describes something that is not supported.
+        UserError: a file is missing, is not JSON, or describes an unsupported model.
     """
     directory = Path(directory)
     config = parse_config(read_json(directory / "config.json"), str(directory / "config.json"))
@@ -48,5 +51,5 @@ def load_config(directory: str | Path) -> ModelConfig:
 
 
 def module_names() -> tuple[str, ...]:
-    """The names of modules that adapters may target in any architecture, for completion."""
+    """The names of modules that adapters may target in any architecture, for shell completion."""
     return tuple(dict.fromkeys(name for kind in ARCHITECTURES.values() for name in kind.MODULES))

@@ -1,4 +1,4 @@
-"""Mistral's dense models: Llama's form, every layer behind the same window, if any."""
+"""Mistral's dense models: Llama's form, with the same sliding window, if any, in every layer."""
 
 from __future__ import annotations
 

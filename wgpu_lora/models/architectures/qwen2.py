@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases of q, k and v; layers from max_window_layers on may see a window alone."""
+"""Qwen2 and Qwen2.5: biases of q, k and v; layers from max_window_layers on may have a sliding window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3: each head's queries and keys are normalised; windows as in Qwen2."""
+"""Qwen3: RMSNorm of each head's queries and keys; sliding windows as in Qwen2."""
 
 from __future__ import annotations
 

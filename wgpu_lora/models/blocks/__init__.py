@@ -1,1 +1,1 @@
-"""What blocks of several architectures are made of."""
+"""Building blocks shared by architectures."""

@@ -1,4 +1,4 @@
-"""Causal attention with rotary embedding and grouped queries, over a window of keys where there is one."""
+"""Causal grouped-query attention with rotary embedding and an optional sliding window."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from wgpu_lora.ops.rope import rope
 
 @dataclass(frozen=True)
 class KeyRanges:
-    """Which keys a row sees, u32 [T, 4] (see ops.attention): all before it, or the last `window`, itself included."""
+    """Key ranges, u32 [T, 4] (see `ops.attention`): a row sees all keys up to itself, or the last `window` of them."""
 
     window: int | None = None
 
@@ -33,16 +33,16 @@ class KeyRanges:
         return np.stack([first, rows.keys + 1, last, 0 * first], axis=1)
 
     def padding(self, values: np.ndarray) -> np.ndarray:
-        # Padding sees nothing. Its empty range lies where the last row's begins: a subgroup walks the keys from
-        # the least first to the greatest last of its rows, and must not be sent through the whole cache.
+        # Padding sees no keys. Its empty range starts where the last row's does, because a subgroup visits all keys
+        # between the smallest start and the largest end of its rows, which should not be the whole cache.
         return np.array([values[-1, 0], values[-1, 0], 0, 0])
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Heads of `head_dim` over the modules q_proj, k_proj, v_proj and o_proj of `name`, with RoPE on q and k.
+    """Attention with the modules q_proj, k_proj, v_proj and o_proj of `name`, and RoPE on q and k.
 
-    qk_eps: of the norms q_norm and k_norm over each head; None where a model has none.
+    qk_eps: epsilon of q_norm and k_norm over each head; None if the model does not have them.
     """
 
     num_key_value_heads: int
@@ -53,12 +53,12 @@ class Attention:
     name: str = "self_attn"
 
     def cache(self) -> dict[str, CacheTensor]:
-        """Keys, rotated already, and values."""
+        """Rotated keys, and values."""
         each = CacheTensor((self.num_key_value_heads, self.head_dim))
         return {"keys": each, "values": each}
 
     def record(self, block: Block, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """x [T, hidden_size] -> the same, added to `onto` if given."""
+        """Records x [T, hidden_size] -> [T, hidden_size], added to `onto` if given."""
         rec, inputs = block.rec, block.inputs
 
         def heads(x: Tensor, norm: str) -> Tensor:

@@ -8,7 +8,7 @@ from wgpu_lora.ops.elementwise import swiglu
 
 
 def gated_mlp(block: Block, x: Tensor, inner: int, onto: Tensor | None = None, name: str = "mlp") -> Tensor:
-    """x [T, hidden_size] -> the same, added to `onto` if given, in row blocks where [T, inner] would not be bound."""
+    """Records x [T, hidden_size] -> [T, hidden_size], added to `onto` if given, in row blocks if T x inner is large."""
     y = onto or block.rec.temp(x.shape, name="mlp")
     for start, stop in block.rec.row_blocks(x.shape[0], inner):
         rows = x.rows(start, stop)

@@ -1,4 +1,4 @@
-"""The decoder that most published models are: attention with RoPE, then a gated MLP, each behind an RMSNorm."""
+"""The common decoder: attention with RoPE, then a gated MLP, each after an RMSNorm and with a residual connection."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ATTENTION_NORM, MLP_NORM = "input_layernorm", "post_attention_layernorm"
 
 
 class Biases(NamedTuple):
-    """Which linears have biases: q, k and v; o; the MLP's."""
+    """Which linear layers have biases: q, k and v; o; those of the MLP."""
 
     attention: bool = False
     output: bool = False
@@ -31,11 +31,11 @@ class Biases(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Transformer(ModelConfig):
-    """The facts of such a decoder. An architecture's class says what of config.json it reads, and how.
+    """The config of the common decoder. Subclasses define how config.json is read.
 
-    `attention_bias` says whether q, k and v have biases, `attention_output_bias` whether o does. `sliding_windows`
-    holds one entry per layer: None attends to everything before, w attends to the last w tokens, the current one
-    included.
+    attention_bias: whether q, k and v have biases. attention_output_bias: whether o has.
+    sliding_windows: one entry per layer; None attends to all previous tokens, w to the last w, including the current
+        one.
     """
 
     intermediate_size: int
@@ -51,31 +51,31 @@ class Transformer(ModelConfig):
     sliding_windows: tuple[int | None, ...]
 
     MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    # Whether the biases that config.json can state are read. transformers ignores what a class does not read, so a
-    # file that states it means something else.
+    # Which of config.json's biases the class in transformers reads. A file that sets another is refused, because
+    # transformers would ignore it.
     READS_BIASES: ClassVar[Biases] = Biases()
     QK_NORM: ClassVar[bool] = False
-    HEAD_DIM: ClassVar[int | None] = None  # where config.json is silent; None: hidden_size / heads
-    GROUPED: ClassVar[bool] = True  # num_key_value_heads has to be stated
-    # Whether llama.cpp rotates neighbours, x[2i] and x[2i + 1], where transformers has x[i] and x[i + head_dim / 2].
+    HEAD_DIM: ClassVar[int | None] = None  # default of head_dim; None: hidden_size / heads
+    GROUPED: ClassVar[bool] = True  # num_key_value_heads is required
+    # Whether llama.cpp rotates the pairs (x[2i], x[2i + 1]) instead of transformers' (x[i], x[i + head_dim / 2]).
     GGUF_INTERLEAVES: ClassVar[bool] = False
 
     # -- config.json -----------------------------------------------------------------------------------------------
 
     @classmethod
     def biases(cls, d: Mapping[str, Any], where: str) -> Biases:
-        """Which linears have biases."""
+        """Which linear layers have biases."""
         attention = boolean(d, "attention_bias", where)
         return Biases(attention, attention, boolean(d, "mlp_bias", where))
 
     @classmethod
     def window(cls, d: Mapping[str, Any], where: str) -> int | None:
-        """The window of layers that have one; None where all layers see everything."""
+        """The sliding window of the layers that have one; None if no layer has."""
         return None
 
     @classmethod
     def windows(cls, d: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
-        """One window a layer, as transformers' configuration classes resolve them."""
+        """The sliding window of each layer, as transformers' configuration classes resolve it."""
         window = cls.window(d, where)
         types = d.get("layer_types")
         if types is None:
@@ -141,11 +141,11 @@ class Transformer(ModelConfig):
             head_dim = hidden // heads
         if head_dim % 2:
             raise UserError(
-                f"head_dim {head_dim} in {where} is odd, but rotary embedding turns pairs: use another model."
+                f"head_dim {head_dim} in {where} is odd, but rotary embedding needs pairs: use another model."
             )
         return head_dim
 
-    # -- what a layer is -------------------------------------------------------------------------------------------
+    # -- layers ----------------------------------------------------------------------------------------------------
 
     def layer(self, index: int) -> dict[str, Parameter]:
         hidden, inner, kv_heads = self.hidden_size, self.intermediate_size, self.num_key_value_heads
@@ -172,7 +172,7 @@ class Transformer(ModelConfig):
 
     def block(self, block: Block, index: int, x: Tensor) -> Tensor:
         rec, eps, inner, attention = block.rec, self.rms_norm_eps, self.intermediate_size, self._attention(index)
-        if not rec.training:  # nothing reads x again: what is added to it goes where it lies
+        if not rec.training:  # x is not needed again, so the residual is added in place
             attention.record(block, block.norm(x, ATTENTION_NORM, eps), x)
             return gated_mlp(block, block.norm(x, MLP_NORM, eps), inner, x)
         x = residual(rec, x, attention.record(block, block.norm(x, ATTENTION_NORM, eps)))
@@ -200,12 +200,12 @@ class Transformer(ModelConfig):
 
 
 def stated_window(d: Mapping[str, Any], where: str) -> int | None:
-    """sliding_window, which is 4,096 where it is missing and none where it is null."""
+    """sliding_window: 4,096 if it is missing, None if it is null."""
     return whole(d, "sliding_window", where, 4096) if d.get("sliding_window", 4096) is not None else None
 
 
 def layer_types(types: Any, window: int | None, layers: int, where: str) -> list[str]:
-    """layer_types, checked."""
+    """Returns `types`, config.json's layer_types, once checked."""
     if not isinstance(types, list) or len(types) != layers:
         raise UserError(f"layer_types in {where} must list {layers} layers (num_hidden_layers): correct the file.")
     for kind in types:

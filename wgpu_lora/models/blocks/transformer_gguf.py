@@ -1,4 +1,4 @@
-"""How GGUF states the common decoder: metadata read and written, and what llama.cpp's graphs cannot compute of it."""
+"""The common decoder in GGUF: its metadata, read and written, and the models that llama.cpp cannot run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wgpu_lora.models.blocks.transformer import Transformer
 from wgpu_lora.models.gguf_form import GGUFForm
 from wgpu_lora.models.rope import RopeScaling, inv_freq
 
-# config.json's names -> keys of the metadata, after the architecture's name and a dot.
+# config.json's names -> keys of the metadata, without the architecture's name.
 _FIELDS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -34,19 +34,21 @@ _YARN = {
     "attention_factor": "yarn_attn_factor",
 }
 _EMBEDDING, _FACTORS = "token_embd.weight", "rope_freqs.weight"
-_BY_FACTORS = ("llama3", "factors")  # types of scaling that GGUF states as a tensor
-_LEAST_TENSORS = 9  # of a layer
-# What Llama 3.1 and all that came after it say, but for the factor.
+_BY_FACTORS = ("llama3", "factors")  # rope types that GGUF stores as a tensor
+_LEAST_TENSORS = 9  # per layer
+# The rope parameters of Llama 3.1 and later, except for the factor.
 _LLAMA3: dict[str, Any] = {"original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 @dataclass(frozen=True)
 class TransformerGGUF(GGUFForm[Transformer]):
-    """windowed: whether the file has a sliding window and no biases, where that tells architectures of a name apart.
+    """A `general.architecture` of GGUF whose models are common decoders.
 
-    attention_bias, mlp_bias: whether llama.cpp adds biases that config.json has to state. output_bias: whether it has
-    one of o_proj. factors: whether it divides frequencies by a tensor's factors. split_heads: whether heads' widths may
-    sum to something else than the hidden size.
+    windowed: whether files have a sliding window and no biases, if this distinguishes architectures that share a name.
+    attention_bias, mlp_bias: whether llama.cpp adds biases that config.json must state.
+    output_bias: whether llama.cpp adds a bias of o_proj.
+    factors: whether llama.cpp divides the rotary frequencies by a tensor of factors.
+    split_heads: whether heads * head_dim may differ from the hidden size.
     """
 
     name: str
@@ -57,7 +59,7 @@ class TransformerGGUF(GGUFForm[Transformer]):
     factors: bool = False
     split_heads: bool = True
     pretokenizer: str | None = None
-    passed_over = r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight"  # factors, and frequencies llama.cpp ignores
+    passed_over = r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight"  # read_tensors reads the first
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -76,7 +78,7 @@ class TransformerGGUF(GGUFForm[Transformer]):
         d: dict[str, Any] = {name: required(key) for name, key in _FIELDS.items()}
         if self._number(header, "expert_count"):
             raise UserError(f"{path} is a mixture of experts, which is not supported: use a dense model.")
-        # Said here because what follows is made layer by layer.
+        # Checked before anything is created per layer.
         if _LEAST_TENSORS * d["num_hidden_layers"] > len(header.tensors):
             raise UserError(
                 f"{path} claims {d['num_hidden_layers']:,} layers but holds {len(header.tensors):,} tensors: "
@@ -100,7 +102,7 @@ class TransformerGGUF(GGUFForm[Transformer]):
         return header.number(f"{self.name}.{key}", default)
 
     def _biases(self, header: Header) -> dict[str, bool]:
-        """Those that config.json states; `GGUFCheckpoint` sees to the layers after the first."""
+        """The biases of config.json, from the first layer's tensors. `GGUFCheckpoint` checks the others."""
 
         def has(*parts: str) -> bool:
             return any(f"blk.0.{part}.bias" in header.tensors for part in parts)
@@ -147,13 +149,13 @@ class TransformerGGUF(GGUFForm[Transformer]):
         return rope
 
     def read_tensors(self, config: Transformer, header: Header) -> Transformer:
-        """With the frequencies' factors that llama.cpp's converter makes of llama3's scaling."""
+        """Adds the frequency factors that llama.cpp's converter writes for llama3 scaling."""
         info = header.tensors.get(_FACTORS)
         if info is None:
             return config
         path, count = header.path, config.head_dim // 2
         if info.kind != GGMLQuantizationType.F32 or info.shape != (count,):
-            raise UserError(f"{_FACTORS} in {path} is not of {count} F32 numbers: download or copy the file again.")
+            raise UserError(f"{_FACTORS} in {path} does not have {count} F32 values: download or copy the file again.")
         factors = np.fromfile(path, "<f4", count, offset=info.offset).astype(np.float64)
         if factors.size != count or not np.isfinite(factors).all() or not (factors > 0).all():
             raise UserError(f"{_FACTORS} in {path} are not positive numbers: download or copy the file again.")
@@ -167,7 +169,7 @@ class TransformerGGUF(GGUFForm[Transformer]):
         return replace(config, rope_scaling=scaling)
 
     def stated(self, config: Transformer, path: Path) -> dict[str, Any]:
-        """llama3's parameters, where they come to the factors that the file states."""
+        """Rope parameters for config.json: those of llama3 if they give the file's factors."""
         found: dict[str, Any] = {"hidden_act": "silu", "rope_theta": config.rope_theta}  # where transformers 4 looks
         if config.rope_scaling is None or config.rope_scaling.rope_type != "factors":
             return found
@@ -175,8 +177,8 @@ class TransformerGGUF(GGUFForm[Transformer]):
         like = replace(config, rope_scaling=RopeScaling(**scaling))
         if not np.allclose(inv_freq(like), inv_freq(config), rtol=1e-6, atol=0):
             raise UserError(
-                f"{path} scales its frequencies by factors that config.json cannot state: import the model it was "
-                "made of."
+                f"{path} scales its frequencies by factors that config.json cannot express: import the model that it "
+                "was converted from."
             )
         return found | {"rope_parameters": {"rope_theta": config.rope_theta, **scaling}}
 
@@ -197,8 +199,8 @@ class TransformerGGUF(GGUFForm[Transformer]):
         if not windows:
             return []
         return [
-            f"llama.cpp lets every token see all before it, where this model sees the last {min(windows):,}: "
-            f"texts of up to {min(windows):,} tokens are exact, longer ones differ."
+            f"llama.cpp ignores this model's sliding window of {min(windows):,} tokens: texts of up to "
+            f"{min(windows):,} tokens are exact, longer ones differ."
         ]
 
     def write(self, config: Transformer, writer: GGUFWriter) -> None:
@@ -217,11 +219,11 @@ class TransformerGGUF(GGUFForm[Transformer]):
         writer.add_vocab_size(config.vocab_size)
         windows = set(config.sliding_windows)
         if self.windowed and len(windows) == 1 and (window := windows.pop()):
-            writer.add_sliding_window(window)  # llama.cpp passes it over; it is read back here
+            writer.add_sliding_window(window)  # ignored by llama.cpp, but read back by `fields`
         _write_scaling(writer, config.rope_scaling)
 
     def tensors(self, config: Transformer) -> dict[str, np.ndarray]:
-        """What llama.cpp divides each pair's frequency by, float32 [head_dim / 2]: how llama3's scaling is stated."""
+        """llama3 scaling as the factors that llama.cpp divides each pair's frequency by, float32 [head_dim / 2]."""
         if config.rope_scaling is None or config.rope_scaling.rope_type not in _BY_FACTORS:
             return {}
         plain = config.rope_theta ** -(np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
@@ -242,7 +244,7 @@ def _write_scaling(writer: GGUFWriter, scaling: RopeScaling | None) -> None:
     writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position_embeddings)
     writer.add_rope_scaling_yarn_beta_fast(scaling.beta_fast)
     writer.add_rope_scaling_yarn_beta_slow(scaling.beta_slow)
-    # llama.cpp has yarn's usual factor of its own, and multiplies it by this one.
+    # llama.cpp multiplies this factor by yarn's default one.
     usual = 1.0 + 0.1 * math.log(max(scaling.factor, 1.0))
     if not math.isclose(scaling.attention_factor, usual, rel_tol=1e-6):
         writer.add_rope_scaling_attn_factors(scaling.attention_factor / usual)

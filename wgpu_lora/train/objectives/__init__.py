@@ -1,4 +1,4 @@
-"""The training objectives, a file each (`--objective`)."""
+"""The training objectives, one file each (`--objective`)."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ OBJECTIVES: Registry[type[Objective]] = Registry({"sft": "wgpu_lora.train.object
 
 
 def objective_of(args: Any) -> Objective:
-    """The objective of some TrainingArguments."""
+    """The objective that TrainingArguments select."""
     return with_options(OBJECTIVES[args.objective], args)

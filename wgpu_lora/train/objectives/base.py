@@ -1,4 +1,4 @@
-"""What an objective has to say of itself, and what it is given of a batch."""
+"""The interface of training objectives, and their inputs for a batch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from wgpu_lora.ops.recorder import Recorder
 
 @dataclass(frozen=True)
 class Group:
-    """What a sample has in a batch: its examples with the adapter on, then, for a reference pass, with it off.
+    """A sample's segments in a batch: its examples with the adapter on and, for a reference pass, also with it off.
 
-    weight: 1 / what the optimizer step's loss is a mean over. value: the sample's.
+    weight: 1 / the number of units that the optimizer step's loss is averaged over. value: of the sample.
     """
 
     segments: tuple[Segment, ...]
@@ -34,10 +34,10 @@ class Group:
 
 @dataclass(frozen=True)
 class GroupTensors:
-    """The groups of a batch in order of slots, G at most.
+    """The groups of a batch in slot order, at most G.
 
-    members u32 [G, members, 2]: [start, stop) among the targets of each of a group's segments. weights, values f32 [G]:
-    the groups' own, weight 0 for padding. ranges u32 [slots, 2] of G.
+    members u32 [G, members, 2]: [start, stop) of each segment among the targets. weights, values f32 [G]: of the
+    groups, with weight 0 for padding. ranges u32 [slots, 2]: of G.
     """
 
     members: Tensor
@@ -48,11 +48,11 @@ class GroupTensors:
 
 @dataclass(frozen=True)
 class Scoring:
-    """What a batch of R targets says of one objective's slots.
+    """Inputs of one objective for a batch of R targets.
 
-    weights f32 [R]: the group's weight; 0 where the adapter is off, for padding and for other objectives' tokens.
-    ranges u32 [slots, 2] of R. groups: where the objective's unit is the group. values f32 [R]: each row's own, where
-    the objective asks for them.
+    weights f32 [R]: the group's weight; 0 with the adapter off, for padding and for tokens of other objectives.
+    ranges u32 [slots, 2]: of R. groups: only if the objective's unit is the group.
+    values f32 [R]: of each token's row; only if the objective is `valued`.
     """
 
     weights: Tensor
@@ -69,7 +69,7 @@ class Scoring:
         own = make("token weights", tokens, dtype="f32"), make("token ranges", slots, 2)
         if objective.unit == "token":
             return cls(*own, values=values)
-        size = max(1, tokens // (2 * objective.members))  # a segment has two tokens at least
+        size = max(1, tokens // (2 * objective.members))  # a segment has at least two tokens
         groups = GroupTensors(
             members=make("members", size, objective.members, 2),
             weights=make("group weights", size, dtype="f32"),
@@ -80,7 +80,7 @@ class Scoring:
 
     @property
     def loss_ranges(self) -> Tensor:
-        """Whose each loss is: of tokens, or of groups where they are the unit."""
+        """Ranges of the losses by slot: of tokens, or of groups if they are the unit."""
         return self.groups.ranges if self.groups else self.ranges
 
     def tensors(self) -> list[Tensor]:
@@ -88,7 +88,7 @@ class Scoring:
         return [self.weights, self.ranges, *values, *(vars(self.groups).values() if self.groups else [])]
 
     def upload(self, device: Device, groups: Sequence[Group], places: Sequence[np.ndarray]) -> None:
-        """Fills the tensors. places: [start, stop) among R of each segment of each group."""
+        """Fill the tensors. places: [start, stop) among R for each segment of each group."""
         values = {tensor: np.zeros(tensor.shape, NUMPY[tensor.dtype]) for tensor in self.tensors()}
         order = sorted(range(len(groups)), key=lambda i: groups[i].slot)
         for at, number in enumerate(order):
@@ -108,17 +108,17 @@ class Scoring:
 
 
 def _extend(span: np.ndarray, start: int, stop: int) -> None:
-    """Takes what follows into [start, stop), which is empty at first."""
+    """Extend [start, stop), empty at first, by the range that follows it."""
     span[:] = (start if span[1] == 0 else min(span[0], start), max(span[1], stop))
 
 
 @dataclass(frozen=True)
 class Score:
-    """What an objective makes of a batch.
+    """The result of an objective for a batch.
 
-    weights f32 [R]: of each target token's -log p in the step's loss, that is the loss's derivative by it; 0 for tokens
-    of other objectives. losses f32, by token [R] or by group [G] as the objective's unit is: their sum over a step is
-    the step's loss times what it is a mean over; likewise `metrics`, by name.
+    weights f32 [R]: weight of each target token's -log p in the step's loss, i.e. the loss's derivative by it; 0 for
+    tokens of other objectives. losses f32, by token [R] or by group [G] (the objective's unit): their sum over a step,
+    divided by the number of units, is the step's loss; likewise `metrics`, by name.
     """
 
     weights: Tensor
@@ -128,11 +128,11 @@ class Score:
 
 @dataclass(frozen=True)
 class Objective:
-    """What is learnt from rows: a frozen dataclass, whose fields are the training options that it reads.
+    """A training objective: a frozen dataclass whose fields are the training options that it reads.
 
-    unit: what the loss is a mean over. parts: how many examples a sample has; they stay in one batch. reference:
-    whether each goes through the base alone too, in the same batch. valued: whether it reads the value of each token's
-    row (`Sample.value`). metrics: what is logged beside the loss.
+    unit: what the loss is averaged over. parts: examples per sample, which stay in one batch. reference: whether each
+    example also passes through the base model alone, in the same batch. valued: whether it reads the value of each token's row
+    (`Sample.value`). metrics: values logged beside the loss.
     """
 
     unit: ClassVar[Literal["token", "group"]] = "token"
@@ -143,17 +143,17 @@ class Objective:
 
     @property
     def members(self) -> int:
-        """Segments of a group."""
+        """Segments per group."""
         return self.parts * (2 if self.reference else 1)
 
     def sample(self, row: dict[str, Any]) -> Sample:
-        """What there is to learn in a row of the data.
+        """Convert a row of the data to a sample.
 
         Raises:
-            UserError: the row has not what the objective needs; the message says which key, not which line.
+            UserError: the row lacks a key that the objective needs; the message names the key, not the line.
         """
         return one_example(row)
 
     def score(self, rec: Recorder, logprobs: Tensor, scoring: Scoring) -> Score:
-        """Records what turns log-probabilities f32 [R] into weights and losses."""
+        """Record the computation of weights and losses from log-probabilities f32 [R]."""
         raise NotImplementedError

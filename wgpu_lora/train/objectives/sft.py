@@ -21,7 +21,7 @@ def sft_loss(logprobs: In, weights: Fixed, losses: Out, *, rows: U32) -> Any:
 
 @dataclass(frozen=True)
 class SFT(Objective):
-    """Every trained token has the same weight, 1 / trained tokens of the optimizer step."""
+    """Every trained token has the same weight: 1 / trained tokens of the optimizer step."""
 
     def score(self, rec: Recorder, logprobs: Tensor, scoring: Scoring) -> Score:
         losses = rec.temp(logprobs.shape, name="losses")

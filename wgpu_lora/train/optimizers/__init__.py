@@ -1,4 +1,4 @@
-"""The optimizers, a file each (`--optim`)."""
+"""The optimizers, one file each (`--optim`)."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from wgpu_lora.train.optimizers.base import Page, State
 
 @dataclass(frozen=True)
 class Hyper:
-    """correction = 1 - beta^step; rest = 1 - beta, taken in float64: 1 - 0.999 in f32 is off in the fifth digit."""
+    """correction = 1 - beta^step; rest = 1 - beta, in float64, since 1 - 0.999 in f32 is off in the fifth digit."""
 
     learning_rate: F32
     beta1: F32
@@ -33,7 +33,7 @@ class Hyper:
 
 @dataclass(frozen=True)
 class AdamW:
-    """Names and defaults of transformers' TrainingArguments."""
+    """AdamW, with the names and defaults of transformers' TrainingArguments."""
 
     state: ClassVar[tuple[State, ...]] = (State("first_moment"), State("second_moment", least=0.0))
     Hyper: ClassVar[type] = Hyper
@@ -85,9 +85,9 @@ def adamw_check(
     blocks: U32,
     limit: F32 = MAX_PARAMETER,
 ) -> Any:
-    """diverged[b] = 1 where `adamw` would leave block b with a parameter beyond +-limit, or anything not finite."""
+    """diverged[b] = 1 if `adamw` would make a parameter of block b larger than limit, or any value non-finite."""
     go, new, m, v = _updated(params, grads, first_moment, second_moment, block_slots[:blocks], hyper, report)
-    with np.errstate(over="ignore"):  # what a float32 cannot hold
+    with np.errstate(over="ignore"):  # beyond float32
         bad = ~(np.abs(new) <= limit) | ~np.isfinite(m.astype(np.float32)) | ~np.isfinite(v.astype(np.float32))
     return (go & bad).reshape(blocks, BLOCK).any(axis=1).astype(np.float64)
 
@@ -104,9 +104,7 @@ def adamw(
     *,
     size: U32,
 ) -> Any:
-    """AdamW on the clipped gradient; gradients are zeroed, gated slots left alone.
-
-    size is a multiple of 4: blocks are."""
+    """AdamW on the clipped gradient; zeroes gradients and skips gated slots. size is a multiple of 4, as blocks are."""
     go, step, m, v = _updated(params, grads, first_moment, second_moment, block_slots, hyper, report)
     used = np.repeat(block_slots, BLOCK)[:size] != NO_SLOT
     return (
@@ -120,7 +118,7 @@ def adamw(
 def _updated(
     params: Any, grads: Any, first_moment: Any, second_moment: Any, block_slots: Any, hyper: Any, report: Any
 ) -> tuple[Any, Any, Any, Any]:
-    """(whether it is updated, new parameter, new first and second moment) of every value."""
+    """(whether it is updated, new parameter, new first and second moment) for every value."""
     slot = np.repeat(block_slots.astype(np.int64), BLOCK)[: params.size]
     used = slot != NO_SLOT
     slot = np.where(used, slot, 0)

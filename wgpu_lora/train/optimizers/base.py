@@ -1,4 +1,4 @@
-"""What an optimizer has to say of itself; what all of them share is in train/optimizer.py."""
+"""The interface of optimizers; what they share is in train/optimizer.py."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from wgpu_lora.ops.optimizer import BLOCK
 
 @dataclass(frozen=True)
 class State:
-    """A tensor that an optimizer keeps from step to step, zero at first: `values` of `dtype` for each BLOCK parameters.
+    """A tensor that an optimizer keeps between steps, zero at first: `values` of `dtype` per BLOCK parameters.
 
-    least: the smallest value that a checkpoint may have of it.
+    least: the smallest value that is valid in a checkpoint.
     """
 
     name: str
@@ -23,11 +23,11 @@ class State:
     least: float | None = None
 
     def __post_init__(self) -> None:
-        assert self.block_bytes % 4 == 0, "a slot's part of it begins at a whole word"
+        assert self.block_bytes % 4 == 0, "a slot's part must begin at a whole word"
 
     @property
     def by_parameter(self) -> bool:
-        """Whether it has a float for each parameter: a checkpoint then has it in the shape of the matrix."""
+        """Whether there is one float per parameter; checkpoints then store it in the matrix's shape."""
         return self.dtype == "f32" and self.values == BLOCK
 
     @property
@@ -41,11 +41,10 @@ class State:
 
 @dataclass(frozen=True)
 class Page:
-    """A page of all slots' parameters, `blocks` of BLOCK values, and what their update reads and writes.
+    """A page of all slots' parameters, `blocks` of BLOCK values, and the tensors of its update.
 
-    state: in the order of the rule's. block_slots u32 [blocks]: whose each block is, NO_SLOT where nobody's.
-    hyper: a Hyper for each slot. report f32 [slots, 4]: (norm, factor that clips the gradient, 1 where the slot may be
-    updated, loss).
+    state: in the order of the rule's. block_slots u32 [blocks]: the slot of each block, or NO_SLOT.
+    hyper: a Hyper per slot. report f32 [slots, 4]: (norm, clipping factor, 1 if the slot may be updated, loss).
     """
 
     blocks: int
@@ -58,32 +57,32 @@ class Page:
 
     @property
     def size(self) -> int:
-        """How many values it has."""
+        """The number of values."""
         return self.blocks * BLOCK
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of it, in the order in which kernels usually bind it."""
+        """All tensors, in the order in which kernels usually bind them."""
         return (self.params, self.grads, *self.state, self.block_slots, self.hyper, self.report)
 
 
 class UpdateRule(Protocol):
-    """How parameters follow from gradients: a frozen dataclass, whose fields are the training options that it reads.
+    """An update rule: a frozen dataclass whose fields are the training options that it reads.
 
-    Hyper: the struct that its kernels read of each slot, a dataclass of F32 fields (see gpu.struct).
+    Hyper: the struct that its kernels read for each slot, a dataclass of F32 fields (see gpu.struct).
     """
 
     state: ClassVar[tuple[State, ...]]
     Hyper: ClassVar[type]
 
     def hyper(self, step: int, learning_rate: float) -> Any:
-        """A slot's Hyper in its 1-based `step`."""
+        """A slot's Hyper for its 1-based `step`."""
 
     @staticmethod
     def record_check(program: Program, page: Page, diverged: Tensor) -> None:
-        """Records what writes 1 into diverged f32 [blocks] where the update would leave a parameter of a block beyond
-        MAX_PARAMETER, or anything that is not finite; else 0. Slots that may not be updated are not looked at."""
+        """Record a check that writes 1 into diverged f32 [blocks] if the update would make a parameter of the block
+        larger than MAX_PARAMETER or any value non-finite, else 0; only slots that may be updated matter."""
 
     @staticmethod
     def record_update(program: Program, page: Page) -> None:
-        """Records the update of the slots that may be updated. It zeroes the gradients of all slots."""
+        """Record the update of the slots that may be updated; it zeroes the gradients of all slots."""

@@ -1,4 +1,4 @@
-"""Made-up training rows, for recipes whose own data are not to be had. Every row is right, and there are plenty."""
+"""Synthetic training rows, for recipes whose data are not available. All answers are correct."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = ("Ada", "Bela", "Chidi", "Dana", "Emeka", "Fumi", "Goran", "Hana", "Ivo"
 
 
 def hive_mind(rng: np.random.Generator) -> Row:
-    """One of five kinds of short question about numbers, names and lists, with its answer."""
+    """A short question of one of five kinds about numbers, names and lists, with its answer."""
 
     def pick(words: Sequence[str]) -> str:
         return words[int(rng.integers(len(words)))]
@@ -28,7 +28,7 @@ def hive_mind(rng: np.random.Generator) -> Row:
     name, thing, goods, other = pick(NAMES), pick(THINGS), pick(GOODS), pick(GOODS)
     numbers = [int(n) for n in rng.integers(0, 99, 5)]
     listed = ", ".join(map(str, numbers))
-    word = "".join(pick(SYLLABLES) for _ in range(4))  # real ones would be too few to differ
+    word = "".join(pick(SYLLABLES) for _ in range(4))  # there are too few real ones
     kinds = (
         (
             f"A {thing} holds {a} {goods} in each of {b} rows. {name} takes {c} away. How many are left?",
@@ -52,7 +52,7 @@ GENERATORS: dict[str, Callable[[np.random.Generator], Row]] = {"hive-mind-0.5b":
 
 
 def write_rows(make: Callable[[np.random.Generator], Row], path: Path, rows: int, seed: int) -> None:
-    """Writes `rows` lines, no two alike, the same for the same seed; `make` must have far more than that.
+    """Write `rows` distinct lines, the same for the same seed; `make` must be able to generate many more.
 
     Raises:
         UserError: the file exists, or cannot be written.
@@ -60,7 +60,7 @@ def write_rows(make: Callable[[np.random.Generator], Row], path: Path, rows: int
     if path.exists():
         raise UserError(f"{path} exists already: choose another file, or remove it.")
     rng = np.random.default_rng(seed)
-    lines: dict[str, None] = {}  # in the order in which they were drawn
+    lines: dict[str, None] = {}  # in the order in which they were generated
     while len(lines) < rows:
         lines[json.dumps(make(rng)) + "\n"] = None
     try:

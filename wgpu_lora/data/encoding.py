@@ -1,4 +1,4 @@
-"""Work that needs a tokenizer now and then, done side by side: so a tokenizer in a child is asked for much at once."""
+"""Run generators that need token ids together, so that a tokenizer in a child process gets large requests."""
 
 from __future__ import annotations
 
@@ -10,59 +10,59 @@ from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
 
 T = TypeVar("T")
-MAX_ASKED = 1 << 20  # characters at once, but for one text that is longer
+MAX_CHARACTERS = 1 << 20  # characters per request, unless a single text is longer
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a step of work asks for: the ids of texts, or their ids and offsets."""
+class EncodeRequest:
+    """A request for the ids of texts, or for their ids and offsets."""
 
     texts: list[str]
     offsets: bool = False
 
 
-# Work that yields what it wants, and is sent an entry for each text.
-Steps = Generator[Wanted, list[Any], T]
+# A generator that yields requests, and is sent a list with an entry for each text.
+Steps = Generator[EncodeRequest, list[Any], T]
 
 
-def together(works: Sequence[Steps[T]], tokenizer: Tokenizer | None) -> list[T | UserError]:
-    """Does all of it, and says what became of each."""
+def run_together(tasks: Sequence[Steps[T]], tokenizer: Tokenizer | None) -> list[T | UserError]:
+    """Run all generators and return the result or the error of each."""
     done: dict[int, T | UserError] = {}
-    answers: dict[int, list[Any] | None] = dict.fromkeys(range(len(works)))
+    answers: dict[int, list[Any] | None] = dict.fromkeys(range(len(tasks)))
     while answers:
-        wanted: dict[int, Wanted] = {}
+        wanted: dict[int, EncodeRequest] = {}
         for i, answer in answers.items():
             try:
-                wanted[i] = next(works[i]) if answer is None else works[i].send(answer)
+                wanted[i] = next(tasks[i]) if answer is None else tasks[i].send(answer)
             except StopIteration as end:
                 done[i] = end.value
             except UserError as error:
                 done[i] = error
         answers = {}
-        for i, found in _answered(wanted, tokenizer).items():
+        for i, found in _encode_all(wanted, tokenizer).items():
             if isinstance(found, UserError):
                 done[i] = found
             else:
                 answers[i] = found
-    return [done[i] for i in range(len(works))]
+    return [done[i] for i in range(len(tasks))]
 
 
-def _answered(wanted: dict[int, Wanted], tokenizer: Tokenizer | None) -> dict[int, list[Any] | UserError]:
+def _encode_all(wanted: dict[int, EncodeRequest], tokenizer: Tokenizer | None) -> dict[int, list[Any] | UserError]:
     found: dict[int, list[Any] | UserError] = {}
     for group in _groups(wanted):
         try:
-            found |= _asked(group, tokenizer)
-        except UserError:  # whose fault it is shows where each asks for itself
+            found |= _encode(group, tokenizer)
+        except UserError:  # repeat the requests separately to find the one that failed
             for i, request in group.items():
                 try:
-                    found |= _asked({i: request}, tokenizer)
+                    found |= _encode({i: request}, tokenizer)
                 except UserError as error:
                     found[i] = error
     return found
 
 
-def _groups(wanted: dict[int, Wanted]) -> list[dict[int, Wanted]]:
-    groups: list[dict[int, Wanted]] = []
+def _groups(wanted: dict[int, EncodeRequest]) -> list[dict[int, EncodeRequest]]:
+    groups: list[dict[int, EncodeRequest]] = []
     for offsets in (False, True):
         room = -1
         for i, request in wanted.items():
@@ -71,14 +71,14 @@ def _groups(wanted: dict[int, Wanted]) -> list[dict[int, Wanted]]:
             size = sum(map(len, request.texts))
             if size > room:
                 groups.append({})
-                room = MAX_ASKED
+                room = MAX_CHARACTERS
             groups[-1][i] = request
             room -= size
     return groups
 
 
-def _asked(group: dict[int, Wanted], tokenizer: Tokenizer | None) -> dict[int, list[Any]]:
-    assert tokenizer is not None  # work without one asks for nothing
+def _encode(group: dict[int, EncodeRequest], tokenizer: Tokenizer | None) -> dict[int, list[Any]]:
+    assert tokenizer is not None  # without a tokenizer, nothing is requested
     texts = [text for request in group.values() for text in request.texts]
     offsets = next(iter(group.values())).offsets
     answers: list[Any] = tokenizer.encode_with_offsets(texts) if offsets else tokenizer.encode_all(texts)
