@@ -28,7 +28,7 @@ class Table(Protocol):
 
 
 def rows_asked_for(arrays: Arrays, c: Constants) -> Part:
-    """A part with only the rows of the table that occur in the ids, since the whole table may be gigabytes in float64."""
+    """A part with only the rows of the table that the ids use, since the whole table may be gigabytes in float64."""
     ids, first = arrays["ids"].reshape(-1).astype(np.int64), c["first"]
     used = np.unique(np.append(ids[(ids >= first) & (ids < first + c["count"])], first))
     places = np.searchsorted(used, ids)

@@ -123,7 +123,7 @@ def _fewer(c: Constants) -> Constants:
 
 
 def product_part(arrays: Arrays, c: Constants) -> part.Part | None:
-    """The part of a product with a frozen matrix: some rows and, if columns are whole blocks of scales, some columns."""
+    """The part of a product with a frozen matrix: some rows and, if they are whole blocks of scales, some columns."""
     m, n, k, nt = c["m"], c["n"], c["k"], c["form"] == "nt"
     if not part.costly(m * n * k, arrays, n * k):
         return None
