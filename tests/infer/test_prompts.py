@@ -226,7 +226,10 @@ def test_prompts_in_the_formats_of_rows(tmp_path: Path):
         (b"", "is empty"),
         (b"\n \n", "is empty"),
         (b"a\xff", "not valid UTF-8 (byte 2)"),
-        (b'{"prompt": "w1"}\n{"text": "w1"}', "line 2: the row has neither 'prompt' nor 'messages': its keys are 'text'"),
+        (
+            b'{"prompt": "w1"}\n{"text": "w1"}',
+            "line 2: the row has neither 'prompt' nor 'messages': its keys are 'text'",
+        ),
         (b'{"prompt": 5}', "line 1: The prompt must be text"),
         (b'{"prompt": " "}', "line 1: the prompt is empty"),
         (b'{"prompt": "w1"}\n{"prompt"', "line 2: not JSON"),
