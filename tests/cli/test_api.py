@@ -163,7 +163,7 @@ def test_training_arguments_are_taken_whole(tmp_path: Path):
     args = wgpu_lora.TrainingArguments(
         model=QWEN2, data=str(write_rows(tmp_path / "rows.jsonl")), output=str(tmp_path / "out"), **SMALL
     )
-    record = wgpu_lora.finetune(None, args, seed=7)
+    record = wgpu_lora.finetune(args=args, seed=7)
     assert (record.steps, record.loss) == (2, record.state.last_loss)
     assert (record.options.seed, record.options.lora_r) == (7, args.lora_r)
     again = wgpu_lora.finetune(None, wgpu_lora.TrainingArguments(output=args.output, resume=True, max_steps=3))

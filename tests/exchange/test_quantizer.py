@@ -15,7 +15,8 @@ from llama_cpp_helpers import tensor_types
 from support.gguf_models import DEMO, make_model
 
 from wgpu_lora.export.gguf_model import export_model
-from wgpu_lora.export.mix import FILE_TYPES, pack
+from wgpu_lora.export.mix import FILE_TYPES
+from wgpu_lora.formats.gguf.types import pack
 
 MIXED: dict[str, dict[str, Any]] = {
     "demo": {},  # rows of 192, which are no whole super-blocks, and of 512

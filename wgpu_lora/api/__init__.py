@@ -55,8 +55,8 @@ def load(
 @listing(TrainingArguments, TrainingOptions, leave_out=("model",))
 def finetune(
     model: LoadedModel | str | Path | None = None,
-    args: TrainingArguments | None = None,
     /,
+    args: TrainingArguments | None = None,
     *,
     recipe: str | Path | None = None,
     callback: Callback | None = None,
@@ -107,7 +107,7 @@ def _chosen(given: Mapping[str, Any], args: TrainingArguments | None, recipe: st
     if args is None:
         return gather(given, recipe, "finetune()")[0]
     if not isinstance(args, TrainingArguments):
-        raise UserError(f"finetune(): args must be TrainingArguments, not {args!r:.60}.")
+        raise UserError(f"finetune(): args must be TrainingArguments, not {args!r:.60}; rows are given as data=...")
     if recipe:
         raise UserError("finetune() was given args and a recipe: pass one of them.")
     whole = from_values(given, "finetune()", args)

@@ -62,7 +62,7 @@ def prove(
 
 
 def _said(check: Check) -> None:
-    line("", f"{check.finding.status} in {check.seconds:.1f} s: {check.finding.reason}")
+    line("", f"{check.status} in {check.seconds:.1f} s: {check.reason}")
 
 
 def _table(result: Result) -> None:
@@ -78,9 +78,8 @@ def _table(result: Result) -> None:
     table.add_column("seconds", justify="right")
     table.add_column("finding", overflow="fold")
     for check in result.checks:
-        if check.finding.reason == LEFT_OUT:
+        if check.reason == LEFT_OUT:
             continue  # named in the verdict
-        status = check.finding.status
-        seconds, reason = f"{check.seconds:.1f}", Text(check.finding.reason)
-        table.add_row(str(check.number), check.name, Text(status, COLOURS[status]), seconds, reason)
+        status, seconds = Text(check.status, COLOURS[check.status]), f"{check.seconds:.1f}"
+        table.add_row(str(check.number), check.name, status, seconds, Text(check.reason))
     console().print(table)
