@@ -11,10 +11,10 @@ Record = dict[str, Any]
 
 
 def take_turns(sides: Mapping[str, Worker], rounds: int, steps: int) -> dict[str, Record]:
-    """Prepares every side, then has each take `steps` steps in every round, one side at a time.
+    """Prepare every side, then let each take `steps` steps per round, one side at a time.
 
     Returns:
-        side -> its answers, with `seconds` of all its steps; `not_run` and why, for a side that ended.
+        side -> its answers, with `seconds` of all steps; for a side that ended, `not_run` with the reason.
     """
     found: dict[str, Record] = {name: {"seconds": []} for name in sides}
 
