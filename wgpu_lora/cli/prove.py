@@ -51,7 +51,7 @@ def prove(
             recipe, devices, out, numbers, allow_unconfined, lambda name: line("check", name), _said, require_discrete
         )
     except Interrupted as interrupted:
-        line("interrupted", f"what was done so far left its logs in {interrupted.directory}/logs/")
+        line("interrupted", f"what was done so far left its logs in {interrupted.args[0]}/logs/")
         raise
     _table(result)
     line("written", f"{result.directory}/proof.html, proof.json and logs/")

@@ -22,11 +22,7 @@ RECIPE, OUT = "wgpu-proof", "proof"
 
 
 class Interrupted(KeyboardInterrupt):
-    """directory: where the logs are."""
-
-    def __init__(self, directory: Path):
-        super().__init__(f"interrupted: {directory}")
-        self.directory = directory
+    """args: the directory of the logs."""
 
 
 def on_devices(found: dict[str, Any]) -> str:
@@ -56,19 +52,15 @@ def prove(
     done: Callable[[Check], None] = lambda check: None,
     discrete: int = 0,
 ) -> Result:
-    """Runs the checks in child processes and writes proof.json, proof.html and logs.
+    """Runs the checks in child processes and writes proof.json, proof.html and logs; the options are the command's.
 
     Args:
-        devices: indices or names, separated by commas; by default, the first two different ones.
         out: a directory, which gets a number if it is in use.
-        only: numbers of the checks to run; by default, all.
-        allow_unconfined: whether to run answers on a system that cannot confine them.
         begun, done: called before and after every check that runs.
-        discrete: how many discrete devices must be used; with fewer, only check 1 runs.
 
     Raises:
-        UserError: the recipe, --devices, --require-discrete or --out cannot be followed, or answers cannot be confined.
-        Interrupted: on KeyboardInterrupt; the children are ended, and their logs stay.
+        UserError: an option cannot be followed, or answers cannot be confined.
+        Interrupted: on KeyboardInterrupt; the children are ended, and their logs stay in the directory that it names.
     """
     _check_options(out, devices, discrete)
     args, path = read_recipe(recipe)
@@ -80,7 +72,7 @@ def prove(
     proof = Proof(out, path, args, devices, Children(out), discrete, allow_unconfined)
     checks: list[Check] = []
     try:
-        lacking = _lacking(proof)
+        lacking = proof.lacks_discrete()
         for number in sorted(CHECKS, key=lambda n: (n == LAST, n)):
             name, why = CHECKS[number][0], None if number in wanted else LEFT_OUT
             if lacking and number != FIRST:
@@ -117,14 +109,6 @@ def _check_options(out: Path, devices: str | None, discrete: int) -> None:
         raise UserError(f"--out {out} cannot be a directory, because {taken} is a file: choose another place.")
     if discrete < 0:
         raise UserError(f"--require-discrete must be 0 or more, not {discrete}.")
-
-
-def _lacking(proof: Proof) -> str | None:
-    """Why --require-discrete is not met, if it is not; asked before anything else."""
-    try:
-        return proof.lacks_discrete()
-    except WorkerFailed as error:
-        return f"--require-discrete {proof.discrete}, but the devices could not be listed: {error}"
 
 
 def carry_out(number: int, name: str, check: Callable[[Proof, Finding], str], proof: Proof) -> Check:
