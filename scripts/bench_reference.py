@@ -11,25 +11,20 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import statistics
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bench.reference import (
-    Record,
-    ReferenceWork,
-    compared,
-    forget_peak,
-    peak_resident_bytes,
-    resident_bytes,
-)
+from wgpu_lora.bench.reference import ReferenceWork, forget_peak, peak_resident_bytes, resident_bytes
 from wgpu_lora.bench.results import commit
 from wgpu_lora.bench.stats import timed
 from wgpu_lora.bench.step import LEARNING_RATE, SCALING, WARMUP, synthetic_rows
 from wgpu_lora.cli import main as command_line
-from wgpu_lora.cli.console import console, line
+from wgpu_lora.cli.console import console, line, table
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.config import module_of
 from wgpu_lora.models.shapes import shape_config
@@ -41,13 +36,13 @@ from wgpu_lora.weights.registry import BASE_FORMATS
 from wgpu_lora.worker.child import Ended, Port
 from wgpu_lora.worker.parent import PROGRAM, Worker, WorkerFailed
 from wgpu_lora.worker.registry import KINDS
-from wgpu_lora.worker.turns import take_turns
 
 SCHEMA = "wgpu-lora-bench-reference/1"
 TORCH_DTYPES = ("f32", "bf16", "nf4")
 PACKAGES = ("torch", "transformers", "peft")
 THREADS = ("LP_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 PROMPT, NEW = 128, 64  # tokens
+Record = dict[str, Any]
 # Of a model's config, by transformers' names.
 CONFIG = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -138,6 +133,43 @@ class TorchSide:
         return found
 
 
+def take_turns(sides: Mapping[str, Worker], rounds: int, steps: int) -> dict[str, Record]:
+    """Prepares every side, then has each take `steps` steps in every round, one side at a time.
+
+    Returns:
+        side -> its answers, with `seconds` of all its steps; `not_run` and why, for a side that ended.
+    """
+    found: dict[str, Record] = {name: {"seconds": []} for name in sides}
+
+    def ask(request: str, **values: Any) -> None:
+        for name, side in sides.items():
+            if "not_run" not in found[name]:
+                try:
+                    answer = side.ask(request, **values)
+                    found[name] |= answer | {"seconds": found[name]["seconds"] + answer.get("seconds", [])}
+                except WorkerFailed as error:
+                    found[name] = {"not_run": str(error)}
+
+    ask("prepare")
+    for _ in range(rounds):
+        ask("steps", count=steps)
+    ask("memory")
+    return found
+
+
+def compared(found: Mapping[str, Record], tokens: int, reference: str) -> list[Record]:
+    """A row for each side: median seconds, tokens/s, and its speed as a share of the reference side's."""
+    medians = {name: statistics.median(side["seconds"]) for name, side in found.items() if side.get("seconds")}
+    rows = []
+    for name, side in found.items():
+        rows.append({"side": name, **side})
+        if seconds := medians.get(name):
+            ratio = medians[reference] / seconds if reference in medians else None
+            rows[-1] |= {"step_seconds": seconds, "tokens_per_second": tokens / seconds, "ratio": ratio}
+            rows[-1]["steps"] = len(side["seconds"])
+    return rows
+
+
 def option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
@@ -152,9 +184,7 @@ class Comparison:
     tokens: int = option(128, "tokens per row")
     rank: int = option(8, "of the adapters")
     ours: list[str] = field(default_factory=lambda: ["f32", "nf4"], metadata={"help": "base formats of our side"})
-    torch: list[str] = field(
-        default_factory=lambda: ["f32"], metadata={"help": "f32, bf16, nf4; ratios are to the first"}
-    )
+    torch: list[str] = field(default_factory=lambda: ["f32"], metadata={"help": "f32, bf16, nf4; the first is 1.0"})
     torch_device: str = option("cpu", "cpu or cuda")
     device: str | None = option(None, "ours, as 'wgpu-lora info' lists them")
     threads: int = option(2, "of each side, on the CPU")
@@ -176,17 +206,16 @@ class Comparison:
 
     def side(self, kind: str, base_dtype: str, rows: int, tokens: int) -> Worker:
         """A side as a worker, `ours` or `torch`."""
-        theirs = kind == "torch"
-        device = self.torch_device if theirs else self.device
-        work = ReferenceWork(self.shape, self.layers, rows, tokens, self.rank, base_dtype, device)
-        return Worker(
-            "torch-step" if theirs else "step",
-            {**asdict(work), "turns": True},
-            name=f"{kind} {base_dtype}",
-            program=[sys.executable, str(Path(__file__).resolve()), "worker"] if theirs else PROGRAM,
-            environment=dict.fromkeys(THREADS, str(self.threads)),
-            asked=True,
-        )
+        job, program, device = "step", PROGRAM, self.device
+        if kind == "torch":
+            job, program, device = (
+                "torch-step",
+                (sys.executable, str(Path(__file__).resolve()), "worker"),
+                self.torch_device,
+            )
+        work = asdict(ReferenceWork(self.shape, self.layers, rows, tokens, self.rank, base_dtype, device))
+        threads, name = dict.fromkeys(THREADS, str(self.threads)), f"{kind} {base_dtype}"
+        return Worker(job, {**work, "turns": True}, name=name, program=program, environment=threads, asked=True)
 
     def of(self, rows: int) -> list[Record]:
         """One batch on every side: a record for each."""
@@ -227,21 +256,14 @@ def comparison(port: Port, *, where: str, **options: Any) -> Ended:
     return Ended({"sides": len(rows)}, int(bool(failed)), "; ".join(failed))
 
 
-def table(rows: list[Record]) -> Any:
-    from rich.table import Table
-
-    made = Table(box=None, pad_edge=False)
-    for name in ("step", "side", "s a step", "processed tokens/s", "of torch", "device", "process", "first loss"):
-        made.add_column(name, justify="left" if name in ("step", "side") else "right")
-    for row in rows:
-        cells = ["not run"]
-        if "not_run" not in row:
-            device = row.get("planned", row.get("allocated"))
-            cells = [f"{row['step_seconds']:.4f}", f"{row['tokens_per_second']:,.0f}"]
-            cells += ["" if row["ratio"] is None else f"{row['ratio']:.3f}", "" if device is None else readable(device)]
-            cells += [readable(row["resident"]), f"{row['first_loss']:.5f}"]
-        made.add_row(f"{row['rows']} x {row['tokens']}", row["side"], *cells)
-    return made
+def cells(row: Record) -> list[str]:
+    """A row of the table."""
+    said = [f"{row['rows']} x {row['tokens']}", row["side"]]
+    if "not_run" in row:
+        return [*said, "not run"]
+    ratio, device = row["ratio"], row.get("planned", row.get("allocated"))
+    said += [f"{row['step_seconds']:.4f}", f"{row['tokens_per_second']:,.0f}", "" if ratio is None else f"{ratio:.3f}"]
+    return [*said, "" if device is None else readable(device), readable(row["resident"]), f"{row['first_loss']:.5f}"]
 
 
 def measure(asked: Comparison, no_serving: bool, file: Path | None) -> int:
@@ -251,7 +273,8 @@ def measure(asked: Comparison, no_serving: bool, file: Path | None) -> int:
     for count in asked.rows:
         line("step", f"{count} x {asked.tokens} tokens, {asked.rounds} rounds of {asked.steps} steps a side")
         rows += asked.of(count)
-    console().print(table(rows))
+    head = ("step", "side", "s a step", "processed tokens/s", "of torch", "device", "process", "first loss")
+    console().print(table(head, map(cells, rows), left=head[:2]))
     served = [] if no_serving else [asked.serving(dtype) for dtype in asked.ours]
     for row in served:
         said = row.get("not_run") or f"prefill {row['prefill']:,.0f}, decode {row['decode']:,.1f} tokens/s"
@@ -265,12 +288,12 @@ def measure(asked: Comparison, no_serving: bool, file: Path | None) -> int:
     return int(bool(failed))
 
 
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
     kinds = {"int": int, "int | None": int, "list[int]": numbers, "list[str]": lambda text: text.split(",")}
     for item in fields(Comparison):
         parser.add_argument(f"--{item.name}".replace("_", "-"), type=kinds.get(item.type, str), **item.metadata)

@@ -11,9 +11,7 @@ from types import ModuleType
 import pytest
 from support import SCRIPTS
 
-from wgpu_lora.bench.reference import compared
 from wgpu_lora.worker.parent import Worker, WorkerFailed
-from wgpu_lora.worker.turns import take_turns
 
 ECHO = """
 import json, sys
@@ -53,7 +51,7 @@ def sides(tmp_path: Path) -> Iterator[dict[str, Worker]]:
 
 
 def test_sides_take_turns_and_one_that_ends_is_told(sides: dict[str, Worker], tmp_path: Path):
-    found = take_turns(sides, rounds=2, steps=3)
+    found = script("bench_reference").take_turns(sides, rounds=2, steps=3)
     assert found["good"] == {"about": "good", "seconds": [0.5] * 6}
     assert found["bad"] == {"not_run": "bad ended with exit code 3: out of memory"}
     asked = (tmp_path / "log").read_text().splitlines()
@@ -68,6 +66,7 @@ def test_sides_take_turns_and_one_that_ends_is_told(sides: dict[str, Worker], tm
 
 def test_speeds_are_held_against_the_reference():
     found = {"ours": {"seconds": [2.0, 1.0, 4.0]}, "torch": {"seconds": [1.0]}, "bad": {"not_run": "why"}}
+    compared = script("bench_reference").compared
     ours, torch, bad = compared(found, 100, "torch")
     assert (ours["step_seconds"], ours["tokens_per_second"], ours["ratio"]) == (2.0, 50.0, 0.5)
     assert torch["ratio"] == 1.0

@@ -24,8 +24,7 @@ from wgpu_lora.proof.cuda import classify, compiler_in, cuda_packages, imported,
 from wgpu_lora.proof.report import loss_chart
 from wgpu_lora.proof.run import carry_out
 from wgpu_lora.proof.training import Evaluated, Training, evaluations
-from wgpu_lora.proof.watch import Watcher
-from wgpu_lora.proof.witness import EVENTS, witness
+from wgpu_lora.proof.watch import EVENTS, Watcher, witness
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.records import UsedDevice
 from wgpu_lora.worker.parent import Worker

@@ -37,8 +37,7 @@ def prove(
     and then nothing is called proven, which alone does not change the exit code: --strict makes it 1 then too. The
     verdict names the devices and their kinds; --require-discrete asks for real GPUs.
     """
-    from wgpu_lora.proof.checks import CHECKS
-    from wgpu_lora.proof.run import Interrupted
+    from wgpu_lora.proof.run import CHECKS, Interrupted
     from wgpu_lora.proof.run import prove as run
 
     numbers = set()

@@ -10,8 +10,11 @@ from typing import Any
 
 from wgpu_lora.demo.compare import fresh_directory
 from wgpu_lora.errors import UserError
-from wgpu_lora.proof.checks import ANSWERS, CHECKS, FIRST, LAST
-from wgpu_lora.proof.checks.answers import check_answers_can_run
+from wgpu_lora.proof.checks.answers import answers_pass_their_checks, check_answers_can_run
+from wgpu_lora.proof.checks.cuda import no_cuda
+from wgpu_lora.proof.checks.devices import devices_agree, devices_compute
+from wgpu_lora.proof.checks.program import gradients_agree, resuming_is_exact, work_happened_on_the_device
+from wgpu_lora.proof.checks.training import losses_fall, training_beside_evaluating
 from wgpu_lora.proof.children import Children
 from wgpu_lora.proof.context import Proof, Refused, hardware, read_recipe
 from wgpu_lora.proof.finding import FAILED, LEFT_OUT, NOT_RUN, PASSED, Check, Finding, NotRun, Result
@@ -19,6 +22,21 @@ from wgpu_lora.proof.report import write_report
 from wgpu_lora.worker.parent import WorkerFailed
 
 RECIPE, OUT = "wgpu-proof", "proof"
+# Each notes figures and faults, and returns what it found if there is no fault.
+CHECKS: dict[int, tuple[str, Callable[[Proof, Finding], str]]] = {
+    1: ("devices", devices_compute),
+    2: ("import and generate", devices_agree),
+    3: ("finetune, evaluate", training_beside_evaluating),
+    4: ("losses fall", losses_fall),
+    5: ("backend", work_happened_on_the_device),
+    6: ("no CUDA", no_cuda),
+    7: ("answers", answers_pass_their_checks),
+    8: ("gradients", gradients_agree),
+    9: ("resume", resuming_is_exact),
+}
+FIRST = 1  # the devices
+ANSWERS = 7  # runs code that a model wrote
+LAST = 6  # watches all the others
 
 
 class Interrupted(KeyboardInterrupt):
