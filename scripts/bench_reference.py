@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import statistics
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -19,7 +18,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bench.reference import ReferenceWork, forget_peak, peak_resident_bytes, resident_bytes
+from wgpu_lora.bench.reference import ReferenceWork, compared, forget_peak, peak_resident_bytes, resident_bytes
 from wgpu_lora.bench.results import commit
 from wgpu_lora.bench.stats import timed
 from wgpu_lora.bench.step import LEARNING_RATE, SCALING, WARMUP, synthetic_rows
@@ -41,6 +40,7 @@ SCHEMA = "wgpu-lora-bench-reference/1"
 TORCH_DTYPES = ("f32", "bf16", "nf4")
 PACKAGES = ("torch", "transformers", "peft")
 THREADS = ("LP_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+THEIRS = (sys.executable, str(Path(__file__).resolve()), "worker")
 PROMPT, NEW = 128, 64  # tokens
 Record = dict[str, Any]
 # Of a model's config, by transformers' names.
@@ -91,9 +91,8 @@ class TorchSide:
         torch, config, base_dtype = self._torch, self._config, self._work.base_dtype
         rope = {"rope_type": "default", "rope_theta": config.rope_theta}  # a scaled one takes the same time
         values = {name: getattr(config, name) for name in CONFIG}
-        theirs = self._transformers.AutoConfig.for_model(
-            config.architecture, rope_parameters=rope, use_cache=False, **values
-        )
+        values |= {"rope_parameters": rope, "use_cache": False}
+        theirs = self._transformers.AutoConfig.for_model(config.architecture, **values)
         dtype = torch.float32 if base_dtype == "f32" else torch.bfloat16
         with self._device:
             model = self._transformers.AutoModelForCausalLM.from_config(theirs, dtype=dtype, attn_implementation="sdpa")
@@ -157,19 +156,6 @@ def take_turns(sides: Mapping[str, Worker], rounds: int, steps: int) -> dict[str
     return found
 
 
-def compared(found: Mapping[str, Record], tokens: int, reference: str) -> list[Record]:
-    """A row for each side: median seconds, tokens/s, and its speed as a share of the reference side's."""
-    medians = {name: statistics.median(side["seconds"]) for name, side in found.items() if side.get("seconds")}
-    rows = []
-    for name, side in found.items():
-        rows.append({"side": name, **side})
-        if seconds := medians.get(name):
-            ratio = medians[reference] / seconds if reference in medians else None
-            rows[-1] |= {"step_seconds": seconds, "tokens_per_second": tokens / seconds, "ratio": ratio}
-            rows[-1]["steps"] = len(side["seconds"])
-    return rows
-
-
 def option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
@@ -206,13 +192,8 @@ class Comparison:
 
     def side(self, kind: str, base_dtype: str, rows: int, tokens: int) -> Worker:
         """A side as a worker, `ours` or `torch`."""
-        job, program, device = "step", PROGRAM, self.device
-        if kind == "torch":
-            job, program, device = (
-                "torch-step",
-                (sys.executable, str(Path(__file__).resolve()), "worker"),
-                self.torch_device,
-            )
+        jobs = {"ours": ("step", PROGRAM, self.device), "torch": ("torch-step", THEIRS, self.torch_device)}
+        job, program, device = jobs[kind]
         work = asdict(ReferenceWork(self.shape, self.layers, rows, tokens, self.rank, base_dtype, device))
         threads, name = dict.fromkeys(THREADS, str(self.threads)), f"{kind} {base_dtype}"
         return Worker(job, {**work, "turns": True}, name=name, program=program, environment=threads, asked=True)
@@ -252,12 +233,15 @@ def comparison(port: Port, *, where: str, **options: Any) -> Ended:
     rows = [row for count in asked.rows for row in asked.of(count)]
     for row in rows:
         port.measured(row)
-    failed = [f"{row['side']}: {row['not_run']}" for row in rows if "not_run" in row]
+    failed = failures(rows)
     return Ended({"sides": len(rows)}, int(bool(failed)), "; ".join(failed))
 
 
+def failures(rows: list[Record]) -> list[str]:
+    return [f"{r['side']} at {r['rows']} rows did not run: {r['not_run']}" for r in rows if "not_run" in r]
+
+
 def cells(row: Record) -> list[str]:
-    """A row of the table."""
     said = [f"{row['rows']} x {row['tokens']}", row["side"]]
     if "not_run" in row:
         return [*said, "not run"]
@@ -282,10 +266,9 @@ def measure(asked: Comparison, no_serving: bool, file: Path | None) -> int:
     if file:
         result = {"schema": SCHEMA, "commit": commit(), "options": asdict(asked), "steps": rows, "serving": served}
         file.write_text(json.dumps(result, indent=1) + "\n")
-    failed = [row for row in rows if "not_run" in row]
-    for row in failed:
-        print(f"bench-reference: {row['side']} at {row['rows']} rows did not run: {row['not_run']}", file=sys.stderr)
-    return int(bool(failed))
+    for failure in failures(rows):
+        print(f"bench-reference: {failure}", file=sys.stderr)
+    return int(bool(failures(rows)))
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 from support import SCRIPTS
 
+from wgpu_lora.bench.reference import compared
 from wgpu_lora.worker.parent import Worker, WorkerFailed
 
 ECHO = """
@@ -66,7 +67,6 @@ def test_sides_take_turns_and_one_that_ends_is_told(sides: dict[str, Worker], tm
 
 def test_speeds_are_held_against_the_reference():
     found = {"ours": {"seconds": [2.0, 1.0, 4.0]}, "torch": {"seconds": [1.0]}, "bad": {"not_run": "why"}}
-    compared = script("bench_reference").compared
     ours, torch, bad = compared(found, 100, "torch")
     assert (ours["step_seconds"], ours["tokens_per_second"], ours["ratio"]) == (2.0, 50.0, 0.5)
     assert torch["ratio"] == 1.0

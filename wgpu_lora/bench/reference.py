@@ -1,14 +1,19 @@
-"""A training step that two programs take, and the memory of a process."""
+"""A training step that two programs take, their results side by side, and the memory of a process."""
 
 from __future__ import annotations
 
 import re
+import statistics
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
+
+Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,19 @@ class ReferenceWork:
     rank: int
     base_dtype: str
     device: str | None = None
+
+
+def compared(found: Mapping[str, Record], tokens: int, reference: str) -> list[Record]:
+    """A row for each side: median seconds, tokens/s, and its speed as a share of the reference side's."""
+    medians = {name: statistics.median(side["seconds"]) for name, side in found.items() if side.get("seconds")}
+    rows = []
+    for name, side in found.items():
+        rows.append({"side": name, **side})
+        if seconds := medians.get(name):
+            ratio = medians[reference] / seconds if reference in medians else None
+            rows[-1] |= {"step_seconds": seconds, "tokens_per_second": tokens / seconds, "ratio": ratio}
+            rows[-1]["steps"] = len(side["seconds"])
+    return rows
 
 
 def resident_bytes() -> int:
