@@ -55,9 +55,8 @@ def profile(
         raise UserError(f"The directory of --trace {trace} does not exist: make it first.")
     from wgpu_lora.bench.profile import SCHEMA, TrainedAs, described, profile_step, write_trace
     from wgpu_lora.bench.results import header
-    from wgpu_lora.bench.step import TRAINING, TrainingStep, check_fits, chosen_model, own_words
+    from wgpu_lora.bench.step import TRAINING, TrainingStep, chosen_model, own_words
     from wgpu_lora.gpu.device import Device as OpenedDevice
-    from wgpu_lora.models.loaded import LoadedModel
     from wgpu_lora.train.arguments import TrainingArguments
 
     args, trained = TrainingArguments(), TrainedAs.read(run) if run else None
@@ -70,13 +69,9 @@ def profile(
     # Tilings of another device would say nothing here.
     choices = trained.tilings if trained and opened.device.info.name == trained.device else {}
 
-    def declared(of: LoadedModel) -> TrainingStep:
-        sizes = (work["batch"], work["tokens"], work["rank"], work["gradient_checkpointing"])
-        return TrainingStep(of, *sizes, args.target_modules, args.compute_dtype)
-
+    sizes = (work["batch"], work["tokens"], work["rank"], work["gradient_checkpointing"])
     with own_words(TRAINING):
-        check_fits(opened, lambda of: declared(of).session.memory().peak)
-        step = declared(opened)
+        step = TrainingStep.fitting(opened, *sizes, args.target_modules, args.compute_dtype)
     try:
         with Bar("profiling", rounds, " rounds") as bar:
             bar.advance("loading the weights and compiling the kernels", 0)

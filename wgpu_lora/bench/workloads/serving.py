@@ -9,8 +9,8 @@ import numpy as np
 
 from wgpu_lora.bench.check import Checked, check, poison
 from wgpu_lora.bench.stats import Timings, timed
-from wgpu_lora.bench.step import adapter_set, declared_anew
-from wgpu_lora.bench.workload import Context, Extra, Workload, unload
+from wgpu_lora.bench.step import adapter_set
+from wgpu_lora.bench.workload import Context, Extra, Workload
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.program import Arena, allocate, missing_bytes, release
@@ -170,7 +170,7 @@ class Load(Workload):
         self._loaded: LoadedModel | None = None
 
     def nbytes(self) -> int:
-        return declared_anew(self._context.model).bytes_to_load()
+        return self._context.model.declared().bytes_to_load()
 
     def open(self, choices: Choices = NO_CHOICES) -> None:
         pass
@@ -189,7 +189,7 @@ class Load(Workload):
         return found
 
     def _load(self) -> LoadedModel:
-        self._loaded = declared_anew(self._context.model)
+        self._loaded = self._context.model.declared()
         self._loaded.load_weights()
         self._context.device.wait()
         return self._loaded
@@ -203,5 +203,5 @@ class Load(Workload):
 
     def close(self) -> None:
         if self._loaded:
-            unload(self._loaded)
+            self._loaded.unload()
             self._loaded = None
