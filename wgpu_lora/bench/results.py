@@ -83,15 +83,12 @@ def commit() -> dict[str, Any] | None:
     if not (root / ".git").exists():
         return None
 
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
-        ).stdout.strip()
-
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
     try:
-        return {"id": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain", "-uno"))}
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+    return {"id": found.removesuffix("-dirty"), "modified": found.endswith("-dirty")}
 
 
 class Writer:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
-from itertools import islice
 
 import numpy as np
 
@@ -172,15 +171,11 @@ def check_fit(context: Context, name: str, available: int | None = None) -> None
     Args:
         available: bytes, instead of what the device has.
     """
-    layers, device = context.config.num_hidden_layers, context.device
+    device = context.device
+
+    def needs(layers: int) -> int:
+        return device.allocated + max(case.nbytes() for case in WORKLOADS[name](context.with_layers(layers)))
+
     with own_words(ROW), advising("max_length"):
-        cases = list(WORKLOADS[name](context))
         room = budget_bytes(device.info, available).bytes
-        for index, case in enumerate(cases):
-
-            def needs(count: int, index: int = index, case: Workload = case) -> int:
-                same = count == layers
-                workload = case if same else next(islice(WORKLOADS[name](context.with_layers(count)), index, None))
-                return device.allocated + workload.nbytes()
-
-            check_room(f"The brick {name} of {context.name}", needs, layers, room)
+        check_room(f"The brick {name} of {context.name}", needs, context.config.num_hidden_layers, room)
