@@ -36,30 +36,34 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES, max_parts: int = MAX_
 
 
 def parse_object(
-    data: bytes, where: str, max_bytes: int = MAX_JSON_BYTES, max_parts: int = MAX_JSON_PARTS
+    data: bytes,
+    where: str,
+    max_bytes: int = MAX_JSON_BYTES,
+    max_parts: int = MAX_JSON_PARTS,
+    cure: str = "restore the file",
 ) -> dict[str, Any]:
     """Parse bytes as a JSON object.
 
     Args:
-        where: start of the error messages, such as a path.
+        where: start of the error messages, such as a path. cure: their end.
 
     Raises:
         UserError: the bytes are too long, repeat a key, or are not a JSON object.
     """
     if len(data) > max_bytes:
-        raise UserError(f"{where} is longer than {max_bytes:,} bytes: use the file of the model's source.")
+        raise UserError(f"{where} is longer than {max_bytes:,} bytes: {cure}.")
     if sum(map(data.count, (b"[", b"{", b","))) > max_parts:
-        raise UserError(f"{where} has more than {max_parts:,} values: use the file of the model's source.")
+        raise UserError(f"{where} has more than {max_parts:,} values: {cure}.")
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=object_of)
         if rb"\ud" in data.lower():  # an escaped lone surrogate cannot be encoded
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError:
-        raise UserError(f"{where} is nested too deeply: use the file that the model was published with.") from None
+        raise UserError(f"{where} is nested too deeply: {cure}.") from None
     except ValueError as error:
-        raise UserError(f"{where} cannot be read as JSON ({error}): restore the file.") from None
+        raise UserError(f"{where} cannot be read as JSON ({error}): {cure}.") from None
     if not isinstance(value, dict):
-        raise UserError(f"{where} holds a JSON {type(value).__name__}, expected an object: restore the file.")
+        raise UserError(f"{where} holds a JSON {type(value).__name__}, expected an object: {cure}.")
     return value
 
 

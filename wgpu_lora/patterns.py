@@ -26,6 +26,7 @@ MAX_MEMORY = 1 << 20  # bytes that RE2 may take for a pattern
 _REGULAR = re.compile(
     r"(?:[\w.^$|)*+?!@#%&=~,:;<>/ -]|\(\?:|\((?!\?)|\\[.dDwWsS-]|\[\^?[^\[\]\\:&~|]+\]|\{\d+(?:,\d*)?\})*", re.ASCII
 )
+_NOTHING_REPEATED = re.compile(r"(?:^|[\^$]|\((?!\?:))[*+?{]")  # RE2 accepts some of what is an error in `re`
 _MOST_HERE = 200_000  # pairs of a pattern and a name
 _CHILD = Path(__file__).with_name("pattern_child.py")
 
@@ -49,7 +50,7 @@ def first_matches(
     others: list[list[tuple[int, str]]] = []  # by group, patterns that RE2 cannot match: (index, pattern)
     for group in groups:
         meant = [rf"(.*\.)?({pattern})" if endings else pattern for pattern in group]
-        regular = [here and _REGULAR.fullmatch(pattern) is not None for pattern in group]
+        regular = [here and _is_regular(pattern) for pattern in group]
         compiled = [
             _compiled(pattern) if is_regular else None for pattern, is_regular in zip(meant, regular, strict=True)
         ]
@@ -59,6 +60,11 @@ def first_matches(
         firsts = _in_child(groups, others, names)
         found = [[_least(*pair) for pair in zip(*both, strict=True)] for both in zip(found, firsts, strict=True)]
     return found
+
+
+def _is_regular(pattern: str) -> bool:
+    """Whether RE2 gives it the same meaning, or none."""
+    return _REGULAR.fullmatch(pattern) is not None and not _NOTHING_REPEATED.search(pattern)
 
 
 def _compiled(pattern: str) -> Any:

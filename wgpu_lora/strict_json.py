@@ -47,9 +47,19 @@ def typed(kind: Any, value: Any, name: str = "the record") -> Any:
         return {key: typed(parts[1], item, f"{name}.{key}") for key, item in _of(dict, value, name).items()}
     if origin is list:
         return [typed(parts[0], item, f"{name}[{i}]") for i, item in enumerate(_of(list, value, name))]
-    if kind is float and type(value) is int:
-        return float(value)
+    if kind is float and type(value) in (int, float):
+        return _number(value, name)
     return _of(kind, value, name)
+
+
+def _number(value: float, name: str) -> float:
+    """A finite float: the writer has no other."""
+    try:
+        if math.isfinite(found := float(value)):
+            return found
+    except OverflowError:
+        pass
+    raise ValueError(f"{name} is {value!r:.40}")
 
 
 def _either(kinds: tuple[Any, ...], value: Any, name: str) -> Any:

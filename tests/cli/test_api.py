@@ -148,7 +148,7 @@ def test_options_are_checked(tmp_path: Path):
 
 def test_what_version_0_1_0_called_by_functions_has_a_note(tmp_path: Path):
     data, tensors, rows = write_rows(tmp_path / "rows.jsonl"), [], []
-    with pytest.warns(DeprecationWarning, match=r"(progress|on_rows) is a method of an Events object now"):
+    with pytest.warns(DeprecationWarning, match=r"(progress|on_rows) is now a method of Events"):
         wgpu_lora.evaluate(QWEN2, data, progress=tensors.append, on_rows=lambda *done: rows.append(done))
     assert "model.norm.weight" in tensors
     assert rows[0][0] == 0 < rows[-1][0] == rows[-1][1]
@@ -163,7 +163,7 @@ def test_training_arguments_are_taken_whole(tmp_path: Path):
     args = wgpu_lora.TrainingArguments(
         model=QWEN2, data=str(write_rows(tmp_path / "rows.jsonl")), output=str(tmp_path / "out"), **SMALL
     )
-    record = wgpu_lora.finetune(None, args, seed=7)
+    record = wgpu_lora.finetune(args=args, seed=7)
     assert (record.steps, record.loss) == (2, record.state.last_loss)
     assert (record.options.seed, record.options.lora_r) == (7, args.lora_r)
     again = wgpu_lora.finetune(None, wgpu_lora.TrainingArguments(output=args.output, resume=True, max_steps=3))

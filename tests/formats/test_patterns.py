@@ -33,6 +33,13 @@ def test_they_mean_what_re_means(endings: bool, monkeypatch: pytest.MonkeyPatch)
     assert first_matches([PATTERNS[:6]], NAMES, endings)[0]  # without a process
 
 
+@pytest.mark.parametrize(("pattern", "endings"), [("${2}", False), ("a^{2}", True), ("?", True)])
+def test_what_re_refuses_is_refused(pattern: str, endings: bool) -> None:
+    """RE2 would take it."""
+    with pytest.raises(UserError, match="is not a regular expression"):
+        first_matches([[pattern]], NAMES, endings)
+
+
 def test_a_hostile_pattern_is_ended() -> None:
     begin = time.process_time()
     with pytest.raises(UserError, match="exceeded its computation limit"):

@@ -24,7 +24,7 @@ from wgpu_lora.gpu.kernel import REGISTRY
 from wgpu_lora.gpu.program import Arena, Program, allocate
 from wgpu_lora.gpu.single import nmse
 from wgpu_lora.gpu.tensor import Tensor, persistent
-from wgpu_lora.gpu.tiling import Tiling
+from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.gpu.tuner import Tuner
 from wgpu_lora.models.loaded import open_model
 from wgpu_lora.ops.attention import attention_forward
@@ -132,6 +132,15 @@ def test_a_wrong_tiling_is_never_chosen(device: Device, tmp_path: Path, monkeypa
     assert Tuner(device, directory=tmp_path).tune([program]) == {
         choice_key(step.kernel, step.present, step.constants): tilings[0]
     }
+
+
+def test_a_family_without_subgroups_is_timed_on_a_cpu(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but `plain`, of which it is known to be slow."""
+    (step,) = product(device)[0].dispatches
+    other = Tiling("workgroup", rows=8)
+    kernel = replace(step.kernel, variants=lambda *_: [step.tiling, other, Tiling()])
+    monkeypatch.setattr(device, "capabilities", Capabilities(8, software=True))
+    assert Tuner(device)._tilings(replace(step, kernel=kernel)) == [step.tiling, other]
 
 
 def test_a_tiling_that_the_driver_cannot_compile_is_left_out(

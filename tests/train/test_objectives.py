@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,13 +22,14 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import F32, REGISTRY, U32, Fixed, In, InOut, Kernel, Out, kernel, one_per
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.infer import Evaluator
+from wgpu_lora.models.inputs import Segment
 from wgpu_lora.ops.elementwise import fill
 from wgpu_lora.ops.loss import logprob_gradient, softmax_chunk, target_logprobs
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.objectives import OBJECTIVES
-from wgpu_lora.train.objectives.base import Objective, Score, Scoring
+from wgpu_lora.train.objectives.base import Group, Objective, Score, Scoring
 from wgpu_lora.train.output import LOG, read_log
 from wgpu_lora.train.pipeline import prepare_pipeline
 from wgpu_lora.train.tasks import AdapterTask
@@ -275,6 +277,23 @@ def rows(path: Path) -> Path:
     rng = np.random.default_rng(3)
     path.write_text("".join(json.dumps({"input_ids": rng.integers(0, 301, 9).tolist()}) + "\n" for _ in range(6)))
     return path
+
+
+@dataclass(frozen=True)
+class Weighted(Objective):
+    valued: ClassVar[bool] = True
+
+
+def test_each_tokens_row_has_a_number() -> None:
+    """Of an objective that is a mean over tokens and weights them by row."""
+    scoring, written = Scoring.declare(Weighted(), 8, 2), {}
+    for tensor in scoring.tensors():
+        tensor.storage.buffer = tensor
+    row = np.arange(4)
+    groups = [Group((Segment(row, row, slot),), slot, 0.25, value) for slot, value in ((1, 3.0), (0, 0.5))]
+    scoring.upload(SimpleNamespace(write=written.__setitem__), groups, [np.array([[3, 6]]), np.array([[0, 3]])])
+    assert written[scoring.values].tolist() == [0.5] * 3 + [3.0] * 3 + [0.0] * 2
+    assert written[scoring.weights].tolist() == [0.25] * 6 + [0.0] * 2
 
 
 def test_rows_that_lack_something(tmp_path: Path) -> None:

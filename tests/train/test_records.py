@@ -17,7 +17,7 @@ from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.manifest import MANIFEST, write_manifest
 from wgpu_lora.train.pipeline_state import read_pipeline_state
-from wgpu_lora.train.records import RUN, RunRecord
+from wgpu_lora.train.records import RUN, PipelineRecord, RunRecord
 from wgpu_lora.train.schema import SCHEMA, NewerSchemaError
 from wgpu_lora.train.state import STATE
 
@@ -92,6 +92,8 @@ def test_other_records_of_a_newer_version(tmp_path: Path) -> None:
         ("memory", {"groups": {"base": None}, "peak": 1, "peak_allocated": 1}, "groups.base is None"),
         ("eval_data", [], r"eval_data is \[\]"),
         ("options", {"lora_r": -1}, "must be greater than 0"),
+        ("state", {"seconds": 10**400}, "seconds is 1000"),
+        ("state", {"seconds": float("nan")}, "seconds is nan"),
     ],
 )
 def test_a_record_that_cannot_be_is_one_sentence(tmp_path: Path, name: str, value: object, said: str) -> None:
@@ -100,6 +102,19 @@ def test_a_record_that_cannot_be_is_one_sentence(tmp_path: Path, name: str, valu
     with pytest.raises(UserError, match=said) as raised:
         RunRecord.read(tmp_path)
     assert "\n" not in str(raised.value)
+
+
+def test_a_pipelines_record_of_the_version_before() -> None:
+    run = RunRecord.read(SINGLE)
+    record = PipelineRecord(7, None, "round-robin", 64, run.options, [], run.memory, run.environment)
+    facts = json.loads(json.dumps(record.to_json()))
+    assert PipelineRecord.from_json(facts) == record
+    del facts["schema"]
+    facts["options"] |= {name: facts.pop(name) for name in ("schedule", "batch_tokens")}
+    assert PipelineRecord.from_json(facts) == record
+    for damaged in ({}, {"options": []}, facts | {"options": {}}):
+        with pytest.raises(ValueError, match="is missing"):
+            PipelineRecord.from_json(damaged)
 
 
 def test_a_record_is_still_a_mapping_with_a_note() -> None:

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 LARGEST = 1 << 16  # sanity limit for the sizes in untrusted JSON
+PLAIN = "plain"
+SUBGROUPS = frozenset({"broadcast"})  # families whose workgroup is one subgroup
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Tiling:
     wide: whether to use 64-bit loads, which is faster where a driver loads every scalar separately.
     """
 
-    family: str = "plain"
+    family: str = PLAIN
     lanes: int = 64
     rows: int = 1
     cols: int = 1
@@ -48,7 +50,7 @@ class Tiling:
     @property
     def subgroup(self) -> int:
         """Lanes that share their loads, or 0."""
-        return self.lanes if self.family == "broadcast" else 0
+        return self.lanes if self.family in SUBGROUPS else 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -61,7 +63,7 @@ class Tiling:
         known = _of_0_1(value) if "sg" in value else dict(value)
         if not known.keys() <= {field.name for field in fields(cls)}:
             raise ValueError("a tiling has unknown fields")
-        family, wide = known.pop("family", "plain"), known.pop("wide", False)
+        family, wide = known.pop("family", PLAIN), known.pop("wide", False)
         if not isinstance(family, str) or not isinstance(wide, bool):
             raise ValueError("a tiling's family must be a string, and wide a boolean")
         if not all(type(size) is int and 0 < size <= LARGEST for size in known.values()):
@@ -73,4 +75,4 @@ def _of_0_1(value: dict[str, Any]) -> dict[str, Any]:
     """Fields from those of version 0.1, where `sg` was the subgroup size or 0, and attention had names of its own."""
     old = {"queries": "rows", "keys_per_step": "span"}
     known = {old.get(name, name): size for name, size in value.items() if name not in ("sg", "wide")}
-    return known | {"family": "broadcast" if value["sg"] else "plain", "wide": bool(value.get("wide", 0))}
+    return known | {"family": "broadcast" if value["sg"] else PLAIN, "wide": bool(value.get("wide", 0))}

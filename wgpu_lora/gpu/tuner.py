@@ -15,7 +15,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.errors import ShaderError
 from wgpu_lora.gpu.program import Dispatch, Program
 from wgpu_lora.gpu.single import SingleKernel, nmse, widened
-from wgpu_lora.gpu.tiling import Tiling
+from wgpu_lora.gpu.tiling import PLAIN, Tiling
 from wgpu_lora.gpu.tunable import Constants, Tunable
 
 SECONDS = 15.0  # limit of tuning, including compilation
@@ -82,9 +82,9 @@ class Tuner:
     def _tilings(self, call: Dispatch) -> list[Tiling]:
         capabilities = self.device.capabilities
         tilings = call.kernel.tilings(capabilities, call.constants)
-        # On a CPU, tilings without subgroups are always slower, and slow to compile.
-        needs = capabilities.subgroup_size and capabilities.software
-        return [tiling for tiling in tilings if tiling.subgroup or not needs]
+        # On a CPU, `plain` is always slower than what uses subgroups, and slow to compile.
+        skipped = capabilities.subgroup_size and capabilities.software
+        return [tiling for tiling in tilings if tiling.family != PLAIN or not skipped]
 
     def _calls(self, programs: Iterable[Program]) -> dict[str, Dispatch]:
         """One dispatch per key, the heaviest first."""

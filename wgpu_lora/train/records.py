@@ -219,7 +219,7 @@ class PipelineRecord:
     def from_json(cls, facts: Any, path: Path = Path(PIPELINE)) -> PipelineRecord:
         """Create the record from the contents of pipeline.json; raises as `RunRecord.from_json`."""
         if schema_of(facts, path) == 1:  # which has them among the options
-            facts = {**{name: facts["options"].pop(name) for name in ("schedule", "batch_tokens")}, **facts}
+            facts = {**facts, **_of_options(facts, "schedule", "batch_tokens")}
         return built(cls, facts)
 
     def write(self, directory: Path) -> None:
@@ -228,6 +228,15 @@ class PipelineRecord:
     def __repr__(self) -> str:
         adapters = ", ".join(f"{one.name}: {one.outcome}" for one in self.adapters)
         return f"PipelineRecord(steps={self.step}, {adapters})"
+
+
+def _of_options(facts: dict[str, Any], *names: str) -> dict[str, Any]:
+    """These of the options as facts of their own, and the options without them."""
+    options = facts.get("options")
+    if not isinstance(options, dict):
+        return {}
+    own = {name: options[name] for name in names if name in options}
+    return own | {"options": {name: value for name, value in options.items() if name not in own}}
 
 
 def _write(path: Path, facts: dict[str, Any]) -> None:

@@ -35,13 +35,15 @@ def read_job(source: str) -> Job:
         UserError: it cannot be read, is of a kind that there is not, or of a later version.
     """
     where = "The job on standard input" if source == "-" else f"The job {source}"
-    facts = parse_object(_bytes(source, where), where)
+    facts = parse_object(_bytes(source, where), where, cure="correct the job")
     unknown = facts.keys() - KEYS
     if unknown:
         raise UserError(f"{where} has a key '{min(unknown)}': its keys are {', '.join(sorted(KEYS))}.")
     schema, kind, options = facts.get("schema", SCHEMA), facts.get("job"), facts.get("options", {})
     if type(schema) is not int or not 1 <= schema <= SCHEMA:
         raise UserError(f"{where} has the schema {schema!r:.40}, and this version knows {SCHEMA}: update wgpu-lora.")
+    if kind is None:
+        raise UserError(f"{where} lacks 'job', its kind: choose one of {', '.join(KINDS)}.")
     if not isinstance(kind, str) or kind not in KINDS:
         raise UserError(f"{where} is of the kind {kind!r:.60}, which there is not: choose one of {', '.join(KINDS)}.")
     if not isinstance(options, dict):
@@ -68,11 +70,11 @@ def arguments(run: Kind, job: Job) -> dict[str, Any]:
     Raises:
         UserError: one is unknown (the nearest is suggested), missing, or of another type.
     """
-    parameters = list(inspect.signature(run).parameters.values())[1:]  # but for the port
+    port, *parameters = inspect.signature(run).parameters.values()
     named = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "where"}
     others = any(p.kind is p.VAR_KEYWORD for p in parameters)
     hints = get_type_hints(run)
-    known = [*named, *job.options] if others else [*named]
+    known = [*named, *(job.options.keys() - {port.name, "where"})] if others else [*named]
     given = real_names(job.options, known, job.where, otherwise=f"a job {job.kind} takes {', '.join(named)}.")
     missing = [name for name, p in named.items() if p.default is p.empty and name not in given]
     if missing:

@@ -52,20 +52,23 @@ class Scoring:
 
     weights f32 [R]: the group's weight; 0 with the adapter off, for padding and for tokens of other objectives.
     ranges u32 [slots, 2]: of R. groups: only if the objective's unit is the group.
+    values f32 [R]: of each token's row; only if the objective is `valued`.
     """
 
     weights: Tensor
     ranges: Tensor
     groups: GroupTensors | None = None
+    values: Tensor | None = None
 
     @classmethod
     def declare(cls, objective: Objective, tokens: int, slots: int) -> Scoring:
         def make(name: str, *shape: int, dtype: str = "u32") -> Tensor:
             return persistent(shape, dtype, "workspace", f"{name} [{tokens}]")
 
+        values = make("token values", tokens, dtype="f32") if objective.valued else None
         own = make("token weights", tokens, dtype="f32"), make("token ranges", slots, 2)
         if objective.unit == "token":
-            return cls(*own)
+            return cls(*own, values=values)
         size = max(1, tokens // (2 * objective.members))  # a segment has at least two tokens
         groups = GroupTensors(
             members=make("members", size, objective.members, 2),
@@ -73,7 +76,7 @@ class Scoring:
             values=make("group values", size, dtype="f32"),
             ranges=make("group ranges", slots, 2),
         )
-        return cls(*own, groups)
+        return cls(*own, groups, values)
 
     @property
     def loss_ranges(self) -> Tensor:
@@ -81,7 +84,8 @@ class Scoring:
         return self.groups.ranges if self.groups else self.ranges
 
     def tensors(self) -> list[Tensor]:
-        return [self.weights, self.ranges, *(vars(self.groups).values() if self.groups else [])]
+        values = [self.values] if self.values else []
+        return [self.weights, self.ranges, *values, *(vars(self.groups).values() if self.groups else [])]
 
     def upload(self, device: Device, groups: Sequence[Group], places: Sequence[np.ndarray]) -> None:
         """Fill the tensors. places: [start, stop) among R for each segment of each group."""
@@ -92,6 +96,8 @@ class Scoring:
             for segment, (start, stop) in zip(group.segments, place, strict=True):
                 if segment.slot is not None:
                     values[self.weights][start:stop] = group.weight
+                    if self.values:
+                        values[self.values][start:stop] = group.value
                     _extend(values[self.ranges][group.slot], start, stop)
             if self.groups:
                 values[self.groups.members][at] = place
@@ -125,12 +131,14 @@ class Objective:
     """A training objective: a frozen dataclass whose fields are the training options that it reads.
 
     unit: what the loss is averaged over. parts: examples per sample, which stay in one batch. reference: whether each
-    example also passes through the base model alone, in the same batch. metrics: values logged beside the loss.
+    example also passes through the base model alone, in the same batch. valued: whether it reads the value of each token's row
+    (`Sample.value`). metrics: values logged beside the loss.
     """
 
     unit: ClassVar[Literal["token", "group"]] = "token"
     parts: ClassVar[int] = 1
     reference: ClassVar[bool] = False
+    valued: ClassVar[bool] = False
     metrics: ClassVar[tuple[str, ...]] = ()
 
     @property
