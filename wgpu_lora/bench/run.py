@@ -11,7 +11,6 @@ import numpy as np
 
 from wgpu_lora.bench.ceiling import Ceilings
 from wgpu_lora.bench.contract import Bound, Contract, load_contract
-from wgpu_lora.bench.report import WHICH, share
 from wgpu_lora.bench.results import SCHEMA, Header, Result, header
 from wgpu_lora.bench.stats import Timings, repeat
 from wgpu_lora.bench.step import ROW, check_room, own_words
@@ -22,7 +21,15 @@ from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.tuner import Tuner
 from wgpu_lora.share import budget_bytes, claim
 from wgpu_lora.share.refusals import advising
+from wgpu_lora.words import share
 
+WHICH = {
+    "fma": "compute",
+    "bandwidth": "memory",
+    "decode_fma": "decoding",
+    "floor": "compute or memory",
+    "lower": "decoding or memory",
+}
 NUMPY_SHARE = 0.9  # of NumPy's matmul that FMA chains on the same cores must reach, or they are no ceiling
 
 

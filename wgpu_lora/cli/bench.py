@@ -122,9 +122,19 @@ def _context(selector: str | None, shape: str | None, model: str | None, layers:
 
 def _measure(context: Any, names: list[str], time_limit: float | None, file: str | None) -> int:
     from wgpu_lora.bench.ceiling import measure_ceilings
-    from wgpu_lora.bench.report import COLUMNS, KEY, LEFT, STYLES, VERDICTS, ceiling_lines, cells, details, noise_text
     from wgpu_lora.bench.results import BROKEN, Writer
     from wgpu_lora.bench.run import ceilings_broken, check_fit, header_of, run_bricks
+    from wgpu_lora.cli.bench_results import (
+        COLUMNS,
+        KEY,
+        LEFT,
+        STYLES,
+        VERDICTS,
+        ceiling_lines,
+        cells,
+        details,
+        noise_text,
+    )
 
     for name in names:
         check_fit(context, name)
@@ -193,8 +203,8 @@ def compare(
     """Compare two result files: how much each brick's time has changed, and whether that exceeds the noise."""
     from wgpu_lora.bench.compare import compare as compared
     from wgpu_lora.bench.compare import warnings
-    from wgpu_lora.bench.report import LEFT, comparison_cells
     from wgpu_lora.bench.results import read_results
+    from wgpu_lora.cli.bench_results import LEFT, comparison_cells
 
     old, new = read_results(before), read_results(now)
     for text in warnings(old, new):

@@ -115,7 +115,7 @@ def _of_run(
 
 
 def _table(found: Profile, by_shape: bool) -> Any:
-    from wgpu_lora.bench.report import duration
+    from wgpu_lora.cli.bench_results import duration
 
     left = ("kernel", "shape") if by_shape else ("kernel",)
     rows = []
@@ -127,7 +127,7 @@ def _table(found: Profile, by_shape: bool) -> Any:
 
 
 def _summary(found: Profile) -> None:
-    from wgpu_lora.bench.report import duration
+    from wgpu_lora.cli.bench_results import duration
     from wgpu_lora.cli.finetune import speed
 
     spread = f" (steps vary by {found.step_spread / found.step_seconds:.0%})" if found.rounds > 1 else ""
@@ -140,7 +140,7 @@ def _summary(found: Profile) -> None:
 
 def _rest(found: Profile) -> str:
     """How long the device waits for the host."""
-    from wgpu_lora.bench.report import duration
+    from wgpu_lora.cli.bench_results import duration
 
     if found.host_share is not None:
         idle = found.step_seconds - found.device_seconds
