@@ -257,8 +257,8 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "Say what to measure with exactly one of --brick NAME, --all"),
-        (["--all", "--list"], "Say what to measure with exactly one of"),
+        ([], "Give exactly one of --brick NAME, --all"),
+        (["--all", "--list"], "Give exactly one of"),
         (["--brick", "zork"], "The brick 'zork' is not known: choose one of attention"),
         (["--brick", "rope", "--shape", "zork"], f"The shape zork is not known: choose one of {'qwen2.5-0.5b'}"),
         (["--brick", "rope", "--shape", "tiny-qwen3", "--model", "demo"], "--model and --shape are both given"),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from wgpu_lora.bench.check import Checked, check
 from wgpu_lora.bench.stats import Timings
 from wgpu_lora.bench.step import largest, make_up
-from wgpu_lora.bench.workload import Context, Extra, SessionWorkload, Workload, new_bytes
+from wgpu_lora.bench.workload import Context, Extra, SessionWorkload, new_bytes
 from wgpu_lora.bench.workloads.adapters import FEW, MANY
 from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.program import Program
@@ -18,10 +16,6 @@ from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.session import Session
 
 QV = "q_proj,v_proj"
-
-
-def multi_adapter_memory(context: Context) -> Iterator[Workload]:
-    yield MultiAdapterMemory(context)
 
 
 def base_reads(session: Session) -> int:

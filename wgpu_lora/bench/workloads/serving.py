@@ -39,10 +39,6 @@ def batch(context: Context) -> Iterator[Workload]:
     yield Serving(context, f"{SEQUENCES} adapters", PROMPTS[0], NEW_TOKENS, sequences=SEQUENCES, adapters=SEQUENCES)
 
 
-def load(context: Context) -> Iterator[Workload]:
-    yield Load(context)
-
-
 class Serving(Workload):
     """Prompts of random ids through the product's Generator, by the host's clock: uploads and logits' way back counted.
 
