@@ -290,7 +290,7 @@ def test_the_exit_code_names_a_broken_contract(
     code: int,
 ) -> None:
     ceilings = replace(CEILINGS, bandwidth_gbs=bandwidth)
-    monkeypatch.setattr("wgpu_lora.bench.ceiling.measure_ceilings", lambda device: ceilings)
+    monkeypatch.setattr("wgpu_lora.bench.run.measure_ceilings", lambda device: ceilings)
     command = import_module("wgpu_lora.cli.bench")  # the package has the function by this name
     monkeypatch.setattr(command, "_context", lambda *a, **k: mini(device, tokens=128))
     file = tmp_path / "a.jsonl"

@@ -51,7 +51,7 @@ def test_noise_alone_is_said_and_changes_no_exit_code(
     seconds: list[float],
     verdict: str,
 ) -> None:
-    monkeypatch.setattr("wgpu_lora.bench.ceiling.measure_ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr("wgpu_lora.bench.run.measure_ceilings", lambda device: CEILINGS)
     monkeypatch.setattr(import_module("wgpu_lora.cli.bench"), "_context", lambda *a, **k: mini(device))
     times = cycle(seconds)
     monkeypatch.setattr(ProgramWorkload, "run", lambda self: next(times))

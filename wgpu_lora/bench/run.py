@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 import numpy as np
 
-from wgpu_lora.bench.ceiling import Ceilings
+from wgpu_lora.bench.ceiling import Ceilings, measure_ceilings
 from wgpu_lora.bench.contract import Bound, Contract, load_contract
 from wgpu_lora.bench.results import SCHEMA, Header, Result, header
 from wgpu_lora.bench.stats import Timings, repeat
@@ -37,6 +37,26 @@ def header_of(context: Context, ceilings: Ceilings) -> Header:
     """The first line of a result file."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return header(SCHEMA, context.device, time=now, options=context.options(), ceilings=asdict(ceilings))
+
+
+def bench(
+    context: Context, names: Sequence[str], time_limit: float | None = None, events: Events = SILENT
+) -> tuple[list[Result], list[str]]:
+    """Measures the device's ceilings, then each brick. Whether they fit is asked before, of `check_fit`.
+
+    Args:
+        events: told of `measuring`, and of `measured`: the header, then each result's record.
+
+    Returns:
+        The results, and what of the contracts does not hold.
+    """
+    ceilings = measure_ceilings(context.device)
+    events.measured(header_of(context, ceilings))
+    results = []
+    for result in run_bricks(context, names, ceilings, time_limit, events):
+        events.measured(result.record())
+        results.append(result)
+    return results, ceilings_broken(ceilings) + [f"{r.label}: {text}" for r in results for text in r.broken]
 
 
 def run_bricks(

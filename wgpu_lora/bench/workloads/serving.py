@@ -9,7 +9,7 @@ import numpy as np
 
 from wgpu_lora.bench.check import Checked, check, poison
 from wgpu_lora.bench.stats import Timings, timed
-from wgpu_lora.bench.step import adapter_set
+from wgpu_lora.bench.step import adapter_set, fill_adapters
 from wgpu_lora.bench.workload import Context, Extra, Workload
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.choices import NO_CHOICES, Choices
@@ -87,9 +87,7 @@ class Serving(Workload):
         if adapters:
             allocate(context.device, adapters.storages())
             adapters.upload_scales(context.device)
-            for page in adapters.params:
-                values = np.float32(0.02) * self._rng.standard_normal(page.shape, np.float32)
-                context.device.write(page.storage.buffer, values)
+            fill_adapters(context.device, adapters, self._rng)
         self._generator = Generator(context.model, adapters, self._capacity, self._sequences)
 
     def check(self, rng: np.random.Generator) -> Checked:

@@ -86,7 +86,7 @@ class TrainStep(SessionWorkload):
     def __init__(self, context: Context):
         tokens = context.tokens
         rows = [min(ROW, tokens - start) for start in range(0, tokens, ROW)]
-        self._timer = context.timer
+        self._context = context
         self._session = context.session([tokens], positions=max(rows))
         super().__init__(self._session)
         self._step = SlotStep(self._session, [(0, row) for row in rows])
@@ -99,7 +99,7 @@ class TrainStep(SessionWorkload):
         return timed(self._step.run)
 
     def extra(self, timings: Timings) -> Extra:
-        device, timer = self._session.device, self._timer
+        device, timer = self._session.device, self._context.timer
         found = {"tokens_per_second": self._step.tokens / timings.seconds, "peak_bytes": float(device.peak_allocated)}
         if timer.clock == "timestamps":
             programs = self._session.programs()
