@@ -131,7 +131,7 @@ def test_output_that_cannot_be_written(stderr: int | None):
 
 def test_no_adapter(run: Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("wgpu_lora.gpu.devices._enumerate", list)
-    assert "No GPU was found" in refused(run("info"))
+    assert "No device was found" in refused(run("info"))
 
 
 def test_info(run: Run):

@@ -7,10 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from wgpu_lora.bench.reference import ReferenceWork, forget_peak, peak_resident_bytes, resident_bytes
-from wgpu_lora.bench.step import WARMUP, TrainingStep, check_fits, chosen_model, synthetic_rows
+from wgpu_lora.bench.step import WARMUP, TrainingStep, chosen_model, synthetic_rows
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.generate import Generator
-from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.train.output import environment
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.worker.child import Port
@@ -47,12 +46,7 @@ class OurSide:
         self._after_imports = resident_bytes()
         self._work = work
         self._model = chosen_model(None, work.shape, work.layers, Device(work.device), work.base_dtype)
-
-        def declared(model: LoadedModel) -> TrainingStep:
-            return TrainingStep(model, work.rows, work.tokens, work.rank)
-
-        check_fits(self._model, lambda model: declared(model).session.memory().peak)
-        self._step = declared(self._model)
+        self._step = TrainingStep.fitting(self._model, work.rows, work.tokens, work.rank)
 
     def prepare(self) -> Record:
         """Load the model and take the steps that include compilation. first_loss is of the untrained adapter."""
