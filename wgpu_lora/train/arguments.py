@@ -117,8 +117,8 @@ class TrainingArguments:
     per_device_train_batch_size: int | None = option(
         None,
         BATCHES,
-        "Rows per batch; with packing, the batch holds this many times --max-length tokens. Default: 2, adapted to small "
-        "data.",
+        "Rows per batch; with packing, the batch holds this many times --max-length tokens. Default: 2, adapted to "
+        "small data.",
         within=POSITIVE,
     )
     gradient_accumulation_steps: int | None = option(
