@@ -305,7 +305,7 @@ def test_a_pipelines_directory_stands_for_its_adapters(
     assert [line.split("**")[1] for line in out.splitlines()[:2]] == ["one", "two"]
     assert "not given" not in out
     assert main(["report", "one"]) == 0
-    assert "trained together with these, and not given: two" in capsys.readouterr().out
+    assert "trained together with these, but not given: two" in capsys.readouterr().out
     assert main(["report", "both", "two"]) == 2
     assert "two is given twice" in capsys.readouterr().err
     assert main(["report", "."]) == 2
