@@ -36,8 +36,8 @@ def prove(
     """Prove that training and inference happen on wgpu, without CUDA.
 
     Nine checks run in child processes; the exit code is 1 if any of them fails. A check that cannot run is 'not run',
-    and then nothing is called proven; by itself, that does not change the exit code, except with --strict. The verdict
-    names the devices and their kinds; --require-discrete demands real GPUs.
+    and then nothing is called proven; this changes the exit code only with --strict. The verdict names the devices and
+    their kinds; --require-discrete demands real GPUs.
     """
     from wgpu_lora.proof.run import CHECKS, Interrupted
     from wgpu_lora.proof.run import prove as run
