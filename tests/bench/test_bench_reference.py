@@ -13,7 +13,6 @@ from support import SCRIPTS
 
 from wgpu_lora.bench.reference import compared
 from wgpu_lora.worker.parent import Worker, WorkerFailed
-from wgpu_lora.worker.turns import take_turns
 
 ECHO = """
 import json, sys
@@ -53,7 +52,7 @@ def sides(tmp_path: Path) -> Iterator[dict[str, Worker]]:
 
 
 def test_sides_take_turns_and_one_that_ends_is_told(sides: dict[str, Worker], tmp_path: Path):
-    found = take_turns(sides, rounds=2, steps=3)
+    found = script("bench_reference").take_turns(sides, rounds=2, steps=3)
     assert found["good"] == {"about": "good", "seconds": [0.5] * 6}
     assert found["bad"] == {"not_run": "bad ended with exit code 3: out of memory"}
     asked = (tmp_path / "log").read_text().splitlines()

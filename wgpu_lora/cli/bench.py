@@ -195,7 +195,10 @@ def compare(
     before: Annotated[str, typer.Argument(help="Older result file of 'bench --json'.")],
     now: Annotated[str, typer.Argument(help="Newer result file.")],
 ) -> int:
-    """Compare two result files: how much each brick's time has changed, and whether that exceeds the noise."""
+    """Compare two result files.
+
+    It shows how much each brick's time has changed, and whether that exceeds the noise.
+    """
     from wgpu_lora.bench.compare import compare as compared
     from wgpu_lora.bench.compare import warnings
     from wgpu_lora.bench.results import read_results

@@ -215,7 +215,7 @@ class TrainingArguments:
         return self.max_length or LENGTH
 
     def wait_seconds(self) -> float | None:
-        """Seconds to wait for memory; None does not wait, and 0 waits indefinitely."""
+        """Seconds to wait for memory: None does not wait, infinity (`wait` is 0) waits indefinitely."""
         return math.inf if self.wait == 0 else self.wait
 
     def template_kwargs(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A job `bench`: bricks against their contracts, with the device's ceilings; each record is an event `measured`."""
+"""The job `bench`: bricks against their contracts, with the device's ceilings; each record is an event `measured`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(
     device: str | int | None = None,
     time_limit: float | None = None,
 ) -> Ended:
-    """bricks: by name; all of them where it is left out. A contract that is broken ends it with 1."""
+    """bricks: names, all if omitted. The exit code is 1 if a contract is broken."""
     if shape and model:
         raise UserError("'shape' and 'model' are both given: leave one of them out.")
     if time_limit is not None and not time_limit > 0:
