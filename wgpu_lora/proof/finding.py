@@ -56,18 +56,18 @@ class Result:
         return sum(check.status == status for check in self.checks)
 
     @property
+    def outcome(self) -> str:
+        if self.lacking or self.count(FAILED):
+            return REFUTED
+        return PROVEN if self.count(PASSED) == len(self.checks) else OPEN
+
+    @property
     def proven(self) -> bool:
-        return not self.lacking and self.count(PASSED) == len(self.checks)
+        return self.outcome == PROVEN
 
     @property
     def code(self) -> int:
         return int(self.outcome == REFUTED or not self.count(PASSED))
-
-    @property
-    def outcome(self) -> str:
-        if self.proven:
-            return PROVEN
-        return REFUTED if self.lacking or self.count(FAILED) else OPEN
 
     @property
     def verdict(self) -> str:
