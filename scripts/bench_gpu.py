@@ -1,10 +1,10 @@
-"""Everything that is worth knowing of a GPU, in one JSON file: bricks, whole training runs, and PyTorch beside them.
+"""A full report on a GPU in one JSON file: bricks, whole training runs, and PyTorch for comparison.
 
 python scripts/bench_gpu.py [--json bench-gpu.json] [--device INDEX|NAME] [--quick]
 
-Each part is a worker's job, and a part that cannot run is in the file too, with the reason. The file is written
-again after each part, so that what was measured stays. --quick cuts everything to a few layers, tokens and steps: it
-shows on a software device that all of it runs, and its figures say nothing.
+Each part is a worker's job, and a part that cannot run is in the file too, with the reason. The file is written again
+after each part, so that results stay if a later one fails. --quick cuts everything to a few layers, tokens and steps:
+it shows on a software device that all of it runs, and its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -31,10 +31,9 @@ from wgpu_lora.worker.parent import PROGRAM, Worker, WorkerFailed
 
 SCHEMA = "wgpu-lora-bench-gpu/2"
 SHAPES = ("qwen2.5-0.5b", "qwen2.5-7b")
-REFERENCE = [sys.executable, str(Path(__file__).resolve().parent / "bench_reference.py"), "worker"]
+PROGRAMS = {"comparison": [sys.executable, str(Path(__file__).resolve().parent / "bench_reference.py"), "worker"]}
 REFUSED = 2  # exit code of a job that says why
-BROKEN = 1  # of one that ran: a contract is broken, or a training did not come to its end
-PACKAGES = ("torch", "transformers", "peft")
+BROKEN = 1  # of one that ran: a contract is broken, or a training did not finish
 HAS_ACCELERATOR = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 Record = dict[str, Any]
 
@@ -43,8 +42,8 @@ Record = dict[str, Any]
 class Part:
     """A worker's job.
 
-    obstacle: why it cannot run, where that is known beforehand. pieces: what runs instead where the whole is refused,
-    so that one brick that does not fit takes no other with it.
+    obstacle: why it cannot run, if that is known beforehand. pieces: what runs instead if the whole is refused, so that
+    one brick that does not fit takes no other with it.
     """
 
     name: str
@@ -54,48 +53,38 @@ class Part:
     pieces: tuple[Part, ...] = ()
 
 
-def parts(device: str | None, quick: bool) -> list[Part]:
-    """Everything, in order; what is left for `--quick` is the same jobs on less."""
+def parts(device: str | None, quick: bool) -> Iterator[Part]:
+    """Everything, in order; `quick` runs the same jobs on less."""
     on: Record = {"device": device} if device else {}
-    cut: Record = {"layers": 1} if quick else {}
-    tokens = {"tokens": 32 if quick else 512}
-    steps = {"max_steps": 4 if quick else 12}
-    made = []
+    layers, tokens = {"layers": 1} if quick else {}, {"tokens": 32 if quick else 512}
+    steps, rounds = {"max_steps": 4 if quick else 12}, {"rounds": 1, "steps": 2} if quick else {}
+    less: Record = {**layers, **tokens, "time_limit": 0.2} if quick else {}
     for shape in SHAPES:
-        rest = {"shape": shape, **({"time_limit": 0.2} if quick else {}), **on}
-        less = {**cut, **tokens} if quick else {}
-        pieces = tuple(
-            Part(f"{name} at {shape}", "bench", {"bricks": [name], **_taken(name, less), **rest})
-            for name in brick_names()
-        )
-        made.append(Part(f"bricks at {shape}", "bench", {**less, **rest}, pieces=pieces))
-    made.append(Part("training on the demo", "bench-training", {"recipe": "demo", **(steps if quick else {}), **on}))
-    made += [Part(f"training at {s}", "bench-training", {"shape": s, **cut, **tokens, **steps, **on}) for s in SHAPES]
-    rounds = {"rounds": 1, "steps": 2} if quick else {}
+        pieces = []
+        for name in brick_names():
+            taken = ("time_limit", *load_contract(name).options)  # a brick refuses any other
+            options = {name: value for name, value in less.items() if name in taken}
+            pieces.append(Part(f"{name} at {shape}", "bench", {"bricks": [name], "shape": shape, **options, **on}))
+        yield Part(f"bricks at {shape}", "bench", {"shape": shape, **less, **on}, pieces=tuple(pieces))
+    yield Part("training on the demo", "bench-training", {"recipe": "demo", **(steps if quick else {}), **on})
+    for shape in SHAPES:
+        options = {"shape": shape, **layers, **tokens, **steps, **on}
+        yield Part(f"training at {shape}", "bench-training", options)
     for kind in ("bf16", "nf4"):
-        obstacle = _obstacle((*PACKAGES, "bitsandbytes") if kind == "nf4" else PACKAGES)
         for shape in SHAPES:
             sides = {"rows": [1], "rank": 16, "ours": ["nf4"], "torch": [kind], "torch_device": "cuda"}
-            options = {"shape": shape, **cut, **tokens, **sides, **rounds, **on}
-            made.append(Part(f"beside PyTorch + PEFT in {kind} at {shape}", "comparison", options, obstacle))
-    return made
-
-
-def _taken(brick: str, options: Record) -> Record:
-    """Those of some options that a brick takes: any other is refused."""
-    return {name: value for name, value in options.items() if name in load_contract(brick).options}
-
-
-def _obstacle(packages: Sequence[str]) -> str | None:
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
-        return f"{', '.join(missing)} cannot be imported"
-    return None if _has_accelerator() else "torch finds no accelerator"
+            options = {"shape": shape, **layers, **tokens, **sides, **rounds, **on}
+            yield Part(f"beside PyTorch + PEFT in {kind} at {shape}", "comparison", options, obstacle(kind))
 
 
 @cache
-def _has_accelerator() -> bool:
-    return subprocess.run([sys.executable, "-c", HAS_ACCELERATOR], capture_output=True).returncode == 0
+def obstacle(kind: str) -> str | None:
+    """Why PyTorch cannot run in a type on a GPU here, if it cannot."""
+    packages = ("torch", "transformers", "peft", *(("bitsandbytes",) if kind == "nf4" else ()))
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        return f"{', '.join(missing)} cannot be imported"
+    found = subprocess.run([sys.executable, "-c", HAS_ACCELERATOR], capture_output=True).returncode == 0
+    return None if found else "torch finds no accelerator"
 
 
 def run(part: Part, timeout: float) -> Record:
@@ -103,9 +92,8 @@ def run(part: Part, timeout: float) -> Record:
     record: Record = {"part": part.name, "job": {"job": part.job, "options": part.options}}
     if part.obstacle:
         return {**record, "status": "not run", "reason": part.obstacle}
-    begin, found, reason = time.perf_counter(), [], ""
-    program = REFERENCE if part.job == "comparison" else PROGRAM
-    with Worker(part.job, part.options, program=program, timeout=timeout) as worker:
+    begin, found = time.perf_counter(), []
+    with Worker(part.job, part.options, program=PROGRAMS.get(part.job, PROGRAM), timeout=timeout) as worker:
         try:
             for event in worker.events():
                 found += [event["record"]] if event["event"] == "measured" else []

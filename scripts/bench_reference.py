@@ -1,9 +1,9 @@
-"""This package beside PyTorch + PEFT on the same training step, in one run: tokens/s, their ratio, and memory.
+"""A training step of this package next to PyTorch + PEFT: tokens/s, their ratio, and memory.
 
 python scripts/bench_reference.py [--rows 1,4] [--tokens 128] [--ours f32,nf4] [--torch f32] [--json FILE]
 
 Both sides train the same weights on the same rows, each in its own process, and take turns: while one computes, the
-other waits. Medians over all rounds; the steps that compile are not among them. Needs the `reference` extra.
+other waits. Results are medians over all rounds, without the steps that compile. Needs the `reference` extra.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from wgpu_lora.bench.reference import (
     forget_peak,
     peak_resident_bytes,
     resident_bytes,
-    timed_steps,
 )
 from wgpu_lora.bench.results import commit
+from wgpu_lora.bench.stats import timed
 from wgpu_lora.bench.step import LEARNING_RATE, SCALING, WARMUP, synthetic_rows
 from wgpu_lora.cli import main as command_line
 from wgpu_lora.cli.console import console, line
@@ -44,10 +44,15 @@ from wgpu_lora.worker.registry import KINDS
 from wgpu_lora.worker.turns import take_turns
 
 SCHEMA = "wgpu-lora-bench-reference/1"
+TORCH_DTYPES = ("f32", "bf16", "nf4")
 PACKAGES = ("torch", "transformers", "peft")
 THREADS = ("LP_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-TORCH_DTYPES = ("f32", "bf16", "nf4")
-PROMPT, NEW = 128, 64
+PROMPT, NEW = 128, 64  # tokens
+# Of a model's config, by transformers' names.
+CONFIG = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings",
+)  # fmt: skip
 
 
 class TorchSide:
@@ -62,74 +67,55 @@ class TorchSide:
         if work.base_dtype == "nf4":
             import bitsandbytes  # noqa: F401 - before memory is counted
         self._work, self._device = work, torch.device(work.device or "cpu")
+        self._config = shape_config(work.shape, work.layers)
         self._after_imports = resident_bytes()
 
     def prepare(self) -> Record:
         torch, work = self._torch, self._work
-        model = self._model()
-        config = self._peft.LoraConfig(
-            r=work.rank,
-            lora_alpha=int(SCALING * work.rank),
-            target_modules="all-linear",
-            task_type="CAUSAL_LM",
+        lora = self._peft.LoraConfig(
+            r=work.rank, lora_alpha=int(SCALING * work.rank), target_modules="all-linear", task_type="CAUSAL_LM"
         )
-        self._trained = self._peft.get_peft_model(model, config)
+        self._trained = self._peft.get_peft_model(self._model(), lora)
         self._trained.train()
         self._parameters = [p for p in self._trained.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(self._parameters, lr=LEARNING_RATE, weight_decay=0.0)
-        ids = synthetic_rows(work.rows, work.tokens, model.config.vocab_size)
+        ids = synthetic_rows(work.rows, work.tokens, self._config.vocab_size)
         self._ids = torch.from_numpy(ids.astype("int64")).to(self._device)
         forget_peak()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         loss = self._step()
-        timed_steps(self._step, WARMUP - 1)
+        self.steps(WARMUP - 1)
         versions = {name: sys.modules[name].__version__ for name in (*PACKAGES, "bitsandbytes") if name in sys.modules}
         where = torch.cuda.get_device_name() if self._device.type == "cuda" else str(self._device)
         return {"first_loss": loss, "versions": versions, "device": where, "threads": torch.get_num_threads()}
 
     def _model(self) -> Any:
-        """The model with the very weights that our side has."""
-        torch, work, config = self._torch, self._work, shape_config(self._work.shape, self._work.layers)
-        names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        names += ("num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings")
-        values = {name: getattr(config, name) for name in names}
+        """The model with the same weights as our side's; in NF4, its blocks' matrices are double-quantised."""
+        torch, config, base_dtype = self._torch, self._config, self._work.base_dtype
         rope = {"rope_type": "default", "rope_theta": config.rope_theta}  # a scaled one takes the same time
+        values = {name: getattr(config, name) for name in CONFIG}
         theirs = self._transformers.AutoConfig.for_model(
             config.architecture, rope_parameters=rope, use_cache=False, **values
         )
-        dtype = torch.float32 if work.base_dtype == "f32" else torch.bfloat16
+        dtype = torch.float32 if base_dtype == "f32" else torch.bfloat16
         with self._device:
             model = self._transformers.AutoModelForCausalLM.from_config(theirs, dtype=dtype, attn_implementation="sdpa")
         checkpoint = SyntheticCheckpoint(config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(torch.from_numpy(checkpoint.read_f32(name)))
-        return self._packed(model) if work.base_dtype == "nf4" else model
+        if base_dtype == "nf4":
+            from bitsandbytes.nn import Linear4bit
 
-    def _packed(self, model: Any) -> Any:
-        """The same with the blocks' matrices in NF4, double-quantised."""
-        import bitsandbytes as bnb
-
-        torch = self._torch
-        for path in map(module_of, shape_config(self._work.shape, self._work.layers).matrices()):
-            parent, name = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
-            dense = getattr(parent, name)
-            packed = bnb.nn.Linear4bit(
-                dense.in_features,
-                dense.out_features,
-                bias=dense.bias is not None,
-                compute_dtype=torch.bfloat16,
-                compress_statistics=True,
-                quant_type="nf4",
-            )
-            packed.weight = bnb.nn.Params4bit(
-                dense.weight.data.cpu(), requires_grad=False, quant_type="nf4", compress_statistics=True
-            )
-            packed.bias = dense.bias
-            setattr(parent, name, packed.to(self._device))
-        model.is_loaded_in_4bit = True  # what PEFT asks
+            for path in map(module_of, config.matrices()):
+                dense = model.get_submodule(path)
+                sizes = (dense.in_features, dense.out_features, dense.bias is not None)
+                packed = Linear4bit(*sizes, compute_dtype=torch.bfloat16, quant_type="nf4")
+                packed.load_state_dict(dense.state_dict())
+                model.set_submodule(path, packed.to(self._device))
+            model.is_loaded_in_4bit = True  # PEFT asks for it
         return model
 
     def _step(self) -> float:
@@ -143,7 +129,7 @@ class TorchSide:
         return float(loss.detach())  # waits for the device
 
     def steps(self, count: int) -> Record:
-        return {"seconds": timed_steps(self._step, count)}
+        return {"seconds": [timed(self._step) for _ in range(count)]}
 
     def memory(self) -> Record:
         found = {"resident": peak_resident_bytes() - self._after_imports}
@@ -152,102 +138,89 @@ class TorchSide:
         return found
 
 
-def run_torch_step(
-    port: Port,
-    *,
-    shape: str,
-    layers: int | None,
-    rows: int,
-    tokens: int,
-    rank: int,
-    base_dtype: str,
-    device: str | None,
-    turns: bool,
-) -> Record:
-    """A job `torch-step`: as `step`, on the other side."""
-    assert turns, "it is asked"
-    port.answer(TorchSide(ReferenceWork(shape, layers, rows, tokens, rank, base_dtype, device)))
-    return {}
-
-
-def side(kind: str, work: ReferenceWork, threads: int) -> Worker:
-    """A side as a worker, on so many threads."""
-    jobs = {"ours": "step", "torch": "torch-step"}
-    program = [sys.executable, str(Path(__file__).resolve()), "worker"] if kind == "torch" else PROGRAM
-    return Worker(
-        jobs[kind],
-        {**asdict(work), "turns": True},
-        name=f"{kind} {work.base_dtype}",
-        program=program,
-        environment=dict.fromkeys(THREADS, str(threads)),
-        asked=True,
-    )
+def option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """rows: of a step, a comparison for each. ours, torch: what a side's weights are; ratios are of the first `torch`.
+    """What is compared; the options of this script and of the job `comparison`."""
 
-    threads: of each side, on the processor. steps: of a side in a round.
-    """
-
-    shape: str = "tiny-qwen3"
-    layers: int | None = None
-    rows: list[int] = field(default_factory=lambda: [1, 4])
-    tokens: int = 128
-    rank: int = 8
-    ours: list[str] = field(default_factory=lambda: ["f32", "nf4"])
-    torch: list[str] = field(default_factory=lambda: ["f32"])
-    torch_device: str = "cpu"
-    device: str | None = None
-    threads: int = 2
-    rounds: int = 5
-    steps: int = 3
+    shape: str = option("tiny-qwen3", "as 'wgpu-lora bench' names them")
+    layers: int | None = option(None, "its first layers only")
+    rows: list[int] = field(default_factory=lambda: [1, 4], metadata={"help": "rows per step, a comparison for each"})
+    tokens: int = option(128, "tokens per row")
+    rank: int = option(8, "of the adapters")
+    ours: list[str] = field(default_factory=lambda: ["f32", "nf4"], metadata={"help": "base formats of our side"})
+    torch: list[str] = field(
+        default_factory=lambda: ["f32"], metadata={"help": "f32, bf16, nf4; ratios are to the first"}
+    )
+    torch_device: str = option("cpu", "cpu or cuda")
+    device: str | None = option(None, "ours, as 'wgpu-lora info' lists them")
+    threads: int = option(2, "of each side, on the CPU")
+    rounds: int = option(5, "turns of each side")
+    steps: int = option(3, "steps of a side per round")
 
     def check(self) -> None:
-        """Raises UserError where it cannot be made, before any process starts."""
-        missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-        if "nf4" in self.torch and importlib.util.find_spec("bitsandbytes") is None:
-            missing.append("bitsandbytes")
-        if missing:
+        """Raises UserError if it cannot run, before any process starts."""
+        for name, allowed in (("ours", tuple(BASE_FORMATS)), ("torch", TORCH_DTYPES)):
+            for unknown in set(getattr(self, name)) - set(allowed):
+                raise UserError(f"--{name} has {unknown!r}, which is none of {', '.join(allowed)}.")
+        packages = (*PACKAGES, "bitsandbytes") if "nf4" in self.torch else PACKAGES
+        if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
             raise UserError(
                 f"This compares with PyTorch + PEFT, but {', '.join(missing)} cannot be imported: install the "
                 "'reference' extra, as 'make bench-reference' does."
             )
         shape_config(self.shape, self.layers)
 
+    def side(self, kind: str, base_dtype: str, rows: int, tokens: int) -> Worker:
+        """A side as a worker, `ours` or `torch`."""
+        theirs = kind == "torch"
+        device = self.torch_device if theirs else self.device
+        work = ReferenceWork(self.shape, self.layers, rows, tokens, self.rank, base_dtype, device)
+        return Worker(
+            "torch-step" if theirs else "step",
+            {**asdict(work), "turns": True},
+            name=f"{kind} {base_dtype}",
+            program=[sys.executable, str(Path(__file__).resolve()), "worker"] if theirs else PROGRAM,
+            environment=dict.fromkeys(THREADS, str(self.threads)),
+            asked=True,
+        )
+
     def of(self, rows: int) -> list[Record]:
         """One batch on every side: a record for each."""
         base = {"shape": self.shape, "layers": self.layers, "rows": rows, "tokens": self.tokens, "rank": self.rank}
         with ExitStack() as stack:
-            sides: dict[str, Worker] = {}
-            for kind, dtypes, device in (("ours", self.ours, self.device), ("torch", self.torch, self.torch_device)):
-                for dtype in dtypes:
-                    work = ReferenceWork(**base, base_dtype=dtype, device=device)
-                    sides[f"{kind} {dtype}"] = stack.enter_context(side(kind, work, self.threads))
-            found = take_turns(sides, self.rounds, self.steps)
+            kinds = [("ours", dtype) for dtype in self.ours] + [("torch", dtype) for dtype in self.torch]
+            workers = [stack.enter_context(self.side(*kind, rows, self.tokens)) for kind in kinds]
+            found = take_turns({worker.name: worker for worker in workers}, self.rounds, self.steps)
         return [{**base, **row} for row in compared(found, rows * self.tokens, f"torch {self.torch[0]}")]
 
-    def serving(self, dtype: str) -> Record:
+    def serving(self, base_dtype: str) -> Record:
         """Prefill and decode on our side."""
-        work = ReferenceWork(self.shape, self.layers, 1, PROMPT, self.rank, dtype, self.device)
-        row = {"base_dtype": dtype, "prompt": PROMPT, "new": NEW}
-        with side("ours", work, self.threads) as child:
+        row = {"base_dtype": base_dtype, "prompt": PROMPT, "new": NEW}
+        with self.side("ours", base_dtype, 1, PROMPT) as worker:
             try:
-                return row | child.ask("serve", prompt=PROMPT, new=NEW, runs=self.rounds)
+                return row | worker.ask("serve", prompt=PROMPT, new=NEW, runs=self.rounds)
             except WorkerFailed as error:
                 return row | {"not_run": str(error)}
 
 
-def run_comparison(port: Port, *, where: str, **options: Any) -> Ended:
-    """A job `comparison`: the fields of Comparison; a side that did not run ends it with 1."""
-    known = [f.name for f in fields(Comparison)]
+def torch_step(port: Port, *, where: str, **options: Any) -> None:
+    """A job `torch-step`: as `step`, in turns, on the other side."""
+    port.answer(TorchSide(typed(ReferenceWork, options, where)))
+
+
+def comparison(port: Port, *, where: str, **options: Any) -> Ended:
+    """A job `comparison`; a side that did not run ends it with 1."""
+    known = [item.name for item in fields(Comparison)]
     try:
-        comparison = typed(Comparison, real_names(options, known, where, otherwise=f"there are {', '.join(known)}."))
+        asked = typed(Comparison, real_names(options, known, where, otherwise=f"there are {', '.join(known)}."))
     except ValueError as error:
         raise UserError(f"{where}: {error}.") from None
-    comparison.check()
-    rows = [row for count in comparison.rows for row in comparison.of(count)]
+    asked.check()
+    rows = [row for count in asked.rows for row in asked.of(count)]
     for row in rows:
         port.measured(row)
     failed = [f"{row['side']}: {row['not_run']}" for row in rows if "not_run" in row]
@@ -258,54 +231,38 @@ def table(rows: list[Record]) -> Any:
     from rich.table import Table
 
     made = Table(box=None, pad_edge=False)
-    made.add_column("step")
-    made.add_column("side")
-    for name in ("s a step", "processed tokens/s", "of torch", "device", "process", "first loss"):
-        made.add_column(name, justify="right")
+    for name in ("step", "side", "s a step", "processed tokens/s", "of torch", "device", "process", "first loss"):
+        made.add_column(name, justify="left" if name in ("step", "side") else "right")
     for row in rows:
-        name = f"{row['rows']} x {row['tokens']}"
-        if "not_run" in row:
-            made.add_row(name, row["side"], "not run")
-            continue
-        ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
-        device = row.get("planned", row.get("allocated"))
-        numbers = (f"{row['step_seconds']:.4f}", f"{row['tokens_per_second']:,.0f}", ratio)
-        memory = ("" if device is None else readable(device), readable(row["resident"]))
-        made.add_row(name, row["side"], *numbers, *memory, f"{row['first_loss']:.5f}")
+        cells = ["not run"]
+        if "not_run" not in row:
+            device = row.get("planned", row.get("allocated"))
+            cells = [f"{row['step_seconds']:.4f}", f"{row['tokens_per_second']:,.0f}"]
+            cells += ["" if row["ratio"] is None else f"{row['ratio']:.3f}", "" if device is None else readable(device)]
+            cells += [readable(row["resident"]), f"{row['first_loss']:.5f}"]
+        made.add_row(f"{row['rows']} x {row['tokens']}", row["side"], *cells)
     return made
 
 
-def measure(comparison: Comparison, no_serving: bool, file: Path | None) -> int:
-    """Compares, shows and writes; 1 where a side did not run."""
-    comparison.check()
+def measure(asked: Comparison, no_serving: bool, file: Path | None) -> int:
+    """Compares, shows and writes; 1 if a side did not run."""
+    asked.check()
     rows: list[Record] = []
-    for count in comparison.rows:
-        steps = f"{comparison.rounds} rounds of {comparison.steps} steps a side"
-        line("step", f"{count} x {comparison.tokens} tokens, {steps}")
-        rows += comparison.of(count)
+    for count in asked.rows:
+        line("step", f"{count} x {asked.tokens} tokens, {asked.rounds} rounds of {asked.steps} steps a side")
+        rows += asked.of(count)
     console().print(table(rows))
-    served = [] if no_serving else [comparison.serving(dtype) for dtype in comparison.ours]
+    served = [] if no_serving else [asked.serving(dtype) for dtype in asked.ours]
     for row in served:
         said = row.get("not_run") or f"prefill {row['prefill']:,.0f}, decode {row['decode']:,.1f} tokens/s"
         line("serving", f"{row['base_dtype']}, {PROMPT} tokens then {NEW}: {said}")
     if file:
-        result = {"schema": SCHEMA, "commit": commit(), "options": asdict(comparison), "steps": rows, "serving": served}
+        result = {"schema": SCHEMA, "commit": commit(), "options": asdict(asked), "steps": rows, "serving": served}
         file.write_text(json.dumps(result, indent=1) + "\n")
     failed = [row for row in rows if "not_run" in row]
     for row in failed:
         print(f"bench-reference: {row['side']} at {row['rows']} rows did not run: {row['not_run']}", file=sys.stderr)
-    return 1 if failed else 0
-
-
-def names(allowed: tuple[str, ...]) -> Any:
-    def read(text: str) -> list[str]:
-        found = text.split(",")
-        for name in found:
-            if name not in allowed:
-                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(allowed)}")
-        return found
-
-    return read
+    return int(bool(failed))
 
 
 def numbers(text: str) -> list[int]:
@@ -314,18 +271,9 @@ def numbers(text: str) -> list[int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", help="as 'wgpu-lora bench' names them")
-    parser.add_argument("--layers", type=int, help="its first layers alone")
-    parser.add_argument("--rows", type=numbers, help="rows a step, a comparison for each")
-    parser.add_argument("--tokens", type=int, help="tokens a row")
-    parser.add_argument("--rank", type=int)
-    parser.add_argument("--ours", type=names(tuple(BASE_FORMATS)))
-    parser.add_argument("--torch", type=names(TORCH_DTYPES), help="the first is what ratios are of")
-    parser.add_argument("--torch-device", help="cpu or cuda")
-    parser.add_argument("--device", help="ours, as 'wgpu-lora info' lists them")
-    parser.add_argument("--threads", type=int, help="of each side, on the processor")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--steps", type=int, help="steps of a side in a round")
+    kinds = {"int": int, "int | None": int, "list[int]": numbers, "list[str]": lambda text: text.split(",")}
+    for item in fields(Comparison):
+        parser.add_argument(f"--{item.name}".replace("_", "-"), type=kinds.get(item.type, str), **item.metadata)
     parser.add_argument("--no-serving", action="store_true", help="leave out prefill and decode")
     parser.add_argument("--json", type=Path)
     parser.set_defaults(**asdict(Comparison()))
@@ -338,11 +286,8 @@ def main() -> int:
         return 2
 
 
-def worker(job: str) -> int:
-    """This script as a worker, which knows the other side's job and the whole comparison too."""
-    KINDS["torch-step"], KINDS["comparison"] = run_torch_step, run_comparison
-    return command_line(["worker", job])
-
-
 if __name__ == "__main__":
-    sys.exit(worker(sys.argv[2]) if sys.argv[1:2] == ["worker"] else main())
+    if sys.argv[1:2] == ["worker"]:  # which knows the other side's job, and the whole comparison too
+        KINDS["torch-step"], KINDS["comparison"] = torch_step, comparison
+        sys.exit(command_line(sys.argv[1:3]))
+    sys.exit(main())

@@ -1,5 +1,5 @@
-// y[t, c] (+)= x[t, c] * keep / (1 - p), where keep is drawn from (the token's key, the module, the column) alone:
-// packing, company and resuming never change it. draws[t] = (key, key, p * 2^32, bits of 1 / (1 - p)).
+// y[t, c] (+)= x[t, c] * keep / (1 - p), where keep is hashed from the token's keys, the module and the column, so that it
+// does not depend on packing, other adapters or resuming. draws[t] = (key, key, p * 2^32, bits of 1 / (1 - p)).
 const ROWS: u32 = 4u;
 const COLS: u32 = 8u;
 const MODULE: u32 = 0u;

@@ -1,4 +1,4 @@
-// y[r] = x[rows_of[r]]; a row number of 0xffffffff leaves the row alone.
+// y[r] = x[rows_of[r]], unchanged if rows_of[r] is 0xffffffff.
 const ROWS: u32 = 4u;
 const COLS: u32 = 8u;
 

@@ -1,5 +1,5 @@
 // scales[b] = dynamic[code of b] * nested[b / 256] + offset: the constants of a double-quantised NF4 tensor.
-// `nested` has one more entry, the offset.
+// The offset is the last entry of `nested`.
 const BLOCKS: u32 = 4u;
 
 @group(0) @binding(0) var<storage, read> absmax_codes: array<u32>;

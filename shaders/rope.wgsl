@@ -1,5 +1,5 @@
 // Rotates the pairs (x[i], x[i + DIM / 2]) of every head by the angle of the row's position; SIGN -1 rotates back.
-// The table's angles are computed on the host in float64: WGSL promises little of sin and cos for large angles.
+// The table is computed on the host in float64, because WGSL's sin and cos are inaccurate for large angles.
 const ROWS: u32 = 4u;
 const HEADS: u32 = 2u;
 const DIM: u32 = 8u;

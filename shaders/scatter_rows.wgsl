@@ -1,4 +1,4 @@
-// y[rows_of[r]] = x[r]; a row number of 0xffffffff means nowhere.
+// y[rows_of[r]] = x[r], skipped if rows_of[r] is 0xffffffff.
 const ROWS: u32 = 4u;
 const COLS: u32 = 8u;
 

@@ -1,4 +1,4 @@
-// logprobs[r] = target's logit - (m + log(sum)), of the softmax's state (m, sum, target's logit); 0 from count[0] on.
+// logprobs[r] = target's logit - (m + log(sum)), from the softmax's state (m, sum, target's logit); 0 for rows >= count[0].
 const ROWS: u32 = 4u;
 
 @group(0) @binding(0) var<storage, read_write> state: array<vec4<f32>>;

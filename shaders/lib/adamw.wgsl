@@ -1,4 +1,4 @@
-// AdamW's new moments and parameters, of a slot's Hyper (train/optimizers/adamw.py).
+// AdamW's new moments and parameters, given a slot's Hyper (train/optimizers/adamw.py).
 fn new_first_moment(h: Hyper, moment: vec4<f32>, g: vec4<f32>) -> vec4<f32> {
     return fma(vec4<f32>(h.beta1), moment, h.rest1 * g);
 }

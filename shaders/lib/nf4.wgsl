@@ -1,4 +1,4 @@
-// The NormalFloat4 codebook of QLoRA (Dettmers et al. 2023, appendix E), as bitsandbytes has it.
+// The NormalFloat4 codebook of QLoRA (Dettmers et al. 2023, appendix E), as in bitsandbytes.
 const NF4 = array<f32, 16>(
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
     -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
@@ -6,7 +6,7 @@ const NF4 = array<f32, 16>(
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 );
 
-// A tree of selects: an array indexed by a lane's own value would spill to memory.
+// A tree of selects, because a dynamically indexed array would spill to memory.
 fn nf4_value(code: u32) -> f32 {
     let b0 = (code & 1u) != 0u;
     let b1 = (code & 2u) != 0u;

@@ -1,4 +1,4 @@
-// losses[r] = -logprobs[r]; 0 where weights[r] is.
+// losses[r] = -logprobs[r]; 0 if weights[r] is 0.
 const ROWS: u32 = 4u;
 
 @group(0) @binding(0) var<storage, read_write> logprobs: array<f32>;

@@ -1,7 +1,7 @@
 // AdamW (Loshchilov and Hutter 2019) with the clipped gradient g = grad * factor, for the slots that may be updated:
 //   m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
 //   p = p (1 - lr wd) - lr (m / c1) / (sqrt(v / c2) + eps), with c = 1 - b^step
-// The gradient is zeroed for the next step either way. Four values a thread, which share what they read of their slot.
+// The gradient of all slots is zeroed for the next step. A thread updates four values of one slot.
 const SIZE: u32 = 1024u;
 
 @group(0) @binding(0) var<storage, read_write> params: array<vec4<f32>>;

@@ -14,18 +14,19 @@ import pytest
 from support import MODELS
 from support.bench import CEILINGS, mini, result
 
-from wgpu_lora.bench import cuts
 from wgpu_lora.bench.ceiling import bandwidth_gbs, decode_fma_gflops, dispatch_seconds, fma_gflops
 from wgpu_lora.bench.check import check
 from wgpu_lora.bench.contract import load_contract
-from wgpu_lora.bench.recording import Recording
+from wgpu_lora.bench.recording import ProgramWorkload
 from wgpu_lora.bench.results import Writer
 from wgpu_lora.bench.run import check_fit, measure, run_bricks
-from wgpu_lora.bench.workload import Context, ProgramWorkload, default_shape
-from wgpu_lora.bench.workloads import WORKLOADS, serving
+from wgpu_lora.bench.workload import Context, default_shape
+from wgpu_lora.bench.workloads import WORKLOADS, layer, serving
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
+from wgpu_lora.gpu import part
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.kernel import REGISTRY
 from wgpu_lora.gpu.single import nmse
 from wgpu_lora.ops.elementwise import add_forward, swiglu_forward
 
@@ -84,8 +85,8 @@ def test_half_operands_are_held_to_their_references_too(device: Device, compute_
 
 def test_a_part_stands_for_the_whole(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every cut agrees with what the device did on the whole."""
-    for name, value in {"PRODUCTS": 1, "VALUES": 2048, "ROWS": 3, "COLUMNS": 64, "PAGE_BLOCKS": 1}.items():
-        monkeypatch.setattr(cuts, name, value)
+    for name, value in {"PRODUCTS": 1, "VALUES": 2048, "ROWS": 3, "COLUMN_BLOCKS": 1, "PAGE_BLOCKS": 3}.items():
+        monkeypatch.setattr(part, name, value)
     cut: set[str] = set()
     for name in (n for n in WORKLOADS if load_contract(n).kind == "training"):
         context = mini(device)
@@ -97,49 +98,73 @@ def test_a_part_stands_for_the_whole(device: Device, monkeypatch: pytest.MonkeyP
         cut |= set(found.in_part)
         workload.close()
         context.close()
-    assert cut == set(cuts.CUTS)
+    assert cut == {kernel.name for kernel in REGISTRY.values() if kernel.part} - {"embedding_rows"}
 
 
-def recorded(device: Device) -> Recording:
-    recording = Recording(device)
-    x = recording.input((8,))
-    y = recording.rec.temp((8,))
-    recording.rec.dispatch(add_forward, x, x, y, size=8)
-    recording.rec.dispatch(swiglu_forward, x, y, recording.rec.temp((8,)), size=8)
-    return recording
-
-
-def opened(recording: Recording) -> Iterator[ProgramWorkload]:
-    workload = ProgramWorkload(recording, recording.forward)
-    workload.open()
+@pytest.fixture
+def recorded(device: Device) -> Iterator[ProgramWorkload]:
+    context = mini(device)
+    workload = ProgramWorkload(context)
+    x = workload.input((8,))
+    y = workload.rec.temp((8,))
+    workload.rec.dispatch(add_forward, x, x, y, size=8)
+    workload.rec.dispatch(swiglu_forward, x, y, workload.rec.temp((8,)), size=8)
     yield workload
     workload.close()
+    context.close()
 
 
-def test_a_wrong_kernel_is_found(device: Device) -> None:
-    recording = recorded(device)
+def test_a_wrong_kernel_is_found(recorded: ProgramWorkload) -> None:
+    dispatches = recorded.forward.dispatches
     wrong = replace(swiglu_forward, reference=lambda gate, up, y, size: gate * up)
-    recording.forward.dispatches[1] = replace(recording.forward.dispatches[1], kernel=wrong)
-    for workload in opened(recording):
-        found = workload.check(np.random.default_rng(0))
-        assert found.kernel == "swiglu_forward"
-        assert found.nmse > 1e-3
+    dispatches[1] = replace(dispatches[1], kernel=wrong)
+    recorded.open()
+    found = recorded.check(np.random.default_rng(0))
+    assert found.kernel == "swiglu_forward"
+    assert found.nmse > 1e-3
 
 
-def test_what_nobody_wrote_is_found(device: Device) -> None:
-    recording = recorded(device)
-    first, second = recording.forward.dispatches
-    recording.forward.dispatches = [second]  # reads what the first would have written
-    for _ in opened(recording):
-        recording.fresh(np.random.default_rng(0))
-        found = check(recording.forward)
-        assert found.outputs == 1
-        assert np.isnan(workload_output(device, recording)).all()
+def test_what_nobody_wrote_is_found(device: Device, recorded: ProgramWorkload) -> None:
+    first, second = recorded.forward.dispatches
+    recorded.forward.dispatches = [second]  # reads what the first would have written
+    recorded.open()
+    recorded.fresh(np.random.default_rng(0))
+    assert check(recorded.forward).outputs == 1
+    assert np.isnan(device.read(recorded.temps[1].storage.buffer).view(np.float32)).all()
     assert first.kernel is add_forward
 
 
-def workload_output(device: Device, recording: Recording) -> np.ndarray:
-    return device.read(recording.temps[1].storage.buffer).view(np.float32)
+def test_a_brick_times_its_own_kernels_alone(device: Device) -> None:
+    """Of the layer that they are recorded with, forward and backward."""
+    base, adapters = ["nf4_matmul", "nf4_scales"], ["lora_nt"]
+    kernels = {
+        "nf4_matmul": base,
+        "nf4_matmul_backward": ["nf4_matmul_backward", "nf4_scales"],
+        "lora_forward": adapters,
+        "lora_backward": ["lora_nn", "lora_tn"],
+        "attention": ["attention_forward"],
+        "attention_backward": ["attention_backward_kv", "attention_backward_q", "attention_stats"],
+        "rmsnorm": ["rmsnorm_backward", "rmsnorm_forward"],
+        "rope": ["rope_rotate"],
+        "swiglu": ["swiglu_backward", "swiglu_forward"],
+    }
+    calls = {
+        "nf4_matmul": 14,
+        "nf4_matmul_backward": 14,
+        "lora_forward": 14,
+        "lora_backward": 28,
+        "rmsnorm": 8,
+        "rope": 4,
+    }
+    assert kernels.keys() == layer.BRICKS.keys()
+    for name, wanted in kernels.items():
+        context = mini(device)
+        (workload,) = WORKLOADS[name](context)
+        timed, *beside = workload.programs()
+        assert sorted({step.kernel.name for step in timed.dispatches}) == wanted
+        assert len(timed.dispatches) == calls.get(name, len(wanted))
+        assert bool(beside) == name.startswith("lora")
+        context.close()
 
 
 def test_nmse() -> None:

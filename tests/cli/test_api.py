@@ -148,7 +148,7 @@ def test_options_are_checked(tmp_path: Path):
 
 def test_what_version_0_1_0_called_by_functions_has_a_note(tmp_path: Path):
     data, tensors, rows = write_rows(tmp_path / "rows.jsonl"), [], []
-    with pytest.warns(DeprecationWarning, match=r"(progress|on_rows) is a method of an Events object now"):
+    with pytest.warns(DeprecationWarning, match=r"(progress|on_rows) is now a method of Events"):
         wgpu_lora.evaluate(QWEN2, data, progress=tensors.append, on_rows=lambda *done: rows.append(done))
     assert "model.norm.weight" in tensors
     assert rows[0][0] == 0 < rows[-1][0] == rows[-1][1]

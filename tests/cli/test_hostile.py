@@ -40,8 +40,8 @@ def entry(begin: int, end: int, shape: list[int], dtype: str = "F32") -> dict[st
 
 
 HEADERS: dict[str, tuple[object, int | None, str]] = {
-    "length beyond the file": ({}, 2**63, "not a whole safetensors file"),
-    "length of the whole file": ({"a": entry(0, 4, [1])}, 2**20, "not a whole safetensors file"),
+    "length beyond the file": ({}, 2**63, "not a complete safetensors file"),
+    "length of the whole file": ({"a": entry(0, 4, [1])}, 2**20, "not a complete safetensors file"),
     "many megabytes": (b'{"a":"' + b"x" * (9 << 20) + b'"}', None, "longer than"),
     "many values": (b'{"a":[' + b"[]," * 300_000 + b"[]]}", None, "more than 200,000 values"),
     "many keys": (json.dumps({str(i): {} for i in range(250_000)}).encode(), None, "more than 200,000 values"),
@@ -51,10 +51,10 @@ HEADERS: dict[str, tuple[object, int | None, str]] = {
     "half a character": (b'{"\\ud800":{}}', None, "surrogates"),
     "overlapping": ({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, None, "overlap"),
     "beyond the end": ({"a": entry(0, 4000, [1000])}, None, "truncated"),
-    "a shape that does not fit": ({"a": entry(0, 12, [2])}, None, "makes no sense"),
-    "an absurd shape": ({"a": entry(0, 0, [2**62, 2**62, 0])}, None, "makes no sense"),
-    "too many dimensions": ({"a": entry(0, 4, [1] * 99)}, None, "makes no sense"),
-    "a negative offset": ({"a": entry(-4, 0, [1])}, None, "makes no sense"),
+    "a shape that does not fit": ({"a": entry(0, 12, [2])}, None, "is invalid for a"),
+    "an absurd shape": ({"a": entry(0, 0, [2**62, 2**62, 0])}, None, "is invalid for a"),
+    "too many dimensions": ({"a": entry(0, 4, [1] * 99)}, None, "is invalid for a"),
+    "a negative offset": ({"a": entry(-4, 0, [1])}, None, "is invalid for a"),
     "a number of many digits": (b'{"a":{"dtype":"F32","shape":[' + b"9" * 9000 + b"]}}", None, "JSON"),
 }  # fmt: skip
 

@@ -20,7 +20,7 @@ from wgpu_lora.models.files import read_model
     [
         ({"leave_out": "blk.0.attn_q.weight"}, "blk.0.attn_q.weight is missing"),
         ({"leave_out": "token_embd.weight"}, "has no token_embd.weight"),
-        ({"metadata": {"feed_forward_length": 511}}, r"has shape \[512, 256\] but its metadata ask for \[511, 256\]"),
+        ({"metadata": {"feed_forward_length": 511}}, r"has shape \[512, 256\] but its metadata require \[511, 256\]"),
         ({"metadata": {"block_count": 2}}, "claims 2 layers but holds 12 tensors"),
         ({"metadata": {"block_count": 2**31 - 1}}, "claims 2,147,483,647 layers"),
         ({"metadata": {"attention.head_count": 0}}, "num_attention_heads"),

@@ -90,7 +90,7 @@ DAMAGE: dict[str, tuple[bytes, str]] = {
     "v4": (file_of([], version=4), "version 4"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
     "tensors": (b"GGUF" + struct.pack("<IQQ", 3, 2**63, 0), "claims 9,223,372,036,854,775,808 tensors"),
-    "keys": (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**64 - 1), "which cannot be"),
+    "keys": (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**64 - 1), "more than fit into it"),
     "cut off": (file_of([key(b"a", STRING, text(b"x" * 90))])[:60], "does not fit"),
     "a long string": (file_of([key(b"a", STRING, struct.pack("<Q", 2**64 - 1))]), "does not fit"),
     "a long array": (file_of([key(b"a", ARRAY, array(U32, 2**62, b""))]), "does not fit"),
@@ -116,7 +116,7 @@ DAMAGE: dict[str, tuple[bytes, str]] = {
     "no dimensions": (file_of([], [tensor(b"t", ())], 64), "0 dimensions"),
     "nothing": (file_of([], [tensor(b"t", (4, 0))], 64), "cannot have"),
     "half a block": (file_of([], [tensor(b"t", (33, 2), 8)], 200), "which Q8_0 cannot have"),
-    "an unknown type": (file_of([], [tensor(b"t", (32,), 4)], 64), "the GGML type 4"),
+    "an unknown type": (file_of([], [tensor(b"t", (32,), 4)], 64), "the unknown GGML type 4"),
 }
 
 
@@ -165,7 +165,7 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, limit, said in (
         ("MAX_STRINGS", 4, "more than 4 strings"),
         ("MAX_TEXT_BYTES", 0, "of names and texts"),
-        ("MAX_KEYS", 0, "which cannot be"),
+        ("MAX_KEYS", 0, "more than fit into it"),
         ("MAX_HEADER_BYTES", 40, "is longer than"),
     ):
         with monkeypatch.context() as patched:

@@ -65,7 +65,7 @@ def test_refusals_leave_nothing(tmp_path: Path) -> None:
     before = sorted(path.name for path in tmp_path.iterdir())
     for arguments, message in (
         ((model, output, "q3_k"), "--quantize q3_k is not known"),
-        ((model, tmp_path / "no" / "out.gguf"), "does not exist: make it first"),
+        ((model, tmp_path / "no" / "out.gguf"), "does not exist: create it first"),
         ((model, tmp_path), "is a directory"),
         ((model, model / "config.json"), "exists already"),
         ((bare, output), "has no tokenizer.json"),
@@ -94,7 +94,7 @@ def test_a_packed_model_is_refused_but_not_for_an_adapter(tmp_path: Path) -> Non
     model = small(tmp_path / "model", "qwen2")
     packed = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     change(model / "config.json", lambda config: config.update(quantization_config=packed))
-    with pytest.raises(UserError, match="name the model that it was made from"):
+    with pytest.raises(UserError, match="give the model in full precision"):
         export_model(model, tmp_path / "out.gguf")
     export_adapter(model, make_adapter(tmp_path / "adapter", model), tmp_path / "lora.gguf")
 

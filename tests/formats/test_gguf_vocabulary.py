@@ -183,8 +183,8 @@ def test_kinds_ends_and_templates(tmp_path: Path) -> None:
     assert found.tokens[4099] == "[PAD4099]"
     assert found.special == {"eos": 4093, "eot": 4095, "eom": 4097, "pad": 4093}
     assert found.notes == [
-        "llama.cpp keeps spaces beside <stop>, which this tokenizer drops.",
-        "llama.cpp does not stop at <stop>: name these to it as stop words.",
+        "llama.cpp keeps spaces next to <stop>, which this tokenizer removes.",
+        "llama.cpp does not stop at <stop>: pass them as stop strings.",
     ]
     assert found.templates["tool_use"] == "{# #}x{#- #}"
     export_model(model, tmp_path / "model.gguf")

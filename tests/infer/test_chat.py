@@ -63,7 +63,7 @@ def test_taking_back_and_asking_again(model: LoadedModel, talk: Any):
     chat.reset()
     assert say(chat, "w7 w11") == first
     chat.undo()
-    with pytest.raises(UserError, match="Nothing has been said"):
+    with pytest.raises(UserError, match="No message has been sent"):
         chat.undo()
 
 
@@ -208,7 +208,7 @@ def test_stop_strings_are_cut_off_wherever_tokens_part():
     [
         ({"temperature": "hot"}, "temperature must be a number"),
         ({"max_new_tokens": 1.5}, "max_new_tokens must be a whole number"),
-        ({"max_new_tokens": 0}, "ask for at least one"),
+        ({"max_new_tokens": 0}, "use at least one"),
         ({"stop": ""}, "A stop string is empty"),
         ({"stop": ["a", 5]}, "The stop string must be text"),
         ({"enable_thinking": 1}, "enable_thinking must be true or false"),

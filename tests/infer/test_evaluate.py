@@ -91,5 +91,5 @@ def test_evaluate_packs_into_several_batches_and_frees_what_it_took(device):
 
 def test_rows_without_a_trained_token_are_refused(device):
     row = Row(np.array([3, 4, 5], np.int32), np.array([4, -100, -100], np.int32), 0)
-    with pytest.raises(UserError, match="no token to predict"):
+    with pytest.raises(UserError, match="no trained tokens"):
         evaluate(load("qwen2", device), prepared([row] * 14), batch_tokens=ROWS)

@@ -188,7 +188,7 @@ def test_a_file_of_prompts_becomes_a_file_of_answers(run: Any, alone: dict[str, 
     before = target.read_bytes()
     code, _, err = run("--prompts", source, "--output", target)
     assert (code, target.read_bytes()) == (2, before)
-    assert "exists already: give --output another name" in err
+    assert "already exists: choose another --output" in err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["answers.jsonl", "prompts.jsonl"]
 
 
@@ -216,7 +216,7 @@ def test_prompts_in_the_formats_of_rows(tmp_path: Path):
     assert read("a.json", json.dumps(alpaca).encode()) == [(said, False)]
     turns = [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]
     assert read("a.jsonl", json.dumps({"conversations": turns}).encode()) == [(asked, True)]
-    with pytest.raises(UserError, match="the columns are 'question', but prompts are in one of messages, "):
+    with pytest.raises(UserError, match="the columns are 'question', but one of messages, "):
         read("b.csv", b"question\nw1\n")
 
 
@@ -226,7 +226,10 @@ def test_prompts_in_the_formats_of_rows(tmp_path: Path):
         (b"", "is empty"),
         (b"\n \n", "is empty"),
         (b"a\xff", "not valid UTF-8 (byte 2)"),
-        (b'{"prompt": "w1"}\n{"text": "w1"}', "line 2: the row has no 'prompt' and no 'messages': its keys are 'text'"),
+        (
+            b'{"prompt": "w1"}\n{"text": "w1"}',
+            "line 2: the row has neither 'prompt' nor 'messages': its keys are 'text'",
+        ),
         (b'{"prompt": 5}', "line 1: The prompt must be text"),
         (b'{"prompt": " "}', "line 1: the prompt is empty"),
         (b'{"prompt": "w1"}\n{"prompt"', "line 2: not JSON"),
@@ -251,10 +254,10 @@ def test_prompts_that_are_refused(tmp_path: Path, content: bytes, message: str):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prompts", "nowhere"], "There is no file nowhere"),
+        (["--prompts", "nowhere"], "nowhere does not exist"),
         (["--prompts", "."], "is not a regular file"),
         (["--prompts", "x", "--prompt", "w1"], "--prompt and --prompts contradict each other"),
-        (["--prompt", "w1", "--output", "nowhere/x"], "there is no directory nowhere"),
+        (["--prompt", "w1", "--output", "nowhere/x"], "the directory nowhere does not exist"),
         (["--prompt", "w1", "--output", "x", "--json"], "--json does nothing beside --output"),
         (["--prompt", "w1", "--prompt", ""], "The prompt is empty"),
         (["--prompt", "w1", "--batch-size", "0"], "--batch-size must be at least 1"),

@@ -121,8 +121,8 @@ def test_losses_equal_those_of_each_alone(model: LoadedModel, made: Path):
     [
         ({}, "no adapter to compare"),
         (["a"], "must be a dict of directories by name"),
-        ({"base": "a"}, "named 'base', as the model without one is"),
-        ({" ": "a"}, "' ' cannot name an adapter"),
+        ({"base": "a"}, "named 'base', which is the model without"),
+        ({" ": "a"}, "' ' is not a name for an adapter"),
         ({"a": "nowhere"}, "nowhere is not a directory"),
     ],
 )
@@ -159,9 +159,9 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        (["a=x", "a=y"], "two adapters 'a', x and y"),
-        (["x/out", "y/out"], "two adapters 'out'"),
-        (["a=x", "b=./x"], "names x twice, as 'a' and as 'b'"),
+        (["a=x", "a=y"], "two adapters the name 'a' .x and y."),
+        (["x/out", "y/out"], "two adapters the name 'out'"),
+        (["a=x", "b=./x"], "lists x twice, as 'a' and as 'b'"),
         (["=x"], "=x is not NAME=DIR"),
         (["a="], "a= is not NAME=DIR"),
         ([" "], "--adapter is empty"),
@@ -179,7 +179,7 @@ def test_the_model_that_adapters_name(made: Path, tmp_path: Path):
     named = str(made / "model")
     assert model_of({"silent": silent, "a": made / "a", "again": again}) == named
     assert model_of({"silent": silent}) == model_of({}) == "demo"
-    with pytest.raises(wgpu_lora.UserError, match=r"a and other name different base models, .* --model"):
+    with pytest.raises(wgpu_lora.UserError, match=r"a and other have different base models, .* --model"):
         model_of({"a": made / "a", "other": other})
     assert model_of({"a": made / "a", "other": other}, "chosen") == "chosen"
     with pytest.raises(wgpu_lora.UserError, match="nowhere is not a directory"):
@@ -244,7 +244,7 @@ def test_evaluate_prints_a_table(run: Any, model: LoadedModel, made: Path):
     [
         (["--compare"], "There is no adapter to compare"),
         (["--compare", "--adapter", "base=a"], "An adapter is named 'base'"),
-        (["--adapter", "a", "--adapter", "a"], "two adapters 'a'"),
+        (["--adapter", "a", "--adapter", "a"], "two adapters the name 'a'"),
         (["--adapter", "a", "--adapter", "zork"], "zork is not a directory"),
         (["--adapter", "a", "--adapter", ""], "--adapter is empty"),
         (["--adapter", "a", "--adapter", "other"], "different base models"),

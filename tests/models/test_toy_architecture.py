@@ -41,7 +41,7 @@ from wgpu_lora.models.rope import RopeTable
 from wgpu_lora.models.rows import NOWHERE, RowInput, Rows
 from wgpu_lora.ops.elementwise import fill, residual, swiglu
 from wgpu_lora.ops.embedding import gather_rows
-from wgpu_lora.proof.jobs import gradients
+from wgpu_lora.proof.jobs.trained import gradients
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.output import LOG, read_log
@@ -205,9 +205,8 @@ def loaded(toy: Path, device: Device, base_dtype: str = "f32") -> LoadedModel:
 def test_it_learns_with_the_gradients_of_its_loss(trained: Path, device: Device) -> None:
     losses = [line["loss"] for line in read_log(trained / LOG)]
     assert losses[-1] < 0.8 * losses[0]
-    found = gradients.run(None, directory=str(trained), device=device.info.index)[
-        "directions"
-    ]  # it says nothing on its way
+    port: Any = None  # it says nothing on its way
+    found = gradients(port, directory=str(trained), device=device.info.index)["directions"]
     assert {d["matrix"].rpartition(".")[0].rpartition(".")[2] for d in found} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj",
     }  # fmt: skip

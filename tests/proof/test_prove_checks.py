@@ -17,18 +17,15 @@ import numpy as np
 import pytest
 
 from wgpu_lora.proof.checks.answers import answers_pass_their_checks
-from wgpu_lora.proof.checks.backend import work_happened_on_the_device
-from wgpu_lora.proof.checks.generation import devices_agree
-from wgpu_lora.proof.checks.program import gradients_agree
+from wgpu_lora.proof.checks.devices import devices_agree
+from wgpu_lora.proof.checks.program import gradients_agree, work_happened_on_the_device
 from wgpu_lora.proof.checks.training import losses_fall, training_beside_evaluating
-from wgpu_lora.proof.commands import compiler_in
-from wgpu_lora.proof.cuda import classify, cuda_packages, imported, required
-from wgpu_lora.proof.finding import NotRun
+from wgpu_lora.proof.cuda import classify, compiler_in, cuda_packages, imported, required
 from wgpu_lora.proof.report import loss_chart
-from wgpu_lora.proof.training import Evaluated, Training, _meanwhile
+from wgpu_lora.proof.run import carry_out
+from wgpu_lora.proof.training import Evaluated, Training, evaluations
 from wgpu_lora.proof.watch import Watcher
-from wgpu_lora.proof.witness import Witness
-from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.proof.witness import EVENTS, witness
 from wgpu_lora.train.records import UsedDevice
 from wgpu_lora.worker.parent import Worker
 
@@ -97,8 +94,9 @@ def test_the_watcher_and_the_witness_see_a_compiler_run(tmp_path: Path) -> None:
     fake = tmp_path / "nvcc"
     shutil.copyfile(shutil.which("sleep") or "/bin/sleep", fake)
     fake.chmod(0o755)
-    watcher = Watcher()
-    with Witness(str(tmp_path / "said.json")), subprocess.Popen([str(fake), "5"]) as process:
+    watcher, heard = Watcher(), list[Any]()
+    sys.addaudithook(lambda event, said: heard.append((event, said)) if event in EVENTS else None)
+    with witness(str(tmp_path / "said.json"), heard), subprocess.Popen([str(fake), "5"]) as process:
         deadline = time.monotonic() + 4
         while not any(compiler_in(one.command) for one in watcher.seen.values()) and time.monotonic() < deadline:
             watcher.look()
@@ -116,10 +114,10 @@ def test_the_watcher_and_the_witness_see_a_compiler_run(tmp_path: Path) -> None:
 
 
 def status(check: Any, **proof: Any) -> str:
-    try:
-        return check(SimpleNamespace(**proof)).status
-    except NotRun:
-        return "not run"
+    made: Any = SimpleNamespace(**proof)
+    found = carry_out(0, "", check, made)
+    assert "the check itself broke" not in found.reason
+    return found.status
 
 
 def generated(tmp_path: Path, name: str, ids: list[int], shift: float = 0.0, gap: float = 1.0) -> dict[str, Any]:
@@ -164,7 +162,7 @@ def training(losses: list[float], heldout: float = 0.5, **changes: Any) -> Train
     log[-1]["eval_loss"] = heldout
     used = UsedDevice("a", "d", "Vulkan", "discrete", 32, False)
     record = SimpleNamespace(stop_reason="max steps", environment=SimpleNamespace(device=used))
-    beside = [Evaluated(0, EVALUATED, "", 3, 1.0)]
+    beside = [Evaluated(EVALUATED, 3)]
     values = {"code": 0, "said": "it ended", "beside": beside, "devices": [0, 1], "record": record} | changes
     return Training(Path("run"), seconds=1.0, before=EVALUATED, log=log, **values)
 
@@ -172,49 +170,56 @@ def training(losses: list[float], heldout: float = 0.5, **changes: Any) -> Train
 def test_training_beside_evaluating() -> None:
     def of(**changes: Any) -> str:
         run = training([1.0] * 20, **changes)
-        return status(training_beside_evaluating, training=lambda: run, adapter=lambda i: DEVICE | {"index": i})
+        return status(training_beside_evaluating, training=lambda: run, device=lambda i: DEVICE)
 
     def evaluated(**changes: Any) -> list[Evaluated]:
-        return [Evaluated(0, EVALUATED | changes, "", 3, 1.0)]
+        return [Evaluated(EVALUATED | changes, 3)]
 
     assert of() == "passed"
     assert of(code=1) == "failed"
-    assert of(beside=[Evaluated(2, {}, "no", 0, 0.0)]) == "failed"
+    assert of(beside=[Evaluated({}, 0, "evaluate ended with exit code 2: no")]) == "failed"
     assert of(beside=[]) == "failed"
-    assert of(beside=[Evaluated(0, EVALUATED, "", 0, 1.0)]) == "not run"
-    assert of(beside=[Evaluated(0, EVALUATED, "", 0, 1.0)], devices=[0]) == "passed"
+    assert of(beside=[Evaluated(EVALUATED, 0)]) == "not run"
+    assert of(beside=[Evaluated(EVALUATED, 0)], devices=[0]) == "passed"
     assert of(beside=evaluated(loss=1.0005)) == "passed"
     assert of(beside=evaluated(loss=1.002)) == "failed"
-    assert of(beside=evaluated(loss=math.nan)) == "failed"
+    assert of(beside=evaluated(loss=math.nan)) == of(beside=evaluated(loss=None)) == "failed"
+    assert of(beside=[Evaluated(EVALUATED, 0)], code=1) == "failed"
     for fact in DEVICE:
         assert of(beside=evaluated(device=DEVICE | {fact: "another"})) == "failed"
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_evaluations_are_started_until_one_computes_during_steps(tmp_path: Path, lanes: int) -> None:
-    """Stand-ins for the jobs: steps are logged for some seconds; an evaluation computes in its last half second."""
-    log = tmp_path / "log.jsonl"
-    steps = (
-        "import sys, time\nfor _ in range(40):\n"
-        "    time.sleep(0.05)\n    print('{}', flush=True, file=open(sys.argv[1], 'a'))"
-    )
-    evaluation = (
-        "import json, time; time.sleep(0.6)\n"
-        "print(json.dumps({'event': 'result', 'code': 0, 'result': {'seconds': 0.5}}))"
-    )
+STEPS = """
+import json, time
+for _ in range(12):
+    time.sleep(0.1)
+    print(json.dumps({"event": "step", "time": time.time()}), flush=True)
+"""
+EVALUATE = """
+import json, sys, time
+for _ in sys.stdin:
+    time.sleep(float(sys.argv[1]))
+    print(json.dumps({"event": "answer", "loss": 1.0, "seconds": float(sys.argv[2])}), flush=True)
+"""
 
-    class Stub:
-        def start(self, name: str, job: str, **options: Any) -> Worker:
-            return start(name, evaluation)
 
-    def start(name: str, code: str) -> Worker:
-        return Worker("stub", {}, name=name, program=[sys.executable, "-c", code, str(log)], place=tmp_path)
+def test_evaluations_go_on_until_one_computes_during_steps(tmp_path: Path) -> None:
+    """Stand-ins for the jobs: a step every tenth of a second, and evaluations that compute for part of their time."""
 
-    children: Any = Stub()
-    found = list(_meanwhile(children, TrainingArguments(model="m"), start("finetune", steps), log, 1, lanes))
-    assert all(done.code == 0 for done in found)
-    assert max(done.steps for done in found) >= 3
-    assert len(found) <= (1 if lanes == 1 else 4)
+    def beside(*evaluate: str) -> list[Evaluated]:
+        def start(name: str, *code: str) -> Worker:
+            return Worker("stub", {}, name=name, program=[sys.executable, "-c", *code], place=tmp_path, asked=True)
+
+        with start("finetune", STEPS) as finetune, start("evaluate", *evaluate) as evaluating:
+            return list(evaluations(evaluating, finetune))
+
+    (done,) = beside(EVALUATE, "0.5", "0.5")
+    assert 3 <= done.steps <= 6
+    without = beside(EVALUATE, "0.1", "0")
+    assert len(without) > 1
+    assert not any(done.steps for done in without)
+    (failed,) = beside("import sys; sys.exit(3)")
+    assert failed.failed == "evaluate ended with exit code 3: it said nothing"
 
 
 def test_losses() -> None:
@@ -242,7 +247,7 @@ def test_backend() -> None:
         listed = {"name": "a", "driver": "d", "backend": "Vulkan", "kind": "discrete"} | (adapter or {})
         children = SimpleNamespace(run=lambda *a, **k: clock | changes)
         run = training([2.0] * 20)
-        return status(work_happened_on_the_device, trained=lambda: run, adapter=lambda i: listed, children=children)
+        return status(work_happened_on_the_device, trained=lambda: run, device=lambda i: listed, children=children)
 
     assert of() == "passed"
     assert of(clock="host") == "passed"
@@ -305,7 +310,7 @@ def test_answers(tmp_path: Path) -> None:
 
 
 def test_the_curve_takes_what_it_gets() -> None:
-    train, held = loss_chart([2.0, "nan", 1.0], [(0, 2.2), (3, "inf")]).lines
+    train, held = loss_chart([2.0, None, 1.0], [(0, 2.2), (3, None)]).lines
     assert train.path.count("L") == 1
     assert [said for _, _, said in held.dots] == ["held out: 2.2 (optimizer step 0)"]
     assert loss_chart([0.0], []).lines[0].dots

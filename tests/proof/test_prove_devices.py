@@ -10,9 +10,9 @@ from typing import Any
 from wgpu_lora.gpu.devices import DeviceInfo
 from wgpu_lora.proof.checks.devices import devices_compute
 from wgpu_lora.proof.context import Proof
-from wgpu_lora.proof.finding import LEFT_OUT, Check, Finding, Result
+from wgpu_lora.proof.finding import LEFT_OUT, Check, Result
 from wgpu_lora.proof.jobs.devices import by_default
-from wgpu_lora.proof.run import on_devices
+from wgpu_lora.proof.run import carry_out, on_devices
 from wgpu_lora.train.arguments import TrainingArguments
 
 
@@ -22,7 +22,7 @@ def test_devices() -> None:
         good = {"error": 1e-13, "fine": True}
         facts = {"devices": [device, {**device, "index": 1}], "used": [0, 1], "asked": False, "different": 2,
                  "computed": {"0": good, "1": good}, "wgpu_native": "0", "hardware": ["a 0", "a 1"]}  # fmt: skip
-        return devices_compute(proof_of(facts | changes, discrete)).status
+        return carry_out(1, "devices", devices_compute, proof_of(facts | changes, discrete)).status
 
     assert found() == "passed"
     assert found(computed={"1": {"error": 0.1, "fine": False}}) == "failed"
@@ -36,7 +36,7 @@ def test_devices() -> None:
 
 def proof_of(devices: dict[str, Any], discrete: int) -> Proof:
     made = Proof(Path("out"), Path("r"), TrainingArguments(), None, SimpleNamespace(), discrete)  # type: ignore[arg-type]
-    made._made["devices"] = devices
+    made.made[("devices",)] = devices
     return made
 
 
@@ -53,18 +53,18 @@ def test_a_verdict_names_what_it_was_proven_on() -> None:
     twice = {"devices": [device(i, "discrete", "H") for i in (0, 1)], "used": [0, 1], "hardware": ["h", "h"]}
     assert on_devices(twice) == "1 discrete device (H)"
     assert on_devices({}) == ""
-    checks = [Check(n, "x", 0.0, Finding("passed", "")) for n in range(1, 10)]
+    checks = [Check(n, "x", "passed", 0.0, "") for n in range(1, 10)]
     assert Result(checks, Path(), "1 discrete device (H)").verdict.endswith("without CUDA, on 1 discrete device (H).")
-    left = [replace(check, finding=Finding("not run", LEFT_OUT)) for check in checks[2:]]
+    left = [replace(check, status="not run", reason=LEFT_OUT) for check in checks[2:]]
     partly = Result([*checks[:2], *left], Path(), "1 discrete device (H)")
     assert (partly.outcome, partly.code) == ("open", 0)
     assert partly.verdict == (
         "Partly checked: 2 of 9 checks passed on 1 discrete device (H); left out by --only: 3, 4, 5, 6, 7, 8, 9."
     )
-    failed = Result([replace(checks[0], finding=Finding("failed", "")), checks[1], *left], Path())
+    failed = Result([replace(checks[0], status="failed"), checks[1], *left], Path())
     assert (failed.outcome, failed.code) == ("refuted", 1)
     assert failed.verdict.startswith("Not proven: 1 of 9 checks passed; failed: 1; left out by --only: 3, ")
-    unable = Result([*checks[:8], replace(checks[8], finding=Finding("not run", "no device"))], Path())
+    unable = Result([*checks[:8], replace(checks[8], status="not run", reason="no device")], Path())
     assert (unable.outcome, unable.verdict) == ("open", "Not proven: 8 of 9 checks passed; not run: 9.")
     short = Result(checks, Path(), "1 software device (S)", "--require-discrete 1 is not met: 0 discrete GPUs are used")
     assert (short.proven, short.code) == (False, 1)

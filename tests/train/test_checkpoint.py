@@ -110,11 +110,11 @@ def test_check_against_names_the_tensor(tmp_path):
     [
         ({"a": entry(0, 8, [2])}, b"1234", "truncated, 4 bytes are missing"),
         ({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, b"x" * 12, "a and b overlap"),
-        ({"a": entry(0, 8, [3])}, b"x" * 12, "makes no sense for a"),
-        ({"a": entry(8, 0, [2])}, b"x" * 8, "makes no sense for a"),
-        ({"a": entry(-4, 4, [2])}, b"x" * 8, "makes no sense for a"),
-        ({"a": {"dtype": "F32"}}, b"", "makes no sense for a"),
-        ({"a": 3}, b"", "makes no sense for a"),
+        ({"a": entry(0, 8, [3])}, b"x" * 12, "is invalid for a"),
+        ({"a": entry(8, 0, [2])}, b"x" * 8, "is invalid for a"),
+        ({"a": entry(-4, 4, [2])}, b"x" * 8, "is invalid for a"),
+        ({"a": {"dtype": "F32"}}, b"", "is invalid for a"),
+        ({"a": 3}, b"", "is invalid for a"),
         (b"[1]", b"", "holds a JSON list"),
         (b"\xff\xfe", b"", "cannot be read as JSON"),
     ],
@@ -128,7 +128,7 @@ def test_damaged_headers(tmp_path, header, data, message):
 @pytest.mark.parametrize("data", [b"", b"abc", (10**12).to_bytes(8, "little"), (200).to_bytes(8, "little") + b"{}"])
 def test_files_that_are_not_safetensors(tmp_path, data):
     (tmp_path / SINGLE).write_bytes(data)
-    with pytest.raises(UserError, match="not a whole safetensors file"):
+    with pytest.raises(UserError, match="not a complete safetensors file"):
         Checkpoint(tmp_path)
 
 

@@ -11,7 +11,7 @@ import pytest
 from support.events import hearing
 from support.training import model_dir, random_rows
 
-from wgpu_lora.api.heard import Callback
+from wgpu_lora.api.listeners import Callback
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError

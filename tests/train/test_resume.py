@@ -16,7 +16,7 @@ import pytest
 from support.events import hearing
 from support.training import model_dir, random_rows
 
-from wgpu_lora.api.heard import Callback
+from wgpu_lora.api.listeners import Callback
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, StepResult
 from wgpu_lora.gpu.device import Device

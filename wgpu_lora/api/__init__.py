@@ -1,4 +1,4 @@
-"""The Python door: load, fine-tune, generate, compare, evaluate. The command line goes through it too."""
+"""The Python API: load, fine-tune, generate, compare, evaluate. The command line uses it too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Unpack, cast
 
 from wgpu_lora.api.ask import answer, compare, generate
 from wgpu_lora.api.bars import Bars
-from wgpu_lora.api.heard import Callback, heard
+from wgpu_lora.api.listeners import Callback, listeners
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.api.signatures import listing
 from wgpu_lora.data import Prepared, Source, given_rows, heldout_data, prepare, rows_given
@@ -43,11 +43,11 @@ for _asking in (answer, compare, generate):
 def load(
     model: str | Path = "demo", *, device: str | int | None = None, base_dtype: str = DEFAULT_FORMAT
 ) -> LoadedModel:
-    """Opens a model and a device. The weights go onto the device at first use, and stay there.
+    """Open a model and a device. The weights are loaded onto the device on first use, and stay there.
 
     Args:
         model: a directory, a GGUF file, a hub id, or `demo`.
-        device: device index or part of its name, as `wgpu-lora info` lists them.
+        device: device index or part of its name; `wgpu-lora info` lists the devices.
     """
     return open_model(str(model), device, base_dtype)
 
@@ -64,26 +64,26 @@ def finetune(
     progress_bar: bool | None = None,
     **options: Unpack[TrainingOptions],
 ) -> RunRecord:
-    """Trains an adapter and writes it to `output`; returns the record of the run, which run.json holds too.
+    """Train an adapter and save it to `output`; returns the record of the run, which is also saved as run.json.
 
     The options are those of `wgpu-lora finetune`, with underscores.
 
     Args:
-        model: a loaded one, or what `load` takes; may be given by name too.
-        args: all options at once; those given by name win over it.
-        recipe: a TOML file of options, or the name of a bundled one; options given here win over it.
-        callback: called after every step with a StepResult; what returns True ends the run.
-        events: hears of all that happens.
-        progress_bar: whether to show progress; None does on a terminal and in a notebook.
+        model: a loaded model, or an argument of `load`; may be given by name too.
+        args: all options at once; options given by name override it.
+        recipe: a TOML file of options, or the name of a bundled one; options given by name override it.
+        callback: called with a StepResult after every step; if it returns True, the run ends.
+        events: receives all progress events of the run.
+        progress_bar: whether to show progress; by default, on a terminal and in a notebook.
 
     Raises:
-        UserError: an option is unknown or out of range, or something about the model, the data or the device is wrong.
+        UserError: an option is unknown or out of range, or the model, the data or the device is unsuitable.
     """
-    told = heard("finetune()", events, cast("dict[str, Any]", options), callback)
+    told = listeners("finetune()", events, cast("dict[str, Any]", options), callback)
     said = named(options, "finetune()", "recipe")
     also = said.pop("model", None)
     if model is not None and also is not None:
-        raise UserError("finetune() was given two models: name one of them.")
+        raise UserError("finetune() was given two models: pass one of them.")
     model = also if model is None else model
     said, rows = given_rows(said)
     given = {name: _plain(name, value) for name, value in said.items()}
@@ -91,7 +91,7 @@ def finetune(
     if loaded:
         for name, fixed in (("model", loaded.name), ("base_dtype", loaded.decoder.base_dtype)):
             if given.setdefault(name, fixed) != fixed:
-                raise UserError(f"The model was loaded with {name} {fixed!r}: load another for {given[name]!r}.")
+                raise UserError(f"The model was loaded with {name} {fixed!r}: load another one with {given[name]!r}.")
     elif model is not None:
         given["model"] = _plain("model", str(model))
     chosen = _chosen(given, args, None if recipe is None else str(_plain("recipe", recipe)))
@@ -103,13 +103,13 @@ def finetune(
 
 
 def _chosen(given: Mapping[str, Any], args: TrainingArguments | None, recipe: str | None) -> TrainingArguments:
-    """What was given by name, over `args`, a recipe, or the run that is resumed."""
+    """Options given by name, over `args`, a recipe, or the run that is resumed."""
     if args is None:
         return gather(given, recipe, "finetune()")[0]
     if not isinstance(args, TrainingArguments):
         raise UserError(f"finetune(): args must be TrainingArguments, not {args!r:.60}; rows are given as data=...")
     if recipe:
-        raise UserError("finetune() was given args and a recipe: give one of them.")
+        raise UserError("finetune() was given args and a recipe: pass one of them.")
     whole = from_values(given, "finetune()", args)
     if not whole.resume:
         return whole
@@ -118,7 +118,7 @@ def _chosen(given: Mapping[str, Any], args: TrainingArguments | None, recipe: st
 
 
 def _plain(name: str, value: Any) -> Any:
-    """An option as the command line has it."""
+    """An option's value as the command line has it."""
     if isinstance(value, Path) or (name == "device" and isinstance(value, int) and not isinstance(value, bool)):
         return str(value)
     if isinstance(value, str) and not value.strip():
@@ -142,25 +142,25 @@ def evaluate(
     progress_bar: bool | None = None,
     **before: Any,
 ) -> Evaluation:
-    """Loss and perplexity of data, with an adapter or without.
+    """Measure the loss and perplexity of data, with or without an adapter.
 
     Args:
-        data: what `finetune` takes: a file, a folder, a data set of Hugging Face, or rows. Of a folder or a data set,
-            its validation split where it has one, else the test split, else what there is; or what `split` names.
-        skip_bad_rows: go on without rows that cannot be read.
-        max_length: tokens of a row at most; longer ones are cut or, where `on_overflow` is drop, left out. Where it is
-            None, it is what the adapter was trained with, as its run.json says, else 1024 or, if the model has fewer,
-            its positions; the result has it.
-        on_overflow, completion_only_loss, enable_thinking: as in training; where they are None, as the adapter was
-            trained, else truncate, True, and nothing for the chat template.
-        events: hears of `loading` and `evaluating`.
-        progress_bar: whether to show progress; None does on a terminal and in a notebook.
+        data: as in `finetune`: a file, a folder, a Hugging Face dataset, or rows. Of a folder or a dataset, the split
+            in `split`, by default the validation split, else the test split, else all rows.
+        skip_bad_rows: skip rows that cannot be read.
+        max_length: maximum tokens per row; longer rows are truncated or, if `on_overflow` is drop, left out. By
+            default as in the adapter's training, according to its run.json, else 1024 or the model's number of
+            positions if that is smaller; the result states it.
+        on_overflow, completion_only_loss, enable_thinking: as in training. By default as in the adapter's training,
+            else truncate, True, and no value for the chat template.
+        events: receives `loading` and `evaluating`.
+        progress_bar: whether to show progress; by default, on a terminal and in a notebook.
 
     Raises:
-        UserError: a value is out of range, the data cannot be read or have nothing to predict, or the adapter does not
+        UserError: a value is out of range, the data cannot be read or have no trained tokens, or the adapter does not
             fit.
     """
-    told = _told("evaluate()", events, before)
+    told = _listeners("evaluate()", events, before)
     adapters = [] if adapter is None else [adapter]
     source = _source(data, split, dataset_config)
     given = _given(max_length, on_overflow, completion_only_loss, enable_thinking)
@@ -186,21 +186,21 @@ def evaluate_several(
     progress_bar: bool | None = None,
     **before: Any,
 ) -> dict[str, Evaluation]:
-    """Loss and perplexity of the same data under each of several adapters, which are all loaded at once.
+    """Measure the loss and perplexity of the same data with several adapters, which are loaded together.
 
     Args:
         adapters: PEFT adapter directories by name; their ranks and modules may differ.
-        include_base: whether the base alone is evaluated too, as "base".
+        include_base: also evaluate the base model alone, as "base".
 
-    The other arguments are those of `evaluate`.
+    The other arguments are as in `evaluate`.
 
     Returns:
-        An evaluation by name: "base" first, then the adapters in their order.
+        Evaluations by name: "base" first, then the adapters in order.
 
     Raises:
-        UserError: there is no adapter, one is named "base" beside the base, or anything that `evaluate` refuses.
+        UserError: there is no adapter, one is named "base" beside the base, or as `evaluate`.
     """
-    told = _told("evaluate_several()", events, before)
+    told = _listeners("evaluate_several()", events, before)
     slots = slots_of(adapters, include_base)
     directories = list(adapters.values())
     source = _source(data, split, dataset_config)
@@ -209,8 +209,8 @@ def evaluate_several(
     return _measured(opened, prepared, directories, slots, told, progress_bar)
 
 
-def _told(where: str, events: Events | None, before: dict[str, Any]) -> tuple[Events, ...]:
-    told = heard(where, events, before)
+def _listeners(where: str, events: Events | None, before: dict[str, Any]) -> tuple[Events, ...]:
+    told = listeners(where, events, before)
     if before:
         raise TypeError(f"{where} got an unexpected keyword argument {next(iter(before))!r}")
     return told
@@ -224,7 +224,7 @@ def _measured(
     told: Sequence[Events],
     progress_bar: bool | None,
 ) -> dict[str, Evaluation]:
-    """The loss of the same rows under each of `slots`, by name."""
+    """The loss of the same rows for each of `slots`, by name."""
     found: dict[str, Evaluation] = {}
     with Bars(progress_bar) as bars, on_device(model, directories) as loaded:
         for name, slot in slots.items():
@@ -234,7 +234,7 @@ def _measured(
 
 
 class _OfAll(Passing):
-    """Counts the rows of one evaluation among those of all."""
+    """Adds up the rows of several evaluations for one progress display."""
 
     def __init__(self, before: int, count: int, *to: Events):
         super().__init__(*to)
@@ -249,14 +249,14 @@ def _source(data: str | Path | Iterable[Mapping[str, Any]], split: str | None, c
     if isinstance(data, str | Path):
         return heldout_data(data, split, config)
     if split:
-        raise UserError("'split' is of a data set or a folder, not of rows: leave it out.")
+        raise UserError("'split' applies to a dataset or a folder, not to rows: leave it out.")
     return rows_given(data)
 
 
 def _given(
     max_length: int | None, on_overflow: str | None, completion_only_loss: bool | None, enable_thinking: bool | None
 ) -> dict[str, Any]:
-    """What is said of rows, checked before a model is opened."""
+    """The given row options, checked before a model is opened."""
     given = {
         "max_length": max_length,
         "on_overflow": on_overflow,
@@ -274,7 +274,7 @@ def _heldout(
     given: Mapping[str, Any],
     skip_bad_rows: bool,
 ) -> tuple[LoadedModel, Prepared]:
-    """The opened model, and the rows that are evaluated."""
+    """The opened model, and the rows to evaluate."""
     opened = model if isinstance(model, LoadedModel) else load(model)
     rows = fit_rows(given, adapters, opened.config.max_position_embeddings)
     prepared = prepare(

@@ -1,4 +1,4 @@
-"""The Python door to answers: generate, answer, compare."""
+"""The Python API for answers: generate, answer, compare."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, Unpack, cast, overload
 
 from wgpu_lora.api.bars import Bars
-from wgpu_lora.api.heard import heard
+from wgpu_lora.api.listeners import listeners
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events, Passing
 from wgpu_lora.infer.answer import Answer, answer_slots, answer_table, stream_slot, tokenizer_of
@@ -62,19 +62,19 @@ def generate(
     progress_bar: bool | None = None,
     **options: Unpack[AnswerOptions],
 ) -> Any:
-    """The model's answer to a prompt, or a list of answers to a list of prompts.
+    """Generate the answer to a prompt, or a list of answers to a list of prompts.
 
     Args:
-        model: a loaded one, or what `load` takes.
-        prompt: a text, or a conversation, a list of messages such as {"role": "user", "content": "Hello"}; or a list
+        model: a loaded model, or an argument of `load`.
+        prompt: a text, or a conversation as a list of messages such as {"role": "user", "content": "Hello"}; or a list
             of either.
-        adapter: a PEFT adapter directory; None asks the base alone.
-        stream: return an iterator over the pieces of a single answer, as they come.
-        batch: prompts that are answered at a time; None takes as many as the device has room for, of at most 16.
-        progress_bar: whether to show progress; None does on a terminal and in a notebook.
+        adapter: a PEFT adapter directory; None uses the base model alone.
+        stream: return an iterator over the pieces of a single answer, as they are generated.
+        batch: prompts that run at a time; by default as many as fit on the device, up to 16.
+        progress_bar: whether to show progress; by default, on a terminal and in a notebook.
 
     Returns:
-        A str for one prompt, a list of them for several, an iterator of str where `stream` is true.
+        A str for one prompt, a list of them for several, an iterator of str if `stream` is true.
 
     Raises:
         UserError: there is no tokenizer, a prompt is too long, the adapter does not fit, or a value is out of range.
@@ -93,7 +93,7 @@ def generate(
         )
         return [one.text for one in found] if several else found[0].text
     if several:
-        raise UserError("stream=True is for a single prompt: ask one at a time, or leave it out.")
+        raise UserError("stream=True works with a single prompt only: pass one, or leave stream out.")
     check_prompt(prompt)
     opened = _opened(model)
     tokenizer_of(opened)
@@ -108,7 +108,7 @@ def generate(
 
 
 def _listed(prompts: Any) -> Any:
-    """What holds prompts, such as an array or a column of a table, as a list."""
+    """A container of prompts, such as an array or a column of a table, as a list."""
     is_one = isinstance(prompts, str | bytes | Mapping | Sequence) or not isinstance(prompts, Iterable)
     return prompts if is_one else list(prompts)
 
@@ -127,19 +127,19 @@ def answer(
     progress_bar: bool | None = None,
     **options: Unpack[AnswerOptions],
 ) -> list[Answer]:
-    """Answers prompts, each for itself.
+    """Answer prompts, each independently.
 
     Args:
         prompts: texts, or conversations (lists of messages).
-        adapter: a PEFT adapter directory; None asks the base alone.
-        batch: prompts that are answered at a time; None takes as many as the device has room for, of at most 16.
-        events: hears of `loading`, `answering`, `answered` and, of a single prompt, `text`.
-        progress_bar: whether to show progress; None does on a terminal and in a notebook, unless `events` is given.
+        adapter: a PEFT adapter directory; None uses the base model alone.
+        batch: prompts that run at a time; by default as many as fit on the device, up to 16.
+        events: receives `loading`, `answering`, `answered` and, for a single prompt, `text`.
+        progress_bar: whether to show progress; by default, on a terminal and in a notebook, unless `events` is given.
 
     Raises:
         UserError: there is no tokenizer, a prompt is too long, the adapter does not fit, or a value is out of range.
     """
-    told = heard("answer()", events, cast("dict[str, Any]", options))
+    told = listeners("answer()", events, cast("dict[str, Any]", options))
     settings = settings_of(options, "answer()")
     prompts = _listed(prompts)
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
@@ -171,24 +171,24 @@ def compare(
     progress_bar: bool | None = None,
     **options: Unpack[AnswerOptions],
 ) -> dict[str, Answer]:
-    """Answers one prompt under each of several adapters, all in a single batch over one base.
+    """Answer one prompt with several adapters, in a single batch over one base model.
 
-    No answer depends on the others: each is the one that `answer` gives with that adapter alone (where two tokens are
-    as likely as each other, rounding may decide). With a temperature, all draw the same numbers.
+    The answers are independent: each is the one that `answer` gives with that adapter alone (if two tokens are equally
+    likely, rounding may decide). With a temperature, all adapters use the same random numbers.
 
     Args:
         adapters: PEFT adapter directories by name; their ranks and modules may differ.
-        include_base: whether the base alone answers too, as "base".
-        events: hears of `loading`, `answering` and `answered`.
-        progress_bar: whether to show progress; None does on a terminal and in a notebook, unless `events` is given.
+        include_base: also answer with the base model alone, as "base".
+        events: receives `loading`, `answering` and `answered`.
+        progress_bar: whether to show progress; by default, on a terminal and in a notebook, unless `events` is given.
 
     Returns:
-        An answer by name: "base" first, then the adapters in their order.
+        Answers by name: "base" first, then the adapters in order.
 
     Raises:
-        UserError: there is no adapter, one is named "base" beside the base, or anything that `answer` refuses.
+        UserError: there is no adapter, one is named "base" beside the base, or as `answer`.
     """
-    told = heard("compare()", events, cast("dict[str, Any]", options))
+    told = listeners("compare()", events, cast("dict[str, Any]", options))
     settings = settings_of(options, "compare()")
     slots = slots_of(adapters, include_base)
     check_prompt(prompt)

@@ -1,4 +1,4 @@
-"""Progress of calls from Python: a bar on a terminal and in a notebook, silence anywhere else."""
+"""Progress bars for calls from Python, on terminals and in notebooks only."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from wgpu_lora.events import Evaluating, Events, StepResult, Tuning
 
 
 def seen(wanted: bool | None) -> bool:
-    """Whether to show progress: as `wanted`, or where that is None, if a person sees stderr."""
+    """Whether to show progress: `wanted`, or if None, whether stderr is a terminal or a notebook."""
     if wanted is not None:
         return wanted
     return in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
 
 
 def in_notebook() -> bool:
-    """Whether this is the kernel of a notebook, whose stderr is no terminal and is read all the same."""
+    """Whether this is the kernel of a notebook, whose stderr is not a terminal but is shown."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return shell is not None and "IPKernelApp" in shell.config
 
 
 class Bars(Events):
-    """A bar at a time, made at its first news; `with` takes the last one away.
+    """One bar at a time, created by its first event; leaving the context removes the last one.
 
-    tqdm's: in a notebook it is a widget, or text where ipywidgets is missing.
+    Uses tqdm: in a notebook, a bar is a widget, or text without ipywidgets.
     """
 
     def __init__(self, shown: bool | None = None):
         self._shown, self._text = seen(shown), ""
         self._bar: Any = None
-        self._steps: dict[int, tuple[int, int]] = {}  # by slot, those taken and those in all
+        self._steps: dict[int, tuple[int, int]] = {}  # (taken, total) by slot
 
     def __enter__(self) -> Bars:
         return self
@@ -46,7 +46,7 @@ class Bars(Events):
             self._bar = None
 
     def to(self, text: str, count: int, total: int | None, unit: str, facts: str = "") -> None:
-        """Shows that `count` of `total` units are done; another text begins another bar."""
+        """Show that `count` of `total` units are done; a different text starts a new bar."""
         if not self._shown:
             return
         if self._bar is None or text != self._text:
@@ -69,7 +69,7 @@ class Bars(Events):
         self.to("tuning", round(tuning.seconds), round(tuning.expected or tuning.limit), " s", facts)
 
     def evaluating(self, evaluating: Evaluating) -> None:
-        if evaluating.loss is None and not evaluating.step:  # those in the midst of training are short
+        if evaluating.loss is None and not evaluating.step:  # measurements during training are short
             text = "evaluating" if evaluating.step is None else "held-out loss"
             self.to(text, evaluating.rows, evaluating.total, " rows")
 
@@ -88,6 +88,6 @@ class Bars(Events):
 
 def _tqdm() -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there are no ipywidgets
+        warnings.simplefilter("ignore")  # about missing ipywidgets
         from tqdm.auto import tqdm
     return tqdm

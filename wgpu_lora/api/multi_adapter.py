@@ -1,4 +1,4 @@
-"""Many adapters on one frozen base, from Python."""
+"""Several adapters on one frozen base model, from Python."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.api.bars import Bars
-from wgpu_lora.api.heard import Callback, heard
+from wgpu_lora.api.listeners import Callback, listeners
 from wgpu_lora.data import Source, given_rows
 from wgpu_lora.events import Events, Passing
 from wgpu_lora.models.loaded import LoadedModel
@@ -20,14 +20,14 @@ from wgpu_lora.train.tasks import AdapterTask, task_of
 
 
 def _task(values: Mapping[str, Any], where: str, shared: Mapping[str, Source]) -> AdapterTask:
-    """An adapter whose data may be rows; `shared` are those of all adapters that do not have their own."""
+    """An adapter whose data may be rows; `shared` are the data of adapters without their own."""
     plain, rows = given_rows(values)
     own = {name: source for name, source in shared.items() if name not in values}
     return replace(task_of(plain, where), rows={**own, **rows})
 
 
 class MultiAdapterPipeline:
-    """Trains several LoRA adapters at once over one frozen base.
+    """Train several LoRA adapters together on one frozen base model.
 
         pipeline = MultiAdapterPipeline(
             [{"data": "a.jsonl", "checkpoint": "out/a", "rank": 8}, {"data": "b.jsonl", "checkpoint": "out/b"}],
@@ -35,17 +35,17 @@ class MultiAdapterPipeline:
         )
         record = pipeline.train(callback=lambda result: print(result.adapter, result.loss))
 
-    Each adapter comes out as a fine-tune by itself would make it, to within float rounding.
+    Each adapter matches what training it alone would give, up to floating-point rounding.
 
     Args:
-        adapters: an AdapterTask or a dict with the keys of an [[adapter]] table each; its data may be a list of dicts.
+        adapters: for each, an AdapterTask or a dict with the keys of an [[adapter]] table; its data may be rows.
         model: a directory, a GGUF file, a hub id, `demo`, or a loaded model.
         schedule: synchronized, round-robin or priority-val-loss.
         batch_tokens: see `prepare_pipeline`.
-        options: those of `wgpu-lora finetune`, with underscores, for the adapters that do not set their own.
+        options: as in `wgpu-lora finetune`, with underscores, for adapters that do not set their own.
 
     Raises:
-        UserError: anything that a person can mend, from the adapters to the device.
+        UserError: the adapters, an option, the data, the model or the device is unsuitable.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class MultiAdapterPipeline:
         self.job = prepare_pipeline(args, tasks, schedule, batch_tokens, opened)
 
     def memory(self) -> MemoryPlan:
-        """What training will allocate, to the byte."""
+        """The memory that training allocates, to the byte."""
         return self.job.session.memory()
 
     def train(
@@ -84,17 +84,17 @@ class MultiAdapterPipeline:
         progress_bar: bool | None = None,
         **before: Any,
     ) -> PipelineRecord:
-        """Trains to the end and returns what pipeline.json holds.
+        """Train to the end; returns the contents of pipeline.json.
 
         Args:
-            callback: called with a StepResult after every step of every adapter; what returns True ends the run.
-            events: hears of all that happens.
-            progress_bar: whether to show progress; None does on a terminal and in a notebook.
+            callback: called with a StepResult after every step of every adapter; if it returns True, the run ends.
+            events: receives all progress events of the run.
+            progress_bar: whether to show progress; by default, on a terminal and in a notebook.
 
         Raises:
-            UserError: the memory is not to be had, a directory is in use, or the disk is full.
+            UserError: the memory is not available, a directory is in use, or the disk is full.
         """
-        told = heard("train()", events, before, callback)
+        told = listeners("train()", events, before, callback)
         if before:
             raise TypeError(f"train() got an unexpected keyword argument {next(iter(before))!r}")
         with Bars(progress_bar) as bars:

@@ -1,4 +1,4 @@
-"""Real signatures for functions whose options are a dataclass's fields: `help` and editors list them."""
+"""Signatures for functions whose options are the fields of a dataclass, so that `help` and editors list them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def listing(options: type, types: type, leave_out: Collection[str] = ()) -> Callable[[F], F]:
-    """Puts the fields of `options` in the place of a function's **options, and into the Args of its docstring.
+    """Replace a function's **options by the fields of `options`, in its signature and in the Args of its docstring.
 
     Args:
-        options: a dataclass, each of whose fields has a `help` in its metadata. types: a TypedDict of the same names.
-        leave_out: fields that are parameters of the function already, which may be given by position or by name.
+        options: a dataclass whose fields have a `help` in their metadata. types: a TypedDict with the same names.
+        leave_out: fields that are parameters of the function already, by position or by name.
     """
 
     def add(function: F) -> F:
@@ -40,13 +40,13 @@ def listing(options: type, types: type, leave_out: Collection[str] = ()) -> Call
 
 
 def _parted(text: str) -> tuple[str, str, str]:
-    """A docstring up to the end of its Args, the next heading, and the rest."""
+    """A docstring split into the part up to the end of its Args, the next heading, and the rest."""
     found = [(text.index(heading), heading) for heading in ("Returns:", "Raises:") if heading in text]
     place, heading = min(found)
     return text[:place].rstrip(), heading, text[place + len(heading) :]
 
 
 def _sentence(text: str) -> str:
-    """A help text in the middle of a line; the options that it names are arguments here."""
+    """A help text for the middle of a line, with options spelled as arguments."""
     text = re.sub(r"--([a-z][a-z-]*)", lambda found: found[1].replace("-", "_"), text)
     return text[:1].lower() + text[1:] if text[1:2].islower() else text

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,7 @@ import numpy as np
 from wgpu_lora.bench.stats import timed
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import U32, In, Kernel, Out, kernel, one_per
-from wgpu_lora.gpu.program import Arena, Program, allocate
 from wgpu_lora.gpu.single import SingleKernel
-from wgpu_lora.gpu.tensor import persistent
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.ops.elementwise import fill
@@ -90,25 +88,15 @@ class Ceilings:
     clock: str
 
 
-_MEASURED: dict[Device, Ceilings] = {}
-
-
+@cache
 def measure_ceilings(device: Device) -> Ceilings:
     """The device's ceilings; the first call takes seconds."""
-    if device not in _MEASURED:
-        numpy = numpy_gflops() if device.info.kind == "software" else None
-        fma = fma_gflops(device)
-        if numpy and fma < numpy:  # others use these cores too: once more, and the best counts
-            fma = max(fma, fma_gflops(device))
-        _MEASURED[device] = Ceilings(
-            fma_gflops=fma,
-            bandwidth_gbs=bandwidth_gbs(device),
-            decode_fma_gflops=decode_fma_gflops(device),
-            dispatch_seconds=dispatch_seconds(device),
-            numpy_gflops=numpy,
-            clock="timestamps" if "timestamp-query" in device.features else "host",
-        )
-    return _MEASURED[device]
+    numpy = numpy_gflops() if device.info.kind == "software" else None
+    fma = fma_gflops(device)
+    if numpy and fma < numpy:  # others use these cores too: once more, and the best counts
+        fma = max(fma, fma_gflops(device))
+    clock = "timestamps" if "timestamp-query" in device.features else "host"
+    return Ceilings(fma, bandwidth_gbs(device), decode_fma_gflops(device), dispatch_seconds(device), numpy, clock)
 
 
 def fma_gflops(device: Device, size: int | None = None, iterations: int = 4096) -> float:
@@ -123,35 +111,25 @@ def fma_gflops(device: Device, size: int | None = None, iterations: int = 4096) 
 def bandwidth_gbs(device: Device, nbytes: int | None = None) -> float:
     """The best GB/s of a copy of `nbytes`, or of as much as one binding holds."""
     x = np.ones(min(nbytes or COPY_BYTES, device.max_binding) // 32 * 8, np.float32)
-    return max(8 * _rate(device, stream_copy, x, tiling) for tiling in stream_copy.tilings(device.capabilities, {}))
+    return 8 * _rate(device, stream_copy, x)
 
 
 def decode_fma_gflops(device: Device, size: int | None = None, iterations: int = 512) -> float:
     """The best GFLOP/s of decoding NF4 and multiply-adding, over a few numbers of words at a time."""
     x = np.ones(size or invocations(device), np.float32)
     return max(
-        2 * 8 * chains * iterations * _rate(device, decode_fma, x, tiling, iterations=iterations, chains=chains)
+        2 * 8 * chains * iterations * _rate(device, decode_fma, x, iterations=iterations, chains=chains)
         for chains in (1, 2, 4)
-        for tiling in decode_fma.tilings(device.capabilities, {})
     )
 
 
 def dispatch_seconds(device: Device, count: int = DISPATCHES) -> float:
     """Seconds by the host's clock of one dispatch of a kernel that does next to nothing, among `count`."""
-    y = persistent((64,), "f32", "workspace", "trivial")
-    program = Program(device, "trivial")
-    for _ in range(count):
-        program.dispatch(fill, y, size=64)
-    allocate(device, {y.storage})
-    program.build(Arena(device))
-
-    def run() -> None:
-        program.submit(0, count)
-        device.wait()
-
-    seconds = min(timed(run) for _ in range(RUNS + 1)) / count
-    device.free(y.storage.buffer)
-    return seconds
+    single = SingleKernel(device, fill, {"y": np.zeros(64, np.float32)}, {"size": 64}, repeat=count)
+    try:
+        return single.seconds(RUNS)
+    finally:
+        single.free()
 
 
 def numpy_gflops(size: int = 1024) -> float:
@@ -165,13 +143,15 @@ def invocations(device: Device) -> int:
     return 1 << 14 if device.info.kind == "software" else 1 << 20
 
 
-def _rate(device: Device, probe: Kernel, x: np.ndarray, tiling: Tiling | None = None, **constants: int) -> float:
-    """10^9 values a second of the fastest of a few runs."""
-    with claim(device, 2 * x.nbytes + (1 << 16), "measuring the device's ceilings"), ExitStack() as stack:
-        single = SingleKernel(device, probe, {"x": x, "y": 0 * x}, {"size": x.size, **constants}, tiling)
-        stack.callback(single.free)
-        timer = Timer(device)
-        stack.callback(timer.free)
-        for _ in range(2):
-            timer.run(single.program)
-        return x.size / min(timer.run(single.program) for _ in range(RUNS)) / 1e9
+def _rate(device: Device, probe: Kernel, x: np.ndarray, **constants: int) -> float:
+    """10^9 values a second, of the fastest of a few runs in each tiling of the probe."""
+    constants, seconds, timer = {"size": x.size, **constants}, [], Timer(device)
+    try:
+        with claim(device, 2 * x.nbytes + (1 << 16), "measuring the device's ceilings"):
+            for tiling in probe.tilings(device.capabilities, constants):
+                single = SingleKernel(device, probe, {"x": x, "y": 0 * x}, constants, tiling)
+                seconds += [timer.run(single.program) for _ in range(2 + RUNS)]
+                single.free()
+    finally:
+        timer.free()
+    return x.size / min(seconds) / 1e9

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from wgpu_lora.bench.cuts import Arrays, cut, shaped
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Dispatch, Program
 from wgpu_lora.gpu.single import nmse, widened
 from wgpu_lora.gpu.tensor import NUMPY, Tensor
+from wgpu_lora.gpu.tunable import Arrays
 
 PLACES = ("first", "y_first", "a_first", "first_row", "module")  # where in a larger whole: no other kind of dispatch
 POISON_BYTES = 16 << 20
@@ -21,7 +22,7 @@ POISON_BYTES = 16 << 20
 class Checked:
     """What was found: the worst normalised mean squared error and whose it was.
 
-    outputs: how many were compared. in_part: kernels whose reference was of a part only (see bench.cuts).
+    outputs: how many were compared. in_part: kernels whose reference was of a part only (see gpu.part).
     """
 
     nmse: float = 0.0
@@ -37,8 +38,10 @@ class Checked:
             self.in_part += (kernel,)
 
 
-def check(program: Program, found: Checked | None = None) -> Checked:
+def check(program: Program, found: Checked | None = None, kernels: Container[str] | None = None) -> Checked:
     """Runs a built program once, dispatch by dispatch, and compares each of a kind not yet seen with its reference.
+
+    kernels: names of those to compare, where these are not all.
 
     What a dispatch reads is what the device holds: outputs of earlier dispatches, checked themselves, and inputs. So a
     program whose temporaries were poisoned before shows what was never written.
@@ -47,7 +50,7 @@ def check(program: Program, found: Checked | None = None) -> Checked:
     seen: set[Any] = set()
     for i, step in enumerate(program.dispatches):
         kind = _kind(step)
-        if kind in seen:
+        if kind in seen or (kernels is not None and step.kernel.name not in kernels):
             program.submit(i, i + 1)
             continue
         seen.add(kind)
@@ -82,11 +85,9 @@ def read(device: Device, tensor: Tensor) -> np.ndarray:
 
 def _compare(step: Dispatch, before: Arrays, after: Arrays, found: Checked) -> None:
     kernel, constants = step.kernel, step.constants
-    before, after = (shaped(kernel.name, arrays, constants) for arrays in (before, after))
-    part = cut(kernel.name, before, constants)
-    if part:
-        after = cut(kernel.name, after, constants)[0]  # type: ignore[index]
-        before, constants = part
+    part, part_after = (kernel.part(arrays, constants) if kernel.part else None for arrays in (before, after))
+    if part and part_after:
+        (before, constants), (after, _) = part, part_after
     given = {name: widened(before[name]) if name in before else None for name in kernel.bindings}
     with np.errstate(all="ignore"):  # references of rows that hold nothing yet
         result = kernel(**given, **constants)

@@ -1,45 +1,28 @@
-"""Recording one brick: the product's own ops on synthetic tensors, forward and backward in programs of their own."""
+"""Programs recorded for a brick: the product's own ops on synthetic tensors, some of their dispatches timed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import ml_dtypes
 import numpy as np
 
-from wgpu_lora.bench.check import poison
+from wgpu_lora.bench.check import Checked, check, poison
+from wgpu_lora.bench.stats import Timings
+from wgpu_lora.bench.workload import Context, Extra, Workload
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.program import Program
+from wgpu_lora.gpu.errors import BindingTooLarge
+from wgpu_lora.gpu.kernel import Kernel
+from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
 from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, persistent
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.train.optimizers.base import State
-from wgpu_lora.weights.base import Shared, Weight
-from wgpu_lora.weights.registry import base_format
 
 Fill = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
 
-def normal(scale: float = 1.0) -> Fill:
-    return lambda rng, shape: scale * rng.standard_normal(shape, np.float32)
-
-
-def words(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Random bits."""
-    return rng.integers(0, 256, (*shape[:-1], 4 * shape[-1]), np.uint8)
-
-
-def fixed(values: np.ndarray) -> Fill:
-    return lambda rng, shape: values
-
-
-def state_fill(state: State) -> Fill:
-    """Values that an optimizer may have come to keep."""
-    if state.dtype != "f32":
-        return lambda rng, shape: np.zeros(shape, NUMPY[state.dtype])
-    if state.least is None:
-        return normal()
-    least = np.float32(state.least)
-    return lambda rng, shape: least + rng.random(shape, np.float32)
+def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return rng.standard_normal(shape, np.float32)
 
 
 class KeptProgram(Program):
@@ -55,26 +38,40 @@ class KeptProgram(Program):
         return made
 
 
-class Recording:
-    """Inputs, a forward program and a backward program of ops that a brick records through `rec`."""
+class ProgramWorkload(Workload):
+    """Inputs, a forward and a backward program that a brick records through `rec`; timed by the device's own clock.
 
-    def __init__(self, device: Device, compute_dtype: str = "f32"):
-        self.device = device
+    What is timed is the forward program, unless `time` chooses dispatches of both. Before that, both run in turn.
+
+    Attributes:
+        fillers: called with a generator before each check, beside the fills of single tensors.
+    """
+
+    def __init__(self, context: Context, compute_dtype: str = "f32"):
+        self.device, self._timer = context.device, context.timer
+        self.clock = self._timer.clock
+        self.keys = {}
         self.temps: list[Tensor] = []
-        self.forward, self.backward = (KeptProgram(device, name, self.temps) for name in ("forward", "backward"))
+        self.forward, self.backward = (self._program(name) for name in ("forward", "backward"))
         self.rec = Recorder(self.forward, training=True, compute_dtype=compute_dtype)
-        self._fills: dict[Tensor, Fill] = {}
-        self._weights: list[Weight] = []
+        self.fillers: list[Callable[[np.random.Generator], None]] = []
+        self._fills: dict[Tensor, Fill | np.ndarray] = {}
+        self._timed, self._beside = self.forward, self._program("beside")
+        self._beside_seconds: list[float] = []
+        self._arena = Arena(self.device)
 
-    # -- what ops work on ------------------------------------------------------------------------------------------
+    def _program(self, name: str) -> Program:
+        return KeptProgram(self.device, name, self.temps)
+
+    # -- recording -------------------------------------------------------------------------------------------------
 
     def input(
-        self, shape: tuple[int, ...], fill: Fill | None = None, dtype: str = "f32", name: str = "input"
+        self, shape: tuple[int, ...], fill: Fill | np.ndarray = normal, dtype: str = "f32", name: str = "input"
     ) -> Tensor:
-        """A tensor that every `fresh` fills anew; of normal values where nothing else is said."""
-        return self.adopt(persistent(shape, dtype, "workspace", name), fill or normal())
+        """A tensor that is filled anew before each check."""
+        return self.adopt(persistent(shape, dtype, "workspace", name), fill)
 
-    def adopt(self, tensor: Tensor, fill: Fill) -> Tensor:
+    def adopt(self, tensor: Tensor, fill: Fill | np.ndarray = normal) -> Tensor:
         """A tensor declared elsewhere, filled likewise."""
         self._fills[tensor] = fill
         return tensor
@@ -85,39 +82,82 @@ class Recording:
         self.rec.node(lambda: None, inputs=[], outputs=[tensor], trains=True)
         return tensor
 
-    def weight(self, shape: tuple[int, int], base_dtype: str, name: str) -> Weight:
-        """A frozen matrix [out, in] in a base format, of random contents."""
-        weight = base_format(base_dtype).declare(shape, name, Shared(self.device.max_binding))
-        self._weights.append(weight)
-        return weight
-
-    def record_backward(self, *outputs: Tensor) -> None:
-        """Records the backward pass of everything so far, into `backward`, from random gradients of the outputs."""
+    def record_backward(self, y: Tensor) -> None:
+        """Records the backward pass of everything so far, into `backward`, from a random gradient of y."""
         self.rec.program = self.backward
-        for y in outputs:
-            gradient = self.rec.new_gradient(y)
-            self.temps.remove(gradient)
-            self._fills[gradient] = normal()
+        gradient = self.rec.new_gradient(y)
+        self.temps.remove(gradient)
+        self.adopt(gradient)
         self.rec.backward()
+
+    def time(
+        self, programs: Iterable[Program], chosen: Callable[[Kernel], bool], beside: Callable[[Kernel], bool] | None
+    ) -> None:
+        """Times the dispatches of chosen kernels alone; `added_share` sets them against those of `beside`."""
+        self._timed = self._program("timed")
+        for step in (step for program in programs for step in program.dispatches):
+            if chosen(step.kernel):
+                self._timed.dispatches.append(step)
+            elif beside and beside(step.kernel):
+                self._beside.dispatches.append(step)
 
     # -- on the device ---------------------------------------------------------------------------------------------
 
-    def storages(self) -> set[Storage]:
-        held = self.forward.persistent_storages() | self.backward.persistent_storages()
-        return held.union((tensor.storage for tensor in self._fills), *(weight.storages() for weight in self._weights))
+    def programs(self) -> list[Program]:
+        return [program for program in (self._timed, self._beside) if program.dispatches]
+
+    def _recorded(self) -> list[Program]:
+        return list(dict.fromkeys((self.forward, self.backward, *self.programs())))
+
+    def _storages(self) -> set[Storage]:
+        return set().union(*(program.persistent_storages() for program in self._recorded()))
+
+    def _arena_sizes(self) -> list[int]:
+        return Arena.sizes_for([program.plan() for program in self._recorded()])
+
+    def nbytes(self) -> int:
+        for storage in (storages := self._storages()):
+            if storage.nbytes > self.device.max_binding:
+                raise BindingTooLarge(storage.name, storage.nbytes, self.device.max_binding)
+        return missing_bytes(storages) + sum(self._arena_sizes())
+
+    def open(self, choices: Choices = NO_CHOICES) -> None:
+        allocate(self.device, self._storages())
+        self._arena = Arena(self.device, self._arena_sizes())
+        for program in self._recorded():
+            program.build(self._arena, choices)
 
     def fresh(self, rng: np.random.Generator) -> None:
         """New random inputs, and NaN wherever a kernel is to write."""
+        for buffer in (*self._arena.buffers, *(t.storage.buffer for t in self.temps)):
+            if buffer is not None:
+                poison(self.device, buffer)
         for tensor, fill in self._fills.items():
-            values = fill(rng, tensor.shape)
-            if tensor.dtype == "bf16" and values.dtype == np.float32:
-                values = values.astype(ml_dtypes.bfloat16)
-            elif values.dtype != np.uint8:
-                values = values.astype(NUMPY[tensor.dtype])
-            self.device.write(tensor.storage.buffer, values.reshape(-1).view(np.uint8)[: tensor.nbytes])
-        for weight in self._weights:
-            for tensor, values in weight.synthetic(rng):
-                self.device.write(tensor.storage.buffer, values)
-        for tensor in self.temps:
             if tensor.storage.buffer is not None:
-                poison(self.device, tensor.storage.buffer)
+                values = fill if isinstance(fill, np.ndarray) else fill(rng, tensor.shape)
+                values = values.astype(ml_dtypes.bfloat16 if tensor.dtype == "bf16" else NUMPY[tensor.dtype])
+                self.device.write(tensor.storage.buffer, values)
+        for filler in self.fillers:
+            filler(rng)
+
+    def check(self, rng: np.random.Generator) -> Checked:
+        self.fresh(rng)
+        found, wanted = Checked(), {step.kernel.name for program in self.programs() for step in program.dispatches}
+        for program in (self.forward, self.backward):
+            check(program, found, wanted)
+        return found
+
+    def run(self) -> float:
+        if self._beside.dispatches:
+            self._beside_seconds.append(self._timer.run(self._beside))
+        return self._timer.run(self._timed)
+
+    def extra(self, timings: Timings) -> Extra:
+        if not self._beside.dispatches:
+            return {}
+        beside = Timings.of(self._beside_seconds[-timings.iterations :]).seconds
+        return {"frozen_seconds": beside, "added_share": timings.seconds / beside}
+
+    def close(self) -> None:
+        self._arena.free()
+        release(self.device, self._storages())

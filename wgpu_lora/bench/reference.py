@@ -1,11 +1,11 @@
-"""The same work for two programs, and what became of it; worker/turns.py has them take turns."""
+"""A training step that two programs take, the memory of a process, and both sides' results side by side."""
 
 from __future__ import annotations
 
+import re
 import statistics
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +14,13 @@ from typing import Any
 import psutil
 
 Record = dict[str, Any]
-STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True)
 class ReferenceWork:
-    """A training step that both sides take: `rows` rows of `tokens` tokens, every token trained, all projections.
+    """A step of `rows` rows of `tokens` tokens, every token trained, all projections adapted.
 
-    base_dtype: what the side's own frozen weights are.
+    base_dtype: of the side's own frozen weights.
     """
 
     shape: str
@@ -35,14 +34,14 @@ class ReferenceWork:
 
 def compared(found: Mapping[str, Record], tokens: int, reference: str) -> list[Record]:
     """A row for each side: median seconds, tokens/s, and its speed as a share of the reference side's."""
-    speeds = {name: tokens / statistics.median(side["seconds"]) for name, side in found.items() if side.get("seconds")}
+    medians = {name: statistics.median(side["seconds"]) for name, side in found.items() if side.get("seconds")}
     rows = []
     for name, side in found.items():
         row = {"side": name, **side}
-        if name in speeds:
-            ratio = speeds[name] / speeds[reference] if reference in speeds else None
-            row |= {"step_seconds": statistics.median(side["seconds"]), "tokens_per_second": speeds[name]}
-            row |= {"ratio": ratio, "steps": len(side["seconds"])}
+        if seconds := medians.get(name):
+            ratio = medians[reference] / seconds if reference in medians else None
+            row |= {"step_seconds": seconds, "tokens_per_second": tokens / seconds, "ratio": ratio}
+            row["steps"] = len(side["seconds"])
         rows.append(row)
     return rows
 
@@ -52,28 +51,17 @@ def resident_bytes() -> int:
 
 
 def forget_peak() -> None:
-    """From now on, `peak_resident_bytes` is of what comes; where the system cannot do that, of all before too."""
+    """From now on, `peak_resident_bytes` is of what follows; if the system cannot do that, of all before too."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_resident_bytes() -> int:
     """The most memory that this process has held."""
-    if STATUS.is_file():
-        for line in STATUS.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return 1024 * int(line.split()[1])
+    status = Path("/proc/self/status")
+    if status.is_file() and (found := re.search(r"VmHWM:\s+(\d+)", status.read_text())):
+        return 1024 * int(found[1])
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
-
-
-def timed_steps(run: Callable[[], object], count: int) -> list[float]:
-    """Seconds of each of `count` calls."""
-    seconds = []
-    for _ in range(count):
-        begin = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - begin)
-    return seconds

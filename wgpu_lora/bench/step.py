@@ -11,11 +11,11 @@ from typing import TypeVar
 import numpy as np
 
 from wgpu_lora.bench.check import Checked, check, poison
-from wgpu_lora.bench.recording import state_fill
 from wgpu_lora.bench.stats import timed
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.tensor import NUMPY
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.inputs import Segment
@@ -31,7 +31,7 @@ from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.initial import initial_matrices
 from wgpu_lora.train.memory import both, check_adapters
 from wgpu_lora.train.objectives.base import Group
-from wgpu_lora.train.optimizer import SlotUpdate
+from wgpu_lora.train.optimizer import Optimizer, SlotUpdate
 from wgpu_lora.train.session import Session
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.words import counted
@@ -97,7 +97,7 @@ class SlotStep:
         make_up(self.session, rng)
         batch.upload(self._groups)
         check(batch.program, found)
-        return check_update(self.session, found)
+        return check(self.session.optimizer.program, found)
 
     def run(self) -> float:
         """One optimizer step; the mean loss of the trained tokens."""
@@ -166,23 +166,33 @@ class TrainingStep(SlotStep):
 
 def make_up(session: Session, rng: np.random.Generator) -> None:
     """Adapters, gradients and optimizer state of random values, and NaN wherever a step is to write."""
-    device, update = session.device, session.optimizer
     assert session.arena is not None, "allocate() first"
-    for buffer in (*session.arena.buffers, update.report.storage.buffer):
-        poison(device, buffer)
-    for page in (*session.adapters.params, *session.adapters.grads):
-        device.write(page.storage.buffer, np.float32(0.02) * rng.standard_normal(page.shape, np.float32))
-    for state, pages in update.state.items():
-        for page in pages:
-            device.write(page.storage.buffer, state_fill(state)(rng, page.shape))
+    for buffer in session.arena.buffers:
+        poison(session.device, buffer)
+    fill_adapters(session.device, session.adapters, rng)
+    fill_update(session.device, session.optimizer, rng)
     session.begin()
 
 
-def check_update(session: Session, found: Checked) -> Checked:
-    """Every kernel of the update of all slots against its reference."""
-    for tensor, values in session.optimizer.settings(dict.fromkeys(range(len(session.adapters.specs)), EARLY)).items():
-        session.device.write(tensor.storage.buffer, values)
-    return check(session.optimizer.program, found)
+def fill_adapters(device: Device, adapters: AdapterSet, rng: np.random.Generator) -> None:
+    """Random parameters and gradients, where these are allocated."""
+    for page in (*adapters.params, *adapters.grads):
+        if page.storage.buffer is not None:
+            device.write(page.storage.buffer, np.float32(0.02) * rng.standard_normal(page.shape, np.float32))
+
+
+def fill_update(device: Device, optimizer: Optimizer, rng: np.random.Generator) -> None:
+    """What an early step of all slots may find: random state, and NaN in the report that it is to write."""
+    optimizer.initialise(device)
+    poison(device, optimizer.report.storage.buffer)
+    for tensor, values in optimizer.settings(dict.fromkeys(range(optimizer.slots), EARLY)).items():
+        device.write(tensor.storage.buffer, values)
+    for state, pages in optimizer.state.items():
+        draw = rng.standard_normal if state.least is None else rng.random
+        for page in pages:
+            values = draw(page.shape, np.float32) if state.dtype == "f32" else np.zeros(page.shape)
+            values = (values + (state.least or 0)).astype(NUMPY[state.dtype])
+            device.write(page.storage.buffer, values)
 
 
 def synthetic_rows(rows: int, tokens: int, vocab: int, seed: int = 0) -> np.ndarray:

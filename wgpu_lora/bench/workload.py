@@ -5,20 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
-from wgpu_lora.bench.check import Checked, check, poison
+from wgpu_lora.bench.check import Checked
 from wgpu_lora.bench.contract import numbers_of
-from wgpu_lora.bench.recording import Recording
 from wgpu_lora.bench.stats import Timings
 from wgpu_lora.bench.step import ROW, adapter_set, chosen_model, cut_model, own_words
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.errors import BindingTooLarge
-from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
-from wgpu_lora.gpu.tensor import Storage
+from wgpu_lora.gpu.program import Program, missing_bytes, release
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.loaded import LoadedModel
@@ -122,8 +120,14 @@ class Context:
         longest = positions or buckets[-1]
         return Session(self.model, adapters, list(buckets), positions=longest, compute_dtype=self.compute_dtype)
 
+    @cached_property
+    def timer(self) -> Timer:
+        return Timer(self.device)
+
     def close(self) -> None:
         unload(self.model)
+        self.timer.free()
+        del self.timer
 
 
 def default_shape(device: Device) -> str:
@@ -141,16 +145,13 @@ class Workload(ABC):
     """One case of a brick. Made, it has recorded and declared what it needs, and allocated nothing.
 
     case: tells a brick's cases apart; empty where there is one.
+    clock: `timestamps` of the device, or `host`.
     keys: what the contract's dims may use beside the config and the run's options.
     """
 
     case = ""
+    clock = "host"
     keys: dict[str, float]
-
-    @property
-    def clock(self) -> str:
-        """`timestamps` of the device, or `host`."""
-        return "host"
 
     @abstractmethod
     def nbytes(self) -> int:
@@ -208,82 +209,3 @@ def new_bytes(*sessions: Session) -> int:
     held = missing_bytes(set().union(*(session.storages() for session in sessions)))
     held += sum(session.memory().groups["activations"] for session in sessions)
     return max(held, sessions[0].model.bytes_to_load())
-
-
-class ProgramWorkload(Workload):
-    """Recorded programs timed by the device's own clock.
-
-    Args:
-        timed: the program that is measured; `recording.forward` and `.backward` run before, where they are others.
-        beside: a program whose time `added_share` sets it against.
-    """
-
-    def __init__(
-        self,
-        recording: Recording,
-        timed: Program,
-        keys: dict[str, float] | None = None,
-        beside: Program | None = None,
-    ):
-        self.keys = keys or {}
-        self.device = recording.device
-        self._recording, self._timed, self._beside = recording, timed, beside
-        self._beside_seconds: list[float] = []
-        self._timer: Timer | None = None
-        self._arena = Arena(self.device)
-        limit = self.device.max_binding
-        for storage in recording.storages():
-            if storage.nbytes > limit:
-                raise BindingTooLarge(storage.name, storage.nbytes, limit)
-
-    @property
-    def clock(self) -> str:
-        return self._timer.clock if self._timer else "host"
-
-    def programs(self) -> list[Program]:
-        recording = self._recording
-        programs = (recording.forward, recording.backward, self._timed, self._beside)
-        return list(dict.fromkeys(p for p in programs if p and p.dispatches))
-
-    def _storages(self) -> set[Storage]:
-        return self._recording.storages().union(*(p.persistent_storages() for p in self.programs()))
-
-    def _arena_sizes(self) -> list[int]:
-        return Arena.sizes_for([program.plan() for program in self.programs()])
-
-    def nbytes(self) -> int:
-        return missing_bytes(self._storages()) + sum(self._arena_sizes())
-
-    def open(self, choices: Choices = NO_CHOICES) -> None:
-        self._timer = Timer(self.device)
-        allocate(self.device, self._storages())
-        self._arena = Arena(self.device, self._arena_sizes())
-        for program in self.programs():
-            program.build(self._arena, choices)
-
-    def check(self, rng: np.random.Generator) -> Checked:
-        self._recording.fresh(rng)
-        for buffer in self._arena.buffers:
-            poison(self.device, buffer)
-        found = Checked()
-        for program in dict.fromkeys((self._recording.forward, self._recording.backward)):
-            check(program, found)
-        return found
-
-    def run(self) -> float:
-        assert self._timer is not None, "open() first"
-        if self._beside:
-            self._beside_seconds.append(self._timer.run(self._beside))
-        return self._timer.run(self._timed)
-
-    def extra(self, timings: Timings) -> Extra:
-        if not self._beside:
-            return {}
-        beside = Timings.of(self._beside_seconds[-timings.iterations :]).seconds
-        return {"frozen_seconds": beside, "added_share": timings.seconds / beside}
-
-    def close(self) -> None:
-        if self._timer:
-            self._timer.free()
-        self._arena.free()
-        release(self.device, self._storages())

@@ -1,4 +1,4 @@
-"""The command line: Typer commands without logic of their own, and every mistake as one line on stderr."""
+"""The command line: Typer commands without logic of their own, and errors as one line on stderr."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import COMMAND_LINE, naming
 from wgpu_lora.signals import handled
 
-# What the system refuses for reasons that a person can mend. Any other OSError is a fault of ours and shown as such.
-MENDABLE = {
+# Errors of the system that a user can fix. Any other OSError is a bug and shown with its traceback.
+FIXABLE = {
     errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS,
     errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EFBIG, errno.ELOOP,
 }  # fmt: skip
@@ -98,12 +98,12 @@ app.add_typer(share)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code.
+    """Run the command line and return its exit code.
 
-    0, 1 (the run failed), 2 (a mistake), or 128 and the number of the signal that ended it: 130 of Ctrl-C.
+    0, 1 if the run failed, 2 for a user error, or 128 plus the number of the signal that ended it (130 for Ctrl-C).
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    for name in ("COMP_WORDS", "_TYPER_COMPLETE_ARGS"):  # what shells hand over, bash by the one, others by the other
+    for name in ("COMP_WORDS", "_TYPER_COMPLETE_ARGS"):  # set by shells for completion: bash uses the first
         if name in os.environ and "_WGPU_LORA_COMPLETE" in os.environ:
             os.environ[name] = dashed(os.environ[name])
     number = signal.SIGINT
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = app(list(arguments), prog_name="wgpu-lora", standalone_mode=False)
         if sys.stdout is not None:
             sys.stdout.flush()
-        if code == 128 + signal.SIGINT:  # what Typer makes of any KeyboardInterrupt
+        if code == 128 + signal.SIGINT:  # Typer's code for any KeyboardInterrupt
             return _ended(number)
         return code if isinstance(code, int) else 0
     except UserError as error:
@@ -126,15 +126,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _ended(number)
     except BrokenPipeError:
-        _settle()  # whoever read our output has gone
+        _settle()  # the reader of our output is gone
         return 1
     except OSError as error:
-        if error.errno not in MENDABLE:
+        if error.errno not in FIXABLE:
             raise
         _settle()
         return _refuse(f"{error.strerror}: {error.filename or 'while writing'}.")
     except Exception as error:
-        usage = getattr(error, "format_message", None)  # what Typer raises for a command line that it cannot read
+        usage = getattr(error, "format_message", None)  # of Typer's errors about the command line
         if usage is None:
             raise
         return _refuse(usage())
@@ -152,12 +152,12 @@ def _refuse(message: str, *details: str) -> int:
 
 def _say(message: str, *details: str) -> None:
     lines = [printable(" ".join(text.split())) for text in (message, *details)]
-    with suppress(OSError):  # where stderr cannot be written to either, the exit code says it
+    with suppress(OSError):  # without stderr, the exit code has to do
         typer.echo("wgpu-lora: " + "\n  ".join(lines), err=True)
 
 
 def _settle() -> None:
-    """Lets go of what stdout does not take: Python would try, and complain, once more at its end."""
+    """Discard what stdout cannot take, since Python would try to write it again at exit."""
     try:
         sys.stdout.flush()
     except OSError:

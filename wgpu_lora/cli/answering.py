@@ -1,4 +1,4 @@
-"""Options that `generate` and `chat` share, and how several answers are shown side by side while they come."""
+"""Options shared by `generate` and `chat`, and answers that grow side by side."""
 
 from __future__ import annotations
 
@@ -11,32 +11,40 @@ from wgpu_lora.bounded import printable
 from wgpu_lora.cli.console import is_terminal
 
 System = Annotated[str | None, typer.Option(help="System message of the chat template.")]
-EnableThinking = Annotated[
-    bool | None, typer.Option(help="Passed to the chat template; what the adapter was trained with.")
+EnableThinking = Annotated[bool | None, typer.Option(help="Passed to the chat template; use the value from training.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Maximum tokens of an answer. [x>=1]")]
+Temperature = Annotated[
+    float, typer.Option(help="0 always takes the most likely token; higher values vary more. [x>=0]")
 ]
-MaxNewTokens = Annotated[int, typer.Option(help="Tokens of an answer at most. [x>=1]")]
-Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token; higher is more varied. [x>=0]")]
-TopP = Annotated[float, typer.Option(help="Only the likeliest tokens up to this sum; 1 keeps all. [0<x<=1]")]
-TopK = Annotated[int, typer.Option(help="Only this many of the likeliest tokens; 0 keeps all. [x>=0]")]
+TopP = Annotated[
+    float,
+    typer.Option(help="Sample from the most likely tokens up to this total probability; 1 keeps all. [0<x<=1]"),
+]
+TopK = Annotated[int, typer.Option(help="Sample from this many of the most likely tokens; 0 keeps all. [x>=0]")]
 MinP = Annotated[
-    float, typer.Option(help="Only tokens at least this share as likely as the likeliest; 0 keeps all. [0<=x<=1]")
+    float,
+    typer.Option(
+        help="Sample from tokens at least this fraction as likely as the most likely one; 0 keeps all. [0<=x<=1]"
+    ),
 ]
-RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 makes tokens that have occurred less likely. [x>0]")]
+RepetitionPenalty = Annotated[
+    float, typer.Option(help="Values above 1 make tokens that have occurred less likely. [x>0]")
+]
 Stop = Annotated[
     list[str] | None,
-    typer.Option(help="Text that ends an answer, which is cut off before it; may be given several times."),
+    typer.Option(help="Text that ends an answer and is not part of it; may be given several times."),
 ]
-Seed = Annotated[int, typer.Option(help="Seed of what is drawn, where the temperature is not 0.")]
-NARROW = 36  # columns below which answers stand one below the other
+Seed = Annotated[int, typer.Option(help="Seed of sampling, if the temperature is not 0.")]
+NARROW = 36  # columns; narrower answers are shown one below the other
 
 
 def for_stdout(text: str) -> str:
-    """What a model writes may be meant for the terminal; a pipe gets it as it is."""
+    """Text from a model, without control characters on a terminal, and unchanged in a pipe."""
     return printable(text, "\n\t") if is_terminal(sys.stdout) else text
 
 
 class SideBySide:
-    """Answers beside each other on a terminal, growing; above each other where it is narrow."""
+    """Answers that grow side by side on a terminal, or one below the other if it is narrow."""
 
     def __init__(self, console: Any, names: list[str]):
         from rich.live import Live

@@ -1,4 +1,4 @@
-"""wgpu-lora bench: bricks and, as commands of their own, whole trainings, batches and comparisons of results."""
+"""wgpu-lora bench: bricks and, as separate commands, whole training runs, batch sizes and comparisons of results."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from wgpu_lora.events import Events
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
 BRICKS = "bricks"
-FLAGS = {"--compare": "compare", "--training": "training", "--find-max-batch": "max-batch"}  # as they were before
+FLAGS = {"--compare": "compare", "--training": "training", "--find-max-batch": "max-batch"}  # former flags
 
 
 class Bench(Group):
-    """Without a command, options are those of `bricks`."""
+    """Without a command, the options are those of `bricks`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         flag = next((arg for arg in args if dashes(arg) in FLAGS), None)
@@ -50,10 +50,10 @@ class Bench(Group):
 bench = typer.Typer(
     cls=Bench,
     name="bench",
-    help="""Measure bricks, the pieces of training and serving, or whole trainings and batches.
+    help="""Measure bricks (parts of training and serving), whole training runs, or batch sizes.
 
-    First the device's own ceilings, then for each brick correctness against float64 references, then time. A brick
-    passes, or fails, which makes the exit code 1, or is 'noisy': its timings never came to agree, so they show nothing.
+    First the device's ceilings are measured, then for each brick its correctness against float64 references and its
+    time. A brick passes, fails (exit code 1), or is 'noisy' if its timings vary too much to tell.
     """,
     rich_markup_mode=None,
 )
@@ -66,10 +66,10 @@ def bricks(
     ctx: typer.Context,
     brick: Annotated[
         list[str] | None,
-        typer.Option(help="Brick to measure; can be given several times.", autocompletion=completion.bricks),
+        typer.Option(help="Brick to measure; may be given several times.", autocompletion=completion.bricks),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Measure every brick.")] = False,
-    listing: Annotated[bool, typer.Option("--list", help="List the bricks and shapes that there are.")] = False,
+    listing: Annotated[bool, typer.Option("--list", help="List the bricks and shapes.")] = False,
     shape: Shape = None,
     model: Model = None,
     layers: Layers = None,
@@ -81,25 +81,24 @@ def bricks(
     device: Device = None,
     time_limit: Annotated[
         float | None,
-        typer.Option(help="Seconds of measuring each brick's case, instead of what its contract says. [x>0]"),
+        typer.Option(help="Seconds to measure each case of a brick, instead of its contract's. [x>0]"),
     ] = None,
     json: File = None,
 ) -> int:
-    """Measure bricks: correctness first, then time, against what this device can do.
+    """Measure bricks: correctness first, then time, relative to the device's ceilings.
 
-    Without --shape or --model, at tiny-qwen3 on a device that runs on the CPU and at qwen2.5-0.5b on any other.
+    Without --shape or --model: tiny-qwen3 on a device that runs on the CPU, qwen2.5-0.5b on any other.
     """
     if [bool(brick), everything, listing].count(True) != 1:
         raise UserError(
-            "Say what to measure with exactly one of --brick NAME, --all and --list, or with a command: compare, "
-            "max-batch, training."
+            "Give exactly one of --brick NAME, --all and --list, or a command: compare, max-batch, training."
         )
     if listing:
         refuse_idle(ctx, ctx.params.keys() - {"listing"}, "with --list")
         return _list()
     if time_limit is not None and not 0 < time_limit < math.inf:
         raise UserError(f"--time-limit is {time_limit:g}: give a number of seconds greater than 0.")
-    if shape and model:  # said before a device is opened
+    if shape and model:  # checked before a device is opened
         raise UserError("--model and --shape are both given: leave one of them out.")
     from wgpu_lora.bench.contract import OPTIONS, brick_names, load_contract
     from wgpu_lora.gpu.tuner import wanted
@@ -117,7 +116,7 @@ def _context(selector: str | None, shape: str | None, model: str | None, layers:
     from wgpu_lora.models.shapes import shape_config
 
     if shape:
-        shape_config(shape, layers)  # what is not known is said before a device is opened
+        shape_config(shape, layers)  # refuses unknown shapes before a device is opened
     return Context.of(OpenedDevice(selector), shape, model, layers, *sizes)
 
 
@@ -135,7 +134,7 @@ def _measure(context: Any, names: list[str], time_limit: float | None, file: str
     tuned = "tuned" if options.pop("tuned") else "not tuned"
     line("model", ", ".join([*(f"{name.replace('_', ' ')} {value}" for name, value in options.items()), tuned]))
     results: list[Any] = []
-    on_terminal = is_terminal(sys.stdout)  # where a line would tear the bar
+    on_terminal = is_terminal(sys.stdout)  # where a line would break the bar
     with Bar("ceilings", len(names) + 1) as bar:
         bar.advance(to=0)
         if not on_terminal:
@@ -164,7 +163,7 @@ def _measure(context: Any, names: list[str], time_limit: float | None, file: str
 
 
 class _Begun(Events):
-    """A bar of the bricks that are measured."""
+    """A progress bar of the bricks being measured."""
 
     def __init__(self, bar: Bar):
         self._bar = bar
@@ -188,10 +187,10 @@ def _list() -> int:
 
 @bench.command(cls=Command)
 def compare(
-    before: Annotated[str, typer.Argument(help="Result file of 'bench --json', the older one.")],
-    now: Annotated[str, typer.Argument(help="The newer one.")],
+    before: Annotated[str, typer.Argument(help="Older result file of 'bench --json'.")],
+    now: Annotated[str, typer.Argument(help="Newer result file.")],
 ) -> int:
-    """Compare two result files: how much each brick's time has changed, and whether that is more than noise."""
+    """Compare two result files: how much each brick's time has changed, and whether that exceeds the noise."""
     from wgpu_lora.bench.compare import compare as compared
     from wgpu_lora.bench.compare import warnings
     from wgpu_lora.bench.report import LEFT, comparison_cells

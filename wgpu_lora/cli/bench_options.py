@@ -1,4 +1,4 @@
-"""Options that the commands of 'wgpu-lora bench', and 'profile', share."""
+"""Options shared by the commands of 'wgpu-lora bench' and 'profile'."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ Model = Annotated[
 Shape = Annotated[
     str | None,
     typer.Option(
-        help="A real model's shape with synthetic weights, such as qwen2.5-0.5b.", autocompletion=completion.shapes
+        help="Shape of a real model with synthetic weights, such as qwen2.5-0.5b.", autocompletion=completion.shapes
     ),
 ]
-Layers = Annotated[int | None, typer.Option(help="Keep only the model's first layers. [x>=1]")]
-Tokens = Annotated[int, typer.Option(help="Tokens of a row. [x>=2]")]
-Rank = Annotated[int, typer.Option(help="Rank of the adapters. [x>=1]")]
-ComputeDtype = Annotated[str, choice("What training's products round activations to.", COMPUTE_DTYPES)]
+Layers = Annotated[int | None, typer.Option(help="Number of layers, the model's first; by default all. [x>=1]")]
+Tokens = Annotated[int, typer.Option(help="Tokens per row. [x>=2]")]
+Rank = Annotated[int, typer.Option(help="LoRA rank. [x>=1]")]
+ComputeDtype = Annotated[str, choice("Type that the inputs of frozen matmuls are rounded to.", COMPUTE_DTYPES)]
 File = Annotated[str | None, typer.Option("--json", help="File for the results, as JSON lines.", metavar="FILE")]
-# The same where a recipe may say otherwise.
+# The same options for commands with a recipe.
 TokensOr = Annotated[
-    int | None, typer.Option(help="Tokens of a row, of a recipe's at most.", show_default="the recipe's, or 512")
+    int | None, typer.Option(help="Tokens per row; with a recipe, the maximum.", show_default="the recipe's, or 512")
 ]
-RankOr = Annotated[int | None, typer.Option(help="Rank of the adapters. [x>=1]", show_default="the recipe's, or 16")]
+RankOr = Annotated[int | None, typer.Option(help="LoRA rank. [x>=1]", show_default="the recipe's, or 16")]
 BaseDtypeOr = Annotated[
     str | None,
-    choice("How the frozen weights are kept.", BASE_FORMATS, show_default=f"the recipe's, or {DEFAULT_FORMAT}"),
+    choice("Storage type of the frozen base weights.", BASE_FORMATS, show_default=f"the recipe's, or {DEFAULT_FORMAT}"),
 ]
 ComputeDtypeOr = Annotated[
     str | None,
-    choice("What products round activations to.", COMPUTE_DTYPES, show_default="the recipe's, or f32"),
+    choice(
+        "Type that the inputs of frozen matmuls are rounded to.", COMPUTE_DTYPES, show_default="the recipe's, or f32"
+    ),
 ]

@@ -1,4 +1,4 @@
-"""wgpu-lora bench training and max-batch: what a whole run takes, and how large a batch can be."""
+"""wgpu-lora bench training and max-batch: time and memory of whole training runs, and the largest batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from wgpu_lora.words import counted
 if TYPE_CHECKING:
     from wgpu_lora.bench.results import Writer
 
-# What others count as tokens per second differs, so it is said which.
+# Other programs count either kind of tokens, so both are named.
 SPREAD_NAMES = {"tokens_per_second": "processed tokens/s", "trained_tokens_per_second": "trained tokens/s"}
 Record = Mapping[str, Any]
 
@@ -40,30 +40,30 @@ Record = Mapping[str, Any]
 def training(
     recipe: Annotated[
         str | None,
-        typer.Option(help="Recipe to train, by default the demo's; or give --shape.", autocompletion=completion.RECIPE),
+        typer.Option(help="Recipe to train, by default the demo's; or use --shape.", autocompletion=completion.RECIPE),
     ] = None,
     shape: Shape = None,
     model: Model = None,
-    data: Annotated[str | None, typer.Option(help="Rows for a recipe that names none.")] = None,
+    data: Annotated[str | None, typer.Option(help="Data for a recipe that names none.")] = None,
     layers: Layers = None,
     tokens: TokensOr = None,
     rank: RankOr = None,
-    batch: Annotated[int | None, typer.Option(help="Rows of a batch. [x>=1]")] = None,
-    accumulation: Annotated[int | None, typer.Option(help="Batches of an optimizer step. [x>=1]")] = None,
-    max_steps: Annotated[int | None, typer.Option(help="Optimizer steps of a training. [x>=3]")] = None,
+    batch: Annotated[int | None, typer.Option(help="Rows per batch. [x>=1]")] = None,
+    accumulation: Annotated[int | None, typer.Option(help="Batches per optimizer step. [x>=1]")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Optimizer steps per run. [x>=3]")] = None,
     base_dtype: BaseDtypeOr = None,
     compute_dtype: ComputeDtypeOr = None,
     tune: Annotated[
-        bool | None, typer.Option(help="Choose tilings first; by default, unless the recipe says no.")
+        bool | None, typer.Option(help="Choose tilings first; by default, unless the recipe turns it off.")
     ] = None,
-    repeat: Annotated[int, typer.Option(help="How often to train. [x>=1]")] = 2,
-    project: Annotated[bool, typer.Option("--project", help="Project it to models of 1.5B, 3B, 7B and 13B.")] = False,
+    repeat: Annotated[int, typer.Option(help="Number of runs. [x>=1]")] = 2,
+    project: Annotated[bool, typer.Option("--project", help="Project to models of 1.5B, 3B, 7B and 13B.")] = False,
     device: Device = None,
     json: File = None,
 ) -> int:
     """Time the whole training loop, repeatedly.
 
-    The exit code is 1 where a run did not come to its end.
+    The exit code is 1 if a run did not finish.
     """
     from wgpu_lora.bench.results import Writer
     from wgpu_lora.bench.training import Work, run_training, trained_config
@@ -96,19 +96,18 @@ def max_batch(
     base_dtype: BaseDtype = DEFAULT_FORMAT,
     compute_dtype: ComputeDtype = "f32",
     most: Annotated[
-        int | None, typer.Option("--max-batch", help="Rows to go to at most; left out, as many as fit. [x>=1]")
+        int | None, typer.Option("--max-batch", help="Maximum rows; by default, as many as fit. [x>=1]")
     ] = None,
-    memory_limit: Annotated[int | None, typer.Option(help="Bytes to use at most. [x>=1]")] = None,
+    memory_limit: Annotated[int | None, typer.Option(help="Maximum bytes to use. [x>=1]")] = None,
     time_limit: Annotated[
-        float, typer.Option(help="Seconds of running batches, with and without checkpointing each. [x>0]")
+        float, typer.Option(help="Seconds to run batches, each with and without checkpointing. [x>0]")
     ] = 600.0,
     device: Device = None,
     json: File = None,
 ) -> int:
-    """Find the largest batch of a training step.
+    """Find the largest batch of a training step, with and without gradient checkpointing.
 
-    With and without gradient checkpointing: the memory plan says how far it can go, then steps are trained at several
-    batches up to there.
+    The memory plan gives the upper limit; then steps are trained at several batch sizes up to it.
     """
     from wgpu_lora.bench.max_batch import Batches, find_max_batch
     from wgpu_lora.bench.results import Writer
@@ -121,7 +120,7 @@ def max_batch(
     found = find_max_batch(opened, batches, _Noted(writer))
     console().print(table(BATCHES, map(_batch, found["rows"])))
     if not all(row["warmup"] for row in found["rows"]):
-        line("*", "there was time for the first steps alone, in which kernels are compiled")
+        line("*", "there was only time for the first steps, which include compilation")
     for summary in found["summary"]:
         line("largest", _largest(summary))
     return 0
@@ -130,7 +129,7 @@ def max_batch(
 # -- what is shown -----------------------------------------------------------------------------------------------------
 
 PROJECTED = ("projected for", "memory", "fits here", "operations", "samples/s", "processed tokens/s", "seconds")
-BATCHES = ("batch", "checkpointing", "s a step", "processed tokens/s", "planned", "allocated")
+BATCHES = ("batch", "checkpointing", "s per step", "processed tokens/s", "planned", "allocated")
 SPREAD = ("over the runs", "median", "min", "max", "variance", "spread")
 
 
@@ -159,7 +158,7 @@ def _show_header(record: Record) -> None:
 
 
 def _show_batch(record: Record) -> None:
-    line("measured", f"{counted(record['batch'], 'row')} {_way(record)}: {record['step_seconds']:.4f} s a step")
+    line("measured", f"{counted(record['batch'], 'row')} {_way(record)}: {record['step_seconds']:.4f} s per step")
 
 
 def _show_run(record: Record) -> None:
@@ -184,7 +183,7 @@ def _show_spread(record: Record) -> None:
 
 
 class _Noted(Events):
-    """Writes each record, and shows those that there is something to say of."""
+    """Writes each record, and shows those of interest."""
 
     def __init__(self, writer: Writer):
         self._writer = writer

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 MaxLength = Annotated[
     int | None,
     typer.Option(
-        help="Tokens of the conversation at most; by default 4096, or what the model and memory allow. [x>=2]"
+        help="Maximum tokens of the conversation; by default 4096, or what the model and memory allow. [x>=2]"
     ),
 ]
 
@@ -49,7 +49,7 @@ MaxLength = Annotated[
 def chat(
     model: Model = None,
     adapter: Adapter = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Let the base answer beside every adapter.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Also answer with the base model alone.")] = False,
     system: System = None,
     enable_thinking: EnableThinking = None,
     max_new_tokens: MaxNewTokens = 1024,
@@ -64,10 +64,10 @@ def chat(
     device: Device = None,
     base_dtype: BaseDtype = DEFAULT_FORMAT,
 ) -> int:
-    """Talk to a model, with or without an adapter.
+    """Chat with a model, with or without an adapter.
 
-    Several adapters all answer, each in a conversation of its own. /help lists what can be done besides talking. Where
-    stdin is no terminal, every line is a message; where it is, lines are kept for the arrow keys in a private file.
+    Several adapters answer side by side, each in its own conversation. /help lists the commands. If stdin is not a
+    terminal, every line is a message; if it is, lines are kept in a private file for the arrow keys.
     """
     settings = {
         "system": system,
@@ -94,7 +94,7 @@ def run_chat(
     base_dtype: str,
 ) -> int:
     if sys.stdin is None:
-        raise UserError("There is no input to read messages from: run it in a terminal, or pipe them in.")
+        raise UserError("There is no input to read messages from: run it in a terminal, or pipe messages in.")
     from wgpu_lora.infer.chat import Chat
     from wgpu_lora.infer.named import BASE, model_of, named_adapters, slots_of
     from wgpu_lora.infer.settings import settings_of
@@ -107,7 +107,7 @@ def run_chat(
     with Bar("loading", opened.tensors_to_load()) as bar:
         talk = Chat(opened, adapters, names, settings, max_length, Loading(bar))
         if settings.system is not None and not talk.templated:
-            raise UserError("The model has no chat template, so it cannot be given a system prompt: leave it out.")
+            raise UserError("The model has no chat template, so it cannot use a system prompt: leave it out.")
         talk.open()
     with talk:
         return Talk(talk).run()
@@ -122,7 +122,7 @@ class Talk:
         self.answering = self.stopped = False
 
     def say(self, text: str) -> None:
-        """A line that is no answer: beside the answers on a terminal, apart from them on a pipe."""
+        """Print a line that is not part of an answer: on the terminal, or to stderr in a pipe."""
         text = printable(text, "\n")
         print(folded(text) if self._seen else text, file=sys.stdout if self._seen else sys.stderr, flush=True)
 
@@ -133,11 +133,10 @@ class Talk:
     def run(self) -> int:
         if self.reader.typed:
             names = listed([*self.chat.lanes])
-            self.say(f"{self.chat.model.name}, answered by {names}. /help lists the commands; Ctrl-D leaves.")
+            self.say(f"{self.chat.model.name}, answered by {names}. /help lists the commands; Ctrl-D exits.")
         if not self.chat.templated:
             self.say(
-                "The model has no chat template: every message is a text that it goes on from, and earlier ones are "
-                "not seen."
+                "The model has no chat template: it continues every message as plain text, without the earlier ones."
             )
         try:
             with self._signals():
@@ -148,7 +147,7 @@ class Talk:
         return 0
 
     def _turn(self) -> bool:
-        """Reads a message and sees to it; False at the end."""
+        """Read and handle a message; returns False at the end."""
         if self.chat.shrunk:
             self.chat.shrunk = False
             self.say(f"[the device has room for a conversation of {self.chat.capacity:,} tokens only]")
@@ -179,7 +178,7 @@ class Talk:
         return True
 
     def _refuse(self, error: UserError) -> bool:
-        """Whoever types can go on; what runs by itself cannot."""
+        """Print the error if a person is typing, who can continue; a script ends with it."""
         if not self.reader.typed:
             raise error
         self.say(f"wgpu-lora: {' '.join(str(error).split())}")
@@ -209,7 +208,7 @@ class Talk:
             first = [piece for piece in [next(pieces, None)] if piece]
         for _, piece in chain(first, pieces):
             print(for_stdout(piece), end="", flush=True)
-        if first or not self._seen:  # on a pipe, an empty answer is an empty line
+        if first or not self._seen:  # in a pipe, an empty answer is an empty line
             print(flush=True)
 
     def _show_several(self, pieces: Iterator[tuple[str, str]]) -> None:
@@ -224,7 +223,7 @@ class Talk:
         print("\n\n".join(f"== {name} ==\n{for_stdout(text)}" for name, text in texts.items()), flush=True)
 
     def _notes(self) -> list[str]:
-        """What of the turn that has just been is not to be seen in the answer."""
+        """Notes about the last turn that its answer does not show."""
         chat, notes = self.chat, []
         for name, count in chat.left_out.items():
             whose = f" of {name}" if len(chat.lanes) > 1 else ""
@@ -235,21 +234,21 @@ class Talk:
             )
         reasons = {name: reply.generation.stop_reason for name, reply in chat.replies.items()}
         if "interrupt" in reasons.values():
-            notes.append("stopped" if chat.remembered else "stopped before an answer came; the message is not kept")
+            notes.append("stopped" if chat.remembered else "stopped before the answer began; the message is not kept")
         if "length" in reasons.values():
             more = chat.settings.max_new_tokens
             notes.append(f"cut off after {more:,} tokens; /set max_new_tokens {2 * more} allows more")
         if "capacity" in reasons.values():
-            notes.append(f"cut off: the conversation holds {chat.capacity:,} tokens, which --max-length raises")
+            notes.append(f"cut off: the conversation is limited to {chat.capacity:,} tokens, which --max-length raises")
         if any(not r.text and r.generation.stop_reason == "stop" for r in chat.replies.values()):
-            notes.append("an empty answer")
+            notes.append("the answer is empty")
         return [f"[{note}]" for note in notes]
 
     # -- signals ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Ctrl-C stops an answer; a second one, and what else asks to end, goes on to whoever heard it before."""
+        """Ctrl-C stops an answer; a second one, and other signals, go to their previous handlers."""
         before = {number: signal.getsignal(number) for number in ENDING}
         self.ending = False
 
@@ -258,9 +257,9 @@ class Talk:
                 self.stopped = True
                 return
             self.ending = self.answering or number != signal.SIGINT
-            heard = before[number]
-            if callable(heard):
-                heard(number, None)
+            handler = before[number]
+            if callable(handler):
+                handler(number, None)
             raise KeyboardInterrupt
 
         with handled(act):

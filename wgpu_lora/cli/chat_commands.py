@@ -1,4 +1,4 @@
-"""What a message that begins with a slash does."""
+"""The commands of a chat: messages that begin with a slash."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ if TYPE_CHECKING:
     from wgpu_lora.infer.chat import Chat
 
 HELP = """\
-/adapter NAME ...   who answers: adapters by name or directory, 'none' for the
-                    base; several answer side by side
-/adapters           list them
-/system TEXT        set the system message ('none' for none)
+/adapter NAME ...   select who answers: adapters by name or directory, 'none' for
+                    the base; several answer side by side
+/adapters           list the adapters
+/system TEXT        set the system message ('none' removes it)
 /set NAME VALUE     change a setting, such as temperature 0.7; alone, list them
-/reset              forget the conversation: the next message begins a new one
-/undo               take the last turn back
-/retry              ask the last message again
+/reset              start a new conversation
+/undo               remove the last turn
+/retry              answer the last message again
 /save FILE          write the conversation as JSONL to train on
-/load FILE [ROW]    go on from one
+/load FILE [ROW]    continue a conversation from a file
 /exit               leave (or Ctrl-D)
-A line that ends with a backslash goes on in the next; \"\"\" begins and ends a
+A line that ends with a backslash continues on the next; \"\"\" begins and ends a
 block. Ctrl-C stops an answer.
-A message that begins with a slash itself is written with two."""
+To send a message that begins with a slash, type two."""
 
 
 class Commands:
-    """The commands of a chat; `say` prints a line. Each raises UserError where it cannot do what it is asked."""
+    """The commands of a chat; `say` prints a line. Each raises UserError if it cannot be carried out."""
 
     def __init__(self, chat: Chat, say: Callable[[str], None]):
         self.chat, self.say = chat, say
-        self.retry = False  # whether the last message is to be asked again
-        self._saved: dict[Path, bytes] = {}  # by this conversation
+        self.retry = False  # whether to answer the last message again
+        self._saved: dict[Path, bytes] = {}  # files written by this conversation
 
     def run(self, line: str) -> bool:
-        """Does what a line asks for; False where that is to leave."""
+        """Run a command; returns False to leave the chat."""
         name, _, rest = line[1:].partition(" ")
         known = {
             "help": self._help,
@@ -60,9 +60,9 @@ class Commands:
         if name in ("exit", "quit", "bye", "q"):
             return False
         if name not in known:
-            raise UserError(f"There is no command /{name:.40}: /help lists them, and // begins a message with a slash.")
+            raise UserError(f"There is no command /{name:.40}: /help lists them, and // starts a message with a slash.")
         if name in ("help", "adapters", "reset", "undo", "retry") and rest.strip():
-            raise UserError(f"/{name} takes nothing after it, not {rest.strip()!r:.40}.")
+            raise UserError(f"/{name} takes no argument, not {rest.strip()!r:.40}.")
         known[name](rest.strip())
         return True
 
@@ -85,7 +85,7 @@ class Commands:
         self.say(f"{listed(names)} answer{'s' if len(names) == 1 else ''} from now on")
 
     def _named(self, text: str) -> list[str]:
-        """The names that a word stands for; a directory is loaded."""
+        """The names that a word stands for; a directory is loaded first."""
         from wgpu_lora.infer.named import BASE, named_adapters
 
         chat = self.chat
@@ -113,7 +113,7 @@ class Commands:
             return
         text = None if rest.lower() == "none" else rest
         if text is not None and not self.chat.templated:
-            raise UserError("The model has no chat template, so it cannot be given a system message.")
+            raise UserError("The model has no chat template, so it cannot use a system message.")
         self.chat.settings = replace(self.chat.settings, system=text)
         self.say("the system message is set" if text else "there is no system message")
 
@@ -131,8 +131,8 @@ class Commands:
                 self.say(f"{one} = {_shown(now)}")
             return
         if name not in names:
-            settings_of({name: None}, "/set")  # says what there is
-            raise UserError("A system message is set with /system TEXT.")
+            settings_of({name: None}, "/set")  # lists the settings
+            raise UserError("Set the system message with /system TEXT.")
         if not value.strip():
             self.say(f"{name} = {_shown(current[name])}")
             return
@@ -144,17 +144,17 @@ class Commands:
     def _reset(self, rest: str) -> None:
         self.chat.reset()
         self._saved.clear()
-        self.say("the conversation is forgotten")
+        self.say("started a new conversation")
 
     def _undo(self, rest: str) -> None:
         text = self.chat.undo()
-        self.say(f"taken back: {text if len(text) <= 60 else text[:57] + '...'}")
+        self.say(f"removed: {text if len(text) <= 60 else text[:57] + '...'}")
 
     def _retry(self, rest: str) -> None:
         if not any(lane.messages for lane in self.chat.lanes.values()):
-            raise UserError("Nothing has been said yet.")
+            raise UserError("No message has been sent yet: send one first.")
         if self.chat.settings.temperature == 0:
-            self.say("at temperature 0 the answer stays the same: /set temperature 0.7 draws others")
+            self.say("at temperature 0 the answer stays the same: /set temperature 0.7 varies it")
         self.retry = True
 
     def _save(self, rest: str) -> None:
@@ -163,7 +163,7 @@ class Commands:
         path = _one_path(rest, "/save FILE")
         rows = rows_of(self.chat.lanes.values(), self.chat.settings.system, self.chat.templated)
         if not rows:
-            raise UserError("Nothing has been said yet, so there is nothing to save.")
+            raise UserError("No message has been sent yet, so there is nothing to save.")
         data, before = to_jsonl(rows), self._saved.get(path.absolute())
         write_new_bytes(path, data, "/save", replacing=before)
         self._saved[path.absolute()] = data
@@ -173,7 +173,7 @@ class Commands:
         from wgpu_lora.infer.conversation import read_conversations
 
         if not self.chat.templated:
-            raise UserError("The model has no chat template, so it cannot go on from a conversation.")
+            raise UserError("The model has no chat template, so it cannot continue a conversation.")
         words = _words(rest)
         row = words.pop() if len(words) == 2 and words[1].isdecimal() else "1"
         path = _one_path(shlex.join(words), "/load FILE [ROW]")
@@ -187,12 +187,12 @@ class Commands:
         self.chat.settings = replace(self.chat.settings, system=system)
         self.chat.reset(messages[:cut])
         self._saved.clear()
-        left = "" if cut == len(messages) else "; what comes after the last answer is left out"
-        self.say(f"going on from row {row} of {len(found):,}, {counted(cut, 'message')}{left}")
+        left = "" if cut == len(messages) else "; messages after the last answer are left out"
+        self.say(f"continuing from row {row} of {len(found):,}, {counted(cut, 'message')}{left}")
 
 
 def _shown(value: object) -> str:
-    """A setting as it can be typed."""
+    """A setting as the user would type it."""
     if value is None or value == ():
         return "none"
     return json.dumps(value, ensure_ascii=False)
@@ -202,11 +202,11 @@ def _words(text: str) -> list[str]:
     try:
         return shlex.split(text, posix=os.name != "nt")
     except ValueError:
-        raise UserError(f"A quote in {text!r:.60} has no end.") from None
+        raise UserError(f"A quote in {text!r:.60} is not closed.") from None
 
 
 def _one_path(text: str, usage: str) -> Path:
     words = _words(text)
     if len(words) != 1:
-        raise UserError(f"{usage} takes one file{': quote a name that has spaces' if words else ''}.")
+        raise UserError(f"{usage} takes one file{': quote a name with spaces' if words else ''}.")
     return Path(words[0]).expanduser()

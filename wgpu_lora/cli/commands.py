@@ -1,4 +1,4 @@
-"""Commands of the command line: what they understand beyond their own options, and how their help looks."""
+"""Base classes of commands: other names of options, typing errors, and the layout of help."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import advice, aliases_of, instead
 from wgpu_lora.names.naming import flag
 
-MAY_BE_EMPTY = {"prompt", "system"}  # an empty prompt has a message of its own, an empty system message is one
+MAY_BE_EMPTY = {"prompt", "system"}  # an empty prompt has its own error, an empty system message is allowed
 TRUE, FALSE = ("true", "yes"), ("false", "no")
-USED, TYPED = "wgpu_lora.used", "wgpu_lora.typed"  # in a context's `meta`: parameter -> the name and value it has
-ONE = {"data", "eval_data"}  # of which the last would win in silence, where both may be meant
-MORE = 4  # sentences about further options of other programs
-OPTIONS = "Options"  # the heading of those without one
+USED, TYPED = "wgpu_lora.used", "wgpu_lora.typed"  # in a context's `meta`: parameter -> the name and the value given
+ONE = {"data", "eval_data"}  # a second value would silently replace the first
+MORE = 4  # maximum sentences about further options of other programs
+OPTIONS = "Options"  # heading of options without one
 DATA = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 
 
 def dashes(name: str) -> str:
-    """An option's or a command's name as it is written here."""
+    """An option's or a command's name, with dashes."""
     return name.replace("_", "-")
 
 
 class Command(TyperCommand):
-    """A command that knows what other programs call its options, and whose every mistake is a UserError.
+    """A command that knows other programs' names of its options, and turns every mistake into a UserError.
 
-    Underscores may stand for dashes (`token_normalize_func` of the root), and a switch may be followed by true or
-    false. An empty value is a mistake: a shell's unset variable leaves one.
+    Underscores may replace dashes (`token_normalize_func` of the root), and a switch may be followed by true or false.
+    An empty value is an error, since an unset shell variable causes it.
     """
 
     def make_parser(self, ctx: Any) -> Any:
@@ -49,7 +49,7 @@ class Command(TyperCommand):
         return parser
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.allow_extra_args = True  # refused below, in words that say what to do
+        ctx.allow_extra_args = True  # refused below, with advice
         typed = list(args)
         try:
             rest = super().parse_args(ctx, args)
@@ -66,7 +66,7 @@ class Command(TyperCommand):
         return rest
 
     def _wrong_value(self, ctx: Any, error: Exception) -> str | None:
-        """What is said of a value that its option cannot have; None where Typer says it well."""
+        """The error for an invalid value of an option; None if Typer's own is good."""
         name, option = str(getattr(error, "option_name", "")), getattr(getattr(error, "param", None), "name", "")
         if "not take a value" in str(error):
             negative = next((n for p in self.get_params(ctx) if name in p.opts for n in p.secondary_opts), None)
@@ -77,7 +77,7 @@ class Command(TyperCommand):
         return f"{flag(option)} must be a {'whole ' if _is_number(value) else ''}number, not {value!a:.80}."
 
     def _missing(self, ctx: Any, error: Exception, args: list[str]) -> str | None:
-        """What is said where an option is missing, but a word is there that may be its value; else None."""
+        """The error for a missing option, if a word of the command line may be its value; else None."""
         name = getattr(getattr(error, "param", None), "name", "")
         meant = f"did you mean {flag(name)} "
         words = [word for word in args if "Missing" in type(error).__name__ and not word.startswith("-")]
@@ -91,7 +91,7 @@ class Command(TyperCommand):
         return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Options under their headings, one column, nothing cut off on a narrow terminal."""
+        """Write options under their headings, in one column that is not cut off on a narrow terminal."""
         panels: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -100,7 +100,7 @@ class Command(TyperCommand):
                 record = re.sub(r"<list\[(\w+)\]>", lambda found: f"<{found[1].lower()}>", left), right
                 default = "Arguments" if parameter.param_type_name == "argument" else OPTIONS
                 panels.setdefault(getattr(parameter, "rich_help_panel", None) or default, []).append(record)
-        for title, records in sorted(panels.items(), key=lambda panel: panel[0] == OPTIONS):  # which come last
+        for title, records in sorted(panels.items(), key=lambda panel: panel[0] == OPTIONS):  # last
             with formatter.section(title):
                 formatter.write_dl(records)
 
@@ -110,7 +110,7 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """Commands, of which one that is not known is answered with what to use instead."""
+    """A group of commands; the error for an unknown command names what to use instead."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not (args or self.invoke_without_command or ctx.resilient_parsing):
@@ -128,7 +128,7 @@ class Group(TyperGroup):
             ]
             if known:
                 raise UserError(
-                    f"{name} stands after a command, such as '{ctx.command_path} {known[0]} {name} ...'."
+                    f"{name} comes after a command, such as '{ctx.command_path} {known[0]} {name} ...'."
                 ) from None
             raise UserError(f"No such option: {name}; '{ctx.command_path} --help' lists the commands.") from None
 
@@ -140,7 +140,7 @@ class Group(TyperGroup):
 
 
 class _Called:
-    """An option of Typer's parser under one of its names; two of them on one command line are a mistake."""
+    """An option of Typer's parser under one of its names; giving it under two names is an error."""
 
     def __init__(self, option: Any, name: str, meta: dict[str, Any], opposite: Any):
         self._option, self._name, self._meta, self._opposite = option, name, meta, opposite
@@ -157,7 +157,7 @@ class _Called:
             raise UserError(f"--{first} and --{self._name} are the same option: leave one out.")
         before = self._meta[TYPED].setdefault(self._option.dest, value)
         if before != value and self._option.dest in ONE:
-            raise UserError(f"{flag(self._option.dest)} takes one value, and has {before} and {value}: leave one out.")
+            raise UserError(f"{flag(self._option.dest)} takes one value, not both {before} and {value}: leave one out.")
         self._meta[TYPED][self._option.dest] = value
         option = self._option
         following = state.rargs[0].lower() if state.rargs else ""
@@ -165,7 +165,7 @@ class _Called:
             state.rargs.pop(0)
             if following in FALSE:
                 if self._opposite is None:
-                    return  # it is off unless it is given
+                    return  # off is the default
                 option = getattr(self._opposite, "_option", self._opposite)
         option.process(value, state)
 
@@ -183,39 +183,39 @@ def _has(command: Any, name: str) -> bool:
 
 
 def _not_known(error: Exception) -> str | None:
-    """The option that Typer says is not known; None where it says something else."""
+    """The option that Typer reports as unknown; None for other errors."""
     return str(getattr(error, "option_name", "")) if hasattr(error, "possibilities") else None
 
 
 def _positive(option: Any) -> str:
-    """The name without 'no-' of an option of the parser."""
+    """The name of a parser's option without 'no-'."""
     return next(iter(option.obj.opts))
 
 
 def _negative(option: Any) -> str:
-    """The name that turns off what this one turns on, or the other way round; '' where there is none."""
+    """The name of the switch that does the opposite; '' if there is none."""
     both = [*option.obj.opts, *option.obj.secondary_opts]
     mine = option._long_opts[0] if option._long_opts else ""
     return next((name for name in both if name != mine and name.startswith("--")), "") if len(both) == 2 else ""
 
 
 def _unknown(typed: str, args: list[str], known: list[str], command: str) -> str:
-    """What is said of an option that a command does not have."""
+    """The error for an option that a command does not have."""
     name, otherwise = typed.lstrip("-").replace("-", "_"), f"'{command} --help' lists the options."
-    if not typed.startswith("--"):  # a single dash: Typer names its first letter alone
+    if not typed.startswith("--"):  # after a single dash, Typer names the first letter only
         whole = next((arg for arg in args if arg.startswith(typed)), typed)
         name = whole.lstrip("-").split("=")[0].replace("-", "_")
         if name in known or name in aliases_of(known):
-            return f"No such option: {whole}; options have two dashes, as {flag(name)} has."
+            return f"No such option: {whole}; options start with two dashes, as in {flag(name)}."
         typed = whole
     said = instead(name, known)
     if not said:
         return f"No such option: {typed}; {advice(name, known, otherwise)}"
-    # A line that was written for another program may have several: they are said at once.
+    # A line written for another program may have several such options: name them all.
     words = dict.fromkeys(arg[2:].split("=")[0].replace("-", "_") for arg in args if arg.startswith("--"))
     taken = {*known, *aliases_of(known), name}
     more = [text for word in words if word not in taken and (text := instead(word, known))]
-    return " ".join([said, *more[:MORE], *([f"{len(more) - MORE} more are not here."] if len(more) > MORE else [])])
+    return " ".join([said, *more[:MORE], *([f"{len(more) - MORE} more do not exist."] if len(more) > MORE else [])])
 
 
 def _is_module(word: str) -> bool:
@@ -225,9 +225,9 @@ def _is_module(word: str) -> bool:
 
 
 def _extra(word: str, known: list[str], given: dict[str, Any], command: str) -> str:
-    """What is said of a word that belongs to no option.
+    """The error for a word that belongs to no option.
 
-    given: what options were given, by their parameters' names.
+    given: values of the options that were given, by their parameters' names.
     """
     meant, modules = "", given.get("target_modules")
     if modules and _is_module(word):
@@ -246,8 +246,8 @@ def _extra(word: str, known: list[str], given: dict[str, Any], command: str) -> 
         meant = "prompt"
     where = f"'{word:.60}' belongs to no option of '{command}'"
     if meant in given:
-        return f"{where}: {flag(meant)} takes one value, and is {given[meant]!s:.60} already."
+        return f"{where}: {flag(meant)} takes one value, and already is {given[meant]!s:.60}."
     if meant in known:
         shown = f"'{word:.60}'" if " " in word else f"{word:.60}"
         return f"{where}: did you mean {flag(meant)} {shown}?"
-    return f"{where}: '{command} --help' lists them."
+    return f"{where}: '{command} --help' lists the options."

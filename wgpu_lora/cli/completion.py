@@ -1,4 +1,4 @@
-"""What a shell may complete after an option: its choices, names that come with the package, a number's default."""
+"""Shell completion of option values: choices, names included in the package, and the default of a number."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 from wgpu_lora.assets import asset_dir
 
-Completer = Callable[[str], list[Any]]  # what is typed so far -> values, or (value, help)
+Completer = Callable[[str], list[Any]]  # the incomplete word -> values, or (value, help)
 
 
 def dashed(words: str) -> str:
-    """A line that a shell asks to complete, with dashes in its options where underscores were typed."""
+    """A command line to complete, with dashes in its options where underscores were typed."""
     return re.sub(r"(?<!\S)--[\w-]+", lambda option: option[0].replace("_", "-"), words)
 
 
@@ -23,12 +23,12 @@ def one_of(values: Iterable[str]) -> Completer:
 
 
 def number(default: Any, within: object) -> Completer:
-    """A number's default, with its range as the help that some shells show."""
+    """The default of a number, with its range as the help that some shells show."""
     return lambda incomplete: [] if default is None else [(str(default), str(within or "the default"))]
 
 
 def or_files(values: Callable[[], Sequence[str]]) -> Completer:
-    """Names, and files beside them; files alone are left to the shell, which knows more about them."""
+    """Names, and files beside them; if there are only files, the shell completes them, which it does better."""
 
     def complete(incomplete: str) -> list[Any]:
         found = [value for value in values() if value.startswith(incomplete)]
@@ -41,12 +41,12 @@ def or_files(values: Callable[[], Sequence[str]]) -> Completer:
 
 
 def bundled(directory: str) -> list[str]:
-    """The names of the TOML files of a directory that comes with the package."""
+    """The names of the TOML files in a directory of the package."""
     return sorted(path.stem for path in Path(str(asset_dir(directory))).glob("*.toml"))
 
 
 def modules(incomplete: str) -> list[str]:
-    """'all-linear', or names of linears with commas between them."""
+    """'all-linear', or names of linear layers separated by commas."""
     before, comma, last = incomplete.rpartition(",")
     from wgpu_lora.models.architectures import module_names
 
@@ -67,7 +67,7 @@ def shapes(incomplete: str) -> list[str]:
 
 MODEL = or_files(lambda: ["demo"])
 RECIPE = or_files(lambda: bundled("recipes"))
-# Of the training options whose values are neither choices nor numbers.
+# For training options whose values are neither choices nor numbers.
 BY_NAME: dict[str, Completer] = {
     "model": MODEL,
     "target_modules": modules,

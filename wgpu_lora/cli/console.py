@@ -1,4 +1,4 @@
-"""What the commands print with: whole lines for pipes, tables and bars for terminals."""
+"""Output of the commands: plain lines for pipes, tables and bars for terminals."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from wgpu_lora.bounded import printable
 from wgpu_lora.events import Events
 from wgpu_lora.strict_json import to_json
 
-PLAIN_WIDTH = 120  # of tables where there is no terminal to ask
-SOON, OFTEN = 2.0, 10.0  # seconds to the first line of a Bar without a terminal, and from one to the next
+PLAIN_WIDTH = 120  # of tables without a terminal
+SOON, OFTEN = 2.0, 10.0  # seconds until a Bar's first line without a terminal, and between lines
 
 
 def is_terminal(stream: Any) -> bool:
-    """Whether a person sees it; a stream that was closed before the start is None."""
+    """Whether a stream is a terminal; it is None if it was closed before the start."""
     return stream is not None and stream.isatty()
 
 
@@ -32,14 +32,14 @@ def console(stderr: bool = False) -> Any:
 
 
 def line(label: str, text: str, whole: bool = False) -> None:
-    """One fact; `whole`: not even wrapped at words on a terminal, such as a command to be copied."""
+    """Print a label and a text; `whole`: not even wrapped on a terminal, for commands to be copied."""
     label = f"{label:<9} "
     text = printable(text)
     print(label + text if whole else folded(label + text, len(label)), flush=True)
 
 
 def folded(text: str, indent: int = 0) -> str:
-    """On a terminal, lines that are wrapped between words; else the text as it is."""
+    """Text wrapped between words on a terminal; else unchanged."""
     if not is_terminal(sys.stdout):
         return text
     wrap = textwrap.TextWrapper(
@@ -57,8 +57,10 @@ def table(
     left: Collection[str] = (),
     styles: Iterable[str | None] = repeat(None),
 ) -> Any:
-    """A table without lines. The columns of `left` are aligned to it and fold where there is no room; the others are
-    numbers. styles: of each row."""
+    """A table without borders. The columns in `left` are left-aligned and fold, the others are numbers.
+
+    styles: one per row.
+    """
     from rich.table import Table
 
     made = Table(box=None, pad_edge=False)
@@ -74,10 +76,10 @@ def print_json(value: Any) -> None:
 
 
 class Bar:
-    """How far something is: a bar on a terminal, elsewhere a line after two seconds and then every ten. Both on stderr.
+    """Progress on stderr: a bar on a terminal, else a line after two seconds and then every ten.
 
     Args:
-        text: what is counted, or what is done. total: None where it is not known. unit: of the count, such as " s".
+        text: the current work. total: None if unknown. unit: of the count, such as " s".
     """
 
     def __init__(self, text: str, total: float | None, unit: str = ""):
@@ -96,10 +98,10 @@ class Bar:
     def advance(
         self, text: str | None = None, to: float | None = None, total: float | None = None, detail: str = ""
     ) -> None:
-        """One further, or to a position; shown from the first call on.
+        """Advance by one, or to a position; the bar appears with the first call.
 
         Args:
-            text, total: from now on. detail: of a terminal's second line.
+            text, total: replace the current ones. detail: second line on a terminal.
         """
         self._text = text or self._text
         self._total = total or self._total
@@ -124,7 +126,7 @@ class Bar:
         count = f"{self._done:,.0f}" + (f" of {self._total:,.0f}" if self._total else "") + self._unit
         left = spent * ((self._total or 0) - self._done) / max(self._done, 1e-9)
         more = f", about {duration(left)} left" if self._done and left > 0 else ""
-        with suppress(OSError):  # nobody reads it any more
+        with suppress(OSError):  # the reader is gone
             print(f"{printable(self._text)}: {count} after {duration(spent)}{more}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
@@ -134,7 +136,7 @@ class Bar:
 
 
 class Loading(Events):
-    """A bar of the tensors that are loaded."""
+    """A progress bar of loaded tensors."""
 
     def __init__(self, bar: Bar):
         self._bar = bar
@@ -170,7 +172,7 @@ def _progress(unit: str) -> Any:
 
 
 def duration(seconds: float) -> str:
-    """For people: 8 s, 2:05 min, 1:02:05 h."""
+    """A duration as text: 8 s, 2:05 min, 1:02:05 h."""
     whole = round(seconds)
     minutes, hours = whole // 60, whole // 3600
     if hours:

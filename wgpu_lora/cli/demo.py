@@ -1,4 +1,4 @@
-"""wgpu-lora demo: the whole way on the embedded model, with answers from before and after side by side."""
+"""wgpu-lora demo: fine-tune the bundled model, and show answers before and after side by side."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.installed import program
 
-BORDERS = 7  # columns that two answers beside each other have around them
+BORDERS = 7  # columns around two answers side by side
 
 if TYPE_CHECKING:
     from wgpu_lora.demo.compare import Checked, Comparison, Measured
 
 
 def demo(
-    output: Annotated[str, typer.Option(help="Directory for the run; one that is in use gets a number.")] = "demo-run",
-    max_steps: Annotated[int | None, typer.Option(help="Fewer optimizer steps than the recipe's.")] = None,
-    show: Annotated[int, typer.Option(help="Requests whose answers are shown.")] = 3,
+    output: Annotated[str, typer.Option(help="Directory for the run; a number is added if it is in use.")] = "demo-run",
+    max_steps: Annotated[int | None, typer.Option(help="Number of optimizer steps, instead of the recipe's.")] = None,
+    show: Annotated[int, typer.Option(help="Number of requests whose answers are shown.")] = 3,
     device: Device = None,
     allow_unconfined: AllowUnconfined = False,
 ) -> int:
     """Fine-tune the demo model and compare its answers.
 
-    It answers held-out requests before and after; unit checks decide which answers are right.
+    The model answers held-out requests before and after training; unit checks decide which answers are correct.
     """
     if max_steps is not None and max_steps < 1:
         raise UserError(f"--max-steps must be greater than 0, not {max_steps}.")
@@ -60,7 +60,7 @@ def demo(
 
 
 class _Shown(Events):
-    """A bar of the requests that are answered and checked."""
+    """A progress bar of answered and checked requests."""
 
     def __init__(self, bar: Bar):
         self._bar = bar
@@ -79,8 +79,8 @@ def _conclude(comparison: Comparison, show: int, path: str) -> int:
     line("before", _score(comparison.before))
     line("after", _score(comparison.after))
     line("written", path)
-    line("note", "this model knows one task: Python functions over a list of integers")
-    line("ask it", "a held-out request again, or another of that kind in your own words:")
+    line("note", "this model knows one task only: Python functions over a list of integers")
+    line("ask it", "a held-out request again, or a similar one in your own words:")
     command = [program(), "generate", "--adapter", shlex.quote(str(comparison.job.run.directory))]
     print(" ".join([*command, "--prompt", shlex.quote(pairs[0][0])]), flush=True)
     return 0
@@ -92,7 +92,7 @@ def _score(measured: Measured) -> str:
 
 
 def _side_by_side(request: str, before: Checked, after: Checked) -> None:
-    """A request and its answers; one below the other where their lines would be broken beside each other."""
+    """A request and its answers; one below the other if their lines would be broken side by side."""
     from rich.text import Text
 
     screen, answers = console(), {"before": before, "after": after}

@@ -1,4 +1,4 @@
-"""What a training run says of itself before it begins: its device, model, data, choices, steps and memory."""
+"""Description of a training run before it starts: device, model, data, options, steps and memory."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     from wgpu_lora.train.job import Job
     from wgpu_lora.train.slot import AdapterRun
 
-FEW = 50  # steps in all: with fewer, an adapter hardly moves
+FEW = 50  # total steps: with fewer, an adapter hardly changes
 
 
 def describe(job: Job[Any]) -> None:
-    """What is about to run, a line each."""
+    """Describe the job, one line per fact."""
     describe_model(job)
     describe_runs(job)
     describe_memory(job)
 
 
 def describe_runs(job: Job[Any]) -> None:
-    """What is trained on, what was chosen for it, and how long it will be."""
+    """Describe each run's data, chosen options and length."""
     from wgpu_lora.data.account import SKIPPED
 
     for note in job.session.model.tokenizer.notes if job.session.model.tokenizer else ():
@@ -36,7 +36,7 @@ def describe_runs(job: Job[Any]) -> None:
                 for note in data.notes:
                     line("note", mark + note)
                 if data.account.bad:
-                    line("skipped", f"{mark}bad rows will be set aside in {run.directory / SKIPPED}")
+                    line("skipped", f"{mark}bad rows will be listed in {run.directory / SKIPPED}")
         trained = job.session.adapters.trainable(run.slot, job.session.model.config)
         modules = run.args.target_modules
         line("adapter", f"{mark}rank {run.spec.rank} on {modules}: {trained:,} trained parameters")
@@ -47,11 +47,11 @@ def describe_runs(job: Job[Any]) -> None:
 
 
 def describe_steps(run: AdapterRun, mark: str) -> None:
-    """How long it will be, and a warning where that is too short to learn much."""
+    """Describe the number of steps, with a warning if it is too small to learn much."""
     args, stream = run.args, run.stream
     an_epoch = stream.epoch(0)
     a_step = [stream.processed_tokens([sample for batch in step for sample in batch]) for step in an_epoch]
-    each = f"{len(an_epoch):,} an epoch, of {sum(a_step) / len(a_step):,.0f} tokens"
+    each = f"{len(an_epoch):,} per epoch, {sum(a_step) / len(a_step):,.0f} tokens each"
     if args.target_seconds:
         line("steps", f"{mark}as many as {args.target_seconds:g} s allow; {each}")
         return
@@ -66,17 +66,17 @@ def describe_steps(run: AdapterRun, mark: str) -> None:
 
 
 def _levers(run: AdapterRun) -> str:
-    """What makes more of a run of few steps."""
+    """Options that would make more of a run with few steps."""
     args, (packing, rows, accumulation) = run.args, run.args.batching
     if args.max_steps > 0:
-        return "more --max-steps"
+        return "a larger --max-steps"
     several = len(run.stream.prepared.rows) > 1
     falls = args.lr_scheduler_type in ("cosine", "linear")
     levers = [
         *(["--no-packing"] if packing else []),
         *(["a smaller --gradient-accumulation-steps"] if accumulation > 1 and several else []),
         *(["a smaller --per-device-train-batch-size"] if rows > 1 and several else []),
-        "more --num-train-epochs",
+        "a larger --num-train-epochs",
         *(["--lr-scheduler-type constant"] if falls else []),
     ]
     return " or ".join([part for part in (", ".join(levers[:-1]), levers[-1]) if part])
@@ -97,9 +97,9 @@ def describe_model(job: Job[Any]) -> None:
 
 
 def describe_memory(job: Job[Any]) -> None:
-    """The plan, and what has yet to be timed."""
+    """Describe the planned memory, and what remains to be tuned."""
     from wgpu_lora.train.memory import both
 
     plan = job.session.memory()
-    line("memory", f"{both(plan.peak)} at the peak")
+    line("memory", f"{both(plan.peak)} at peak")
     describe_tuning(job)

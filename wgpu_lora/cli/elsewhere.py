@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-# The command under which it was looked for -> (what is said, of what). {chat} is whichever command here talks.
+# Group -> pairs of advice and the commands that it is for. {chat} is the command here that can chat.
 INSTEAD: dict[str, tuple[tuple[str, str], ...]] = {
     "wgpu-lora": (
         (
@@ -22,7 +22,7 @@ INSTEAD: dict[str, tuple[tuple[str, str], ...]] = {
             "resume continue",
         ),
         (
-            "only supervised fine-tuning is here: 'wgpu-lora finetune'",
+            "only supervised fine-tuning is supported: use 'wgpu-lora finetune'",
             "dpo orpo kto grpo ppo rlhf reward rl simpo",
         ),
         (
@@ -42,7 +42,7 @@ INSTEAD: dict[str, tuple[tuple[str, str], ...]] = {
             "fuse merge-lora merge-adapter merge-and-unload",
         ),
         (
-            "use 'wgpu-lora import', which packs a model to NF4, or 'wgpu-lora export gguf --quantize TYPE' for "
+            "use 'wgpu-lora import', which quantises a model to NF4, or 'wgpu-lora export gguf --quantize TYPE' for "
             "llama.cpp",
             "quantize quantise quant pack nf4 bnb",
         ),
@@ -59,7 +59,7 @@ INSTEAD: dict[str, tuple[tuple[str, str], ...]] = {
             "benchmark perf speed time",
         ),
         (
-            "use 'hf auth login', whose login 'wgpu-lora push' takes",
+            "use 'hf auth login'; 'wgpu-lora push' uses its login",
             "login auth logout whoami huggingface-login",
         ),
         (
@@ -67,7 +67,7 @@ INSTEAD: dict[str, tuple[tuple[str, str], ...]] = {
             "upload publish push-to-hub hub",
         ),
         (
-            "it is not needed: a model that is named by its hub id is fetched (or 'hf download MODEL' fetches it now)",
+            "it is not needed: a model given by its hub id is downloaded (or 'hf download MODEL' does it now)",
             "download pull fetch get",
         ),
         (
@@ -95,7 +95,7 @@ INSTEAD: dict[str, tuple[tuple[str, str], ...]] = {
             "list ls models",
         ),
         (
-            "use 'wgpu-lora recipes list', whose names 'wgpu-lora finetune --recipe NAME' takes",
+            "use 'wgpu-lora recipes list', and 'wgpu-lora finetune --recipe NAME'",
             "config init recipe configs new create",
         ),
         (
@@ -161,7 +161,7 @@ INSTEAD: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 def command_instead(typed: str, known: Sequence[str], group: str) -> str:
-    """What is said of a command that a group does not have."""
+    """The error for a command that a group does not have."""
     name = typed.lower().replace("_", "-")
     table = {word: said for said, words in INSTEAD.get(group, ()) for word in words.split()}
     near = difflib.get_close_matches(name, [*known, *table], n=1, cutoff=0.75)
@@ -171,4 +171,4 @@ def command_instead(typed: str, known: Sequence[str], group: str) -> str:
     if meant in table:
         chat = "'wgpu-lora chat'" if "chat" in known else "'wgpu-lora generate'"
         return f"No such command '{typed:.40}': {table[meant].format(chat=chat)}."
-    return f"No such command '{typed:.40}': choose among {', '.join(known)} ('{group} --help')."
+    return f"No such command '{typed:.40}': choose one of {', '.join(known)} ('{group} --help')."

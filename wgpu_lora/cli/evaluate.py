@@ -1,4 +1,4 @@
-"""wgpu-lora evaluate: the loss of data."""
+"""wgpu-lora evaluate: the loss on data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from wgpu_lora.words import counted
 
 
 class _Shown(Loading):
-    """A bar of the tensors that are loaded, then one of the rows that are measured."""
+    """A bar of loaded tensors, then one of evaluated rows."""
 
     def __init__(self, loaded: Bar, measured: Bar):
         super().__init__(loaded)
@@ -35,19 +35,21 @@ class _Shown(Loading):
 def evaluate(
     data: Annotated[str, typer.Option(help="File of rows, folder with valid.jsonl or test.jsonl, or hub id.")],
     split: Annotated[str | None, typer.Option(help="Split of --data; its validation split by default.")] = None,
-    dataset_config: Annotated[str | None, typer.Option(help="Configuration of a data set that has several.")] = None,
-    skip_bad_rows: Annotated[
-        bool, typer.Option("--skip-bad-rows", help="Go on without rows that cannot be read.")
-    ] = False,
+    dataset_config: Annotated[str | None, typer.Option(help="Configuration of a dataset that has several.")] = None,
+    skip_bad_rows: Annotated[bool, typer.Option("--skip-bad-rows", help="Skip rows that cannot be read.")] = False,
     model: Model = None,
     adapter: Adapter = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Measure the base beside every adapter.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Also evaluate the base model alone.")] = False,
     max_length: Annotated[
         int | None,
-        typer.Option(help="Tokens of a row at most; otherwise 1024, or as many as the model has positions. [x>=2]"),
+        typer.Option(help="Maximum tokens per row. Default: as in training, else 1024 or the model's limit. [x>=2]"),
     ] = None,
-    on_overflow: Annotated[str | None, choice("What happens to longer rows; otherwise truncate.", OVERFLOW)] = None,
-    completion_only_loss: Annotated[bool | None, typer.Option(help="Count answers only; otherwise on.")] = None,
+    on_overflow: Annotated[
+        str | None, choice("What to do with longer rows. Default: as in training, else truncate.", OVERFLOW)
+    ] = None,
+    completion_only_loss: Annotated[
+        bool | None, typer.Option(help="Compute the loss on answers only. Default: as in training, else on.")
+    ] = None,
     enable_thinking: Annotated[bool | None, typer.Option(help="Passed to the chat template.")] = None,
     device: Device = None,
     base_dtype: BaseDtype = DEFAULT_FORMAT,
@@ -55,8 +57,8 @@ def evaluate(
 ) -> int:
     """Measure loss and perplexity on data.
 
-    Several adapters are loaded at once and measured in turn. Where options do not say otherwise, rows are made as they
-    were in the adapter's training, if its run.json is there.
+    Several adapters are loaded together and evaluated one after the other. By default, rows are encoded as in the
+    adapter's training, according to its run.json.
     """
     from wgpu_lora.api import evaluate as measure
     from wgpu_lora.api import evaluate_several, load
@@ -88,7 +90,7 @@ def evaluate(
             else:
                 name, directory = next(iter(adapters.items()), (BASE, None))
                 losses = {name: measure(opened, data, adapter=directory, **options)}
-    except NotFiniteError as error:  # a result, of weights that are there
+    except NotFiniteError as error:  # a result, not a user error
         if as_json:
             print_json({"loss": None, "error": str(error)})
         return _fail(str(error))

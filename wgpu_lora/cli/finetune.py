@@ -1,4 +1,4 @@
-"""wgpu-lora finetune: from a model and a data file to an adapter."""
+"""wgpu-lora finetune: train an adapter on data."""
 
 from __future__ import annotations
 
@@ -27,26 +27,29 @@ if TYPE_CHECKING:
     from wgpu_lora.train.finetune import FinetuneJob
     from wgpu_lora.train.records import RunRecord
 
-SMOOTHED = 10  # steps whose speed is shown
+SMOOTHED = 10  # steps that the shown speed is averaged over
 # Options of a pipeline, which `plan` has too.
 Adapters = Annotated[
     list[str] | None,
     typer.Option(
-        help="DATA:CHECKPOINT of an adapter; given several times, all are trained over one base.",
+        help="DATA:CHECKPOINT of an adapter; if given several times, all are trained over one base model.",
         metavar="DATA:CHECKPOINT",
         rich_help_panel=FILES,
     ),
 ]
 AdaptersConfig = Annotated[
     Path | None,
-    typer.Option(help="TOML file with an [[adapter]] table for each, with options of its own.", rich_help_panel=FILES),
+    typer.Option(
+        help="TOML file with an [[adapter]] table per adapter, which may have its own options.", rich_help_panel=FILES
+    ),
 ]
 Schedule = Annotated[
     str,
-    choice("Which adapters take a step.", SCHEDULES, rich_help_panel=ADAPTER),
+    choice("Which adapters take each step.", SCHEDULES, rich_help_panel=ADAPTER),
 ]
 BatchTokens = Annotated[
-    int | None, typer.Option(help="Most tokens of a batch that several adapters share. [x>0]", rich_help_panel=ADAPTER)
+    int | None,
+    typer.Option(help="Maximum tokens of a batch that several adapters share. [x>0]", rich_help_panel=ADAPTER),
 ]
 
 
@@ -58,9 +61,9 @@ def finetune(
     schedule: Schedule = "synchronized",
     batch_tokens: BatchTokens = None,
 ) -> int:
-    """Train a LoRA adapter on a data file, or several over one base.
+    """Train a LoRA adapter on your data, or several over one base model.
 
-    Without --model and --data, it trains the demo model on the demo's own data.
+    Without --model and --data, the demo model is trained on the demo's data.
     """
     if note:
         line("recipe", note)
@@ -88,7 +91,7 @@ def finetune(
 class Watcher(Starting):
     """Shows tuning, loading and training: bars on a terminal, else lines.
 
-    The lines are of the first step and of those that the log has, but none is waited for longer than ten seconds.
+    Lines are printed for the first step and for logged ones, and at least every ten seconds.
     """
 
     def __init__(self, job: FinetuneJob):
@@ -99,7 +102,7 @@ class Watcher(Starting):
         self._first = True
         self._said = 0.0
         self._heldout = ""
-        self._recent: deque[tuple[int, int, float]] = deque(maxlen=SMOOTHED)  # trained, processed and seconds of a step
+        self._recent: deque[tuple[int, int, float]] = deque(maxlen=SMOOTHED)  # (trained, processed, seconds) per step
 
     def __enter__(self) -> Watcher:
         if not self._left:
@@ -129,13 +132,13 @@ class Watcher(Starting):
 
     def step(self, result: StepResult) -> None:
         text = result.facts()
-        if not self._first:  # the first step compiles, so its time says nothing
+        if not self._first:  # the first step includes compilation
             self._recent.append((result.step_tokens, result.step_processed_tokens, result.seconds))
             trained, processed, seconds = (sum(values) for values in zip(*self._recent, strict=True))
             text += "  " + speed(trained, processed, seconds)
         if result.eval_loss is not None:
             self._heldout = f"  held-out {result.eval_loss:.4f}"
-        with suppress(OSError):  # a log that is full or gone does not end a run
+        with suppress(OSError):  # an unwritable stdout does not end a run
             self._show(result, text)
         self._first = False
 
@@ -151,7 +154,7 @@ class Watcher(Starting):
             line("step", f"{result.step}/{result.total_steps}  epoch {result.epoch:.2f}  {text}{more}")
 
     def _remaining(self, result: StepResult) -> str:
-        """How long the steps that are left take if they take as long as the last ones."""
+        """The estimated time of the remaining steps, from the last ones."""
         if not self._recent or result.step >= result.total_steps:
             return ""
         each = sum(seconds for _, _, seconds in self._recent) / len(self._recent)
@@ -159,28 +162,28 @@ class Watcher(Starting):
 
 
 def speed(trained: int, processed: int, seconds: float) -> str:
-    """Both rates, since others count either."""
+    """Both rates, since other programs count either."""
     seconds = max(seconds, 1e-9)
     return f"{trained / seconds:,.0f} trained, {processed / seconds:,.0f} processed tokens/s"
 
 
 def report(record: RunRecord) -> int:
-    """How the run ended and where its adapter is; returns the exit code."""
+    """Print how the run ended and where its adapter is; returns the exit code."""
     from wgpu_lora.train.ending import STOP_TEXT, exit_code
 
     state, reason, outcome, output = record.state, record.stop_reason, record.outcome, record.directory
-    timed = reason == "target seconds"  # such a run knows how many steps it takes when it has taken them
+    timed = reason == "target seconds"  # its number of steps is only known at the end
     count = counted(state.step, "step") if timed else f"{state.step:,} of {counted(state.total_steps, 'step')}"
     why = f"{count} in {state.seconds:,.1f} s ({STOP_TEXT[reason]})"
     known = losses(state.last_loss, state.first_eval_loss, state.last_eval_loss)
     line(outcome, "; ".join([why, *known, f"the adapter is in {output}"]))
     if state.best_step and state.best_step < state.step:
         best = f"held-out loss {state.best_eval_loss:.4f} after step {state.best_step:,}"
-        line("best", f"{output / 'best'} is better than the last: {best}")
+        line("best", f"{output / 'best'} has the best adapter: {best}")
     if outcome == "interrupted":
-        line("go on", f"{program()} finetune --output {shlex.quote(str(output))} --resume", whole=True)
+        line("continue", f"{program()} finetune --output {shlex.quote(str(output))} --resume", whole=True)
     if outcome == "failed":
         print(f"wgpu-lora: {STOP_TEXT[reason]}: {CURES}.", file=sys.stderr)
     if record.damaged_log_lines:
-        line("log", f"damaged lines of log.jsonl that were left out: {record.damaged_log_lines}")
+        line("log", f"dropped {counted(record.damaged_log_lines, 'damaged line')} of log.jsonl")
     return exit_code(reason, record.signal)

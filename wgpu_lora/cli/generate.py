@@ -1,4 +1,4 @@
-"""wgpu-lora generate: a prompt in, the model's words out as they come; or many prompts, and a file of answers."""
+"""wgpu-lora generate: answer a prompt as it is generated, or many prompts into a file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from wgpu_lora.models.loaded import LoadedModel
 
 TITLE = 60  # characters of a prompt above its answer
-DRAWING = ("top_p", "top_k", "min_p")  # a --seed is often given whether it is needed or not
+DRAWING = ("top_p", "top_k", "min_p")  # not --seed, which is often given without need
 
 
 def generate(
@@ -44,26 +44,24 @@ def generate(
     prompt: Annotated[
         list[str] | None,
         typer.Option(
-            help="What to ask, read from stdin where that is piped; given several times, all are answered at once."
+            help="Prompt, read from stdin if that is piped; if given several times, all are answered together."
         ),
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(
-            help="File of prompts: rows as training reads them, with 'prompt' or 'messages', or lines of text."
-        ),
+        typer.Option(help="File of prompts: rows as in training, with 'prompt' or 'messages', or lines of text."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="File for the answers, as JSONL; without it, --prompts prints them.")
+        Path | None, typer.Option(help="File for the answers, as JSONL; by default, they are printed.")
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(help="Prompts answered at a time; by default as many as fit, at most 16. [x>=1]")
+        int | None, typer.Option(help="Prompts answered at a time; by default as many as fit, up to 16. [x>=1]")
     ] = None,
     system: System = None,
     enable_thinking: EnableThinking = None,
     model: Model = None,
     adapter: Adapter = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Show the base's answer beside every adapter's.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Also answer with the base model alone.")] = False,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -76,9 +74,9 @@ def generate(
     base_dtype: BaseDtype = DEFAULT_FORMAT,
     as_json: Json = False,
 ) -> int:
-    """Answer prompts; on a terminal, without a prompt, chat.
+    """Answer prompts; without a prompt, chat if on a terminal.
 
-    Several adapters all answer, in a single batch.
+    Several adapters answer in a single batch.
     """
     settings: dict[str, Any] = {
         "system": system,
@@ -98,11 +96,11 @@ def generate(
 
         return run_chat(model, adapter or [], compare, settings, None, device, base_dtype)
     if temperature == 0:
-        refuse_idle(ctx, DRAWING, "at --temperature 0, which takes the likeliest token")
+        refuse_idle(ctx, DRAWING, "at --temperature 0, which takes the most likely token")
     if output or prompts:
-        refuse_idle(ctx, ("as_json",), "beside --output or --prompts, whose answers are JSONL")
+        refuse_idle(ctx, ("as_json",), "with --output or --prompts, whose answers are JSONL")
     if prompt and prompts:
-        raise UserError("--prompt and --prompts contradict each other: give one of them.")
+        raise UserError("--prompt and --prompts cannot be combined: give one of them.")
     from wgpu_lora.atomic import write_new_bytes
     from wgpu_lora.infer.answer import answer_table
     from wgpu_lora.infer.named import BASE, model_of, named_adapters, slots_of
@@ -111,7 +109,7 @@ def generate(
     from wgpu_lora.infer.settings import settings_of
     from wgpu_lora.models.loaded import open_model
 
-    # Mistakes are said before anything is opened.
+    # Check the options before anything is opened.
     chosen = settings_of(settings, "The command line")
     if batch_size is not None and batch_size < 1:
         raise UserError(f"--batch-size must be at least 1, not {batch_size}.")
@@ -124,7 +122,7 @@ def generate(
     else:
         texts = prompt or [_piped()]
         if not all(texts):
-            raise UserError("The prompt is empty: say what to ask.")
+            raise UserError("The prompt is empty: give a text.")
         for text in texts:
             check_text("prompt", text)
         requests = [Request(text, {"prompt": text}) for text in texts]
@@ -168,7 +166,7 @@ def generate(
 
 
 class _Streamed(Loading):
-    """Prints the only answer as it comes."""
+    """Prints a single answer as it is generated."""
 
     def text(self, piece: str) -> None:
         self._bar.close()
@@ -176,7 +174,7 @@ class _Streamed(Loading):
 
 
 class _Collected(Loading):
-    """Keeps every answer as a row, as soon as it is there."""
+    """Keeps every answer as a row, as soon as it is complete."""
 
     def __init__(self, requests: list[Request], several: bool, rows: list[dict[str, Any]], bar: Bar):
         super().__init__(bar)
@@ -194,7 +192,7 @@ class _Collected(Loading):
 def _answer_one(
     model: LoadedModel, request: Request, adapters: dict[str, Path], settings: Settings, as_json: bool, bar: Bar
 ) -> None:
-    """Streams the only answer, or prints it as JSON."""
+    """Stream a single answer, or print it as JSON."""
     from wgpu_lora.infer.answer import answer_slots
 
     (found,) = answer_slots(
@@ -213,7 +211,7 @@ def _answer_one(
 
 
 def _titled(requests: list[Request], found: list[dict[str, Answer]], several: bool) -> dict[str, Answer]:
-    """Answers under what tells them apart: names, prompts, or both."""
+    """Answers by titles that distinguish them: names, prompts, or both."""
     if len(requests) == 1:
         return found[0]
     titled: dict[str, Answer] = {}
@@ -230,8 +228,8 @@ def _note(text: str) -> None:
 
 def _piped() -> str:
     if sys.stdin is None or sys.stdin.isatty():
-        raise UserError("--prompt is missing: say what to ask, or pipe it in.")
+        raise UserError("--prompt is missing: give a prompt, or pipe one in.")
     try:
         return sys.stdin.read().strip()
     except UnicodeDecodeError:
-        raise UserError("The prompt is not valid UTF-8: write its characters out, or save it as UTF-8.") from None
+        raise UserError("The prompt is not valid UTF-8: convert it to UTF-8.") from None

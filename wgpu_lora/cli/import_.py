@@ -1,4 +1,4 @@
-"""wgpu-lora import: quantise a model once, and keep it so."""
+"""wgpu-lora import: quantise a model once, and save the result."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from wgpu_lora.cli.options import Device
 
 def import_model(
     model: Annotated[str, typer.Argument(help="Model directory, GGUF file, hub id, or 'demo'.", autocompletion=MODEL)],
-    output: Annotated[Path, typer.Option(help="Directory for the packed model; it must be new.")],
+    output: Annotated[Path, typer.Option(help="Directory for the packed model; it must not exist yet.")],
     device: Device = None,
 ) -> int:
-    """Pack a model to NF4 and save it.
+    """Quantise a model to NF4 and save it.
 
-    The linears are quantised on the GPU and stored as bitsandbytes stores them, which transformers loads too.
+    The linear layers are quantised on the GPU and saved in bitsandbytes' format, which transformers loads too.
     """
     from wgpu_lora.export.packed import write_packed
     from wgpu_lora.models.loaded import open_model

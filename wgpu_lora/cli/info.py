@@ -1,4 +1,4 @@
-"""wgpu-lora info: the devices there are, and which one would be used."""
+"""wgpu-lora info: the available devices, and which one is used by default."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from wgpu_lora.cli.options import Device, Json
 
 
 def info(device: Device = None, as_json: Json = False) -> int:
-    """List the GPUs.
+    """List the devices.
 
-    With their drivers, features and limits; * marks the one that would be used.
+    With their drivers, features and limits; * marks the one that is used by default.
     """
     from wgpu_lora.gpu.device import Device as OpenedDevice
     from wgpu_lora.gpu.devices import list_devices
@@ -20,7 +20,7 @@ def info(device: Device = None, as_json: Json = False) -> int:
         print_json(
             {
                 "devices": [d.as_dict() for d in devices],
-                "adapters": [d.as_dict() for d in devices],  # what 0.1 called them; goes with the next version
+                "adapters": [d.as_dict() for d in devices],  # their name in 0.1; to be removed in the next version
                 "used": used,
                 "subgroup_size": opened.capabilities.subgroup_size,
                 "max_binding": opened.max_binding,
@@ -45,7 +45,7 @@ def info(device: Device = None, as_json: Json = False) -> int:
             "\n".join(d.features) or "none",
             f"buffer {readable(limits['max-buffer-size'])}\n"
             f"binding {readable(limits['max-storage-buffer-binding-size'])}\n"
-            f"{limits['max-storage-buffers-per-shader-stage']} bindings a shader\n"
+            f"{limits['max-storage-buffers-per-shader-stage']} bindings per shader\n"
             f"workgroup {limits['max-compute-invocations-per-workgroup']} threads, "
             f"{readable(limits['max-compute-workgroup-storage-size'])}",
         )

@@ -1,4 +1,4 @@
-"""wgpu-lora merge: base plus adapter as a model of its own."""
+"""wgpu-lora merge: base plus adapter as a standalone model."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from wgpu_lora.names.allowed import MERGED_DTYPES
 
 def merge(
     adapter: Annotated[Path, typer.Option(help="PEFT adapter directory.")],
-    output: Annotated[Path, typer.Option(help="Directory for the merged model; it must be new.")],
+    output: Annotated[Path, typer.Option(help="Directory for the merged model; it must not exist yet.")],
     model: Model = None,
-    dtype: Annotated[str, choice("Of the written weights.", MERGED_DTYPES)] = "bf16",
+    dtype: Annotated[str, choice("Type of the written weights.", MERGED_DTYPES)] = "bf16",
 ) -> int:
-    """Merge an adapter into its base, as a model of its own.
+    """Merge an adapter into its base, as a standalone model.
 
-    Tensor by tensor, on the CPU: neither a GPU nor room for the model is needed.
+    It works tensor by tensor on the CPU: neither a GPU nor memory for the whole model is needed.
     """
     from wgpu_lora.export.merge import merge_adapter
     from wgpu_lora.formats.hub import resolve_model

@@ -1,4 +1,4 @@
-"""Command-line options out of a dataclass's fields, so that commands that share them never repeat them."""
+"""Command-line options created from the fields of a dataclass, so that commands share them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from wgpu_lora.train.recipes import gather
 from wgpu_lora.weights.registry import BASE_FORMATS
 
 KINDS = {"str": str, "int": int, "float": float, "bool": bool}
-RECIPE = "Flat TOML file of these options, or the name of a bundled recipe; options given here win over it."
-OF_SEVERAL = ("schedule", "batch_tokens")  # options of a pipeline alone
-MOST, REST = "Options that people change most", "More"
-# In the order in which help shows them.
+RECIPE = "Flat TOML file of these options, or the name of a bundled recipe; options given here override it."
+OF_SEVERAL = ("schedule", "batch_tokens")  # options of a pipeline only
+MOST, REST = "Most common options", "More"
+# In the order of the help.
 MOST_USED = (
     "model",
     "data",
@@ -39,38 +39,38 @@ MOST_USED = (
 
 
 def choice(text: str, values: Collection[str], **settings: Any) -> Any:
-    """An option whose value is one of a few names."""
+    """An option whose value is one of several names."""
     return typer.Option(help=text, metavar="|".join(values), autocompletion=completion.one_of(values), **settings)
 
 
-# Options that several commands have.
+# Options shared by several commands.
 Model = Annotated[
     str | None,
     typer.Option(
-        help="Model directory, GGUF file, hub id or 'demo'; left out, the adapter's own base, or 'demo'.",
+        help="Model directory, GGUF file, hub id or 'demo'; by default the adapter's base model, or 'demo'.",
         autocompletion=completion.MODEL,
     ),
 ]
 Adapter = Annotated[
     list[str] | None,
     typer.Option(
-        help="PEFT adapter directory, without which the base model answers; may be given several times.",
+        help="PEFT adapter directory; may be given several times. Without it, the base model is used.",
         metavar="[NAME=]DIR",
     ),
 ]
-Device = Annotated[str | None, typer.Option(help="Device index or part of its name, as 'wgpu-lora info' lists them.")]
-BaseDtype = Annotated[str, choice("How the frozen weights are kept.", BASE_FORMATS)]
+Device = Annotated[str | None, typer.Option(help="Device index or part of its name; 'wgpu-lora info' lists them.")]
+BaseDtype = Annotated[str, choice("Storage type of the frozen base weights.", BASE_FORMATS)]
 AllowUnconfined = Annotated[
     bool,
-    typer.Option("--allow-unconfined", help="Run the model's code even where this system cannot confine it."),
+    typer.Option("--allow-unconfined", help="Run the model's code even if this system cannot confine it."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 class TrainingCommand(Command):
-    """A command with all training options: --help shows those that people change most, --help-all the rest too.
+    """A command with all training options: --help shows the most common ones, --help-all all of them.
 
-    --wait may be given without a number, which stands for 0.
+    --wait may be given without a number, which means 0.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -100,9 +100,9 @@ def _show_all(ctx: typer.Context, value: bool) -> None:
 
 
 def training_options(run: Callable[..., int]) -> Callable[..., int]:
-    """A command of `run(args: TrainingArguments, note: str | None, ...)` with an option for every training argument.
+    """Create a command from `run(args: TrainingArguments, note: str | None, ...)` with all training options.
 
-    `note` says which recipe the options come from, where there is one. Further parameters become further options.
+    `note` names the recipe that the options come from, if there is one. Further parameters become further options.
     """
     names = [f.name for f in fields(TrainingArguments)]
 
@@ -117,7 +117,7 @@ def training_options(run: Callable[..., int]) -> Callable[..., int]:
             typer.echo(f"wgpu-lora: note: {text}", err=True)
         note = None
         if path is not None:
-            note = f"{path}" if recipe else f"{path}: no --data is given, so the demo model learns from the demo's rows"
+            note = f"{path}" if recipe else f"{path}: no --data is given, so the demo model is trained on its own data"
         return run(args, note, **{name: value for name, value in values.items() if name not in names})
 
     own = list(inspect.signature(run, eval_str=True).parameters.values())[2:]
@@ -135,7 +135,7 @@ def training_options(run: Callable[..., int]) -> Callable[..., int]:
 
 
 def _first_checkpoint(adapters: list[str] | None, adapters_config: Path | None, **others: Any) -> str:
-    """Where the record of a pipeline is that is resumed, or what says so."""
+    """Where the record of a resumed pipeline is, or a file that points to it."""
     from wgpu_lora.train.tasks import named_tasks
 
     return named_tasks(adapters or [], adapters_config)[0].checkpoint
@@ -154,7 +154,7 @@ def _option(item: Any) -> inspect.Parameter:
     parts, metadata = kinds(item), item.metadata
     kind: Any = KINDS[parts[0]]
     name = f"--{item.name.replace('_', '-')}"
-    # A switch that is off has its opposite too: a recipe may have turned it on.
+    # A switch that is off by default has its opposite too, since a recipe may turn it on.
     declared = f"{name}/--no-{name[2:]}" if kind is bool else name
     within, choices = metadata["within"], metadata["choices"]
     said = item.default not in (None, False, within.unset if within else None)
@@ -179,15 +179,15 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def is_given(ctx: typer.Context, name: str) -> bool:
-    """Whether the command line says it, be it what it is by default."""
+    """Whether the command line has the option, even with its default value."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
 
 def refuse_idle(ctx: typer.Context, names: Collection[str], where: str) -> None:
-    """Raises UserError where the command line gives any of these options, which would do nothing.
+    """Raise UserError if the command line has any of these options, which would do nothing.
 
-    where: with what, such as 'with --list'.
+    where: the reason, such as 'with --list'.
     """
     given = [p for p in ctx.command.params if p.name in names and is_given(ctx, p.name)]
     found = ["/".join((*p.opts, *p.secondary_opts)) for p in given]

@@ -1,4 +1,4 @@
-"""wgpu-lora finetune --adapters: several adapters over one base, watched in a table."""
+"""wgpu-lora finetune --adapters: several adapters over one base model, shown in a table."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 def train_pipeline(
     args: TrainingArguments, pairs: list[str], config: Path | None, schedule: str, batch_tokens: int | None
 ) -> int:
-    """Trains, shows and reports; returns the exit code."""
+    """Train, show progress and report; returns the exit code."""
     from wgpu_lora.train.tasks import named_tasks
 
     return _train(args, named_tasks(pairs, config), schedule, batch_tokens)
 
 
 def resume_pipeline(args: TrainingArguments, home: Path) -> int:
-    """Goes on with the pipeline whose record is in a directory, as it says itself."""
+    """Resume the pipeline whose record is in a directory."""
     from wgpu_lora.train.pipeline_state import read_pipeline_state
     from wgpu_lora.train.tasks import tasks_of_request
 
@@ -56,12 +56,12 @@ def _train(args: TrainingArguments, tasks: list[AdapterTask], schedule: str, bat
     if draw_curves({run.adapter_name: run.directory for run in job.runs}, job.home / CURVES):
         line("curves", str(job.home / CURVES))
     else:
-        line("curves", f"not drawn: matplotlib is missing; {pip_line('plot')}")
+        line("curves", f"not plotted: matplotlib is missing; {pip_line('plot')}")
     return code
 
 
 def report(record: PipelineRecord, home: Path) -> int:
-    """How each adapter ended, and where it is; returns the exit code."""
+    """Print how each adapter ended and where it is; returns the exit code."""
     from wgpu_lora.train.ending import STOP_TEXT, exit_code
 
     outcomes = []
@@ -75,12 +75,12 @@ def report(record: PipelineRecord, home: Path) -> int:
         if outcome == "failed":
             print(f"wgpu-lora: adapter {adapter.name}: {text}: {CURES}.", file=sys.stderr)
     if "interrupted" in outcomes:
-        line("go on", f"{program()} finetune --output {shlex.quote(str(home))} --resume", whole=True)
+        line("continue", f"{program()} finetune --output {shlex.quote(str(home))} --resume", whole=True)
     return max(exit_code(adapter.stop_reason, record.signal) for adapter in record.adapters)
 
 
 class Table(Starting):
-    """A live table on a terminal, a row for each adapter; else lines, as a run by itself has them."""
+    """A live table on a terminal, with a row per adapter; else lines as for a single run."""
 
     def __init__(self, job: PipelineJob):
         super().__init__(job)
@@ -110,7 +110,7 @@ class Table(Starting):
         self._own[result.adapter] = result.step
         if result.eval_loss is not None:
             self._heldout[result.adapter] = result.eval_loss
-        with suppress(OSError):  # a log that is full or gone does not end a run
+        with suppress(OSError):  # an unwritable stdout does not end a run
             self._tell(result.adapter, result)
 
     def _tell(self, name: str, result: StepResult) -> None:
@@ -119,7 +119,7 @@ class Table(Starting):
             self._show()
             return
         now, evaluated = time.monotonic(), result.eval_loss is not None
-        due = now - self._said.get(name, -OFTEN) >= OFTEN  # always of its first step
+        due = now - self._said.get(name, -OFTEN) >= OFTEN  # always for the first step
         if due or self._runs[name].logs(result.step, evaluated):
             self._said[name] = now
             text = f"{name}  {result.step}/{result.total_steps}  epoch {result.epoch:.2f}"
@@ -135,7 +135,7 @@ class Table(Starting):
         self._live.update(self.table())
 
     def table(self) -> Any:
-        """The table as it stands."""
+        """The current table."""
         from rich.table import Table as RichTable
         from rich.text import Text
 

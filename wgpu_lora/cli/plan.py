@@ -1,4 +1,4 @@
-"""wgpu-lora plan: what a run would allocate, to the byte, without allocating it."""
+"""wgpu-lora plan: the memory of a run, to the byte, without allocating it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def plan(
     batch_tokens: BatchTokens = None,
     as_json: Json = False,
 ) -> int:
-    """Show the memory that a run would take.
+    """Show the memory that a run needs.
 
     The options are those of 'finetune'. Nothing is allocated.
     """
@@ -68,7 +68,7 @@ def plan(
     table.add_column("memory")
     table.add_column("bytes", justify="right")
     table.add_column("", justify="right")
-    sums = {"while training": memory.training, "while loading": memory.loading, "at the peak": memory.peak}
+    sums = {"during training": memory.training, "during loading": memory.loading, "at peak": memory.peak}
     rows = [*memory.groups.items(), *sums.items()]
     for name, nbytes in rows:
         table.add_row(name, f"{nbytes:,}", readable(nbytes))

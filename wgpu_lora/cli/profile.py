@@ -1,4 +1,4 @@
-"""wgpu-lora profile: which kernels a training step's time goes to."""
+"""wgpu-lora profile: the time of each kernel in a training step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 Run = Annotated[
     Path | None,
     typer.Option(
-        help="A finished run's directory, for its model, the size of its batches and its options; those given here "
-        "win.",
+        help="Directory of a finished run, for its model, batch size and options; options given here override them.",
         metavar="DIR",
     ),
 ]
@@ -32,27 +31,27 @@ def profile(
     model: Model = None,
     shape: Shape = None,
     layers: Layers = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of a row. [x>=2]")] = 512,
-    batch: Annotated[int, typer.Option(help="Rows of the step. [x>=1]")] = 1,
-    rank: Annotated[int, typer.Option(help="Rank of the adapter, on all linear layers. [x>=1]")] = 16,
+    tokens: Annotated[int, typer.Option(help="Tokens per row. [x>=2]")] = 512,
+    batch: Annotated[int, typer.Option(help="Rows per step. [x>=1]")] = 1,
+    rank: Annotated[int, typer.Option(help="LoRA rank, on all linear layers. [x>=1]")] = 16,
     base_dtype: BaseDtype = DEFAULT_FORMAT,
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Recompute activations in the backward pass.")
     ] = False,
-    rounds: Annotated[int, typer.Option(help="Steps that are measured. [x>=1]")] = 5,
-    by_shape: Annotated[bool, typer.Option("--by-shape", help="A line for every shape of a kernel.")] = False,
+    rounds: Annotated[int, typer.Option(help="Number of steps to measure. [x>=1]")] = 5,
+    by_shape: Annotated[bool, typer.Option("--by-shape", help="Show a line for every shape of a kernel.")] = False,
     trace: Annotated[str | None, typer.Option(help="Chrome trace file to write, for Perfetto.")] = None,
     device: Device = None,
     as_json: Json = False,
 ) -> int:
-    """Show which kernels a training step's time goes to.
+    """Show the time of each kernel in a training step.
 
-    Every kernel call is timed by itself, beside whole steps as they are trained.
+    Every kernel call is timed by itself; whole training steps are timed as well.
     """
     if rounds < 1:
         raise UserError(f"--rounds must be at least 1, not {rounds}.")
     if trace and not Path(trace).absolute().parent.is_dir():
-        raise UserError(f"The directory of --trace {trace} does not exist: make it first.")
+        raise UserError(f"The directory of --trace {trace} does not exist: create it first.")
     from wgpu_lora.bench.profile import SCHEMA, TrainedAs, described, profile_step, write_trace
     from wgpu_lora.bench.results import header
     from wgpu_lora.bench.step import TRAINING, TrainingStep, check_fits, chosen_model, own_words
@@ -67,7 +66,7 @@ def profile(
         args = trained.args
         work, model, device = _of_run(ctx, work, trained, model, shape), args.model, device or args.device
     opened = chosen_model(model, shape, layers, OpenedDevice(device), work["base_dtype"])
-    # Tilings of another device would say nothing here.
+    # Tilings of another device are of no use here.
     choices = trained.tilings if trained and opened.device.info.name == trained.device else {}
 
     def declared(of: LoadedModel) -> TrainingStep:
@@ -106,7 +105,7 @@ def profile(
 def _of_run(
     ctx: typer.Context, work: dict[str, Any], trained: TrainedAs, model: str | None, shape: str | None
 ) -> dict[str, Any]:
-    """The run's sizes, but for those that the command line gives."""
+    """The run's sizes, except for those given on the command line."""
     if model or shape:
         raise UserError(f"--run and {'--model' if model else '--shape'} are both given: leave one of them out.")
     args = trained.args
@@ -138,7 +137,7 @@ def _summary(found: Profile) -> None:
 
     spread = f" (steps vary by {found.step_spread / found.step_seconds:.0%})" if found.rounds > 1 else ""
     line("step", f"{duration(found.step_seconds)}{spread}, {speed(found.trained, found.tokens, found.step_seconds)}")
-    clock = "the device's timestamps" if found.clock == "timestamps" else "the host's clock, waiting included"
+    clock = "the device's timestamps" if found.clock == "timestamps" else "the host's clock, including waiting"
     text = f"{duration(found.attributed_seconds)}, each call timed alone by {clock}; shares are of this sum"
     line("kernels", text + ("" if found.attributed_share else "; together in a step they take less"))
     line("the rest", _rest(found))
@@ -152,5 +151,5 @@ def _rest(found: Profile) -> str:
         idle = found.step_seconds - found.device_seconds
         return f"{duration(idle)}, {found.host_share:.1%} of the step: the device waits for the host, or for data"
     if found.clock == "host":
-        return "not known: this device has no timestamps that would tell computing from waiting"
-    return "too little to measure: less than the steps vary"
+        return "not known: this device has no timestamps to separate computing from waiting"
+    return "too little to measure: less than the variation of the steps"

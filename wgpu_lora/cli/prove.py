@@ -1,4 +1,4 @@
-"""wgpu-lora prove: that it all happens on wgpu, shown on this machine."""
+"""wgpu-lora prove: evidence from this machine that everything runs on wgpu."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ COLOURS = {"passed": "green", "failed": "red", "not run": "bright_black"}
 def prove(
     recipe: Annotated[str, typer.Option(help=RECIPE, autocompletion=completion.RECIPE)] = "wgpu-proof",
     devices: Annotated[
-        str | None, typer.Option(help="Devices such as 0,1 (the first trains); left out, the first two different ones.")
+        str | None, typer.Option(help="Devices such as 0,1 (the first trains); default: the first two different ones.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Directory for it; one in use gets a number.")] = Path("proof"),
-    only: Annotated[str | None, typer.Option(help="Numbers of the checks to do, such as 1,6.")] = None,
+    out: Annotated[Path, typer.Option(help="Directory for the results; a number is added if it is in use.")] = Path(
+        "proof"
+    ),
+    only: Annotated[str | None, typer.Option(help="Numbers of the checks to run, such as 1,6.")] = None,
     require_discrete: Annotated[
-        int, typer.Option(help="Discrete GPUs that have to be used; with fewer, nothing is proven. [x>=0]")
+        int, typer.Option(help="Minimum number of discrete GPUs; with fewer, nothing is proven. [x>=0]")
     ] = 0,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 unless everything is proven.")] = False,
     allow_unconfined: AllowUnconfined = False,
 ) -> int:
     """Prove that training and inference happen on wgpu, without CUDA.
 
-    Nine checks in child processes; the exit code is 1 if any of them fails. One that cannot be done is 'not run',
-    and then nothing is called proven, which alone does not change the exit code: --strict makes it 1 then too. The
-    verdict names the devices and their kinds; --require-discrete asks for real GPUs.
+    Nine checks run in child processes; the exit code is 1 if any of them fails. A check that cannot run is 'not run',
+    and then nothing is called proven; by itself, that does not change the exit code, except with --strict. The verdict
+    names the devices and their kinds; --require-discrete demands real GPUs.
     """
     from wgpu_lora.proof.checks import CHECKS
     from wgpu_lora.proof.run import Interrupted
@@ -44,14 +46,14 @@ def prove(
     numbers = set()
     for text in only.split(",") if only else []:
         if not text.strip().isdecimal() or int(text) not in CHECKS:
-            raise UserError(f"--only {only} is not understood: give numbers from 1 to {max(CHECKS)}, such as 1,6.")
+            raise UserError(f"--only {only} is not valid: give numbers from 1 to {max(CHECKS)}, such as 1,6.")
         numbers.add(int(text))
     try:
         result = run(
             recipe, devices, out, numbers, allow_unconfined, lambda name: line("check", name), _said, require_discrete
         )
     except Interrupted as interrupted:
-        line("interrupted", f"what was done so far left its logs in {interrupted.directory}/logs/")
+        line("interrupted", f"the logs so far are in {interrupted.directory}/logs/")
         raise
     _table(result)
     line("written", f"{result.directory}/proof.html, proof.json and logs/")
@@ -60,7 +62,7 @@ def prove(
 
 
 def _said(check: Check) -> None:
-    line("", f"{check.finding.status} in {check.seconds:.1f} s: {check.finding.reason}")
+    line("", f"{check.status} in {check.seconds:.1f} s: {check.reason}")
 
 
 def _table(result: Result) -> None:
@@ -74,11 +76,10 @@ def _table(result: Result) -> None:
     table.add_column("check", no_wrap=True)
     table.add_column("result", no_wrap=True)
     table.add_column("seconds", justify="right")
-    table.add_column("what was found", overflow="fold")
+    table.add_column("finding", overflow="fold")
     for check in result.checks:
-        if check.finding.reason == LEFT_OUT:
-            continue  # the verdict names it
-        status = check.finding.status
-        seconds, reason = f"{check.seconds:.1f}", Text(check.finding.reason)
-        table.add_row(str(check.number), check.name, Text(status, COLOURS[status]), seconds, reason)
+        if check.reason == LEFT_OUT:
+            continue  # named in the verdict
+        status, seconds = Text(check.status, COLOURS[check.status]), f"{check.seconds:.1f}"
+        table.add_row(str(check.number), check.name, status, seconds, Text(check.reason))
     console().print(table)

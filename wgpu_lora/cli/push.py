@@ -13,22 +13,24 @@ from wgpu_lora.cli.console import console, line
 
 def push(
     directory: Annotated[Path, typer.Argument(help="Directory of an adapter, a model or a GGUF file.", metavar="DIR")],
-    repo: Annotated[str, typer.Argument(help="OWNER/NAME; made where there is none.")],
+    repo: Annotated[str, typer.Argument(help="OWNER/NAME; created if it does not exist.")],
     public: Annotated[
-        bool, typer.Option("--public/--private", help="Whether everybody sees a repository that is made.")
+        bool, typer.Option("--public/--private", help="Visibility of a repository that is created.")
     ] = False,
     include: Annotated[
-        list[str] | None, typer.Option(help="Send only files whose path matches this pattern; may be repeated.")
+        list[str] | None, typer.Option(help="Upload only files whose path matches this pattern; may be repeated.")
     ] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="Leave these out; may be repeated, and wins.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go, and send nothing.")] = False,
+    exclude: Annotated[
+        list[str] | None, typer.Option(help="Leave out matching files; may be repeated, and overrides --include.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be uploaded.")] = False,
 ) -> int:
-    """Send an adapter or a model to the Hugging Face hub.
+    """Upload an adapter or a model to the Hugging Face hub.
 
-    What goes is what others load, by exact names: weights, configuration, tokenizer, card and licence; --dry-run says
-    why each file does. --include sends what it matches instead, as `hf buckets sync` has it ('*' stands for anything,
-    slashes too), and a run's own state (checkpoints, run.json, log.jsonl) only if the pattern names it, as run.json
-    does.
+    By default, the files needed to load it are uploaded, by exact names: weights, configuration, tokenizer, model card
+    and licence; --dry-run states the reason for each file. --include uploads matching files instead, with the patterns
+    of `hf buckets sync` ('*' matches anything, including slashes); a run's own state (checkpoints, run.json, log.jsonl)
+    is only included if the pattern names it, as run.json does.
     """
     from rich.table import Table
     from rich.text import Text
@@ -44,7 +46,7 @@ def push(
         line("note", note)
     if not dry_run:
         address = send(upload, repo, private=not public)
-        line("sent", f"{upload.kind}, {upload.nbytes:,} bytes: {address}")
+        line("uploaded", f"{upload.kind}, {upload.nbytes:,} bytes: {address}")
         return 0
     table = Table(box=None, pad_edge=False)
     table.add_column("file")
@@ -53,11 +55,11 @@ def push(
     for name, (_, size) in upload.files.items():
         table.add_row(Text(printable(name)), f"{size:,}", Text(printable(upload.reasons[name])))
     if upload.card:
-        table.add_row(CARD, f"{len(upload.card.encode()):,}", "model card, made as there is none")
+        table.add_row(CARD, f"{len(upload.card.encode()):,}", "model card, generated since there is none")
     console().print(table)
     made = "public" if public else "private"
     line(
         "dry run",
-        f"{upload.kind} in {directory} to {repo} ({made} if it is made), {upload.nbytes:,} bytes; nothing was sent",
+        f"{upload.kind} in {directory} to {repo} ({made} if created), {upload.nbytes:,} bytes; nothing was uploaded",
     )
     return 0

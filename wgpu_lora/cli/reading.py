@@ -1,4 +1,4 @@
-"""Messages from a keyboard or a pipe: lines, lines that go on, blocks; and the history of a keyboard."""
+"""Reading messages from a terminal or a pipe: lines, continued lines and blocks; and the input history."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from wgpu_lora.cli.console import is_terminal
 from wgpu_lora.errors import UserError
 
 QUOTES = '"""'
-REMEMBERED = 1000  # lines of the history
+REMEMBERED = 1000  # lines in the history
 
 
 class Reader:
-    """Reads messages from stdin, with a prompt and line editing where somebody types them."""
+    """Reads messages from stdin, with a prompt and line editing on a terminal."""
 
     def __init__(self) -> None:
         self.typed = is_terminal(sys.stdin)
-        self.begun = False  # whether a part of a message has been typed
+        self.begun = False  # whether part of a message has been typed
         self._history = History() if self.typed else None
 
     def read(self) -> str | None:
         """The next message; None at the end of the input.
 
-        A line that ends with a backslash goes on in the next one; three quotes begin a block that three quotes end.
+        A line that ends with a backslash continues on the next one; three quotes begin and end a block.
 
         Raises:
-            UserError: what is piped is not UTF-8, or a block has no end. KeyboardInterrupt, EOFError: as typed.
+            UserError: piped input is not UTF-8, or a block is not closed. KeyboardInterrupt, EOFError: as typed.
         """
         self.begun = False
         line = self._line("> ")
@@ -58,7 +58,7 @@ class Reader:
             lines.append(line)
             more = self._line(". ")
             if more is None:
-                raise UserError(f"A block that begins with {QUOTES} has no end: end it with {QUOTES}.")
+                raise UserError(f"A block that begins with {QUOTES} is not closed: end it with {QUOTES}.")
             line = more
 
     def _line(self, prompt: str) -> str | None:
@@ -70,16 +70,16 @@ class Reader:
         except EOFError:
             return None
         except UnicodeDecodeError:
-            raise UserError("The input is not valid UTF-8: write its characters out, or save it as UTF-8.") from None
+            raise UserError("The input is not valid UTF-8: convert it to UTF-8.") from None
 
     def _ask(self, prompt: str) -> str:
-        if not is_terminal(sys.stdout):  # what is written is for somebody else
+        if not is_terminal(sys.stdout):  # the output is redirected
             print(prompt, end="", file=sys.stderr, flush=True)
             prompt = ""
         return input(prompt)
 
     def started(self) -> bool:
-        """Whether what Ctrl-C interrupted was more than an empty line."""
+        """Whether Ctrl-C interrupted a message, not just an empty line."""
         return self.begun or bool(self._history and self._history.typing())
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class Reader:
 
 @contextmanager
 def unmarked() -> Iterator[None]:
-    """Keeps what is typed meanwhile, ^C too, out of what is written; the next prompt shows it."""
+    """Do not echo typed keys, including ^C, into the output; the next prompt shows them."""
     try:
         import termios
     except ImportError:  # Windows
@@ -98,11 +98,11 @@ def unmarked() -> Iterator[None]:
     try:
         number = sys.stdin.fileno()
         before = termios.tcgetattr(number)
-    except (OSError, ValueError, termios.error):  # no terminal
+    except (OSError, ValueError, termios.error):  # not a terminal
         yield
         return
     changed = [*before]
-    changed[3] = changed[3] & ~termios.ECHO | termios.NOFLSH  # Ctrl-C throws away nothing that was written
+    changed[3] = changed[3] & ~termios.ECHO | termios.NOFLSH  # Ctrl-C does not discard pending output
     termios.tcsetattr(number, termios.TCSANOW, changed)
     try:
         yield
@@ -112,7 +112,7 @@ def unmarked() -> Iterator[None]:
 
 
 class History:
-    """Earlier lines for the arrow keys, in a file that only its owner can read; nothing without readline."""
+    """Earlier lines for the arrow keys, in a file that only its owner can read; does nothing without readline."""
 
     def __init__(self) -> None:
         self._readline = _readline()
@@ -125,7 +125,7 @@ class History:
         return self._readline.get_line_buffer() if self._readline else ""
 
     def save(self) -> None:
-        """What cannot be written is no reason to fail: it is a convenience."""
+        """Save the history, ignoring errors: it is only a convenience."""
         if not self._readline:
             return
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""wgpu-lora recipes: which there are, what they say, and synthetic rows for those that name no data."""
+"""wgpu-lora recipes: the bundled recipes, and synthetic rows for those that name no data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.words import counted
 
 recipes = typer.Typer(
-    cls=Group, name="recipes", help="Training set-ups that come with the package.", rich_markup_mode=None
+    cls=Group, name="recipes", help="Training set-ups included in the package.", rich_markup_mode=None
 )
 
 
@@ -27,7 +27,7 @@ def list_recipes() -> int:
 
     table = Table(box=None, pad_edge=False)
     table.add_column("recipe", no_wrap=True)
-    table.add_column("what it is")
+    table.add_column("description")
     for path in sorted(Path(str(asset_dir("recipes"))).glob("*.toml")):
         table.add_row(path.stem, path.read_text(encoding="utf-8").splitlines()[0].lstrip("# "))
     console().print(table)
@@ -36,9 +36,9 @@ def list_recipes() -> int:
 
 @recipes.command("show", cls=Command)
 def show(
-    name: Annotated[str, typer.Argument(help="A bundled recipe's name, or a path.", autocompletion=RECIPE)],
+    name: Annotated[str, typer.Argument(help="Name of a bundled recipe, or a path.", autocompletion=RECIPE)],
 ) -> int:
-    """Print a recipe, with what it reproduces and needs."""
+    """Print a recipe, with what it reproduces and what it needs."""
     from wgpu_lora.train.recipes import find_recipe, recipe_arguments
 
     path = find_recipe(name)
@@ -49,10 +49,10 @@ def show(
 
 @recipes.command("data", cls=Command)
 def data(
-    name: Annotated[str, typer.Argument(help="A recipe that has a generator: hive-mind-0.5b.")],
-    output: Annotated[Path, typer.Argument(help="The JSONL file to write; it must be new.")],
-    rows: Annotated[int, typer.Option(help="How many. [x>=1]")] = 1500,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    name: Annotated[str, typer.Argument(help="Recipe with a generator: hive-mind-0.5b.")],
+    output: Annotated[Path, typer.Argument(help="JSONL file to write; it must not exist yet.")],
+    rows: Annotated[int, typer.Option(help="Number of rows. [x>=1]")] = 1500,
+    seed: Annotated[int, typer.Option(help="Seed of the generator.")] = 0,
 ) -> int:
     """Write synthetic training rows for a recipe."""
     from wgpu_lora.data.synthetic import GENERATORS, write_rows

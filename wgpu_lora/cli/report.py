@@ -15,15 +15,15 @@ def report(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            help="Output directories of finished runs, or a pipeline's, for all of its adapters.", metavar="DIR"
+            help="Output directories of finished runs, or of a pipeline, for all of its adapters.", metavar="DIR"
         ),
     ],
     output: Annotated[Path, typer.Option(help="Directory for the page, report.html.")] = Path("report"),
 ) -> int:
     """Compare finished runs on one page.
 
-    What differs between them, losses, learning rate, gradient norm, speed, memory and, where profile.json lies beside a
-    run, the kernels' times, in one self-contained HTML file. Prints a Markdown line for each run.
+    A self-contained HTML file shows the differences between the runs, their losses, learning rate, gradient norm, speed
+    and memory and, if there is a profile.json beside a run, the times of its kernels. Prints a Markdown line per run.
     """
     from wgpu_lora.report.facts import summary
     from wgpu_lora.report.members import directories_of, left_out
@@ -36,6 +36,6 @@ def report(
         print(printable(summary(run), "\n"), flush=True)
     others = left_out([place for directory in runs for place in directories_of(directory)])
     if others:
-        line("note", f"trained together with these, and not given: {', '.join(map(str, others))}")
+        line("note", f"trained together with these, but not given: {', '.join(map(str, others))}")
     line("report", str(page))
     return 0

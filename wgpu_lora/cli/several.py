@@ -1,4 +1,4 @@
-"""What generate and evaluate show of several adapters, by name."""
+"""Output of generate and evaluate for several adapters, by name."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def as_rows(found: Mapping[str, Any], adapters: Mapping[str, Path]) -> list[dict[str, Any]]:
-    """For JSON: what one adapter alone gives, with its name and directory; the base has none."""
+    """Rows for JSON: each adapter's result with its name and directory; the base has none."""
     directories = {name: str(directory) for name, directory in adapters.items()}
     return [{"name": name, "adapter": directories.get(name), **asdict(value)} for name, value in found.items()]
 
 
 def show_answers(answers: Mapping[str, Answer]) -> None:
-    """A panel for each on a terminal; else blocks under their names."""
+    """Print the answers, in panels on a terminal, else in blocks under their names."""
     if not is_terminal(sys.stdout):
         print("\n\n".join(f"== {name} ==\n{answer.text}" for name, answer in answers.items()), flush=True)
         return

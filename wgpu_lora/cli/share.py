@@ -1,4 +1,4 @@
-"""wgpu-lora share: who holds how much of each device's memory, and mending that record."""
+"""wgpu-lora share: which processes hold how much of each device's memory, and repairs of that record."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 share = typer.Typer(
     cls=Group,
     name="share",
-    help="See and mend who holds how much of each device's memory.",
+    help="Show and repair the record of who holds how much of each device's memory.",
     rich_markup_mode=None,
     invoke_without_command=True,
 )
@@ -36,20 +36,20 @@ def _root(ctx: typer.Context) -> None:
 
 @share.command(cls=Command)
 def status(as_json: Json = False) -> None:
-    """Show each device's budget, what is held of it, and who waits."""
+    """Show each device's budget, the memory held, and who is waiting."""
     from wgpu_lora.gpu.devices import list_devices
     from wgpu_lora.share import Budget, Ledger, budget_bytes, device_key, device_memory
 
     found: dict[Path, DeviceInfo | None] = {}
     listed = list_devices()
-    for one in listed:  # a device that several drivers list is one
+    for one in listed:  # several drivers may list the same device
         found.setdefault(Ledger(device_key(one, listed)).path, one)
     for ledger in Ledger.all():
         found.setdefault(ledger.path, None)
     devices = []
     for path, info in found.items():
         entries = Ledger(path.stem).read()
-        budget = budget_bytes(info) if info else Budget(None, "no device of this name is here now")
+        budget = budget_bytes(info) if info else Budget(None, "no device of this name is present")
         memory = device_memory(info) if info else None
         leases, queue = ([e for e in entries if e.holds is holds] for holds in (True, False))
         devices.append(
@@ -58,7 +58,7 @@ def status(as_json: Json = False) -> None:
                 "ledger": str(path),
                 "budget": budget.bytes,
                 "source": budget.source,
-                "free_now": memory.free if memory else None,  # of all programs on the machine
+                "free_now": memory.free if memory else None,  # with all programs on the machine
                 "held": sum(e.bytes for e in leases if e.here and not e.dead),
                 "leases": [_facts(e) for e in leases],
                 "queue": [_facts(e) for e in queue],
@@ -73,42 +73,42 @@ def status(as_json: Json = False) -> None:
 
 @share.command(cls=Command)
 def release(
-    lease: Annotated[str | None, typer.Argument(metavar="ID", help="Lease, as 'status' names it.")] = None,
-    dead: Annotated[bool, typer.Option("--dead", help="Everything whose process has ended.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Even though its process is alive.")] = False,
+    lease: Annotated[str | None, typer.Argument(metavar="ID", help="Lease id, as shown by 'status'.")] = None,
+    dead: Annotated[bool, typer.Option("--dead", help="All leases whose processes have ended.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Even if its process is alive.")] = False,
 ) -> None:
-    """Free what a process holds that has ended.
+    """Release the memory of a process that has ended.
 
-    With --force, also what one holds that is alive, but no longer uses the device.
+    With --force, also that of a process that is alive but no longer uses the device.
 
-    What dead processes of this machine held is also freed by whoever asks for memory next.
+    Memory of dead processes on this machine is also released automatically at the next request for memory.
     """
     from wgpu_lora.share import Ledger
 
     if (lease is None) is not dead:
-        raise UserError("Say what to release: either an id, as 'wgpu-lora share status' shows them, or --dead.")
+        raise UserError("Give either a lease id, as shown by 'wgpu-lora share status', or --dead.")
     found = [(ledger, e) for ledger in Ledger.all() for e in ledger.read() if (e.dead if dead else e.id == lease)]
     if lease and not found:
-        raise UserError(f"There is no lease '{lease}': 'wgpu-lora share status' shows those that there are.")
+        raise UserError(f"There is no lease '{lease}': 'wgpu-lora share status' lists the leases.")
     for ledger, entry in found:
         if not entry.dead and not entry.holds:
-            raise UserError(f"'{lease}' holds nothing, it waits: end {entry.who} to take it from the queue.")
+            raise UserError(f"'{lease}' holds no memory but is waiting: end {entry.who} to remove it from the queue.")
         if not entry.dead and not force:
             raise UserError(
-                f"'{lease}' is held by the living {entry.who}: end that process, or say --force if it no longer uses "
+                f"'{lease}' belongs to {entry.who}, which is alive: end it, or use --force if it no longer uses "
                 "the device."
             )
-        with ledger.changing() as entries:  # which drops the dead
-            # What lives stays listed, at no bytes: were it gone, its owner's next renewal would bring it back.
+        with ledger.changing() as entries:  # drops the dead
+            # A live lease stays listed with 0 bytes: if it were removed, its owner's next renewal would restore it.
             entries[:] = [replace(e, bytes=0) if e.id == entry.id else e for e in entries]
         line("released", f"{counted(entry.bytes, 'byte')} of {entry.who}")
     if not found:
-        line("released", "nothing: every process is alive")
+        line("released", "nothing: all processes are alive")
 
 
 @share.command(cls=Command)
 def repair() -> None:
-    """Rebuild damaged ledgers from what can be read of them.
+    """Rebuild damaged ledgers from their readable parts.
 
     A damaged file is kept beside the new one.
     """

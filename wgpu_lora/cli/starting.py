@@ -1,4 +1,4 @@
-"""What a run shows before its first step: what it has to time on this device, and its weights as they load."""
+"""Output of a run before its first step: what is tuned on this device, and the loading of weights."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ if TYPE_CHECKING:
 
 
 def describe_tuning(job: Job[Any]) -> None:
-    """A line, where kernels have yet to be timed."""
+    """Print a line if kernels remain to be tuned."""
     tuner = job.tuner()
     tuning = tuner.outlook(job.session.programs()) if tuner else None
     if tuning and tuning.sizes:
         known = tuning.expected
         takes = f"at most {duration(tuning.limit)}" if known is None else f"about {duration(known)}"
         sizes = counted(tuning.sizes, "kernel size")
-        line("tuning", f"{sizes} to be timed on this device, once: {takes}, before the first step")
+        line("tuning", f"{sizes} will be timed on this device, once: {takes}, before the first step")
 
 
 class Starting(Events):
-    """Bars of tuning and of loading, one after the other, and then what `ready` shows."""
+    """Bars of tuning and of loading, one after the other, then what `ready` shows."""
 
     def __init__(self, job: Job[Any]):
         self._left = job.session.model.tensors_to_load()
         self._bar: Bar | None = None
 
     def ready(self) -> None:
-        """Called when the weights are loaded: the first step compiles its kernels, which takes a while."""
+        """Called when the weights are loaded; the first step compiles its kernels, which takes a while."""
 
     def waiting(self, place: int, holders: Sequence[str], seconds: float) -> None:
-        held = ", ".join(holders) or "nobody"
+        held = ", ".join(holders) or "other programs"
         line("waiting", f"place {place} in the queue, {seconds:.0f} s so far; the device's memory is held by {held}")
 
     def tuning(self, tuning: Tuning) -> None:
         if tuning.over:
             self.close()
             rest = tuning.sizes - tuning.sizes_done
-            kept = f"; the other {rest:,}, of the least work, keep their defaults" if rest > 0 else ""
+            kept = f"; the other {rest:,}, with the least work, keep their defaults" if rest > 0 else ""
             line("tuned", f"{counted(tuning.sizes_done, 'kernel size')} in {duration(tuning.seconds)}{kept}")
             if not self._left:
                 self.ready()
@@ -62,7 +62,7 @@ class Starting(Events):
             self.ready()
 
     def evaluating(self, evaluating: Evaluating) -> None:
-        """A bar while a held-out loss is measured; the one before the first step has a line."""
+        """A bar while a held-out loss is measured, and a line for the one before the first step."""
         mark = f"{evaluating.adapter}: " if evaluating.adapter else ""
         if evaluating.loss is not None:
             self.close()

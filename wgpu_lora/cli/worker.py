@@ -1,4 +1,4 @@
-"""wgpu-lora worker: any job as a child of another program."""
+"""wgpu-lora worker: run a job as a child process of another program."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ def worker(
 ) -> int:
     """Run a job for another program, with JSON lines as output.
 
-    A job is {"job": KIND, "options": {...}}: finetune, evaluate, generate, import, bench, bench-training or step, with
-    their options by name. Each event is an object on a line of standard output; the last is 'result' or 'error'.
+    A job is {"job": KIND, "options": {...}}: finetune, evaluate, generate, import, bench, bench-training or step, each
+    with its options by name. Each event is a JSON object on a line of standard output; the last one is 'result' or
+    'error'.
     """
     from wgpu_lora.worker.child import work
 

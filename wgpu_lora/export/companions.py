@@ -1,4 +1,4 @@
-"""What a model directory of Hugging Face holds beside its weights, from a GGUF file."""
+"""Writes the config and tokenizer of a GGUF file in the form of a Hugging Face model directory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from wgpu_lora.models.gguf import config_fields, read_config
 
 
 def write_companions(path: Path, tokenizer: Tokenizer | None, directory: Path) -> None:
-    """Writes config.json and, where there is one, the tokenizer's files.
+    """Writes config.json and the tokenizer's files, if there is a tokenizer.
 
     Raises:
-        UserError: the file says something that config.json cannot.
+        UserError: config.json cannot express the GGUF file's metadata.
     """
     header = read_header(path)
     config = read_config(header)

@@ -1,4 +1,4 @@
-"""An adapter alone as a GGUF file, which llama.cpp adds to a base that it has loaded."""
+"""Writes an adapter as a GGUF file, which llama.cpp applies to a base model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from wgpu_lora.models.gguf import gguf_names
 
 
 def export_adapter(model: Path, adapter: Path, output: Path) -> Written:
-    """Writes an adapter's factors in float32; of the model, which may be packed, only the config is read.
+    """Writes an adapter's factors in float32. Only the config of `model` is read.
 
     Raises:
-        UserError: the model's config or the adapter cannot be read, they do not fit, or `output` exists.
+        UserError: the config or the adapter cannot be read, they do not fit, or `output` exists.
     """
     refuse_existing(output)
     config = config_of(model)
@@ -30,8 +30,8 @@ def export_adapter(model: Path, adapter: Path, output: Path) -> Written:
     alpha = np.float32(adapter_config.lora_alpha)
     form, names, tensors, count = config.gguf(), gguf_names(config), Tensors(), 0
     for own, (a, b) in scaled_factors(adapter, config, model).items():
-        # llama.cpp multiplies B A by the one alpha over A's rows. Ours may be another number, by rsLoRA or patterns,
-        # so B comes scaled already and the quotient is taken out of it again.
+        # llama.cpp multiplies B A by alpha / rank, with the same alpha for all modules. This adapter's scaling may
+        # differ (rsLoRA, patterns), so B is stored scaled and divided by alpha / rank.
         factor_b = b * np.float32(len(a) / alpha)
         heads = config.parameters[own].gguf_heads
         factor_b = to_neighbours(factor_b, heads) if heads else factor_b

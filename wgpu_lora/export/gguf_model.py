@@ -1,4 +1,4 @@
-"""A model as a GGUF file, with or without an adapter merged into it, written tensor by tensor."""
+"""Writes a model as a GGUF file, optionally with an adapter merged, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from wgpu_lora.models.gguf import gguf_names
 
 @dataclass(frozen=True)
 class Written:
-    """What an export came to: the file's bytes, its tensors' bytes and values, and what llama.cpp does otherwise."""
+    """The result of an export: bytes of the file and of its tensors, number of values, and notes on llama.cpp."""
 
     nbytes: int
     tensor_nbytes: int
@@ -45,16 +45,18 @@ def export_model(
     name: str | None = None,
     progress: Callable[[str], None] = lambda name: None,
 ) -> Written:
-    """Writes a model that llama.cpp loads.
+    """Writes a model for llama.cpp.
 
     Args:
-        model: its directory, in full precision, or a GGUF file, whose types are decoded.
-        adapter: a PEFT directory, merged as `merge` does.
-        kind: one of `mix.FILE_TYPES`. name: general.name; the directory's own where there is none.
+        model: a directory in full precision, or a GGUF file, which is decoded.
+        adapter: a PEFT directory to merge.
+        kind: one of `mix.FILE_TYPES`.
+        name: general.name; by default, the name of the directory.
         progress: called with each tensor's name once it is written.
 
     Raises:
-        UserError: something cannot be read, does not fit, or has no counterpart in llama.cpp; `output` exists.
+        UserError: a file cannot be read, the adapter does not fit, llama.cpp does not support the model, or `output`
+            exists.
     """
     if kind not in mix.FILE_TYPES:
         raise UserError(f"--quantize {kind} is not known: choose one of {', '.join(mix.FILE_TYPES)}.")
@@ -97,15 +99,15 @@ def export_model(
 
 
 def check_expressible(config: ModelConfig, model: Path) -> None:
-    """UserError where llama.cpp would not load the model, or compute something else."""
+    """Raises UserError if llama.cpp would not load the model, or compute something else."""
     form = config.gguf()
     reason = form.refusal(config)
     if reason:
-        raise UserError(f"{model} has {reason}, which llama.cpp's {form.name} has not: write it with merge instead.")
+        raise UserError(f"{model} has {reason}, which llama.cpp's {form.name} does not support: write it with merge.")
 
 
 def _write_general(writer: GGUFWriter, name: str, file_type: LlamaFileType, parameters: int, finetune: str) -> None:
-    """general.*: what the file is; `finetune` names the adapter, or is empty."""
+    """Writes the metadata general.*; `finetune` is the name of the adapter, or empty."""
     writer.add_type("model")
     writer.add_name(name)
     writer.add_finetune(finetune)
@@ -115,6 +117,6 @@ def _write_general(writer: GGUFWriter, name: str, file_type: LlamaFileType, para
 
 
 def _check_range(values: np.ndarray, name: str, target: GGMLQuantizationType) -> None:
-    """UserError where a value is beyond the 16-bit floats that all types but F32 are made of."""
+    """Raises UserError if a value is out of the range of f16, which all types except F32 are based on."""
     if target != GGMLQuantizationType.F32 and np.abs(values).max(initial=0) > F16_MAX:
-        raise UserError(f"{name} has values beyond {F16_MAX:,.0f}, the most of a GGUF matrix: write it with merge.")
+        raise UserError(f"{name} has values beyond {F16_MAX:,.0f}, the limit of a GGUF matrix: write it with merge.")

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer as a GGUF file states it: tokens, kinds, merges or scores, special ids, chat templates."""
+"""Converts a tokenizer to GGUF's metadata: tokens, types, merges or scores, special ids, chat templates."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.tokens.pretokenizers import Splitting, merges_of, splitting_of
 
-# llama.cpp ends a generation at these wherever they are in a vocabulary.
+# llama.cpp stops at these tokens if they are in the vocabulary.
 KNOWN_ENDS = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "</s>", "<|eom_id|>", "<|end_of_text|>"}
-# The training mask of a template, which other readers of templates do not know; a comment trims the same spaces.
+# The training mask of a chat template, which llama.cpp does not know. A comment trims the same spaces.
 _GENERATION = re.compile(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}")
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 @dataclass
 class Vocabulary:
-    """The content of tokenizer.ggml.*; `scores` where the tokenizer is SentencePiece's, else `merges`.
+    """The content of tokenizer.ggml.*, with `scores` for SentencePiece tokenizers and `merges` for others.
 
-    `notes` say what llama.cpp does otherwise.
+    notes: on tokens and stops that differ in llama.cpp.
     """
 
     splitting: Splitting
@@ -42,10 +42,13 @@ class Vocabulary:
 
 
 def read_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig, model: Path) -> Vocabulary:
-    """The tokenizer of a model, with tokens for every row of its embedding; `model` is where it lies.
+    """The vocabulary of a model, with a token for every row of its embedding.
+
+    Args:
+        model: path of the model, for errors.
 
     Raises:
-        UserError: there is none, or it is one that llama.cpp does not have.
+        UserError: the model has no tokenizer, or llama.cpp does not support it.
     """
     if tokenizer is None:
         raise UserError(
@@ -67,7 +70,7 @@ def read_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig, model: Pat
     for id in range(config.vocab_size):
         text = texts.get(id, f"[PAD{id}]")
         kind = _kind(id, text, added, splitting, unknown) if id in texts else TokenType.UNUSED
-        # A person writes these with spaces, and llama.cpp looks for what a person writes.
+        # llama.cpp matches these tokens in the text, which has spaces.
         found.tokens.append(text.replace("▁", " ") if kind == TokenType.USER_DEFINED else text)
         found.kinds.append(int(kind))
     pairs = merges_of(bpe)
@@ -78,7 +81,7 @@ def read_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig, model: Pat
         found.scores = _scores(found.tokens, pairs)
     trimming = [token["content"] for token in added.values() if token.get("lstrip") or token.get("rstrip")]
     if trimming:
-        found.notes.append(f"llama.cpp keeps spaces beside {', '.join(trimming[:3])}, which this tokenizer drops.")
+        found.notes.append(f"llama.cpp keeps spaces next to {', '.join(trimming[:3])}, which this tokenizer removes.")
     found.templates = {
         "default" if name == "chat_template.jinja" else Path(name).stem: _GENERATION.sub(r"{#\1 \2#}", source)
         for name, source in files.items()
@@ -96,7 +99,7 @@ def _kind(id: int, text: str, added: dict[int, Any], splitting: Splitting, unkno
             return TokenType.BYTE
     if id not in added:
         return TokenType.NORMAL
-    # Some models' own marks are not declared special; llama.cpp's converter takes them for it too.
+    # Not all models declare their markers as special; llama.cpp's converter does not rely on it either.
     if added[id].get("special") or (text.startswith("<|") and text.endswith("|>")):
         return TokenType.CONTROL
     return TokenType.USER_DEFINED
@@ -106,12 +109,12 @@ def _check_bytes(vocabulary: dict[str, int], where: str) -> None:
     missing = [text for text in (f"<0x{byte:02X}>" for byte in range(256)) if text not in vocabulary]
     if missing:
         raise UserError(
-            f"{where} has no token {missing[0]}, and llama.cpp needs one for every byte: use another model."
+            f"{where} has no token {missing[0]}, but llama.cpp needs one for every byte: use another model."
         )
 
 
 def _scores(tokens: list[str], pairs: list[list[str]]) -> list[float]:
-    """llama.cpp joins the pair whose whole scores best: a token scores by the rank of the first merge that makes it."""
+    """Scores of tokens for llama.cpp, which merges the pair whose token scores highest: minus the rank of its merge."""
     ranks: dict[str, int] = {}
     for left, right in pairs:
         ranks.setdefault(left + right, len(ranks))
@@ -119,7 +122,7 @@ def _scores(tokens: list[str], pairs: list[list[str]]) -> list[float]:
 
 
 def _describe(found: Vocabulary, tokenizer: Tokenizer, unknown: int | None) -> None:
-    """Special ids, and what is put around a text."""
+    """Sets special ids, and the tokens added before and after a text."""
     bare, whole = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=True)
     opening = tokenizer.opening
     closing = whole[len(opening) + len(bare) :]
@@ -129,10 +132,10 @@ def _describe(found: Vocabulary, tokenizer: Tokenizer, unknown: int | None) -> N
     found.special = {name: id for name, id in ids.items() if id is not None and id < count}
     found.add_bos, found.add_eos = bool(opening), bool(closing)
     if opening not in ([], [bos]) or closing not in ([], [tokenizer.eos_id]):
-        found.notes.append("the tokenizer puts more around a text than a bos and an eos, which llama.cpp does not.")
+        found.notes.append("the tokenizer adds tokens other than bos and eos to a text, which llama.cpp does not.")
     eos = found.special.get("eos")
     ends = sorted(id for id in tokenizer.stop_ids if id != eos and id < count)
-    # The end of a turn first: it is the one that a template writes.
+    # The end of a turn first, since that is what chat templates use.
     template = "".join(found.templates.values())
     ends.sort(key=lambda id: found.tokens[id] not in template)
     if ends and found.tokens[ends[0]] in template:
@@ -144,7 +147,7 @@ def _describe(found: Vocabulary, tokenizer: Tokenizer, unknown: int | None) -> N
         found.special["eom"] = more.pop(0)
     if more:
         texts = ", ".join(found.tokens[id] for id in more)
-        found.notes.append(f"llama.cpp does not stop at {texts}: name these to it as stop words.")
+        found.notes.append(f"llama.cpp does not stop at {texts}: pass them as stop strings.")
 
 
 def write_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary) -> None:

@@ -1,4 +1,4 @@
-"""W + scale B A: an adapter merged into its base, written as a model of its own, never held whole."""
+"""Merges an adapter into its base, W + scale B A, and writes the model tensor by tensor."""
 
 from __future__ import annotations
 
@@ -27,19 +27,21 @@ PIECE = 8 << 20  # values in memory at a time
 
 
 class MergedModel:
-    """A model's tensors with an adapter's products added, as float32 rows, a few at a time.
+    """A model's tensors with an adapter's products added, read as float32, a few rows at a time.
 
-    The model is a directory or a GGUF file, whose values are then what its types decode to.
+    Args:
+        model: a directory, or a GGUF file, which is decoded.
+        adapter: a PEFT directory.
 
     Raises:
-        UserError: the model or the adapter cannot be read, they do not fit, or the model is packed; in reading, a value
-            is not finite.
+        UserError: a file cannot be read, the adapter does not fit, the model is stored in NF4, or, while reading, a
+            value is not finite.
     """
 
     def __init__(self, model: Path, adapter: Path | None = None):
         self.config = config_of(model)
         if self.config.packed:
-            raise UserError(f"The linears of {model} are stored in NF4: name the model that it was made from.")
+            raise UserError(f"The linear layers of {model} are stored in NF4: give the model in full precision.")
         files = read_model(model)
         self.tokenizer = files.tokenizer
         self._checkpoint = files.checkpoint
@@ -47,9 +49,9 @@ class MergedModel:
         self.shapes = self.config.parameter_shapes()
 
     def pieces(self, name: str, multiple: int = 1) -> Iterator[np.ndarray]:
-        """The tensor's rows in order, float32 [rows, ...], whose counts are multiples of `multiple` but for the last.
+        """Yields the tensor's rows in order, float32 [rows, ...], a multiple of `multiple` at a time.
 
-        A tensor of one dimension comes whole.
+        A one-dimensional tensor is yielded as a whole.
         """
         shape = self.shapes[name]
         if len(shape) == 1:
@@ -63,20 +65,20 @@ class MergedModel:
             values = self._checkpoint.read_f32(name, start, stop)
             if name in self._deltas:
                 a, b = self._deltas[name]
-                with np.errstate(over="ignore", invalid="ignore"):  # said below
+                with np.errstate(over="ignore", invalid="ignore"):  # check_finite reports it
                     values = values + b[start:stop] @ a
             check_finite(values, name)
             yield values
 
 
 def check_finite(values: np.ndarray, name: str) -> None:
-    """UserError where a value is no number, or no finite one."""
+    """Raises UserError if a value is NaN or infinite."""
     if not np.isfinite(values).all():
         raise UserError(f"{name} has values that are not finite: train the adapter again, or use another model.")
 
 
 def scaled_factors(adapter: Path, config: ModelConfig, model: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """By the name of the weight that it is added to, an adapter's A [r, in] and scale B [out, r].
+    """An adapter's A [r, in] and scale B [out, r], by the name of the weight that they are merged into.
 
     Raises:
         UserError: the adapter cannot be read, or does not fit the model.
@@ -97,15 +99,16 @@ def merge_adapter(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     name: str | None = None,
 ) -> None:
-    """Writes base plus adapter, as computed in float32, into a Hugging Face directory that transformers loads.
+    """Writes base plus adapter, computed in float32, as a Hugging Face model directory.
 
     Args:
-        model: the base's directory, in full precision, or its GGUF file. dtype: bf16, f16 or f32, of every tensor.
-        progress: called with each tensor's name once it is written. name: of the base in the model card, a hub id say.
+        model: the base: a directory in full precision, or a GGUF file.
+        dtype: bf16, f16 or f32, of every tensor.
+        progress: called with each tensor's name once it is written.
+        name: of the base in the model card, such as a hub id.
 
     Raises:
-        UserError: the model or the adapter cannot be read, they do not fit, `output` is in use, or a value is beyond
-            f16's range.
+        UserError: a file cannot be read, the adapter does not fit, `output` exists, or a value is out of f16's range.
     """
     if dtype not in DTYPES:
         raise UserError(f"--dtype {dtype} is not known: choose one of {', '.join(DTYPES)}.")
@@ -116,7 +119,7 @@ def merge_adapter(
         for values in merged.pieces(name):
             if dtype == "f16" and np.abs(values).max(initial=0) > F16_MAX:
                 raise UserError(f"{name} has values beyond f16's range of {F16_MAX:,.0f}: use --dtype bf16 or f32.")
-            # Bits, because NumPy has no buffer of bfloat16.
+            # As bits, because NumPy does not support bfloat16 buffers.
             yield values.astype(numpy_type).view(np.uint8)
         progress(name)
 

@@ -1,4 +1,4 @@
-"""Which type each tensor of a GGUF file gets, as llama.cpp's own quantiser mixes them."""
+"""The GGML type of each tensor of a GGUF file, as chosen by llama.cpp's quantiser."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Q = GGMLQuantizationType
 
 @dataclass(frozen=True)
 class FileType:
-    """A kind of file: its number in the metadata, and the type of most matrices in it."""
+    """A quantisation of GGUF files: its number in the metadata, and the type of most matrices."""
 
     number: LlamaFileType
     most: GGMLQuantizationType
@@ -30,12 +30,12 @@ FILE_TYPES = {
     "q5_k_m": FileType(LlamaFileType.MOSTLY_Q5_K_M, Q.Q5_K),
     "q6_k": FileType(LlamaFileType.MOSTLY_Q6_K, Q.Q6_K),
 }
-# For rows that are not whole super-blocks of 256 values.
+# Types for rows that are not whole super-blocks of 256 values.
 SHORT_ROWS = {Q.Q4_K: Q.Q5_0, Q.Q5_K: Q.Q5_1, Q.Q6_K: Q.Q8_0}
 
 
 def tensor_type(config: ModelConfig, kind: str, name: str, shape: tuple[int, ...]) -> GGMLQuantizationType:
-    """The type of the tensor of this GGUF name in a file of this kind; vectors, norms and biases are always F32."""
+    """The type of the tensor with this GGUF name. kind: one of FILE_TYPES. Vectors are always F32."""
     if len(shape) == 1:
         return Q.F32
     most = FILE_TYPES[kind].most
@@ -54,7 +54,7 @@ def _wanted(config: ModelConfig, kind: str, most: GGMLQuantizationType, name: st
 
 
 def _deserves_more(layer: int, layers: int) -> bool:
-    """The first and last eighth of the layers, and every third between."""
+    """Whether a layer gets a finer type: the first and last eighth of the layers, and every third between."""
     eighth = layers // 8
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
 

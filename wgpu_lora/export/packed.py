@@ -1,4 +1,4 @@
-"""A model packed to NF4 on the device, written as bitsandbytes stores it: quantised once, then loaded as it is."""
+"""Writes a model quantised to NF4 on the device in bitsandbytes' format, which loads without requantising."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ def write_packed(
     progress: Callable[[str], None] = lambda name: None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes a model, its linears in NF4 as the device packed them, into a directory that we and transformers load.
+    """Writes a model with its linear layers in NF4 as a directory that this package and transformers load.
 
-    Everything else keeps its type. The model's weights are loaded if they are not yet.
+    Other tensors keep their dtype. The model's weights are loaded if necessary.
 
     Args:
         progress: called with each tensor's name once it is written.
 
     Raises:
-        UserError: the model is not kept in NF4, is stored packed already, or `output` is in use.
+        UserError: the model's base format is not NF4, its file is already quantised, or `output` exists.
     """
     checkpoint = model.checkpoint
     kept = model.config.packed is None and model.decoder.base_dtype == KIND
     if not isinstance(checkpoint, Checkpoint | GGUFCheckpoint) or not kept:
-        raise UserError(f"{model.name} is not a model that is packed on loading: give one in full precision, as NF4.")
+        raise UserError(f"{model.name} is not quantised on loading: give a model in full precision, to be kept in NF4.")
     model.load_weights()
     linears = model.config.matrices()
     packed = {name: weight for name, weight in model.decoder.matrices() if name in linears}
     parts: dict[str, np.ndarray] = {}
 
     def of(name: str) -> dict[str, np.ndarray]:
-        """The stored tensors of one packed matrix; those of the last are kept, since they are asked for one by one."""
+        """The stored tensors of a packed matrix. The last matrix is cached, because its tensors are written in turn."""
         if name not in parts:
             parts.clear()
             found = packed[name].packed(model.device)
-            assert found, f"{name} is kept as it is stored"
+            assert found, f"{name} is not packed"
             parts.update(stored_parts(name, found, TORCH[checkpoint.dtype(name)]))
         return parts
 

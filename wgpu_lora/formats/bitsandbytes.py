@@ -1,8 +1,8 @@
-"""Models whose linear layers bitsandbytes has packed to NF4: read as they are stored, and written the same way.
+"""Reads and writes models whose linear layers are stored in bitsandbytes' NF4.
 
-Beside `X.weight` (uint8, two codes a byte, the first in the high nibble) lie `X.weight.absmax`, `X.weight.quant_map`
-and, with double quantisation, `X.weight.nested_absmax` and `X.weight.nested_quant_map`; the rest of bitsandbytes'
-QuantState is JSON in a uint8 tensor, `X.weight.quant_state.bitsandbytes__nf4`.
+`X.weight` is uint8 with two codes per byte, the first in the high nibble. It comes with `X.weight.absmax`,
+`X.weight.quant_map` and, with double quantisation, `X.weight.nested_absmax` and `X.weight.nested_quant_map`. The
+rest of bitsandbytes' QuantState is JSON in a uint8 tensor, `X.weight.quant_state.bitsandbytes__nf4`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from wgpu_lora.weights.nf4_codes import BLOCK, DYNAMIC_CODE, NESTED_BLOCK, NF4_C
 F32_MAX = float(np.finfo(np.float32).max)
 STATE = ".quant_state.bitsandbytes__nf4"
 SUFFIXES = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", STATE)
-KIND = "nf4"  # of its two kinds of 4 bits, the one that is a base format here, by the same name
-# What config.json says of such a model; transformers reads it.
+KIND = "nf4"  # bitsandbytes' name and ours; its fp4 is not supported
+# quantization_config in config.json, for transformers.
 QUANTIZATION_CONFIG: dict[str, Any] = {
     "quant_method": "bitsandbytes",
     "load_in_4bit": True,
@@ -40,7 +40,7 @@ QUANTIZATION_CONFIG: dict[str, Any] = {
 
 
 class PackedCheckpoint(Checkpoint):
-    """A checkpoint with packed linears. Its names are those of whole tensors, as if nothing were packed."""
+    """A checkpoint with packed linear layers. `names` lists whole parameters, not their parts."""
 
     def names(self) -> list[str]:
         return [name for name in super().names() if not name.endswith(SUFFIXES)]
@@ -49,14 +49,14 @@ class PackedCheckpoint(Checkpoint):
         return "NF4" if f"{name}{STATE}" in self else super().dtype(name)
 
     def packed(self, name: str) -> Packed | None:
-        """A packed tensor as weights.nf4 describes its parts; None where it is not packed."""
+        """The tensor with the parts described in `weights.nf4`, or None if it is not packed."""
         if f"{name}{STATE}" not in self:
             return None
         shape = tuple(self._state(name)["shape"])
         return Packed(KIND, shape, PARTS if self._nested(name) else PARTS[:2], partial(self._read_packed, name))
 
     def _nested(self, name: str) -> bool:
-        """Whether the constants of a packed tensor are quantised in turn."""
+        """Whether a packed tensor is double-quantised."""
         return f"{name}.nested_absmax" in self
 
     def _read_packed(self, name: str) -> tuple[np.ndarray, ...]:
@@ -67,16 +67,16 @@ class PackedCheckpoint(Checkpoint):
         return codes, self._stored(f"{name}.absmax", "U8"), nested.astype(np.float32)
 
     def check_against(self, shapes: Mapping[str, tuple[int, ...]], matrices: Collection[str] | None = None) -> None:
-        """UserError unless every parameter is here, packed ones in the one form of NF4 that is supported.
+        """Raises UserError unless all parameters exist, and the packed ones are in the supported form of NF4.
 
-        matrices: which may be packed; by default any.
+        matrices: names of those that may be packed; by default, any.
         """
         for name, shape in shapes.items():
             if f"{name}{STATE}" not in self:
                 self.check_parameter(name, shape)
                 continue
             if matrices is not None and name not in matrices:
-                raise UserError(f"{name} in {self.directory} is packed: only linear layers of a block may be.")
+                raise UserError(f"{name} in {self.directory} is packed, but is not a linear layer: use another model.")
             self._check_packed(name, shape)
         self.check_unknown(shapes)
 
@@ -88,7 +88,7 @@ class PackedCheckpoint(Checkpoint):
             wanted |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"}
         for key, value in wanted.items():
             if state.get(key) != value:
-                raise UserError(f"{where} is packed with {key} {state.get(key)!r}, but only {value!r} is supported.")
+                raise UserError(f"{where} is packed with {key} {state.get(key)!r}, not {value!r}: use another model.")
         blocks = -(-size // BLOCK)
         sizes = {"": -(-size // 2), ".absmax": blocks, ".quant_map": 16}
         if nested:
@@ -98,11 +98,13 @@ class PackedCheckpoint(Checkpoint):
                 raise UserError(f"{where} has no nested_offset: copy the model again.")
         for part, count in sizes.items():
             if prod(self.shape(name + part)) != count:
-                raise UserError(f"{name + part} in {self.directory} is not of {count:,} values: copy the model again.")
+                raise UserError(
+                    f"{name + part} in {self.directory} should have {count:,} values: copy the model again."
+                )
         maps = {".quant_map": NF4_CODE} | ({".nested_quant_map": DYNAMIC_CODE} if nested else {})
         for part, code in maps.items():
             if np.abs(self._stored(name + part, "F32") - code).max() > 1e-6:
-                raise UserError(f"{where} has a code book of its own ({part[1:]}), which is not supported.")
+                raise UserError(f"{where} has a codebook ({part[1:]}) that is not supported: use another model.")
 
     def _state(self, name: str) -> dict[str, Any]:
         return parse_object(self._stored(name + STATE, "U8").tobytes(), f"{name}{STATE} in {self.directory}")
@@ -114,7 +116,7 @@ class PackedCheckpoint(Checkpoint):
 
 
 def stored_parts(name: str, packed: Packed, dtype: str) -> dict[str, np.ndarray]:
-    """What a double-quantised matrix is stored as: by tensor name, for one that was `dtype` (such as bfloat16)."""
+    """The stored tensors of a double-quantised matrix, by name. dtype: the original one, such as bfloat16."""
     codes, absmax, nested = packed.read()
     state: Mapping[str, Any] = {
         "quant_type": packed.format,

@@ -1,4 +1,4 @@
-"""Model cards: the parts that they share, and the cards of what is made from files alone (a run's: train/card.py)."""
+"""Model cards: their common parts, and the cards of merged models and uploads (for runs, see train/card.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HEADER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 
 
 def card_of_files(name: str, kind: str, files: Mapping[str, Path]) -> str:
-    """A card that states files and their SHA-256; `kind`: adapter, model or GGUF."""
+    """A card that lists files and their SHA-256. kind: adapter, model or GGUF."""
     library = {"adapter": "peft", "model": "transformers"}.get(kind)
     tags = ["wgpu-lora", *(["gguf"] if kind == "GGUF" else [])]
     rows = {f"{path}, SHA-256": file_digest(place) for path, place in files.items()}
@@ -25,7 +25,7 @@ def card_of_files(name: str, kind: str, files: Mapping[str, Path]) -> str:
 
 
 def card_of_merged(model: str, adapter: Path, dtype: str) -> str:
-    """A merged model's card: what it was made of, and then what the adapter's own card says of its training."""
+    """A merged model's card: its base and adapter, followed by the training part of the adapter's card."""
     base = hub_id(model)
     rows = {
         "base": base or Path(model).name,
@@ -39,7 +39,7 @@ def card_of_merged(model: str, adapter: Path, dtype: str) -> str:
 
 
 def _own_card(adapter: Path) -> str:
-    """An adapter's card, where somebody has written one: empty for PEFT's form, and for a link to somewhere else."""
+    """An adapter's card. Empty if there is none, if it is PEFT's unfilled form, or a link."""
     path = adapter / CARD
     if not path.is_file() or leads_out(path, adapter):
         return ""
@@ -59,7 +59,7 @@ def _cell(value: object) -> str:
 
 
 def header(base: str | None, library: str | None, tags: list[str]) -> str:
-    """The YAML that the hub reads; `base`: a hub id."""
+    """The YAML header for the hub. base: a hub id."""
     from huggingface_hub import ModelCardData
 
     data = ModelCardData(base_model=base, library_name=library, pipeline_tag="text-generation", tags=tags)

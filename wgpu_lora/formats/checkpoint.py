@@ -1,7 +1,7 @@
-"""A model's weights on disk: safetensors shards, read a few rows at a time.
+"""Reads a model's safetensors shards, a few rows at a time.
 
-Only headers are read on opening; a tensor's rows are read straight from the file when asked for, so that no more than
-the asked rows is ever in memory, whatever the size of the shards.
+Opening a checkpoint only reads headers. Rows are read from the file on request, so that no more than the requested rows
+are in memory.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2
 _ITEM_BYTES |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
 EDGE_BYTES = 64 * 1024
 _FILE_NAME = re.compile(r"[^/\\:\0]{1,200}")
-_LAYER = re.compile(r".*?\.[0-9]{1,6}\.")  # of a tensor's name, as far as the layer's number
+_LAYER = re.compile(r".*?\.[0-9]{1,6}\.")  # a tensor's name up to the layer's number
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies: its file, the absolute byte offset of its first element, and what it is."""
+    """A tensor in a file, with the absolute byte offset of its first element."""
 
     path: Path
     offset: int
@@ -47,7 +47,7 @@ class TensorEntry:
 
 
 class WeightSource(Protocol):
-    """What loading a model's weights asks of a checkpoint (see `Checkpoint` for what each one returns)."""
+    """The part of a checkpoint that loading a model uses (see `Checkpoint`)."""
 
     def names(self) -> list[str]: ...
 
@@ -65,14 +65,15 @@ class WeightSource(Protocol):
 class Checkpoint:
     """The safetensors shards of a model directory.
 
-    Raises UserError on opening when the directory, its index or a shard is missing or damaged.
+    Raises:
+        UserError: the directory, its index or a shard is missing or damaged.
     """
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
         if not self.directory.is_dir():
             raise UserError(f"{self.directory} is not a directory: give a directory that holds {SINGLE}.")
-        # the order of precedence is transformers'
+        # The order of precedence is that of transformers.
         if (self.directory / SINGLE).exists():
             self.shards = [self.directory / SINGLE]
             self._entries = read_header(self.shards[0])
@@ -87,47 +88,50 @@ class Checkpoint:
         return name in self._entries
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor; UserError when there is none of that name."""
+        """The shape of a tensor. Raises UserError if it does not exist."""
         return self._entry(name).shape
 
     def dtype(self, name: str) -> str:
-        """The dtype of a tensor in safetensors' notation: 'BF16', 'F16', 'F32', or another that cannot be read."""
+        """The dtype of a tensor in safetensors' notation: 'BF16', 'F16', 'F32', or one that cannot be read."""
         return self._entry(name).dtype
 
     def read_raw(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:
         """The stored bits of rows [row_start, row_stop): uint16 (BF16, F16) or uint32 (F32), [rows, *shape[1:]].
 
-        A row is an element of a 1-D tensor. Raises UserError when the tensor is missing, has another dtype,
-        or the file has become shorter since it was opened; ValueError when the rows are out of range.
+        For a 1-D tensor, a row is an element.
+
+        Raises:
+            UserError: the tensor is missing, has another dtype, or the file has been truncated since it was opened.
+            ValueError: the rows are out of range.
         """
         return _read_rows(name, self._entry(name), row_start, row_stop)
 
     def read_stored(self, name: str) -> np.ndarray:
-        """A whole tensor's bytes, of whatever dtype: uint8."""
+        """The bytes of a whole tensor of any dtype: uint8."""
         entry = self._entry(name)
         count = _ITEM_BYTES[entry.dtype] * int(np.prod(entry.shape, dtype=np.int64))
         return np.fromfile(entry.path, np.uint8, count, offset=entry.offset)
 
     def packed(self, name: str) -> Packed | None:
-        """The tensor where it is stored in a base format (formats.bitsandbytes); here it never is."""
+        """The tensor if it is stored in a base format, as in `formats.bitsandbytes`; here always None."""
         return None
 
     def read_f32(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:
-        """The same rows as `read_raw`, widened to float32 (exactly: every BF16 and F16 is a float32)."""
+        """The rows of `read_raw`, converted to float32, which is exact."""
         return _widen(self.read_raw(name, row_start, row_stop), self.dtype(name))
 
     def check_against(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """UserError unless every parameter of a model is here in its shape and a dtype that can be read.
+        """Raises UserError unless every parameter exists with the right shape and a readable dtype.
 
-        A tensor of one of the model's own layers that is none of its parameters is refused too (a bias that nobody adds
-        would change every result). Buffers (`inv_freq`) and a tied copy of the output layer are passed over.
+        Unknown tensors in the model's layers are refused, because ignoring a bias, say, would change results. Buffers
+        (`inv_freq`) and a tied copy of the LM head are ignored.
         """
         for name, shape in shapes.items():
             self.check_parameter(name, shape)
         self.check_unknown(shapes)
 
     def check_parameter(self, name: str, shape: tuple[int, ...]) -> None:
-        """UserError unless the tensor is here in this shape and a dtype that can be read."""
+        """Raises UserError unless the tensor exists with this shape and a readable dtype."""
         entry = self._entry(name)
         if entry.shape != shape:
             raise UserError(
@@ -137,7 +141,7 @@ class Checkpoint:
         _readable(name, entry)
 
     def check_unknown(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        """UserError where a tensor belongs to a layer of the model that does not have it."""
+        """Raises UserError if a layer has a tensor that is not one of its parameters."""
         layers = {match[0] for name in expected if (match := _LAYER.match(name))}
         for name in self.names():
             layer = _LAYER.match(name)
@@ -148,10 +152,10 @@ class Checkpoint:
                 )
 
     def digest(self) -> str:
-        """A sha256 (hex) to tell checkpoints apart cheaply, without reading them whole.
+        """A SHA-256 (hex) that identifies the checkpoint without reading it completely.
 
-        It covers every tensor's (name, dtype, shape) in sorted order, and of each shard, in the order of names, its
-        size and its first and last 64 KiB. A change of weights in the middle of a shard alone goes unnoticed.
+        It covers the sorted (name, dtype, shape) of all tensors, and the size and the first and last 64 KiB of each
+        shard. A change in the middle of a shard is not noticed.
         """
         sha = hashlib.sha256()
         tensors = [(name, self.dtype(name), list(self.shape(name))) for name in self.names()]
@@ -174,8 +178,8 @@ class Checkpoint:
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """The tensors of one safetensors file, checked against the file's size; UserError when it is damaged."""
-    if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+    """The tensors of a safetensors file, checked against the file's size. Raises UserError if it is damaged."""
+    if path.exists() and not path.is_file():  # opening a pipe would block
         raise UserError(f"{path} is not a regular file: restore it.")
     try:
         size = path.stat().st_size
@@ -183,7 +187,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
                 raise UserError(
-                    f"{path} is not a whole safetensors file ({size} bytes, header of {length}): copy it again."
+                    f"{path} is not a complete safetensors file ({size} bytes, header of {length}): copy it again."
                 )
             data = file.read(min(length, MAX_JSON_BYTES + 1))
     except OSError as error:
@@ -200,7 +204,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def _parse_entry(path: Path, name: str, value: object, data_start: int) -> tuple[TensorEntry, int, int]:
-    damaged = UserError(f"the header of {path} makes no sense for {name}: download or copy the file again.")
+    damaged = UserError(f"The header of {path} is invalid for {name}: download or copy the file again.")
     if not isinstance(value, dict):
         raise damaged
     dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
@@ -242,7 +246,7 @@ def _read_index(directory: Path) -> tuple[list[Path], dict[str, TensorEntry]]:
     headers: dict[str, dict[str, TensorEntry]] = {}
     entries = {}
     for name, shard in weight_map.items():
-        # a shard lies beside its index; anything else could read files that the index has no business with
+        # Shards must be in the directory of their index: other paths could point to any file.
         if not isinstance(shard, str) or shard in (".", "..") or not _FILE_NAME.fullmatch(shard):
             raise UserError(f"{index} names the shard {shard!r}, which is not a plain file name: correct the index.")
         if shard not in headers:
@@ -263,7 +267,7 @@ def _readable(name: str, entry: TensorEntry) -> np.dtype:
 
 
 def read_f32_entry(name: str, entry: TensorEntry) -> np.ndarray:
-    """A whole tensor of `read_header`'s, widened to float32; UserError as in `Checkpoint.read_raw`."""
+    """A whole tensor as float32. Raises UserError as `Checkpoint.read_raw` does."""
     return _widen(_read_rows(name, entry, 0, None), entry.dtype)
 
 

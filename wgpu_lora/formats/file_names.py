@@ -1,4 +1,4 @@
-"""What the files of a tokenizer and a chat template are called, beside a model or an adapter."""
+"""Names of the tokenizer's and chat template's files in the directory of a model or an adapter."""
 
 from __future__ import annotations
 

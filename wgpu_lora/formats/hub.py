@@ -1,4 +1,4 @@
-"""Finding a model's files: the bundled demo, a path, or a Hugging Face id."""
+"""Finds a model's files: the bundled demo, a path, or a Hugging Face id."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from pathlib import Path
 from wgpu_lora.assets import DEMO_MODEL
 from wgpu_lora.errors import UserError
 
-# Weights in safetensors only: other formats can run code when they are loaded.
+# Only safetensors: other weight formats may run code when they are loaded.
 ALLOW_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.*"]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def resolve_model(model: str) -> Path:
-    """Where `model` lies: 'demo', an existing directory or GGUF file, or a hub id such as 'Qwen/Qwen2.5-0.5B'.
+    """The path of a model: 'demo', a directory, a GGUF file, or a hub id such as 'Qwen/Qwen2.5-0.5B'.
 
-    A hub id is downloaded unless cached (with HF_HUB_OFFLINE=1, the cache alone is asked). Raises UserError when it is
-    not found, needs permission, or cannot be reached.
+    A hub id is downloaded unless it is cached; with HF_HUB_OFFLINE=1, only the cache is used.
+
+    Raises:
+        UserError: the model is not found, needs permission, or the hub cannot be reached.
     """
     if model == "demo":
         return DEMO_MODEL
     try:
         path = Path(model).expanduser()
-    except RuntimeError:  # ~someone who has no home here
+    except RuntimeError:  # '~user' without a home directory
         path = Path(model)
     if path.is_dir() or (path.exists() and is_gguf(path)):
         return path
@@ -41,18 +43,18 @@ def resolve_model(model: str) -> Path:
 
 
 def stated_name(model: str) -> str:
-    """What a file says of its base: a hub id as it is, a path so that it holds from anywhere."""
+    """The base model's name to write into files: a hub id unchanged, a path made absolute."""
     return str(Path(model).expanduser().resolve()) if model != "demo" and Path(model).expanduser().exists() else model
 
 
 def hub_id(model: str) -> str | None:
-    """`model` where it can only be meant as a hub id of the form 'owner/name', else None."""
+    """`model` if it can only be a hub id of the form 'owner/name', else None."""
     here = model.startswith(".") or is_gguf(Path(model)) or Path(model).exists()
     return model if model.count("/") == 1 and _HUB_ID.fullmatch(model) and not here else None
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is that of a GGUF file, by its name."""
+    """Whether a path has the name of a GGUF file."""
     return path.suffix.lower() == ".gguf"
 
 

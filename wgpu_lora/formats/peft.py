@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT stores them: adapter_model.safetensors beside adapter_config.json."""
+"""Reads and writes LoRA adapters in PEFT's format: adapter_model.safetensors and adapter_config.json."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _KEY = re.compile(r"base_model\.model\.([\w.]{1,400})\.lora_([AB])\.weight", re.ASCII)
 Matrices = Mapping[str, tuple[np.ndarray, np.ndarray]]  # by module, A [rank, in] and B [out, rank]
 
-MAX_PATTERNS = 2000  # more than models have linear layers
+MAX_PATTERNS = 2000  # models have fewer linear layers
 
-# Fields of adapter_config.json that change what an adapter computes or holds, and that we do not have. A field is
-# refused when it is set to anything but the value that turns it off.
+# Unsupported fields of adapter_config.json that change what an adapter computes or contains, with the values that turn
+# them off. Other values are refused.
 _UNSUPPORTED = (
     "use_dora",
     "modules_to_save",
@@ -51,10 +51,11 @@ _UNSUPPORTED = (
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What adapter_config.json says of a LoRA adapter, in PEFT's own names.
+    """A LoRA adapter's adapter_config.json, with PEFT's names.
 
-    `target_modules` is a tuple of module names, a regular expression, or 'all-linear'. The patterns map names or
-    regular expressions to the rank or alpha of the modules they match at the end of the dotted path.
+    target_modules: a tuple of module names, a regular expression, or 'all-linear'.
+    rank_pattern, alpha_pattern: names or regular expressions -> rank or alpha of the modules whose path ends with a
+        match.
     """
 
     r: int = 8
@@ -67,19 +68,19 @@ class AdapterConfig:
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
 
     def rank(self, module: str) -> int:
-        """The rank of a module, given by its path such as 'model.layers.0.self_attn.q_proj'."""
+        """The rank of a module, given its path such as 'model.layers.0.self_attn.q_proj'."""
         return int(self._of("rank_pattern", module, self.r))
 
     def scaling(self, module: str) -> float:
-        """What B(A(x)) is multiplied by: alpha / r, or alpha / sqrt(r) under rsLoRA."""
+        """The factor of B(A(x)): alpha / r, or alpha / sqrt(r) for rsLoRA."""
         alpha, rank = self._of("alpha_pattern", module, self.lora_alpha), self.rank(module)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def match(self, modules: Sequence[str]) -> None:
-        """Matches the patterns against these modules, all at once, for `rank` and `scaling` to know.
+        """Matches the patterns against all modules at once, for `rank` and `scaling`.
 
         Raises:
-            UserError: a pattern is none, or matching takes too long; without a full stop.
+            UserError: a pattern is invalid, or matching takes too long; the message has no full stop.
         """
         tables = (self.rank_pattern, self.alpha_pattern)
         found = first_matches([list(table) for table in tables], modules, endings=True)
@@ -89,7 +90,7 @@ class AdapterConfig:
 
     @cached_property
     def _matched(self) -> tuple[dict[str, float | None], dict[str, float | None]]:
-        """By module, the rank and alpha that a pattern gives it: the first that matches, as in PEFT."""
+        """Rank and alpha by module, from the first pattern that matches, as in PEFT."""
         return {}, {}
 
     def _of(self, name: str, module: str, default: float) -> float:
@@ -103,16 +104,22 @@ class AdapterConfig:
 
 
 def tensor_name(module: str, factor: str) -> str:
-    """PEFT's key of the factor 'A' or 'B' of a module: the names that `write_adapter` takes."""
+    """PEFT's key of the factor 'A' or 'B' of a module."""
     return f"base_model.model.{module}.lora_{factor}.weight"
 
 
 def write_adapter(directory: str | Path, tensors: Mapping[str, np.ndarray], config: AdapterConfig) -> None:
-    """Writes an adapter that `PeftModel.from_pretrained` loads, replacing one that is there.
+    """Writes an adapter that `PeftModel.from_pretrained` loads, replacing an existing one.
 
-    `tensors` are float32 under PEFT's keys (`tensor_name`): A [r, in], B [out, r]. A new directory appears whole or
-    not at all; in an existing one, each of the two files is replaced whole and other files are left alone.
-    Raises ValueError for a key or dtype that PEFT would not expect, OSError when the disk refuses.
+    A new directory appears only once it is complete. In an existing one, the two files are replaced atomically and
+    other files are not changed.
+
+    Args:
+        tensors: float32 A [r, in] and B [out, r] under PEFT's keys (`tensor_name`).
+
+    Raises:
+        ValueError: PEFT would not expect a key or dtype.
+        OSError: a file cannot be written.
     """
     files = adapter_files(tensors, config)
     directory = Path(directory)
@@ -133,7 +140,7 @@ def write_adapter(directory: str | Path, tensors: Mapping[str, np.ndarray], conf
 
 
 def adapter_files(tensors: Mapping[str, np.ndarray], config: AdapterConfig) -> dict[str, bytes]:
-    """The two files of an adapter, by name; `tensors` and ValueError as in `write_adapter`."""
+    """The content of an adapter's two files, by name. Raises ValueError as `write_adapter` does."""
     for name, tensor in tensors.items():
         if not _KEY.fullmatch(name) or tensor.dtype != np.float32 or tensor.ndim != 2:
             raise ValueError(f"{name} ({tensor.dtype}, {tensor.ndim}-D) is not a float32 LoRA matrix")
@@ -142,11 +149,14 @@ def adapter_files(tensors: Mapping[str, np.ndarray], config: AdapterConfig) -> d
 
 
 def read_adapter(directory: str | Path) -> tuple[AdapterConfig, dict[str, tuple[np.ndarray, np.ndarray]]]:
-    """Reads a PEFT LoRA adapter: its config, and by module (A [r, in], B [out, r]) in float32.
+    """Reads a PEFT LoRA adapter: its config, and (A [r, in], B [out, r]) in float32 by module.
 
-    A module is a path such as 'model.layers.0.self_attn.q_proj'; whether a model has it is for the caller to see
-    (`models.lora.check_fits`). Raises UserError for a missing or damaged file, a kind of adapter or an option that is
-    not supported (by name), shapes that contradict the config, and values that are not finite (NotFiniteError).
+    Modules are paths such as 'model.layers.0.self_attn.q_proj'; `models.lora.check_fits` compares them with a model.
+
+    Raises:
+        UserError: a file is missing or damaged, the adapter's type or an option is not supported, or shapes contradict
+            the config.
+        NotFiniteError: a value is NaN or infinite.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -181,18 +191,18 @@ def read_adapter(directory: str | Path) -> tuple[AdapterConfig, dict[str, tuple[
 
 
 def in_order(module: str) -> list[tuple[int, str]]:
-    """What modules are sorted by: layer 10 comes after layer 9."""
+    """A sort key for modules: layer 10 comes after layer 9."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in module.split(".")]
 
 
 def parse_config(d: Mapping[str, Any], where: str) -> AdapterConfig:
-    """AdapterConfig from adapter_config.json's content; UserError for what is not supported, by name."""
+    """Reads adapter_config.json's content. Raises UserError if a field is invalid or not supported."""
     if d.get("peft_type") != "LORA":
         raise UserError(f"peft_type {d.get('peft_type')!r} in {where} is not supported: use a LORA adapter.")
     for name in _UNSUPPORTED:
         if d.get(name):
             raise UserError(f"{name} = {d[name]!r} in {where} is not supported: use a plain LoRA adapter.")
-    # PiSSA, OLoRA and their like also change the base weights when PEFT loads the adapter
+    # With PiSSA, OLoRA and similar, PEFT also changes the base weights when it loads the adapter.
     init = d.get("init_lora_weights", True)
     if isinstance(init, str) and init not in ("gaussian", "eva", "orthogonal"):
         raise UserError(
@@ -222,7 +232,7 @@ def parse_config(d: Mapping[str, Any], where: str) -> AdapterConfig:
         raise UserError(f"lora_dropout in {where} is {dropout!r}, expected a number from 0 to below 1: correct it.")
     base = d.get("base_model_name_or_path")
     if not isinstance(base, str | None) or (base is not None and not is_name(base)):
-        raise UserError(f"base_model_name_or_path in {where} is {base!a:.60}, expected a text: correct it.")
+        raise UserError(f"base_model_name_or_path in {where} is {base!a:.60}, expected a string: correct it.")
     return AdapterConfig(
         r=int(_number(d.get("r", 8), "r", where, whole=True)),
         lora_alpha=_number(d.get("lora_alpha", 8), "lora_alpha", where),
@@ -236,7 +246,7 @@ def parse_config(d: Mapping[str, Any], where: str) -> AdapterConfig:
 
 
 def fits_float32(value: float) -> bool:
-    """Whether a number is positive, and neither 0 nor infinite in the float32 that the device computes in."""
+    """Whether a number is positive and finite in float32, and not rounded to 0."""
     return float(np.finfo(np.float32).tiny) <= value <= float(np.finfo(np.float32).max)
 
 

@@ -1,4 +1,4 @@
-"""Writes a Hugging Face model directory: safetensors shards, tensor by tensor, and the files that go with them."""
+"""Writes a Hugging Face model directory: safetensors shards, tensor by tensor, and the other files."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from wgpu_lora.formats.checkpoint import INDEX, SINGLE
 
 MAX_SHARD_BYTES = 5 * 10**9  # transformers' own default
 ITEM_BYTES = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4}
-# Beside the weights, what a model directory is used with.
+# The files of a model directory besides the weights.
 COMPANIONS = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*", "chat_templates/*.jinja")
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor to be written: its dtype in safetensors' notation, and its shape."""
+    """A tensor to write: its dtype in safetensors' notation, and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -41,13 +41,14 @@ def write_shards(
     pieces: Callable[[str], Iterable[np.ndarray]],
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes the tensors, in this order, into as few shards as the limit allows, and an index where there are several.
+    """Writes the tensors, in this order, into as few shards as the limit allows, with an index if there are several.
 
     Args:
-        pieces: a tensor's values in row order, as arrays of its dtype's size; only one is in memory at a time.
+        pieces: yields a tensor's values in row order, as arrays with its dtype's item size.
 
     Raises:
-        ValueError: the pieces of a tensor are not of its size. OSError: the disk refused.
+        ValueError: the pieces do not add up to the tensor's size.
+        OSError: a file cannot be written.
     """
     shards = _planned(tensors, max_shard_bytes)
     count = len(shards)
@@ -73,27 +74,27 @@ def _planned(tensors: Mapping[str, TensorSpec], limit: int) -> list[list[str]]:
 
 
 def _write_shard(path: Path, tensors: Mapping[str, TensorSpec], pieces: Callable[[str], Iterable[np.ndarray]]) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # required by transformers
     at = 0
     for name, spec in tensors.items():
         header[name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [at, at + spec.nbytes]}
         at += spec.nbytes
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that the data are aligned
+    text += b" " * (-len(text) % 8)  # aligns the data
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, spec in tensors.items():
             written = sum(file.write(np.ascontiguousarray(piece).data) for piece in pieces(name))
             if written != spec.nbytes:
-                raise ValueError(f"{name}: {written} bytes came, but its shape takes {spec.nbytes}")
+                raise ValueError(f"{name}: got {written} bytes, expected {spec.nbytes}")
 
 
 @contextmanager
 def new_model_directory(output: Path, source: Path) -> Iterator[Path]:
-    """A directory to write a model into, with the companions of `source` but no weights; at the end it is `output`.
+    """A temporary directory with the files of `source` except weights; it becomes `output` on success.
 
     Raises:
-        UserError: `output` holds something already, or cannot be made. Whatever fails, it is then not there.
+        UserError: `output` exists and is not empty, or cannot be created.
     """
     check_name(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -103,14 +104,14 @@ def new_model_directory(output: Path, source: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     except OSError as error:
-        raise UserError(f"The output directory {output} cannot be made: {error.strerror}.") from None
+        raise UserError(f"The output directory {output} cannot be created: {error.strerror}.") from None
     try:
         for pattern in COMPANIONS:
             for path in source.glob(pattern):
                 if path.is_file() and not path.name.endswith(".index.json"):
                     if leads_out(path, source):
                         raise UserError(
-                            f"{path} is a link to a file outside of {source}: remove it, or put a copy there."
+                            f"{path} is a link to a file outside of {source}: remove it, or replace it by a copy."
                         )
                     target = temporary / path.relative_to(source)
                     target.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""What of a directory goes to the Hugging Face hub: files of known names, or by patterns; never what is a run's own."""
+"""Chooses the files of a directory to upload to the Hugging Face hub: by known names or patterns, without run state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from wgpu_lora.formats.peft import CONFIG, WEIGHTS, read_adapter
 
 LICENCES = re.compile(r"(LICEN[CS]E|NOTICE|COPYING)(\.(md|txt))?")
 CONFIGURATION = ("config.json", "generation_config.json")
-# What only resuming needs, and what names paths of this machine, at any depth.
+# Files that are only needed for resuming, or that contain paths of this machine, at any depth.
 PRIVATE = re.compile(
     r"(run|pipeline|state|manifest|metadata)\.json|(log|skipped_rows)\.jsonl|optimizer\.safetensors|.*\.(tmp|lock|next)"
     r"|checkpoints|best|last|epoch-[0-9]+"
@@ -26,9 +26,12 @@ PRIVATE = re.compile(
 
 @dataclass(frozen=True)
 class Upload:
-    """What is to be sent. files: path in the repository -> (path here, bytes). card: text where none lies there.
+    """An upload.
 
-    reasons: by path in the repository, why it is among them. notes: what whoever sends it should know.
+    files: path in the repository -> (local path, bytes).
+    reasons: path in the repository -> why the file is included.
+    card: text of a model card, if the directory has none.
+    notes: for the user.
     """
 
     directory: Path
@@ -40,21 +43,22 @@ class Upload:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files, and of the card."""
+        """Size in bytes of all files and the card."""
         return sum(size for _, size in self.files.values()) + len((self.card or "").encode())
 
 
 def prepare(directory: Path, include: list[str] | None = None, exclude: list[str] | None = None) -> Upload:
-    """Reads a directory that is to be sent, and chooses its files.
+    """Chooses the files of a directory to upload.
 
-    Without patterns, what others load: files of known names, and the shards that an index names. The patterns are
-    those of `hf buckets sync`: of a path in the directory, `*` for anything (slashes too). What `exclude` matches
-    stays; where there are `include` patterns, only what they match goes. Hidden files stay always, a run's own state
-    unless a pattern has its very name, as `run.json` and `checkpoints/*` do. A model card is made where there is none.
+    Without patterns, these are the files needed to load the model: files with known names, and the shards of an index.
+    Patterns match paths in the directory, with `*` for anything including slashes, as in `hf buckets sync`. With
+    `include`, only matching files are uploaded; files that match `exclude` never are. Hidden files are never uploaded,
+    and run state only if a pattern names it, as `run.json` and `checkpoints/*` do. A model card is created if the
+    directory has none.
 
     Raises:
-        UserError: there is no such directory; it holds neither an adapter, nor a model, nor a GGUF file that can be
-            read; a link leads out of it; or nothing is left to send.
+        UserError: the directory does not exist; it has no readable adapter, model or GGUF file; a link leads out of it;
+            or no files are left.
     """
     check_name(directory)
     if not directory.is_dir():
@@ -68,12 +72,12 @@ def prepare(directory: Path, include: list[str] | None = None, exclude: list[str
     for path in chosen.values():
         if leads_out(path, directory):
             raise UserError(
-                f"{path} is a link to a file outside of {directory}: put a copy in its place, or --exclude it."
+                f"{path} is a link to a file outside of {directory}: replace it by a copy, or --exclude it."
             )
     if not chosen:
-        raise UserError(f"--include and --exclude leave nothing of {directory} to send: change the patterns.")
+        raise UserError(f"--include and --exclude leave no files of {directory} to upload: change the patterns.")
     if kind == "adapter" and not {WEIGHTS, CONFIG} <= chosen.keys():
-        notes.append(f"nobody can load it without {WEIGHTS} and {CONFIG}.")
+        notes.append(f"it cannot be loaded without {WEIGHTS} and {CONFIG}.")
     card = None
     if CARD not in found and _reason(CARD, {CARD: "model card"}, include, exclude):
         weights = {name: path for name, path in chosen.items() if path.suffix in (".safetensors", ".gguf")}
@@ -83,7 +87,7 @@ def prepare(directory: Path, include: list[str] | None = None, exclude: list[str
 
 
 def _files(directory: Path) -> dict[str, Path]:
-    """Files by their path in the directory, in order; hidden ones are left out."""
+    """Files by their path in the directory, in order, without hidden ones."""
     found = {}
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory)
@@ -93,12 +97,12 @@ def _files(directory: Path) -> dict[str, Path]:
 
 
 def _kind(directory: Path, found: dict[str, Path]) -> tuple[str, list[str]]:
-    """('adapter', 'model' or 'GGUF', notes), once it is certain that it can be read."""
+    """Returns ('adapter', 'model' or 'GGUF', notes), after checking that it can be read."""
     if WEIGHTS in found or CONFIG in found:
         base = read_adapter(directory)[0].base_model_name_or_path
         if base and hub_id(base):
             return "adapter", []
-        return "adapter", [f"{CONFIG} names the base {base!r}, which others do not find: put its hub id there."]
+        return "adapter", [f"{CONFIG} names the base {base!r}, which others cannot resolve: replace it by a hub id."]
     if SINGLE in found or INDEX in found:
         Checkpoint(directory)
         return "model", []
@@ -110,7 +114,7 @@ def _kind(directory: Path, found: dict[str, Path]) -> tuple[str, list[str]]:
 
 
 def _known(directory: Path, kind: str, found: dict[str, Path]) -> dict[str, str]:
-    """Why each of the files goes that others load, by exact name; what a folder holds beside them is its owner's."""
+    """Names of the files needed to load the model -> why they are included."""
     if kind == "adapter":
         known = {WEIGHTS: "adapter's weights", CONFIG: "adapter's configuration"}
     elif kind == "model":
@@ -132,7 +136,7 @@ def _known(directory: Path, kind: str, found: dict[str, Path]) -> dict[str, str]
 
 
 def _reason(name: str, known: dict[str, str], include: list[str], exclude: list[str]) -> str | None:
-    """Why a file goes; None where it does not."""
+    """Why a file is included, or None."""
     if any(fnmatch(name, pattern) for pattern in exclude):
         return None
     if not include:

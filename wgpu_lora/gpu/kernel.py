@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import jinja2
 
 from wgpu_lora.assets import asset_dir, shader_text
+from wgpu_lora.gpu.part import TakePart
 from wgpu_lora.gpu.struct import wgsl_struct
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.gpu.tunable import Constants, Tunable
@@ -88,6 +89,7 @@ class Kernel:
     variants: Variants = only_one
     specialise: Callable[[Any], dict[str, Any]] | None = None
     tuning: Tunable | None = None
+    part: TakePart | None = None
     bindings: dict[str, str] = field(default_factory=dict)  # parameter -> in | out | inout | fixed
     optional: frozenset[str] = frozenset()
     constants: dict[str, str] = field(default_factory=dict)  # parameter -> u32 | f32 | bool | word | dim
@@ -190,17 +192,29 @@ def kernel(
     variants: Variants = only_one,
     specialise: Callable[[Any], dict[str, Any]] | None = None,
     tuning: Tunable | None = None,
+    part: TakePart | None = None,
 ) -> Callable[[Callable[..., Any]], Kernel]:
     """Declares a kernel (see the module's docstring).
 
-    Args:
-        file: a WGSL file or `.wgsl.j2` template in `shaders/`.
-        grid: (constants, and the tiling as `tile`) -> workgroups.
-        lib: files of `shaders/lib/` to prepend.
-        structs: dataclasses whose WGSL declarations are prepended (see `gpu.struct`).
-        variants: (a device's capabilities, a call's constants) -> the tilings that can run it, the default first.
-        specialise: constants -> facts that a template derives from the dims, such as whether rows are whole vec4s.
-        tuning: describes the kernel's calls to the tuner. Kernels without it are not tuned.
+        Args:
+    <<<<<<< HEAD
+            file: the WGSL file, or `.wgsl.j2` template, in `shaders/`.
+            grid: constants, and the tiling as `tile` -> workgroups.
+            lib: files of `shaders/lib/` that are put in front.
+            structs: dataclasses whose WGSL declarations are put before those (see gpu.struct).
+            variants: a device's capabilities and a call's constants -> the tilings that can run it, the default first.
+            specialise: constants -> what a template derives from the dims, such as whether rows are whole vec4s.
+            tuning: what the tuner must know of the kernel's calls; only kernels that have it are tuned.
+            part: what of a large call is enough to check; all of it where this is left out.
+    =======
+            file: a WGSL file or `.wgsl.j2` template in `shaders/`.
+            grid: (constants, and the tiling as `tile`) -> workgroups.
+            lib: files of `shaders/lib/` to prepend.
+            structs: dataclasses whose WGSL declarations are prepended (see `gpu.struct`).
+            variants: (a device's capabilities, a call's constants) -> the tilings that can run it, the default first.
+            specialise: constants -> facts that a template derives from the dims, such as whether rows are whole vec4s.
+            tuning: describes the kernel's calls to the tuner. Kernels without it are not tuned.
+    >>>>>>> main
     """
 
     def declare(function: Callable[..., Any]) -> Kernel:
@@ -226,6 +240,7 @@ def kernel(
             variants,
             specialise,
             tuning,
+            part,
             bindings,
             frozenset(optional),
             constants,

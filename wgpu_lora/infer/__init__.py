@@ -1,4 +1,4 @@
-"""Using a model: generation, and held-out loss."""
+"""Inference: generation, chat and evaluation."""
 
 from wgpu_lora.infer.adapters import load_adapters
 from wgpu_lora.infer.evaluate import Evaluation, Evaluator, evaluate

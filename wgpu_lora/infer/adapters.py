@@ -1,4 +1,4 @@
-"""PEFT adapters from disk onto the device, one slot each, without anything that only training needs."""
+"""Loading PEFT adapters onto the device, one slot each, without the buffers that only training needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wgpu_lora.share import claim
 
 
 def load_adapters(device: Device, config: ModelConfig, directories: Sequence[Path]) -> AdapterSet:
-    """Reads adapters and uploads them: slot i holds the adapter of directories[i].
+    """Read adapters and upload them; slot i is the adapter of directories[i].
 
     Args:
         directories: one or more, each with adapter_config.json and adapter_model.safetensors.
@@ -22,7 +22,7 @@ def load_adapters(device: Device, config: ModelConfig, directories: Sequence[Pat
     Raises:
         UserError: an adapter cannot be read, or does not fit the model (with the module and both shapes).
     """
-    assert directories, "no adapter to load"
+    assert directories, "there is no adapter to load"
     read = [read_adapter(directory) for directory in directories]
     for directory, (_, matrices) in zip(directories, read, strict=True):
         check_fits(config, matrices, directory)

@@ -1,4 +1,4 @@
-"""Prompts in, answers out: texts or conversations, each under an adapter of its own or none."""
+"""Answers to prompts: texts or conversations, each with an adapter of its own or none."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.words import counted
 
-MOST = 16  # prompts at a time where nothing else is said
-SHOWN = 60  # characters of a text where an answer is shown in one line
+MOST = 16  # prompts at a time by default
+SHOWN = 60  # characters of a text in an answer's repr
 
 
 @dataclass(frozen=True, repr=False)
 class Answer:
-    """What a model said to a prompt, and how it came to an end: stop, length or capacity.
+    """A model's answer to a prompt. stop_reason: see Generation.
 
-    token_ids: all that came, those of a stop string too. tokens_per_second: of all prompts that were answered together.
+    token_ids: of the whole answer, including a stop string. tokens_per_second: of all prompts answered together.
     """
 
     prompt: Prompt
@@ -45,7 +45,7 @@ class Answer:
 
 
 def tokenizer_of(model: LoadedModel) -> Tokenizer:
-    """UserError where the model has none."""
+    """The model's tokenizer. Raises UserError if it has none."""
     if model.tokenizer is None:
         raise UserError(
             f"The model {model.name} has no tokenizer.json, so it cannot read text: add one to its directory."
@@ -65,19 +65,19 @@ def answer_slots(
     streamed: bool = False,
     events: Events = SILENT,
 ) -> list[Answer]:
-    """Answers prompts[i] under the adapter of directories[slots[i]], or under the base alone where that is None.
+    """Answer prompts[i] with the adapter of directories[slots[i]], or with the base model alone if that is None.
 
     Args:
-        batch: prompts that are answered at a time; None takes as many as the device has room for, of at most 16.
-        names: of those who answer, where each prompt stands in `prompts` once for each of them, in turn.
-        streamed: whether events are told every piece of text as it comes; of a single prompt.
-        events: told of `loading`, `text`, `answering` and, once those that are answered together are, `answered`.
+        batch: prompts that run at a time; by default as many as fit on the device, up to 16.
+        names: of the adapters, if `prompts` repeats each prompt once for each of them, in this order.
+        streamed: whether `events.text` receives the answer piece by piece; for a single prompt.
+        events: receives `loading`, `text`, `answering` and, after each batch, `answered`.
 
     Raises:
         UserError: there is no tokenizer, a prompt is too long, an adapter does not fit, or a value is out of range.
     """
     if batch is not None and batch < 1:
-        raise UserError(f"A batch of {batch} prompts cannot be answered: answer at least one at a time.")
+        raise UserError(f"A batch of {batch} prompts is not possible: use a batch of at least one.")
     tokenizer = tokenizer_of(model)
     ids = prompt_ids(tokenizer, prompts, settings)
     found: list[Answer] = []
@@ -105,7 +105,7 @@ def answer_slots(
 def stream_slot(
     model: LoadedModel, prompt: Prompt, directory: str | Path | None, settings: Settings, events: Events
 ) -> Iterator[str]:
-    """The answer to one prompt in pieces, as they come; what is on the device for it stays until the last is taken."""
+    """The answer to one prompt in pieces, as they are generated; frees its memory when the iterator ends."""
     tokenizer = tokenizer_of(model)
     ids = prompt_ids(tokenizer, [prompt], settings)
     with (
@@ -126,7 +126,7 @@ def open_generator(
     batch: int | None = None,
     events: Events = SILENT,
 ) -> Generator:
-    """A generator for so many prompts; without a stated batch, the largest of at most MOST that there is room for.
+    """A generator for `count` prompts; the default batch is the largest one that fits, up to MOST.
 
     Raises:
         UserError: as for Generator.
@@ -146,7 +146,7 @@ def prompt_ids(tokenizer: Tokenizer, prompts: Sequence[Prompt], settings: Settin
 
 
 def capacity_for(model: LoadedModel, ids: Sequence[Sequence[int]], settings: Settings) -> int:
-    """Tokens of the longest prompt and its answer: no more cache than these prompts can use."""
+    """Tokens of the longest prompt with its answer, so that the cache is no larger than needed."""
     return min(max(map(len, ids)) + settings.max_new_tokens, model.config.max_position_embeddings)
 
 
@@ -160,10 +160,10 @@ def replies(
     reuse: bool = False,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[int, str]]:
-    """Fills the replies to at most a batch of prompts, yielding (prompt's number, piece of text) after every token.
+    """Generate replies to a batch of prompts, yielding (prompt's number, piece of text) after every token.
 
     Args:
-        streamed: where false, and there is no stop string, the pieces are empty.
+        streamed: if false, and there is no stop string, the pieces are empty.
         reuse, stopped: see Generator.tokens.
     """
     assert len(ids) <= generator.batch
@@ -197,10 +197,10 @@ def answer_table(
     batch: int | None = None,
     events: Events = SILENT,
 ) -> list[dict[str, Answer]]:
-    """Answers each prompt under every name: a dict by name for each.
+    """Answer each prompt with every adapter; returns a dict by name for each prompt.
 
     Args:
-        slots: by name, its place among the adapters; None is the base alone.
+        slots: index of the adapter by name; None is the base model alone.
         events: see `answer_slots`.
     """
     names = list(slots)

@@ -1,4 +1,4 @@
-"""A chat with a model that stays loaded: several turns, one adapter or several side by side."""
+"""A chat with a loaded model: several turns, with one adapter or several side by side."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import check_fits
 from wgpu_lora.names.naming import flag
 
-CAPACITY, LEAST = 4096, 512  # tokens of a conversation where nothing is said, and where memory is short
+CAPACITY, LEAST = 4096, 512  # tokens of a conversation by default, and the minimum if memory is short
 
 
 class Chat:
-    """Everything but the terminal.
+    """A chat, without its user interface.
 
     Args:
         adapters: PEFT adapter directories by name.
-        names: who answers: adapters, or "base". Each has a conversation of its own.
-        max_length: tokens of a conversation, the answer included; by default 4096, or as many as the model is made for
-            and the device has room for.
+        names: adapters that answer, or "base". Each has its own conversation.
+        max_length: tokens of a conversation including the answer; by default 4096, or fewer if the model or the
+            device's memory limits them.
 
     Raises:
-        UserError: the model has no tokenizer, an adapter cannot be read or does not fit, or the length cannot be used.
+        UserError: the model has no tokenizer, an adapter cannot be read or does not fit, or max_length is invalid.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class Chat:
         self.tokenizer = tokenizer_of(model)
         self.adapters = dict(adapters)
         if self.adapters:
-            slots_of(self.adapters, True)  # the base can be asked at any time
+            slots_of(self.adapters, True)  # the base can be selected at any time
         self.lanes = {name: Lane(name) for name in names}
         self.replies: dict[str, Reply] = {}  # of the last turn
-        self.left_out: dict[str, int] = {}  # turns that were left out of it, by name
+        self.left_out: dict[str, int] = {}  # turns that were left out of the prompt, by name
         self._stack = ExitStack()
         self._generator: Generator | None = None
         self._attempt = 0
@@ -60,34 +60,33 @@ class Chat:
         self._stated = max_length is not None
         if max_length is not None and not 2 <= max_length <= limit:
             raise UserError(
-                f"{flag('max_length')} must be from 2 to {limit:,}, as many as {model.name} is made for, not "
-                f"{max_length:,}."
+                f"{flag('max_length')} must be from 2 to {limit:,}, the limit of {model.name}, not {max_length:,}."
             )
         self.capacity = max_length or min(CAPACITY, limit)
-        self.shrunk = False  # because memory is short, and not said yet
+        self.shrunk = False  # the length was reduced to fit memory, and the user is not told yet
         self._events = events
 
     @property
     def templated(self) -> bool:
-        """Whether the model can be shown a conversation; else every message is a prompt of its own."""
+        """Whether the model has a chat template; if not, every message is a prompt of its own."""
         return self.tokenizer.has_chat_template
 
     # -- a turn ----------------------------------------------------------------------------------------------------
 
     def ask(self, text: str, stopped: Callable[[], bool] = lambda: False) -> Iterator[tuple[str, str]]:
-        """Says something to all who answer, yielding (name, piece of an answer); at the end the turn is remembered.
+        """Send a message to all selected adapters, yielding (name, piece of an answer); then store the turn.
 
         Args:
-            stopped: asked after every token; what has come by then is the answer.
+            stopped: called after every token; if true, the answer ends there.
 
         Raises:
-            UserError: the message is too long, or something about the model; then nothing is remembered.
+            UserError: the message is too long, or the model cannot be used; the turn is then not stored.
         """
         self._attempt = 0
         yield from self._ask(text, stopped)
 
     def retry(self, stopped: Callable[[], bool] = lambda: False) -> Iterator[tuple[str, str]]:
-        """Asks the last message again, with other draws."""
+        """Send the last message again, with other random draws."""
         before = {name: lane.joined(name) for name, lane in self.lanes.items()}
         text = self.undo()
         self._attempt += 1
@@ -119,31 +118,31 @@ class Chat:
 
     @property
     def remembered(self) -> bool:
-        """Whether the last turn is: one that was stopped before anything came is not."""
+        """Whether the last turn was stored; one that was stopped before its first token is not."""
         return any(r.text or r.generation.stop_reason != "interrupt" for r in self.replies.values())
 
     def undo(self) -> str:
-        """Takes the last turn back, and returns what was said in it.
+        """Remove the last turn and return the user's message.
 
         Raises:
-            UserError: nothing has been said.
+            UserError: there is no turn.
         """
         texts = [text for lane in self.lanes.values() if (text := lane.undo()) is not None]
         if not texts:
-            raise UserError("Nothing has been said yet.")
+            raise UserError("No message has been sent yet: send one first.")
         return texts[0]
 
     def reset(self, messages: Sequence[Message] = ()) -> None:
-        """Begins anew, or goes on from these messages."""
+        """Start a new conversation, or continue from these messages."""
         self.lanes = {name: Lane(name, [{**message} for message in messages]) for name in self.lanes}
 
     # -- who answers -----------------------------------------------------------------------------------------------
 
     def select(self, names: Sequence[str]) -> None:
-        """Lets these answer from now on. Whoever joins goes on from the first one's conversation.
+        """Select the adapters that answer. New ones continue from the first one's conversation.
 
         Raises:
-            UserError: the device has no room for so many; then it stays as it is.
+            UserError: the device has no room for them; the selection is then unchanged.
         """
         before, first = self.lanes, next(iter(self.lanes.values()))
         self.lanes = {name: before.get(name) or first.joined(name) for name in names}
@@ -154,14 +153,14 @@ class Chat:
             raise
 
     def add(self, name: str, directory: Path) -> None:
-        """Loads another adapter.
+        """Load another adapter.
 
         Raises:
-            UserError: it cannot be read, does not fit the model or the device, or has a name that is taken.
+            UserError: it cannot be read, does not fit the model or the device, or its name is taken.
         """
         slots_of({name: directory}, True)
         if name in self.adapters:
-            raise UserError(f"There is an adapter '{name}' already, {self.adapters[name]}: name this one NAME=DIR.")
+            raise UserError(f"An adapter '{name}' is already loaded ({self.adapters[name]}): name this one NAME=DIR.")
         check_fits(self.model.config, read_adapter(directory)[1], directory)
         before = self.adapters
         self.adapters = {**before, name: directory}
@@ -175,7 +174,7 @@ class Chat:
     # -- the device ------------------------------------------------------------------------------------------------
 
     def open(self) -> Generator:
-        """Loads what is not loaded yet.
+        """Load the model and the adapters that are not loaded yet.
 
         Raises:
             UserError: an adapter cannot be read, or the device has no room.
@@ -197,7 +196,7 @@ class Chat:
             self.capacity, self.shrunk = max(LEAST, self.capacity // 2), True
 
     def close(self) -> None:
-        """Frees the adapters and the caches; the model stays."""
+        """Free the adapters and the caches; the model stays loaded."""
         self._generator = None
         self._stack.close()
 

@@ -1,4 +1,4 @@
-"""What has been said in a chat, by whom, and how much of it a model is shown: state without a device or a terminal."""
+"""The conversations of a chat, and how much of them fits into a prompt; no device and no terminal."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from wgpu_lora.infer.settings import Settings
 from wgpu_lora.names.naming import flag
 
 Message = dict[str, Any]
-ROOM = 4  # an answer is left this part of the tokens, or what it may have at most where that is less
+ROOM = 4  # 1/4 of the tokens is reserved for the answer, or max_new_tokens if that is less
 
 
 @dataclass
 class Lane:
-    """A conversation with one adapter, or with the base.
+    """A conversation with one adapter, or with the base model.
 
-    messages: of the user and the assistant in turn, without a system message.
-    first: the oldest message that the model is still shown.
+    messages: of the user and the assistant, alternating, without a system message.
+    first: index of the oldest message that is still in the prompt.
     """
 
     name: str
@@ -32,14 +32,14 @@ class Lane:
     first: int = 0
 
     def joined(self, name: str) -> Lane:
-        """The same conversation with somebody else."""
+        """A copy of the conversation for another adapter."""
         return Lane(name, [*self.messages], self.first)
 
     def add(self, text: str, answer: str) -> None:
         self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 
     def undo(self) -> str | None:
-        """Takes the last turn back and returns what the user said in it; None where nothing has been said."""
+        """Remove the last turn and return the user's message; None if there is none."""
         places = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         if not places:
             return None
@@ -49,13 +49,13 @@ class Lane:
         return str(text)
 
     def prompt(self, tokenizer: Tokenizer, text: str, settings: Settings, capacity: int) -> tuple[list[int], int]:
-        """Token ids that ask for an answer to `text`, and how many turns the model is not shown any more for it.
+        """Token ids of the prompt for an answer to `text`, and the number of turns newly left out of it.
 
-        The oldest turns go where the answer would have no room otherwise. Without a chat template, a text is all that
-        a model can be shown.
+        The oldest turns are left out if the answer would not have enough room. Without a chat template, the prompt is
+        `text` alone.
 
         Raises:
-            UserError: the text alone has too many tokens, or the template refuses the conversation.
+            UserError: the text alone has too many tokens, or the template rejects the conversation.
         """
         check_text("message", text)
         room = min(settings.max_new_tokens, max(1, capacity // ROOM))
@@ -74,12 +74,12 @@ class Lane:
             return ids, left_out
         raise UserError(
             f"The message takes {len(ids):,} tokens, but the conversation holds {capacity:,}: shorten it, or start "
-            f"with a greater {flag('max_length')}."
+            f"with a larger {flag('max_length')}."
         )
 
 
 def rows_of(lanes: Iterable[Lane], system: str | None, templated: bool) -> list[dict[str, Any]]:
-    """Rows to train on: a conversation of each lane or, without a chat template, a prompt and its completion a turn."""
+    """Rows to train on: a conversation per lane or, without a chat template, a prompt and completion per turn."""
     rows: list[dict[str, Any]] = []
     every = [lane for lane in lanes if lane.messages]
     for lane in every:
@@ -101,7 +101,7 @@ def read_conversations(path: Path) -> list[tuple[str | None, list[Message]]]:
     """(system message, other messages) of every row of a JSONL file.
 
     Raises:
-        UserError: the file cannot be read, or a row is no conversation.
+        UserError: the file cannot be read, or a row is not a conversation.
     """
     found: list[tuple[str | None, list[Message]]] = []
     for number, row in read_jsonl(path):
@@ -110,7 +110,7 @@ def read_conversations(path: Path) -> list[tuple[str | None, list[Message]]]:
         except UserError as error:
             raise UserError(f"{path}, line {number}: {error}") from None
         if not isinstance(example, Conversation):
-            raise UserError(f"{path}, line {number}: there are no messages in this row.")
+            raise UserError(f"{path}, line {number}: the row has no messages.")
         messages = [{**message} for message in example.messages]
         system = messages.pop(0)["content"] if messages[0]["role"] == "system" else None
         found.append((system, messages))

@@ -1,4 +1,4 @@
-"""Held-out loss: the mean over the trained tokens of some rows, however they are packed."""
+"""Held-out loss: the mean over the trained tokens of the rows, independent of packing."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from wgpu_lora.share.refusals import advising
 class Evaluation:
     """loss: mean over `tokens` trained tokens of `rows` rows, in nats; perplexity = exp(loss).
 
-    max_length: tokens that a row had at most.
-    data: what was read, and what became of its rows, in a line.
+    max_length: maximum tokens per row.
+    data: a one-line summary of the rows.
     """
 
     loss: float
@@ -45,13 +45,13 @@ class Evaluation:
 class Evaluator:
     """A forward-only program of fixed size, recorded on construction.
 
-    The caller plans `program` and allocates `storages()` (with others, where an arena is shared), then calls `build`.
+    The caller plans `program`, allocates `storages()`, and then calls `build`.
 
     Args:
-        adapters: None evaluates the base alone and records no LoRA.
-        tokens: rows of the program; no data row may be longer.
-        tables: those that another program of this model has uploaded already, of at least as many positions as the
-            longest row has tokens; the evaluator has its own otherwise.
+        adapters: None evaluates the base model alone and records no LoRA.
+        tokens: rows of the program, at least the longest data row.
+        tables: of another program of this model, already uploaded, with at least as many positions as the longest row
+            has tokens; by default the evaluator creates its own.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Evaluator:
     ):
         self.model, self.adapters, self.device, config = model, adapters, model.device, model.config
         slots = len(adapters.specs) if adapters else 1
-        # Of all rows of a batch, whoever's they are.
+        # Totals over all rows of a batch, of any slot.
         self._total = persistent((1,), "f32", "workspace", "evaluation total")
         self._counted = persistent((1, 2), "u32", "workspace", "evaluated targets")
         self._own_tables = tables is None
@@ -77,11 +77,11 @@ class Evaluator:
         recorder.dispatch(sum_by_slot, logprobs, self._counted, self._total, slots=1)
 
     def storages(self) -> set[Storage]:
-        """Everything persistent that the program needs, the model's weights and the adapters among it."""
+        """All persistent storage that the program needs, including the model's weights and the adapters."""
         return self.program.persistent_storages() | self.inputs.storages()
 
     def build(self, arena: Arena, choices: Choices = NO_CHOICES) -> None:
-        """Compiles the program on an arena that its plan fits in; its storages must be allocated."""
+        """Build the program in an arena that its plan fits into; its storages must be allocated."""
         self.program.build(arena, choices)
         if self._own_tables:
             self.inputs.tables.upload(self.device)
@@ -89,12 +89,12 @@ class Evaluator:
     def loss(
         self, rows: Sequence[Row], slot: int | None = None, watch: Callable[[int], None] = lambda rows: None
     ) -> tuple[float, int]:
-        """(mean loss, trained tokens) of rows under one adapter, or under the base alone.
+        """(mean loss, trained tokens) of rows with one adapter, or with the base model alone.
 
-        watch: called with the number of rows that are done, at the beginning too.
+        watch: called with the number of finished rows, first with 0.
 
         Raises:
-            UserError: no row has a token to predict.
+            UserError: no row has a trained token.
         """
         assert slot is None or self.adapters, "there is no adapter to evaluate"
         total, tokens, done = 0.0, 0, 0
@@ -105,13 +105,13 @@ class Evaluator:
             self.device.write(self._counted.storage.buffer, np.array([0, count], np.uint32))
             self.device.write(self._total.storage.buffer, np.zeros(1, np.float32))
             self.program.run()
-            # Summed here in float64: a float32 total over many batches would lose the small ones.
+            # Summed in float64: a float32 total over many batches would lose precision.
             total -= float(self.device.read(self._total.storage.buffer, 4).view(np.float32)[0])
             tokens += count
             done += len(together)
             watch(done)
         if not tokens:
-            raise UserError("The rows to evaluate have no token to predict: check their labels, or use other data.")
+            raise UserError("The rows to evaluate have no trained tokens: check their labels, or use other data.")
         return total / tokens, tokens
 
 
@@ -124,15 +124,15 @@ def evaluate(
     batch_tokens: int = 1024,
     events: Events = SILENT,
 ) -> Evaluation:
-    """The loss of a prepared data file; loads the model's weights if they are not yet.
+    """The loss of prepared rows; loads the model's weights if needed.
 
     Args:
-        slot: which of `adapters` applies; None is the base alone.
-        batch_tokens: tokens that are computed at a time; more where one row alone is longer.
-        events: told of `loading` and `evaluating`.
+        slot: index in `adapters`; None is the base model alone.
+        batch_tokens: tokens computed at a time; more if a single row is longer.
+        events: receives `loading` and `evaluating`.
 
     Raises:
-        UserError: nothing to predict, or the device has no room.
+        UserError: there are no trained tokens, or the device has no room.
     """
     tokens = max([*prepared.lengths, min(batch_tokens, prepared.total_tokens)])
     evaluator = Evaluator(model, adapters if slot is not None else None, tokens)

@@ -1,4 +1,4 @@
-"""Generation: a batch of sequences, each with an adapter of its own or none."""
+"""Generation for a batch of sequences, each with an adapter of its own or none."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from wgpu_lora.models.rows import NOWHERE
 from wgpu_lora.share import claim
 from wgpu_lora.share.refusals import advising
 
-CAPACITY = 2048  # tokens of a sequence where nothing else is said
-BUCKETS = (16, 64, 256, 1024)  # rows of the prefill programs; each is compiled only when a prompt needs it
+CAPACITY = 2048  # tokens of a sequence by default
+BUCKETS = (16, 64, 256, 1024)  # rows of the prefill programs; each is compiled when a prompt first needs it
 
 OnToken = Callable[[int, int], object]
 
 
 class Generator:
-    """Programs and caches for generating. Only the memory plan is made here; shaders compile on first use.
+    """Programs and caches for generation. The constructor only plans memory; shaders compile on first use.
 
     Args:
-        model: its weights are loaded if they are not yet.
-        adapters: a slot for each adapter that may be asked for.
-        capacity: tokens of a sequence, prompt included; by default 2048, or as many as the model is made for.
-        batch: sequences that run at a time.
+        model: its weights are loaded if needed.
+        adapters: a slot for each adapter that prompts may use.
+        capacity: tokens of a sequence including the prompt; by default 2048, or the model's limit if that is smaller.
+        batch: sequences that run together.
         buckets: rows of the prefill programs, ascending.
 
     Raises:
-        UserError: the model is not made for so many tokens, or the device has no room for their keys and values.
+        UserError: the capacity exceeds the model's limit, or the device has no room for the keys and values.
     """
 
     @advising(otherwise="use shorter prompts and answers, fewer at a time, or a smaller model")
@@ -55,7 +55,7 @@ class Generator:
         capacity = min(CAPACITY, limit) if capacity is None else capacity
         if not 0 < capacity <= limit:
             raise UserError(
-                f"A capacity of {capacity:,} tokens cannot be used: {model.name} is made for 1 to {limit:,} tokens."
+                f"A capacity of {capacity:,} tokens is not possible: {model.name} supports 1 to {limit:,} tokens."
             )
         self.model, self.adapters, self.device = model, adapters, model.device
         self.programs = programs = Programs.record(self.device, model.decoder, adapters, batch, capacity, buckets)
@@ -76,7 +76,7 @@ class Generator:
             raise
         self.state.upload(self.device)
         self._built: set[Program] = set()
-        # By sequence, the adapter and the tokens that the cache is of.
+        # The adapter and the tokens whose keys and values the cache holds, by sequence.
         self._held: dict[int, tuple[int | None, np.ndarray]] = {}
         self._build(programs.kept)
         programs.kept.run()
@@ -103,18 +103,18 @@ class Generator:
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
     ) -> list[Generation]:
-        """Continues every prompt; more prompts than `batch` run in turns.
+        """Continue every prompt; more prompts than `batch` run in batches.
 
         Args:
             prompts: token ids, at least one each.
-            slots: which adapter each prompt uses, None for the base alone; left out, no prompt uses any.
+            slots: the adapter of each prompt, None for the base model alone; by default, no prompt uses an adapter.
             temperature, top_p, top_k, seed, min_p, repetition_penalty: see Sampler. Draws depend on seed and position
-                alone, so that equal prompts give equal answers.
+                only, so equal prompts give equal answers.
             stop_ids: tokens that end a sequence; they are not part of it.
-            on_token: called with (prompt's number, token id) as soon as a token is known.
+            on_token: called with (prompt's number, token id) as soon as a token is sampled.
 
         Raises:
-            UserError: a prompt is empty, too long, or not of this model's vocabulary; there is no such slot; a sampling
+            UserError: a prompt is empty, too long, or outside the model's vocabulary; a slot does not exist; a sampling
                 parameter is out of range.
         """
         sampler = Sampler(temperature, top_k, top_p, seed, min_p, repetition_penalty)
@@ -134,20 +134,19 @@ class Generator:
         reuse: bool = False,
         stopped: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[int, int]]:
-        """As `generate`, yielding (prompt's number, token id) as soon as a token is known.
+        """Like `generate`, but yields (prompt's number, token id) as soon as a token is sampled.
 
         Args:
-            results: one for each prompt, which is filled. Whoever takes the tokens ends a sequence by giving its result
-                a stop reason.
-            reuse: begin after what the cache holds from before. Whether keys were computed together with others or one
-                by one changes their rounding.
-            stopped: asked between a prompt's pieces and between tokens; where it says so, all come to their end.
+            results: one per prompt, filled in here. The caller can end a sequence by setting its stop reason.
+            reuse: continue from the cache's previous contents. Keys computed in a batch and one by one differ in
+                rounding.
+            stopped: called between a prompt's pieces and between tokens; if true, all sequences end.
         """
         chosen = [None] * len(prompts) if slots is None else list(slots)
         available = len(self.adapters.specs) if self.adapters else 0
         vocab = self.model.config.vocab_size
         check_requests(prompts, chosen, max_new_tokens, vocab, available, self.capacity)
-        # By slot, None last: rows of a slot must lie side by side.
+        # Ordered by slot, None last: rows of a slot must be adjacent.
         order = sorted(range(len(prompts)), key=lambda i: (chosen[i] is None, chosen[i] or 0))
         for start in range(0, len(order), self.batch):
             together = order[start : start + self.batch]
@@ -156,7 +155,7 @@ class Generator:
             yield from self._generate(run, sampler, max_new_tokens, frozenset(stop_ids), reuse, stopped)
 
     def next_logits(self, prompts: Sequence[Sequence[int]], slots: Sequence[int | None]) -> np.ndarray:
-        """Logits f32 [prompts, vocab] of what follows each of at most `batch` prompts, which are ordered by slot."""
+        """Logits f32 [prompts, vocab] of the token after each of at most `batch` prompts, which are ordered by slot."""
         assert len(prompts) <= self.batch
         available = len(self.adapters.specs) if self.adapters else 0
         check_requests(prompts, slots, 1, self.model.config.vocab_size, available, self.capacity)
@@ -165,7 +164,7 @@ class Generator:
         return self.state.read_logits(self.device)[: len(prompts)]
 
     def close(self) -> None:
-        """Frees the caches and all else that was allocated here; the model and the adapters stay."""
+        """Free the caches and everything else allocated here; the model and the adapters stay."""
         self._arena.free()
         release(self.device, self._owned)
         self._owned = set()
@@ -189,7 +188,7 @@ class Generator:
         stopped: Callable[[], bool],
     ) -> Iterator[tuple[int, int]]:
         starts = [self._known(i, run) if reuse else 0 for i in range(len(run.prompts))]
-        self._held.clear()  # whatever interrupts this leaves the cache in between
+        self._held.clear()  # an interruption leaves the cache in an unknown state
         seconds = self._run_prompts(run.prompts, run.slots, starts, stopped)
         if seconds is None:
             for result in run.results:
@@ -216,17 +215,17 @@ class Generator:
                 fresh = self._build(self._decode.program)
                 begin = time.perf_counter()
                 self._run_decode(run, live)
-                if not fresh:  # a program's first run compiles inside the driver
+                if not fresh:  # the driver compiles in a program's first run
                     decoded, decode_seconds = decoded + len(live), decode_seconds + time.perf_counter() - begin
         finally:
             for i, result in enumerate(run.results):
                 result.stop_reason = result.stop_reason or "interrupt"
                 result.decode_speed = decoded / decode_seconds if decoded else 0.0
-                # The newest token is in the cache only once the one after it has been computed.
+                # The newest token enters the cache only when the next one is computed.
                 self._held[i] = run.slots[i], run.ids(i)[: run.length(i) - 1]
 
     def _known(self, index: int, run: Run) -> int:
-        """How many tokens of a prompt are in the cache where its sequence will be; never the last, which is asked."""
+        """Tokens of a prompt that are already in the cache of its sequence, without the last one of the prompt."""
         slot, held = self._held.get(index, (None, np.zeros(0, np.int64)))
         prompt = run.prompts[index]
         if slot != run.slots[index]:
@@ -237,7 +236,7 @@ class Generator:
         return known if self.state.cache.rewinds or known == held.size else 0
 
     def _run_decode(self, run: Run, live: Sequence[int]) -> None:
-        """Computes the logits after the newest token of each live sequence."""
+        """Compute the logits after the last token of each live sequence."""
         newest = np.array([run.results[i].token_ids[-1] for i in live])
         positions = np.array([run.length(i) - 1 for i in live])
         picked = np.full(self.batch, NOWHERE, np.int64)
@@ -254,9 +253,9 @@ class Generator:
         starts: Sequence[int],
         stopped: Callable[[], bool] = lambda: False,
     ) -> float | None:
-        """Fills the cache from each prompt's start and computes the next logits.
+        """Fill the cache with the prompts and compute the next logits.
 
-        Returns the seconds that took, without compiling; None where it was stopped.
+        Returns the seconds taken, without compilation; None if stopped.
         """
         ids = np.concatenate([prompt[start:] for prompt, start in zip(prompts, starts, strict=True)])
         lengths = np.array([prompt.size - start for prompt, start in zip(prompts, starts, strict=True)])
@@ -286,12 +285,12 @@ class Generator:
         return time.perf_counter() - begin
 
     def _prefill_step(self, remaining: int) -> Step:
-        """The largest program of which more than half would be used, or else the smallest."""
+        """The largest program of which more than half would be used, else the smallest."""
         fitting = [step for step in self._prefill if step.tokens < 2 * remaining]
         return fitting[-1] if fitting else self._prefill[0]
 
     def _build(self, program: Program) -> bool:
-        """Builds a program before its first run; whether this was it."""
+        """Build a program before its first run; returns whether it was built now."""
         if program in self._built:
             return False
         program.build(self._arena)

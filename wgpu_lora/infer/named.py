@@ -1,4 +1,4 @@
-"""Adapters as people name them: what --adapter says, which slot each has, which model they belong to."""
+"""Named adapters: parsing of --adapter, slots by name, and the model that adapters belong to."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.share import claim
 
-BASE = "base"  # what the model without an adapter is called beside adapters
+BASE = "base"  # name of the model without an adapter
 
 
 def named_adapters(texts: Sequence[str]) -> dict[str, Path]:
-    """The adapter directories of a command line by name, in its order: NAME=DIR, or DIR, whose last part is its name.
+    """Adapter directories by name, in the order of the command line: NAME=DIR, or DIR, named after its last part.
 
-    A text that is a directory as a whole, or that has a separator before its '=', is a DIR.
+    A text that is an existing directory, or has a separator before its '=', is a DIR.
 
     Raises:
         UserError: a name or a directory is empty or given twice.
@@ -32,12 +32,12 @@ def named_adapters(texts: Sequence[str]) -> dict[str, Path]:
         name, directory = _split(text)
         if name in found:
             raise UserError(
-                f"--adapter names two adapters '{name}', {found[name]} and {directory}: give each a name of its own, "
+                f"--adapter gives two adapters the name '{name}' ({found[name]} and {directory}): give each its own, "
                 "NAME=DIR."
             )
         same = places.setdefault(os.path.realpath(directory), name)
         if same != name:
-            raise UserError(f"--adapter names {directory} twice, as '{same}' and as '{name}': leave one out.")
+            raise UserError(f"--adapter lists {directory} twice, as '{same}' and as '{name}': leave one out.")
         found[name] = directory
     return found
 
@@ -47,23 +47,23 @@ def _split(text: str) -> tuple[str, Path]:
         raise UserError("--adapter is empty: give it a value, or leave it out.")
     name, equals, directory = text.partition("=")
     if os.path.isdir(text) or not equals or "/" in name or os.sep in name:
-        last = os.path.basename(os.path.abspath(text))  # of "out/" and "." too
+        last = os.path.basename(os.path.abspath(text))  # also for "out/" and "."
         return last or text, Path(text)
     if not name.strip() or not directory.strip():
         raise UserError(f"--adapter {text} is not NAME=DIR: write both, or DIR alone.")
-    return name.strip(), Path(os.path.expanduser(directory))  # shells leave a ~ alone after the '='
+    return name.strip(), Path(os.path.expanduser(directory))  # shells do not expand ~ after the '='
 
 
 def base_of(adapter: str | Path) -> str | None:
-    """The model that an adapter's own configuration names, if it does."""
+    """The base model in an adapter's configuration; None if it names none."""
     return read_adapter(adapter)[0].base_model_name_or_path or None
 
 
 def model_of(adapters: Mapping[str, Path], model: str | None = None) -> str:
-    """The model to open: `model` where it is given, else the one that the adapters name, else the demo.
+    """The model to open: `model` if given, else the one that the adapters name, else the demo.
 
     Raises:
-        UserError: an adapter cannot be read, or no model is given and the adapters name different ones.
+        UserError: an adapter cannot be read, or the adapters name different models and no model is given.
     """
     bases = {name: base for name, directory in adapters.items() if (base := base_of(directory))}
     if model:
@@ -74,33 +74,33 @@ def model_of(adapters: Mapping[str, Path], model: str | None = None) -> str:
     for name, base in bases.items():
         if _place(base) != _place(bases[first]):
             raise UserError(
-                f"The adapters {first} and {name} name different base models, {bases[first]} and {base}: say with "
-                "--model which to use."
+                f"The adapters {first} and {name} have different base models, {bases[first]} and {base}: choose one "
+                "with --model."
             )
     return bases[first]
 
 
 def _place(model: str) -> str:
-    """One text for however a path is spelled; names of models stay as they are."""
+    """A canonical form of paths, so that spellings compare equal; model ids are unchanged."""
     return os.path.realpath(model) if os.path.exists(model) else model
 
 
 def slots_of(adapters: Mapping[str, str | Path], include_base: bool) -> dict[str, int | None]:
-    """Which slot answers under which name, the base (None) first.
+    """Slots by name, with the base (None) first.
 
     Raises:
-        UserError: there is no adapter, or a name is no text or the base's own.
+        UserError: there is no adapter, or a name is invalid or the base's.
     """
     if not isinstance(adapters, Mapping):
         raise UserError(f"The adapters must be a dict of directories by name, not {adapters!r:.100}.")
     if not adapters:
-        raise UserError("There is no adapter to compare: name at least one.")
+        raise UserError("There is no adapter to compare: give at least one.")
     for name in adapters:
         if not isinstance(name, str) or not name.strip():
-            raise UserError(f"{name!r} cannot name an adapter: give it a name of some text.")
+            raise UserError(f"{name!r} is not a name for an adapter: use text that is not empty.")
     if include_base and BASE in adapters:
         raise UserError(
-            f"An adapter is named '{BASE}', as the model without one is: give it another name, such as "
+            f"An adapter is named '{BASE}', which is the model without an adapter: give it another name, such as "
             f"tuned={adapters[BASE]}."
         )
     slots: dict[str, int | None] = {BASE: None} if include_base else {}
@@ -109,11 +109,11 @@ def slots_of(adapters: Mapping[str, str | Path], include_base: bool) -> dict[str
 
 @contextmanager
 def on_device(model: LoadedModel, directories: Sequence[str | Path]) -> Iterator[AdapterSet | None]:
-    """The adapters on the device, a slot each, for as long as they are used; None where there are none."""
+    """The adapters on the device, a slot each, for the duration of the context; None if there are none."""
     if not directories:
         yield None
         return
-    with claim(model.device, 0, "adapters"):  # which ends when they have gone
+    with claim(model.device, 0, "adapters"):  # released with them
         adapters = load_adapters(model.device, model.config, [Path(directory) for directory in directories])
         try:
             yield adapters

@@ -1,4 +1,4 @@
-"""A person's words, or a conversation, as the token ids that ask for an answer."""
+"""Conversion of a text or a conversation to the token ids of a prompt."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ Prompt = str | Messages  # a text, or the messages of a conversation
 
 
 def chat_prompt(tokenizer: Tokenizer, prompt: Prompt, system: str | None = None, **template_kwargs: Any) -> list[int]:
-    """Token ids that ask for an answer: through the chat template if there is one, else the text as training has it.
+    """Token ids of a prompt, using the chat template if there is one, else the plain text as in training.
 
     Args:
         prompt: a text, or messages such as {"role": "user", "content": "Hello"}.
-        template_kwargs: reach the chat template (`enable_thinking=False`).
+        template_kwargs: passed to the chat template (`enable_thinking=False`).
 
     Raises:
-        UserError: what is given is neither, or a system prompt or messages have no chat template or one that refuses
-            them.
+        UserError: the prompt has another type, or there is a system prompt or messages and no chat template, or the
+            template rejects them.
     """
     if system is not None:
         check_text("system prompt", system)
     messages = check_prompt(prompt)
     if not tokenizer.has_chat_template:
         if system is not None:
-            raise UserError("The model has no chat template, so it cannot be given a system prompt: leave it out.")
+            raise UserError("The model has no chat template, so it cannot use a system prompt: leave it out.")
         if not isinstance(prompt, str):
-            raise UserError("The model has no chat template, so it cannot be given messages: give it a text.")
+            raise UserError("The model has no chat template, so it cannot use messages: give a text.")
         return tokenizer.opening + tokenizer.encode(prompt)
     if system is not None:
         if messages[0]["role"] == "system":
-            raise UserError("The messages begin with a system message already: leave out one of the two.")
+            raise UserError("The messages already begin with a system message: leave out one of the two.")
         messages = [{"role": "system", "content": system}, *messages]
     return tokenizer.encode(tokenizer.render(messages, None, True, template_kwargs))
 
 
 def check_prompt(prompt: Prompt) -> list[dict[str, Any]]:
-    """The messages that a prompt is; UserError where it is neither a text nor messages that can be answered."""
+    """A prompt as messages. Raises UserError if it is neither a text nor messages that end with the user's."""
     if isinstance(prompt, str) or not isinstance(prompt, Sequence):
         check_text("prompt", prompt)
         return [{"role": "user", "content": prompt}]
@@ -61,10 +61,10 @@ def check_prompt(prompt: Prompt) -> list[dict[str, Any]]:
 
 
 def check_text(name: str, value: Any) -> None:
-    """Raises UserError unless `value` is text that a tokenizer takes."""
+    """Raise UserError unless `value` is text that can be tokenized."""
     if not isinstance(value, str):
         raise UserError(f"The {name} must be text, not {value!r:.100}.")
     try:
         value.encode("utf-8")
-    except UnicodeEncodeError:  # bytes of a terminal or a pipe that were no characters
-        raise UserError(f"The {name} is not valid UTF-8: write its characters out, or save it as UTF-8.") from None
+    except UnicodeEncodeError:  # undecodable bytes from a terminal or a pipe
+        raise UserError(f"The {name} is not valid UTF-8: convert it to UTF-8.") from None

@@ -1,4 +1,4 @@
-"""Prompts from a file and answers into one: what `generate --prompts --output` reads and writes."""
+"""Files of prompts and answers, for `generate --prompts --output`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from wgpu_lora.infer.prompt import Prompt, check_prompt
 from wgpu_lora.words import counted, listed
 
 MAX_TEXT_BYTES = 256 << 20
-KEYS = ("messages", "conversations", "prompt", "instruction")  # of rows that ask something, the first that is there
-_ROWS = re.compile(rb"(\xef\xbb\xbf)?\s*(\{|\[\s*\{|PAR1)")  # how a file of rows begins, whatever its name
-ANSWERED = ("response", "tokens", "stop_reason")  # what an answer adds to a row
+KEYS = ("messages", "conversations", "prompt", "instruction")  # of rows with a prompt; the first present one is used
+_ROWS = re.compile(rb"(\xef\xbb\xbf)?\s*(\{|\[\s*\{|PAR1)")  # the beginning of a file of rows
+ANSWERED = ("response", "tokens", "stop_reason")  # keys that an answer adds to a row
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, the row that it is from, and whether an answer that stood there is asked for anew."""
+    """A prompt, its row, and whether the row already had an answer, which is generated anew."""
 
     prompt: Prompt
     row: Mapping[str, Any]
@@ -40,15 +40,15 @@ class Request:
 
 
 def read_requests(path: Path) -> list[Request]:
-    """The prompts of a file, in its order: rows in any format that training reads, or lines of plain text.
+    """Read prompts in order: rows in any format that training reads, or lines of plain text.
 
-    Rows ask by one of KEYS; they are told by the file's name or its first bytes. Blank lines are passed over.
+    Rows have one of KEYS; they are recognised by the file's name or its first bytes. Blank lines are skipped.
 
     Raises:
-        UserError: the file cannot be read or is empty, or rows have no prompt, with their places.
+        UserError: the file cannot be read or is empty, or rows have no prompt (with their line numbers).
     """
     if not path.is_file():
-        wrong = f"{path} is not a regular file" if path.exists() else f"There is no file {path}"
+        wrong = f"{path} is not a regular file" if path.exists() else f"{path} does not exist"
         raise UserError(f"{wrong}: give --prompts JSONL rows with 'prompt' or 'messages', or lines of text.")
     with opened(path) as file:
         begins = file.read(4096)
@@ -73,7 +73,7 @@ def read_requests(path: Path) -> list[Request]:
 def _check_columns(names: Sequence[str]) -> None:
     if not any(key in names for key in KEYS):
         shown = listed([repr(name[:80]) for name in names[:20]]) if names else "none"
-        raise UserError(f"the columns are {shown}, but prompts are in one of {listed(KEYS)}: rename it.")
+        raise UserError(f"the columns are {shown}, but one of {listed(KEYS)} is needed: rename one.")
 
 
 def _lines(path: Path) -> list[str]:
@@ -87,14 +87,14 @@ def _lines(path: Path) -> list[str]:
         raise UserError(f"{path} is not valid UTF-8 (byte {error.start + 1}): save it as UTF-8.") from None
     lines = [line for line in re.split("\r\n?|\n", text) if line.strip()]
     if not lines:
-        raise UserError(f"{path} is empty: write a prompt to a line.")
+        raise UserError(f"{path} is empty: write one prompt per line.")
     return lines
 
 
 def _request(row: dict[str, Any]) -> Request:
     for key in ("tools", "chat_template_kwargs"):
         if row.get(key):
-            raise UserError(f"the row has {key!r}, which answers cannot be given with: leave it out.")
+            raise UserError(f"the row has {key!r}, which generation does not support: leave it out.")
     messages, answered = _asked(row), False
     while isinstance(messages, list) and len(messages) > 1 and _is_answer(messages[-1]):
         messages, answered = messages[:-1], True
@@ -105,11 +105,11 @@ def _request(row: dict[str, Any]) -> Request:
 
 
 def _asked(row: dict[str, Any]) -> Any:
-    """What a row asks: a text or, also of rows to train on, messages."""
+    """The prompt of a row, which may be a row to train on: a text or messages."""
     key = next((key for key in KEYS if row.get(key) is not None), None)
     if key is None:
         keys = ", ".join(repr(key[:80]) for key in list(row)[:12]) or "none"
-        raise UserError(f"the row has no 'prompt' and no 'messages': its keys are {keys}.")
+        raise UserError(f"the row has neither 'prompt' nor 'messages': its keys are {keys}.")
     if key == "prompt":
         return row[key]
     whole = {"output": "", **row} if key == "instruction" else {key: row[key], "system": row.get("system")}
@@ -125,7 +125,7 @@ def _is_answer(message: Any) -> bool:
 
 
 def row_of(request: Request, answer: Answer, name: str | None = None) -> dict[str, Any]:
-    """A row of the output: what stood in the row, and the answer; `name` is the adapter's, where there are several."""
+    """A row of the output: the input row and the answer; `name` is the adapter's, if there are several."""
     kept = {key: value for key, value in request.row.items() if key not in (*ANSWERED, "adapter")}
     who = {} if name is None else {"adapter": name}
     said = {"response": answer.text, "tokens": len(answer.token_ids), "stop_reason": answer.stop_reason}
@@ -137,18 +137,18 @@ def to_jsonl(rows: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def check_new(path: Path) -> None:
-    """UserError, before the work, where `path` could not be written after it."""
+    """Raise UserError if `path` cannot be written; called before generating."""
     if path.is_symlink() or path.exists():
-        raise UserError(f"{path} exists already: give --output another name, or remove it.")
+        raise UserError(f"{path} already exists: choose another --output, or remove it.")
     if not path.parent.is_dir():
-        raise UserError(f"{path} cannot be written, since there is no directory {path.parent}: make it first.")
+        raise UserError(f"{path} cannot be written, since the directory {path.parent} does not exist: create it first.")
 
 
 @contextmanager
 def kept_on_failure(
     path: Path | None, rows: Callable[[], Sequence[Mapping[str, Any]]], say: Callable[[str], None]
 ) -> Iterator[None]:
-    """Writes what has been answered beside `path` where the work is cut short, and says so."""
+    """If generation is cut short, write the finished answers beside `path` and print where."""
     try:
         yield
     except BaseException:

@@ -1,4 +1,4 @@
-"""One answer while it comes: tokens in, text out, up to a stop string."""
+"""An answer during generation: from tokens to text, up to a stop string."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from wgpu_lora.infer.running import Generation
 
 
 class Reply:
-    """What is said to one prompt. Text that may turn out to be the beginning of a stop string is held back."""
+    """The answer to one prompt. Text that may be the beginning of a stop string is held back."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_tokens: int, stop: Sequence[str] = ()):
         self.generation = Generation(prompt_tokens)
@@ -18,11 +18,11 @@ class Reply:
         self._shown, self._held, self._cut = "", "", False
 
     def push(self, token: int) -> str:
-        """Text that is certain now that a token has come; a stop string ends the generation."""
+        """Add a token; returns the text that is certain now. A stop string ends the generation."""
         return "" if self._cut else self._emit(self._decoder.push(token), False)
 
     def finish(self) -> str:
-        """The rest, once no more tokens come."""
+        """The remaining text, after the last token."""
         return "" if self._cut else self._emit(self._decoder.flush(), True)
 
     def _emit(self, text: str, last: bool) -> str:
@@ -38,10 +38,10 @@ class Reply:
 
     @property
     def text(self) -> str:
-        """All of it, without the stop string."""
+        """The whole text, without the stop string."""
         return self._shown if self._cut else self._tokenizer.decode(self.generation.token_ids)
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` that `stop` may begin with."""
+    """The length of the longest end of `text` that `stop` begins with."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

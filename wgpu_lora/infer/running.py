@@ -1,4 +1,4 @@
-"""Sequences that are being generated: what has come of each, and whether what is asked for is possible."""
+"""Sequences during generation: their results, and checks of requests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ StopReason = Literal["stop", "length", "capacity", "interrupt"]
 
 @dataclass
 class Generation:
-    """What became of one prompt.
+    """The result for one prompt.
 
     token_ids: without the prompt and without the stop token.
     stop_reason: "stop" (a stop token, or a stop string), "length" (max_new_tokens), "capacity" (the cache is full) or
-        "interrupt" (nobody asked for the rest); None while it goes on.
-    prefill_speed, decode_speed: tokens a second of all sequences that ran together; 0 where there was nothing to time.
-        The first prompt of a length is slower, since drivers compile on first use; decoding leaves its first step out.
+        "interrupt" (the caller stopped); None while running.
+    prefill_speed, decode_speed: tokens per second of all sequences that ran together; 0 if nothing was timed. The first
+        prompt of a length is slower, since drivers compile on first use; decoding leaves out its first step.
     """
 
     prompt_tokens: int
@@ -34,7 +34,7 @@ class Generation:
 
 @dataclass
 class Run:
-    """The sequences that run together, ordered by slot; `numbers` are the caller's."""
+    """Sequences that run together, ordered by slot; `numbers` are their positions in the caller's list."""
 
     numbers: list[int]
     prompts: list[np.ndarray]
@@ -45,7 +45,7 @@ class Run:
         return self.prompts[index].size + len(self.results[index].token_ids)
 
     def ids(self, index: int) -> np.ndarray:
-        """The whole sequence so far."""
+        """Token ids of the sequence so far."""
         return np.concatenate([self.prompts[index], np.array(self.results[index].token_ids, np.int64)])
 
     def extend(
@@ -57,7 +57,7 @@ class Run:
         stop_ids: frozenset[int],
         capacity: int,
     ) -> int | None:
-        """Adds a token to a sequence and returns it, None where it is a stop token; the last one ends the sequence."""
+        """Add a token to a sequence; returns it, or None for a stop token. The last token ends the sequence."""
         result = self.results[index]
         before = self.ids(index).tolist() if sampler.repetition_penalty != 1 else ()
         token = sampler(logits, self.length(index), before)
@@ -67,7 +67,7 @@ class Run:
         result.token_ids.append(token)
         if len(result.token_ids) == max_new_tokens:
             result.stop_reason = "length"
-        elif self.length(index) > capacity:  # this token has no row in the cache any more
+        elif self.length(index) > capacity:  # the cache has no row left for this token
             result.stop_reason = "capacity"
         return token
 
@@ -80,18 +80,18 @@ def check_requests(
     available: int,
     capacity: int,
 ) -> None:
-    """Raises UserError where a prompt cannot be continued.
+    """Raise UserError if a prompt cannot be continued.
 
     Args:
-        slots: of each prompt, one of `available` adapters or None.
-        vocab, capacity: token ids that there are, and tokens that a sequence may have.
+        slots: of each prompt, the number of an adapter below `available`, or None.
+        vocab, capacity: number of token ids, and maximum tokens of a sequence.
     """
     assert len(prompts) == len(slots), f"{len(prompts)} prompts, but {len(slots)} slots"
     if max_new_tokens < 1:
-        raise UserError(f"{max_new_tokens} new tokens cannot be generated: ask for at least one.")
+        raise UserError(f"{max_new_tokens} new tokens are not possible: use at least one.")
     for number, (prompt, slot) in enumerate(zip(prompts, slots, strict=True), 1):
         if not len(prompt):
-            raise UserError(f"Prompt {number} has no tokens: give some text to go on from.")
+            raise UserError(f"Prompt {number} has no tokens: give a text that is not empty.")
         if len(prompt) > capacity:
             raise UserError(
                 f"Prompt {number} has {len(prompt):,} tokens, but the cache holds {capacity:,}: "
@@ -99,7 +99,7 @@ def check_requests(
             )
         if min(prompt) < 0 or max(prompt) >= vocab:
             raise UserError(
-                f"Prompt {number} has a token outside of the model's vocabulary of {vocab:,}: "
+                f"Prompt {number} has a token outside the model's vocabulary of {vocab:,}: "
                 "use the model's own tokenizer."
             )
         if slot is not None and not 0 <= slot < available:

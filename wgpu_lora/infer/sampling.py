@@ -1,4 +1,4 @@
-"""Which token comes next: greedy, or drawn after temperature, top-k, top-p and min-p have had their say."""
+"""Choice of the next token: greedy, or sampled with temperature, top-k, top-p and min-p."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import numpy as np
 from wgpu_lora.errors import UserError
 
 MASK = 2**64 - 1
-LARGEST = 1e300  # of a penalised logit: differences of such are finite
+LARGEST = 1e300  # limit of a penalised logit, so that differences are finite
 
 
 def uniform(seed: int, position: int) -> float:
-    """A draw from [0, 1) that depends on nothing but its arguments (Philox; raw words, which NumPy never changes)."""
+    """A number in [0, 1) that depends on its arguments only (Philox; raw words, which are the same in any NumPy)."""
     key = np.array([seed & MASK, position & MASK], np.uint64)
     return float(int(np.random.Philox(key=key).random_raw()) >> 11) * 2.0**-53
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """Filters in transformers' order and by its definitions: repetition penalty, temperature, top-k, top-p, min-p.
+    """Filters as in transformers, in the same order: repetition penalty, temperature, top-k, top-p, min-p.
 
-    temperature: what logits are divided by; 0 takes the likeliest token, of equal ones that with the lowest id.
-    top_k: only the k likeliest tokens (and any as likely as the last of them); 0 keeps all.
-    top_p: only the likeliest tokens up to the one with which their sum reaches p; 1 keeps all.
-    seed: of the draws. A draw is a function of the seed and the token's position, whatever else is in the batch.
-    min_p: only tokens at least this share as likely as the likeliest; 0 keeps all.
-    repetition_penalty: logits of tokens that have occurred, in the prompt too, are divided by this where they are
-        positive and multiplied by it where they are negative; 1 changes nothing. It holds for greedy choice as well.
+    temperature: divisor of the logits; 0 takes the most likely token, the one with the lowest id if several are equal.
+    top_k: keep the k most likely tokens (and any as likely as the last of them); 0 keeps all.
+    top_p: keep the most likely tokens until their probabilities sum to p; 1 keeps all.
+    seed: of the draws, which are a function of the seed and the token's position, independent of the rest of the batch.
+    min_p: keep tokens at least this fraction as likely as the most likely one; 0 keeps all.
+    repetition_penalty: logits of tokens that occur in the prompt or the answer are divided by this if positive and
+        multiplied by it if negative; 1 changes nothing. It also applies to greedy choice.
 
     Raises:
         UserError: a value is out of range.
@@ -44,28 +44,26 @@ class Sampler:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise UserError(
-                f"A temperature of {self.temperature} cannot be used: give 0 (greedy) or a positive number."
-            )
+            raise UserError(f"A temperature of {self.temperature} is not valid: use 0 (greedy) or a positive number.")
         if self.top_k < 0:
-            raise UserError(f"A top-k of {self.top_k} cannot be used: give 0 (all tokens) or a positive number.")
+            raise UserError(f"A top-k of {self.top_k} is not valid: use 0 (all tokens) or a positive number.")
         if not 0 < self.top_p <= 1:
-            raise UserError(f"A top-p of {self.top_p} cannot be used: give a number above 0 and at most 1.")
+            raise UserError(f"A top-p of {self.top_p} is not valid: use a number above 0 and at most 1.")
         if not 0 <= self.min_p <= 1:
-            raise UserError(f"A min-p of {self.min_p} cannot be used: give a number from 0 (all tokens) to 1.")
+            raise UserError(f"A min-p of {self.min_p} is not valid: use a number from 0 (all tokens) to 1.")
         if not 0 < self.repetition_penalty < float("inf"):
             raise UserError(
-                f"A repetition penalty of {self.repetition_penalty} cannot be used: give a number above 0, 1 for none."
+                f"A repetition penalty of {self.repetition_penalty} is not valid: use a number above 0, 1 for none."
             )
 
     def __call__(self, logits: np.ndarray, position: int, before: Sequence[int] = ()) -> int:
         """The id of the token at `position` of its sequence, given logits f32 [vocab].
 
         Args:
-            before: the tokens of the sequence so far, prompt included, for the repetition penalty.
+            before: tokens of the sequence so far, including the prompt, for the repetition penalty.
 
         Raises:
-            UserError: the logits are not numbers.
+            UserError: the logits are not finite.
         """
         if not np.isfinite(logits.max()):
             raise UserError("The model's logits are not finite: its weights, or those of the adapter, are damaged.")
@@ -79,7 +77,7 @@ class Sampler:
         return int(ids[min(int(index), ids.size - 1)])
 
     def penalised(self, logits: np.ndarray, before: Sequence[int]) -> np.ndarray:
-        """Logits in float64 in which tokens that have occurred are less likely (more, under a penalty below 1)."""
+        """Logits in float64, with those of tokens that have occurred penalised."""
         ids = np.unique(np.asarray(before, np.int64))
         scores = logits.astype(np.float64)
         with np.errstate(over="ignore"):
@@ -90,8 +88,8 @@ class Sampler:
         return scores
 
     def distribution(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, probabilities in float64) of the tokens that may be drawn, likeliest first."""
-        # The likeliest token is at 0 before the division, so that a tiny temperature cannot overflow to NaN.
+        """(ids, probabilities in float64) of the tokens that may be sampled, most likely first."""
+        # The largest logit is shifted to 0 first, so that a tiny temperature cannot overflow to NaN.
         scores = (logits.astype(np.float64) - logits.max()) / self.temperature
         ids = np.arange(scores.size)
         if 0 < self.top_k < scores.size:

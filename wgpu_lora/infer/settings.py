@@ -1,4 +1,4 @@
-"""How answers are asked for: what generating, comparing and chatting have in common, by transformers' names."""
+"""Options of generation, shared by generate, compare and chat; the names are those of transformers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def option(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """Raises UserError where a value is out of range or of the wrong type."""
+    """Options of an answer. Raises UserError if a value is out of range or of the wrong type."""
 
     system: str | None = option(None, "system message of the chat template")
-    enable_thinking: bool | None = option(None, "passed to the chat template; what the adapter was trained with")
-    max_new_tokens: int = option(256, "tokens of the answer at most")
-    temperature: float = option(0.0, "0 takes the likeliest token; higher is more varied")
-    top_p: float = option(1.0, "only the likeliest tokens up to this sum; 1 keeps all")
-    top_k: int = option(0, "only this many of the likeliest tokens; 0 keeps all")
-    min_p: float = option(0.0, "only tokens at least this share as likely as the likeliest; 0 keeps all")
-    repetition_penalty: float = option(1.0, "above 1 makes tokens that have occurred less likely")
-    stop: str | Sequence[str] = option((), "texts that end the answer, which is cut off before them")
-    seed: int = option(0, "seed of what is drawn, where the temperature is not 0")
+    enable_thinking: bool | None = option(None, "passed to the chat template; use the value from training")
+    max_new_tokens: int = option(256, "maximum tokens of the answer")
+    temperature: float = option(0.0, "0 always takes the most likely token; higher values vary more")
+    top_p: float = option(1.0, "sample from the most likely tokens up to this total probability; 1 keeps all")
+    top_k: int = option(0, "sample from this many of the most likely tokens; 0 keeps all")
+    min_p: float = option(0.0, "sample from tokens at least this fraction as likely as the most likely; 0 keeps all")
+    repetition_penalty: float = option(1.0, "values above 1 make tokens that have occurred less likely")
+    stop: str | Sequence[str] = option((), "texts that end the answer; they are not part of it")
+    seed: int = option(0, "seed of sampling, if the temperature is not 0")
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "top_k", "seed"):
@@ -46,7 +46,7 @@ class Settings:
         if not isinstance(self.enable_thinking, bool | None):
             raise UserError(f"enable_thinking must be true or false, not {self.enable_thinking!r:.60}.")
         if self.max_new_tokens < 1:
-            raise UserError(f"{self.max_new_tokens} new tokens cannot be generated: ask for at least one.")
+            raise UserError(f"{self.max_new_tokens} new tokens are not possible: use at least one.")
         if self.system is not None:
             check_text("system prompt", self.system)
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -55,7 +55,7 @@ class Settings:
         for text in stops:
             check_text("stop string", text)
             if not text:
-                raise UserError("A stop string is empty: give some text, or leave it out.")
+                raise UserError("A stop string is empty: give a text, or leave it out.")
         object.__setattr__(self, "stop", tuple(stops))
         _ = self.sampler
 
@@ -69,7 +69,7 @@ class Settings:
 
 
 class AnswerOptions(TypedDict, total=False):
-    """The same for type checkers; a test holds the two against each other."""
+    """The same options for type checkers; a test compares the two."""
 
     system: str | None
     enable_thinking: bool | None
@@ -84,21 +84,21 @@ class AnswerOptions(TypedDict, total=False):
 
 
 def settings_of(options: Mapping[str, Any], where: str) -> Settings:
-    """Settings by name; other programs' names are understood.
+    """Settings from names and values; option names of other programs are accepted.
 
     Raises:
-        UserError: a name is unknown (the nearest is suggested), or a value is none that can be used.
+        UserError: a name is unknown (the nearest one is suggested), or a value is invalid.
     """
     known = [f.name for f in fields(Settings)]
     with naming(PYTHON):
-        return Settings(**real_names(options, known, where, otherwise=f"there are {', '.join(known)}."))
+        return Settings(**real_names(options, known, where, otherwise=f"the options are {', '.join(known)}."))
 
 
 def parsed(name: str, text: str) -> Any:
-    """A setting's value as a person writes it: a number, true, false or none, a text, or JSON of texts to stop at.
+    """Parse a setting's value: a number, true, false or none, a text, or JSON strings to stop at.
 
     Raises:
-        UserError: it is not of the setting's kind.
+        UserError: it has the wrong type.
     """
     kinds = {f.name: str(f.type) for f in fields(Settings)}
     words = {"true": True, "on": True, "false": False, "off": False, "none": None}

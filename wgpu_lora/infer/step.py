@@ -1,4 +1,4 @@
-"""One pass over T rows with a cache: a piece of prompts (prefill) or one token of each sequence (decode)."""
+"""A pass over T rows with a cache: pieces of prompts (prefill), or one token of each sequence (decode)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from wgpu_lora.ops.recorder import Kept, Recorder
 
 @dataclass(frozen=True)
 class State:
-    """What all steps of a batch of sequences share. Sequence b owns the cache's rows from b * capacity.
+    """Tensors shared by all steps of a batch of sequences. Sequence b owns the cache's rows from b * capacity.
 
-    last f32 [batch, hidden]: each sequence's newest hidden state. logits: f32 [batch, chunk] by chunk of the head.
+    last f32 [batch, hidden]: newest hidden state of each sequence. logits: f32 [batch, chunk] per chunk of the head.
     """
 
     batch: int
@@ -52,12 +52,12 @@ class State:
         )
 
     def check(self, max_binding: int) -> None:
-        """Raises NoRoomError where a tensor of a layer's state cannot be bound whole."""
+        """Raise NoRoomError if a tensor of a layer's state exceeds a binding."""
         name, nbytes = self.cache.largest()
         if nbytes > max_binding:
             raise NoRoomError(
-                f"The {name} of {self.batch} sequences of {self.capacity:,} tokens take {nbytes:,} bytes a layer, but "
-                f"a binding of this device holds at most {max_binding:,}: use a smaller capacity or batch."
+                f"The {name} of {self.batch} sequences of {self.capacity:,} tokens take {nbytes:,} bytes per layer, "
+                f"but a binding of this device holds at most {max_binding:,}: use a smaller capacity or batch."
             )
 
     def storages(self) -> set[Storage]:
@@ -65,11 +65,11 @@ class State:
         return own | self.cache.storages() | self.tables.storages()
 
     def upload(self, device: Device) -> None:
-        """Fills what never changes."""
+        """Upload constant data."""
         self.tables.upload(device)
 
     def record_head(self, device: Device, decoder: Decoder) -> Program:
-        """last -> logits."""
+        """A program that computes logits from last."""
         program = Program(device, "head")
         m, k, kind = self.batch, decoder.config.hidden_size, decoder.head.dtype
         for (_, part), logits in zip(decoder.head.chunks(), self.logits, strict=True):
@@ -105,7 +105,7 @@ class Step:
         self.program.dispatch(gather_rows, hidden, self.picked, state.last, rows=state.batch, cols=cols)
 
     def storages(self) -> set[Storage]:
-        """Everything that `upload` fills."""
+        """All storage that `upload` fills."""
         own = (self.cache_rows, self.picked, *([self.newest] if self.newest else []))
         return self.inputs.placed() | {tensor.storage for tensor in own}
 
@@ -117,12 +117,12 @@ class Step:
         slots: Sequence[int | None],
         picked: np.ndarray,
     ) -> None:
-        """Places up to T tokens, ordered by slot.
+        """Upload up to T tokens, ordered by slot.
 
         Args:
-            ids, positions, sequences: [n <= T] of each token: its id, its place in its sequence, which sequence.
-            slots: of each sequence; None, the base alone, comes last.
-            picked: [batch], the row whose hidden state is each sequence's newest; NOWHERE leaves the one before.
+            ids, positions, sequences: [n <= T] of each token: id, position in its sequence, and sequence.
+            slots: of each sequence; None, the base model alone, comes last.
+            picked: [batch], the row with each sequence's newest hidden state; NOWHERE keeps the previous one.
         """
         size, inputs, device = ids.size, self.inputs, self.device
         assert 0 < size <= self.tokens, f"{size} tokens in a step of {self.tokens}"
@@ -142,13 +142,13 @@ class Step:
         write(device, self.picked, picked)
         if self.newest:
             newest = np.full(self.state.batch, NOWHERE, np.int64)
-            newest[sequences] = np.arange(size)  # the last of each sequence stays
+            newest[sequences] = np.arange(size)  # the last one of each sequence wins
             write(device, self.newest, newest)
 
 
 @dataclass(frozen=True)
 class Programs:
-    """Everything that generating runs: prefill steps (ascending), the decoding step, the head, and what is kept."""
+    """All programs of generation: prefill steps (ascending), the decoding step, the head, and the shared state."""
 
     state: State
     prefill: tuple[Step, ...]
@@ -166,10 +166,12 @@ class Programs:
         capacity: int,
         buckets: Sequence[int],
     ) -> Programs:
-        """For `batch` sequences of `capacity` tokens; buckets: rows of the prefill steps, ascending.
+        """Record the programs for `batch` sequences of `capacity` tokens.
+
+        buckets: rows of the prefill steps, ascending.
 
         Raises:
-            NoRoomError: a tensor of a layer's state cannot be bound whole.
+            NoRoomError: a tensor of a layer's state exceeds a binding.
         """
         state, kept = State.declare(decoder, batch, capacity), Kept(device)
         state.check(device.max_binding)
@@ -181,6 +183,6 @@ class Programs:
         return [self.kept, self.head, *(step.program for step in (*self.prefill, self.decode))]
 
     def storages(self) -> set[Storage]:
-        """All that is not in an arena, weights and adapters too."""
+        """All storage that is not in an arena, including weights and adapters."""
         steps = (step.storages() for step in (*self.prefill, self.decode))
         return self.state.storages().union(*steps, *(program.persistent_storages() for program in self.all()))

@@ -95,7 +95,7 @@ def open_model(model: str, device: Device | str | int | None = None, base_dtype:
     config, checkpoint = files.config, files.checkpoint
     if config.packed not in (None, base_dtype):
         raise UserError(
-            f"{setting('base_dtype', base_dtype)} is not possible: the linears of {model} are stored in "
+            f"{setting('base_dtype', base_dtype)} is not possible: the linear layers of {model} are stored in "
             f"{config.packed.upper()}."
         )
     opened = device if isinstance(device, Device) else Device(device)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from wgpu_lora.gpu import part
 from wgpu_lora.gpu.kernel import F32, U32, Dim, Fixed, In, Out, cdiv, kernel
 from wgpu_lora.gpu.single import stored
 from wgpu_lora.gpu.tensor import Tensor
@@ -77,6 +78,23 @@ class AttentionTuning:
 
 
 TUNING = AttentionTuning()
+HELD = 16  # times that a reference holds its scores, about
+
+
+def some_queries(arrays: Arrays, c: Constants) -> part.Part | None:
+    if not part.costly(HELD * TUNING.work(c), {}):
+        return None
+    rows = part.picks(c["rows"], part.ROWS)
+    return part.some_rows(arrays, "q y dy dq lse stats ranges", c["rows"], rows), {**c, "rows": rows.size}
+
+
+def one_head(arrays: Arrays, c: Constants) -> part.Part | None:
+    """The first key head and the query heads that share it."""
+    if not part.costly(HELD * TUNING.work(c), {}):
+        return None
+    rows, heads = c["rows"], c["kv_heads"]
+    kept = {n: a if n == "ranges" else a.reshape(rows, heads, -1)[:, 0] for n, a in arrays.items()}
+    return kept, {**c, "kv_heads": 1}
 
 
 def _weights(
@@ -96,7 +114,7 @@ def _rows_first(x: np.ndarray) -> np.ndarray:
     return x.transpose(2, 0, 1, 3)
 
 
-@kernel("attention_forward.wgsl.j2", grid=_over_queries, variants=_lanes_and_tile, tuning=TUNING)
+@kernel("attention_forward.wgsl.j2", grid=_over_queries, variants=_lanes_and_tile, tuning=TUNING, part=some_queries)
 def attention_forward(
     q: In,
     k: In,
@@ -150,7 +168,7 @@ def _score_gradients(
     return qs, ks, dys, p, scale * p * (dp - stats[..., 1:])
 
 
-@kernel("attention_backward_q.wgsl.j2", grid=_over_queries, variants=_lanes, tuning=TUNING)
+@kernel("attention_backward_q.wgsl.j2", grid=_over_queries, variants=_lanes, tuning=TUNING, part=some_queries)
 def attention_backward_q(
     q: In,
     k: In,
@@ -177,6 +195,7 @@ def attention_backward_q(
     grid=lambda c: (cdiv(c.rows, c.tile.lanes), c.kv_heads, 1),
     variants=_lanes,
     tuning=TUNING,
+    part=one_head,
 )
 def attention_backward_kv(
     q: In,

@@ -8,7 +8,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from wgpu_lora.gpu.kernel import U32, Fixed, In, InOut, Word, kernel, one_per
+from wgpu_lora.gpu.part import Part
 from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.gpu.tunable import Arrays, Constants
 from wgpu_lora.ops.recorder import Recorder
 
 
@@ -25,7 +27,18 @@ class Table(Protocol):
         """Yields (first row, rows) pieces of at most max_rows rows, a multiple of 128 so that offsets are aligned."""
 
 
-@kernel("embedding.wgsl.j2", grid=lambda c: one_per(c.rows * c.cols), lib=("linear", "half"))
+def rows_asked_for(arrays: Arrays, c: Constants) -> Part:
+    """The rows of the table that the ids name, and no others: all of it may be gigabytes once widened."""
+    ids, first = arrays["ids"].reshape(-1).astype(np.int64), c["first"]
+    used = np.unique(np.append(ids[(ids >= first) & (ids < first + c["count"])], first))
+    places = np.searchsorted(used, ids)
+    known = used.take(places, mode="clip") == ids
+    renamed = np.where(known, places, 0xFFFFFFFF).astype(np.uint32)
+    table = arrays["table"].reshape(c["count"], -1)[used - first]
+    return {**arrays, "ids": renamed, "table": table}, {**c, "first": 0, "count": used.size}
+
+
+@kernel("embedding.wgsl.j2", grid=lambda c: one_per(c.rows * c.cols), lib=("linear", "half"), part=rows_asked_for)
 def embedding_rows(
     ids: Fixed, table: Fixed, y: InOut, *, rows: U32, cols: U32, first: U32, count: U32, b_type: Word = "f32"
 ) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, Grid, In, InOut, Word, cdiv, kernel
-from wgpu_lora.ops.matmul_tuning import LoraTuning, MatmulTuning, dense_operand, tilings
+from wgpu_lora.ops.matmul_tuning import LoraTuning, MatmulTuning, dense_operand, product_part, tilings
 
 FILE = "matmul/product.wgsl.j2"
 DENSE = MatmulTuning(dense_operand)
@@ -53,7 +53,7 @@ def _range(x: np.ndarray, rows: int, first: int, width: int) -> tuple[np.ndarray
     return whole, whole[:, first : first + width]
 
 
-@kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, tuning=DENSE)
+@kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, tuning=DENSE, part=product_part)
 def matmul_nt(
     a: In,
     b: Fixed,
@@ -81,7 +81,7 @@ def matmul_nt(
     return result
 
 
-@kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, tuning=DENSE)
+@kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, tuning=DENSE, part=product_part)
 def matmul_nn(
     a: In,
     b: Fixed,

@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from wgpu_lora.gpu import part
 from wgpu_lora.gpu.kernel import Variants, cdiv
 from wgpu_lora.gpu.single import stored
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.gpu.tunable import Arrays, Constants
 
 FEW_ROWS = 8
+BLOCK = 64  # columns that a part of a product keeps together: whole blocks of a format's scales
 CHECKED = 64  # approximate rows, columns and steps of the cut that is checked; it keeps the shape's divisibility
 Operand = Callable[[Constants, np.random.Generator], Arrays]
 
@@ -118,3 +120,31 @@ def _slot_values(c: Constants) -> int:
 def _fewer(c: Constants) -> Constants:
     """The call with smaller m, n and k that have the same remainders."""
     return c | {size: 2 * CHECKED + c[size] % CHECKED for size in ("m", "n", "k") if c[size] > 3 * CHECKED}
+
+
+def product_part(arrays: Arrays, c: Constants) -> part.Part | None:
+    """Of a product with a frozen matrix: some rows, and some columns where these are whole blocks of scales."""
+    m, n, k, nt = c["m"], c["n"], c["k"], c["form"] == "nt"
+    if not part.costly(m * n * k, arrays, n * k):
+        return None
+    rows = part.picks(m, part.ROWS)
+    arrays, c = part.some_rows(arrays, "a y row_scale a_scale", m, rows), {**c, "m": rows.size}
+    if n % BLOCK or ("scales" in arrays and k % BLOCK):
+        return arrays, c
+    blocks = part.picks(n // BLOCK, part.COLUMN_BLOCKS)
+
+    def columns(size: int) -> np.ndarray:
+        """Of the blocks, in units of which a block has so many."""
+        return (size * blocks[:, None] + np.arange(size)).reshape(-1)
+
+    each, words = columns(BLOCK), columns(BLOCK // 8)
+    wide = c.get("y_first", 0) + each
+    kept: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+        "y": lambda a: a.reshape(rows.size, -1)[:, wide],
+        "bias": lambda a: a[wide],
+        "b": lambda a: a.reshape(n, k)[each] if nt else a.reshape(k, n)[:, each],
+        "codes": lambda a: a.reshape(-1, n)[:, each] if nt else a.reshape(-1, k)[words],
+        "scales": lambda a: a.reshape(n, -1)[each] if nt else a.reshape(k, -1)[:, blocks],
+    }
+    arrays = {name: kept[name](a) if name in kept else a for name, a in arrays.items()}
+    return arrays, {**c, "n": each.size, **{name: 0 for name in ("y_skip", "y_first") if name in c}}

@@ -15,6 +15,7 @@ from wgpu_lora.ops.rows import by_subgroup, row_grid
 @kernel("rmsnorm_forward.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
 def rmsnorm_forward(x: In, weight: Fixed, y: Out, rstd: Out, *, rows: U32, cols: U32, eps: F32) -> Any:
     """y[r] = x[r] * rstd[r] * weight, with rstd[r] = 1 / sqrt(mean(x[r]^2) + eps)."""
+    x = x.reshape(rows, cols)
     rstd = 1 / np.sqrt((x**2).mean(axis=1, keepdims=True) + eps)
     return x * rstd * weight, rstd.reshape(-1)
 
@@ -24,6 +25,7 @@ def rmsnorm_backward(
     x: In, weight: Fixed, rstd: In, dy: In, dx: InOut, *, rows: U32, cols: U32, accumulate: Flag = False
 ) -> Any:
     """dx (+)= rstd * (g - x rstd^2 mean(g x)), with g = dy * weight."""
+    x, dy, dx = (array.reshape(rows, cols) for array in (x, dy, dx))
     g, r = dy * weight, rstd.reshape(-1, 1)
     gradient = r * (g - x * r**2 * (g * x).mean(axis=1, keepdims=True))
     return dx + gradient if accumulate else gradient

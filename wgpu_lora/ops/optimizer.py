@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, kernel
+from wgpu_lora.gpu.part import some_blocks
 from wgpu_lora.gpu.struct import struct_columns
 from wgpu_lora.ops.rows import by_subgroup, row_grid
 
@@ -25,7 +26,12 @@ class Clip:
     enabled: F32 = 1.0
 
 
-@kernel("square_sums.wgsl.j2", grid=row_grid(lambda c: c.blocks), variants=by_subgroup)
+@kernel(
+    "square_sums.wgsl.j2",
+    grid=row_grid(lambda c: c.blocks),
+    variants=by_subgroup,
+    part=some_blocks("x sums", BLOCK),
+)
 def square_sums(x: In, sums: Out, *, blocks: U32) -> Any:
     """sums[b] = sum of the squares of block b."""
     return (x.reshape(blocks, BLOCK) ** 2).sum(axis=1)

@@ -1,11 +1,12 @@
-"""What the checks share: the recipe, the child processes, and what these found, made when first asked for."""
+"""What the checks share: the recipe, the child processes, and what these found, each started when first needed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from wgpu_lora.data import training_data
 from wgpu_lora.data.files import FileSource
@@ -21,17 +22,39 @@ from wgpu_lora.train.recipes import gather
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.worker.parent import WorkerFailed
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class Refused(UserError):
-    """What was asked for cannot be followed, so there is nothing to prove."""
+    """--devices cannot be followed, so there is nothing to prove."""
+
+
+def once(make: Callable[Concatenate[Proof, P], T]) -> Callable[Concatenate[Proof, P], T]:
+    """A method that runs once for given arguments. A failed worker fails its first caller; later ones could not run."""
+
+    @wraps(make)
+    def get(proof: Proof, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        key, made = (make.__name__, *args), proof.made
+        if key not in made:
+            try:
+                made[key] = make(proof, *args, **kwargs)
+            except WorkerFailed as error:
+                made[key] = error
+                raise
+        elif isinstance(made[key], WorkerFailed):
+            raise NotRun(f"it needs what failed before: {made[key]}")
+        return made[key]
+
+    return get
 
 
 @dataclass
 class Proof:
-    """One proof. args: the recipe's options, with held-out data for certain.
+    """One proof.
 
-    select: what --devices says, None where it is left out. discrete: how many discrete devices have to be used.
-    allow_unconfined: of answers.
+    args: the recipe's options; held-out data are among them. select: --devices. discrete: --require-discrete.
+    made: the results of its methods.
     """
 
     out: Path
@@ -41,108 +64,91 @@ class Proof:
     children: Children
     discrete: int = 0
     allow_unconfined: bool = False
-    _made: dict[str, Any] = field(default_factory=dict)
+    made: dict[tuple[object, ...], Any] = field(default_factory=dict)
 
-    @property
-    def run(self) -> Path:
-        """Where the proof's fine-tuning run is."""
-        return self.out / "run"
-
-    def options(self, **changes: Any) -> dict[str, Any]:
-        """The recipe's options as a job takes them."""
-        return replace(self.args, **changes).as_dict()
-
-    # -- what children find ----------------------------------------------------------------------------------------
-
+    @once
     def devices(self) -> dict[str, Any]:
-        """What jobs.devices found. Raises Refused where --devices cannot be followed."""
-        asked = {"select": self.select, "discrete": self.discrete}
-        found = self._once("devices", lambda: self.children.run("devices", "proof-devices", **asked))
+        """The result of jobs.devices. Raises Refused if --devices cannot be followed."""
+        found: dict[str, Any] = self.children.run(
+            "devices", "proof-devices", select=self.select, discrete=self.discrete
+        )
         if "refused" in found:
             raise Refused(found["refused"])
         return found
 
     def known(self) -> dict[str, Any]:
-        """The same for a report: empty where no check asked for the devices, or they could not be found out."""
-        found = self._made.get("devices")
+        """The same for a report: empty if no check needed the devices, or if they could not be listed."""
+        found = self.made.get(("devices",))
         return found if isinstance(found, dict) else {}
 
     def lacks_discrete(self) -> str | None:
-        """What --require-discrete asks for and is not used; None where nothing is missing."""
-        if not self.discrete:
-            return None
-        found = self.devices()
-        devices, hardware = found["devices"], zip(found["used"], found["hardware"], strict=True)
-        used = len({name for index, name in hardware if devices[index]["kind"] == "discrete"})
+        """Why --require-discrete is not met, if it is not."""
+        used = sum(device["kind"] == "discrete" for device in hardware(self.devices())) if self.discrete else 0
         gpus = "discrete GPU is" if used == 1 else "discrete GPUs are"
         return None if used >= self.discrete else f"--require-discrete {self.discrete} is not met: {used} {gpus} used"
 
     def used(self) -> list[int]:
-        """Indices of the devices, the one that trains first."""
-        used = self.devices()["used"]
-        if not used:
+        """Device indices; the first one trains."""
+        if not self.devices()["used"]:
             raise NotRun("there is no device (check 1)")
-        return used
+        return self.devices()["used"]
 
-    def adapter(self, index: int) -> dict[str, Any]:
-        """A device's facts by its index."""
+    def device(self, index: int) -> dict[str, Any]:
         return self.devices()["devices"][index]
 
-    def generation(self, index: int) -> dict[str, Any]:
-        """The checkpoint imported on a device, and what the packed model generates there; `arrays` has the logits."""
-        return self._once(f"generate-{index}", lambda: self._generate(index))
+    def options(self, **changes: Any) -> dict[str, Any]:
+        """The recipe's options, as a job takes them."""
+        return replace(self.args, **changes).as_dict()
 
+    @once
+    def generation(self, index: int) -> dict[str, Any]:
+        """Imports the checkpoint on a device and generates with the packed model; `arrays` has the logits."""
+        packed, arrays = self.out / "work" / f"packed-{index}", str(self.out / "work" / f"logits-{index}.npz")
+        self.children.run(f"import-{index}", "import", model=self.args.model, output=str(packed), device=index)
+        options = self.options(model=str(packed))
+        found = self.children.run(f"generate-{index}", "proof-generate", options=options, device=index, arrays=arrays)
+        return found | {"arrays": arrays}
+
+    @once
     def training(self) -> Training:
-        """The fine-tuning run, however it ended."""
-        kinds = {index: self.adapter(index)["kind"] for index in self.used()}
-        return self._once("training", lambda: train(self.children, self.recipe, self.args, self.run, kinds))
+        """The fine-tuning run, whether it succeeded or not."""
+        return train(self.children, self.recipe, self.args, self.out / "run", self.used())
 
     def trained(self) -> Training:
-        """The fine-tuning run, which ended well. Raises NotRun where it did not."""
+        """The fine-tuning run. Raises NotRun if it did not succeed."""
         training = self.training()
         if training.code:
             raise NotRun(f"fine-tuning ended with exit code {training.code} (check 3)")
         return training
 
+    @once
     def seen_rows(self) -> tuple[int, int]:
         """How many of the held-out rows are training rows too, and how many there are."""
-        assert self.args.data
-        return self._once("seen", lambda: seen_rows(*map(Path, _files(self.args))))
+        train_file, heldout = _files(self.args)
+        return seen_rows(Path(train_file), Path(heldout))
 
+    @once
     def answers(self, name: str, adapter: str | None) -> list[dict[str, Any]]:
-        """Answers to the held-out requests with an adapter, and their checks' verdicts."""
-        where = {"device": self.used()[0], "adapter": adapter, "allow_unconfined": self.allow_unconfined}
-        return self._once(name, lambda: self.children.run(name, "proof-answers", options=self.options(), **where))
+        """Answers to the held-out requests with an adapter, and the results of their unit checks."""
+        given = {"device": self.used()[0], "adapter": adapter, "allow_unconfined": self.allow_unconfined}
+        return self.children.run(name, "proof-answers", options=self.options(), **given)
 
-    def _generate(self, index: int) -> dict[str, Any]:
-        packed, arrays = self.out / "work" / f"packed-{index}", self.out / "work" / f"logits-{index}.npz"
-        self.children.run(f"import-{index}", "import", model=self.args.model, output=str(packed), device=index)
-        generated = {"options": self.options(model=str(packed)), "device": index, "arrays": str(arrays)}
-        return self.children.run(f"generate-{index}", "proof-generate", **generated) | {"arrays": str(arrays)}
 
-    def _once(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make` returns, made once. Its failure is the first asker's; the others could not run."""
-        if name not in self._made:
-            try:
-                self._made[name] = make()
-            except WorkerFailed as error:
-                self._made[name] = error
-                raise
-        elif isinstance(self._made[name], WorkerFailed):
-            raise NotRun(f"it needs what failed before: {self._made[name]}")
-        return self._made[name]
+def hardware(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The devices used, each once even if several APIs list it; `found` is the result of jobs.devices, or empty."""
+    indices = dict(zip(found.get("hardware", []), found.get("used", []), strict=True))
+    return [found["devices"][index] for index in indices.values()]
 
 
 def read_recipe(recipe: str) -> tuple[TrainingArguments, Path]:
-    """A recipe's options and path.
+    """A recipe's options, and its path.
 
     Raises:
-        UserError: it cannot be read, or is none to prove anything by.
+        UserError: it cannot be read, has no held-out data, or keeps the base in another format.
     """
     args, path = gather({}, recipe, "The command line")
     assert path
     args = with_demo_data(args)
-    assert args.data
     files = _files(args)
     if len(files) < 2:
         raise UserError(f"The recipe {path} has no held-out data, which a proof needs: give it eval_data.")
@@ -154,7 +160,7 @@ def read_recipe(recipe: str) -> tuple[TrainingArguments, Path]:
 
 
 def _files(args: TrainingArguments) -> list[str]:
-    """The files that a run trains on and holds out. Raises UserError where they are no files."""
+    """The training file and, if there is one, the held-out file. Raises UserError if they are not files."""
     assert args.data
     sources = training_data(args.data, args.eval_data, split=args.split, eval_split=args.eval_split)
     for source in sources:

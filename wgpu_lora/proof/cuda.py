@@ -1,12 +1,16 @@
-"""What counts as CUDA: libraries and Python packages; and what may be mapped by an NVIDIA driver."""
+"""What counts as CUDA: libraries, their names inside of other libraries, packages and compilers."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires
-from pathlib import PurePath
+from pathlib import Path, PurePath
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 # The toolkit's and its companions' libraries: libcublas.so.12, cublas64_12.dll, libtorch_cuda.so ...
 TOOLKIT = re.compile(
@@ -20,24 +24,33 @@ DRIVER = re.compile(r"^(libcuda\.so|libcudadebugger\.so|nvcuda\.dll|nvcuda64\.dl
 # NVIDIA's Vulkan, OpenGL and DX12 drivers, and all that comes with them.
 NVIDIA_ICD = re.compile(r"^(libGLX_nvidia|libEGL_nvidia|libnvidia-vulkan|nvoglv|nvwgf2um|nvldumd)", re.IGNORECASE)
 NVIDIA_OWN = re.compile(r"^(libGLX_nvidia|libEGL_nvidia|libnvidia-|nvoglv|nvwgf2um|nvldumd|nvapi|nvml)", re.IGNORECASE)
-# Importable names of packages that bring CUDA or are there to use it.
-MODULES = {
-    "torch", "triton", "cupy", "cupyx", "cupy_backends", "cuda", "nvidia", "pycuda", "numba", "tensorflow", "jax",
-    "jaxlib", "bitsandbytes", "tensorrt", "cudf", "cuml", "cutlass", "nvmath", "pynvjitlink", "skcuda", "xformers",
-    "flash_attn",
-}  # fmt: skip
-# The same as requirements.
+# Names that stand in a library that opens CUDA by itself.
+NAMES = (b"libcuda", b"libcudart", b"libcublas", b"libnvrtc", b"nvcuda.dll")
+# Packages that bring CUDA or exist to use it, as they are imported and as they are required.
 PACKAGES = re.compile(
-    r"^(nvidia-.*|cupy.*|pycuda|cuda-.*|torch|torchvision|torchaudio|triton|numba(-cuda)?|tensorflow.*|jax.*|tensorrt.*|"
-    r"bitsandbytes|cudf.*|cuml.*|nvmath.*|scikit-cuda|xformers|flash-attn)$"
+    r"^(nvidia|cuda|pycuda|torch(vision|audio)?|triton|numba|(cupy|tensorflow|jax|tensorrt|cudf|cuml|nvmath)\w*|"
+    r"bitsandbytes|cutlass|pynvjitlink|skcuda|scikit-cuda|xformers|flash[-_]attn)([-_].*)?$"
 )
-NAME = re.compile(r"^\s*([A-Za-z0-9._-]+)\s*(?:\[([^\]]*)\])?")
+INSTALLED = {"site-packages", "dist-packages"}
 EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
+COMPILERS = re.compile(r"^(nvcc|cicc|ptxas|nvlink|fatbinary|cudafe\+\+|nvrtc)(\.exe)?$", re.IGNORECASE)
+SHELLS = re.compile(r"^(sh|bash|dash|ash|zsh|ksh|cmd)(\.exe)?$", re.IGNORECASE)
+SCRIPT = re.compile(r"^(-[a-z]*c|/c)$", re.IGNORECASE)
+# After these words of a script a command follows, not an argument.
+BEFORE = re.compile(r"^(env|exec|nice|nohup|time|command|if|then|else|do|while|until|!|{|\w+=.*)$")
+BREAKS = ";&|()`"
+
+
+def file_name(path: str) -> str:
+    return PurePath(path.replace("\\", "/").removesuffix(" (deleted)")).name
+
+
+# -- libraries ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Libraries:
-    """forbidden; explained: CUDA's driver side, beside an NVIDIA Vulkan driver; own: that driver's rest, `icds` too."""
+    """forbidden; explained: CUDA's driver side, next to an NVIDIA Vulkan driver; own: that driver's, with `icds`."""
 
     forbidden: list[str]
     explained: list[str]
@@ -46,62 +59,108 @@ class Libraries:
 
 
 def classify(mapped: Iterable[str], preloaded: str = "") -> Libraries:
-    """Sorts what one process has mapped. `preloaded`: its LD_PRELOAD, for which no driver answers."""
-    names = {path: PurePath(path.replace("\\", "/").removesuffix(" (deleted)")).name for path in mapped}
-    icds = sorted(path for path, name in names.items() if NVIDIA_ICD.match(name))
-    forbidden: list[str] = []
-    explained: list[str] = []
-    own: list[str] = []
-    for path, name in sorted(names.items()):
-        if TOOLKIT.match(name):
-            forbidden.append(path)
-        elif DRIVER.match(name):
-            (explained if icds and name not in preloaded else forbidden).append(path)
-        elif NVIDIA_OWN.match(name):
-            own.append(path)
-    return Libraries(forbidden, explained, own, icds)
+    """Sorts what one process has mapped. preloaded: its LD_PRELOAD, which is no driver's doing."""
+    names = {path: file_name(path) for path in sorted(mapped)}
+    icds = [path for path, name in names.items() if NVIDIA_ICD.match(name)]
+    driver = {path: bool(icds) and name not in preloaded for path, name in names.items() if DRIVER.match(name)}
+    return Libraries(
+        [path for path, name in names.items() if TOOLKIT.match(name) or not driver.get(path, True)],
+        [path for path, explained in driver.items() if explained],
+        [path for path, name in names.items() if NVIDIA_OWN.match(name)],
+        icds,
+    )
+
+
+def is_cuda(opened: str) -> bool:
+    """Whether a library, as it is asked for (with or without its ending), is the toolkit's or the driver's."""
+    name = file_name(opened)
+    return any(kind.match(name + ending) for kind in (TOOLKIT, DRIVER) for ending in ("", ".so", ".dll"))
+
+
+def ours(mapped: Iterable[str]) -> list[str]:
+    """The libraries of installed packages among mapped ones, except NVIDIA's; and wgpu-native wherever it is."""
+
+    def installed(path: str) -> bool:
+        return bool(INSTALLED & set(PurePath(path.replace("\\", "/")).parts)) or "wgpu_native" in file_name(path)
+
+    return sorted(path for path in mapped if installed(path) and not NVIDIA_OWN.match(file_name(path)))
+
+
+def look_into(paths: Iterable[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """(NAMES that stand in files, by path, where there are any; paths that could not be read)."""
+    found: dict[str, list[str]] = {}
+    unread = []
+    for path in paths:
+        try:
+            content = Path(path).read_bytes()
+        except OSError:
+            unread.append(path)
+            continue
+        if names := [name.decode() for name in NAMES if name in content]:
+            found[path] = names
+    return found, unread
+
+
+# -- packages ----------------------------------------------------------------------------------------------------------
 
 
 def imported(modules: Iterable[str]) -> list[str]:
     """The CUDA packages among the names of loaded modules."""
-    return sorted({name.partition(".")[0] for name in modules} & MODULES)
+    return cuda_packages({name.partition(".")[0] for name in modules})
 
 
-def is_cuda(opened: str) -> bool:
-    """Whether a library's name, as it is asked for (with or without its ending), is the toolkit's or the driver's."""
-    name = PurePath(opened.replace("\\", "/")).name
-    return any(kind.match(name + ending) for kind in (TOOLKIT, DRIVER) for ending in ("", ".so", ".dll"))
+def cuda_packages(names: Iterable[str]) -> list[str]:
+    return sorted(name for name in names if PACKAGES.match(name))
 
 
 def required(package: str) -> set[str]:
-    """The package and all that installing it would install, whatever the platform; extras only where asked for.
+    """A package and all that installing it would install, on any platform; extras only where they are asked for.
 
     Raises:
         PackageNotFoundError: it is not installed.
     """
     seen: set[tuple[str, str]] = set()
-    found: set[str] = set()
-    todo = [(package, "")]
+    todo = {(package, "")}
     while todo:
         name, extra = item = todo.pop()
-        if item in seen:
-            continue
         seen.add(item)
-        found.add(name)
         try:
-            lines = requires(name) or []
+            requirements = map(Requirement, requires(name) or [])
         except PackageNotFoundError:
             if name == package:
                 raise
             continue  # required on other platforms only
-        for line in lines:
-            requirement, _, marker = line.partition(";")
-            match, wanted = NAME.match(requirement), EXTRA.findall(marker)
-            if match and (not wanted or extra in wanted):
-                extras = ["", *filter(None, (e.strip() for e in (match[2] or "").split(",")))]
-                todo += [(re.sub(r"[-_.]+", "-", match[1]).lower(), e) for e in extras]
-    return found
+        for one in requirements:
+            extras = EXTRA.findall(str(one.marker or ""))
+            if not extras or extra in extras:
+                todo |= {(canonicalize_name(one.name), wanted) for wanted in ("", *one.extras)} - seen
+    return {name for name, _ in seen}
 
 
-def cuda_packages(names: Iterable[str]) -> list[str]:
-    return sorted(name for name in names if PACKAGES.match(name))
+# -- compilers ---------------------------------------------------------------------------------------------------------
+
+
+def compiler_in(command: Sequence[str]) -> str | None:
+    """The word that names a compiler: the program, or a command of what sh -c runs. Arguments don't count."""
+    words = [command[0], *_scripted(command)] if command else []
+    return next((word for word in words if COMPILERS.match(file_name(word))), None)
+
+
+def _scripted(command: Sequence[str]) -> Iterator[str]:
+    """The commands in the script that a shell is given."""
+    if not SHELLS.match(file_name(command[0])):
+        return
+    at = next((i for i, word in enumerate(command[1:], 1) if SCRIPT.match(word)), len(command))
+    for line in " ".join(command[at + 1 : at + 2]).splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=BREAKS)
+        lexer.whitespace_split = True
+        try:
+            words = list(lexer)
+        except ValueError:  # a quotation that ends on another line
+            words = line.split()
+        expected = True
+        for word in words:
+            broken = bool(word) and set(word) <= set(BREAKS)
+            if expected and not broken:
+                yield word
+            expected = broken or (expected and bool(BEFORE.match(word)))

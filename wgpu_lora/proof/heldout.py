@@ -1,4 +1,4 @@
-"""The held-out data of a proof: whether it was held out, and what its rows ask."""
+"""The held-out data of a proof: whether training has seen them, and what their rows ask."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def seen_rows(train: Path, heldout: Path) -> tuple[int, int]:
 
 
 def rows_of(path: str) -> dict[str, dict[str, Any]]:
-    """The rows of a file by their places, such as 'data.jsonl, line 3'; UserError where one cannot be read."""
+    """The rows of a file by their places, such as 'data.jsonl, line 3'. Raises UserError if one cannot be read."""
     source = file_source(Path(path))
     return {source.where(place): row for place, row in strict_rows(source)}
 
 
 def digest(example: Example) -> bytes:
-    """Of what a row says, whatever else stands in it; white space counts once."""
+    """A digest of what a row says, with white space normalised."""
     if isinstance(example, Conversation):
         said: Any = [{name: message.get(name) for name in SAID} for message in example.messages]
     else:
@@ -52,7 +52,7 @@ def _plain(said: Any) -> Any:
 
 
 def request_of(row: dict[str, Any]) -> Conversation | None:
-    """The messages before the last assistant turn; None where the row is no conversation, or begins with that turn.
+    """The messages before the last assistant turn; None if the row is no conversation or begins with that turn.
 
     Raises:
         UserError: the row fits no format.
@@ -66,7 +66,7 @@ def request_of(row: dict[str, Any]) -> Conversation | None:
 
 
 def shown(request: Conversation) -> str:
-    """A request for people: its text alone where one user's message is all of it."""
+    """A request as text; a single message of the user alone."""
     messages = request.messages
     if len(messages) == 1 and messages[0]["role"] == "user":
         return str(messages[0]["content"])

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-import math
 import platform
-import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.assets import ROOT
 from wgpu_lora.atomic import write_bytes_atomic
+from wgpu_lora.bench.results import commit
 from wgpu_lora.pages import render as render_page
 from wgpu_lora.pages.chart import Chart, Line, line_chart
 from wgpu_lora.proof.context import Proof
 from wgpu_lora.proof.finding import Result
+from wgpu_lora.strict_json import to_json
 
 SCHEMA = 1
 JSON, PAGE = "proof.json", "proof.html"
@@ -27,78 +27,67 @@ PACKAGES = ("wgpu-lora", "wgpu", "numpy", "safetensors", "tokenizers", "jinja2",
 
 def write_report(result: Result, proof: Proof) -> None:
     """Writes both files into the proof's directory."""
-    facts = plain(gather_facts(result, proof))
-    write_bytes_atomic(proof.out / JSON, (json.dumps(facts, indent=1, allow_nan=False) + "\n").encode())
-    write_bytes_atomic(proof.out / PAGE, render(facts).encode())
+    written = to_json(gather_facts(result, proof), indent=1)
+    write_bytes_atomic(proof.out / JSON, f"{written}\n".encode())
+    write_bytes_atomic(proof.out / PAGE, render(json.loads(written)).encode())
 
 
 def gather_facts(result: Result, proof: Proof) -> dict[str, Any]:
-    checks = [check.as_dict() for check in result.checks]
-    devices = proof.known()
+    devices, checkout = proof.known(), commit()
     return {
         "schema": SCHEMA,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "proven": result.proven,
         "outcome": result.outcome,
         "verdict": result.verdict,
-        "seconds": round(sum(check["seconds"] for check in checks), 2),
+        "seconds": round(sum(check.seconds for check in result.checks), 2),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         "wgpu_native": devices.get("wgpu_native"),
         "platform": platform.platform(),
-        "commit": commit(),
+        "commit": checkout and checkout["id"] + "+" * checkout["modified"],
         "command": sys.argv,
         "recipe": {"path": str(proof.recipe), "options": proof.args.as_dict()},
         "devices": devices.get("devices", []),
         "used": devices.get("used", []),
         "used_on": result.devices,
         "require_discrete": proof.discrete,
-        "checks": checks,
+        "checks": [asdict(check) for check in result.checks],
     }
 
 
-def commit() -> str | None:
-    """The checkout's commit, with + where its files differ from it; None outside of a checkout."""
-    if not (ROOT / ".git").exists():
-        return None
-
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def plain(value: Any) -> Any:
-    """What JSON can hold everywhere: numbers that are not finite become text, as do keys."""
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
-def render(facts: dict[str, Any]) -> str:
-    """The page: self-contained, no script."""
-    by_number = {check["number"]: check["figures"] for check in facts["checks"]}
-    losses = by_number[4]
+def render(proof: dict[str, Any]) -> str:
+    """The page for the content of proof.json: self-contained, no script."""
+    by_number = {check["number"]: check["figures"] for check in proof["checks"]}
+    losses, driver = by_number[4], by_number[6].get("cuda_of_the_driver")
+    listed = ("index", "name", "driver", "backend", "kind")
+    setting = {
+        "recipe": proof["recipe"]["path"],
+        "devices": proof["used_on"] or "none",
+        "discrete GPUs required": proof["require_discrete"],
+        "commit": proof["commit"] or "not a checkout",
+        "wgpu-native": proof["wgpu_native"] or "not loaded",
+        **proof["versions"],
+    }
     return render_page(
         Path(__file__).with_name("page.html.j2"),
-        facts=facts,
+        proof=proof,
+        checks=[(c["number"], c["name"], c["status"], f"{c['seconds']:.1f} s", c["reason"]) for c in proof["checks"]],
         chart=loss_chart(losses["losses"], losses.get("heldout", [])) if losses.get("losses") else None,
-        generated=by_number[2].get("generated", {}),
-        answers=by_number[7].get("answers", []),
-        driver=by_number[6].get("cuda_of_the_driver"),
         seen=losses.get("seen_in_training", 0),
+        answers=by_number[7].get("answers", []),
+        generated=by_number[2].get("generated", {}),
+        devices=[
+            (*(device[name] for name in listed), "yes" if device["index"] in proof["used"] else "no")
+            for device in proof["devices"]
+        ],
+        driver=driver,
+        libraries=[(path, ", ".join(names)) for path, names in driver["libraries"].items()] if driver else [],
+        setting=setting.items(),
     )
 
 
-def loss_chart(losses: Sequence[float | str], heldout: Sequence[tuple[int, float | str]]) -> Chart:
-    """The loss of each step, from 1, and the held-out losses."""
-    train = Line("training", [(step, float(loss)) for step, loss in enumerate(losses, 1)])
-    held = Line("held out", [(step, float(loss)) for step, loss in heldout], 1, "dashed", marked=True)
-    return line_chart([train, held], "optimizer step", "loss")
+def loss_chart(losses: Sequence[float | None], heldout: Sequence[tuple[int, float | None]]) -> Chart:
+    """The loss of each step, from 1, and the held-out losses; None is left out."""
+    train = Line("training", [(step, loss) for step, loss in enumerate(losses, 1) if loss is not None])
+    held = [(step, loss) for step, loss in heldout if loss is not None]
+    return line_chart([train, Line("held out", held, 1, "dashed", marked=True)], "optimizer step", "loss")

@@ -1,4 +1,4 @@
-"""Runs the checks of a proof, one after the other, and writes what they found."""
+"""Runs the checks of a proof in order and writes the report."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from typing import Any
 
 from wgpu_lora.demo.compare import fresh_directory
 from wgpu_lora.errors import UserError
-from wgpu_lora.proof.checks import ANSWERS, CHECKS, LAST
+from wgpu_lora.proof.checks import ANSWERS, CHECKS, FIRST, LAST
 from wgpu_lora.proof.checks.answers import check_answers_can_run
 from wgpu_lora.proof.children import Children
-from wgpu_lora.proof.context import Proof, Refused, read_recipe
-from wgpu_lora.proof.finding import FAILED, LEFT_OUT, NOT_RUN, Check, Finding, NotRun, Result
+from wgpu_lora.proof.context import Proof, Refused, hardware, read_recipe
+from wgpu_lora.proof.finding import FAILED, LEFT_OUT, NOT_RUN, PASSED, Check, Finding, NotRun, Result
 from wgpu_lora.proof.report import write_report
 from wgpu_lora.worker.parent import WorkerFailed
 
 RECIPE, OUT = "wgpu-proof", "proof"
-FIRST = 1  # the check of the devices
 
 
 class Interrupted(KeyboardInterrupt):
-    """directory: where the logs of what was done are."""
+    """directory: where the logs are."""
 
     def __init__(self, directory: Path):
         super().__init__(f"interrupted: {directory}")
@@ -31,20 +30,19 @@ class Interrupted(KeyboardInterrupt):
 
 
 def on_devices(found: dict[str, Any]) -> str:
-    """What jobs.devices found to be used, by kind and name; empty where nothing is.
+    """The devices used, from the result of jobs.devices; empty if there are none.
 
     "2 software devices (llvmpipe, SwiftShader); no discrete GPU was at hand".
     """
-    devices, kinds = found.get("devices", []), dict[str, list[str]]()
-    # One may be listed by several APIs.
-    for index in dict(zip(found.get("hardware", []), found.get("used", []), strict=True)).values():
-        kinds.setdefault(devices[index]["kind"], []).append(devices[index]["name"])
+    kinds: dict[str, list[str]] = {}
+    for device in hardware(found):
+        kinds.setdefault(device["kind"], []).append(device["name"])
     said = " and ".join(
         f"{len(names)} {kind} device{'s' * (len(names) > 1)} ({', '.join(names)})" for kind, names in kinds.items()
     )
     if not said or "discrete" in kinds:
         return said
-    had = any(device["kind"] == "discrete" for device in devices)
+    had = any(device["kind"] == "discrete" for device in found["devices"])
     return f"{said}; no discrete GPU was {'used' if had else 'at hand'}"
 
 
@@ -61,20 +59,18 @@ def prove(
     """Runs the checks in child processes and writes proof.json, proof.html and logs.
 
     Args:
-        devices: indices or names, separated by commas; left out, the first two different ones.
-        out: a directory, which gets a number where it holds something.
-        only: numbers of the checks to do; left out, all.
+        devices: indices or names, separated by commas; by default, the first two different ones.
+        out: a directory, which gets a number if it is in use.
+        only: numbers of the checks to run; by default, all.
         allow_unconfined: whether to run answers on a system that cannot confine them.
-        begun, done: called before and after every check that is done.
-        discrete: discrete devices that have to be used; with fewer, nothing but check 1 is done.
+        begun, done: called before and after every check that runs.
+        discrete: how many discrete devices must be used; with fewer, only check 1 runs.
 
     Raises:
         UserError: the recipe, --devices, --require-discrete or --out cannot be followed, or answers cannot be confined.
-        Interrupted: by a KeyboardInterrupt; the children are ended and their logs are left.
+        Interrupted: on KeyboardInterrupt; the children are ended, and their logs stay.
     """
-    _check_places(out, devices)
-    if discrete < 0:
-        raise UserError(f"--require-discrete must be 0 or more, not {discrete}.")
+    _check_options(out, devices, discrete)
     args, path = read_recipe(recipe)
     wanted = set(only) or set(CHECKS)
     if ANSWERS in wanted:
@@ -83,22 +79,22 @@ def prove(
     made = not out.exists()
     proof = Proof(out, path, args, devices, Children(out), discrete, allow_unconfined)
     checks: list[Check] = []
-    lacking: str | None = None
     try:
         lacking = _lacking(proof)
         for number in sorted(CHECKS, key=lambda n: (n == LAST, n)):
+            name, why = CHECKS[number][0], None if number in wanted else LEFT_OUT
             if lacking and number != FIRST:
-                checks.append(Check(number, CHECKS[number][0], 0.0, Finding(NOT_RUN, lacking)))
-            elif number in wanted:
-                begun(f"{number} {CHECKS[number][0]}")
-                checks.append(_do(number, proof))
-                done(checks[-1])
-            else:
-                checks.append(Check(number, CHECKS[number][0], 0.0, Finding(NOT_RUN, LEFT_OUT)))
+                why = lacking
+            if why:
+                checks.append(Check(number, name, NOT_RUN, 0.0, why))
+                continue
+            begun(f"{number} {name}")
+            checks.append(carry_out(number, *CHECKS[number], proof))
+            done(checks[-1])
     except Refused:
         proof.children.end()
-        for path in out.iterdir():
-            shutil.rmtree(path)
+        for directory in out.iterdir():
+            shutil.rmtree(directory)
         if made:
             out.rmdir()
         raise
@@ -106,45 +102,44 @@ def prove(
         raise Interrupted(out) from error
     finally:
         proof.children.end()
-        _tidy(out)
+        for cache in (out / "cache", *out.glob("work/packed-*")):
+            shutil.rmtree(cache, ignore_errors=True)
     result = Result(sorted(checks, key=lambda check: check.number), out, on_devices(proof.known()), lacking)
     write_report(result, proof)
     return result
 
 
-def _check_places(out: Path, devices: str | None) -> None:
+def _check_options(out: Path, devices: str | None, discrete: int) -> None:
     if devices is not None and not all(part.strip() for part in devices.split(",")):
         raise UserError(f"--devices '{devices}' has an empty place: give indices or names between commas, such as 0,1.")
     taken = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
     if taken:
         raise UserError(f"--out {out} cannot be a directory, because {taken} is a file: choose another place.")
+    if discrete < 0:
+        raise UserError(f"--require-discrete must be 0 or more, not {discrete}.")
 
 
 def _lacking(proof: Proof) -> str | None:
-    """What --require-discrete does not get here, asked before anything else; what fails otherwise is for the checks."""
+    """Why --require-discrete is not met, if it is not; asked before anything else."""
     try:
         return proof.lacks_discrete()
     except WorkerFailed as error:
-        return f"--require-discrete {proof.discrete}, but the devices could not be found out: {error}"
+        return f"--require-discrete {proof.discrete}, but the devices could not be listed: {error}"
 
 
-def _do(number: int, proof: Proof) -> Check:
-    name, check = CHECKS[number]
-    begin = time.perf_counter()
+def carry_out(number: int, name: str, check: Callable[[Proof, Finding], str], proof: Proof) -> Check:
+    """Runs a check. Raises Refused."""
+    begin, finding, status, reason = time.perf_counter(), Finding(), PASSED, ""
     try:
-        finding = check(proof)
-    except NotRun as error:
-        finding = Finding(NOT_RUN, str(error))
+        reason = check(proof, finding)
     except Refused:
         raise
+    except NotRun as error:
+        status, reason = NOT_RUN, str(error)
     except (WorkerFailed, UserError) as error:
-        finding = Finding(FAILED, str(error))
-    except Exception as error:  # one check's fault must not cost the others' findings
-        finding = Finding(FAILED, f"the check itself broke: {type(error).__name__}: {error}")
-    return Check(number, name, time.perf_counter() - begin, finding)
-
-
-def _tidy(out: Path) -> None:
-    """Leaves the logs, the run and the reports; caches and packed models are made again."""
-    for path in (out / "cache", *out.glob("work/packed-*")):
-        shutil.rmtree(path, ignore_errors=True)
+        finding.faults.append(str(error))
+    except Exception as error:  # a fault of one check must not cost the others' findings
+        finding.faults.append(f"the check itself broke: {type(error).__name__}: {error}")
+    if finding.faults:
+        status, reason = FAILED, "; ".join(finding.faults)
+    return Check(number, name, status, round(time.perf_counter() - begin, 2), reason, finding.figures)

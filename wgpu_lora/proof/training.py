@@ -1,9 +1,11 @@
-"""The proof's fine-tuning run on one device, while jobs `evaluate` run on another."""
+"""The proof's fine-tuning run on one device, next to evaluations on another."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,33 +14,27 @@ from wgpu_lora.proof.children import Children
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.output import LOG, read_log
 from wgpu_lora.train.records import RUN, RunRecord
-from wgpu_lora.worker.parent import Worker
+from wgpu_lora.worker.parent import Worker, WorkerFailed
 
-POLL = 0.05
-APART = 1.0  # seconds between the starts of evaluations
-# A GPU may be done with a short run while one evaluation still starts, so there several take turns; a software device
-# has no cores to spare for that, and its steps are long.
-LANES = {"software": 1}
-MANY = 3
+POLL = 0.05  # seconds
 
 
 @dataclass
 class Evaluated:
-    """An `evaluate` job: its exit code, its result, and the steps taken while it computed."""
+    """An evaluation: its result, and the optimizer steps that ended while it computed; or why it failed."""
 
-    code: int
     result: dict[str, Any]
-    said: str
     steps: int
-    seconds: float
+    failed: str | None = None
 
 
 @dataclass
 class Training:
-    """What became of it. before: the held-out loss's evaluation on the training device, before any step.
+    """The fine-tuning run and the evaluations around it, whether they succeeded or not.
 
-    beside: evaluations on the other device, or afterwards on the same one where there is no other.
-    seconds: of the finetune job; record: of the run, None where it left none.
+    code, said, seconds: of the finetune job. before: the held-out loss on the training device, before any step.
+    beside: evaluations on the other device, or afterwards on the same one if there is no other.
+    record: None if the run left none.
     """
 
     directory: Path
@@ -53,76 +49,67 @@ class Training:
 
 
 def evaluate_options(args: TrainingArguments, device: int) -> dict[str, Any]:
-    """The job `evaluate` that measures what the run calls its held-out loss."""
+    """Options of an `evaluate` job that measures the run's held-out loss."""
     same = ("max_length", "on_overflow", "base_dtype", "completion_only_loss", "enable_thinking")
     values = {name: getattr(args, name) for name in same}
     return {"model": args.model, "data": args.eval_data, "device": device, "adapter": args.init_adapter, **values}
 
 
 def finetune_options(recipe: Path, args: TrainingArguments, output: Path, device: int) -> dict[str, Any]:
-    """The job `finetune` of the recipe, with a log line for every step; what is before it is measured apart."""
+    """Options of a `finetune` job of the recipe that logs every step; the loss before it is measured separately."""
     place = {"recipe": str(recipe), "output": str(output), "device": str(device)}
     return {**place, "eval_data": args.eval_data, "logging_steps": 1, "eval_on_start": False}
 
 
-def train(children: Children, recipe: Path, args: TrainingArguments, output: Path, kinds: dict[int, str]) -> Training:
-    """Runs it all to its end.
-
-    Args:
-        kinds: of each device that is used, by index; the first trains, the second evaluates meanwhile.
+def train(children: Children, recipe: Path, args: TrainingArguments, output: Path, devices: list[int]) -> Training:
+    """Trains on the first device, and evaluates meanwhile on the second; on a single device, afterwards.
 
     Raises:
-        WorkerFailed: the evaluation before it did not end well.
+        WorkerFailed: the evaluation before the run failed.
     """
-    first, *others = kinds
+    first, last = devices[0], devices[:2][-1]
     before = children.run("evaluate-before", "evaluate", **evaluate_options(args, first))
-    begin = time.perf_counter()
-    finetune = children.start("finetune", "finetune", **finetune_options(recipe, args, output, first))
-    if others:
-        beside = list(_meanwhile(children, args, finetune, output / LOG, others[0], LANES.get(kinds[others[0]], MANY)))
-    code, seconds = finetune.wait(), time.perf_counter() - begin
-    if not others:
-        child = children.start("evaluate-after", "evaluate", **evaluate_options(args, first))
-        beside = [_evaluated(child, [], time.monotonic())]
+    options = finetune_options(recipe, args, output, first)
+    finetune = None if last != first else children.start("finetune", "finetune", **options)
+    if finetune:
+        finetune.wait()
+    with children.start("evaluate", "evaluate", asked=True, turns=True, **evaluate_options(args, last)) as evaluate:
+        with suppress(WorkerFailed):  # then evaluating fails too
+            evaluate.ask("prepare")
+        finetune = finetune or children.start("finetune", "finetune", **options)
+        beside = list(evaluations(evaluate, finetune))
+    code, times = finetune.wait(), event_times(finetune)
     return Training(
         output,
         code,
         finetune.last_words(),
-        seconds,
+        max(times, default=0.0) - min(times, default=0.0),
         before,
         beside,
-        [first, *others[:1]],
+        devices[:2],
         read_log(output / LOG) if (output / LOG).is_file() else [],
         RunRecord.read(output) if (output / RUN).is_file() else None,
     )
 
 
-def _meanwhile(
-    children: Children, args: TrainingArguments, finetune: Worker, log: Path, device: int, lanes: int
-) -> Iterator[Evaluated]:
-    """Evaluates on `device` until steps were taken while an evaluation computed, or the run has ended."""
-    running: list[Worker] = []
-    taken: list[float] = []  # when each step's line was first seen
-    started, count, seen = 0.0, 0, False
-    while finetune.running() or running:
-        now = time.monotonic()
-        lines = log.read_bytes().count(b"\n") if log.is_file() else 0
-        taken += [now] * (lines - len(taken))
-        for child in [child for child in running if not child.running()]:
-            running.remove(child)
-            done = _evaluated(child, taken, now)
-            seen = seen or bool(done.steps) or bool(done.code)
-            yield done
-        ready = lanes > 1 or taken
-        if ready and not seen and finetune.running() and len(running) < lanes and now - started > APART:
-            count, started = count + 1, now
-            running.append(children.start(f"evaluate-{count}", "evaluate", **evaluate_options(args, device)))
-        time.sleep(POLL)
+def evaluations(evaluate: Worker, finetune: Worker) -> Iterator[Evaluated]:
+    """Evaluates until steps ended while an evaluation computed, or until training has ended; at least once."""
+    steps, training = 0, True
+    while training and not steps:
+        while (training := finetune.running()) and not event_times(finetune, "step"):
+            time.sleep(POLL)
+        try:
+            result = evaluate.ask("evaluate")
+        except WorkerFailed as error:
+            yield Evaluated({}, 0, str(error))
+            return
+        now = time.time()  # computing is the last thing that an evaluation does
+        steps = sum(now - result["seconds"] <= moment <= now for moment in event_times(finetune, "step"))
+        yield Evaluated(result, steps)
 
 
-def _evaluated(child: Worker, taken: list[float], now: float) -> Evaluated:
-    code = child.wait()
-    result = child.last["result"] if code == 0 else {}
-    seconds = float(result.get("seconds", 0.0))  # of computing alone, which is the last thing that it does
-    steps = sum(now - seconds <= moment <= now for moment in taken)
-    return Evaluated(code, result, child.last_words(), steps, seconds)
+def event_times(worker: Worker, kind: str | None = None) -> list[float]:
+    """When a worker's events happened, in seconds since the epoch."""
+    lines = worker.log.read_bytes().splitlines(keepends=True) if worker.log.is_file() else []
+    events = [json.loads(line) for line in lines if line.endswith(b"\n")]  # others are not whole yet
+    return [event["time"] for event in events if kind in (None, event["event"])]

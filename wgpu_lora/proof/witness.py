@@ -6,67 +6,51 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import cffi
 
-from wgpu_lora.proof.maps import libraries, unreadable
+from wgpu_lora.proof.watch import UNREADABLE, libraries
 
 LAUNCHES = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.startfile"}
 OPENS = "ctypes.dlopen"
 EVENTS = tuple(sorted(LAUNCHES | {OPENS}))
-SHOWN = 4000  # characters of a word of a command; a shell's whole script is one
-Heard = list[tuple[str, Sequence[Any]]]
+SHOWN = 4000  # characters of a word of a command; a shell's whole script is one word
 
 
-class Witness:
-    """Around the whole of a child's work: what is run or opened is heard as it happens, so that nothing is too short.
+@contextmanager
+def witness(path: str, heard: list[tuple[str, Sequence[Any]]]) -> Iterator[None]:
+    """Around all of a child's work. heard: the list that an audit hook appends all EVENTS to."""
+    dlopen = cffi.FFI.dlopen
 
-    heard: where a hook that was there before this module keeps EVENTS; left out, they are heard from here on.
-    """
+    # cffi, by which wgpu opens its library, raises no audit event of its own.
+    @wraps(dlopen)
+    def heard_dlopen(ffi: Any, name: Any, *flags: Any) -> Any:
+        heard.append((OPENS, (name,)))
+        return dlopen(ffi, name, *flags)
 
-    def __init__(self, path: str, heard: Heard | None = None):
-        self.path = Path(path)
-        self.heard: Heard = [] if heard is None else heard
-        self._late = heard is None
-        self._dlopen = cffi.FFI.dlopen
-
-    def __enter__(self) -> Witness:
-        if self._late:
-            sys.addaudithook(self._hear)
-
-        # cffi, which wgpu opens its library by, raises no event of its own.
-        @wraps(self._dlopen)
-        def dlopen(ffi: Any, name: Any, *flags: Any) -> Any:
-            self._hear(OPENS, (name,))
-            return self._dlopen(ffi, name, *flags)
-
+    cffi.FFI.dlopen = heard_dlopen
+    try:
+        yield
+    finally:
         cffi.FFI.dlopen = dlopen
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        cffi.FFI.dlopen = self._dlopen
-        said = {
+        opened = {_text(a[0]) for event, a in heard if event == OPENS and isinstance(a[0], str | bytes)}
+        account = {
             "pid": os.getpid(),
             "modules": sorted(sys.modules),
-            "libraries": [] if unreadable() else sorted(libraries(os.getpid())),
-            "opened": sorted(
-                {_text(a[0]) for event, a in self.heard if event == OPENS and isinstance(a[0], str | bytes)}
-            ),
-            "commands": [command_of(event, a) for event, a in self.heard if event in LAUNCHES],
+            "libraries": [] if UNREADABLE else sorted(libraries(os.getpid())),
+            "opened": sorted(opened),
+            "commands": [command_of(event, arguments) for event, arguments in heard if event in LAUNCHES],
         }
-        self.path.write_text(json.dumps(said))
-
-    def _hear(self, event: str, arguments: Sequence[Any]) -> None:
-        if event in EVENTS:
-            self.heard.append((event, arguments))
+        Path(path).write_text(json.dumps(account))
 
 
 def command_of(event: str, arguments: Sequence[Any]) -> list[str]:
-    """The words of what an audit event starts, the program first."""
+    """The words of the command that an audit event starts, the program first."""
     if event == "os.system":
         return ["sh", "-c", _text(arguments[0])]
     if event == "os.startfile":

@@ -68,9 +68,10 @@ def origin(run: Run) -> Facts:
     }
 
 
-def result(run: Run) -> Facts:
+def record(run: Run) -> Facts:
+    """What identifies a run and its adapter."""
     peak = f"{run.record.memory.peak:,} bytes"
-    return {"adapter, SHA-256": run.record.adapter_sha256, "peak device memory": peak}
+    return {**origin(run), "adapter, SHA-256": run.record.adapter_sha256, "peak device memory": peak}
 
 
 def settings(run: Run) -> Facts:

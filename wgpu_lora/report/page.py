@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.pages import render
 from wgpu_lora.report import facts
 from wgpu_lora.report.compare import compare, verdict
-from wgpu_lora.report.plots import axes_of, kernels, memory, plots, unlike
+from wgpu_lora.report.plots import axes_of, kernels, memory, memory_bars, plots, unlike
 from wgpu_lora.report.runs import ADVICE, Run
 
 PAGE = "report.html"
@@ -33,24 +33,32 @@ def write_report(runs: Sequence[Run], output: Path) -> Path:
 
 
 def render_report(runs: Sequence[Run]) -> str:
-    groups, bars = memory(runs)
     differing, alike = compare(runs)
+    held = memory(runs)
     return render(
         Path(__file__).with_name("page.html.j2"),
         title=f"Report of {runs[0].name}" if len(runs) == 1 else f"Report of {len(runs)} runs",
         runs=runs,
-        facts=facts,
-        differing=differing,
-        alike=[(label, values[:1]) for label, values in alike],
+        differing=[(label, *values) for label, values in differing],
+        alike=[(label, values[0]) for label, values in alike],
+        losses=_table(runs, facts.losses),
+        costs=_table(runs, facts.costs),
+        record=facts.record,
         verdict=verdict(runs),
         axes=axes_of(runs),
         log=unlike(runs),
         plots=plots(runs),
-        groups=groups,
-        memory=bars,
+        memory=list(held),
+        memory_rows=[(group, *(f"{size:,}" for size in sizes)) for group, sizes in held.items()],
+        memory_bars=memory_bars(runs),
         kernels=kernels(runs),
         advice=ADVICE,
     )
+
+
+def _table(runs: Sequence[Run], of: Callable[[Run], facts.Facts]) -> tuple[list[str], list[list[str]]]:
+    """A head and a row for each run."""
+    return ["run", *of(runs[0])], [[run.name, *of(run).values()] for run in runs]
 
 
 @contextmanager

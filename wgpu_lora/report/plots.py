@@ -67,15 +67,14 @@ def plots(runs: Sequence[Run]) -> list[Plot]:
     """Every line chart that the runs have data for."""
     found = []
     for title, (label, note, _) in PLOTS.items():
-        views, faint = [], ""
+        views = []
         for axis, x_label in axes_of(runs).items():
             lines = list(_lines(runs, title, axis))
-            if lines:
-                scales = (False,) if axis == "progress" else (False, True)
-                views += [View(axis, log, line_chart(lines, x_label, label, log)) for log in scales]
-                faint = FAINT if any(line.style == "faint" for line in lines) else ""
+            scales = (False,) if axis == "progress" else (False, True)
+            views += [View(axis, log, line_chart(lines, x_label, label, log)) for log in scales if lines]
         if views:
-            found.append(Plot(title, f"{note} {faint}".strip(), views))
+            faint = any(line.style == "faint" for view in views for line in view.chart.lines)
+            found.append(Plot(title, f"{note} {FAINT if faint else ''}".strip(), views))
     return found
 
 
@@ -102,36 +101,48 @@ def _unit(runs: Sequence[Run]) -> tuple[str, float]:
 
 
 class Bar(NamedTuple):
-    """spans: (start, width, colour, what it says) of each part of a line of bars."""
+    """spans: (start, width, colour, tooltip) of each part."""
 
     label: str
-    spans: list[tuple[str, str, int, str]]
     value: str
+    spans: list[tuple[str, str, int, str]]
+
+    @classmethod
+    def of(cls, label: str, value: str, whole: float, sizes: Sequence[tuple[float, int, str]]) -> Bar:
+        """sizes: (size, colour, tooltip) of each part; `whole` is as wide as the page."""
+        places = parts((size for size, _, _ in sizes), whole)
+        return cls(label, value, [(*at, c % COLOURS, said) for at, (_, c, said) in zip(places, sizes, strict=True)])
 
 
-def memory(runs: Sequence[Run]) -> tuple[list[str], list[Bar]]:
-    """The groups, in the order of their colours, and a bar for each run."""
+def memory(runs: Sequence[Run]) -> dict[str, list[int]]:
+    """The bytes of every run, by group."""
     held = [run.record.memory.groups for run in runs]
-    groups, most = list(dict.fromkeys(group for sizes in held for group in sizes)), max(sum(s.values()) for s in held)
+    return {
+        group: [sizes.get(group, 0) for sizes in held] for group in dict.fromkeys(g for sizes in held for g in sizes)
+    }
+
+
+def memory_bars(runs: Sequence[Run]) -> list[Bar]:
+    """A bar for each run, with a part for each group."""
+    held = memory(runs)
+    totals = [sum(run.record.memory.groups.values()) for run in runs]
     bars = []
-    for run, sizes in zip(runs, held, strict=True):
-        places = parts((sizes.get(group, 0) for group in groups), most)
-        said = [f"{group}: {readable(sizes.get(group, 0))}" for group in groups]
-        spans = [(*place, n % COLOURS, text) for n, (place, text) in enumerate(zip(places, said, strict=True))]
-        bars.append(Bar(run.name, spans, readable(sum(sizes.values()))))
-    return groups, bars
+    for number, (run, total) in enumerate(zip(runs, totals, strict=True)):
+        sizes = [(held[group][number], c, f"{group}: {readable(held[group][number])}") for c, group in enumerate(held)]
+        bars.append(Bar.of(run.name, readable(total), max(totals), sizes))
+    return bars
 
 
 def kernels(runs: Sequence[Run]) -> dict[str, list[Bar]]:
     """The most expensive kernels, each with a bar for every run that was profiled."""
-    profiled = [(n % COLOURS, run.name, run.kernels) for n, run in enumerate(runs) if run.kernels]
-    names = dict.fromkeys(name for *_, seconds in profiled for name in seconds)
-    most = {name: max(seconds.get(name, 0.0) for *_, seconds in profiled) for name in names}
+    profiled = [(colour, run.name, run.kernels) for colour, run in enumerate(runs) if run.kernels]
+    most: dict[str, float] = {}
+    for *_, seconds in profiled:
+        most |= {kernel: max(spent, most.get(kernel, 0.0)) for kernel, spent in seconds.items()}
     found: dict[str, list[Bar]] = {kernel: [] for kernel in sorted(most, key=lambda name: -most[name])[:KERNELS]}
     for kernel, bars in found.items():
         for colour, name, seconds in profiled:
             spent = seconds.get(kernel, 0.0)
-            ((start, width),) = parts([spent], max(most.values()))
             said = f"{1e3 * spent:,.2f} ms"
-            bars.append(Bar(name, [(start, width, colour, f"{name}: {said}")], said))
+            bars.append(Bar.of(name, said, max(most.values()), [(spent, colour, f"{name}: {said}")]))
     return found

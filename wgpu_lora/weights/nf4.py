@@ -15,7 +15,7 @@ from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, align, persistent
 from wgpu_lora.gpu.tunable import Arrays, Constants
 from wgpu_lora.ops.half import matmul_operand
 from wgpu_lora.ops.matmul import FILE, divisibility, finish, operand, tile_grid
-from wgpu_lora.ops.matmul_tuning import MatmulTuning, tilings
+from wgpu_lora.ops.matmul_tuning import MatmulTuning, product_part, tilings
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Packed, Shared
 from wgpu_lora.weights.dense import DTYPES
@@ -70,7 +70,15 @@ SHAPES = ((16, 4), (16, 2), (8, 4))  # (rows, columns per lane) of the tilings
 TUNING = MatmulTuning(_synthetic)
 
 
-@kernel(FILE, grid=tile_grid, variants=tilings(8, *SHAPES), specialise=_facts, tuning=TUNING, lib=("nf4",))
+@kernel(
+    FILE,
+    grid=tile_grid,
+    variants=tilings(8, *SHAPES),
+    specialise=_facts,
+    tuning=TUNING,
+    part=product_part,
+    lib=("nf4",),
+)
 def nf4_matmul(
     a: In,
     codes: Fixed,
@@ -92,7 +100,15 @@ def nf4_matmul(
     return finish(y.reshape(m, n), operand(a, m, k, a_scale) @ weight.T, accumulate, bias)
 
 
-@kernel(FILE, grid=tile_grid, variants=tilings(4, *SHAPES), specialise=_facts, tuning=TUNING, lib=("nf4",))
+@kernel(
+    FILE,
+    grid=tile_grid,
+    variants=tilings(4, *SHAPES),
+    specialise=_facts,
+    tuning=TUNING,
+    part=product_part,
+    lib=("nf4",),
+)
 def nf4_matmul_backward(
     a: In,
     codes: Fixed,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
@@ -30,14 +31,16 @@ class Ended:
 
 
 class Port(Events):
-    """Where a job tells what happens: every event is an object on a line of its own, with the schema, the event's name
-    and its facts, which are those of the methods of Events."""
+    """Where a job tells what happens: every event is an object on a line of its own, with the schema, the event's name,
+    the time in seconds since the epoch, and its facts, which are those of the methods of Events."""
 
     def __init__(self, out: TextIO, requests: TextIO | None = None):
         self._out, self._requests = out, requests
 
     def emit(self, event: str, **facts: Any) -> None:
-        self._out.write(to_json({"schema": SCHEMA, "event": event, **facts}, default=_plain) + "\n")
+        self._out.write(
+            to_json({"schema": SCHEMA, "event": event, "time": time.time(), **facts}, default=_plain) + "\n"
+        )
         self._out.flush()
 
     def answer(self, side: Any) -> None:

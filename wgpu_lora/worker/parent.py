@@ -112,7 +112,7 @@ class Worker:
             self.process.stdin.flush()
         for event in self.events():
             if event["event"] == "answer":
-                return {name: value for name, value in event.items() if name not in ("schema", "event")}
+                return {name: value for name, value in event.items() if name not in ("schema", "event", "time")}
         raise self._failed()
 
     # -- its end ---------------------------------------------------------------------------------------------------

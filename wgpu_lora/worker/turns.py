@@ -1,8 +1,4 @@
-"""Workers that take turns: while one computes, the others wait.
-
-This package's side is the job `step` (kinds/step.py); the PyTorch one is in scripts/bench_reference.py, since nothing
-here needs PyTorch.
-"""
+"""Workers that take turns: while one computes, the others wait."""
 
 from __future__ import annotations
 
@@ -18,30 +14,21 @@ def take_turns(sides: Mapping[str, Worker], rounds: int, steps: int) -> dict[str
     """Prepares every side, then has each take `steps` steps in every round, one side at a time.
 
     Returns:
-        side -> what it said of itself, and `seconds` of all its steps; `not_run` and why, for a side that ended.
+        side -> its answers, with `seconds` of all its steps; `not_run` and why, for a side that ended.
     """
-    found: dict[str, Record] = {}
+    found: dict[str, Record] = {name: {"seconds": []} for name in sides}
 
-    def asked(name: str, request: str, **values: Any) -> Record | None:
-        if "not_run" in found.get(name, {}):
-            return None
-        try:
-            return sides[name].ask(request, **values)
-        except WorkerFailed as error:
-            found[name] = {"not_run": str(error)}
-            return None
+    def ask(request: str, **values: Any) -> None:
+        for name, side in sides.items():
+            if "not_run" not in found[name]:
+                try:
+                    answer = side.ask(request, **values)
+                    found[name] |= answer | {"seconds": found[name]["seconds"] + answer.get("seconds", [])}
+                except WorkerFailed as error:
+                    found[name] = {"not_run": str(error)}
 
-    for name in sides:
-        prepared = asked(name, "prepare")
-        if prepared is not None:
-            found[name] = {**prepared, "seconds": []}
+    ask("prepare")
     for _ in range(rounds):
-        for name in sides:
-            took = asked(name, "steps", count=steps)
-            if took is not None:
-                found[name]["seconds"] += took["seconds"]
-    for name in sides:
-        memory = asked(name, "memory")
-        if memory is not None:
-            found[name] |= memory
+        ask("steps", count=steps)
+    ask("memory")
     return found

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +21,13 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.proof.checks.cuda import no_cuda
 from wgpu_lora.proof.checks.program import resuming_is_exact
 from wgpu_lora.proof.children import Children
-from wgpu_lora.proof.finding import Check, Finding, Result
+from wgpu_lora.proof.cuda import look_into, ours
+from wgpu_lora.proof.finding import Check, Result
 from wgpu_lora.proof.heldout import request_of, seen_rows, shown
-from wgpu_lora.proof.jobs.answers import prompt_of
-from wgpu_lora.proof.native import look_into, ours
+from wgpu_lora.proof.jobs.generate import prompt_of
 from wgpu_lora.proof.report import render
-from wgpu_lora.proof.run import prove
-from wgpu_lora.proof.witness import Witness, command_of
+from wgpu_lora.proof.run import carry_out, prove
+from wgpu_lora.proof.witness import EVENTS, command_of, witness
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.output import LOG
 
@@ -73,9 +74,9 @@ def test_what_the_loader_brings_is_explained_by_what_was_looked_at(
     assert "ctypes or cffi" in page
 
 
-def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Finding:
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     """Check 6 after one child."""
-    monkeypatch.setattr("wgpu_lora.proof.checks.cuda.imported", lambda modules: [])  # tests may have torch
+    monkeypatch.setattr("wgpu_lora.proof.cuda.imported", lambda modules: [])  # tests may have torch
     children = Children(tmp_path / "out")
     try:
         children.run("child", "proof-devices", select="0")
@@ -83,20 +84,22 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Finding:
         for one in children.watcher.seen.values():
             one.looks = one.looks or 1
         proof: Any = SimpleNamespace(children=children, devices=lambda: {"used": [0]})
-        return no_cuda(proof)
+        return carry_out(6, "no CUDA", no_cuda, proof)
     finally:
         children.end()
 
 
-def facts_of(six: Finding) -> dict[str, Any]:
-    checks = [Check(n, "x", 0.0, six if n == 6 else Finding("passed", "")).as_dict() for n in range(1, 10)]
+def facts_of(six: Check) -> dict[str, Any]:
+    checks = [asdict(six if n == 6 else Check(n, "x", "passed", 0.0, "")) for n in range(1, 10)]
     return {"checks": checks, "proven": True, "outcome": "", "verdict": "", "date": "", "platform": "", "seconds": 1.0,
             "devices": [], "used": [], "used_on": "", "require_discrete": 0, "recipe": {"path": ""},
             "commit": None, "wgpu_native": None, "versions": {}}  # fmt: skip
 
 
 def test_a_witness_hears_ctypes_and_cffi(tmp_path: Path) -> None:
-    with Witness(str(tmp_path / "said.json")):
+    heard: list[Any] = []
+    sys.addaudithook(lambda event, said: heard.append((event, said)) if event in EVENTS else None)
+    with witness(str(tmp_path / "said.json"), heard):
         with pytest.raises(OSError, match="libcuda"):
             ctypes.CDLL("libcuda.so.1-no")
         with pytest.raises(OSError, match="libcudart"):
@@ -167,8 +170,7 @@ def test_places_that_cannot_be_are_one_sentence(tmp_path: Path) -> None:
 def test_strict_wants_everything_proven(arguments: list[str], status: str, code: int, tmp_path: Path) -> None:
     script = (
         "import sys, wgpu_lora.proof.run as run; from pathlib import Path\n"
-        "from wgpu_lora.proof.finding import Finding\n"
-        "checks = [run.Check(n, 'x', 0.0, Finding(sys.argv[1] if n == 2 else 'passed', '')) for n in range(1, 10)]\n"
+        "checks = [run.Check(n, 'x', sys.argv[1] if n == 2 else 'passed', 0.0, '') for n in range(1, 10)]\n"
         "run.prove = lambda *a, **k: run.Result(checks, Path('x'))\n"
         "from wgpu_lora.cli import main; sys.exit(main(['prove', *sys.argv[2:]]))"
     )
@@ -213,6 +215,7 @@ def test_resuming_is_judged_by_what_the_resumed_run_wrote(
         trained=lambda: training,
         children=SimpleNamespace(run=run),
     )
-    finding = resuming_is_exact(proof)
+    finding = carry_out(9, "resume", resuming_is_exact, proof)
+    assert "the check itself broke" not in finding.reason
     assert finding.status == status, finding.reason
     assert status == "failed" or "adapter and moments byte for byte; losses, rates and gradient norms" in finding.reason

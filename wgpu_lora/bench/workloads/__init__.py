@@ -8,15 +8,7 @@ from wgpu_lora.bench.workload import Context, Workload
 from wgpu_lora.bench.workloads import adapter_memory, adapters, layer, serving, training
 
 WORKLOADS: dict[str, Callable[[Context], Iterator[Workload]]] = {
-    "nf4_matmul": layer.nf4_matmul,
-    "nf4_matmul_backward": layer.nf4_matmul_backward,
-    "lora_forward": layer.lora_forward,
-    "lora_backward": layer.lora_backward,
-    "attention": layer.attention_forward,
-    "attention_backward": layer.attention_backward,
-    "rmsnorm": layer.norms,
-    "rope": layer.rotary,
-    "swiglu": layer.gated,
+    **{name: layer.of_layer(name) for name in layer.BRICKS},
     "loss": training.loss,
     "optimizer": training.optimizer,
     "quantize": training.quantize,

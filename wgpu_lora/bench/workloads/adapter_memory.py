@@ -6,14 +6,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from wgpu_lora.bench.check import Checked
+from wgpu_lora.bench.check import Checked, check
 from wgpu_lora.bench.stats import Timings
-from wgpu_lora.bench.step import check_update, largest, make_up
+from wgpu_lora.bench.step import largest, make_up
 from wgpu_lora.bench.workload import Context, Extra, SessionWorkload, Workload, new_bytes
 from wgpu_lora.bench.workloads.adapters import FEW, MANY
 from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.program import Program
-from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.models.targets import ALL
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.session import Session
@@ -70,16 +69,12 @@ class MultiAdapterMemory(SessionWorkload):
         super().__init__(*(self._cut.session([context.tokens], slots, QV) for slots in (1, FEW)))
         self._few = self.sessions[-1]
         self._allocated: list[int] = []
-        self._timer: Timer | None = None
+        self.clock = context.timer.clock
         self.keys = {"slots": float(FEW), "allocated_layers": float(fits or 1)}
 
     def _need(self, layers: int) -> int:
         context = self._whole.with_layers(layers)
         return context.device.allocated + new_bytes(context.session([context.tokens], FEW, QV))
-
-    @property
-    def clock(self) -> str:
-        return self._timer.clock if self._timer else "host"
 
     def nbytes(self) -> int:
         return new_bytes(self._few)
@@ -90,7 +85,6 @@ class MultiAdapterMemory(SessionWorkload):
     def open(self, choices: Choices = NO_CHOICES) -> None:
         """Allocates all that one adapter takes, gives it back but for the base, then all that three take."""
         device, base = self._cut.device, self._cut.model.decoder.storages()
-        self._timer = Timer(device)
         others = device.allocated - sum(storage.nbytes for storage in base if storage.buffer is not None)
         for session in self.sessions:
             session.allocate(choices=choices)
@@ -100,11 +94,10 @@ class MultiAdapterMemory(SessionWorkload):
 
     def check(self, rng: np.random.Generator) -> Checked:
         make_up(self._few, rng)
-        return check_update(self._few, Checked())
+        return check(self._few.optimizer.program)
 
     def run(self) -> float:
-        assert self._timer is not None, "open() first"
-        return self._timer.run(self._few.optimizer.program)
+        return self._whole.timer.run(self._few.optimizer.program)
 
     def extra(self, timings: Timings) -> Extra:
         """Figures of the plan, then those of the allocation."""
@@ -121,7 +114,5 @@ class MultiAdapterMemory(SessionWorkload):
 
     def close(self) -> None:
         super().close()
-        if self._timer:
-            self._timer.free()
         if self._cut is not self._whole:
             self._cut.close()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
 from wgpu_lora.bench.check import Checked
-from wgpu_lora.bench.recording import Recording, fixed, normal, state_fill
+from wgpu_lora.bench.recording import ProgramWorkload, normal
 from wgpu_lora.bench.stats import Timings, timed
-from wgpu_lora.bench.step import EARLY, SlotStep, adapter_set
-from wgpu_lora.bench.workload import Context, Extra, ProgramWorkload, SessionWorkload, Workload
-from wgpu_lora.gpu.tensor import Tensor, persistent
-from wgpu_lora.gpu.timer import Timer
+from wgpu_lora.bench.step import SlotStep, adapter_set, fill_adapters, fill_update
+from wgpu_lora.bench.workload import Context, Extra, SessionWorkload, Workload
+from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models.config import MATRIX
 from wgpu_lora.ops.loss import Targets, seed, sum_by_slot, token_logprobs
 from wgpu_lora.train.arguments import TrainingArguments
@@ -30,62 +30,55 @@ DEVICE_RUNS = 3  # of the device's own time of a step
 def loss(context: Context) -> Iterator[Workload]:
     """LM head and cross-entropy over every row, forward and backward; the head is bf16, as checkpoints have it."""
     config, tokens = context.config, context.tokens
-    recording = Recording(context.device)
-    head = recording.weight((config.vocab_size, config.hidden_size), "bf16", "head")
-    assert isinstance(head, DenseWeight)
+    workload = ProgramWorkload(context)
+    head = DenseWeight.declare((config.vocab_size, config.hidden_size), "bf16", "head", context.device.max_binding)
+    for part in head.parts:
+        workload.adopt(part, lambda rng, shape: 0.02 * normal(rng, shape))
 
     def input(name: str, values: np.ndarray, dtype: str = "u32") -> Tensor:
-        return recording.input(values.shape, fixed(values), dtype, name)
+        return workload.input(values.shape, values, dtype, name)
 
     targets = Targets(
         rows=input("rows", np.arange(tokens)),
-        ids=recording.input((tokens,), lambda rng, s: rng.integers(0, config.vocab_size, s), "u32", "targets"),
+        ids=workload.input((tokens,), lambda rng, s: rng.integers(0, config.vocab_size, s), "u32", "targets"),
         count=input("count", np.array([tokens])),
     )
     scoring = Scoring(input("weights", np.full(tokens, 1 / tokens), "f32"), input("ranges", np.array([[0, tokens]])))
-    rec = recording.rec
-    logprobs = token_logprobs(rec, recording.tracked((tokens, config.hidden_size), "hidden"), head, targets)
+    rec = workload.rec
+    logprobs = token_logprobs(rec, workload.tracked((tokens, config.hidden_size), "hidden"), head, targets)
     score = objective_of(TrainingArguments()).score(rec, logprobs, scoring)
-    rec.dispatch(sum_by_slot, score.losses, scoring.loss_ranges, recording.input((1,), name="total"), slots=1)
+    rec.dispatch(sum_by_slot, score.losses, scoring.loss_ranges, workload.input((1,), name="total"), slots=1)
     seed(rec, logprobs, score.weights)
     rec.backward()
-    yield ProgramWorkload(recording, recording.forward)
+    yield workload
 
 
 def optimizer(context: Context) -> Iterator[Workload]:
     """Gradient norm, clipping and the update of the adapters of every layer, on all that may carry one."""
-    adapters = adapter_set(context.config, context.device, context.rank)
-    update = Optimizer(context.device, adapters, persistent((1,), "f32", "optimizer", "loss total"))
-    recording = Recording(context.device)
-    tensors = {
-        **dict.fromkeys((*adapters.params, *adapters.grads), normal()),
-        **{page: state_fill(state) for state, pages in update.state.items() for page in pages},
-        update.block_slots: fixed(np.concatenate(adapters.block_slots)),
-        **{tensor: fixed(values) for tensor, values in update.settings({0: EARLY}).items()},
-        update.total: normal(),
-        update.report: fixed(np.full(update.report.shape, np.nan)),
-    }
-    for tensor, fill in tensors.items():
-        recording.adopt(tensor, fill)
-    recording.forward.dispatches += update.program.dispatches
-    yield ProgramWorkload(recording, recording.forward)
+    workload, device = ProgramWorkload(context), context.device
+    adapters = adapter_set(context.config, device, context.rank)
+    update = Optimizer(device, adapters, workload.input((1,), name="loss total"))
+    workload.forward.dispatches += update.program.dispatches
+    workload.fillers += [partial(fill_adapters, device, adapters), partial(fill_update, device, update)]
+    yield workload
 
 
 def quantize(context: Context) -> Iterator[Workload]:
     """Packing the matrices of a layer from bf16 to NF4 codes, in loading's own pieces, upload left out."""
-    recording = Recording(context.device)
+    workload = ProgramWorkload(context)
+    rec = workload.rec
     matrices = [(name, item.shape) for name, item in context.config.layer(0).items() if item.kind == MATRIX]
     for module, (out, size_in) in matrices:
-        codes = recording.rec.temp((-(-size_in // 8), out), "u32", "codes")
+        codes = rec.temp((-(-size_in // 8), out), "u32", "codes")
         for first in range(0, out, piece_rows(size_in)):
             rows = min(piece_rows(size_in), out - first)
             size = rows * size_in
-            w = recording.input((size + size % 2,), normal(0.02), "bf16", f"{module} {first}")
-            absmax = recording.rec.temp((-(-size // BLOCK),), name="absmax")
-            recording.rec.dispatch(nf4_absmax, w, absmax, size=size, b_type="bf16")
+            w = workload.input((size + size % 2,), normal, "bf16", f"{module} {first}")
+            absmax = rec.temp((-(-size // BLOCK),), name="absmax")
+            rec.dispatch(nf4_absmax, w, absmax, size=size, b_type="bf16")
             shape = {"rows": rows, "first": first, "out": out, "size_in": size_in}
-            recording.rec.dispatch(nf4_encode, w, absmax, codes, b_type="bf16", **shape)
-    yield ProgramWorkload(recording, recording.forward)
+            rec.dispatch(nf4_encode, w, absmax, codes, b_type="bf16", **shape)
+    yield workload
 
 
 def train_step(context: Context) -> Iterator[Workload]:
@@ -98,6 +91,7 @@ class TrainStep(SessionWorkload):
     def __init__(self, context: Context):
         tokens = context.tokens
         rows = [min(ROW, tokens - start) for start in range(0, tokens, ROW)]
+        self._timer = context.timer
         self._session = context.session([tokens], positions=max(rows))
         super().__init__(self._session)
         self._step = SlotStep(self._session, [(0, row) for row in rows])
@@ -110,14 +104,12 @@ class TrainStep(SessionWorkload):
         return timed(self._step.run)
 
     def extra(self, timings: Timings) -> Extra:
-        device = self._session.device
+        device, timer = self._session.device, self._timer
         found = {"tokens_per_second": self._step.tokens / timings.seconds, "peak_bytes": float(device.peak_allocated)}
-        timer = Timer(device)
         if timer.clock == "timestamps":
             programs = self._session.programs()
             pairs = [(self.run(), sum(map(timer.run, programs))) for _ in range(DEVICE_RUNS)]  # by turns
             whole, device_seconds = np.median(pairs, axis=0)
             host_share = max(0.0, 1 - device_seconds / whole)  # two measurements: noise can have the part the larger
             found |= {"device_seconds": float(device_seconds), "host_share": float(host_share)}
-        timer.free()
         return found

@@ -1,1 +1,1 @@
-"""GGUF, llama.cpp's format: models and adapters written for it, and its models read as a base."""
+"""GGUF, llama.cpp's format: reading models, and writing models and adapters."""

@@ -1,4 +1,4 @@
-"""A GGUF file's weights under Hugging Face's names, decoded a few rows at a time."""
+"""Reads a GGUF file's weights under Hugging Face's names, decoded a few rows at a time."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ if TYPE_CHECKING:
 F16_MAX = 65504.0
 PLAIN = {Kind.F32: "F32", Kind.F16: "F16", Kind.BF16: "BF16"}
 _INTEGERS = (Kind.I8, Kind.I16, Kind.I32, Kind.I64, Kind.F64)
-_GROUP_VALUES = 1 << 16  # values that are decoded at a time: the library takes sixteen rows, whatever they hold
+_GROUP_VALUES = 1 << 16  # values decoded at a time; the library's groups of 16 rows may be large
 
 
 @dataclass(frozen=True)
 class Stored:
-    """How a tensor lies in the file: its name there and its shape.
+    """A parameter in the file: its name there and its shape.
 
-    heads: how many heads its rows are of, where the halves of each are interleaved (order.py). table: it stays dense.
+    heads: the number of heads, if the halves of each head's rows are interleaved (`order`).
+    table: an embedding or LM head, which is not quantised on loading.
     """
 
     name: str
@@ -42,12 +43,13 @@ class Stored:
 
 
 class GGUFCheckpoint:
-    """The tensors that a model has, by its own names.
+    """The parameters of a model in a GGUF file, by their names in Hugging Face checkpoints.
 
-    passed_over: a pattern of tensors in the file that are none of the model's parameters.
+    Args:
+        passed_over: pattern of tensors in the file to ignore.
 
-    Raises UserError on opening when one is missing, of the wrong shape or of a type that cannot be decoded, or when
-    there is one that the model does not account for.
+    Raises:
+        UserError: a tensor is missing, unknown, of the wrong shape, or of a type that cannot be decoded.
     """
 
     def __init__(self, header: Header, tensors: Mapping[str, Stored], passed_over: str = ""):
@@ -62,17 +64,20 @@ class GGUFCheckpoint:
         return self._tensors[name].shape
 
     def dtype(self, name: str) -> str:
-        """What `read_raw` gives: as stored where that is a float, else 'F32', of an embedding or output layer 'F16'.
+        """The dtype of `read_raw`: the stored one if it is a float, else 'F32', or 'F16' for an embedding or LM head.
 
-        Those two stay dense, and an F16 is exact to 11 bits: far finer than any quantisation.
+        Those stay dense, and the 11 bits of F16 are far finer than any quantisation.
         """
         return PLAIN.get(self._tensors[name].kind, "F16" if self._stored_as[name].table else "F32")
 
     def read_raw(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:
         """Bits of rows [row_start, row_stop): uint16 (BF16, F16) or uint32 (F32), [rows, *shape[1:]].
 
-        A row is an element of a 1-D tensor. Raises UserError when the file has become shorter since it was opened, or
-        a value of a quantised table is beyond F16's range; ValueError when the rows are out of range.
+        For a 1-D tensor, a row is an element.
+
+        Raises:
+            UserError: the file has been truncated since it was opened, or a value of a table is out of F16's range.
+            ValueError: the rows are out of range.
         """
         info, rows = self._tensors[name], self._rows(name, row_start, row_stop)
         if info.kind in PLAIN:
@@ -85,15 +90,15 @@ class GGUFCheckpoint:
         return values.astype(np.float16).view(np.uint16)
 
     def read_f32(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:
-        """The same rows as float32, as the file's own type decodes them."""
+        """The rows of `read_raw`, decoded to float32."""
         return self._decoded(self._tensors[name], self._rows(name, row_start, row_stop))
 
     def packed(self, name: str) -> Packed | None:
-        """The tensor where it is stored in a base format; here it never is."""
+        """The tensor if it is stored in a base format; here always None."""
         return None
 
     def digest(self) -> str:
-        """A sha256 (hex) to tell files apart cheaply, as `formats.checkpoint.Checkpoint.digest` does."""
+        """A SHA-256 (hex) that identifies the file, as in `formats.checkpoint.Checkpoint.digest`."""
         tensors = [(name, info.kind.name, list(info.shape)) for name, info in sorted(self._tensors.items())]
         sha = hashlib.sha256(json.dumps(tensors).encode())
         size = self.path.stat().st_size
@@ -114,7 +119,7 @@ class GGUFCheckpoint:
         else:
             step = max(1, _GROUP_VALUES // per_row)
             values = np.empty((len(rows), per_row), np.float32)
-            with np.errstate(all="ignore"):  # a damaged scale may be any bits; training says what is not finite
+            with np.errstate(all="ignore"):  # a damaged scale may be any bits; models.audit reports non-finite values
                 for first in range(0, len(rows), step):
                     some = rows[first : first + step]
                     values[first : first + step] = quants.dequantize(some.reshape(1, -1), info.kind).reshape(
@@ -123,7 +128,7 @@ class GGUFCheckpoint:
         return values.reshape(len(rows), *info.shape[1:])
 
     def _rows(self, name: str, start: int, stop: int | None) -> np.ndarray:
-        """Stored rows in transformers' order: uint8 [rows, bytes of a row]. Rows are whole blocks in every type."""
+        """Stored rows in transformers' order: uint8 [rows, bytes per row]. Rows are whole blocks of every type."""
         info = self._tensors[name]
         count = info.shape[0]
         stop = count if stop is None else stop
@@ -148,7 +153,7 @@ class GGUFCheckpoint:
 
 
 def _checked(header: Header, tensors: Mapping[str, Stored], passed_over: re.Pattern[str]) -> dict[str, TensorInfo]:
-    """The tensors by the model's names."""
+    """The tensors by the model's names. Raises UserError (see `GGUFCheckpoint`)."""
     path, found = header.path, {}
     for name, stored in tensors.items():
         theirs, shape = stored.name, stored.shape
@@ -157,7 +162,7 @@ def _checked(header: Header, tensors: Mapping[str, Stored], passed_over: re.Patt
             raise UserError(f"{theirs} is missing from {path}: download it again, or use another conversion.")
         if info.shape != shape:
             raise UserError(
-                f"{theirs} in {path} has shape {list(info.shape)} but its metadata ask for {list(shape)}: "
+                f"{theirs} in {path} has shape {list(info.shape)} but its metadata require {list(shape)}: "
                 "use another conversion of the model."
             )
         if not _decodable(info.kind) or (len(shape) == 1 and info.kind not in PLAIN):

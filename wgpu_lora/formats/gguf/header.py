@@ -1,7 +1,7 @@
-"""The header of a GGUF file: its metadata and where its tensors lie. The file is not trusted.
+"""Reads the header of a GGUF file: its metadata and the places of its tensors. The file is untrusted.
 
-Every length and count is held against the bytes that are left before anything is read for it. Arrays are walked over
-and read when they are asked for, so that a vocabulary costs nothing until then and a hostile file never much.
+Every length and count is checked against the remaining bytes before anything is read. Arrays are skipped, and read on
+request, so that a hostile file cannot use much memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from wgpu_lora.formats.gguf.reader import NUMBERS, STRING, Array, Reader, opened
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-# Far beyond every model there is: 50 keys and 1,200 tensors are many.
+# Limits far beyond real models: 50 keys and 1,200 tensors are many.
 MAX_KEYS = 1 << 12
 MAX_TENSORS = 1 << 14
 MAX_ARRAY_TEXT = 16 << 20  # bytes of an array of strings
@@ -32,7 +32,7 @@ MAX_ALIGNMENT = 1 << 16
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor in the file: its GGML type, its shape (rows first), its absolute offset and its size in bytes."""
+    """A tensor in the file: its GGML type, shape (rows first), absolute offset and size in bytes."""
 
     kind: GGMLQuantizationType
     shape: tuple[int, ...]
@@ -42,14 +42,14 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself. `values` holds numbers, booleans, strings and `Array`s, by key."""
+    """The header of a file. values: numbers, booleans, strings and `Array`s, by key."""
 
     path: Path
     values: dict[str, Any]
     tensors: dict[str, TensorInfo]
 
     def number(self, key: str, default: Any = None) -> Any:
-        """A number, or the default where it is not stated; UserError where it is something else."""
+        """A number, or the default if it is missing. Raises UserError if it is not a number."""
         value = self.values.get(key, default)
         if value is None or (isinstance(value, int) and not isinstance(value, bool)):
             return value
@@ -58,9 +58,10 @@ class Header:
         raise UserError(f"{key} in {self.path} is {value!r:.100}, expected one number: use another model.")
 
     def strings(self, key: str, most: int) -> Iterator[str] | None:
-        """The strings of an array, read as they are asked for, or None where there is no such key.
+        """The strings of an array, read lazily, or None if the key is missing.
 
-        UserError where it is not an array of strings, has more than `most`, or is longer than any vocabulary.
+        Raises:
+            UserError: it is not an array of strings, has more than `most`, or exceeds MAX_ARRAY_TEXT bytes.
         """
         array = self._array(key)
         if array is None:
@@ -82,7 +83,7 @@ class Header:
                     raise reader.damaged(f"holds a string in {key} that is not UTF-8") from None
 
     def numbers(self, key: str, count: int) -> np.ndarray | None:
-        """An array of `count` numbers as stored, or None where there is no such key; UserError where it is not one."""
+        """An array of `count` numbers, or None if the key is missing. Raises UserError if it is something else."""
         array = self._array(key)
         if array is None:
             return None
@@ -103,7 +104,7 @@ class Header:
 
 
 def special_ids(header: Header, vocab_size: int) -> list[int]:
-    """The ids that end a text, a turn or a message, as far as the metadata name them."""
+    """The token ids in the metadata that end a text, a turn or a message."""
     ids = (header.values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     return list(dict.fromkeys(id for id in ids if type(id) is int and 0 <= id < vocab_size))
 
@@ -112,7 +113,7 @@ def read_header(path: str | Path) -> Header:
     """Reads and checks the header of a GGUF file, version 2 or 3, little-endian.
 
     Raises:
-        UserError: the file cannot be read, is truncated or damaged, or is of another kind.
+        UserError: the file cannot be read, is truncated or damaged, or is not a GGUF file.
     """
     path = Path(path)
     with opened(path) as file:
@@ -130,7 +131,7 @@ def read_header(path: str | Path) -> Header:
 
 
 def _read_start(reader: Reader) -> tuple[int, int]:
-    """(tensors, keys)."""
+    """Reads the start of the file; returns the number of (tensors, keys)."""
     path = reader.path
     if reader.size < 24:
         raise reader.damaged("is too short for a GGUF file")
@@ -144,14 +145,14 @@ def _read_start(reader: Reader) -> tuple[int, int]:
             f"{path} is of GGUF version {version}, but only 2 and 3 are supported: convert the model again."
         )
     tensors, keys = reader.number("<Q"), reader.number("<Q")
-    # A tensor takes 24 bytes at least, a key 13.
+    # A tensor takes at least 24 bytes, a key 13.
     if keys > MAX_KEYS or tensors > MAX_TENSORS or 24 * tensors + 13 * keys > reader.size:
-        raise reader.damaged(f"claims {tensors:,} tensors and {keys:,} keys, which cannot be")
+        raise reader.damaged(f"claims {tensors:,} tensors and {keys:,} keys, more than fit into it")
     return tensors, keys
 
 
 def _read_info(reader: Reader) -> tuple[str, TensorInfo]:
-    """A tensor's name and what is said of it; its offset is still relative to where the tensors begin."""
+    """Reads a tensor's name and info, whose offset is relative to the start of the tensors."""
     name = reader.text("a tensor's name")
     dimensions = reader.number("<I")
     if not 1 <= dimensions <= MAX_DIMENSIONS:
@@ -163,7 +164,7 @@ def _read_info(reader: Reader) -> tuple[str, TensorInfo]:
         block, nbytes = GGML_QUANT_SIZES[kind]
     except (ValueError, KeyError):
         raise UserError(
-            f"{name!r:.100} in {reader.path} has the GGML type {number}, which is not known: use another quantisation."
+            f"{name!r:.100} in {reader.path} has the unknown GGML type {number}: use another quantisation."
         ) from None
     if 0 in shape or shape[0] % block:
         raise reader.damaged(f"gives {name!r:.100} the shape {list(shape)}, which {kind.name} cannot have")
@@ -171,7 +172,7 @@ def _read_info(reader: Reader) -> tuple[str, TensorInfo]:
 
 
 def _placed(reader: Reader, infos: list[tuple[str, TensorInfo]], alignment: object) -> dict[str, TensorInfo]:
-    """The tensors by name, with absolute offsets; UserError where they overlap or leave the file."""
+    """The tensors by name, with absolute offsets. Raises UserError if they overlap or exceed the file."""
     if type(alignment) is not int or not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
         raise reader.damaged(f"has general.alignment {alignment!r:.100}, which is not a power of two")
     start = -(-reader.at // alignment) * alignment

@@ -1,8 +1,8 @@
-"""GGUF's K-quants: NumPy packing of rows into Q4_K, Q5_K and Q6_K super-blocks of 256 values.
+"""GGUF's K-quants: packs rows into Q4_K, Q5_K and Q6_K super-blocks of 256 values, in NumPy.
 
-A super-block holds short blocks with small integer scales, and half floats that those are multiples of. Each block's
-scale is searched for: a grid of steps is tried, every one corrected to the weighted least squares of the codes that it
-rounds to, and the one with the smallest error is kept. Large values weigh more.
+A super-block has short blocks with small integer scales, which are multiples of half floats. The scale of each block is
+searched on a grid: for each step, values are rounded to codes, the scale is refitted by weighted least squares, and the
+one with the smallest error is kept. Large values have larger weights.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-SUPER = 256  # values of a super-block
-CHUNK = 1024  # super-blocks at a time, so that the search stays in a CPU's cache
+SUPER = 256  # values per super-block
+CHUNK = 1024  # super-blocks at a time, so that the search stays in the CPU's cache
 THREADS = min(8, os.cpu_count() or 1)
 F16_MAX = np.float32(65504.0)
-# Steps that are tried, as levels more (a finer step, whose last codes are cut off) or fewer than there are.
+# Steps to try, as levels more (a finer step, with clipped codes) or fewer than available.
 STRETCH_AFFINE = np.linspace(-1, 1.1, 22, dtype=np.float32)
-REFITS = 2  # how often the best one's codes are rounded and fitted again
+REFITS = 2  # further rounds of rounding and fitting for the best step
 STRETCH_SYMMETRIC = np.linspace(-0.9, 0.9, 13, dtype=np.float32)
 
 
 def quantize_k(rows: np.ndarray, bits: int) -> np.ndarray:
-    """Rows [n, 256 k] of finite float32 as Q4_K, Q5_K or Q6_K (`bits`): uint8 [n, k * 144, 176 or 210]."""
+    """Packs finite float32 rows [n, 256 k] as Q4_K, Q5_K or Q6_K (by `bits`): uint8 [n, k * 144, 176 or 210]."""
     pack = _pack_q6 if bits == 6 else lambda blocks: _pack_affine(blocks, bits)
     blocks = rows.reshape(-1, SUPER)
     starts = range(0, len(blocks), CHUNK)
-    with ThreadPoolExecutor(THREADS) as pool:  # NumPy's loops run beside each other
+    with ThreadPoolExecutor(THREADS) as pool:  # NumPy releases the GIL
         parts = list(pool.map(lambda start: pack(blocks[start : start + CHUNK]), starts))
     return np.concatenate(parts).reshape(len(rows), -1)
 
@@ -57,7 +57,7 @@ def _pack_q6(blocks: np.ndarray) -> np.ndarray:
     columns = _columns(blocks, 16)
     scales = _fit_symmetric(columns, 32).reshape(-1, 16)
     largest = np.take_along_axis(scales, np.abs(scales).argmax(axis=1, keepdims=True), axis=1)
-    # The largest scale becomes -128, the integer of the greatest size.
+    # The largest scale becomes -128, the integer of the largest magnitude.
     d = _half(largest / np.float32(-128))
     scale_codes = np.clip(np.rint(scales * _inverse(d)), -128, 127)
     step = (d * scale_codes).reshape(-1)
@@ -74,7 +74,7 @@ def _pack_q6(blocks: np.ndarray) -> np.ndarray:
 
 
 def _fit_affine(x: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray]:
-    """Scale and low >= 0 of each column of x [32, n], so that x is near scale * code - low: two of [n]."""
+    """Fits x = scale * code - low to each column of x [32, n]; returns (scale, low >= 0), each [n]."""
     low = np.minimum(x.min(axis=0), 0)
     above = x - low
     span = above.max(axis=0)
@@ -96,7 +96,7 @@ def _fit_affine(x: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray]:
         sq, sqq, sxq = wq.sum(axis=0), np.einsum("ij,ij->j", wq, q), np.einsum("ij,ij->j", wx, q)
         over = _inverse(sw * sqq - sq * sq)
         scale, offset = (sw * sxq - swx * sq) * over, (sqq * swx - sq * sxq) * over
-        beyond = offset > 0  # lows are stored without a sign
+        beyond = offset > 0  # lows are unsigned
         offset = np.where(beyond, np.float32(0), offset)
         scale = np.where(beyond, sxq * _inverse(sqq), scale)
         error = swxx + scale * (scale * sqq - 2 * sxq) + offset * (offset * sw - 2 * swx + 2 * scale * sq)
@@ -108,7 +108,7 @@ def _fit_affine(x: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _fit_symmetric(x: np.ndarray, half: int) -> np.ndarray:
-    """The scale of each column of x [16, n], so that x is near scale * code with codes of [-half, half): [n]."""
+    """Fits x = scale * code, with codes in [-half, half), to each column of x [16, n]; returns the scales [n]."""
     peak = np.take_along_axis(x, np.abs(x).argmax(axis=0, keepdims=True), axis=0)[0]
     per_peak = -_inverse(peak)
     wx = np.abs(x) * x
@@ -123,7 +123,7 @@ def _fit_symmetric(x: np.ndarray, half: int) -> np.ndarray:
         np.multiply(q, q, out=q)
         over = _inverse(np.einsum("ij,ij->j", w, q))
         scale = sxq * over
-        gain = scale * sxq  # how much of the weighted squares it takes away
+        gain = scale * sxq  # reduction of the weighted squared error
         better = gain > best_gain
         best_scale = np.where(better, scale, best_scale)
         best_gain = np.where(better, gain, best_gain)
@@ -131,12 +131,12 @@ def _fit_symmetric(x: np.ndarray, half: int) -> np.ndarray:
 
 
 def _columns(blocks: np.ndarray, size: int) -> np.ndarray:
-    """Short blocks as columns, along which sums are fast: [n, 256] -> [size, n * 256 / size]."""
+    """Short blocks as columns, which is faster for sums: [n, 256] -> [size, n * 256 / size]."""
     return np.ascontiguousarray(blocks.reshape(-1, size).T)
 
 
 def _halves(values: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Non-negative rows [n, 8] as a half-precision unit [n, 1] times integers up to `most`, all in float32."""
+    """Non-negative rows [n, 8] as a half-precision unit [n, 1] and integers up to `most`, both in float32."""
     unit = _half(values.max(axis=1, keepdims=True) / np.float32(most))
     return unit, np.minimum(np.rint(np.maximum(values, 0) * _inverse(unit)), np.float32(most))
 
@@ -146,14 +146,14 @@ def _half(values: np.ndarray) -> np.ndarray:
 
 
 def _inverse(values: np.ndarray) -> np.ndarray:
-    """1 / x, and 0 where x is 0 or so small that there is no inverse."""
+    """1 / x, or 0 if x is 0 or too small to have an inverse."""
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.float32(1) / values
     return np.where(np.isfinite(inverse), inverse, np.float32(0))
 
 
 def _six_bit_pairs(scales: np.ndarray, lows: np.ndarray) -> np.ndarray:
-    """Eight scales and eight lows of six bits, [n, 8] each, in twelve bytes: the last four lie in nibbles and tops."""
+    """Packs eight 6-bit scales and lows, [n, 8] each, into 12 bytes; the last four use nibbles and the top bits."""
     first = scales[:, :4] | scales[:, 4:] >> 4 << 6
     second = lows[:, :4] | lows[:, 4:] >> 4 << 6
     return np.concatenate([first, second, scales[:, 4:] & 15 | (lows[:, 4:] & 15) << 4], axis=1)

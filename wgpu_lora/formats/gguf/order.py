@@ -1,4 +1,4 @@
-"""The one difference in what GGUF holds of a model: the halves of a rotated head may be interleaved."""
+"""The order of a head's rows: GGUF files may interleave the halves of rotated heads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def to_neighbours(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows [heads * head_dim, ...] in GGUF's order from transformers'. Whole heads may be given, with their count."""
+    """Reorders rows [heads * head_dim, ...] from transformers' order to GGUF's interleaved one."""
     halves = rows.reshape(heads, 2, -1, *rows.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
 

@@ -1,4 +1,4 @@
-"""A GGUF file read from the front, never past its end and never trusted; arrays are passed over."""
+"""Reads the values of an untrusted GGUF file in order, never past its end. Arrays are skipped."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy as np
 
 from wgpu_lora.errors import UserError
 
-# Far beyond every model there is: headers of 25 MB and 700,000 strings are large ones.
+# Limits far beyond real models: 25 MB and 700,000 strings make a large header.
 MAX_HEADER_BYTES = 256 << 20
 MAX_STRINGS = 1 << 20
-MAX_TEXT_BYTES = 8 << 20  # of all keys, names and single strings together
+MAX_TEXT_BYTES = 8 << 20  # total of all keys, names and single strings
 STRING = 8
 NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<u1", 10: "<u8", 11: "<i8"}
 NUMBERS |= {12: "<f8"}
@@ -25,7 +25,7 @@ _WINDOW = 1 << 18  # bytes of the file in memory at a time
 
 @dataclass(frozen=True)
 class Array:
-    """An array of the metadata that has been passed over: its items' type, how many, where they lie."""
+    """An array of the metadata that has been skipped: the type of its items, their number and their offset."""
 
     kind: int
     count: int
@@ -46,7 +46,7 @@ def opened(path: Path) -> BinaryIO:
 
 
 class Reader:
-    """The bytes of a file from the front, never past its end, a window of them in memory."""
+    """Reads a file in order, with a window of it in memory."""
 
     def __init__(self, path: Path, file: BinaryIO, offset: int = 0):
         self.path, self.file = path, file
@@ -59,7 +59,7 @@ class Reader:
         return UserError(f"{self.path} {what}: download or copy the file again.")
 
     def need(self, count: int, what: str) -> None:
-        """UserError unless so many bytes are left."""
+        """Raises UserError unless `count` bytes are left."""
         if count <= self.limit - self.at:
             return
         if self.limit < self.size:
@@ -100,14 +100,14 @@ class Reader:
             raise self.damaged(f"holds {what:.100} that is not UTF-8") from None
 
     def value(self, kind: int, key: str) -> Any:
-        """A value of the metadata; an array is passed over."""
+        """Reads a value of the metadata. An array is skipped."""
         if kind == STRING:
             return self.text(f"the value of {key!r:.100}")
         if kind != _ARRAY:
             return self._scalar(kind, key)
         item, count = self.number("<I"), self.number("<Q")
         if item == _ARRAY:
-            raise self.damaged(f"nests arrays in {key!r:.100}, which no model does")
+            raise self.damaged(f"nests arrays in {key!r:.100}, which is not supported")
         offset = self.at
         if item == STRING:
             self.need(8 * count, f"the array {key!r:.100}")
@@ -132,11 +132,11 @@ class Reader:
         if kind != _BOOL:
             return value
         if value > 1:
-            raise self.damaged(f"says {value} of {key!r:.100}, which is true or false")
+            raise self.damaged(f"gives {key!r:.100} the value {value}, expected true or false")
         return bool(value)
 
     def strings(self, count: int, keep: bool) -> Iterator[bytes]:
-        """The next strings, or as many times nothing; a window of them at a time, since there may be very many."""
+        """Yields the next strings, or empty ones unless `keep`, read a window at a time."""
         length_at = struct.Struct("<Q").unpack_from
         while count:
             start = self.at

@@ -1,4 +1,4 @@
-"""Writing a GGUF file tensor by tensor: whole at the end, or not there."""
+"""Writes a GGUF file tensor by tensor. It appears only once it is complete."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from wgpu_lora.bounded import check_name
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.gguf.types import nbytes
 
-# Name -> (shape, type, the bytes in order).
+# Name -> (shape, type, the bytes in pieces).
 Tensors = dict[str, tuple[tuple[int, ...], GGMLQuantizationType, Callable[[], Iterator[np.ndarray]]]]
 
 
 def refuse_existing(output: Path) -> None:
-    """UserError where nothing new can be written at `output`."""
+    """Raises UserError if `output` exists, or is not a suitable path."""
     check_name(output)
     if output.is_dir():
         raise UserError(f"{output} is a directory: name a file in it, such as {output / 'model.gguf'}.")
     if output.exists() or output.is_symlink():
         raise UserError(f"{output} exists already: choose another --output, or remove it.")
     if output.suffix.lower() != ".gguf":
-        raise UserError(f"{output} does not end in .gguf, which is how such files are known: name it so.")
+        raise UserError(f"{output} does not end in .gguf: add the extension, which other programs expect.")
     if not output.absolute().parent.is_dir():
-        raise UserError(f"The directory {output.parent} of --output does not exist: make it first.")
+        raise UserError(f"The directory {output.parent} of --output does not exist: create it first.")
 
 
 @contextmanager
 def new_gguf(output: Path, architecture: str) -> Iterator[GGUFWriter]:
-    """A writer whose file becomes `output` at the end; whatever fails, nothing is there."""
+    """A writer for a temporary file that becomes `output` on success, and is removed on failure."""
     try:
         descriptor, name = tempfile.mkstemp(prefix=f".{output.name}.", suffix=".tmp", dir=output.absolute().parent)
     except OSError as error:
@@ -50,11 +50,11 @@ def new_gguf(output: Path, architecture: str) -> Iterator[GGUFWriter]:
             file.flush()
             os.fsync(file.fileno())
         writer.close()
-        temporary.chmod(0o666 & ~UMASK)  # mkstemp's own mode would hide the file from everyone else
+        temporary.chmod(0o666 & ~UMASK)  # mkstemp creates files that only their owner can read
         temporary.replace(output)
     except BaseException:
         try:
-            with suppress(OSError):  # what is buffered may not go either
+            with suppress(OSError):  # closing flushes the buffer, which may fail again
                 writer.close()
         finally:
             temporary.unlink(missing_ok=True)
@@ -62,7 +62,7 @@ def new_gguf(output: Path, architecture: str) -> Iterator[GGUFWriter]:
 
 
 def write_tensors(writer: GGUFWriter, tensors: Tensors) -> None:
-    """Header, metadata and tensors, each taken piece by piece."""
+    """Writes the header, the metadata and the tensors, piece by piece."""
     for name, (shape, kind, _) in tensors.items():
         writer.add_tensor_info(name, shape, np.dtype(np.float32), nbytes(shape, kind), raw_dtype=kind)
     writer.write_header_to_file()
@@ -74,5 +74,5 @@ def write_tensors(writer: GGUFWriter, tensors: Tensors) -> None:
     for name, (shape, kind, pieces) in tensors.items():
         written = sum(file.write(np.ascontiguousarray(piece).data) for piece in pieces())
         if written != nbytes(shape, kind):
-            raise ValueError(f"{name}: {written} bytes came, but its shape takes {nbytes(shape, kind)}")
+            raise ValueError(f"{name}: got {written} bytes, expected {nbytes(shape, kind)}")
         writer.write_padding(file, written)

@@ -1,8 +1,6 @@
-"""7. Greedy answers to the held-out requests, parsed and run against their unit checks, before and after."""
+"""7. Greedy answers to the held-out requests, run against their unit checks before and after training."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from wgpu_lora.demo.asserts import parse_check
 from wgpu_lora.demo.confine.parent import confinement
@@ -12,11 +10,11 @@ from wgpu_lora.proof.finding import Finding, NotRun
 from wgpu_lora.proof.heldout import request_of, rows_of
 from wgpu_lora.train.arguments import TrainingArguments
 
-MARGIN = 0.1  # of the requests, that more have to pass after
+MARGIN = 0.1  # of the requests: how many more have to pass after training
 
 
-def answers_pass_their_checks(proof: Proof) -> Finding:
-    """Passes where more answers pass after training, by the margin."""
+def answers_pass_their_checks(proof: Proof, finding: Finding) -> str:
+    """Passes if more answers pass after training, by the margin."""
     assert proof.args.eval_data
     rows = list(rows_of(proof.args.eval_data).values())
     if not all("check" in row for row in rows):
@@ -26,21 +24,30 @@ def answers_pass_their_checks(proof: Proof) -> Finding:
     seen, count = proof.seen_rows()
     if seen:
         raise NotRun(f"{seen} of {count} held-out rows are training rows too: their answers could be known by heart")
-    training = proof.trained()
-    before = proof.answers("answers-before", proof.args.init_adapter)
-    after = proof.answers("answers-after", str(training.directory))
-    scores = {"before": score(before), "after": score(after)}
-    was, now = scores["before"]["passed"], scores["after"]["passed"]
-    faults = []
-    if not now - was >= MARGIN * len(rows):
-        faults.append(f"{was} of {len(rows)} answers passed before and {now} after: {MARGIN:.0%} more had to")
-    figures = {"margin": MARGIN, **scores, "answers": paired(before, after)}
-    reason = f"{was} of {len(rows)} passed before, {now} after ({scores['after']['parsed']} parse)"
-    return Finding.of(faults, reason, figures)
+    trained = str(proof.trained().directory)
+    found = {
+        "before": proof.answers("answers-before", proof.args.init_adapter),
+        "after": proof.answers("answers-after", trained),
+    }
+    finding.figures["margin"] = MARGIN
+    for when, answers in found.items():
+        parsed, passed = (sum(answer[name] for answer in answers) for name in ("parses", "passed"))
+        score = {"requests": len(answers), "parsed": parsed, "passed": passed, "pass_rate": passed / len(answers)}
+        finding.figures[when] = score
+    was, now = (finding.figures[when]["passed"] for when in found)
+    finding.figures["answers"] = [
+        {"request": before.pop("request"), "before": before, "after": {k: after[k] for k in before}}
+        for before, after in zip(*found.values(), strict=True)
+    ]
+    finding.expect(
+        now - was >= MARGIN * len(rows),
+        f"{was} of {len(rows)} answers passed before and {now} after: {MARGIN:.0%} more had to",
+    )
+    return f"{was} of {len(rows)} passed before, {now} after ({finding.figures['after']['parsed']} parse)"
 
 
 def check_answers_can_run(args: TrainingArguments, allow_unconfined: bool) -> None:
-    """Before anything is trained.
+    """Checked before anything is trained.
 
     Raises:
         UserError: a unit check is not understood, or answers cannot be confined and that is not allowed.
@@ -54,22 +61,3 @@ def check_answers_can_run(args: TrainingArguments, allow_unconfined: bool) -> No
             confinement(allow_unconfined)
         except UserError as error:
             raise UserError(f"{str(error).removesuffix('.')}, or leave out check 7 by --only.") from None
-
-
-def score(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    passed = sum(answer["passed"] for answer in answers)
-    return {
-        "requests": len(answers),
-        "parsed": sum(answer["parses"] for answer in answers),
-        "passed": passed,
-        "pass_rate": passed / len(answers),
-    }
-
-
-def paired(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By request: what was answered before and after, and the verdicts."""
-
-    def said(answer: dict[str, Any]) -> dict[str, Any]:
-        return {name: answer[name] for name in ("text", "parses", "passed", "reason")}
-
-    return [{"request": a["request"], "before": said(a), "after": said(b)} for a, b in zip(before, after, strict=True)]

@@ -1,43 +1,94 @@
-"""1. Devices are enumerated, and those that are used compute."""
+"""1. Devices compute. 2. A checkpoint imported in NF4 generates the same on every device."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from wgpu_lora.proof.context import Proof
-from wgpu_lora.proof.finding import Finding
+from wgpu_lora.proof.finding import Finding, NotRun
+
+# Of two devices' logits, over the largest logit. Sums in another order cost some 1e-6; an odd weight that lies between
+# two NF4 codes and is rounded to the other one costs more.
+TOLERANCE = 1e-3
 
 
-def devices_compute(proof: Proof) -> Finding:
-    """Passes where every device that is used multiplied matrices right, and two are used where there are two."""
+def devices_compute(proof: Proof, finding: Finding) -> str:
+    """Passes if every device used multiplied matrices correctly, and two are used if there are two."""
     found = proof.devices()
-    devices, used = found["devices"], found["used"]
-    figures = {
-        "devices": devices,
-        "discrete": sum(a["kind"] == "discrete" for a in devices),
-        "required_discrete": proof.discrete,
-        "used": used,
-        "computed": found["computed"],
-        "wgpu_native": found["wgpu_native"],
-    }
-    if not devices:
-        none = "wgpu found no adapter: no driver is installed, or none that works"
-        return Finding.of([none, *filter(None, [proof.lacks_discrete()])], "", figures)
-    faults = [
-        f"device {index} ({devices[int(index)]['name']}) multiplied matrices wrong, by {result['error']:.1e}"
-        for index, result in found["computed"].items()
-        if not result["fine"]
-    ]
-    if len(used) < min(2, found["different"]) and not found["asked"]:
-        faults.append(f"only {len(used)} of {found['different']} different devices are used")
-    if lacking := proof.lacks_discrete():
-        faults.append(lacking)
+    devices, used, discrete = found["devices"], found["used"], sum(d["kind"] == "discrete" for d in found["devices"])
+    finding.figures = {name: found[name] for name in ("devices", "used", "computed", "wgpu_native")}
+    finding.figures |= {"discrete": discrete, "required_discrete": proof.discrete}
+    finding.expect(devices, "wgpu found no device: no driver is installed, or none that works")
+    for index, result in found["computed"].items():
+        name = f"device {index} ({devices[int(index)]['name']})"
+        finding.expect(result["fine"], f"{name} multiplied matrices wrong, by {result['error']:.1e}")
+    finding.expect(
+        found["asked"] or len(used) >= min(2, found["different"]),
+        f"only {len(used)} of {found['different']} different devices are used",
+    )
+    lacking = proof.lacks_discrete()
+    finding.expect(not lacking, f"{lacking}")
     unused = len(devices) - len(used)
     left = f"; {unused} left out by --devices" if found["asked"] and unused else ""
-    names = ", ".join(_name(devices[index]) for index in used)
-    reason = f"{len(devices)} found, {figures['discrete']} discrete; used: {names}{left}"
-    return Finding.of(faults, reason, figures)
+    names = ", ".join("{index} {name} ({driver}, {backend}, {kind})".format(**devices[index]) for index in used)
+    return f"{len(devices)} found, {discrete} discrete; used: {names}{left}"
 
 
-def _name(adapter: dict[str, Any]) -> str:
-    return f"{adapter['index']} {adapter['name']} ({adapter['driver']}, {adapter['backend']}, {adapter['kind']})"
+def devices_agree(proof: Proof, finding: Finding) -> str:
+    """Compares each further device with the first."""
+    found = {index: proof.generation(index) for index in proof.used()}
+    for index, made in found.items():
+        packed, matrices = made["packed_matrices"], made["matrices"]
+        finding.expect(packed == matrices, f"device {index} holds {packed} of {matrices} matrices in NF4")
+        finding.expect(any(answer["ids"] for answer in made["answers"]), f"device {index} generated nothing")
+    finding.figures["tolerance"] = TOLERANCE
+    finding.figures["generated"] = {
+        index: {name: value for name, value in made.items() if name != "arrays"} for index, made in found.items()
+    }
+    first, *others = found.values()
+    tokens = sum(len(answer["ids"]) for answer in first["answers"])
+    if not others:
+        raise NotRun(f"one device alone: it imported and generated {tokens} tokens, with nothing to compare them with")
+    compared = {index: compare(first, made) for index, made in list(found.items())[1:]}
+    finding.figures["compared"] = compared
+    finding.faults += [f"device {index}: {fault}" for index, result in compared.items() for fault in result["faults"]]
+    worst = max(result["worst"] for result in compared.values())
+    ties = sum(result["near_ties"] for result in compared.values())
+    return (
+        f"{first['packed_matrices']} matrices packed to NF4 on each of {len(found)} devices; logits within {worst:.1e} "
+        f"of the largest (allowed {TOLERANCE:.0e}); {len(first['answers'])} greedy answers of {tokens} tokens the same"
+        + (f" but for {ties} near-ties" if ties else "")
+    )
+
+
+def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """Two devices' answers: the worst difference of their logits before they part, and why they part."""
+    faults: list[str] = []
+    worst, near_ties = 0.0, 0
+    with np.load(a["arrays"]) as logits_a, np.load(b["arrays"]) as logits_b:
+        for number, (x, y) in enumerate(zip(a["answers"], b["answers"], strict=True)):
+            one, other = logits_a[f"arr_{number}"], logits_b[f"arr_{number}"]
+            same = common(x["ids"], y["ids"])
+            # The logits after a common beginning are of the same question, those at which the answers part too.
+            count = min(same + 1, len(one), len(other))
+            scale = max((float(np.abs(part).max()) for part in (one, other) if len(part)), default=1.0)
+            if count:
+                difference = float(np.abs(one[:count] - other[:count]).max()) / scale
+                worst = max(worst, difference) if np.isfinite(difference) else float("inf")
+            if x["ids"] == y["ids"]:
+                continue
+            gap = np.float64((x["gaps"] if len(x["gaps"]) > same else y["gaps"])[same])  # NaN for null
+            if gap < TOLERANCE * scale:
+                near_ties += 1
+            else:
+                faults.append(f"answer {number + 1} parts at token {same + 1}, where the likeliest leads by {gap:.2g}")
+    if not worst <= TOLERANCE:
+        faults.append(f"logits differ by {worst:.1e} of the largest, more than {TOLERANCE:.0e}")
+    return {"worst": worst, "near_ties": near_ties, "faults": faults}
+
+
+def common(a: list[int], b: list[int]) -> int:
+    """How many tokens two answers begin with together."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,18 +1,24 @@
-"""8. The trained program's gradients are its loss's. 9. Its run resumes to the same bytes."""
+"""5. The device that trained is the one that was named. 8. Gradients are the loss's. 9. Resuming is exact."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import statistics
+from dataclasses import asdict
+from itertools import pairwise
 
 import numpy as np
 
 from wgpu_lora.proof.context import Proof
-from wgpu_lora.proof.finding import Finding, NotRun, finite_or_nan
+from wgpu_lora.proof.finding import Finding, NotRun
 from wgpu_lora.proof.training import finetune_options
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.output import LOG, read_log
 
+FACTS = ("name", "driver", "backend", "kind")
+SAME_LOSS = 1e-5  # relative; the same program on the same device gives the same bits
+SKEW = 0.02  # by which the device's clock may run faster than the host's
 # Of one direction: a share of the difference, beside what f32's rounding leaves of one that is extrapolated.
 OF_ONE, EXTRAPOLATED = 0.03, 3
 OF_ALL = 0.015  # of the vector of all directions
@@ -20,81 +26,100 @@ BENT = 0.25  # of the directions, along which the loss may bend too much to say
 LOGGED = ("step", "loss", "eval_loss", "learning_rate", "grad_norm")  # of a line of the log: all but times
 
 
-def gradients_agree(proof: Proof) -> Finding:
-    """Passes where the recorded gradient gives every measured difference of the loss, within f32's rounding."""
+def work_happened_on_the_device(proof: Proof, finding: Finding) -> str:
+    """Passes if run.json names the listed device and the first step, repeated there, gives the logged loss."""
+    training = proof.trained()
+    assert training.record
+    index = training.devices[0]
+    said, listed = asdict(training.record.environment.device), proof.device(index)
+    clock = proof.children.run("clock", "proof-clock", directory=str(training.directory), device=index)
+    logged, loss = training.log[0]["loss"], float(np.float64(clock["loss"]))  # null becomes NaN
+    share = clock["device_seconds"] / clock["host_seconds"]
+    times = [0.0, *(line["seconds"] for line in training.log)]
+    finding.figures = {
+        "device": {name: said[name] for name in FACTS},
+        "clock": clock,
+        "share": share,
+        "logged_loss": logged,
+        "logged_step_seconds": statistics.median(b - a for a, b in pairwise(times)),
+    }
+    for name in FACTS:
+        fault = f"run.json says {name} {said[name]}, but device {index} has {listed[name]}"
+        finding.expect(said[name] == listed[name], fault)
+    fault = f"the timed step's loss is {loss:.7f}, but the run logged {logged:.7f}"
+    finding.expect(abs(loss - logged) <= SAME_LOSS * abs(logged), fault)
+    finding.expect(clock["dispatches"], "no kernel was dispatched")
+    by = "it has no timestamps, so its dispatches were counted alone"
+    if clock["clock"] == "timestamps":
+        by = f"its own timestamps count {clock['device_seconds']:.4f} s of it ({min(share, 1):.0%} of it)"
+        fault = f"the device's clock counts {share:.0%} of the step's time on the host's, which cannot be"
+        finding.expect(0 < share <= 1 + SKEW, fault)
+    return (
+        f"{said['name']}, {said['driver']}, {said['backend']}; the first step, repeated afterwards in "
+        f"{clock['dispatches']} dispatches, has the loss that was logged, {logged:.6f}; {by}"
+    )
+
+
+def gradients_agree(proof: Proof, finding: Finding) -> str:
+    """Passes if the recorded gradient gives every measured difference of the loss, within f32's rounding."""
     if proof.args.compute_dtype != "f32":
         raise NotRun(f"activations are rounded to {proof.args.compute_dtype}: finite differences need f32")
     training = proof.trained()
-    found = proof.children.run(
-        "gradients", "proof-gradients", directory=str(training.directory), device=training.devices[0]
-    )
-    rows = [row for row in found["directions"] if row["measured"] is not None]
-    bent = len(found["directions"]) - len(rows)
-    measured = np.array([row["measured"] for row in rows])
-    gradient = np.array([finite_or_nan(row["gradient"]) for row in rows])
-    figures = {
-        **found,
-        "tolerance": {"of_one": OF_ONE, "of_the_loss": EXTRAPOLATED * found["rounding"], "of_all": OF_ALL},
-    }
-    if bent > BENT * len(found["directions"]):
-        return Finding.of(
-            [f"the loss bends too much along {bent} of {len(found['directions'])} directions"], "", figures
-        )
-    if not gradient.any():
-        return Finding.of(["every gradient is zero"], "", figures)
-    allowed = OF_ONE * np.abs(gradient) + EXTRAPOLATED * found["rounding"] * abs(finite_or_nan(found["loss"]))
-    off = np.abs(measured - gradient) > allowed
-    off |= ~np.isfinite(measured) | ~np.isfinite(gradient)
-    together = float(np.linalg.norm(measured - gradient) / np.linalg.norm(gradient))
-    faults = [
-        f"along {row['matrix']} the loss moves by {row['measured']:.3e}, not {slope:.3e}"
-        for row, slope, wrong in zip(rows, gradient, off, strict=True)
-        if wrong
-    ]
-    if not together <= OF_ALL:
-        faults.append(f"the gradients are off by {together:.1%} in all, more than {OF_ALL:.1%}")
-    reason = (
+    where = {"directory": str(training.directory), "device": training.devices[0]}
+    found = proof.children.run("gradients", "proof-gradients", **where)
+    rounding = EXTRAPOLATED * found["rounding"]
+    tolerance = {"of_one": OF_ONE, "of_the_loss": rounding, "of_all": OF_ALL}
+    finding.figures = {**found, "tolerance": tolerance}
+    count, rows = len(found["directions"]), [row for row in found["directions"] if row["measured"] is not None]
+    bent = count - len(rows)
+    finding.expect(bent <= BENT * count, f"the loss bends too much along {bent} of {count} directions")
+    # Null becomes NaN.
+    measured, gradient = (np.array([row[name] for row in rows], float) for name in ("measured", "gradient"))
+    finding.expect(gradient.any(), "every gradient is zero")
+    allowed = OF_ONE * np.abs(gradient) + rounding * abs(np.float64(found["loss"]))
+    for row, slope, fine in zip(rows, gradient, np.abs(measured - gradient) <= allowed, strict=True):
+        finding.expect(fine, f"along {row['matrix']} the loss moves by {row['measured']:.3e}, not {slope:.3e}")
+    together = float(np.linalg.norm(measured - gradient) / (np.linalg.norm(gradient) or 1))
+    finding.figures["together"] = together
+    finding.expect(together <= OF_ALL, f"the gradients are off by {together:.1%} in all, more than {OF_ALL:.1%}")
+    return (
         f"central differences in random directions of {len(rows)} matrices agree within {together:.2%} in all "
         f"(allowed {OF_ALL:.1%}), each within {OF_ONE:.0%} and f32's rounding"
         + (f"; {bent} more bend too much" if bent else "")
     )
-    return Finding.of(faults, reason, {**figures, "together": together})
 
 
-def resuming_is_exact(proof: Proof) -> Finding:
-    """Continues the run from a checkpoint, in a new process and directory, and compares what both came to."""
+def resuming_is_exact(proof: Proof, finding: Finding) -> str:
+    """Continues the run from a checkpoint, in a new process and directory, and compares the results of both."""
     training = proof.trained()
-    saved = checkpoint.found(training.directory / checkpoint.STEPS)
-    earlier = [(step, path) for step, path in saved if step < len(training.log)]
-    if not earlier or saved[-1][0] != len(training.log):
+    log, saved = training.log, checkpoint.found(training.directory / checkpoint.STEPS)
+    if len(saved) < 2 or saved[-1][0] != len(log):
         raise NotRun("the run kept no checkpoint before its last step: give a recipe with smaller save_steps")
-    (step, kept), (final_step, final) = earlier[-1], saved[-1]
+    (step, kept), (final_step, final) = saved[-2:]
     resumed = proof.out / "resumed"
     shutil.copytree(kept, resumed / checkpoint.STEPS / kept.name)
     # No later line, so that what is compared was written by this run.
-    (resumed / LOG).write_text("".join(json.dumps(line) + "\n" for line in training.log if line["step"] <= step))
+    carried = [line for line in log if line["step"] <= step]
+    (resumed / LOG).write_text("".join(json.dumps(line) + "\n" for line in carried))
     options = finetune_options(proof.recipe, proof.args, resumed, training.devices[0])
     proof.children.run("resume", "finetune", **options, resume=True)
     again = resumed / checkpoint.STEPS / final.name
     parts = ("adapter_model.safetensors", checkpoint.OPTIMIZER)
     same = {name: (final / name).read_bytes() == (again / name).read_bytes() for name in parts}
-    moved = (final / parts[0]).read_bytes() != (kept / parts[0]).read_bytes()
-    logs = [[{k: line.get(k) for k in LOGGED} for line in log] for log in (training.log, read_log(resumed / LOG))]
-    faults = [f"{name} differs after resuming" for name, equal in same.items() if not equal]
-    if logs[0] != logs[1]:
-        faults.append("the losses, rates or gradient norms of the log differ after resuming")
-    if not moved:
-        faults.append(f"no step after {step} changed the adapter, so that resuming shows nothing")
-    carried = sum(line["step"] <= step for line in training.log)
-    figures = {
+    first, second = ([[line.get(key) for key in LOGGED] for line in lines] for lines in (log, read_log(resumed / LOG)))
+    finding.figures = {
         "compared": [*parts, *(f"{LOG}: {name}" for name in LOGGED)],
         "from_step": step,
         "to_step": final_step,
         "same": same,
-        "same_log": logs[0] == logs[1],
+        "same_log": first == second,
     }
-    reason = (
+    for name, equal in same.items():
+        finding.expect(equal, f"{name} differs after resuming")
+    finding.expect(first == second, "the losses, rates or gradient norms of the log differ after resuming")
+    moved = (final / parts[0]).read_bytes() != (kept / parts[0]).read_bytes()
+    finding.expect(moved, f"no step after {step} changed the adapter, so that resuming shows nothing")
+    return (
         f"resumed from step {step}, step {final_step} is the same: adapter and moments byte for byte; "
-        f"losses, rates and gradient norms of the log's {len(logs[0])} lines, of which {len(logs[0]) - carried} are new"
+        f"losses, rates and gradient norms of the log's {len(log)} lines, of which {len(log) - len(carried)} are new"
     )
-    return Finding.of(faults, reason, figures)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from wgpu_lora.worker.registry import KINDS
 
-NAMES = ("devices", "generate", "answers", "gradients", "clock")
+JOBS = ("devices:devices", "generate:generate", "generate:answers", "trained:clock", "trained:gradients")
 
 
 def register() -> None:
     """Makes them known to this process, as kinds `proof-devices` and so on."""
-    for name in NAMES:
-        KINDS[f"proof-{name}"] = f"wgpu_lora.proof.jobs.{name}:run"
+    for job in JOBS:
+        KINDS[f"proof-{job.partition(':')[2]}"] = f"wgpu_lora.proof.jobs.{job}"

@@ -1,4 +1,4 @@
-"""Which devices there are, which of them are meant, and that each of those computes."""
+"""Which devices there are, which of them are used, and whether each of those computes."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from wgpu_lora.ops.matmul import matmul_nt
 from wgpu_lora.share.ledger import device_key
 from wgpu_lora.worker.child import Port
 
-AT_ONCE = 2  # devices that are used where none are named
+AT_ONCE = 2  # devices that are used by default
 TOLERANCE = 1e-9  # mean squared error of a product of f32 over its mean square; rounding alone gives some 1e-13
 
 
-def run(port: Port, *, select: str | None, discrete: int = 0) -> dict[str, Any]:
-    """The devices, the indices of those that are used, and what each of these made of a matrix product.
+def devices(port: Port, *, select: str | None, discrete: int = 0) -> dict[str, Any]:
+    """The devices, the indices of those that are used, and the error of a matrix product on each of these.
 
-    `select`: indices or names, separated by commas; `discrete`: how many discrete ones are wanted where it is left
-    out. `refused` says what is wrong with it. `hardware` names the device behind each that is used.
+    `select`: indices or names, separated by commas; `discrete`: how many discrete ones are wanted if it is None.
+    `refused` says what is wrong with it. `hardware` identifies the device behind each that is used.
     """
-    devices = list_devices()
+    found = list_devices()
     try:
-        used = named(select) if select else by_default(devices, max(AT_ONCE, discrete))
+        used = named(select) if select else by_default(found, max(AT_ONCE, discrete))
     except UserError as error:
-        if devices:
+        if found:
             return {"refused": str(error)}
         used = []
     return {
-        "devices": [a.as_dict() for a in devices],
+        "devices": [info.as_dict() for info in found],
         "used": used,
         "asked": select is not None,
-        "different": len({device_key(a, devices) for a in devices}),
-        "hardware": [device_key(devices[index], devices) for index in used],
+        "different": len({device_key(info, found) for info in found}),
+        "hardware": [device_key(found[index], found) for index in used],
         "computed": {index: multiply(index) for index in used},
         "wgpu_native": native_version(),
     }
@@ -49,14 +49,14 @@ def named(select: str) -> list[int]:
     return indices
 
 
-def by_default(devices: list[DeviceInfo], count: int = AT_ONCE) -> list[int]:
+def by_default(found: list[DeviceInfo], count: int = AT_ONCE) -> list[int]:
     """The first that are not the same hardware behind another API, as Windows shows it, discrete ones first."""
-    first = {device_key(a, devices): a.index for a in reversed(devices)}
+    first = {device_key(info, found): info.index for info in reversed(found)}
     return sorted(first.values())[:count]
 
 
 def multiply(index: int) -> dict[str, Any]:
-    """A product of made-up matrices, compared with float64."""
+    """A product of random matrices, compared with float64."""
     device, rng = Device(index), np.random.default_rng(0)
     a, b = rng.standard_normal((32, 64), np.float32), rng.standard_normal((48, 64), np.float32)
     arrays = {"a": a, "b": b, "y": np.zeros((32, 48), np.float32)}

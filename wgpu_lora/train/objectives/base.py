@@ -131,7 +131,7 @@ class Objective:
     """A training objective: a frozen dataclass whose fields are the training options that it reads.
 
     unit: what the loss is averaged over. parts: examples per sample, which stay in one batch. reference: whether each
-    example also passes through the base model alone, in the same batch. valued: whether `score` reads the value of each
+    example also passes through the base model alone, in the same batch. valued: whether it reads the value of each
     token's row (`Sample.value`). metrics: values logged beside the loss.
     """
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, kernel, one_per
+from wgpu_lora.gpu.part import some_blocks
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.struct import struct_columns
 from wgpu_lora.gpu.tensor import Tensor
@@ -65,12 +66,16 @@ class AdamW:
         program.dispatch(adamw, *page.tensors, size=page.size)
 
 
+PART = some_blocks("params grads first_moment second_moment block_slots diverged", BLOCK)
+
+
 @kernel(
     "optimizers/adamw_check.wgsl.j2",
     grid=row_grid(lambda c: c.blocks),
     lib=("adamw",),
     structs=(Hyper,),
     variants=by_subgroup,
+    part=PART,
 )
 def adamw_check(
     params: In,
@@ -92,7 +97,13 @@ def adamw_check(
     return (go & bad).reshape(blocks, BLOCK).any(axis=1).astype(np.float64)
 
 
-@kernel("optimizers/adamw.wgsl", grid=lambda c: one_per(c.size // 4), lib=("linear", "adamw"), structs=(Hyper,))
+@kernel(
+    "optimizers/adamw.wgsl",
+    grid=lambda c: one_per(c.size // 4),
+    lib=("linear", "adamw"),
+    structs=(Hyper,),
+    part=PART,
+)
 def adamw(
     params: InOut,
     grads: InOut,

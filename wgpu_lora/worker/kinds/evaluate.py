@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 from wgpu_lora.api import evaluate, load
@@ -26,24 +27,39 @@ def run(
     on_overflow: str | None = None,
     completion_only_loss: bool | None = None,
     enable_thinking: bool | None = None,
+    turns: bool = False,
 ) -> Ended:
-    """The result has the device too, as it names itself. A loss that is not finite ends it with 1."""
+    """The result has the device too, as it names itself. A loss that is not finite ends it with 1.
+
+    turns: wait for requests (`prepare`, `evaluate`) as JSON lines on standard input, as often as they come.
+    """
     opened = load(model, device=device, base_dtype=base_dtype)
-    found = evaluate(
-        opened,
-        data,
-        split=split,
-        dataset_config=dataset_config,
-        skip_bad_rows=skip_bad_rows,
-        adapter=adapter,
-        max_length=max_length,
-        on_overflow=on_overflow,
-        completion_only_loss=completion_only_loss,
-        enable_thinking=enable_thinking,
-        events=port,
-        progress_bar=False,
-    )
-    info = opened.device.info
-    result = asdict(found) | {"device": {"name": info.name, "driver": info.driver, "backend": info.backend}}
-    finite = math.isfinite(found.loss)
+
+    def measure() -> dict[str, Any]:
+        found = evaluate(
+            opened,
+            data,
+            split=split,
+            dataset_config=dataset_config,
+            skip_bad_rows=skip_bad_rows,
+            adapter=adapter,
+            max_length=max_length,
+            on_overflow=on_overflow,
+            completion_only_loss=completion_only_loss,
+            enable_thinking=enable_thinking,
+            events=port,
+            progress_bar=False,
+        )
+        info = opened.device.info
+        return asdict(found) | {"device": {"name": info.name, "driver": info.driver, "backend": info.backend}}
+
+    def prepare() -> dict[str, Any]:
+        opened.load_weights(port)
+        return {}
+
+    if turns:
+        port.answer(SimpleNamespace(prepare=prepare, evaluate=measure))
+        return Ended({}, 0, "")
+    result = measure()
+    finite = math.isfinite(result["loss"])
     return Ended(result, int(not finite), "" if finite else "the loss is not finite")

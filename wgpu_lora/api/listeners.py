@@ -1,4 +1,4 @@
-"""Who hears of a job that is started from Python: a listener, a plain callback, and the functions of version 0.1.0."""
+"""Listeners of jobs started from Python: an Events object, a plain callback, and the functions of version 0.1.0."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, Events, StepResult
 
-# What version 0.1.0 called what is a method of Events now; to be removed in the version after this one.
+# Arguments of version 0.1.0 and the Events methods that replace them; to be removed in the next version.
 BEFORE = {
     "progress": "loading",
     "on_rows": "evaluating",
@@ -20,13 +20,13 @@ BEFORE = {
 Callback = Callable[[StepResult], bool | None]
 
 
-def heard(
+def listeners(
     where: str, events: Events | None, options: dict[str, Any], callback: Callback | None = None
 ) -> tuple[Events, ...]:
-    """The listeners that were given; takes the names of version 0.1.0 out of `options`, with a note.
+    """The listeners that were given; removes the names of version 0.1.0 from `options`, with a warning.
 
     Raises:
-        UserError: `events` is no Events, or `callback` no function.
+        UserError: `events` is not an Events object, or `callback` is not callable.
     """
     if events is not None and not isinstance(events, Events):
         raise UserError(f"{where}: events must be an object of a class derived from Events, not {events!r:.60}.")
@@ -36,14 +36,14 @@ def heard(
     functions = {name: value for name, value in {**old, "callback": callback}.items() if value is not None}
     for name in functions.keys() & BEFORE.keys():
         message = (
-            f"{where}: {name} is a method of an Events object now: override Events.{BEFORE[name]} and give it as events"
+            f"{where}: {name} is now a method of Events: override Events.{BEFORE[name]} and pass the object as events"
         )
         warnings.warn(message, DeprecationWarning, stacklevel=3)
     return (*([events] if events else []), *([_Functions(functions)] if functions else []))
 
 
 class _Functions(Events):
-    """Calls plain functions by their names."""
+    """Calls plain functions by name."""
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]]):
         self._functions = functions
