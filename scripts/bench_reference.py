@@ -12,24 +12,18 @@ import argparse
 import importlib.util
 import json
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bench.reference import (
-    Record,
-    ReferenceWork,
-    compared,
-    forget_peak,
-    peak_resident_bytes,
-    resident_bytes,
-)
+from wgpu_lora.bench.reference import ReferenceWork, compared, forget_peak, peak_resident_bytes, resident_bytes
 from wgpu_lora.bench.results import commit
 from wgpu_lora.bench.stats import timed
 from wgpu_lora.bench.step import LEARNING_RATE, SCALING, WARMUP, synthetic_rows
 from wgpu_lora.cli import main as command_line
-from wgpu_lora.cli.console import console, line
+from wgpu_lora.cli.console import console, line, table
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.config import module_of
 from wgpu_lora.models.shapes import shape_config
@@ -41,13 +35,14 @@ from wgpu_lora.weights.registry import BASE_FORMATS
 from wgpu_lora.worker.child import Ended, Port
 from wgpu_lora.worker.parent import PROGRAM, Worker, WorkerFailed
 from wgpu_lora.worker.registry import KINDS
-from wgpu_lora.worker.turns import take_turns
 
 SCHEMA = "wgpu-lora-bench-reference/1"
 TORCH_DTYPES = ("f32", "bf16", "nf4")
 PACKAGES = ("torch", "transformers", "peft")
 THREADS = ("LP_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+THEIRS = (sys.executable, str(Path(__file__).resolve()), "worker")
 PROMPT, NEW = 128, 64  # tokens
+Record = dict[str, Any]
 # Of a model's config, by transformers' names.
 CONFIG = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -96,9 +91,8 @@ class TorchSide:
         torch, config, base_dtype = self._torch, self._config, self._work.base_dtype
         rope = {"rope_type": "default", "rope_theta": config.rope_theta}  # a scaled one takes the same time
         values = {name: getattr(config, name) for name in CONFIG}
-        theirs = self._transformers.AutoConfig.for_model(
-            config.architecture, rope_parameters=rope, use_cache=False, **values
-        )
+        values |= {"rope_parameters": rope, "use_cache": False}
+        theirs = self._transformers.AutoConfig.for_model(config.architecture, **values)
         dtype = torch.float32 if base_dtype == "f32" else torch.bfloat16
         with self._device:
             model = self._transformers.AutoModelForCausalLM.from_config(theirs, dtype=dtype, attn_implementation="sdpa")
@@ -138,6 +132,30 @@ class TorchSide:
         return found
 
 
+def take_turns(sides: Mapping[str, Worker], rounds: int, steps: int) -> dict[str, Record]:
+    """Prepares every side, then has each take `steps` steps in every round, one side at a time.
+
+    Returns:
+        side -> its answers, with `seconds` of all its steps; `not_run` and why, for a side that ended.
+    """
+    found: dict[str, Record] = {name: {"seconds": []} for name in sides}
+
+    def ask(request: str, **values: Any) -> None:
+        for name, side in sides.items():
+            if "not_run" not in found[name]:
+                try:
+                    answer = side.ask(request, **values)
+                    found[name] |= answer | {"seconds": found[name]["seconds"] + answer.get("seconds", [])}
+                except WorkerFailed as error:
+                    found[name] = {"not_run": str(error)}
+
+    ask("prepare")
+    for _ in range(rounds):
+        ask("steps", count=steps)
+    ask("memory")
+    return found
+
+
 def option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
@@ -152,9 +170,7 @@ class Comparison:
     tokens: int = option(128, "tokens per row")
     rank: int = option(8, "of the adapters")
     ours: list[str] = field(default_factory=lambda: ["f32", "nf4"], metadata={"help": "base formats of our side"})
-    torch: list[str] = field(
-        default_factory=lambda: ["f32"], metadata={"help": "f32, bf16, nf4; ratios are to the first"}
-    )
+    torch: list[str] = field(default_factory=lambda: ["f32"], metadata={"help": "f32, bf16, nf4; the first is 1.0"})
     torch_device: str = option("cpu", "cpu or cuda")
     device: str | None = option(None, "ours, as 'wgpu-lora info' lists them")
     threads: int = option(2, "of each side, on the CPU")
@@ -176,17 +192,11 @@ class Comparison:
 
     def side(self, kind: str, base_dtype: str, rows: int, tokens: int) -> Worker:
         """A side as a worker, `ours` or `torch`."""
-        theirs = kind == "torch"
-        device = self.torch_device if theirs else self.device
-        work = ReferenceWork(self.shape, self.layers, rows, tokens, self.rank, base_dtype, device)
-        return Worker(
-            "torch-step" if theirs else "step",
-            {**asdict(work), "turns": True},
-            name=f"{kind} {base_dtype}",
-            program=[sys.executable, str(Path(__file__).resolve()), "worker"] if theirs else PROGRAM,
-            environment=dict.fromkeys(THREADS, str(self.threads)),
-            asked=True,
-        )
+        jobs = {"ours": ("step", PROGRAM, self.device), "torch": ("torch-step", THEIRS, self.torch_device)}
+        job, program, device = jobs[kind]
+        work = asdict(ReferenceWork(self.shape, self.layers, rows, tokens, self.rank, base_dtype, device))
+        threads, name = dict.fromkeys(THREADS, str(self.threads)), f"{kind} {base_dtype}"
+        return Worker(job, {**work, "turns": True}, name=name, program=program, environment=threads, asked=True)
 
     def of(self, rows: int) -> list[Record]:
         """One batch on every side: a record for each."""
@@ -223,25 +233,21 @@ def comparison(port: Port, *, where: str, **options: Any) -> Ended:
     rows = [row for count in asked.rows for row in asked.of(count)]
     for row in rows:
         port.measured(row)
-    failed = [f"{row['side']}: {row['not_run']}" for row in rows if "not_run" in row]
+    failed = failures(rows)
     return Ended({"sides": len(rows)}, int(bool(failed)), "; ".join(failed))
 
 
-def table(rows: list[Record]) -> Any:
-    from rich.table import Table
+def failures(rows: list[Record]) -> list[str]:
+    return [f"{r['side']} at {r['rows']} rows did not run: {r['not_run']}" for r in rows if "not_run" in r]
 
-    made = Table(box=None, pad_edge=False)
-    for name in ("step", "side", "s a step", "processed tokens/s", "of torch", "device", "process", "first loss"):
-        made.add_column(name, justify="left" if name in ("step", "side") else "right")
-    for row in rows:
-        cells = ["not run"]
-        if "not_run" not in row:
-            device = row.get("planned", row.get("allocated"))
-            cells = [f"{row['step_seconds']:.4f}", f"{row['tokens_per_second']:,.0f}"]
-            cells += ["" if row["ratio"] is None else f"{row['ratio']:.3f}", "" if device is None else readable(device)]
-            cells += [readable(row["resident"]), f"{row['first_loss']:.5f}"]
-        made.add_row(f"{row['rows']} x {row['tokens']}", row["side"], *cells)
-    return made
+
+def cells(row: Record) -> list[str]:
+    said = [f"{row['rows']} x {row['tokens']}", row["side"]]
+    if "not_run" in row:
+        return [*said, "not run"]
+    ratio, device = row["ratio"], row.get("planned", row.get("allocated"))
+    said += [f"{row['step_seconds']:.4f}", f"{row['tokens_per_second']:,.0f}", "" if ratio is None else f"{ratio:.3f}"]
+    return [*said, "" if device is None else readable(device), readable(row["resident"]), f"{row['first_loss']:.5f}"]
 
 
 def measure(asked: Comparison, no_serving: bool, file: Path | None) -> int:
@@ -251,7 +257,8 @@ def measure(asked: Comparison, no_serving: bool, file: Path | None) -> int:
     for count in asked.rows:
         line("step", f"{count} x {asked.tokens} tokens, {asked.rounds} rounds of {asked.steps} steps a side")
         rows += asked.of(count)
-    console().print(table(rows))
+    head = ("step", "side", "s a step", "processed tokens/s", "of torch", "device", "process", "first loss")
+    console().print(table(head, map(cells, rows), left=head[:2]))
     served = [] if no_serving else [asked.serving(dtype) for dtype in asked.ours]
     for row in served:
         said = row.get("not_run") or f"prefill {row['prefill']:,.0f}, decode {row['decode']:,.1f} tokens/s"
@@ -259,18 +266,17 @@ def measure(asked: Comparison, no_serving: bool, file: Path | None) -> int:
     if file:
         result = {"schema": SCHEMA, "commit": commit(), "options": asdict(asked), "steps": rows, "serving": served}
         file.write_text(json.dumps(result, indent=1) + "\n")
-    failed = [row for row in rows if "not_run" in row]
-    for row in failed:
-        print(f"bench-reference: {row['side']} at {row['rows']} rows did not run: {row['not_run']}", file=sys.stderr)
-    return int(bool(failed))
-
-
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    for failure in failures(rows):
+        print(f"bench-reference: {failure}", file=sys.stderr)
+    return int(bool(failures(rows)))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
     kinds = {"int": int, "int | None": int, "list[int]": numbers, "list[str]": lambda text: text.split(",")}
     for item in fields(Comparison):
         parser.add_argument(f"--{item.name}".replace("_", "-"), type=kinds.get(item.type, str), **item.metadata)

@@ -21,6 +21,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 ALLOCATION_MB, SECONDS = 64, 10
 
 
@@ -34,22 +35,22 @@ def fuzz(target: str, inputs: int, keep: Path, replay: Path | None) -> None:
     import atheris
 
     with atheris.instrument_imports(include=["wgpu_lora"]):
-        import fuzz_targets
+        from support.fuzz import targets
 
     place = scratch()
-    run, shaped = fuzz_targets.TARGETS[target].open(place), fuzz_targets.TARGETS[target].mutate
+    run, shaped = targets.TARGETS[target].open(place), targets.TARGETS[target].mutate
 
     def one(data: bytes) -> None:
         try:
             run(data)
-        except fuzz_targets.UserError as error:
+        except targets.UserError as error:
             str(error).encode("utf-8", "backslashreplace")
 
     if replay:
         return one(replay.read_bytes())
     corpus, words = place / "corpus", place / "words"
     corpus.mkdir()
-    for number, seed in enumerate(fuzz_targets.seeds(target)):
+    for number, seed in enumerate(targets.seeds(target)):
         (corpus / str(number)).write_bytes(seed)
     words.write_text("\n".join(json.dumps(word) for word in dictionary(corpus)) + "\n")
     keep.mkdir(parents=True, exist_ok=True)
@@ -87,7 +88,7 @@ def main() -> int:
     if args.child or args.replay:
         fuzz(args.targets[0], args.inputs, args.keep, args.replay)
         return 0
-    from fuzz_targets import TARGETS
+    from support.fuzz.targets import TARGETS
 
     targets = args.targets or list(TARGETS)
     if unknown := set(targets) - set(TARGETS):

@@ -1,4 +1,4 @@
-"""Format counts and lists for sentences."""
+"""Format counts, lists and shares for sentences."""
 
 from __future__ import annotations
 
@@ -14,3 +14,8 @@ def listed(items: Sequence[object], more: int = 0) -> str:
     """`a`, `a and b`, `a, b and c`; with `more`, `a, b and 40 more`."""
     texts = [str(item) for item in items] + ([f"{more:,} more"] if more else [])
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
+
+
+def share(value: float) -> str:
+    """Per cent, with a digit more where there would be one alone."""
+    return f"{value:.0%}" if value >= 0.1 else f"{value:.1%}"

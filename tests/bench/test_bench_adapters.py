@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -233,7 +232,7 @@ def test_a_model_that_does_not_fit_is_cut_to_what_does(device: Device, monkeypat
 def test_a_base_that_is_there_already_is_counted_once(device: Device) -> None:
     context = mini(device)
     context.model.load_weights()
-    (workload,) = islice(adapter_memory.multi_adapter_memory(context), 1)
+    workload = MultiAdapterMemory(context)
     planned, before = workload.nbytes(), device.allocated
     device.peak_allocated = before
     workload.open()

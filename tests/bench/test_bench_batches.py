@@ -13,7 +13,7 @@ from support.events import hearing
 
 from wgpu_lora.bench import max_batch as search
 from wgpu_lora.bench.max_batch import Batches, Planned, find_max_batch, leading_to, planned_batch
-from wgpu_lora.bench.step import WARMUP, TrainingStep, check_fits, chosen_model, largest
+from wgpu_lora.bench.step import WARMUP, TrainingStep, chosen_model, largest
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
@@ -158,13 +158,9 @@ def test_without_time_one_step_confirms(device: Device):
 def test_nothing_is_allocated_for_what_does_not_fit(device: Device):
     before = device.allocated
     model = chosen_model(None, "mini", None, device)
-
-    def needs(of: Any) -> int:
-        return TrainingStep(of, 1, 16, 4).session.memory().peak
-
-    two = needs(chosen_model(None, "mini", 2, device))
+    two = TrainingStep(chosen_model(None, "mini", 2, device), 1, 16, 4).session.memory().peak
     with pytest.raises(UserError, match=r"mini with 3 layers needs .* are available: it fits with --layers 2\."):
-        check_fits(model, needs, limit=two)
+        TrainingStep.fitting(model, 1, 16, 4, limit=two)
     with pytest.raises(UserError, match="not even one layer fits"):
         find_max_batch(model, Batches(tokens=16, rank=4, limit=1000))
     assert device.allocated == before

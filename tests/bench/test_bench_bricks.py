@@ -257,8 +257,8 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "Say what to measure with exactly one of --brick NAME, --all"),
-        (["--all", "--list"], "Say what to measure with exactly one of"),
+        ([], "Give exactly one of --brick NAME, --all"),
+        (["--all", "--list"], "Give exactly one of"),
         (["--brick", "zork"], "The brick 'zork' is not known: choose one of attention"),
         (["--brick", "rope", "--shape", "zork"], f"The shape zork is not known: choose one of {'qwen2.5-0.5b'}"),
         (["--brick", "rope", "--shape", "tiny-qwen3", "--model", "demo"], "--model and --shape are both given"),
@@ -290,7 +290,7 @@ def test_the_exit_code_names_a_broken_contract(
     code: int,
 ) -> None:
     ceilings = replace(CEILINGS, bandwidth_gbs=bandwidth)
-    monkeypatch.setattr("wgpu_lora.bench.ceiling.measure_ceilings", lambda device: ceilings)
+    monkeypatch.setattr("wgpu_lora.bench.run.measure_ceilings", lambda device: ceilings)
     command = import_module("wgpu_lora.cli.bench")  # the package has the function by this name
     monkeypatch.setattr(command, "_context", lambda *a, **k: mini(device, tokens=128))
     file = tmp_path / "a.jsonl"

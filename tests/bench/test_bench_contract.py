@@ -16,11 +16,11 @@ from wgpu_lora.bench.ceiling import Ceilings
 from wgpu_lora.bench.compare import compare, warnings
 from wgpu_lora.bench.contract import Contract, brick_names, load_contract
 from wgpu_lora.bench.formula import evaluate
-from wgpu_lora.bench.report import COLUMNS, KEY, LEFT, cells, details, duration, rate
 from wgpu_lora.bench.results import SCHEMA, Result, Writer, read_results
 from wgpu_lora.bench.run import ceilings_broken, floor_seconds, judge
 from wgpu_lora.bench.stats import Timings, repeat, variation
 from wgpu_lora.bench.workloads import WORKLOADS
+from wgpu_lora.cli.bench_results import COLUMNS, KEY, LEFT, cells, details, duration, rate
 from wgpu_lora.cli.console import table
 from wgpu_lora.errors import UserError
 

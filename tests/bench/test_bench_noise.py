@@ -13,9 +13,9 @@ from support.bench import CEILINGS, mini, result
 
 from wgpu_lora.bench.compare import compare
 from wgpu_lora.bench.recording import ProgramWorkload
-from wgpu_lora.bench.report import cells, noise_text
 from wgpu_lora.bench.results import SCHEMA, Writer, read_results
 from wgpu_lora.cli import main
+from wgpu_lora.cli.bench_results import cells, noise_text
 from wgpu_lora.gpu.device import Device
 
 
@@ -51,7 +51,7 @@ def test_noise_alone_is_said_and_changes_no_exit_code(
     seconds: list[float],
     verdict: str,
 ) -> None:
-    monkeypatch.setattr("wgpu_lora.bench.ceiling.measure_ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr("wgpu_lora.bench.run.measure_ceilings", lambda device: CEILINGS)
     monkeypatch.setattr(import_module("wgpu_lora.cli.bench"), "_context", lambda *a, **k: mini(device))
     times = cycle(seconds)
     monkeypatch.setattr(ProgramWorkload, "run", lambda self: next(times))

@@ -13,7 +13,6 @@ from support import SCRIPTS
 
 from wgpu_lora.bench.reference import compared
 from wgpu_lora.worker.parent import Worker, WorkerFailed
-from wgpu_lora.worker.turns import take_turns
 
 ECHO = """
 import json, sys
@@ -53,7 +52,7 @@ def sides(tmp_path: Path) -> Iterator[dict[str, Worker]]:
 
 
 def test_sides_take_turns_and_one_that_ends_is_told(sides: dict[str, Worker], tmp_path: Path):
-    found = take_turns(sides, rounds=2, steps=3)
+    found = script("bench_reference").take_turns(sides, rounds=2, steps=3)
     assert found["good"] == {"about": "good", "seconds": [0.5] * 6}
     assert found["bad"] == {"not_run": "bad ended with exit code 3: out of memory"}
     asked = (tmp_path / "log").read_text().splitlines()
@@ -98,7 +97,7 @@ def test_parts_that_cannot_run_are_recorded():
     assert (told["status"], told["reason"]) == ("not run", "torch finds no accelerator")
     failed = gpu.run(gpu.Part("zork", "zork"), 60)
     assert (failed["status"], failed["exit_code"]) == ("not run", 2)
-    assert "is of the kind 'zork', which there is not: choose one of finetune, " in failed["reason"]
+    assert "has an unknown kind 'zork': choose one of finetune, " in failed["reason"]
     slow = gpu.run(gpu.Part("slow", "bench", {"bricks": ["load"]}), 0.01)
     assert slow["reason"] == "it took more than 0 s"
     names = [part.name for part in gpu.parts(None, quick=True)]

@@ -11,7 +11,7 @@ import pytest
 from support import FIXTURES
 from support.cli import QWEN2
 
-from wgpu_lora.bench.profile import Piece, Profile, TrainedAs, profile_step, write_trace
+from wgpu_lora.bench.profile import Piece, Profile, profile_step, trained_sizes, write_trace
 from wgpu_lora.bench.step import TrainingStep, chosen_model
 from wgpu_lora.cli import main
 from wgpu_lora.cli.profile import _rest, _summary
@@ -19,6 +19,7 @@ from wgpu_lora.formats.checkpoint import Checkpoint
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.models import shapes
+from wgpu_lora.train.records import RunRecord
 
 MINI = ("qwen3", 128, 64, 128, 3, 2, 1, 32, 1e-6, 1e6, True, 64)
 
@@ -180,8 +181,7 @@ def test_rows_that_were_not_packed_have_their_average_length(finished: Path):
     facts["options"] |= {"packing": False, "gradient_accumulation_steps": 2}
     facts["state"] |= {"step": 5, "processed_tokens": 5 * 2 * 3 * 7 + 1}
     (finished / "run.json").write_text(json.dumps(facts))
-    trained = TrainedAs.read(finished)
-    assert (trained.rows, trained.tokens) == (3, 8)
+    assert trained_sizes(RunRecord.read(finished)) == (3, 8)
 
 
 def test_of_a_run_that_cannot_be_read(run: Any, finished: Path):

@@ -131,7 +131,7 @@ def test_output_that_cannot_be_written(stderr: int | None):
 
 def test_no_adapter(run: Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("wgpu_lora.gpu.devices._enumerate", list)
-    assert "No GPU was found" in refused(run("info"))
+    assert "No device was found" in refused(run("info"))
 
 
 def test_info(run: Run):
@@ -263,8 +263,8 @@ def test_plan_allocates_nothing(run: Run, data: Path, monkeypatch: pytest.Monkey
     assert found["fits"]
     text = run("plan", *options).out
     assert f"{found['peak']:,}" in text
-    assert "steps     2; 4 an epoch, of 17 tokens; cosine from 2.00e-04 after 1 step of warm-up\n" in text
-    assert "warning   2 steps teach little: try more --max-steps\n" in text
+    assert "steps     2; 4 per epoch, 17 tokens each; cosine from 2.00e-04 after 1 step of warm-up\n" in text
+    assert "warning   2 steps may be too few to learn much: try a larger --max-steps\n" in text
     tight = run("plan", *options, "--memory-budget", found["peak"] - 1)
     assert tight.code == 0
     assert "it does not fit" in tight.out

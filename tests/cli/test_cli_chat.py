@@ -89,7 +89,7 @@ def test_lines_are_turns(run: Any, model: LoadedModel, made: Path):
     third = at_once(model, user[2:], made / "a")
     assert (code, out) == (0, f"{first}\n{second}\n{third}\n")
     assert err.count("cut off after 4 tokens") == 3
-    assert "the conversation is forgotten" in err
+    assert "started a new conversation" in err
 
 
 def test_side_by_side(run: Any, tell: Any, model: LoadedModel, made: Path):
@@ -125,7 +125,7 @@ def test_what_is_saved_can_be_trained_on_and_loaded(tell: Any, talk: Any, model:
 
 def test_a_model_without_a_template(run: Any, model: LoadedModel, made: Path, tmp_path: Path):
     _, out, err = run(f"w7 w11\nw5\n/save {tmp_path / 'rows'}\n", "--model", "plain", "--adapter", "a")
-    assert err.count("The model has no chat template: every message is a text") == 1
+    assert err.count("The model has no chat template: it continues every message") == 1
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert [row["prompt"] for row in rows] == ["w7 w11", "w5"]
     assert out == "".join(f"{row['completion']}\n" for row in rows)
@@ -154,15 +154,15 @@ REFUSED = [
     ("/set temperature nan", "temperature must be a finite number"),
     ("/set top_p 7", "A top-p of 7.0"),
     ("/adapter zork", "There is no adapter 'zork'"),
-    ("/adapter 'a", "has no end"),
+    ("/adapter 'a", "is not closed"),
     ("/undo", "No message has been sent"),
     ("/retry", "No message has been sent"),
     ("/save x", "nothing to save"),
     ("/load nowhere", "nowhere"),
-    ("/reset now", "/reset takes nothing after it"),
+    ("/reset now", "/reset takes no argument"),
     ("w5\n/save a b", "/save FILE takes one file"),
     ("/save nowhere/x", "nowhere/x cannot be written"),
-    ('"""w1', "has no end"),
+    ('"""w1', "is not closed"),
     ("w7 " * 200, "takes 202 tokens"),
 ]
 

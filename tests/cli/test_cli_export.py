@@ -42,12 +42,12 @@ def test_notes_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--lora"], "name it with --adapter DIR"),
+        (["--lora"], "give it with --adapter DIR"),
         (["--quantize", "q2_k"], "--quantize q2_k is not known: choose one of f16, q8_0"),
         (["--quantize", ""], "--quantize is empty"),
         (["--model", "/nowhere/at/all"], "does not exist"),
         (["--adapter", "/nowhere/at/all"], "is not a directory"),
-        (["--adapter", "ADAPTER", "--lora", "--quantize", "f16"], "no meaning with --lora"),
+        (["--adapter", "ADAPTER", "--lora", "--quantize", "f16"], "cannot be combined with --lora"),
         (["--adapter", "ADAPTER", "--model", "demo"], "does not fit"),
         (["--adapter", "ADAPTER", "--model", "demo", "--lora"], "does not fit"),
         (["--model", str(DEMO / "model.safetensors")], "is a file"),

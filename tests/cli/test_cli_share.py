@@ -78,14 +78,14 @@ def test_release_of_the_dead(run: Run, ledger: Ledger) -> None:
     fill(ledger, living, later)
     assert "(died later)" in run("release", "--dead")
     assert ledger.read() == [living]
-    assert "every process is alive" in run("release", "--dead")
+    assert "all processes are alive" in run("release", "--dead")
 
 
 def test_release_of_the_living_needs_force(run: Run, ledger: Ledger) -> None:
     living, waiter = entry("holder", 10), entry("waiter", holds=False)
     fill(ledger, living, waiter)
-    assert "end that process, or say --force" in run("release", living.id, code=2)
-    assert "holds nothing, it waits" in run("release", waiter.id, "--force", code=2)
+    assert "end it, or use --force" in run("release", living.id, code=2)
+    assert "holds no memory but is waiting" in run("release", waiter.id, "--force", code=2)
     assert ledger.read() == [living, waiter]
     run("release", living.id, "--force")
     assert ledger.read() == [replace(living, bytes=0), waiter]
@@ -107,8 +107,8 @@ def test_release_forced_lasts_beyond_a_renewal(run: Run, ledger: Ledger, monkeyp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["release"], "either an id"),
-        (["release", "abc", "--dead"], "either an id"),
+        (["release"], "either a lease id"),
+        (["release", "abc", "--dead"], "either a lease id"),
         (["release", "abc"], "There is no lease 'abc'"),
         (["release", ""], "is empty"),
         (["zork"], "No such command"),

@@ -169,8 +169,8 @@ def test_tuning_says_what_it_will_take_and_what_it_took(
         starting.tuning(tuning)
     said = capsys.readouterr()
     assert said.out.splitlines() == [
-        "tuning    3 kernel sizes to be timed on this device, once: at most 15 s, before the first step",
-        "tuning    3 kernel sizes to be timed on this device, once: about 6 s, before the first step",
-        "tuned     2 kernel sizes in 9 s; the other 1, of the least work, keep their defaults",
+        "tuning    3 kernel sizes will be timed on this device, once: at most 15 s, before the first step",
+        "tuning    3 kernel sizes will be timed on this device, once: about 6 s, before the first step",
+        "tuned     2 kernel sizes in 9 s; the other 1, with the least work, keep their defaults",
     ]
     assert said.err.splitlines() == ["tuning: matmul_nt, size 2 of 3: 3 of 7 s after 3 s, about 4 s left"]

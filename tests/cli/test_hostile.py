@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
-import sys
 from pathlib import Path
 
 import pytest
-from support import SCRIPTS
+from support.fuzz import targets as fuzz
 from support.hostile import refused
 from support.models import FIXTURES, save_golden_adapter
 
@@ -21,9 +20,6 @@ from wgpu_lora.export.merge import merge_adapter
 from wgpu_lora.formats.checkpoint import INDEX, Checkpoint, read_header
 from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.models.architectures import load_config
-
-sys.path.insert(0, str(SCRIPTS))
-import fuzz_targets as fuzz
 
 LAYER = "base_model.model.model.layers.{}.self_attn.q_proj.lora_A.weight"
 QWEN2 = FIXTURES / "models" / "qwen2"

@@ -141,7 +141,7 @@ def test_dry_run_shows_what_would_go(run: Path, capsys: pytest.CaptureFixture[st
     assert main(["push", str(run), "me/x", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "adapter_model.safetensors" in shown
-    assert "nothing was sent" in shown
+    assert "nothing was uploaded" in shown
     assert not any(word in shown for word in ("run.json", "log.jsonl", ".lock", "checkpoints"))
 
 
@@ -218,7 +218,7 @@ def test_what_only_lies_beside_stays(run: Path, tmp_path: Path, capsys: pytest.C
         }  # fmt: skip
     assert main(["push", str(sharded), "me/x", "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert "private if it is made" in shown
+    assert "private if created" in shown
     for name in upload.files:
         assert name in shown or name == "m.gguf"
     assert "shard that model.safetensors.index.json names" in shown
@@ -322,6 +322,6 @@ def test_a_card_states_the_run_and_no_paths() -> None:
     for fact in ("3 of 9 (finished)", "1,234", "5,678", "d1", "d2", "d3", "2.0000 before, 1.5000 after",
                  "--model Qwen/Qwen2.5-0.5B --adapter out --prompt", 'from_pretrained(base, "out")',
                  "export gguf --model Qwen/Qwen2.5-0.5B --adapter out",
-                 "after step 2, whose held-out loss is lower: 1.0000",
+                 "after step 2, which has a lower held-out loss: 1.0000",
                  "rows&#124;1.jsonl", "| learning_rate |"):  # fmt: skip
         assert fact in text

@@ -256,9 +256,9 @@ def test_prompts_that_are_refused(tmp_path: Path, content: bytes, message: str):
     [
         (["--prompts", "nowhere"], "nowhere does not exist"),
         (["--prompts", "."], "is not a regular file"),
-        (["--prompts", "x", "--prompt", "w1"], "--prompt and --prompts contradict each other"),
+        (["--prompts", "x", "--prompt", "w1"], "--prompt and --prompts cannot be combined"),
         (["--prompt", "w1", "--output", "nowhere/x"], "the directory nowhere does not exist"),
-        (["--prompt", "w1", "--output", "x", "--json"], "--json does nothing beside --output"),
+        (["--prompt", "w1", "--output", "x", "--json"], "--json does nothing with --output"),
         (["--prompt", "w1", "--prompt", ""], "The prompt is empty"),
         (["--prompt", "w1", "--batch-size", "0"], "--batch-size must be at least 1"),
         (["--prompt", "w1", "--stop", ""], "A stop string is empty"),

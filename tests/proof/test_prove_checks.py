@@ -24,8 +24,8 @@ from wgpu_lora.proof.cuda import classify, compiler_in, cuda_packages, imported,
 from wgpu_lora.proof.report import loss_chart
 from wgpu_lora.proof.run import carry_out
 from wgpu_lora.proof.training import Evaluated, Training, evaluations
-from wgpu_lora.proof.watch import Watcher
-from wgpu_lora.proof.witness import EVENTS, witness
+from wgpu_lora.proof.watch import EVENTS, Watcher, witness
+from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.records import UsedDevice
 from wgpu_lora.worker.parent import Worker
 
@@ -120,11 +120,17 @@ def status(check: Any, **proof: Any) -> str:
     return found.status
 
 
-def generated(tmp_path: Path, name: str, ids: list[int], shift: float = 0.0, gap: float = 1.0) -> dict[str, Any]:
+def generated(out: Path, index: int, ids: list[int], shift: float = 0.0, gap: float = 1.0) -> dict[str, Any]:
     logits = np.linspace(-10, 10, 40, dtype=np.float32).reshape(4, 10) + np.float32(shift)
-    np.savez(tmp_path / name, logits)
-    answers = [{"ids": ids, "gaps": [gap] * len(ids)}]
-    return {"matrices": 7, "packed_matrices": 7, "arrays": str(tmp_path / f"{name}.npz"), "answers": answers}
+    (out / "work").mkdir(exist_ok=True)
+    np.savez(out / "work" / f"logits-{index}.npz", logits)
+    return {"matrices": 7, "packed_matrices": 7, "answers": [{"ids": ids, "gaps": [gap] * len(ids)}]}
+
+
+def agreeing(out: Path, made: list[dict[str, Any]], used: tuple[int, ...] = (0, 1)) -> str:
+    children = SimpleNamespace(run=lambda name, job, device, **options: made[device])
+    args = TrainingArguments(model="m")
+    return status(devices_agree, out=out, args=args, used=lambda: used, children=children)
 
 
 @pytest.mark.parametrize(
@@ -140,17 +146,17 @@ def generated(tmp_path: Path, name: str, ids: list[int], shift: float = 0.0, gap
     ],
 )
 def test_generation(tmp_path: Path, other: dict[str, Any], want: str) -> None:
-    made = [generated(tmp_path, "a", [1, 2, 3, 4]), generated(tmp_path, "b", **other)]
-    proof = {"used": lambda: [0, 1], "generation": made.__getitem__}
-    assert status(devices_agree, **proof) == want
-    assert status(devices_agree, **(proof | {"used": lambda: [0]})) == "not run"
+    made = [generated(tmp_path, 0, [1, 2, 3, 4]), generated(tmp_path, 1, **other)]
+    assert agreeing(tmp_path, made) == want
+    assert agreeing(tmp_path, made, (0,)) == "not run"
     made[1]["packed_matrices"] = 6
-    assert status(devices_agree, **proof) == "failed"
+    assert agreeing(tmp_path, made) == "failed"
+    assert agreeing(tmp_path, made[::-1], (0,)) == "failed"
 
 
 def test_a_near_tie_may_part_answers(tmp_path: Path) -> None:
-    a, b = generated(tmp_path, "a", [1, 2, 3], gap=1e-3), generated(tmp_path, "b", [1, 2, 4], gap=1e-3)
-    assert status(devices_agree, used=lambda: [0, 1], generation=[a, b].__getitem__) == "passed"
+    made = [generated(tmp_path, 0, [1, 2, 3], gap=1e-3), generated(tmp_path, 1, [1, 2, 4], gap=1e-3)]
+    assert agreeing(tmp_path, made) == "passed"
 
 
 DEVICE = {"name": "a", "driver": "d", "backend": "Vulkan"}
@@ -224,7 +230,7 @@ def test_evaluations_go_on_until_one_computes_during_steps(tmp_path: Path) -> No
 
 def test_losses() -> None:
     def of(losses: list[float], seen: int = 0, **changes: Any) -> str:
-        return status(losses_fall, training=lambda: training(losses, **changes), seen_rows=lambda: (seen, 8))
+        return status(losses_fall, training=lambda: training(losses, **changes), seen_rows=(seen, 8))
 
     falling = list(np.linspace(2, 1, 40))
     assert of(falling) == "passed"
@@ -290,15 +296,14 @@ def test_answers(tmp_path: Path) -> None:
             "".join(json.dumps({k: v for k, v in row.items() if k in (kept or row)}) + "\n" for row in rows)
         )
 
-        def answers(name: str, adapter: str | None) -> list[dict[str, Any]]:
+        def run(name: str, job: str, adapter: str | None, **options: Any) -> list[dict[str, Any]]:
             passed = after if adapter else before
             one = {"request": "?", "text": "f", "parses": True, "reason": ""}
             return [{**one, "passed": i < passed} for i in range(10)]
 
-        args = SimpleNamespace(eval_data=str(file), init_adapter=None)
-        run = training([1.0] * 20)
-        proof = {"args": args, "trained": lambda: run, "answers": answers, "seen_rows": lambda: (seen, 10)}
-        return status(answers_pass_their_checks, **proof)
+        proof = {"args": TrainingArguments(eval_data=str(file)), "seen_rows": (seen, 10), "allow_unconfined": False}
+        run_, children = training([1.0] * 20), SimpleNamespace(run=run)
+        return status(answers_pass_their_checks, **proof, used=lambda: [0], trained=lambda: run_, children=children)
 
     assert of(0, 9) == "passed"
     assert of(3, 3) == "failed"

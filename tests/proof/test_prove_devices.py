@@ -36,7 +36,7 @@ def test_devices() -> None:
 
 def proof_of(devices: dict[str, Any], discrete: int) -> Proof:
     made = Proof(Path("out"), Path("r"), TrainingArguments(), None, SimpleNamespace(), discrete)  # type: ignore[arg-type]
-    made.made[("devices",)] = devices
+    made.made["devices"] = devices
     return made
 
 

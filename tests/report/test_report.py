@@ -115,15 +115,15 @@ def test_two_runs_on_one_page(runs: Path, tmp_path: Path, capsys: pytest.Capture
 
 def test_what_differs_is_apart_from_what_does_not(runs: Path) -> None:
     both = read_runs([runs / "first", runs / "second"])
-    found = compare(both)
-    assert dict(found.differing)["--learning-rate"] == ["0.0002", "0.001"]
-    assert {"--eval-data", "held-out data, SHA-256"} <= set(dict(found.differing))
-    assert dict(found.alike)["--gradient-accumulation-steps"][0].isdecimal()
-    assert {"--lora-r", "versions", "training data, SHA-256"} <= set(dict(found.alike))
-    assert not {"--output", "--resume"} & {label for label, _ in (*found.differing, *found.alike)}
-    alone = compare(both[1:])
-    assert {"--lora-r", "--learning-rate", "--model"} <= set(dict(alone.differing))
-    assert "--lora-alpha" in dict(alone.alike)
+    differing, alike = map(dict, compare(both))
+    assert differing["--learning-rate"] == ["0.0002", "0.001"]
+    assert {"--eval-data", "held-out data, SHA-256"} <= set(differing)
+    assert alike["--gradient-accumulation-steps"][0].isdecimal()
+    assert {"--lora-r", "versions", "training data, SHA-256"} <= set(alike)
+    assert not {"--output", "--resume"} & {*differing, *alike}
+    differing, alike = map(dict, compare(both[1:]))
+    assert {"--lora-r", "--learning-rate", "--model"} <= set(differing)
+    assert "--lora-alpha" in alike
 
 
 def test_losses_are_compared_where_they_can_be(runs: Path, tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_a_pipelines_directory_stands_for_its_adapters(
     assert [line.split("**")[1] for line in out.splitlines()[:2]] == ["one", "two"]
     assert "not given" not in out
     assert main(["report", "one"]) == 0
-    assert "trained together with these, and not given: two" in capsys.readouterr().out
+    assert "trained together with these, but not given: two" in capsys.readouterr().out
     assert main(["report", "both", "two"]) == 2
     assert "two is given twice" in capsys.readouterr().err
     assert main(["report", "."]) == 2

@@ -214,7 +214,7 @@ def test_hub_errors(monkeypatch, tmp_path):
         with pytest.raises(UserError, match=message):
             resolve_model("someone/something")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **kwargs: tmp_path)
-    with pytest.raises(UserError, match="has no safetensors: where it holds GGUF files"):
+    with pytest.raises(UserError, match="has no safetensors: if it has GGUF files"):
         resolve_model("someone/something-gguf")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: (_ for _ in ()).throw(cases[2][0]))

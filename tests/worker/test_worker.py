@@ -87,18 +87,18 @@ def test_a_job_on_standard_input_that_cannot_be() -> None:
 @pytest.mark.parametrize(
     ("job", "said"),
     [
-        ({"job": "zork"}, "is of the kind 'zork', which there is not: choose one of finetune, evaluate, generate, "),
-        ({"job": "evaluate"}, "lacks 'data': a job evaluate needs it."),
+        ({"job": "zork"}, "has an unknown kind 'zork': choose one of finetune, evaluate, generate, "),
+        ({"job": "evaluate"}, "lacks 'data': the job 'evaluate' requires it."),
         ({"job": "evaluate", "options": {"data": "x", "max_lenght": 3}}, "did you mean 'max_length'?"),
-        ({"job": "evaluate", "options": {"data": 3}}, "'data' is 3, which has to be str or list"),
+        ({"job": "evaluate", "options": {"data": 3}}, "'data' is 3, expected str or list"),
         ({"job": "finetune", "options": {"events": 3}}, "has an unknown option 'events'"),
         ({"job": "finetune", "options": {"port": 3}}, "has an unknown option 'port'"),
         ({"job": "generate", "options": {"prompts": ["a"], "where": 3}}, "has an unknown option 'where'"),
         ({}, "lacks 'job', its kind: choose one of finetune"),
         ({"job": "finetune", "options": {"data": "x", "lora_r": -1}}, "'lora_r' must be greater than 0, not -1."),
         ({"job": "generate", "options": {"prompts": ["a"], "zork": 1}}, "has an unknown option 'zork'"),
-        ({"job": "step", "options": []}, "has options that are no object"),
-        ({"schema": 2, "job": "step"}, "has the schema 2, and this version knows 1: update wgpu-lora."),
+        ({"job": "step", "options": []}, "has 'options' that are not an object"),
+        ({"schema": 2, "job": "step"}, "has the schema 2, but this version supports 1: update wgpu-lora."),
         ({"jobs": []}, "has a key 'jobs': its keys are job, options, schema."),
         ("[", "cannot be read as JSON"),
     ],
@@ -134,7 +134,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_its_number(rows: str, tmp_pat
         assert worker.wait() == 128 + signal.SIGTERM
         assert (worker.last["event"], worker.last["code"]) == ("result", 128 + signal.SIGTERM)
         assert RunRecord.from_json(worker.last["result"]).signal == "SIGTERM"
-        with pytest.raises(WorkerFailed, match="finetune ended with exit code 143: a signal, or Ctrl-C"):
+        with pytest.raises(WorkerFailed, match="finetune ended with exit code 143: a signal or Ctrl-C"):
             worker.result()
     assert list((tmp_path / "out" / "checkpoints").iterdir())
 

@@ -13,7 +13,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import U32, In, Kernel, Out, kernel, one_per
 from wgpu_lora.gpu.single import SingleKernel
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
-from wgpu_lora.gpu.timer import Timer
+from wgpu_lora.gpu.timer import Timer, clock_of
 from wgpu_lora.ops.elementwise import fill
 from wgpu_lora.share import claim
 from wgpu_lora.weights.nf4_codes import NF4_CODE
@@ -95,8 +95,9 @@ def measure_ceilings(device: Device) -> Ceilings:
     fma = fma_gflops(device)
     if numpy and fma < numpy:  # others use these cores too: once more, and the best counts
         fma = max(fma, fma_gflops(device))
-    clock = "timestamps" if "timestamp-query" in device.features else "host"
-    return Ceilings(fma, bandwidth_gbs(device), decode_fma_gflops(device), dispatch_seconds(device), numpy, clock)
+    return Ceilings(
+        fma, bandwidth_gbs(device), decode_fma_gflops(device), dispatch_seconds(device), numpy, clock_of(device)
+    )
 
 
 def fma_gflops(device: Device, size: int | None = None, iterations: int = 4096) -> float:

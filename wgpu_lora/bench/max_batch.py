@@ -11,11 +11,12 @@ from functools import partial
 from typing import Any
 
 from wgpu_lora.bench.results import header
-from wgpu_lora.bench.step import ROW, WARMUP, TrainingStep, check_fits, own_words, search
+from wgpu_lora.bench.step import ROW, WARMUP, TrainingStep, own_words, search
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.errors import DeviceError
 from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.models.targets import ALL
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.words import counted
@@ -52,7 +53,10 @@ class Batches:
             TrainingArguments(compute_dtype=self.compute_dtype, lora_r=self.rank)
 
     def step(self, model: LoadedModel, rows: int, checkpointing: bool) -> TrainingStep:
-        return TrainingStep(model, rows, self.tokens, self.rank, checkpointing, compute_dtype=self.compute_dtype)
+        return TrainingStep(model, *self.sizes(rows, checkpointing))
+
+    def sizes(self, rows: int, checkpointing: bool) -> tuple[Any, ...]:
+        return rows, self.tokens, self.rank, checkpointing, ALL, self.compute_dtype
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ def find_max_batch(model: LoadedModel, batches: Batches, events: Events = SILENT
     """
     available = budget_bytes(model.device.info, batches.limit).bytes
     with own_words(ROW):
-        check_fits(model, lambda of: _peak(of, batches, True, 1), batches.limit)
+        TrainingStep.fitting(model, *batches.sizes(1, True), limit=batches.limit)
     work = {"model": model.name, "layers": model.config.num_hidden_layers, "base_dtype": model.decoder.base_dtype}
     work |= {"tokens": batches.tokens, "rank": batches.rank, "compute_dtype": batches.compute_dtype}
     work |= {"max_batch": batches.most, "time_limit": batches.seconds}

@@ -13,10 +13,8 @@ from typing import Any
 
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bench.step import WARMUP, TrainingStep
-from wgpu_lora.gpu.choices import Choices
 from wgpu_lora.gpu.program import Dispatch, Program
 from wgpu_lora.gpu.timer import Timer
-from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.words import counted
 
@@ -115,28 +113,14 @@ class Profile:
         }
 
 
-@dataclass(frozen=True)
-class TrainedAs:
-    """What a finished run was trained with. rows, tokens: of a batch, and of each of its rows: as long as they may be
-    where rows were packed to that, else as long as they were on average. tilings: its kernels' tilings, empty for the
-    defaults; device: its name."""
-
-    args: TrainingArguments
-    rows: int
-    tokens: int
-    tilings: Choices
-    device: str
-
-    @classmethod
-    def read(cls, directory: Path) -> TrainedAs:
-        """Raises UserError where the directory holds no finished run, or its run.json is damaged."""
-        record = RunRecord.read(directory)
-        args, state = record.options, record.state
-        packed, rows, batches = args.batching
-        tokens = args.length
-        if not packed and state.step:
-            tokens = max(2, math.ceil(state.processed_tokens / (state.step * batches * rows)))
-        return cls(args, rows, tokens, state.tiles, record.environment.device.name)
+def trained_sizes(record: RunRecord) -> tuple[int, int]:
+    """Rows of a finished run's batches, and tokens of each of these: as long as they may be where rows were packed to
+    that, else as long as they were on average."""
+    args, state = record.options, record.state
+    packed, rows, batches = args.batching
+    if packed or not state.step:
+        return rows, args.length
+    return rows, max(2, math.ceil(state.processed_tokens / (state.step * batches * rows)))
 
 
 def described(work: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from wgpu_lora.gpu.errors import BindingTooLarge
 from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
 from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, persistent
+from wgpu_lora.gpu.timer import clock_of
 from wgpu_lora.ops.recorder import Recorder
 
 Fill = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
@@ -48,9 +49,8 @@ class ProgramWorkload(Workload):
     """
 
     def __init__(self, context: Context, compute_dtype: str = "f32"):
-        self.device, self._timer = context.device, context.timer
-        self.clock = self._timer.clock
-        self.keys = {}
+        self._context, self.device = context, context.device
+        self.clock, self.keys = clock_of(self.device), {}
         self.temps: list[Tensor] = []
         self.forward, self.backward = (self._program(name) for name in ("forward", "backward"))
         self.rec = Recorder(self.forward, training=True, compute_dtype=compute_dtype)
@@ -149,8 +149,8 @@ class ProgramWorkload(Workload):
 
     def run(self) -> float:
         if self._beside.dispatches:
-            self._beside_seconds.append(self._timer.run(self._beside))
-        return self._timer.run(self._timed)
+            self._beside_seconds.append(self._context.timer.run(self._beside))
+        return self._context.timer.run(self._timed)
 
     def extra(self, timings: Timings) -> Extra:
         if not self._beside.dispatches:

@@ -1,4 +1,4 @@
-"""A training step that two programs take, the memory of a process, and both sides' results side by side."""
+"""A training step that two programs take, their results side by side, and the memory of a process."""
 
 from __future__ import annotations
 
@@ -37,12 +37,11 @@ def compared(found: Mapping[str, Record], tokens: int, reference: str) -> list[R
     medians = {name: statistics.median(side["seconds"]) for name, side in found.items() if side.get("seconds")}
     rows = []
     for name, side in found.items():
-        row = {"side": name, **side}
+        rows.append({"side": name, **side})
         if seconds := medians.get(name):
             ratio = medians[reference] / seconds if reference in medians else None
-            row |= {"step_seconds": seconds, "tokens_per_second": tokens / seconds, "ratio": ratio}
-            row["steps"] = len(side["seconds"])
-        rows.append(row)
+            rows[-1] |= {"step_seconds": seconds, "tokens_per_second": tokens / seconds, "ratio": ratio}
+            rows[-1]["steps"] = len(side["seconds"])
     return rows
 
 

@@ -17,7 +17,6 @@ from wgpu_lora.train.output import environment
 NAME, VERSION = "wgpu-lora-bench", "1"
 SCHEMA = f"{NAME}/{VERSION}"
 HOLDS, NOISY, BROKEN = "holds", "noisy", "broken"
-ADDED = ("kind", "verdict")  # to a result's own fields, in its line of a file
 Header = dict[str, Any]  # what `header` makes
 
 
@@ -71,6 +70,11 @@ class Result:
         """As a line of a result file."""
         return {"kind": "brick", **asdict(self), "verdict": self.verdict}
 
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Result:
+        """From such a line. Raises TypeError where it is none."""
+        return cls(**{name: value for name, value in record.items() if name not in ("kind", "verdict")})
+
 
 def header(schema: str, device: Device, **more: Any) -> Header:
     """What a file says first: its form, and what was measured on what: device, driver, versions and commit."""
@@ -83,15 +87,12 @@ def commit() -> dict[str, Any] | None:
     if not (root / ".git").exists():
         return None
 
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
-        ).stdout.strip()
-
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
     try:
-        return {"id": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain", "-uno"))}
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+    return {"id": found.removesuffix("-dirty"), "modified": found.endswith("-dirty")}
 
 
 class Writer:
@@ -137,7 +138,7 @@ def read_results(path: str | Path) -> tuple[Header, list[Result]]:
             f"{path} is of version {version} of its schema, but this wgpu-lora reads {VERSION}: measure it again."
         )
     try:
-        results = [Result(**{n: v for n, v in line.items() if n not in ADDED}) for line in lines[1:]]
+        results = [Result.of(line) for line in lines[1:]]
         whole = {"device", "options"} <= first.keys() and all(_measured(r) for r in results)
     except (TypeError, AttributeError):
         whole = False

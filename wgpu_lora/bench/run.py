@@ -6,13 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
-from itertools import islice
 
 import numpy as np
 
-from wgpu_lora.bench.ceiling import Ceilings
+from wgpu_lora.bench.ceiling import Ceilings, measure_ceilings
 from wgpu_lora.bench.contract import Bound, Contract, load_contract
-from wgpu_lora.bench.report import WHICH, share
 from wgpu_lora.bench.results import SCHEMA, Header, Result, header
 from wgpu_lora.bench.stats import Timings, repeat
 from wgpu_lora.bench.step import ROW, check_room, own_words
@@ -23,7 +21,15 @@ from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.tuner import Tuner
 from wgpu_lora.share import budget_bytes, claim
 from wgpu_lora.share.refusals import advising
+from wgpu_lora.words import share
 
+WHICH = {
+    "fma": "compute",
+    "bandwidth": "memory",
+    "decode_fma": "decoding",
+    "floor": "compute or memory",
+    "lower": "decoding or memory",
+}
 NUMPY_SHARE = 0.9  # of NumPy's matmul that FMA chains on the same cores must reach, or they are no ceiling
 
 
@@ -31,6 +37,26 @@ def header_of(context: Context, ceilings: Ceilings) -> Header:
     """The first line of a result file."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return header(SCHEMA, context.device, time=now, options=context.options(), ceilings=asdict(ceilings))
+
+
+def bench(
+    context: Context, names: Sequence[str], time_limit: float | None = None, events: Events = SILENT
+) -> tuple[list[Result], list[str]]:
+    """Measures the device's ceilings, then each brick. Whether they fit is asked before, of `check_fit`.
+
+    Args:
+        events: told of `measuring`, and of `measured`: the header, then each result's record.
+
+    Returns:
+        The results, and what of the contracts does not hold.
+    """
+    ceilings = measure_ceilings(context.device)
+    events.measured(header_of(context, ceilings))
+    results = []
+    for result in run_bricks(context, names, ceilings, time_limit, events):
+        events.measured(result.record())
+        results.append(result)
+    return results, ceilings_broken(ceilings) + [f"{r.label}: {text}" for r in results for text in r.broken]
 
 
 def run_bricks(
@@ -172,15 +198,11 @@ def check_fit(context: Context, name: str, available: int | None = None) -> None
     Args:
         available: bytes, instead of what the device has.
     """
-    layers, device = context.config.num_hidden_layers, context.device
+    device = context.device
+
+    def needs(layers: int) -> int:
+        return device.allocated + max(case.nbytes() for case in WORKLOADS[name](context.with_layers(layers)))
+
     with own_words(ROW), advising("max_length"):
-        cases = list(WORKLOADS[name](context))
         room = budget_bytes(device.info, available).bytes
-        for index, case in enumerate(cases):
-
-            def needs(count: int, index: int = index, case: Workload = case) -> int:
-                same = count == layers
-                workload = case if same else next(islice(WORKLOADS[name](context.with_layers(count)), index, None))
-                return device.allocated + workload.nbytes()
-
-            check_room(f"The brick {name} of {context.name}", needs, layers, room)
+        check_room(f"The brick {name} of {context.name}", needs, context.config.num_hidden_layers, room)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,12 +16,10 @@ from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import NUMPY
 from wgpu_lora.models.config import ModelConfig
-from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.inputs import Segment
-from wgpu_lora.models.load import table_dtype
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
-from wgpu_lora.models.shapes import cut, shape_config
+from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.models.synthetic import synthetic_model
 from wgpu_lora.models.targets import ALL, targeted
 from wgpu_lora.names.naming import COMMAND_LINE, naming, renamed
@@ -154,6 +151,20 @@ class TrainingStep(SlotStep):
         )
         super().__init__(session, [(0, tokens)] * rows)
 
+    @classmethod
+    def fitting(cls, model: LoadedModel, *sizes: Any, limit: int | None = None, **options: Any) -> TrainingStep:
+        """A step whose plan fits the device's memory, or `limit` bytes; UserError with the layers that would fit."""
+        layers = model.config.num_hidden_layers
+        step = cls(model, *sizes, **options)
+
+        def needs(count: int) -> int:
+            of = step if count == layers else cls(model.declared(count), *sizes, **options)
+            return of.session.memory().peak
+
+        whole = f"{model.name} with {counted(layers, 'layer')}"
+        check_room(whole, needs, layers, budget_bytes(model.device.info, limit).bytes)
+        return step
+
     def allocate(self, choices: Choices = NO_CHOICES) -> None:
         """Loads the base and creates every buffer. Raises UserError where the device has no room."""
         self.session.allocate(choices=choices)
@@ -216,34 +227,8 @@ def chosen_model(
     TrainingArguments(base_dtype=base_dtype)  # refuses one that is not known
     if shape:
         return synthetic_model(shape_config(shape, layers), device, base_dtype, shape)
-    return cut_model(open_model(model or "demo", device, base_dtype), layers)
-
-
-def cut_model(model: LoadedModel, layers: int | None) -> LoadedModel:
-    """The same model with its first `layers` layers alone. UserError where it has not so many."""
-    return model if layers in (None, model.config.num_hidden_layers) else declared_anew(model, layers)
-
-
-def declared_anew(model: LoadedModel, layers: int | None = None) -> LoadedModel:
-    """The same model, or its first layers, with nothing on the device."""
-    config = cut(model.config, layers)
-    table = table_dtype(model.checkpoint, config)
-    decoder = Decoder.declare(config, model.decoder.base_dtype, table, model.device.max_binding)
-    return replace(model, config=config, decoder=decoder, weights_loaded=False)
-
-
-def check_fits(model: LoadedModel, needs: Callable[[LoadedModel], int], limit: int | None = None) -> None:
-    """Raises UserError, with the number of layers that would fit, where the work on a model does not.
-
-    Args:
-        needs: model -> the bytes at the peak of what is to be done with it; it may be asked of cut models too.
-        limit: bytes that may be used, where that is less than what the device has.
-    """
-    layers = model.config.num_hidden_layers
-    whole = f"{model.name} with {counted(layers, 'layer')}"
-    check_room(
-        whole, lambda count: needs(cut_model(model, count)), layers, budget_bytes(model.device.info, limit).bytes
-    )
+    opened = open_model(model or "demo", device, base_dtype)
+    return opened if layers is None else opened.declared(layers)
 
 
 def check_room(what: str, needs: Callable[[int], int], layers: int, available: int | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from wgpu_lora.bench.results import header
 from wgpu_lora.bench.stats import spread
-from wgpu_lora.bench.step import TRAINING, WARMUP, TrainingStep, check_fits, chosen_model, own_words, synthetic_rows
+from wgpu_lora.bench.step import TRAINING, WARMUP, TrainingStep, chosen_model, own_words, synthetic_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events, StepResult
 from wgpu_lora.formats.hub import resolve_model
@@ -143,10 +143,7 @@ def _synthetic(work: Work, place: Path, opened: Device | None) -> tuple[Training
     model = chosen_model(None, work.shape, work.layers, opened or Device(args.device), args.base_dtype)
     (_, rows, accumulation), tokens = args.batching, args.length
 
-    def step(of: LoadedModel) -> TrainingStep:  # refuses sizes that are not possible
-        return TrainingStep(of, rows, tokens, args.lora_r, compute_dtype=args.compute_dtype)
-
-    check_fits(model, lambda of: step(of).session.memory().peak)
+    TrainingStep.fitting(model, rows, tokens, args.lora_r, compute_dtype=args.compute_dtype)
     ids = synthetic_rows(min(args.max_steps, 64) * rows * accumulation, tokens, model.config.vocab_size)
     lines = (json.dumps({"input_ids": row, "labels": row}) for row in ids.tolist())
     data = place / "rows.jsonl"

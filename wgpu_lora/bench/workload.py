@@ -12,11 +12,11 @@ import numpy as np
 from wgpu_lora.bench.check import Checked
 from wgpu_lora.bench.contract import numbers_of
 from wgpu_lora.bench.stats import Timings
-from wgpu_lora.bench.step import ROW, adapter_set, chosen_model, cut_model, own_words
+from wgpu_lora.bench.step import ROW, adapter_set, chosen_model, own_words
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.program import Program, missing_bytes, release
+from wgpu_lora.gpu.program import Program, missing_bytes
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.loaded import LoadedModel
@@ -88,7 +88,7 @@ class Context:
     def with_layers(self, layers: int) -> Context:
         """The same of a model of fewer layers, with nothing loaded; itself where there are no more."""
         same = layers == self.config.num_hidden_layers
-        return self if same else replace(self, model=cut_model(self.model, layers))
+        return self if same else replace(self, model=self.model.declared(layers))
 
     def options(self) -> dict[str, str | int | bool]:
         """What a result depends on beside the device."""
@@ -125,7 +125,7 @@ class Context:
         return Timer(self.device)
 
     def close(self) -> None:
-        unload(self.model)
+        self.model.unload()
         self.timer.free()
         del self.timer
 
@@ -133,12 +133,6 @@ class Context:
 def default_shape(device: Device) -> str:
     """The smallest published shape, or on a device that runs on the CPU this project's own tiny one."""
     return "tiny-qwen3" if device.info.kind == "software" else "qwen2.5-0.5b"
-
-
-def unload(model: LoadedModel) -> None:
-    """Frees a model's weights."""
-    release(model.device, model.decoder.storages())
-    model.weights_loaded = False
 
 
 class Workload(ABC):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from itertools import zip_longest
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +19,9 @@ from wgpu_lora.cli.options import BaseDtype, Device, refuse_idle
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
+
+if TYPE_CHECKING:
+    from wgpu_lora.bench.results import Writer
 
 BRICKS = "bricks"
 FLAGS = {"--compare": "compare", "--training": "training", "--find-max-batch": "max-batch"}  # former flags
@@ -121,10 +125,10 @@ def _context(selector: str | None, shape: str | None, model: str | None, layers:
 
 
 def _measure(context: Any, names: list[str], time_limit: float | None, file: str | None) -> int:
-    from wgpu_lora.bench.ceiling import measure_ceilings
-    from wgpu_lora.bench.report import COLUMNS, KEY, LEFT, STYLES, VERDICTS, ceiling_lines, cells, details, noise_text
     from wgpu_lora.bench.results import BROKEN, Writer
-    from wgpu_lora.bench.run import ceilings_broken, check_fit, header_of, run_bricks
+    from wgpu_lora.bench.run import bench as measured
+    from wgpu_lora.bench.run import check_fit
+    from wgpu_lora.cli.bench_results import COLUMNS, KEY, LEFT, STYLES, VERDICTS, cells, details, noise_text
 
     for name in names:
         check_fit(context, name)
@@ -133,45 +137,46 @@ def _measure(context: Any, names: list[str], time_limit: float | None, file: str
     line("device", f"{info.name} ({info.driver})")
     tuned = "tuned" if options.pop("tuned") else "not tuned"
     line("model", ", ".join([*(f"{name.replace('_', ' ')} {value}" for name, value in options.items()), tuned]))
-    results: list[Any] = []
-    on_terminal = is_terminal(sys.stdout)  # where a line would break the bar
     with Bar("ceilings", len(names) + 1) as bar:
         bar.advance(to=0)
-        if not on_terminal:
+        if not is_terminal(sys.stdout):
             line("measuring", "the device's ceilings first, then each brick")
-        ceilings = measure_ceilings(context.device)
-        for label, text in zip_longest(["ceilings"], ceiling_lines(ceilings), fillvalue=""):
-            line(label, text)
-        writer.write(header_of(context, ceilings))
-        for result in run_bricks(context, names, ceilings, time_limit, _Begun(bar)):
-            results.append(result)
-            writer.write(result.record())
-            if not on_terminal:
-                line("measured", details(result))
-    for result in results if on_terminal else ():
+        results, broken = measured(context, names, time_limit, _Shown(bar, writer))
+    for result in results if is_terminal(sys.stdout) else ():
         line("measured", details(result))
     console().print()
     console().print(table(COLUMNS, map(cells, results), LEFT, [STYLES[result.verdict] for result in results]))
     console().print(f"\n{KEY}\n", style="dim")
-    for r in results:
-        if r.noisy:
-            line("noisy", f"{r.label}: {noise_text(r)}")
-    broken = ceilings_broken(ceilings) + [f"{r.label}: {text}" for r in results for text in r.broken]
+    for result in results:
+        if result.noisy:
+            line("noisy", f"{result.label}: {noise_text(result)}")
     for text in broken:
         line(VERDICTS[BROKEN], text)
     return 1 if broken else 0
 
 
-class _Begun(Events):
-    """A progress bar of the bricks being measured."""
+class _Shown(Events):
+    """Writes each record; shows the ceilings, a progress bar and, where a line does not break that, each result."""
 
-    def __init__(self, bar: Bar):
-        self._bar = bar
+    def __init__(self, bar: Bar, writer: Writer):
+        self._bar, self._writer = bar, writer
         self._begun: dict[str, None] = {}
 
     def measuring(self, brick: str, case: str) -> None:
         self._begun[brick] = None
         self._bar.advance(f"{brick} {case}".strip(), to=len(self._begun))
+
+    def measured(self, record: Mapping[str, Any]) -> None:
+        from wgpu_lora.bench.ceiling import Ceilings
+        from wgpu_lora.bench.results import Result
+        from wgpu_lora.cli.bench_results import ceiling_lines, details
+
+        self._writer.write(record)
+        if record["kind"] == "header":
+            for label, text in zip_longest(["ceilings"], ceiling_lines(Ceilings(**record["ceilings"])), fillvalue=""):
+                line(label, text)
+        elif not is_terminal(sys.stdout):
+            line("measured", details(Result.of(record)))
 
 
 def _list() -> int:
@@ -190,11 +195,14 @@ def compare(
     before: Annotated[str, typer.Argument(help="Older result file of 'bench --json'.")],
     now: Annotated[str, typer.Argument(help="Newer result file.")],
 ) -> int:
-    """Compare two result files: how much each brick's time has changed, and whether that exceeds the noise."""
+    """Compare two result files.
+
+    It shows how much each brick's time has changed, and whether that exceeds the noise.
+    """
     from wgpu_lora.bench.compare import compare as compared
     from wgpu_lora.bench.compare import warnings
-    from wgpu_lora.bench.report import LEFT, comparison_cells
     from wgpu_lora.bench.results import read_results
+    from wgpu_lora.cli.bench_results import LEFT, comparison_cells
 
     old, new = read_results(before), read_results(now)
     for text in warnings(old, new):

@@ -21,7 +21,7 @@ Shape = Annotated[
         help="Shape of a real model with synthetic weights, such as qwen2.5-0.5b.", autocompletion=completion.shapes
     ),
 ]
-Layers = Annotated[int | None, typer.Option(help="Number of layers, the model's first; by default all. [x>=1]")]
+Layers = Annotated[int | None, typer.Option(help="Use only this many layers, the model's first. [x>=1]")]
 Tokens = Annotated[int, typer.Option(help="Tokens per row. [x>=2]")]
 Rank = Annotated[int, typer.Option(help="LoRA rank. [x>=1]")]
 ComputeDtype = Annotated[str, choice("Type that the inputs of frozen matmuls are rounded to.", COMPUTE_DTYPES)]

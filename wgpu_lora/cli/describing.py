@@ -61,8 +61,7 @@ def describe_steps(run: AdapterRun, mark: str) -> None:
     rate += f" after {counted(warmup, 'step')} of warm-up" if warmup else ""
     line("steps", f"{mark}{total:,}; {each}; {rate}")
     if total < FEW and not args.resume:
-        few = "1 step teaches" if total == 1 else f"{total:,} steps teach"
-        line("warning", f"{mark}{few} little: try {_levers(run)}")
+        line("warning", f"{mark}{counted(total, 'step')} may be too few to learn much: try {_levers(run)}")
 
 
 def _levers(run: AdapterRun) -> str:

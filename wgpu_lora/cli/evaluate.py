@@ -107,8 +107,8 @@ def evaluate(
             print_json(asdict(found) | {"device": device_facts})
         else:
             line("loss", f"{found.loss:.6f}, perplexity {found.perplexity:.4f}")
-            tokens, over = counted(found.tokens, "token"), counted(found.rows, "row")
-            line("over", f"{tokens} with a loss, of {over}, in {found.seconds:.1f} s")
+            tokens, over = counted(found.tokens, "trained token"), counted(found.rows, "row")
+            line("over", f"{tokens} in {over}, in {found.seconds:.1f} s")
     if not as_json:
         line("data", next(iter(losses.values())).data)
     bad = [name for name, found in losses.items() if not math.isfinite(found.loss)]

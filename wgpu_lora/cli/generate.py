@@ -74,7 +74,7 @@ def generate(
     base_dtype: BaseDtype = DEFAULT_FORMAT,
     as_json: Json = False,
 ) -> int:
-    """Answer prompts; without a prompt, chat if on a terminal.
+    """Answer prompts; without one, start a chat on a terminal.
 
     Several adapters answer in a single batch.
     """

@@ -9,7 +9,7 @@ from wgpu_lora.cli.options import Device, Json
 def info(device: Device = None, as_json: Json = False) -> int:
     """List the devices.
 
-    With their drivers, features and limits; * marks the one that is used by default.
+    It shows their drivers, features and limits; * marks the device that is used by default.
     """
     from wgpu_lora.gpu.device import Device as OpenedDevice
     from wgpu_lora.gpu.devices import list_devices

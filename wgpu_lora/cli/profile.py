@@ -14,7 +14,8 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
 if TYPE_CHECKING:
-    from wgpu_lora.bench.profile import Profile, TrainedAs
+    from wgpu_lora.bench.profile import Profile
+    from wgpu_lora.train.records import RunRecord
 
 Run = Annotated[
     Path | None,
@@ -52,30 +53,27 @@ def profile(
         raise UserError(f"--rounds must be at least 1, not {rounds}.")
     if trace and not Path(trace).absolute().parent.is_dir():
         raise UserError(f"The directory of --trace {trace} does not exist: create it first.")
-    from wgpu_lora.bench.profile import SCHEMA, TrainedAs, described, profile_step, write_trace
+    from wgpu_lora.bench.profile import SCHEMA, described, profile_step, write_trace
     from wgpu_lora.bench.results import header
-    from wgpu_lora.bench.step import TRAINING, TrainingStep, check_fits, chosen_model, own_words
+    from wgpu_lora.bench.step import TRAINING, TrainingStep, chosen_model, own_words
     from wgpu_lora.gpu.device import Device as OpenedDevice
-    from wgpu_lora.models.loaded import LoadedModel
     from wgpu_lora.train.arguments import TrainingArguments
+    from wgpu_lora.train.records import RunRecord
 
-    args, trained = TrainingArguments(), TrainedAs.read(run) if run else None
+    record = RunRecord.read(run) if run else None
+    args = record.options if record else TrainingArguments()
     work: dict[str, Any] = {"base_dtype": base_dtype, "batch": batch, "tokens": tokens, "rank": rank}
     work["gradient_checkpointing"] = gradient_checkpointing
-    if trained:
-        args = trained.args
-        work, model, device = _of_run(ctx, work, trained, model, shape), args.model, device or args.device
+    if record:
+        work, model, device = _of_run(ctx, work, record, model, shape), args.model, device or args.device
     opened = chosen_model(model, shape, layers, OpenedDevice(device), work["base_dtype"])
     # Tilings of another device are of no use here.
-    choices = trained.tilings if trained and opened.device.info.name == trained.device else {}
+    same = record and opened.device.info.name == record.environment.device.name
+    choices = record.state.tiles if record and same else {}
 
-    def declared(of: LoadedModel) -> TrainingStep:
-        sizes = (work["batch"], work["tokens"], work["rank"], work["gradient_checkpointing"])
-        return TrainingStep(of, *sizes, args.target_modules, args.compute_dtype)
-
+    sizes = (work["batch"], work["tokens"], work["rank"], work["gradient_checkpointing"])
     with own_words(TRAINING):
-        check_fits(opened, lambda of: declared(of).session.memory().peak)
-        step = declared(opened)
+        step = TrainingStep.fitting(opened, *sizes, args.target_modules, args.compute_dtype)
     try:
         with Bar("profiling", rounds, " rounds") as bar:
             bar.advance("loading the weights and compiling the kernels", 0)
@@ -103,16 +101,18 @@ def profile(
 
 
 def _of_run(
-    ctx: typer.Context, work: dict[str, Any], trained: TrainedAs, model: str | None, shape: str | None
+    ctx: typer.Context, work: dict[str, Any], record: RunRecord, model: str | None, shape: str | None
 ) -> dict[str, Any]:
     """The run's sizes, except for those given on the command line."""
     if model or shape:
         raise UserError(f"--run and {'--model' if model else '--shape'} are both given: leave one of them out.")
-    args = trained.args
+    from wgpu_lora.bench.profile import trained_sizes
+
+    args, (rows, tokens) = record.options, trained_sizes(record)
     of_run = {
         "base_dtype": args.base_dtype,
-        "batch": trained.rows,
-        "tokens": trained.tokens,
+        "batch": rows,
+        "tokens": tokens,
         "rank": args.lora_r,
         "gradient_checkpointing": args.gradient_checkpointing,
     }
@@ -120,7 +120,7 @@ def _of_run(
 
 
 def _table(found: Profile, by_shape: bool) -> Any:
-    from wgpu_lora.bench.report import duration
+    from wgpu_lora.cli.bench_results import duration
 
     left = ("kernel", "shape") if by_shape else ("kernel",)
     rows = []
@@ -132,7 +132,7 @@ def _table(found: Profile, by_shape: bool) -> Any:
 
 
 def _summary(found: Profile) -> None:
-    from wgpu_lora.bench.report import duration
+    from wgpu_lora.cli.bench_results import duration
     from wgpu_lora.cli.finetune import speed
 
     spread = f" (steps vary by {found.step_spread / found.step_seconds:.0%})" if found.rounds > 1 else ""
@@ -145,7 +145,7 @@ def _summary(found: Profile) -> None:
 
 def _rest(found: Profile) -> str:
     """How long the device waits for the host."""
-    from wgpu_lora.bench.report import duration
+    from wgpu_lora.cli.bench_results import duration
 
     if found.host_share is not None:
         idle = found.step_seconds - found.device_seconds

@@ -36,11 +36,10 @@ def prove(
     """Prove that training and inference happen on wgpu, without CUDA.
 
     Nine checks run in child processes; the exit code is 1 if any of them fails. A check that cannot run is 'not run',
-    and then nothing is called proven; by itself, that does not change the exit code, except with --strict. The verdict
-    names the devices and their kinds; --require-discrete demands real GPUs.
+    and then nothing is called proven; this changes the exit code only with --strict. The verdict names the devices and
+    their kinds; --require-discrete demands real GPUs.
     """
-    from wgpu_lora.proof.checks import CHECKS
-    from wgpu_lora.proof.run import Interrupted
+    from wgpu_lora.proof.run import CHECKS, Interrupted
     from wgpu_lora.proof.run import prove as run
 
     numbers = set()
@@ -53,7 +52,7 @@ def prove(
             recipe, devices, out, numbers, allow_unconfined, lambda name: line("check", name), _said, require_discrete
         )
     except Interrupted as interrupted:
-        line("interrupted", f"the logs so far are in {interrupted.directory}/logs/")
+        line("interrupted", f"the logs so far are in {interrupted.args[0]}/logs/")
         raise
     _table(result)
     line("written", f"{result.directory}/proof.html, proof.json and logs/")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 share = typer.Typer(
     cls=Group,
     name="share",
-    help="Show and repair the record of who holds how much of each device's memory.",
+    help="Show who holds how much of each device's memory, and repair that record.",
     rich_markup_mode=None,
     invoke_without_command=True,
 )
@@ -74,8 +74,8 @@ def status(as_json: Json = False) -> None:
 @share.command(cls=Command)
 def release(
     lease: Annotated[str | None, typer.Argument(metavar="ID", help="Lease id, as shown by 'status'.")] = None,
-    dead: Annotated[bool, typer.Option("--dead", help="All leases whose processes have ended.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Even if its process is alive.")] = False,
+    dead: Annotated[bool, typer.Option("--dead", help="Release all leases whose processes have ended.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Release it even if its process is alive.")] = False,
 ) -> None:
     """Release the memory of a process that has ended.
 

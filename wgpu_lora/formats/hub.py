@@ -94,7 +94,7 @@ def _download(model: str) -> Path:
         raise UserError(f"{model} could not be downloaded ({reason}): check the network and try again.") from None
     if not any(found.glob("*.safetensors")):
         raise UserError(
-            f"{model} has no safetensors: where it holds GGUF files, download one with `hf download {model} FILE.gguf` "
+            f"{model} has no safetensors: if it has GGUF files, download one with `hf download {model} FILE.gguf` "
             "and give its path."
         )
     return found

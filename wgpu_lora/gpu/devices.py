@@ -99,7 +99,7 @@ def choose(selector: str | int | None) -> tuple[DeviceInfo, Any]:
     infos = [describe(i, a) for i, a in enumerate(adapters)]
     if not infos:
         raise UserError(
-            "No GPU was found: install your GPU's Vulkan driver (or Mesa's software one with "
+            "No device was found: install your GPU's Vulkan driver (or Mesa's software one with "
             "'scripts/install_vulkan.sh') and check 'wgpu-lora info'."
         )
     if selector is None:

@@ -196,25 +196,15 @@ def kernel(
 ) -> Callable[[Callable[..., Any]], Kernel]:
     """Declares a kernel (see the module's docstring).
 
-        Args:
-    <<<<<<< HEAD
-            file: the WGSL file, or `.wgsl.j2` template, in `shaders/`.
-            grid: constants, and the tiling as `tile` -> workgroups.
-            lib: files of `shaders/lib/` that are put in front.
-            structs: dataclasses whose WGSL declarations are put before those (see gpu.struct).
-            variants: a device's capabilities and a call's constants -> the tilings that can run it, the default first.
-            specialise: constants -> what a template derives from the dims, such as whether rows are whole vec4s.
-            tuning: what the tuner must know of the kernel's calls; only kernels that have it are tuned.
-            part: what of a large call is enough to check; all of it where this is left out.
-    =======
-            file: a WGSL file or `.wgsl.j2` template in `shaders/`.
-            grid: (constants, and the tiling as `tile`) -> workgroups.
-            lib: files of `shaders/lib/` to prepend.
-            structs: dataclasses whose WGSL declarations are prepended (see `gpu.struct`).
-            variants: (a device's capabilities, a call's constants) -> the tilings that can run it, the default first.
-            specialise: constants -> facts that a template derives from the dims, such as whether rows are whole vec4s.
-            tuning: describes the kernel's calls to the tuner. Kernels without it are not tuned.
-    >>>>>>> main
+    Args:
+        file: a WGSL file or `.wgsl.j2` template in `shaders/`.
+        grid: (constants, and the tiling as `tile`) -> workgroups.
+        lib: files of `shaders/lib/` to prepend.
+        structs: dataclasses whose WGSL declarations are prepended (see `gpu.struct`).
+        variants: (a device's capabilities, a call's constants) -> the tilings that can run it, the default first.
+        specialise: constants -> facts that a template derives from the dims, such as whether rows are whole vec4s.
+        tuning: describes the kernel's calls to the tuner. Kernels without it are not tuned.
+        part: (arrays, constants) -> the part of a large call to check against the reference (see `gpu.part`).
     """
 
     def declare(function: Callable[..., Any]) -> Kernel:

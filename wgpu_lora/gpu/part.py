@@ -1,7 +1,7 @@
-"""Parts of a call that stand for the whole, where a float64 reference of all would take too long.
+"""Parts of a call to check, if a float64 reference of the whole call would take too long.
 
-A part is taken alike of what the arrays held before a dispatch and of what they hold after it: the reference of the cut
-inputs is then what the cut outputs must be. Rows and columns are picked evenly, the first and the last included.
+The same part is taken from the arrays before and after a dispatch: the reference of the cut inputs must equal the cut
+outputs. Rows and columns are picked evenly, including the first and the last.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ import numpy as np
 
 from wgpu_lora.gpu.tunable import Arrays, Constants
 
-ROWS, COLUMN_BLOCKS, PAGE_BLOCKS = 32, 4, 1024  # kept of a product or of a page of parameters
-PRODUCTS = 1 << 31  # multiply-adds of a reference that are not cut: about a second
-VALUES = 1 << 24  # values of a reference that are not cut
+ROWS, COLUMN_BLOCKS, PAGE_BLOCKS = 32, 4, 1024  # kept of a product, or of a page of parameters
+PRODUCTS = 1 << 31  # calls with more multiply-adds are cut: about a second of NumPy
+VALUES = 1 << 24  # calls with larger arrays are cut
 Part = tuple[Arrays, Constants]
-TakePart = Callable[[Arrays, Constants], Part | None]  # None: all of the call is checked
+TakePart = Callable[[Arrays, Constants], Part | None]  # None: the whole call is checked
 
 
 def costly(products: float, arrays: Arrays, *sizes: int) -> bool:
-    """Whether a reference would take long, or much memory."""
+    """Whether a reference would take too much time or memory."""
     return products > PRODUCTS or max((*sizes, *(array.size for array in arrays.values())), default=0) > VALUES
 
 
 def picks(count: int, wanted: int) -> np.ndarray:
-    """At most `wanted` of range(count), spread evenly, both ends among them."""
+    """At most `wanted` values of range(count), evenly spread, including both ends."""
     return np.unique(np.linspace(0, count - 1, min(count, wanted)).round().astype(np.int64))
 
 
 def some_rows(arrays: Arrays, names: str, count: int, picked: np.ndarray) -> Arrays:
-    """The arrays, those of `names`, which have some values for each of `count` rows, cut to the rows picked."""
+    """The arrays, with those in `names`, which have `count` rows, cut to the picked rows."""
     kept = {n: a.reshape(count, -1)[picked] for n, a in arrays.items() if n in names.split()}
     kept = {n: a.reshape(-1) if arrays[n].ndim == 1 else a for n, a in kept.items()}
-    if "count" in arrays:  # the first so many rows are in use
+    if "count" in arrays:  # the number of rows in use
         kept["count"] = np.array([np.count_nonzero(picked < arrays["count"].reshape(-1)[0])], np.uint32)
     return {**arrays, **kept}
 
 
 def some_blocks(names: str, block: int) -> TakePart:
-    """Of a kernel over a page of parameters: some of its blocks. names: the arrays that have something for each."""
+    """The part of a kernel over a page of parameters: some of its blocks. names: the arrays with values per block."""
 
     def take(arrays: Arrays, c: Constants) -> Part | None:
         if not costly(0, arrays):

@@ -15,6 +15,11 @@ from wgpu_lora.gpu.program import Program
 QUERIES = 2048  # timestamps per query set; WebGPU allows 4096
 
 
+def clock_of(device: Device) -> str:
+    """`timestamps`, or `host` on a device without timestamp queries."""
+    return "timestamps" if "timestamp-query" in device.features else "host"
+
+
 class Timer:
     """Times built programs.
 
@@ -24,7 +29,7 @@ class Timer:
 
     def __init__(self, device: Device):
         self.device = device
-        self.clock = "timestamps" if "timestamp-query" in device.features else "host"
+        self.clock = clock_of(device)
         if self.clock == "timestamps":
             self._period = 1e-9 * lib.wgpuQueueGetTimestampPeriod(device.raw.queue._internal)
             self._set = device.raw.create_query_set(type="timestamp", count=QUERIES)

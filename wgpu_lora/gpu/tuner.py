@@ -82,7 +82,7 @@ class Tuner:
     def _tilings(self, call: Dispatch) -> list[Tiling]:
         capabilities = self.device.capabilities
         tilings = call.kernel.tilings(capabilities, call.constants)
-        # On a CPU, `plain` is always slower than what uses subgroups, and slow to compile.
+        # On a CPU with subgroups, `plain` is always slower, and slow to compile.
         skipped = capabilities.subgroup_size and capabilities.software
         return [tiling for tiling in tilings if tiling.family != PLAIN or not skipped]
 

@@ -61,7 +61,7 @@ def check_prompt(prompt: Prompt) -> list[dict[str, Any]]:
 
 
 def check_text(name: str, value: Any) -> None:
-    """Raise UserError unless `value` is text that can be tokenized."""
+    """Raise UserError unless `value` is text that can be tokenised."""
     if not isinstance(value, str):
         raise UserError(f"The {name} must be text, not {value!r:.100}.")
     try:

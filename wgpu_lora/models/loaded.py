@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -12,11 +12,12 @@ from wgpu_lora.events import SILENT, Events
 from wgpu_lora.formats.checkpoint import WeightSource
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.program import missing_bytes
+from wgpu_lora.gpu.program import missing_bytes, release
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.files import read_model
 from wgpu_lora.models.load import load_weights, staging_bytes, table_dtype, tensor_count
+from wgpu_lora.models.shapes import cut
 from wgpu_lora.names.naming import setting
 from wgpu_lora.share import claim
 from wgpu_lora.share.refusals import advising
@@ -66,6 +67,18 @@ class LoadedModel:
         with claim(self.device, self.bytes_to_load(), f"the weights of {self.name}"):
             self.weights_sha256 = load_weights(self.device, self.checkpoint, self.decoder, loaded)
             self.weights_loaded = True
+
+    def unload(self) -> None:
+        """Frees the weights."""
+        release(self.device, self.decoder.storages())
+        self.weights_loaded = False
+
+    def declared(self, layers: int | None = None) -> LoadedModel:
+        """The same model, or its first `layers` layers, with nothing on the device. UserError where it has fewer."""
+        config = cut(self.config, layers)
+        table = table_dtype(self.checkpoint, config)
+        decoder = Decoder.declare(config, self.decoder.base_dtype, table, self.device.max_binding)
+        return replace(self, config=config, decoder=decoder, weights_loaded=False)
 
     def tensors_to_load(self) -> int:
         """How many tensors `load_weights` loads."""

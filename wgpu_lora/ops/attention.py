@@ -78,7 +78,7 @@ class AttentionTuning:
 
 
 TUNING = AttentionTuning()
-HELD = 16  # times that a reference holds its scores, about
+HELD = 16  # copies of the scores that a reference holds, approximately
 
 
 def some_queries(arrays: Arrays, c: Constants) -> part.Part | None:
@@ -89,7 +89,7 @@ def some_queries(arrays: Arrays, c: Constants) -> part.Part | None:
 
 
 def one_head(arrays: Arrays, c: Constants) -> part.Part | None:
-    """The first key head and the query heads that share it."""
+    """A part with the first key head and its query heads."""
     if not part.costly(HELD * TUNING.work(c), {}):
         return None
     rows, heads = c["rows"], c["kv_heads"]

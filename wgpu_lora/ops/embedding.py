@@ -28,7 +28,7 @@ class Table(Protocol):
 
 
 def rows_asked_for(arrays: Arrays, c: Constants) -> Part:
-    """The rows of the table that the ids name, and no others: all of it may be gigabytes once widened."""
+    """A part with only the rows of the table that the ids use, since the whole table may be gigabytes in float64."""
     ids, first = arrays["ids"].reshape(-1).astype(np.int64), c["first"]
     used = np.unique(np.append(ids[(ids >= first) & (ids < first + c["count"])], first))
     places = np.searchsorted(used, ids)

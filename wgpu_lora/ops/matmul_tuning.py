@@ -15,7 +15,7 @@ from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.gpu.tunable import Arrays, Constants
 
 FEW_ROWS = 8
-BLOCK = 64  # columns that a part of a product keeps together: whole blocks of a format's scales
+BLOCK = 64  # a part of a product keeps or drops this many columns together, as a block of scales
 CHECKED = 64  # approximate rows, columns and steps of the cut that is checked; it keeps the shape's divisibility
 Operand = Callable[[Constants, np.random.Generator], Arrays]
 
@@ -123,7 +123,7 @@ def _fewer(c: Constants) -> Constants:
 
 
 def product_part(arrays: Arrays, c: Constants) -> part.Part | None:
-    """Of a product with a frozen matrix: some rows, and some columns where these are whole blocks of scales."""
+    """The part of a product with a frozen matrix: some rows and, if they are whole blocks of scales, some columns."""
     m, n, k, nt = c["m"], c["n"], c["k"], c["form"] == "nt"
     if not part.costly(m * n * k, arrays, n * k):
         return None
@@ -134,7 +134,7 @@ def product_part(arrays: Arrays, c: Constants) -> part.Part | None:
     blocks = part.picks(n // BLOCK, part.COLUMN_BLOCKS)
 
     def columns(size: int) -> np.ndarray:
-        """Of the blocks, in units of which a block has so many."""
+        """Indices of the picked blocks, in units of which a block has `size`."""
         return (size * blocks[:, None] + np.arange(size)).reshape(-1)
 
     each, words = columns(BLOCK), columns(BLOCK // 8)

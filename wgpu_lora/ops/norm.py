@@ -25,10 +25,10 @@ def rmsnorm_backward(
     x: In, weight: Fixed, rstd: In, dy: In, dx: InOut, *, rows: U32, cols: U32, accumulate: Flag = False
 ) -> Any:
     """dx (+)= rstd * (g - x rstd^2 mean(g x)), with g = dy * weight."""
-    x, dy, dx = (array.reshape(rows, cols) for array in (x, dy, dx))
+    x, dy = x.reshape(rows, cols), dy.reshape(rows, cols)
     g, r = dy * weight, rstd.reshape(-1, 1)
     gradient = r * (g - x * r**2 * (g * x).mean(axis=1, keepdims=True))
-    return dx + gradient if accumulate else gradient
+    return dx.reshape(rows, cols) + gradient if accumulate else gradient
 
 
 def rmsnorm(rec: Recorder, x: Tensor, weight: Tensor, eps: float) -> Tensor:

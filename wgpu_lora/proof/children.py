@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.proof.watch import Watcher
-from wgpu_lora.proof.witness import EVENTS
+from wgpu_lora.proof.watch import EVENTS, Watcher
 from wgpu_lora.worker.parent import Worker, end
 
 # A worker that knows the proof's own kinds of jobs. Started with -S, it hears what is run and opened from before site,
@@ -21,7 +20,7 @@ def hear(event, arguments, keep=HEARD.append, wanted={EVENTS!r}):
 sys.addaudithook(hear)
 import site
 site.main()
-from wgpu_lora.proof.witness import witness
+from wgpu_lora.proof.watch import witness
 with witness(sys.argv[1], HEARD):
     from wgpu_lora.cli import main
     from wgpu_lora.proof.jobs import register

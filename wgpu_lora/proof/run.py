@@ -10,23 +10,37 @@ from typing import Any
 
 from wgpu_lora.demo.compare import fresh_directory
 from wgpu_lora.errors import UserError
-from wgpu_lora.proof.checks import ANSWERS, CHECKS, FIRST, LAST
-from wgpu_lora.proof.checks.answers import check_answers_can_run
+from wgpu_lora.proof.checks.answers import answers_pass_their_checks, check_answers_can_run
+from wgpu_lora.proof.checks.cuda import no_cuda
+from wgpu_lora.proof.checks.devices import devices_agree, devices_compute
+from wgpu_lora.proof.checks.program import gradients_agree, resuming_is_exact, work_happened_on_the_device
+from wgpu_lora.proof.checks.training import losses_fall, training_beside_evaluating
 from wgpu_lora.proof.children import Children
 from wgpu_lora.proof.context import Proof, Refused, hardware, read_recipe
 from wgpu_lora.proof.finding import FAILED, LEFT_OUT, NOT_RUN, PASSED, Check, Finding, NotRun, Result
 from wgpu_lora.proof.report import write_report
+from wgpu_lora.words import counted
 from wgpu_lora.worker.parent import WorkerFailed
 
-RECIPE, OUT = "wgpu-proof", "proof"
+# Each notes figures and faults, and returns what it found if there is no fault.
+CHECKS: dict[int, tuple[str, Callable[[Proof, Finding], str]]] = {
+    1: ("devices", devices_compute),
+    2: ("import and generate", devices_agree),
+    3: ("finetune, evaluate", training_beside_evaluating),
+    4: ("losses fall", losses_fall),
+    5: ("backend", work_happened_on_the_device),
+    6: ("no CUDA", no_cuda),
+    7: ("answers", answers_pass_their_checks),
+    8: ("gradients", gradients_agree),
+    9: ("resume", resuming_is_exact),
+}
+FIRST = 1  # the devices
+ANSWERS = 7  # runs code that a model wrote
+LAST = 6  # watches all the others
 
 
 class Interrupted(KeyboardInterrupt):
-    """directory: where the logs are."""
-
-    def __init__(self, directory: Path):
-        super().__init__(f"interrupted: {directory}")
-        self.directory = directory
+    """args: the directory of the logs."""
 
 
 def on_devices(found: dict[str, Any]) -> str:
@@ -37,9 +51,7 @@ def on_devices(found: dict[str, Any]) -> str:
     kinds: dict[str, list[str]] = {}
     for device in hardware(found):
         kinds.setdefault(device["kind"], []).append(device["name"])
-    said = " and ".join(
-        f"{len(names)} {kind} device{'s' * (len(names) > 1)} ({', '.join(names)})" for kind, names in kinds.items()
-    )
+    said = " and ".join(f"{counted(len(of), f'{kind} device')} ({', '.join(of)})" for kind, of in kinds.items())
     if not said or "discrete" in kinds:
         return said
     had = any(device["kind"] == "discrete" for device in found["devices"])
@@ -47,28 +59,24 @@ def on_devices(found: dict[str, Any]) -> str:
 
 
 def prove(
-    recipe: str = RECIPE,
+    recipe: str = "wgpu-proof",
     devices: str | None = None,
-    out: Path = Path(OUT),
+    out: Path = Path("proof"),
     only: Iterable[int] = (),
     allow_unconfined: bool = False,
     begun: Callable[[str], None] = lambda name: None,
     done: Callable[[Check], None] = lambda check: None,
     discrete: int = 0,
 ) -> Result:
-    """Runs the checks in child processes and writes proof.json, proof.html and logs.
+    """Runs the checks in child processes and writes proof.json, proof.html and logs; the options are the command's.
 
     Args:
-        devices: indices or names, separated by commas; by default, the first two different ones.
         out: a directory, which gets a number if it is in use.
-        only: numbers of the checks to run; by default, all.
-        allow_unconfined: whether to run answers on a system that cannot confine them.
         begun, done: called before and after every check that runs.
-        discrete: how many discrete devices must be used; with fewer, only check 1 runs.
 
     Raises:
-        UserError: the recipe, --devices, --require-discrete or --out cannot be followed, or answers cannot be confined.
-        Interrupted: on KeyboardInterrupt; the children are ended, and their logs stay.
+        UserError: an option cannot be followed, or answers cannot be confined.
+        Interrupted: on KeyboardInterrupt; the children are ended, and their logs stay in the directory that it names.
     """
     _check_options(out, devices, discrete)
     args, path = read_recipe(recipe)
@@ -80,16 +88,15 @@ def prove(
     proof = Proof(out, path, args, devices, Children(out), discrete, allow_unconfined)
     checks: list[Check] = []
     try:
-        lacking = _lacking(proof)
+        lacking = proof.lacks_discrete()
         for number in sorted(CHECKS, key=lambda n: (n == LAST, n)):
-            name, why = CHECKS[number][0], None if number in wanted else LEFT_OUT
-            if lacking and number != FIRST:
-                why = lacking
+            name, check = CHECKS[number]
+            why = lacking if lacking and number != FIRST else None if number in wanted else LEFT_OUT
             if why:
                 checks.append(Check(number, name, NOT_RUN, 0.0, why))
                 continue
             begun(f"{number} {name}")
-            checks.append(carry_out(number, *CHECKS[number], proof))
+            checks.append(carry_out(number, name, check, proof))
             done(checks[-1])
     except Refused:
         proof.children.end()
@@ -117,14 +124,6 @@ def _check_options(out: Path, devices: str | None, discrete: int) -> None:
         raise UserError(f"--out {out} cannot be a directory, because {taken} is a file: choose another place.")
     if discrete < 0:
         raise UserError(f"--require-discrete must be 0 or more, not {discrete}.")
-
-
-def _lacking(proof: Proof) -> str | None:
-    """Why --require-discrete is not met, if it is not; asked before anything else."""
-    try:
-        return proof.lacks_discrete()
-    except WorkerFailed as error:
-        return f"--require-discrete {proof.discrete}, but the devices could not be listed: {error}"
 
 
 def carry_out(number: int, name: str, check: Callable[[Proof, Finding], str], proof: Proof) -> Check:

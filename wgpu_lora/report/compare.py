@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
-from wgpu_lora.report.facts import HELD_OUT, Facts, defaults, origin, settings
+from wgpu_lora.report.facts import HELD_OUT, defaults, origin, settings
 from wgpu_lora.report.runs import Run
 
 ABSENT = "not recorded"
@@ -13,32 +12,18 @@ DIGESTS, DIGEST = "SHA-256", 12  # what tells them, and characters that tell two
 Rows = list[tuple[str, list[str]]]
 
 
-class Comparison(NamedTuple):
-    """differing, alike: (label, the value of every run)."""
-
-    differing: Rows
-    alike: Rows
-
-
-def compare(runs: Sequence[Run]) -> Comparison:
-    """Options and what else runs are of: what differs between them, or, of one run, from the defaults."""
-    if len(runs) == 1:
-        usual, found = defaults(), _rows(runs, settings)
-        same = [row[0] == usual.get(label) for label, row in found]
-    else:
-        found = _rows(runs, settings) + _rows(runs, origin)
-        same = [len(set(row)) == 1 for _, row in found]
-    differing = [row for row, is_same in zip(found, same, strict=True) if not is_same]
-    return Comparison(
-        [(label, [value[:DIGEST] if DIGESTS in label else value for value in row]) for label, row in differing],
-        [row for row, is_same in zip(found, same, strict=True) if is_same],
-    )
-
-
-def _rows(runs: Sequence[Run], of: Callable[[Run], Facts]) -> Rows:
-    tables = [of(run) for run in runs]
-    labels = dict.fromkeys(label for table in tables for label in table)
-    return [(label, [table.get(label, ABSENT) for table in tables]) for label in labels]
+def compare(runs: Sequence[Run]) -> tuple[Rows, Rows]:
+    """Options and what else runs depend on, as (label, the value of every run): those that differ between the runs or,
+    for a single run, from the defaults; and those that do not."""
+    tables = [settings(run) | (origin(run) if runs[1:] else {}) for run in runs]
+    usual, differing, alike = defaults(), Rows(), Rows()
+    for label in dict.fromkeys(label for table in tables for label in table):
+        values = [table.get(label, ABSENT) for table in tables]
+        if len({*values} | ({usual.get(label)} if len(runs) == 1 else set())) == 1:
+            alike.append((label, values))
+        else:
+            differing.append((label, [value[:DIGEST] if DIGESTS in label else value for value in values]))
+    return differing, alike
 
 
 def verdict(runs: Sequence[Run]) -> str:

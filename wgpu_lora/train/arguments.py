@@ -78,10 +78,8 @@ class TrainingArguments:
     )
     init_adapter: str | None = option(None, FILES, "PEFT adapter directory to start from.")
     resume: bool = option(False, SAVING, "Continue the run in --output from its last checkpoint.")
-    lora_r: int = option(16, ADAPTER, "LoRA rank.", within=POSITIVE)
-    lora_alpha: float = option(
-        32, ADAPTER, "LoRA scale: the adapter's output is multiplied by alpha / r.", within=POSITIVE
-    )
+    lora_r: int = option(16, ADAPTER, "Rank of the adapter.", within=POSITIVE)
+    lora_alpha: float = option(32, ADAPTER, "Scale: the adapter's output is multiplied by alpha / r.", within=POSITIVE)
     lora_dropout: float = option(
         0.0, ADAPTER, "Dropout probability of the adapter's input.", within=Range(at_least=0, below=1)
     )
@@ -119,8 +117,8 @@ class TrainingArguments:
     per_device_train_batch_size: int | None = option(
         None,
         BATCHES,
-        "Rows per batch; with packing, the batch holds this many times max-length tokens. Default: 2, adapted to small "
-        "data.",
+        "Rows per batch; with packing, the batch holds this many times --max-length tokens. Default: 2, adapted to "
+        "small data.",
         within=POSITIVE,
     )
     gradient_accumulation_steps: int | None = option(
@@ -159,7 +157,7 @@ class TrainingArguments:
     wait: float | None = option(
         None,
         MEMORY,
-        "Seconds to wait for device memory in use by other processes; without a number, wait indefinitely.",
+        "Seconds to wait for device memory in use by other processes; 0 or no number waits indefinitely.",
         within=NOT_NEGATIVE,
     )
     seed: int = option(
@@ -215,7 +213,7 @@ class TrainingArguments:
         return self.max_length or LENGTH
 
     def wait_seconds(self) -> float | None:
-        """Seconds to wait for memory; None does not wait, and 0 waits indefinitely."""
+        """Seconds to wait for memory: None does not wait, infinity (`wait` is 0) waits indefinitely."""
         return math.inf if self.wait == 0 else self.wait
 
     def template_kwargs(self) -> dict[str, Any]:

@@ -10,11 +10,11 @@ STOP_TEXT = {
     "epochs": "all epochs are done",
     "max steps": "the step limit is reached",
     "target seconds": "the time budget is used",
-    "interrupt": "by a signal or Ctrl-C",
-    "callback": "by the callback",
+    "interrupt": "a signal or Ctrl-C",
+    "callback": "stopped by the callback",
     "non-finite": "the loss or the gradient is not finite; the update was not applied, and the adapter is the last "
     "good one",
-    "diverged": f"the update would have made a weight non-finite or larger than {MAX_PARAMETER:,.0f}; it was not "
+    "diverged": f"the update would have left weights not finite or larger than {MAX_PARAMETER:,.0f}; it was not "
     "applied, and the adapter is the last good one",
 }
 

@@ -39,7 +39,7 @@ def fit_length(args: TrainingArguments, positions: int) -> tuple[TrainingArgumen
     """
     if args.max_length is None:
         chosen = min(LENGTH, positions)
-        note = f"rows of at most {chosen:,} tokens, all positions of this model" if chosen < LENGTH else ""
+        note = f"rows of at most {chosen:,} tokens, the number of positions of this model" if chosen < LENGTH else ""
         return replace(args, max_length=chosen), note
     _refuse_longer(args.max_length, positions)
     return args, ""
@@ -89,7 +89,7 @@ def fit_rows(given: Mapping[str, Any], adapters: Sequence[str | Path], positions
     if "max_length" not in said:
         said["max_length"] = min(LENGTH, positions)
         if said["max_length"] < LENGTH:
-            short = f"rows of at most {positions:,} tokens, all positions of this model"
+            short = f"rows of at most {positions:,} tokens, the number of positions of this model"
             note = f"{short}; {note}" if note else short
     return RowOptions(**{**ROWS, **of_adapters, **said}, note=note)
 

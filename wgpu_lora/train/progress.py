@@ -94,7 +94,7 @@ class Progress:
 
     @property
     def epoch_done(self) -> int | None:
-        """The number, from 1, of the epoch that the last step completed, if it did."""
+        """The number, from 1, of the epoch that the last step completed; None if it completed none."""
         state = self.run.state
         return state.epoch if state.step and not state.index else None
 

@@ -231,7 +231,7 @@ class PipelineRecord:
 
 
 def _of_options(facts: dict[str, Any], *names: str) -> dict[str, Any]:
-    """These of the options as facts of their own, and the options without them."""
+    """The named options as separate facts, and the options without them."""
     options = facts.get("options")
     if not isinstance(options, dict):
         return {}

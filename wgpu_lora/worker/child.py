@@ -1,4 +1,4 @@
-"""The worker's own end: reads a job, runs it, and writes what happens as JSON lines on standard output."""
+"""The worker's side: reads a job, runs it, and writes its events as JSON lines to standard output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from wgpu_lora.worker.registry import KINDS
 
 @dataclass(frozen=True)
 class Ended:
-    """A job's result where its exit code is not 0; `said` is why, for a person."""
+    """The result of a job whose exit code may not be 0; `said` is the reason, for the user."""
 
     result: Any
     code: int
@@ -31,8 +31,8 @@ class Ended:
 
 
 class Port(Events):
-    """Where a job tells what happens: every event is an object on a line of its own, with the schema, the event's name,
-    the time in seconds since the epoch, and its facts, which are those of the methods of Events."""
+    """Writes the events of a job: an object per line with the schema, the event's name, the time in seconds since the
+    epoch, and the event's values, named after the parameters of the methods of Events."""
 
     def __init__(self, out: TextIO, requests: TextIO | None = None):
         self._out, self._requests = out, requests
@@ -44,10 +44,10 @@ class Port(Events):
         self._out.flush()
 
     def answer(self, side: Any) -> None:
-        """Answers requests, JSON lines on standard input, by methods of `side`, until there are no more.
+        """Answer requests, JSON lines on standard input, by calling methods of `side`, until the input ends.
 
         Raises:
-            UserError: a line is no request, or one that `side` does not know or with other arguments.
+            UserError: a line is not a request, or `side` has no such method, or one with other arguments.
         """
         methods = {name: run for name, run in inspect.getmembers(side, inspect.ismethod) if not name.startswith("_")}
         for line in self._requests or ():
@@ -59,7 +59,7 @@ class Port(Events):
 
 
 def _taken(name: str, method: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
-    """A request's values as a method takes them."""
+    """The values of a request, checked against the method's annotations."""
     hints = get_type_hints(method)
     try:
         inspect.signature(method).bind(**request)
@@ -84,17 +84,17 @@ for _name in [name for name in vars(Events) if not name.startswith("_")]:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no word for: paths, and dataclasses such as an answer."""
+    """Convert values that JSON does not support: paths, and dataclasses such as an answer."""
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
 
 
 def work(source: str) -> int:
-    """Does the job in a file, or on standard input where `source` is '-', and returns the exit code.
+    """Run the job in a file, or on standard input if `source` is '-', and return its exit code.
 
-    The last event is `result` or `error`. What anything else prints goes to stderr.
+    The last event is `result` or `error`. All other output goes to stderr.
 
     Raises:
-        UserError, KeyboardInterrupt and whatever else ended the job, after its `error`.
+        UserError, KeyboardInterrupt or any other exception that ended the job, after its `error` event.
     """
     with _only_events() as out:
         port = Port(out, None if source == "-" else sys.stdin)
@@ -120,9 +120,9 @@ def _message(error: BaseException) -> str:
 
 @contextmanager
 def _only_events() -> Iterator[TextIO]:
-    """A stream to standard output, which everybody else's prints are kept from; it goes silent where nobody reads."""
+    """A stream to standard output that no other output gets into; errors are ignored once the reader is gone."""
     if sys.stdout is None:
-        raise UserError("There is no standard output to write events to: open it.")
+        raise UserError("There is no standard output to write events to: connect it to a pipe or a file.")
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as kept:
         os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""A job as a file has it: {"schema": 1, "job": KIND, "options": {...}}, with names and types as its kind takes them."""
+"""A job file: {"schema": 1, "job": KIND, "options": {...}}, with the names and types that its kind takes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEYS = {"schema", "job", "options"}
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be done, with which options; `where` it stands begins every refusal."""
+    """A job and its options; `where` is its source, which begins error messages."""
 
     kind: str
     options: dict[str, Any]
@@ -29,32 +29,32 @@ class Job:
 
 
 def read_job(source: str) -> Job:
-    """The job in a file, or on standard input where `source` is '-'.
+    """Read a job from a file, or from standard input if `source` is '-'.
 
     Raises:
-        UserError: it cannot be read, is of a kind that there is not, or of a later version.
+        UserError: it cannot be read, its kind is unknown, or it is from a newer version.
     """
     where = "The job on standard input" if source == "-" else f"The job {source}"
-    facts = parse_object(_bytes(source, where), where, cure="correct the job")
+    facts = parse_object(_bytes(source, where), where, cure="fix the job")
     unknown = facts.keys() - KEYS
     if unknown:
         raise UserError(f"{where} has a key '{min(unknown)}': its keys are {', '.join(sorted(KEYS))}.")
     schema, kind, options = facts.get("schema", SCHEMA), facts.get("job"), facts.get("options", {})
     if type(schema) is not int or not 1 <= schema <= SCHEMA:
-        raise UserError(f"{where} has the schema {schema!r:.40}, and this version knows {SCHEMA}: update wgpu-lora.")
+        raise UserError(f"{where} has the schema {schema!r:.40}, but this version supports {SCHEMA}: update wgpu-lora.")
     if kind is None:
         raise UserError(f"{where} lacks 'job', its kind: choose one of {', '.join(KINDS)}.")
     if not isinstance(kind, str) or kind not in KINDS:
-        raise UserError(f"{where} is of the kind {kind!r:.60}, which there is not: choose one of {', '.join(KINDS)}.")
+        raise UserError(f"{where} has an unknown kind {kind!r:.60}: choose one of {', '.join(KINDS)}.")
     if not isinstance(options, dict):
-        raise UserError(f"{where} has options that are no object: give names and values.")
+        raise UserError(f"{where} has 'options' that are not an object: give names and values.")
     return Job(kind, options, where)
 
 
 def _bytes(source: str, where: str) -> bytes:
     if source == "-":
         if sys.stdin is None:
-            raise UserError("There is no standard input to read a job from: name a file.")
+            raise UserError("There is no standard input to read a job from: give a file.")
         return sys.stdin.buffer.read(MAX_JSON_BYTES + 1)
     try:
         with Path(source).open("rb") as file:
@@ -64,25 +64,27 @@ def _bytes(source: str, where: str) -> bytes:
 
 
 def arguments(run: Kind, job: Job) -> dict[str, Any]:
-    """A job's options as its kind's function takes them; what goes into **options is checked by that, which is told
-    where they stand.
+    """A job's options as arguments of its kind's function; a function that takes **options checks those itself, and is
+    passed `where` for its messages.
 
     Raises:
-        UserError: one is unknown (the nearest is suggested), missing, or of another type.
+        UserError: an option is unknown (the nearest one is suggested), missing, or of the wrong type.
     """
     port, *parameters = inspect.signature(run).parameters.values()
     named = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "where"}
     others = any(p.kind is p.VAR_KEYWORD for p in parameters)
     hints = get_type_hints(run)
     known = [*named, *(job.options.keys() - {port.name, "where"})] if others else [*named]
-    given = real_names(job.options, known, job.where, otherwise=f"a job {job.kind} takes {', '.join(named)}.")
+    given = real_names(job.options, known, job.where, otherwise=f"the job {job.kind!r} takes {', '.join(named)}.")
     missing = [name for name, p in named.items() if p.default is p.empty and name not in given]
     if missing:
-        raise UserError(f"{job.where} lacks {listed([repr(name) for name in missing])}: a job {job.kind} needs it.")
+        raise UserError(
+            f"{job.where} lacks {listed([repr(name) for name in missing])}: the job {job.kind!r} requires it."
+        )
     for name in given.keys() & named.keys():
         try:
             given[name] = typed(hints[name], given[name], f"'{name}'")
         except ValueError as error:
             kind = str(named[name].annotation)
-            raise UserError(f"{job.where}: {error}, which has to be {kind.replace(' | ', ' or ')}.") from None
+            raise UserError(f"{job.where}: {error}, expected {kind.replace(' | ', ' or ')}.") from None
     return {**given, "where": job.where} if others else given

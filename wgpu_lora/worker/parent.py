@@ -1,4 +1,4 @@
-"""Whoever starts a worker: hands it a job, hears its events, and ends it."""
+"""The starting side of a worker: passes a job to it, reads its events, and ends it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ import psutil
 from wgpu_lora.worker.job import SCHEMA
 
 PROGRAM = (sys.executable, "-m", "wgpu_lora", "worker")
-GRACE = 5.0  # seconds between asking a process to end and ending it
+GRACE = 5.0  # seconds between asking a process to end and killing it
 Event = dict[str, Any]
 
 
 class WorkerFailed(Exception):
-    """A worker ended other than it should; `code` is its exit code, None where it was out of time."""
+    """A worker failed; `code` is its exit code, None if it timed out."""
 
     def __init__(self, message: str, code: int | None):
         super().__init__(message)
@@ -33,12 +33,12 @@ class WorkerFailed(Exception):
 
 
 class Worker:
-    """A job in a process of its own; what it says is kept in `place`, or in a directory that goes with it.
+    """A job in a process of its own; its files are in `place`, by default a temporary directory.
 
     Args:
-        name: of its files and in errors. program: what is started, the job's file last.
-        environment: what differs from this process's own. timeout: seconds that the whole of it may take.
-        asked: whether it is to be asked, by `ask`.
+        name: for its files and error messages. program: the command, to which the job's file is appended.
+        environment: changes to this process's own. timeout: seconds in total.
+        asked: whether `ask` will send requests to it.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class Worker:
             for line in self.process.stdout:
                 log.write(line)
                 log.flush()
-                with suppress(ValueError):  # cut short, where it was killed
+                with suppress(ValueError):  # cut off if it was killed
                     self._events.put(json.loads(line))
         self._events.put(None)
 
     # -- hearing ---------------------------------------------------------------------------------------------------
 
     def events(self) -> Iterator[Event]:
-        """What happens, as it happens, up to its end. Raises WorkerFailed where it is out of time; it is ended then."""
+        """The events as they happen. Raises WorkerFailed on a timeout, after ending the worker."""
         while event := self._next():
             yield event
 
@@ -98,16 +98,16 @@ class Worker:
             self.end()
             raise WorkerFailed(f"it took more than {self._timeout:,.0f} s", None) from None
         if event is None:
-            self._events.put(None)  # for whoever asks again
+            self._events.put(None)  # for the next call
             self.process.wait()
         else:
             self.last = event
         return event
 
     def ask(self, request: str, **values: Any) -> Event:
-        """What it answers. Raises WorkerFailed where it ends instead, or is out of time."""
+        """Send a request and return the answer. Raises WorkerFailed if the worker ends or times out."""
         assert self.process.stdin
-        with suppress(OSError):  # it has ended: its events say so too
+        with suppress(OSError):  # if it has ended, its events say so
             self.process.stdin.write((json.dumps({"request": request, **values}) + "\n").encode())
             self.process.stdin.flush()
         for event in self.events():
@@ -121,13 +121,13 @@ class Worker:
         return self.process.poll() is None
 
     def wait(self) -> int:
-        """Its exit code, once it has ended and its last event is here."""
+        """The exit code, after the worker has ended and its last event has been read."""
         for _ in self.events():
             pass
         return self.process.wait()
 
     def result(self) -> Any:
-        """Its result, once it has ended. Raises WorkerFailed where its exit code is not 0."""
+        """The result, after the worker has ended. Raises WorkerFailed if its exit code is not 0."""
         if self.wait() or self.last.get("event") != "result":
             raise self._failed()
         return self.last["result"]
@@ -137,7 +137,7 @@ class Worker:
         return WorkerFailed(f"{self.name} ended with exit code {code}: {self.last_words()}", code)
 
     def last_words(self) -> str:
-        """Why it ended, for a sentence."""
+        """The reason of its end, as part of a sentence."""
         told = self.last.get("message") or self.last.get("said")
         if told:
             return str(told)[:300]
@@ -145,11 +145,11 @@ class Worker:
         return said[-1][:300] if said else "it said nothing"
 
     def end(self) -> None:
-        """Ends it where it still runs, with its own children."""
+        """End it and its own children if it is still running."""
         end([self])
 
     def close(self) -> None:
-        """Lets a worker that is asked come to its end, and ends one that does not."""
+        """Let a worker that takes requests finish, and end it if it does not."""
         if self.process.stdin:
             with suppress(OSError):
                 self.process.stdin.close()
@@ -170,7 +170,7 @@ class Worker:
 
 
 def end(workers: Iterable[Worker]) -> None:
-    """Ends those that run, with their own children: asks first, and ends them after a while."""
+    """End the running ones with their children: ask first, and kill them after a while."""
     processes: list[psutil.Process] = []
     living = [worker.process for worker in workers if worker.running()]
     for process in living:

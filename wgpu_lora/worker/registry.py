@@ -1,4 +1,4 @@
-"""The kinds of jobs. Each is a function of a `Port` and of its options by name; it returns what the job's result is."""
+"""The kinds of jobs. Each is a function of a `Port` and of its options by name; it returns the job's result."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from wgpu_lora.proof.heldout import request_of, seen_rows, shown
 from wgpu_lora.proof.jobs.generate import prompt_of
 from wgpu_lora.proof.report import render
 from wgpu_lora.proof.run import carry_out, prove
-from wgpu_lora.proof.witness import EVENTS, command_of, witness
+from wgpu_lora.proof.watch import EVENTS, command_of, witness
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.output import LOG
 

@@ -7,16 +7,22 @@ from collections.abc import Callable, Iterator
 from wgpu_lora.bench.workload import Context, Workload
 from wgpu_lora.bench.workloads import adapter_memory, adapters, layer, serving, training
 
+
+def one(make: Callable[[Context], Workload]) -> Callable[[Context], Iterator[Workload]]:
+    """The cases of a brick that has but one."""
+    return lambda context: iter((make(context),))
+
+
 WORKLOADS: dict[str, Callable[[Context], Iterator[Workload]]] = {
-    **{name: layer.of_layer(name) for name in layer.BRICKS},
-    "loss": training.loss,
-    "optimizer": training.optimizer,
-    "quantize": training.quantize,
-    "train_step": training.train_step,
-    "multi_adapter_step": adapters.multi_adapter_step,
-    "multi_adapter_memory": adapter_memory.multi_adapter_memory,
+    **{name: one(layer.of_layer(name)) for name in layer.BRICKS},
+    "loss": one(training.loss),
+    "optimizer": one(training.optimizer),
+    "quantize": one(training.quantize),
+    "train_step": one(training.TrainStep),
+    "multi_adapter_step": one(adapters.MultiAdapterStep),
+    "multi_adapter_memory": one(adapter_memory.MultiAdapterMemory),
     "ttft": serving.ttft,
     "throughput": serving.throughput,
     "batch": serving.batch,
-    "load": serving.load,
+    "load": one(serving.Load),
 }

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from wgpu_lora.bench.check import Checked, check
 from wgpu_lora.bench.stats import Timings
 from wgpu_lora.bench.step import largest, make_up
-from wgpu_lora.bench.workload import Context, Extra, SessionWorkload, Workload, new_bytes
+from wgpu_lora.bench.workload import Context, Extra, SessionWorkload, new_bytes
 from wgpu_lora.bench.workloads.adapters import FEW, MANY
 from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.program import Program
+from wgpu_lora.gpu.timer import clock_of
 from wgpu_lora.models.targets import ALL
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.session import Session
 
 QV = "q_proj,v_proj"
-
-
-def multi_adapter_memory(context: Context) -> Iterator[Workload]:
-    yield MultiAdapterMemory(context)
 
 
 def base_reads(session: Session) -> int:
@@ -69,7 +64,7 @@ class MultiAdapterMemory(SessionWorkload):
         super().__init__(*(self._cut.session([context.tokens], slots, QV) for slots in (1, FEW)))
         self._few = self.sessions[-1]
         self._allocated: list[int] = []
-        self.clock = context.timer.clock
+        self.clock = clock_of(context.device)
         self.keys = {"slots": float(FEW), "allocated_layers": float(fits or 1)}
 
     def _need(self, layers: int) -> int:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from wgpu_lora.bench.check import Checked
 from wgpu_lora.bench.stats import Timings
 from wgpu_lora.bench.step import SlotStep
-from wgpu_lora.bench.workload import Context, Extra, SessionWorkload, Workload
+from wgpu_lora.bench.workload import Context, Extra, SessionWorkload
 
 FEW, MANY = 3, 8  # adapters
 ROW = 64  # tokens of a row of data, and of the whole step of an adapter that has only short batches
-
-
-def multi_adapter_step(context: Context) -> Iterator[Workload]:
-    yield MultiAdapterStep(context)
 
 
 class MultiAdapterStep(SessionWorkload):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
@@ -58,19 +58,19 @@ BRICKS: dict[str, tuple[str | None, Chosen, Chosen | None]] = {
 }
 
 
-def of_layer(name: str) -> Callable[[Context], Iterator[Workload]]:
+def of_layer(name: str) -> Callable[[Context], Workload]:
     """A brick that times some of the dispatches of the model's first layer, recorded by its architecture."""
 
-    def cases(context: Context) -> Iterator[Workload]:
+    def recorded(context: Context) -> Workload:
         which, chosen, beside = BRICKS[name]
         # A brick depends on the options that its contract names, and on no others.
         taken = {option: getattr(context, option) for option in load_contract(name).options if option in RECORDED}
         workload = _layer(context, **taken)
         passes = [workload.forward, workload.backward]
         workload.time([p for p in passes if which in (None, p.name)], chosen, beside)
-        yield workload
+        return workload
 
-    return cases
+    return recorded
 
 
 def _layer(

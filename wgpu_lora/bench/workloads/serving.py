@@ -9,8 +9,8 @@ import numpy as np
 
 from wgpu_lora.bench.check import Checked, check, poison
 from wgpu_lora.bench.stats import Timings, timed
-from wgpu_lora.bench.step import adapter_set, declared_anew
-from wgpu_lora.bench.workload import Context, Extra, Workload, unload
+from wgpu_lora.bench.step import adapter_set, fill_adapters
+from wgpu_lora.bench.workload import Context, Extra, Workload
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.program import Arena, allocate, missing_bytes, release
@@ -37,10 +37,6 @@ def throughput(context: Context) -> Iterator[Workload]:
 def batch(context: Context) -> Iterator[Workload]:
     yield Serving(context, f"{SEQUENCES} sequences", PROMPTS[0], NEW_TOKENS, sequences=SEQUENCES)
     yield Serving(context, f"{SEQUENCES} adapters", PROMPTS[0], NEW_TOKENS, sequences=SEQUENCES, adapters=SEQUENCES)
-
-
-def load(context: Context) -> Iterator[Workload]:
-    yield Load(context)
 
 
 class Serving(Workload):
@@ -91,9 +87,7 @@ class Serving(Workload):
         if adapters:
             allocate(context.device, adapters.storages())
             adapters.upload_scales(context.device)
-            for page in adapters.params:
-                values = np.float32(0.02) * self._rng.standard_normal(page.shape, np.float32)
-                context.device.write(page.storage.buffer, values)
+            fill_adapters(context.device, adapters, self._rng)
         self._generator = Generator(context.model, adapters, self._capacity, self._sequences)
 
     def check(self, rng: np.random.Generator) -> Checked:
@@ -170,7 +164,7 @@ class Load(Workload):
         self._loaded: LoadedModel | None = None
 
     def nbytes(self) -> int:
-        return declared_anew(self._context.model).bytes_to_load()
+        return self._context.model.declared().bytes_to_load()
 
     def open(self, choices: Choices = NO_CHOICES) -> None:
         pass
@@ -189,7 +183,7 @@ class Load(Workload):
         return found
 
     def _load(self) -> LoadedModel:
-        self._loaded = declared_anew(self._context.model)
+        self._loaded = self._context.model.declared()
         self._loaded.load_weights()
         self._context.device.wait()
         return self._loaded
@@ -203,5 +197,5 @@ class Load(Workload):
 
     def close(self) -> None:
         if self._loaded:
-            unload(self._loaded)
+            self._loaded.unload()
             self._loaded = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -27,7 +26,7 @@ ROW = 128  # tokens of a row of data in train_step, as in docs/performance.md
 DEVICE_RUNS = 3  # of the device's own time of a step
 
 
-def loss(context: Context) -> Iterator[Workload]:
+def loss(context: Context) -> Workload:
     """LM head and cross-entropy over every row, forward and backward; the head is bf16, as checkpoints have it."""
     config, tokens = context.config, context.tokens
     workload = ProgramWorkload(context)
@@ -50,20 +49,20 @@ def loss(context: Context) -> Iterator[Workload]:
     rec.dispatch(sum_by_slot, score.losses, scoring.loss_ranges, workload.input((1,), name="total"), slots=1)
     seed(rec, logprobs, score.weights)
     rec.backward()
-    yield workload
+    return workload
 
 
-def optimizer(context: Context) -> Iterator[Workload]:
+def optimizer(context: Context) -> Workload:
     """Gradient norm, clipping and the update of the adapters of every layer, on all that may carry one."""
     workload, device = ProgramWorkload(context), context.device
     adapters = adapter_set(context.config, device, context.rank)
     update = Optimizer(device, adapters, workload.input((1,), name="loss total"))
     workload.forward.dispatches += update.program.dispatches
     workload.fillers += [partial(fill_adapters, device, adapters), partial(fill_update, device, update)]
-    yield workload
+    return workload
 
 
-def quantize(context: Context) -> Iterator[Workload]:
+def quantize(context: Context) -> Workload:
     """Packing the matrices of a layer from bf16 to NF4 codes, in loading's own pieces, upload left out."""
     workload = ProgramWorkload(context)
     rec = workload.rec
@@ -78,11 +77,7 @@ def quantize(context: Context) -> Iterator[Workload]:
             rec.dispatch(nf4_absmax, w, absmax, size=size, b_type="bf16")
             shape = {"rows": rows, "first": first, "out": out, "size_in": size_in}
             rec.dispatch(nf4_encode, w, absmax, codes, b_type="bf16", **shape)
-    yield workload
-
-
-def train_step(context: Context) -> Iterator[Workload]:
-    yield TrainStep(context)
+    return workload
 
 
 class TrainStep(SessionWorkload):
@@ -91,7 +86,7 @@ class TrainStep(SessionWorkload):
     def __init__(self, context: Context):
         tokens = context.tokens
         rows = [min(ROW, tokens - start) for start in range(0, tokens, ROW)]
-        self._timer = context.timer
+        self._context = context
         self._session = context.session([tokens], positions=max(rows))
         super().__init__(self._session)
         self._step = SlotStep(self._session, [(0, row) for row in rows])
@@ -104,7 +99,7 @@ class TrainStep(SessionWorkload):
         return timed(self._step.run)
 
     def extra(self, timings: Timings) -> Extra:
-        device, timer = self._session.device, self._timer
+        device, timer = self._session.device, self._context.timer
         found = {"tokens_per_second": self._step.tokens / timings.seconds, "peak_bytes": float(device.peak_allocated)}
         if timer.clock == "timestamps":
             programs = self._session.programs()

@@ -142,7 +142,7 @@ class TransformerGGUF(GGUFForm[Transformer]):
         rope |= {name: value for name, value in stated.items() if value is not None}
         more = self._number(header, "rope.scaling.attn_factor")
         if "attention_factor" not in rope and more is not None and (factor or 0) > 0:
-            rope["attention_factor"] = more * (1.0 + 0.1 * math.log(max(factor, 1.0)))  # beside yarn's usual one
+            rope["attention_factor"] = more * (1.0 + 0.1 * math.log(max(factor, 1.0)))  # times yarn's default one
         for key, neutral in (("yarn_ext_factor", 1), ("yarn_log_multiplier", 0)):
             if self._number(header, f"rope.scaling.{key}", neutral) not in (neutral, -1):
                 raise UserError(f"{self.name}.rope.scaling.{key} in {header.path} is not supported: use another model.")

@@ -21,13 +21,14 @@ def answers_pass_their_checks(proof: Proof, finding: Finding) -> str:
         raise NotRun("the held-out rows have no unit checks")
     if not all(request_of(row) for row in rows):
         raise NotRun("a held-out row with a unit check is no conversation with something before its last answer")
-    seen, count = proof.seen_rows()
+    seen, count = proof.seen_rows
     if seen:
         raise NotRun(f"{seen} of {count} held-out rows are training rows too: their answers could be known by heart")
-    trained = str(proof.trained().directory)
+    adapters = {"before": proof.args.init_adapter, "after": str(proof.trained().directory)}
+    options = {"options": proof.args.as_dict(), "device": proof.used()[0], "allow_unconfined": proof.allow_unconfined}
     found = {
-        "before": proof.answers("answers-before", proof.args.init_adapter),
-        "after": proof.answers("answers-after", trained),
+        when: proof.children.run(f"answers-{when}", "proof-answers", adapter=adapter, **options)
+        for when, adapter in adapters.items()
     }
     finding.figures["margin"] = MARGIN
     for when, answers in found.items():
@@ -36,13 +37,11 @@ def answers_pass_their_checks(proof: Proof, finding: Finding) -> str:
         finding.figures[when] = score
     was, now = (finding.figures[when]["passed"] for when in found)
     finding.figures["answers"] = [
-        {"request": before.pop("request"), "before": before, "after": {k: after[k] for k in before}}
+        {"request": before.pop("request"), "before": before, "after": {name: after[name] for name in before}}
         for before, after in zip(*found.values(), strict=True)
     ]
-    finding.expect(
-        now - was >= MARGIN * len(rows),
-        f"{was} of {len(rows)} answers passed before and {now} after: {MARGIN:.0%} more had to",
-    )
+    fault = f"{was} of {len(rows)} answers passed before and {now} after: {MARGIN:.0%} more had to"
+    finding.expect(now - was >= MARGIN * len(rows), fault)
     return f"{was} of {len(rows)} passed before, {now} after ({finding.figures['after']['parsed']} parse)"
 
 

@@ -10,7 +10,6 @@ from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 from wgpu_lora.proof import cuda
-from wgpu_lora.proof.children import Children
 from wgpu_lora.proof.context import Proof
 from wgpu_lora.proof.finding import Finding, NotRun
 from wgpu_lora.proof.watch import UNREADABLE
@@ -23,51 +22,55 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
     """Judges all processes that were watched, so it comes after every other check."""
     if UNREADABLE:
         raise NotRun(UNREADABLE)
-    used, children = proof.devices()["used"], proof.children
-    seen = children.watcher.stop()
-    said = accounts(children)
-    mapped = mapped_by(children, said)
-    sorted_out = {name: cuda.classify(paths, os.environ.get("LD_PRELOAD", "")) for name, paths in mapped.items()}
+    used, started, seen = proof.devices()["used"], proof.children.started, proof.children.watcher.stop()
+    # What children said of themselves; one that was ended before it could is left out.
+    files = {child.name: proof.children.witness(child.name) for child in started}
+    said: dict[str, Any] = {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
+    # The libraries that each process had mapped: as seen from outside, and as it said itself.
+    names = {child.process.pid: child.name for child in started}
+    mapped = {f"{names.get(one.pid) or short(one.command)} ({one.pid})": set(one.libraries) for one in seen}
+    for name, account in said.items():
+        mapped.setdefault(f"{name} ({account['pid']})", set()).update(account["libraries"])
+    judged = {name: cuda.classify(paths, os.environ.get("LD_PRELOAD", "")) for name, paths in mapped.items()}
     paths = sorted(set().union(*mapped.values()))
     native = cuda.ours(paths)
     naming, unread = cuda.look_into(native)
     opened = {name: account["opened"] for name, account in said.items()}
     modules = {*sys.modules, *(module for account in said.values() for module in account["modules"])}
-    started, ran = [one.command for one in seen], [c for account in said.values() for c in account["commands"]]
+    ran = [command for account in said.values() for command in account["commands"]]
     try:
         requirements = sorted(cuda.required(PACKAGE))
     except PackageNotFoundError:
         raise NotRun(f"{PACKAGE} is not installed as a package, so its requirements are not known") from None
     # CUDA's driver side, by path: the processes that an NVIDIA Vulkan driver was mapped in too.
-    explained: dict[str, list[str]] = {}
-    for name, found in sorted_out.items():
-        for path in found.explained:
-            explained.setdefault(path, []).append(name)
-    looked_at = {one.pid for one in seen if one.looks}
+    explained = {path: [name for name, found in judged.items() if path in found.explained] for path in paths}
+    explained = {path: processes for path, processes in explained.items() if processes}
+    looked_at, looks = {one.pid for one in seen if one.looks}, sum(one.looks for one in seen)
     kinds = {
-        "mapped": sorted({path for found in sorted_out.values() for path in found.forbidden}),
+        "mapped": [path for path in paths if any(path in found.forbidden for found in judged.values())],
         "opened by Python": [f"{lib} ({name})" for name, libs in opened.items() for lib in libs if cuda.is_cuda(lib)],
-        "named in packages' libraries": [
-            f"{', '.join(found)} in {cuda.file_name(path)}" for path, found in naming.items()
-        ],
+        "named in packages' libraries": [f"{', '.join(n)} in {cuda.file_name(path)}" for path, n in naming.items()],
         "not readable, so not searched for CUDA's names": unread,
         "imported": cuda.imported(modules),
-        "run": [f"{word} ({short(c)})" for c in (*started, *ran) if (word := cuda.compiler_in(c))],
+        "run": [
+            f"{word} ({short(command)})"
+            for command in (*(one.command for one in seen), *ran)
+            if (word := cuda.compiler_in(command))
+        ],
         "required by the package": cuda.cuda_packages(requirements),
-        "never looked at": [child.name for child in children.started if child.process.pid not in looked_at],
-        "ended without saying what it opened": [c.name for c in children.started if explained and c.name not in said],
+        "never looked at": [name for pid, name in names.items() if pid not in looked_at],
+        "ended without saying what it opened": [name for name in files if explained and name not in said],
     }
     for what, items in kinds.items():
         finding.expect(not items, f"{what}: {', '.join(items)}")
-    drivers = {cuda.file_name(path) for found in sorted_out.values() if found.explained for path in found.icds}
+    drivers = {cuda.file_name(path) for found in judged.values() if found.explained for path in found.icds}
     why = reason_for(drivers, opened, native, clean=not finding.faults) if explained else None
-    looks = sum(one.looks for one in seen)
     finding.figures = {
         "processes": [{"pid": s.pid, "parent": s.parent, "command": s.command, "looks": s.looks} for s in seen],
         "looks": looks,
         "libraries": paths,
         "cuda_of_the_driver": {"libraries": explained, "why": why},
-        "nvidia_driver": sorted({path for found in sorted_out.values() for path in found.own}),
+        "nvidia_driver": sorted({path for found in judged.values() for path in found.own}),
         "opened_by_python": opened,
         "searched": {"names": [name.decode() for name in cuda.NAMES], "libraries": native, "found": naming},
         "requirements": requirements,
@@ -82,22 +85,6 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
         f"none is named in {len(native)} native libraries of installed packages, none of {len(requirements)} required "
         "packages is CUDA's; no nvcc was run"
     )
-
-
-def accounts(children: Children) -> dict[str, dict[str, Any]]:
-    """What children said of themselves, by name; one that was ended before it could is left out."""
-    files = {child.name: children.witness(child.name) for child in children.started}
-    return {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
-
-
-def mapped_by(children: Children, said: Mapping[str, Any]) -> dict[str, set[str]]:
-    """The libraries that each process had mapped, by its name and pid: as seen from outside, and as it said itself."""
-    names = {child.process.pid: child.name for child in children.started}
-    seen = children.watcher.seen.values()
-    found = {f"{names.get(one.pid) or short(one.command)} ({one.pid})": set(one.libraries) for one in seen}
-    for name, account in said.items():
-        found.setdefault(f"{name} ({account['pid']})", set()).update(account["libraries"])
-    return found
 
 
 def reason_for(drivers: Iterable[str], opened: Mapping[str, list[str]], native: list[str], clean: bool) -> str:

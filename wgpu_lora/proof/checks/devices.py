@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,30 +38,34 @@ def devices_compute(proof: Proof, finding: Finding) -> str:
 
 
 def devices_agree(proof: Proof, finding: Finding) -> str:
-    """Compares each further device with the first."""
-    found = {index: proof.generation(index) for index in proof.used()}
+    """Imports the checkpoint on each device, generates with the packed model, and compares all with the first."""
+    found = {index: generated(proof, index) for index in proof.used()}
     for index, made in found.items():
         packed, matrices = made["packed_matrices"], made["matrices"]
         finding.expect(packed == matrices, f"device {index} holds {packed} of {matrices} matrices in NF4")
         finding.expect(any(answer["ids"] for answer in made["answers"]), f"device {index} generated nothing")
-    finding.figures["tolerance"] = TOLERANCE
-    finding.figures["generated"] = {
-        index: {name: value for name, value in made.items() if name != "arrays"} for index, made in found.items()
-    }
-    first, *others = found.values()
-    tokens = sum(len(answer["ids"]) for answer in first["answers"])
+    finding.figures = {"tolerance": TOLERANCE, "generated": found}
+    first, *others = found
+    answers = found[first]["answers"]
+    tokens = sum(len(answer["ids"]) for answer in answers)
     if not others:
         raise NotRun(f"one device alone: it imported and generated {tokens} tokens, with nothing to compare them with")
-    compared = {index: compare(first, made) for index, made in list(found.items())[1:]}
-    finding.figures["compared"] = compared
+    compared = finding.figures["compared"] = {index: compare(found[first], found[index]) for index in others}
     finding.faults += [f"device {index}: {fault}" for index, result in compared.items() for fault in result["faults"]]
     worst = max(result["worst"] for result in compared.values())
     ties = sum(result["near_ties"] for result in compared.values())
     return (
-        f"{first['packed_matrices']} matrices packed to NF4 on each of {len(found)} devices; logits within {worst:.1e} "
-        f"of the largest (allowed {TOLERANCE:.0e}); {len(first['answers'])} greedy answers of {tokens} tokens the same"
-        + (f" but for {ties} near-ties" if ties else "")
+        f"{found[first]['packed_matrices']} matrices packed to NF4 on each of {len(found)} devices; logits within "
+        f"{worst:.1e} of the largest (allowed {TOLERANCE:.0e}); {len(answers)} greedy answers of {tokens} tokens the "
+        f"same{f' but for {ties} near-ties' if ties else ''}"
     )
+
+
+def generated(proof: Proof, index: int) -> dict[str, Any]:
+    packed, arrays = (str(proof.out / "work" / name) for name in (f"packed-{index}", f"logits-{index}.npz"))
+    proof.children.run(f"import-{index}", "import", model=proof.args.model, output=packed, device=index)
+    options = {"options": replace(proof.args, model=packed).as_dict(), "device": index, "arrays": arrays}
+    return {**proof.children.run(f"generate-{index}", "proof-generate", **options), "arrays": arrays}
 
 
 def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:

@@ -69,10 +69,8 @@ def losses_fall(proof: Proof, finding: Finding) -> str:
     training = proof.training()
     finding.figures["losses"] = losses = [line["loss"] for line in training.log]
     stopped = training.record.stop_reason if training.record else "no run.json"
-    finding.expect(
-        stopped not in ("non-finite", "diverged"),
-        f"training stopped after {counted(len(losses), 'step')}: {training.said}",
-    )
+    fault = f"training stopped after {counted(len(losses), 'step')}: {training.said}"
+    finding.expect(stopped not in ("non-finite", "diverged"), fault)
     finite = all(math.isfinite(line[key]) for line in training.log for key in ("loss", "grad_norm"))
     finding.expect(finite, "a loss or a gradient in the log is not finite")
     if finding.faults:
@@ -81,7 +79,7 @@ def losses_fall(proof: Proof, finding: Finding) -> str:
         raise NotRun(f"fine-tuning ended with exit code {training.code} (check 3)")
     if len(losses) < FEWEST:
         raise NotRun(f"{counted(len(losses), 'step')} are too few: give a recipe with {FEWEST} or more")
-    seen, count = proof.seen_rows()
+    seen, count = proof.seen_rows
     name = "the loss of eval_data" if seen else "the held-out loss"
     tenth = len(losses) // 10
     first, last = statistics.fmean(losses[:tenth]), statistics.fmean(losses[-tenth:])

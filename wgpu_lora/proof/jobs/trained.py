@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,48 +29,36 @@ LENGTHS = tuple(0.1 / 2**i for i in range(8))
 BENT = 0.05  # by how much two may differ; their extrapolation is then good to some thousandths
 ROUNDING = 2e-6  # of the loss: what f32 may leave of a difference; 4e-7 was measured
 UNTRAINED = 0.01  # stands for the size of a value where a matrix is all zeros
-
-
-@dataclass(frozen=True)
-class Trained:
-    """session: allocated, with no adapter placed yet.
-
-    steps: the batches of the run's first step, with their groups, which the options alone decide (train.stream).
-    units: what the step's loss is a mean over.
-    """
-
-    session: Session
-    run: AdapterRun
-    steps: list[tuple[Batch, list[Group]]]
-    units: int
+Steps = list[tuple[Batch, list[Group]]]
 
 
 @contextmanager
-def reopened(directory: str, device: int) -> Iterator[Trained]:
-    """The run in a directory, to which nothing is written."""
+def reopened(directory: str, device: int) -> Iterator[tuple[Session, AdapterRun, Steps, int]]:
+    """The run in a directory, to which nothing is written: its session, allocated, with no adapter placed yet; the
+    batches of its first step, which the options alone decide (train.stream); and what that step's loss is a mean over.
+    """
     record = RunRecord.read(Path(directory))
     job = prepare_job(replace(record.options, device=str(device), resume=False), planning=True)
     session, stream = job.session, job.run.stream
     try:
         session.allocate(choices=record.state.tiles)
         step = next(stream.steps())
-        batches = [(session.batch_for(groups), groups) for groups in stream.groups(step)]
-        yield Trained(session, job.run, batches, stream.units(step.samples))
+        steps = [(session.batch_for(groups), groups) for groups in stream.groups(step)]
+        yield session, job.run, steps, stream.units(step.samples)
     finally:
         session.close()
 
 
 def clock(port: Port, *, directory: str, device: int) -> dict[str, Any]:
     """Device and host seconds of the run's first step, medians, and the step's loss, which the run's log has too."""
-    with reopened(directory, device) as trained:
-        session = trained.session
-        trained.run.place_initial(session)
+    with reopened(directory, device) as (session, run, steps, units):
+        run.place_initial(session)
         timer = Timer(session.device)
         device_seconds, host_seconds = [], []
         for repeat in range(-2, REPEATS):  # the first run compiles, the second finds where a long step is to be split
             session.begin()
             begin, spent = time.perf_counter(), 0.0
-            for batch, groups in trained.steps:
+            for batch, groups in steps:
                 batch.upload(groups)
                 if repeat < 0:
                     batch.program.run()
@@ -81,10 +69,10 @@ def clock(port: Port, *, directory: str, device: int) -> dict[str, Any]:
         timer.free()
         return {
             "clock": timer.clock,
-            "dispatches": sum(len(batch.program.dispatches) for batch, _ in trained.steps),
+            "dispatches": sum(len(batch.program.dispatches) for batch, _ in steps),
             "device_seconds": statistics.median(device_seconds[-REPEATS:]),
             "host_seconds": statistics.median(host_seconds[-REPEATS:]),
-            "loss": session.totals.read_loss(session.device, 0) / trained.units,
+            "loss": session.totals.read_loss(session.device, 0) / units,
         }
 
 
@@ -95,8 +83,7 @@ def gradients(port: Port, *, directory: str, device: int) -> dict[str, Any]:
     as the gradient has it. `measured` is None if the loss bends at every length. L is the loss at W.
     """
     adapter = read_adapter(directory)[1]
-    with reopened(directory, device) as trained:
-        session, (batch, groups) = trained.session, trained.steps[0]
+    with reopened(directory, device) as (session, run, ((batch, groups), *_), _):
         batch.upload(groups)
 
         def loss(matrices: Matrices) -> float:
@@ -108,7 +95,7 @@ def gradients(port: Port, *, directory: str, device: int) -> dict[str, Any]:
 
         centre = loss(adapter)
         recorded = session.adapters.read(session.device, 0, session.adapters.grads)  # of this one run: they add up
-        rng = np.random.default_rng(trained.run.args.seed)
+        rng = np.random.default_rng(run.args.seed)
 
         def direction_of(module: str, which: str, gradient: np.ndarray) -> dict[str, Any]:
             pair = dict(zip("AB", adapter[module], strict=True))

@@ -1,1 +1,1 @@
-"""What workers do, a kind of job each."""
+"""The kinds of jobs, a file each."""

@@ -1,12 +1,11 @@
-"""A job `bench`: bricks against their contracts, with the device's ceilings; each record is an event `measured`."""
+"""The job `bench`: bricks against their contracts, with the device's ceilings; each record is an event `measured`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from wgpu_lora.bench.ceiling import measure_ceilings
 from wgpu_lora.bench.contract import OPTIONS, brick_names, load_contract
-from wgpu_lora.bench.run import ceilings_broken, check_fit, header_of, run_bricks
+from wgpu_lora.bench.run import bench, check_fit
 from wgpu_lora.bench.workload import Context
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
@@ -30,7 +29,7 @@ def run(
     device: str | int | None = None,
     time_limit: float | None = None,
 ) -> Ended:
-    """bricks: by name; all of them where it is left out. A contract that is broken ends it with 1."""
+    """bricks: names, all if omitted. The exit code is 1 if a contract is broken."""
     if shape and model:
         raise UserError("'shape' and 'model' are both given: leave one of them out.")
     if time_limit is not None and not time_limit > 0:
@@ -49,10 +48,5 @@ def run(
     context = Context.of(opened, shape, model, layers, tune=wanted(tune), **given)
     for name in names:
         check_fit(context, name)
-    ceilings = measure_ceilings(opened)
-    port.measured(header_of(context, ceilings))
-    broken = ceilings_broken(ceilings)
-    for result in run_bricks(context, names, ceilings, time_limit, port):
-        port.measured(result.record())
-        broken += [f"{result.label}: {text}" for text in result.broken]
+    _, broken = bench(context, names, time_limit, port)
     return Ended({"broken": broken}, int(bool(broken)), "; ".join(broken))

@@ -1,4 +1,4 @@
-"""A job `bench-training`: the whole training loop, timed repeatedly; each record is an event `measured`."""
+"""The job `bench-training`: the whole training loop, timed repeatedly; each record is an event `measured`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(
     max_steps: int | None = None,
     device: str | None = None,
 ) -> Ended:
-    """The options are those of `Work`. A training that did not come to its end ends it with 1."""
+    """The options are those of `Work`. The exit code is 1 if a run did not finish."""
     work: dict[str, Any] = {name: value for name, value in locals().items() if name not in ("port", "repeat")}
     found = run_training(Work.of(**work), repeat, port)
     reasons = [run["stop_reason"] for run in found["runs"] if run["stop_reason"] not in FINISHED]

@@ -1,4 +1,4 @@
-"""A job `evaluate`: the loss of data, with an adapter or without."""
+"""The job `evaluate`: the loss on data, with or without an adapter."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def run(
     enable_thinking: bool | None = None,
     turns: bool = False,
 ) -> Ended:
-    """The result has the device too, as it names itself. A loss that is not finite ends it with 1.
+    """The result includes the device's facts. The exit code is 1 if the loss is not finite.
 
-    turns: wait for requests (`prepare`, `evaluate`) as JSON lines on standard input, as often as they come.
+    turns: wait for requests (`prepare`, `evaluate`) as JSON lines on standard input, any number of them.
     """
     opened = load(model, device=device, base_dtype=base_dtype)
 

@@ -1,4 +1,4 @@
-"""A job `generate`: answers to prompts, each for itself."""
+"""The job `generate`: answers to prompts, each independent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(
     where: str,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """prompts: texts, or conversations. The other options are those of `wgpu_lora.answer`."""
+    """prompts: texts or conversations. The other options are those of `wgpu_lora.answer`."""
     settings_of(options, where)
     opened = load(model, device=device, base_dtype=base_dtype)
     found = answer(opened, prompts, adapter=adapter, batch=batch, events=port, progress_bar=False, **options)

@@ -1,4 +1,4 @@
-"""A job `import`: a model packed to NF4 and saved."""
+"""The job `import`: a model quantised to NF4 and saved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wgpu_lora.worker.child import Port
 
 
 def run(port: Port, *, model: str, output: str, device: str | int | None = None) -> dict[str, Any]:
-    """output: a directory, which must be new."""
+    """output: a directory that does not exist yet."""
     opened = open_model(model, device)
     opened.load_weights(port)
     write_packed(opened, Path(output))

@@ -1,4 +1,4 @@
-"""A job `step`: a training step on made-up rows, in a row or in turns with somebody else's."""
+"""The job `step`: training steps on synthetic rows, at once or in turns with another worker's."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from wgpu_lora.bench.reference import ReferenceWork, forget_peak, peak_resident_bytes, resident_bytes
-from wgpu_lora.bench.step import WARMUP, TrainingStep, check_fits, chosen_model, synthetic_rows
+from wgpu_lora.bench.step import WARMUP, TrainingStep, chosen_model, synthetic_rows
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.generate import Generator
-from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.train.output import environment
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.worker.child import Port
@@ -31,8 +30,8 @@ def run(
     steps: int = 3,
     turns: bool = False,
 ) -> Record:
-    """steps: that are timed, after those that compile. turns: wait to be asked for them (`prepare`, `steps`, `memory`,
-    `serve`) by lines on standard input, until there are no more."""
+    """steps: number of timed ones, after those that include compilation. turns: wait for requests (`prepare`, `steps`,
+    `memory`, `serve`) as JSON lines on standard input, until the input ends."""
     side = OurSide(ReferenceWork(shape, layers, rows, tokens, rank, base_dtype, device))
     if turns:
         port.answer(side)
@@ -41,21 +40,16 @@ def run(
 
 
 class OurSide:
-    """This package on a piece of reference work: training steps, and serving the same model."""
+    """This package's side of a reference comparison: training steps, and serving the same model."""
 
     def __init__(self, work: ReferenceWork):
         self._after_imports = resident_bytes()
         self._work = work
         self._model = chosen_model(None, work.shape, work.layers, Device(work.device), work.base_dtype)
-
-        def declared(model: LoadedModel) -> TrainingStep:
-            return TrainingStep(model, work.rows, work.tokens, work.rank)
-
-        check_fits(self._model, lambda model: declared(model).session.memory().peak)
-        self._step = declared(self._model)
+        self._step = TrainingStep.fitting(self._model, work.rows, work.tokens, work.rank)
 
     def prepare(self) -> Record:
-        """Loads, and takes the steps that compile. first_loss is of the untrained adapter."""
+        """Load the model and take the steps that include compilation. first_loss is of the untrained adapter."""
         device = self._model.device
         self._model.load_weights()
         forget_peak()
@@ -69,13 +63,13 @@ class OurSide:
         return {"seconds": self._step.seconds(count)}
 
     def memory(self) -> Record:
-        """planned, allocated: bytes on the device. resident: what the process grew by, a software device included."""
+        """planned, allocated: bytes on the device. resident: growth of the process, including a software device."""
         planned = self._step.session.memory().training
         allocated = self._model.device.peak_allocated
         return {"planned": planned, "allocated": allocated, "resident": peak_resident_bytes() - self._after_imports}
 
     def serve(self, prompt: int, new: int, runs: int) -> Record:
-        """Tokens/s of a prompt of `prompt` tokens and of `new` tokens after it, medians of `runs` after two more."""
+        """Tokens/s of a prompt of `prompt` tokens and of `new` generated ones, medians of `runs` after two more."""
         (ids,) = synthetic_rows(1, prompt, self._model.config.vocab_size).tolist()
         prefill, decode = [], []
         with Generator(self._model, capacity=prompt + new, buckets=(prompt,)) as generator:

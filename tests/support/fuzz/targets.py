@@ -17,9 +17,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
-from fuzz_mutators import of_json, of_parts, of_rows, of_safetensors, of_template
-from fuzz_tokenizers import of_tokenizer
 
+from support import FIXTURES, MODELS
+from support.fuzz.mutators import of_json, of_parts, of_rows, of_safetensors, of_template
+from support.fuzz.tokenizers import of_tokenizer
+from wgpu_lora.assets import DEMO_MODEL as DEMO
 from wgpu_lora.data import Tokenizer, gguf_tokenizer, prepare, sandbox, template, tokenizer
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats import peft
@@ -31,10 +33,6 @@ from wgpu_lora.models.files import read_model
 from wgpu_lora.models.rope import inv_freq
 from wgpu_lora.tokens.backend import Local
 
-ROOT = Path(__file__).resolve().parent.parent
-FIXTURES = ROOT / "tests" / "fixtures"
-MODELS = FIXTURES / "models"
-DEMO = ROOT / "wgpu_lora" / "demo" / "model"
 WEIGHTS = "model.safetensors"
 ROWS = [
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}], "tools": [],

@@ -7,7 +7,7 @@ import json
 import random
 from typing import Any
 
-from fuzz_mutators import of_json
+from support.fuzz.mutators import of_json
 
 PATTERNS: list[Any] = [
     {"String": "a"}, {"String": ""}, {"String": " "}, {}, None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from wgpu_lora.bench.ceiling import Ceilings
 from wgpu_lora.bench.compare import Comparison
 from wgpu_lora.bench.results import BROKEN, HOLDS, NOISY, Result
-from wgpu_lora.words import counted
+from wgpu_lora.words import counted, share
 
 COLUMNS = ("brick", "time", "spread", "rate", "of ceiling", "limit", "verdict")
 LEFT = ("brick", "verdict")
@@ -16,13 +16,6 @@ measured above. limit: the least of it that passes, where there is one.
 noisy: the times vary too much to tell."""
 VERDICTS = {HOLDS: "passed", NOISY: "noisy", BROKEN: "failed"}  # of a result -> as people know them
 STYLES = {HOLDS: None, NOISY: "yellow", BROKEN: "red"}
-WHICH = {
-    "fma": "compute",
-    "bandwidth": "memory",
-    "decode_fma": "decoding",
-    "floor": "compute or memory",
-    "lower": "decoding or memory",
-}
 
 
 def duration(seconds: float) -> str:
@@ -54,11 +47,6 @@ def rate(billions: float, unit: str) -> str:
         if billions >= factor:
             return f"{billions / factor:.3g} {prefix}{unit}"
     return f"{billions * 1e3:.3g} M{unit}"
-
-
-def share(value: float) -> str:
-    """Per cent, with a digit more where there would be one alone."""
-    return f"{value:.0%}" if value >= 0.1 else f"{value:.1%}"
 
 
 def noise_text(result: Result) -> str:
