@@ -17,6 +17,12 @@ class UserError(Exception):
         super().__init__("\n  ".join([str(sentence), *details]))
         self.lines = [str(sentence), *details]
 
+    @property
+    def problem(self) -> str:
+        """The message without what to do, which follows the last colon."""
+        sentence = self.lines[0]
+        return sentence.rpartition(": ")[0] or sentence
+
 
 class NotFiniteError(UserError):
     """Weights or a loss contain NaN or infinity."""

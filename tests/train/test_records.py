@@ -127,6 +127,18 @@ def test_a_record_is_still_a_mapping_with_a_note() -> None:
     )
 
 
+def test_a_schema_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(RUNS / "single", tmp_path / "run")
+    newest = checkpoint.newest(tmp_path / "run")
+    assert newest
+    facts = json.loads((newest / checkpoint.METADATA).read_text())
+    (newest / checkpoint.METADATA).write_text(json.dumps(facts | {"schema": "x"}))
+    (newest / MANIFEST).unlink()
+    write_manifest(newest)
+    assert main(["finetune", "--output", str(tmp_path / "run"), "--resume"]) == 2
+    assert "is damaged: the schema of metadata.json is 'x'; start" in capsys.readouterr().err
+
+
 def newer(path: Path) -> None:
     facts = json.loads(path.read_text())
     facts["schema"] = SCHEMA + 1

@@ -56,6 +56,27 @@ def test_a_step_by_itself() -> None:
     assert found["planned"] > 0
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("zork", "cannot be read as JSON"),
+        ('{"request": "__init__"}', "is not known: choose one of twice."),
+        ('{"count": 1}', "The request None is not known"),
+        ('{"request": "twice"}', r"'twice' cannot be answered \(missing a required argument: 'count'\)"),
+        ('{"request": "twice", "count": "1"}', r"'twice' cannot be answered \('count' is '1'\)"),
+    ],
+)
+def test_requests_that_cannot_be(line: str, said: str) -> None:
+    class Side:
+        def twice(self, count: int) -> dict[str, int]:
+            return {"twice": 2 * count}
+
+    out = io.StringIO()
+    with pytest.raises(UserError, match=said):
+        Port(out, io.StringIO('{"request": "twice", "count": 2}\n' + line)).answer(Side())
+    assert json.loads(out.getvalue())["twice"] == 4
+
+
 def test_a_job_on_standard_input_that_cannot_be() -> None:
     done = subprocess.run([*PROGRAM, "-"], input='{"job": "zork"}', capture_output=True, text=True, timeout=300)
     (event,) = map(json.loads, done.stdout.splitlines())

@@ -141,7 +141,7 @@ def fault(directory: Path) -> str | None:
     except NewerSchemaError:
         raise
     except (UserError, ValueError) as error:
-        return str(error)
+        return error.problem if isinstance(error, UserError) else str(error)
     named = NAME.fullmatch(directory.name)
     return f"{STATE} says step {step}" if named and int(named[1]) != step else None
 
@@ -173,7 +173,10 @@ def check(directory: Path) -> tuple[RunState, dict[str, Any]]:
 def read_metadata(directory: Path) -> dict[str, Any]:
     """The contents of an intact checkpoint's metadata.json, such as the run's options."""
     facts = read_json(directory / METADATA)
-    schema_of(facts, directory / METADATA)
+    try:
+        schema_of(facts, directory / METADATA)
+    except ValueError as error:
+        raise refuse(directory, str(error)) from None
     return facts
 
 

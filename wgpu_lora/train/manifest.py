@@ -38,7 +38,7 @@ def damage(directory: Path, needed: tuple[str, ...]) -> str | None:
         files = read_json(directory / MANIFEST).get("sha256")
         as_written = isinstance(files, dict) and (directory / MANIFEST).read_text() == _text(files)
     except UserError as error:
-        return f"{MANIFEST} cannot be read ({str(error).partition(':')[0]})"
+        return f"{MANIFEST} cannot be read ({error.problem})"
     if not isinstance(files, dict) or not as_written or not set(needed) <= set(files):
         return f"{MANIFEST} is not valid"
     for name, digest in files.items():

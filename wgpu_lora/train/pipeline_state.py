@@ -81,7 +81,8 @@ def read_pipeline_state(directory: Path) -> PipelineState:
     except NewerSchemaError:
         raise
     except (UserError, ValueError) as error:
-        raise UserError(f"The pipeline's state is damaged ({str(error).partition(':')[0]}): {advice}.") from None
+        wrong = error.problem if isinstance(error, UserError) else error
+        raise UserError(f"The pipeline's state is damaged ({wrong}): {advice}.") from None
     said = found.get("state")
     if not isinstance(said, dict) or found.get("sha256") != _digest(said) or not _is_state(said):
         raise UserError(f"The pipeline's state {path} is damaged: {advice}.")

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
-from typing import Any, TextIO
+from typing import Any, TextIO, get_type_hints
 
+from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.lasting import lasting
 from wgpu_lora.names.naming import IN_FILE, naming
-from wgpu_lora.strict_json import to_json
+from wgpu_lora.strict_json import to_json, typed
 from wgpu_lora.worker.job import SCHEMA, arguments, read_job
 from wgpu_lora.worker.registry import KINDS
 
@@ -44,10 +44,28 @@ class Port(Events):
         self._out.flush()
 
     def answer(self, side: Any) -> None:
-        """Answer requests, JSON lines on standard input, by calling methods of `side`, until the input ends."""
+        """Answer requests, JSON lines on standard input, by calling methods of `side`, until the input ends.
+
+        Raises:
+            UserError: a line is not a request, or `side` has no such method, or one with other arguments.
+        """
+        methods = {name: run for name, run in inspect.getmembers(side, inspect.ismethod) if not name.startswith("_")}
         for line in self._requests or ():
-            request = json.loads(line)
-            self.emit("answer", **getattr(side, request.pop("request"))(**request))
+            request = parse_object(line.encode("utf-8", "replace"), "The request on standard input", cure="correct it")
+            name = request.pop("request", None)
+            if not isinstance(name, str) or name not in methods:
+                raise UserError(f"The request {name!r:.60} is not known: choose one of {', '.join(methods)}.")
+            self.emit("answer", **methods[name](**_taken(name, methods[name], request)))
+
+
+def _taken(name: str, method: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
+    """The values of a request, checked against the method's annotations."""
+    hints = get_type_hints(method)
+    try:
+        inspect.signature(method).bind(**request)
+        return {key: typed(hints[key], value, f"'{key}'") for key, value in request.items()}
+    except (TypeError, ValueError) as error:
+        raise UserError(f"The request '{name}' cannot be answered ({error}): correct it.") from None
 
 
 def _telling(name: str) -> Any:
