@@ -97,7 +97,7 @@ def test_parts_that_cannot_run_are_recorded():
     assert (told["status"], told["reason"]) == ("not run", "torch finds no accelerator")
     failed = gpu.run(gpu.Part("zork", "zork"), 60)
     assert (failed["status"], failed["exit_code"]) == ("not run", 2)
-    assert "is of the kind 'zork', which there is not: choose one of finetune, " in failed["reason"]
+    assert "has an unknown kind 'zork': choose one of finetune, " in failed["reason"]
     slow = gpu.run(gpu.Part("slow", "bench", {"bricks": ["load"]}), 0.01)
     assert slow["reason"] == "it took more than 0 s"
     names = [part.name for part in gpu.parts(None, quick=True)]
