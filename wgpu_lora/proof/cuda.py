@@ -45,9 +45,6 @@ def file_name(path: str) -> str:
     return PurePath(path.replace("\\", "/").removesuffix(" (deleted)")).name
 
 
-# -- libraries ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Libraries:
     """forbidden; explained: CUDA's driver side, next to an NVIDIA Vulkan driver; own: that driver's, with `icds`."""
@@ -101,9 +98,6 @@ def look_into(paths: Iterable[str]) -> tuple[dict[str, list[str]], list[str]]:
     return found, unread
 
 
-# -- packages ----------------------------------------------------------------------------------------------------------
-
-
 def imported(modules: Iterable[str]) -> list[str]:
     """The CUDA packages among the names of loaded modules."""
     return cuda_packages({name.partition(".")[0] for name in modules})
@@ -135,9 +129,6 @@ def required(package: str) -> set[str]:
             if not extras or extra in extras:
                 todo |= {(canonicalize_name(one.name), wanted) for wanted in ("", *one.extras)} - seen
     return {name for name, _ in seen}
-
-
-# -- compilers ---------------------------------------------------------------------------------------------------------
 
 
 def compiler_in(command: Sequence[str]) -> str | None:

@@ -19,9 +19,9 @@ from wgpu_lora.proof.children import Children
 from wgpu_lora.proof.context import Proof, Refused, hardware, read_recipe
 from wgpu_lora.proof.finding import FAILED, LEFT_OUT, NOT_RUN, PASSED, Check, Finding, NotRun, Result
 from wgpu_lora.proof.report import write_report
+from wgpu_lora.words import counted
 from wgpu_lora.worker.parent import WorkerFailed
 
-RECIPE, OUT = "wgpu-proof", "proof"
 # Each notes figures and faults, and returns what it found if there is no fault.
 CHECKS: dict[int, tuple[str, Callable[[Proof, Finding], str]]] = {
     1: ("devices", devices_compute),
@@ -51,9 +51,7 @@ def on_devices(found: dict[str, Any]) -> str:
     kinds: dict[str, list[str]] = {}
     for device in hardware(found):
         kinds.setdefault(device["kind"], []).append(device["name"])
-    said = " and ".join(
-        f"{len(names)} {kind} device{'s' * (len(names) > 1)} ({', '.join(names)})" for kind, names in kinds.items()
-    )
+    said = " and ".join(f"{counted(len(of), f'{kind} device')} ({', '.join(of)})" for kind, of in kinds.items())
     if not said or "discrete" in kinds:
         return said
     had = any(device["kind"] == "discrete" for device in found["devices"])
@@ -61,9 +59,9 @@ def on_devices(found: dict[str, Any]) -> str:
 
 
 def prove(
-    recipe: str = RECIPE,
+    recipe: str = "wgpu-proof",
     devices: str | None = None,
-    out: Path = Path(OUT),
+    out: Path = Path("proof"),
     only: Iterable[int] = (),
     allow_unconfined: bool = False,
     begun: Callable[[str], None] = lambda name: None,
@@ -92,14 +90,13 @@ def prove(
     try:
         lacking = proof.lacks_discrete()
         for number in sorted(CHECKS, key=lambda n: (n == LAST, n)):
-            name, why = CHECKS[number][0], None if number in wanted else LEFT_OUT
-            if lacking and number != FIRST:
-                why = lacking
+            name, check = CHECKS[number]
+            why = lacking if lacking and number != FIRST else None if number in wanted else LEFT_OUT
             if why:
                 checks.append(Check(number, name, NOT_RUN, 0.0, why))
                 continue
             begun(f"{number} {name}")
-            checks.append(carry_out(number, *CHECKS[number], proof))
+            checks.append(carry_out(number, name, check, proof))
             done(checks[-1])
     except Refused:
         proof.children.end()

@@ -84,9 +84,6 @@ class Watcher(threading.Thread):
                 continue  # it has ended
 
 
-# -- from inside -------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def witness(path: str, heard: list[tuple[str, Sequence[Any]]]) -> Iterator[None]:
     """Around all of a child's work; writes its modules, libraries mapped and opened, and commands run to a file.

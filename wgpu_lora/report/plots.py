@@ -97,9 +97,6 @@ def _unit(runs: Sequence[Run]) -> tuple[str, float]:
     return next((name, size) for name, size, least in UNITS if longest >= least * size)
 
 
-# -- bars --------------------------------------------------------------------------------------------------------------
-
-
 class Bar(NamedTuple):
     """spans: (start, width, colour, tooltip) of each part."""
 
@@ -117,19 +114,19 @@ class Bar(NamedTuple):
 def memory(runs: Sequence[Run]) -> dict[str, list[int]]:
     """The bytes of every run, by group."""
     held = [run.record.memory.groups for run in runs]
-    return {
-        group: [sizes.get(group, 0) for sizes in held] for group in dict.fromkeys(g for sizes in held for g in sizes)
-    }
+    groups = dict.fromkeys(group for sizes in held for group in sizes)
+    return {group: [sizes.get(group, 0) for sizes in held] for group in groups}
 
 
 def memory_bars(runs: Sequence[Run]) -> list[Bar]:
     """A bar for each run, with a part for each group."""
-    held = memory(runs)
+    held, bars = memory(runs), []
     totals = [sum(run.record.memory.groups.values()) for run in runs]
-    bars = []
-    for number, (run, total) in enumerate(zip(runs, totals, strict=True)):
-        sizes = [(held[group][number], c, f"{group}: {readable(held[group][number])}") for c, group in enumerate(held)]
-        bars.append(Bar.of(run.name, readable(total), max(totals), sizes))
+    for number, total in enumerate(totals):
+        sizes = [
+            (of[number], colour, f"{group}: {readable(of[number])}") for colour, (group, of) in enumerate(held.items())
+        ]
+        bars.append(Bar.of(runs[number].name, readable(total), max(totals), sizes))
     return bars
 
 

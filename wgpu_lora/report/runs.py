@@ -30,7 +30,7 @@ class Run:
     """What is known of a run, read and checked.
 
     Attributes:
-        log: the lines of its log, each with `step`, `tokens` and `seconds`.
+        log: the lines of its log, each with `step`, `tokens`, `seconds` and `progress` (per cent of the steps).
         kernels: seconds of a step by kernel; None where they were not measured, or on something else than this run's.
         profiled: what `kernels` were measured on, or why they are not drawn; empty where there is no profile.
     """
@@ -42,12 +42,8 @@ class Run:
     profiled: str
 
     def points(self, key: str, axis: str) -> list[Point]:
-        """What was logged as `key`, by `axis`: a key of the log, or `progress`, per cent of the run's own steps."""
-        lines = [line for line in self.log if key in line]
-        if axis != "progress":
-            return [(line[axis], line[key]) for line in lines]
-        last = self.log[-1]["step"] if self.log else 0
-        return [(100 * line["step"] / last if last else 0.0, line[key]) for line in lines]
+        """What was logged as `key`, by another key of the log's lines."""
+        return [(line[axis], line[key]) for line in self.log if key in line]
 
     def speeds(self) -> dict[str, float]:
         """The median of what was logged, of each kind of token."""
@@ -86,10 +82,10 @@ def _read(name: str, directory: Path) -> Run:
 
 def _log(path: Path) -> list[dict[str, float]]:
     """The lines by step; one of before the first step says nothing of tokens."""
-    lines = read_log(path) if path.is_file() else []
-    whole = [{"tokens": 0, **line} if line["step"] == 0 else line for line in lines]
-    known = [line for line in whole if {"tokens", "seconds"} <= line.keys()]
-    return sorted((line for line in known if min(line[axis] for axis in AXES) >= 0), key=lambda line: line["step"])
+    lines = [{"tokens": 0} | line if line["step"] == 0 else line for line in (read_log(path) if path.is_file() else [])]
+    known = [line for line in lines if min(line.get(axis, -1) for axis in AXES) >= 0]
+    last = max((line["step"] for line in known), default=0) or 1
+    return sorted(({**line, "progress": 100 * line["step"] / last} for line in known), key=lambda line: line["step"])
 
 
 def _profile(name: str, path: Path, run: RunRecord) -> tuple[dict[str, float] | None, str]:

@@ -68,13 +68,11 @@ def answers(
     requests = [request for row in rows if (request := request_of(row))]
     prompts = [prompt_of(request, tokenizer, args.template_kwargs()) for request in requests]
     texts = [tokenizer.decode(made.token_ids) for made in greedy(model, prompts, NEW_TOKENS, adapter)]
-    verdicts = [
-        run_check(text, row["check"], allow_unconfined=allow_unconfined) for text, row in zip(texts, rows, strict=True)
-    ]
-    return [
-        {"request": shown(request), "text": text, **asdict(verdict)}
-        for request, text, verdict in zip(requests, texts, verdicts, strict=True)
-    ]
+    found = []
+    for request, row, text in zip(requests, rows, texts, strict=True):
+        verdict = run_check(text, row["check"], allow_unconfined=allow_unconfined)
+        found.append({"request": shown(request), "text": text, **asdict(verdict)})
+    return found
 
 
 def opened(options: dict[str, Any], device: int) -> tuple[TrainingArguments, LoadedModel]:

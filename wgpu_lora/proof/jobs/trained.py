@@ -29,8 +29,6 @@ LENGTHS = tuple(0.1 / 2**i for i in range(8))
 BENT = 0.05  # by how much two may differ; their extrapolation is then good to some thousandths
 ROUNDING = 2e-6  # of the loss: what f32 may leave of a difference; 4e-7 was measured
 UNTRAINED = 0.01  # stands for the size of a value where a matrix is all zeros
-
-
 Steps = list[tuple[Batch, list[Group]]]
 
 
