@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import setting
+from wgpu_lora.registry import Registry
 
 if TYPE_CHECKING:
     from wgpu_lora.weights.base import BaseFormat, MatrixSource, Shared, Weight
 
-# Name -> module:attribute, imported on first use: help and shell completion read only the names.
-BASE_FORMATS = {
-    "nf4": "wgpu_lora.weights.nf4:NF4",
-    "bf16": "wgpu_lora.weights.dense:BF16",
-    "f16": "wgpu_lora.weights.dense:F16",
-    "f32": "wgpu_lora.weights.dense:F32",
-}
+BASE_FORMATS: Registry[BaseFormat] = Registry(
+    {
+        "nf4": "wgpu_lora.weights.nf4:NF4",
+        "bf16": "wgpu_lora.weights.dense:BF16",
+        "f16": "wgpu_lora.weights.dense:F16",
+        "f32": "wgpu_lora.weights.dense:F32",
+    }
+)
 DEFAULT_FORMAT = next(iter(BASE_FORMATS))
 
 
@@ -29,9 +30,7 @@ def base_format(name: str) -> BaseFormat:
     """
     if name not in BASE_FORMATS:
         raise UserError(f"{setting('base_dtype', name)} is not known: choose one of {', '.join(BASE_FORMATS)}.")
-    module, attribute = BASE_FORMATS[name].split(":")
-    found: BaseFormat = getattr(import_module(module), attribute)
-    return found
+    return BASE_FORMATS[name]
 
 
 def declare(

@@ -9,14 +9,18 @@ from typing import Any
 
 from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
-from wgpu_lora.models.architectures.llama import Llama
-from wgpu_lora.models.architectures.mistral import Mistral
-from wgpu_lora.models.architectures.qwen2 import Qwen2
-from wgpu_lora.models.architectures.qwen3 import Qwen3
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.fields import token_ids
+from wgpu_lora.registry import Registry
 
-ARCHITECTURES: dict[str, type[ModelConfig]] = {"qwen2": Qwen2, "qwen3": Qwen3, "llama": Llama, "mistral": Mistral}
+ARCHITECTURES: Registry[type[ModelConfig]] = Registry(
+    {
+        "qwen2": "wgpu_lora.models.architectures.qwen2:Qwen2",
+        "qwen3": "wgpu_lora.models.architectures.qwen3:Qwen3",
+        "llama": "wgpu_lora.models.architectures.llama:Llama",
+        "mistral": "wgpu_lora.models.architectures.mistral:Mistral",
+    }
+)
 
 
 def parse_config(d: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
