@@ -42,8 +42,32 @@ def _lanes_and_tile(capabilities: Capabilities, c: Any) -> list[Tiling]:
     ]
 
 
+def _spread(capabilities: Capabilities, c: Any, kernel: str) -> list[Tiling]:
+    size = capabilities.subgroup_size
+    if size < 4:
+        return []
+    import os
+    shapes = [tuple(map(int, s.split("x"))) for s in os.environ.get("SPREAD", "8x2,8x1,4x2").split(",")]
+    found = [Tiling("spread", size, rows=r, span=b) for r, b in shapes]
+    if capabilities.int64 and capabilities.software:
+        found = [replace(t, wide=True) for t in found] + found
+    return found
+
+
+def _forward(capabilities: Capabilities, c: Any) -> list[Tiling]:
+    return _spread(capabilities, c, "") + _lanes_and_tile(capabilities, c)
+
+
+def _backward(capabilities: Capabilities, c: Any) -> list[Tiling]:
+    return _spread(capabilities, c, "") + _lanes(capabilities, c)
+
+
+def _held(c: Any) -> int:
+    return c.tile.rows * (1 if c.tile.family == "spread" else c.tile.lanes)
+
+
 def _over_queries(c: Any) -> tuple[int, int, int]:
-    return cdiv(c.rows * c.group, c.tile.lanes * c.tile.rows), c.kv_heads, 1
+    return cdiv(c.rows * c.group, _held(c)), c.kv_heads, 1
 
 
 @dataclass(frozen=True)
@@ -114,7 +138,7 @@ def _rows_first(x: np.ndarray) -> np.ndarray:
     return x.transpose(2, 0, 1, 3)
 
 
-@kernel("attention_forward.wgsl.j2", grid=_over_queries, variants=_lanes_and_tile, tuning=TUNING, part=some_queries)
+@kernel("attention_forward.wgsl.j2", grid=_over_queries, variants=_forward, tuning=TUNING, part=some_queries)
 def attention_forward(
     q: In,
     k: In,
@@ -168,7 +192,7 @@ def _score_gradients(
     return qs, ks, dys, p, scale * p * (dp - stats[..., 1:])
 
 
-@kernel("attention_backward_q.wgsl.j2", grid=_over_queries, variants=_lanes, tuning=TUNING, part=some_queries)
+@kernel("attention_backward_q.wgsl.j2", grid=_over_queries, variants=_backward, tuning=TUNING, part=some_queries)
 def attention_backward_q(
     q: In,
     k: In,
@@ -192,8 +216,8 @@ def attention_backward_q(
 
 @kernel(
     "attention_backward_kv.wgsl.j2",
-    grid=lambda c: (cdiv(c.rows, c.tile.lanes), c.kv_heads, 1),
-    variants=_lanes,
+    grid=lambda c: (cdiv(c.rows, _held(c)), c.kv_heads, 1),
+    variants=_backward,
     tuning=TUNING,
     part=one_head,
 )
