@@ -175,8 +175,32 @@ def test_it_is_saved_and_resumed(device: Device, tmp_path: Path) -> None:
     save_file(broken, steps / "step-4" / "optimizer.safetensors")
     (steps / "step-4" / MANIFEST).unlink()
     write_manifest(steps / "step-4")
-    with pytest.raises(UserError, match=r"updates is not a updates in uint32 of shape"):
+    with pytest.raises(UserError, match=r"updates is float32 \[\d+, 1\], expected uint32 \[\d+, 1\]"):
         job(tmp_path / "b", resume=True, max_steps=6).train()
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+def test_values_that_no_state_can_have(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """Whatever the state is stored in: bf16 is read as integers."""
+    monkeypatch.setattr(Momentum, "state", (State("momentum"), State("updates", dtype, 2, least=0.0)))
+    run = job(tmp_path / "a")
+    run.session.allocate()
+    optimizer = run.session.optimizer
+    own = run.session.device
+    matrices, stored = run.session.adapters.read(own, 0), optimizer.read_state(own, 0)
+    run.session.close()
+    assert optimizer.fault(0, matrices, stored) is None
+    (name, *_) = (name for name in stored if name.endswith(".updates"))
+    for value, said in (
+        (np.nan, "that are not finite"),
+        (-np.inf, "that are not finite"),
+        (-1.0, "below 0"),
+        (2.0, None),
+    ):
+        stored[name][-1, -1] = np.float32(value).view(np.uint32) >> 16 if dtype == "bf16" else value
+        assert optimizer.fault(0, matrices, stored) == (said and f"{name} has values {said}")
 
 
 def test_options_that_it_does_not_read(tmp_path: Path) -> None:
