@@ -32,8 +32,6 @@ def run(
     """bricks: names, all if omitted. The exit code is 1 if a contract is broken."""
     if shape and model:
         raise UserError("'shape' and 'model' are both given: leave one of them out.")
-    if time_limit is not None and not time_limit > 0:
-        raise UserError(f"'time_limit' is {time_limit:g}: give a number of seconds greater than 0.")
     names = brick_names() if bricks is None else bricks
     taken = {option for name in names for option in load_contract(name).options}
     sizes: dict[str, Any] = {"tokens": tokens, "rank": rank, "base_dtype": base_dtype, "compute_dtype": compute_dtype}
