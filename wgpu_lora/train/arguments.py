@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.bounded import is_path
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names, real_value
 from wgpu_lora.names.allowed import COMPUTE_DTYPES, LR_SCHEDULERS, OVERFLOW
@@ -29,6 +30,7 @@ FREE_ON_RESUME = {
 # Options that may change to extend a run.
 PLAN = ("num_train_epochs", "max_steps", "target_seconds")
 # Batches by default, unless the data are small (train/batching.py).
+PATHS = ("data", "eval_data", "model", "output", "init_adapter")
 OUTPUT, ROWS_PER_BATCH, ACCUMULATION = "output", 2, 4
 LENGTH = 1024  # tokens per row by default, if the model has as many positions
 # Headings of the options in the command line's help.
@@ -182,6 +184,10 @@ class TrainingArguments:
     def __post_init__(self) -> None:
         for item in fields(self):
             check(item.name, getattr(self, item.name), item.metadata)
+        for name in PATHS:
+            require(
+                is_path(getattr(self, name) or ""), name, "must be a path that is not too long", getattr(self, name)
+            )
         if not self.target_modules.strip(" ,"):
             raise UserError(f"{flag('target_modules')} is empty: name at least one module, or use 'all-linear'.")
         self.budget()
