@@ -155,7 +155,7 @@ class Tuner:
 
     def _is_right(self, call: Dispatch, tiling: Tiling) -> bool:
         """Whether a tiling compiles and agrees with the float64 reference on a cut of the call."""
-        small = _tuning(call).cut(call.constants)
+        small = _tuning(call).cut(call.constants, tiling)
         try:
             single = self._single(call, small, tiling)
         except ShaderError:  # other tilings may compile
