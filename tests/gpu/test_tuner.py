@@ -92,9 +92,9 @@ def test_what_there_is_no_time_for_keeps_the_default_for_good(
     (step,) = program.dispatches
     default = {choice_key(step.kernel, step.present, step.constants): step.tiling}
     assert Tuner(device, seconds=0, directory=tmp_path).tune([program]) == default
-    assert Tuner(device, directory=tmp_path).outlook([program]).sizes == 0
+    assert Tuner(device, directory=tmp_path).estimate([program]).sizes == 0
     assert Tuner(device, directory=tmp_path).tune([program]) == default
-    assert Tuner(device, directory=tmp_path).outlook([product(device, m=40)[0]]).sizes == 0  # nor at another batch
+    assert Tuner(device, directory=tmp_path).estimate([product(device, m=40)[0]]).sizes == 0  # nor at another batch
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_another_batch_of_the_model_is_not_timed(
     monkeypatch.setattr(Tuner, "_seconds", seconds)
     monkeypatch.setattr(Tuner, "_is_right", lambda *_: True)
     programs = [product(device, m=m)[0] for m in (64, 128, 256)]
-    assert tuner.outlook(programs).sizes == 1
+    assert tuner.estimate(programs).sizes == 1
     choices = tuner.tune(programs)
     assert {m for m, _ in timed} == {256}  # of the most work
     second = programs[0].dispatches[0].kernel.tilings(device.capabilities, programs[2].dispatches[0].constants)[1]
@@ -126,8 +126,8 @@ def test_another_batch_of_the_model_is_not_timed(
     timed.clear()
     assert Tuner(device, directory=tmp_path).tune([product(device, m=1000)[0]]).popitem()[1] == second
     assert not timed
-    assert tuner.outlook([product(device, m=5000)[0]]).sizes == 1  # too far from what was timed
-    assert tuner.outlook([product(device, m=256, n=64)[0]]).sizes == 1  # another matrix
+    assert tuner.estimate([product(device, m=5000)[0]]).sizes == 1  # too far from what was timed
+    assert tuner.estimate([product(device, m=256, n=64)[0]]).sizes == 1  # another matrix
     few = product(device, m=4)[0]  # products of few rows have tilings of their own
     assert len(Tuner(device, directory=tmp_path).tune([few])) == 1
     assert {m for m, _ in timed} == {4}
@@ -173,7 +173,7 @@ def test_it_says_how_long_it_will_take(device: Device, tmp_path: Path, monkeypat
     monkeypatch.setattr(Tuner, "_is_right", lambda *_: True)
     seen: list[Tuning] = []
     first, other = (product(device, n=n)[0] for n in (20, 600))
-    assert Tuner(device, directory=tmp_path).outlook([first]).expected is None
+    assert Tuner(device, directory=tmp_path).estimate([first]).expected is None
     Tuner(device, directory=tmp_path).tune([first], hearing(tuning=lambda tuning: seen.append(replace(tuning))))
     count = len(first.dispatches[0].kernel.tilings(device.capabilities, first.dispatches[0].constants))
     assert [tuning.over for tuning in seen] == [*[False] * (len(seen) - 1), True]
@@ -182,10 +182,10 @@ def test_it_says_how_long_it_will_take(device: Device, tmp_path: Path, monkeypat
     assert (seen[0].sizes, seen[-1].sizes_done, seen[0].kernel) == (1, 1, "matmul_nt")
     assert seen[0].expected is None
     assert all(0 < tuning.expected <= tuning.limit for tuning in seen[1:])  # type: ignore[operator]
-    outlook = Tuner(device, directory=tmp_path).outlook([other])
-    assert outlook.expected
-    assert outlook.expected == pytest.approx(outlook.tilings * outlook.each)  # type: ignore[operator]
-    assert Tuner(device, seconds=1e-9, directory=tmp_path).outlook([other]).expected == 1e-9
+    estimate = Tuner(device, directory=tmp_path).estimate([other])
+    assert estimate.expected
+    assert estimate.expected == pytest.approx(estimate.tilings * estimate.each)  # type: ignore[operator]
+    assert Tuner(device, seconds=1e-9, directory=tmp_path).estimate([other]).expected == 1e-9
 
 
 def test_what_was_found_before_an_interrupt_is_kept(
@@ -202,7 +202,7 @@ def test_what_was_found_before_an_interrupt_is_kept(
     small, large = (product(device, n=n)[0] for n in (20, 600))
     with pytest.raises(KeyboardInterrupt):
         Tuner(device, directory=tmp_path).tune([small, large])
-    assert Tuner(device, directory=tmp_path).outlook([small, large]).sizes == 1
+    assert Tuner(device, directory=tmp_path).estimate([small, large]).sizes == 1
 
 
 def test_light_kernels_are_left_alone(device: Device, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from wgpu_lora.gpu import tuner as module
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.gpu.tuner import Tuner
-from wgpu_lora.models.loaded import open_model
+from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.job import Job
 
@@ -45,6 +45,28 @@ def test_a_resumed_run_keeps_its_tilings(device: Device, tmp_path: Path, monkeyp
     other.train()
     assert other.run.state.tiles == {}
     assert all(step.tiling == tilings_of(device, step)[0] for step in heavy(other))
+
+
+def test_a_job_is_the_same_after_another_with_other_tilings(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one model: to the same bits as each alone, and in its own tilings, since many round alike."""
+    monkeypatch.delenv("WGPU_LORA_NO_TUNE")
+    monkeypatch.setattr(Tuner, "_is_right", lambda *_: True)
+    monkeypatch.setattr(Tuner, "_seconds", lambda _, call, tiling: float(tiling != tilings_of(device, call)[1]))
+
+    def trained(name: str, model: LoadedModel, tune: bool) -> str:
+        monkeypatch.setenv("WGPU_LORA_CACHE_DIR", str(tmp_path / name))
+        (tmp_path / name).mkdir()
+        job = prepare_job(golden_arguments(tmp_path / name, "qwen3", max_steps=2, tune=tune), model)
+        digest = job.train().adapter_sha256
+        assert {step.tiling == tilings_of(device, step)[int(tune)] for step in heavy(job)} == {True}
+        return digest
+
+    path = golden_arguments(tmp_path, "qwen3").model or ""
+    alone = {tune: trained(f"alone {tune}", open_model(path, device, "f32"), tune) for tune in (True, False)}
+    shared = open_model(path, device, "f32")
+    assert [trained(f"{i}", shared, tune) == alone[tune] for i, tune in enumerate((True, False, True))] == [True] * 3
 
 
 def tilings_of(device: Device, call: module.Dispatch) -> Sequence[Tiling]:
