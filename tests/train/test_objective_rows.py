@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.data import chat
 from support.preferences import Labelled, Preferences
 from support.sources import ids_of, prepared, refused, written
 
 from wgpu_lora.cli import main
 from wgpu_lora.data import Prepared, Source, rows_given, training_data
+from wgpu_lora.errors import UserError
 from wgpu_lora.train.objectives import OBJECTIVES, formats_of
 from wgpu_lora.train.objectives.base import Objective
 from wgpu_lora.train.objectives.sft import SFT
@@ -101,6 +106,20 @@ def test_bad_rows_are_told_together_or_skipped(tmp_path: Path) -> None:
     path = written(tmp_path / "a.csv", [{**LABELS[0], "label": label} for label in ("1", "False", "", "maybe")])
     assert "line 5: 'label' is 'maybe', but must be true or false." in refusal(path, Labelled())
     assert read(path, Labelled(), skip_bad_rows=True).values == (1.0, -1.0)
+
+
+NAMES = sorted({*Preferences.formats.columns, *Labelled.formats.columns})
+ODD = st.sampled_from(["", "a", "1", "nan", "TRUE", "[1]", '[{"role": 1}]', None, True, 2, -1.5, 10**5000, [], {}])
+LISTS = st.lists(ODD | st.just({"role": "user", "content": "a"}), max_size=2)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.dictionaries(st.sampled_from(NAMES), ODD | LISTS), st.sampled_from([Preferences(), Labelled()]))
+def test_any_object_is_a_sample_or_a_user_error(row: dict[str, Any], objective: Objective) -> None:
+    with contextlib.suppress(UserError):
+        sample = formats_of(objective).read(row)
+        assert len(sample.examples) == objective.parts
+        assert np.isfinite(np.float32(sample.value))
 
 
 @pytest.fixture

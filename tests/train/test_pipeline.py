@@ -25,8 +25,8 @@ from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.output import LOG, read_log
-from wgpu_lora.train.pipeline import SCHEDULES
 from wgpu_lora.train.pipeline_state import read_pipeline_state
+from wgpu_lora.train.policy import POLICIES
 from wgpu_lora.train.records import PipelineRecord
 from wgpu_lora.train.tasks import task_of
 
@@ -119,7 +119,7 @@ def trained(model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return tmp_path
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", POLICIES)
 def test_together_is_as_alone(model: LoadedModel, trained: Path, schedule: str) -> None:
     seen: list[str] = []
     record = together(model, trained, schedule, lambda result: seen.append(result.adapter), schedule=schedule)
@@ -142,7 +142,7 @@ def test_together_is_as_alone(model: LoadedModel, trained: Path, schedule: str) 
     assert PipelineRecord.from_json(before) == record  # as version 0.1.0 wrote it
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", POLICIES)
 def test_a_poisoned_adapter_stops_alone(model: LoadedModel, trained: Path, schedule: str) -> None:
     """A learning rate that would throw b's weights out of range: b is not updated, and the others finish."""
     place = f"poisoned-{schedule}"

@@ -12,7 +12,7 @@ from wgpu_lora.data.values import kind_of
 from wgpu_lora.errors import UserError
 
 _MAX_NUMBER = 3.4028234e38  # of f32
-_FLAGS = {"true": True, "false": False, "1": True, "0": False}
+_FLAGS: dict[Any, bool] = {"true": True, "false": False, "1": True, "0": False, 1: True, 0: False}
 
 
 def _anything(value: Any, name: str) -> Any:
@@ -77,15 +77,16 @@ def _number(value: Any, name: str) -> float:
     except (ValueError, OverflowError):
         found = None
     if found is None or not abs(found) <= _MAX_NUMBER:
-        shown = f"{value!r:.40}" if isinstance(value, str | int | float) and value == value else kind_of(value)
+        shown = f"{value!r:.40}" if isinstance(value, str | float) and value == value else kind_of(value)
         raise UserError(f"'{name}' is {shown}, but must be a finite number.")
     return found
 
 
 def _flag(value: Any, name: str) -> bool:
-    found = _FLAGS.get(str(value).strip().lower()) if isinstance(value, bool | int | str) else None
+    given = value.strip().lower() if isinstance(value, str) else value
+    found = _FLAGS.get(given) if isinstance(given, str | int | float) else None
     if found is None:
-        shown = f"{value!r:.40}" if isinstance(value, str | int) else kind_of(value)
+        shown = f"{value!r:.40}" if isinstance(value, str) else kind_of(value)
         raise UserError(f"'{name}' is {shown}, but must be true or false.")
     return found
 
