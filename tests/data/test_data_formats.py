@@ -1,4 +1,4 @@
-"""From lines of a file to checked examples, and what is said when a line is wrong."""
+"""Reading lines of a file as validated examples, and the errors about bad lines."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Files of rows: JSON arrays, tables, Parquet, compressed ones, and what is none of them."""
+"""Files of rows: JSON arrays, CSV, Parquet, compressed files, and files of other kinds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What batches are where nobody says, how steps are counted, and what their learning rates are."""
+"""Default batches, the number of steps, and learning rates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from wgpu_lora.train.schedule import LR_SCHEDULES, learning_rate, warmup_steps
 
 
 def sizes(rows: int, tokens: int = 100, weight: float = 1.0, **said: object) -> tuple[bool | None, int, int, bool]:
-    """(packing, rows a batch, batches a step, whether there is a note) for so many rows of so many tokens."""
+    """(packing, rows per batch, batches per step, whether there is a note) for this many rows of this many tokens."""
     args, note = fitted(TrainingArguments(**said), [tokens] * rows, weight)
     packing, a_batch, batches = args.batching
     assert (args.packing, args.per_device_train_batch_size, args.gradient_accumulation_steps) == args.batching

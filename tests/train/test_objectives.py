@@ -1,4 +1,4 @@
-"""An objective is one file and one line: DPO (Rafailov et al. 2023), here, is trained, logged and resumed."""
+"""An objective is one file and one line: DPO (Rafailov et al. 2023) is added, trained, logged and resumed."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def dpo_reference(
 
 @dataclass(frozen=True)
 class DPO(Preferences):
-    """-log sigmoid(beta (log-ratio of the chosen - log-ratio of the rejected)), the ratios to the base alone, times the
-    row's weight."""
+    """-log sigmoid(beta (log-ratio of the chosen - log-ratio of the rejected)), ratios to the base alone, times
+    the row's weight."""
 
     unit: ClassVar = "group"
     reference: ClassVar[bool] = True
@@ -174,7 +174,7 @@ def test_gradients_are_those_of_the_loss(rng: np.random.Generator) -> None:
 
 
 def test_the_device_agrees(device: Device, tmp_path: Path) -> None:
-    """The loss is that of four separate evaluations; the gradient leads where differences of the loss say."""
+    """The loss equals that of four separate evaluations, and the gradient matches differences of the loss."""
     made = job(tmp_path / "a", gradient_accumulation_steps=2)
     session, run = made.session, made.run
     run.prepare_directory()
@@ -227,7 +227,7 @@ def test_the_device_agrees(device: Device, tmp_path: Path) -> None:
 
 
 def test_it_is_trained_logged_and_resumed(device: Device, tmp_path: Path) -> None:
-    """Margins grow; two steps and two more give the bytes of four."""
+    """Margins grow; two steps and two more give the same bytes as four."""
     heldout = {"eval_data": str(pairs(tmp_path / "heldout.jsonl", 3, seed=1)), "learning_rate": 2e-2}
     whole = job(tmp_path / "a", **heldout).train()
     job(tmp_path / "b", **heldout, max_steps=2).train()
@@ -241,7 +241,7 @@ def test_it_is_trained_logged_and_resumed(device: Device, tmp_path: Path) -> Non
 
 
 def test_beside_another_objective(device: Device, tmp_path: Path) -> None:
-    """In one pipeline and its batches, each adapter comes out as it does alone."""
+    """In one pipeline with shared batches, each adapter is the same as when trained alone."""
     alone = [job(tmp_path / "dpo"), job(tmp_path / "sft", objective="sft", data=str(rows(tmp_path / "plain.jsonl")))]
     for one in alone:
         one.train()
@@ -275,7 +275,7 @@ class Weighted(Objective):
 
 
 def test_each_tokens_row_has_a_number() -> None:
-    """Of an objective that is a mean over tokens and weights them by row."""
+    """For an objective that is a mean over tokens and weights them by row."""
     scoring, written = Scoring.declare(Weighted(), 8, 2), {}
     for tensor in scoring.tensors():
         tensor.storage.buffer = tensor
