@@ -125,6 +125,7 @@ def prepare(
         examples = [example for _, _, sample in block if sample for example in sample.examples]
         found = iter(tokenize_examples(examples, tokenizer, completion_only_loss, chat_template_kwargs))
         for place, row, sample in block:
+            assert sample is None or len(sample.examples) == parts
             pairs: list[Pair] = []
             wrong = None
             for expanded in [next(found) for _ in (sample.examples if sample else ())]:
