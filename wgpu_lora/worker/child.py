@@ -44,7 +44,7 @@ class Port(Events):
         self._out.flush()
 
     def answer(self, side: Any) -> None:
-        """Answer requests, JSON lines on standard input, by calling public methods or functions of `side`, until the input ends.
+        """Answer requests, JSON lines on standard input, by calling functions of `side`, until the input ends.
 
         Raises:
             UserError: a line is not a request, or `side` has no such method, or one with other arguments.
