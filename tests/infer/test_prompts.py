@@ -7,17 +7,15 @@ import json
 import os
 import pty
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli import share_device
-from support.models import save_golden_adapter, words_model
+from support.cli import Run, commands, flags
+from support.models import words_and_adapters
 
 import wgpu_lora
 from wgpu_lora.atomic import write_new_bytes
-from wgpu_lora.cli import main
 from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer import answer as answering
@@ -34,11 +32,7 @@ PROMPTS = ["w7 w3", "w11 w5 w2", "w9"]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("prompts")
-    words_model(directory / "model", TEMPLATE)
-    for name, scale in (("a", 1.0), ("b", -2.0)):
-        save_golden_adapter("mistral", directory / name, scale, base_model_name_or_path=str(directory / "model"))
-    return directory
+    return words_and_adapters(tmp_path_factory.mktemp("prompts"), TEMPLATE)
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +53,10 @@ def alone(model: LoadedModel, made: Path) -> dict[str, list[str]]:
 
 
 @pytest.fixture
-def run(
-    device: Device, made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    share_device(device, monkeypatch)
+def run(device: Device, made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     monkeypatch.chdir(made)
-
-    def call(*arguments: Any) -> tuple[int, str, str]:
-        given = ["generate", "--base-dtype", "f32", "--max-new-tokens", TOKENS, "--model", "model", *arguments]
-        code = main([str(argument) for argument in given])
-        return code, *capsys.readouterr()
-
-    return call
+    options = {"base_dtype": "f32", "max_new_tokens": TOKENS, "model": "model"}
+    return commands(device, monkeypatch, capsys, "generate", *flags(**options))
 
 
 def asked(*prompts: str) -> list[str]:

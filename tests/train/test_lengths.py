@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli import QWEN2, SMALL, flags, share_device, write_rows
+from support.cli import QWEN2, SMALL, commands, flags, write_rows
 
 import wgpu_lora
 from wgpu_lora.bench.training import Work, _prepared
-from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.train.arguments import TrainingArguments
@@ -26,14 +25,9 @@ def test_a_length_that_nobody_gave(
     device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """It fits the model, also in the record and in resumed runs; an adapter is evaluated as it was trained."""
-    share_device(device, monkeypatch)
+    run = commands(device, monkeypatch, capsys)
     data, out = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
     small = {name: value for name, value in SMALL.items() if name != "max_length"} | {"tune": False}
-
-    def run(*arguments: Any) -> tuple[int, str, str]:
-        code = main([str(argument) for argument in arguments])
-        return code, *capsys.readouterr()
-
     code, said, _ = run("finetune", *flags(**small, model=QWEN2, data=data, output=out, eval_steps=1))
     assert code == 0
     assert f"length    rows of at most {POSITIONS} tokens, the number of positions of this model" in said

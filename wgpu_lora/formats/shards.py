@@ -117,7 +117,7 @@ def new_model_directory(output: Path, source: Path) -> Iterator[Path]:
                 if path.is_file() and not path.name.endswith(".index.json"):
                     if leads_out(path, source):
                         raise UserError(
-                            f"{path} is a link to a file outside of {source}: remove it, or replace it by a copy."
+                            f"{path} is a link to a file outside of {source}: remove it, or replace it with a copy."
                         )
                     target = temporary / path.relative_to(source)
                     target.parent.mkdir(exist_ok=True)

@@ -46,13 +46,16 @@ def home_of(directory: Path) -> Path | None:
     if not (directory / MEMBER).is_file():
         return None
     home = read_json(directory / MEMBER).get("pipeline")
-    usable = isinstance(home, str) and is_path(home) and not os.path.isabs(home)
-    if not usable or not os.path.isfile(directory / home / STATE):
+    if not (isinstance(home, str) and is_path(home) and not os.path.isabs(home) and _is_home(directory / home)):
         raise UserError(
             f"{directory / MEMBER} does not lead to the record of its pipeline: move the adapters' directories back to "
             f"where they were, or start a new run from this adapter with {flag('init_adapter')}."
         )
     return Path(os.path.normpath(directory / home))
+
+
+def _is_home(directory: Path) -> bool:
+    return os.path.isfile(directory / STATE)  # pathlib raises OSError if the whole is too long
 
 
 def link_members(home: Path, members: Iterable[Path]) -> None:
