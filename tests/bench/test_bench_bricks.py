@@ -229,7 +229,7 @@ def test_contexts(device: Device) -> None:
         ({"tokens": 10**6}, "--tokens is 1000000: give 8 to 4096 for tiny-qwen3"),
         ({"base_dtype": "zork"}, "--base-dtype must be one of nf4"),
         ({"compute_dtype": "zork"}, "--compute-dtype must be one of f32"),
-        ({"layers": 9}, "layers=9 is not possible"),
+        ({"layers": 9}, "--layers 9 is not possible"),
     ):
         with pytest.raises(UserError) as refused:
             Context.of(device, **{"shape": "tiny-qwen3", **wrong})

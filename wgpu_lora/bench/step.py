@@ -22,7 +22,7 @@ from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.models.synthetic import synthetic_model
 from wgpu_lora.models.targets import ALL, targeted
-from wgpu_lora.names.naming import COMMAND_LINE, naming, renamed
+from wgpu_lora.names.naming import flag, naming, renamed, setting
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.initial import initial_matrices
@@ -51,7 +51,7 @@ TRAINING = {
 
 def own_words(names: dict[str, str]) -> AbstractContextManager[None]:
     """What refuses a training run calls its options by these names meanwhile."""
-    return naming(renamed(names, COMMAND_LINE))
+    return naming(renamed(names))
 
 
 def adapter_set(
@@ -135,12 +135,14 @@ class TrainingStep(SlotStep):
         target_modules: str = ALL,
         compute_dtype: str = "f32",
     ):
-        for name, value in (("--rank", rank), ("The batch", rows)):
+        for name, value in ((flag("rank"), rank), ("The batch", rows)):
             if value < 1:
                 raise UserError(f"{name} must be at least 1, not {value}.")
         config, limit = model.config, model.config.max_position_embeddings
         if not 2 <= tokens <= limit:
-            raise UserError(f"--tokens {tokens} is not possible: {model.name} is made for rows of 2 to {limit} tokens.")
+            raise UserError(
+                f"{setting('tokens', tokens)} is not possible: {model.name} is made for rows of 2 to {limit} tokens."
+            )
         with own_words(ROW):
             adapted = TrainingArguments(lora_r=rank, target_modules=target_modules)
             check_adapters([adapted], config, budget_bytes(model.device.info))
@@ -223,7 +225,7 @@ def chosen_model(
         UserError: both are named, the shape or the type of its weights is not known, or it has not so many layers.
     """
     if model and shape:
-        raise UserError("--model and --shape are both given: leave one of them out.")
+        raise UserError(f"{flag('model')} and {flag('shape')} are both given: leave one of them out.")
     TrainingArguments(base_dtype=base_dtype)  # refuses one that is not known
     if shape:
         return synthetic_model(shape_config(shape, layers), device, base_dtype, shape)
@@ -238,7 +240,9 @@ def check_room(what: str, needs: Callable[[int], int], layers: int, available: i
         return
     most = largest(lambda count: needs(count) <= available, layers - 1)
     advice = (
-        f"it fits with --layers {most}" if most else "not even one layer fits, so use a smaller model or fewer tokens"
+        f"it fits with {setting('layers', most)}"
+        if most
+        else "not even one layer fits, so use a smaller model or fewer tokens"
     )
     raise UserError(f"{what} needs {both(need)} of device memory, but {both(available)} are available: {advice}.")
 

@@ -22,6 +22,7 @@ from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.files import read_model
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.shapes import shape_config
+from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job, with_demo_data
 from wgpu_lora.train.length import fit_length
@@ -51,15 +52,17 @@ class Work:
     def __post_init__(self) -> None:
         steps = self.options.get("max_steps")
         if self.recipe and self.shape:
-            raise UserError("--recipe and --shape are both given: leave one of them out.")
+            raise UserError(f"{flag('recipe')} and {flag('shape')} are both given: leave one of them out.")
         if self.shape and {"data", "model"} & self.options.keys():
-            raise UserError("--data and --model go with --recipe: a shape has synthetic weights and rows.")
+            raise UserError(
+                f"{flag('data')} and {flag('model')} go with {flag('recipe')}: a shape has synthetic weights and rows."
+            )
         if self.layers is not None and not self.shape:
-            raise UserError("--layers goes with --shape: a recipe trains the whole of its model.")
+            raise UserError(f"{flag('layers')} goes with {flag('shape')}: a recipe trains the whole of its model.")
         if steps is not None and steps <= WARMUP:
             raise UserError(
-                f"--max-steps {steps} leaves nothing to time: the first {WARMUP} steps are warm-up, so give at least "
-                f"{WARMUP + 1}."
+                f"{setting('max_steps', steps)} leaves nothing to time: the first {WARMUP} steps are warm-up, so give "
+                f"at least {WARMUP + 1}."
             )
 
     @classmethod
@@ -84,7 +87,7 @@ def run_training(work: Work, repeat: int = 2, events: Events = SILENT, opened: D
             few steps to time. KeyboardInterrupt: a run was interrupted.
     """
     if repeat < 1:
-        raise UserError(f"--repeat must be at least 1, not {repeat}.")
+        raise UserError(f"{flag('repeat')} must be at least 1, not {repeat}.")
     runs: list[Record] = []
     with own_words(TRAINING), tempfile.TemporaryDirectory(prefix="wgpu-lora-bench-") as place:
         args, model = _prepared(work, Path(place), opened)
@@ -98,7 +101,7 @@ def run_training(work: Work, repeat: int = 2, events: Events = SILENT, opened: D
                 if steps <= WARMUP:
                     raise UserError(
                         f"This training has {counted(steps, 'step')}, of which the first {WARMUP} are warm-up: "
-                        f"give --max-steps {WARMUP + 1} or more."
+                        f"give {setting('max_steps', WARMUP + 1)} or more."
                     )
                 # Of the whole training, which --max-steps may have cut short here.
                 rows, epochs = len(job.run.stream.prepared.rows), job.run.args.num_train_epochs

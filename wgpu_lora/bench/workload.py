@@ -21,6 +21,7 @@ from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.targets import ALL
+from wgpu_lora.names.naming import flag
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.session import Session
 from wgpu_lora.weights.registry import DEFAULT_FORMAT, base_format
@@ -61,8 +62,8 @@ class Context:
         name = model or shape or default_shape(device)
         chosen = chosen_model(model, shape if model else name, layers, device, base_dtype)
         for option, value, least, most in (
-            ("--rank", rank, 1, chosen.config.hidden_size),
-            ("--tokens", tokens, LEAST_TOKENS, chosen.config.max_position_embeddings),
+            (flag("rank"), rank, 1, chosen.config.hidden_size),
+            (flag("tokens"), tokens, LEAST_TOKENS, chosen.config.max_position_embeddings),
         ):
             if not least <= value <= most:
                 raise UserError(f"{option} is {value}: give {least} to {most} for {name}.")
