@@ -160,7 +160,7 @@ def test_a_file_that_is_not_there() -> None:
 
 @WINDOWS
 def test_a_signal_ends_a_run_with_a_checkpoint_and_its_number(rows: str, tmp_path: Path) -> None:
-    options = {**SMALL, "model": QWEN2, "data": rows, "output": str(tmp_path / "out"), "max_steps": 10_000}
+    options = {**SMALL, "model": QWEN2, "data": rows, "output": str(tmp_path / "out"), "max_steps": 10**6}
     with Worker("finetune", options) as worker:
         for event in worker.events():
             if event["event"] == "step":
