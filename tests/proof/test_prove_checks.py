@@ -21,11 +21,14 @@ from wgpu_lora.proof.checks.devices import devices_agree
 from wgpu_lora.proof.checks.program import gradients_agree, work_happened_on_the_device
 from wgpu_lora.proof.checks.training import losses_fall, training_beside_evaluating
 from wgpu_lora.proof.cuda import classify, compiler_in, cuda_packages, imported, required
+from wgpu_lora.proof.jobs.trained import difference
 from wgpu_lora.proof.report import loss_chart
 from wgpu_lora.proof.run import carry_out
 from wgpu_lora.proof.training import Evaluated, Training, evaluations
 from wgpu_lora.proof.watch import EVENTS, Watcher, witness
+from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.output import Log, read_log
 from wgpu_lora.train.records import UsedDevice
 from wgpu_lora.worker.parent import Worker
 
@@ -167,10 +170,11 @@ def training(losses: list[float], heldout: float = 0.5, **changes: Any) -> Train
     log = [{"step": i, "loss": loss, "grad_norm": 1.0, "seconds": float(i)} for i, loss in enumerate(losses, 1)]
     log[-1]["eval_loss"] = heldout
     used = UsedDevice("a", "d", "Vulkan", "discrete", 32, False)
-    record = SimpleNamespace(stop_reason="max steps", environment=SimpleNamespace(device=used))
+    state = SimpleNamespace(step=len(losses), seconds=1.0)
+    record = SimpleNamespace(stop_reason="max steps", environment=SimpleNamespace(device=used), state=state)
     beside = [Evaluated(EVALUATED, 3)]
     values = {"code": 0, "said": "it ended", "beside": beside, "devices": [0, 1], "record": record} | changes
-    return Training(Path("run"), seconds=1.0, before=EVALUATED, log=log, **values)
+    return Training(**{"directory": Path("run"), "before": EVALUATED, "log": log} | values)
 
 
 def test_training_beside_evaluating() -> None:
@@ -241,10 +245,21 @@ def test_losses() -> None:
     assert of(falling[::-1]) == "failed"
     assert of([2.0, *[1.97] * 39]) == "failed"
     assert of([1.3, 0.7] * 18 + [1.2, 0.5] * 2) == "failed"  # within the scatter
-    assert of([*falling[:-1], math.inf]) == "failed"
     assert of(falling[:19]) == "not run"
-    assert of(falling, record=SimpleNamespace(stop_reason="non-finite"), code=1) == "failed"
+    stopped = SimpleNamespace(stop_reason="non-finite", state=SimpleNamespace(step=40))
+    assert of(falling, record=stopped, code=1) == "failed"
     assert of(falling, record=None, code=1) == "not run"
+
+
+@pytest.mark.parametrize("key", ["loss", "grad_norm"])
+def test_a_log_without_a_finite_number_for_every_step_fails(tmp_path: Path, key: str) -> None:
+    run = training(list(np.linspace(2, 1, 40)))
+    run.log[20][key] = math.nan
+    log = Log(tmp_path / "log.jsonl")
+    for line in run.log:
+        log.write(line | {"epoch": 0.0})
+    run.log = read_log(log.path)
+    assert status(losses_fall, training=lambda: run, seen_rows=(0, 8)) == "failed"
 
 
 def test_backend() -> None:
@@ -268,8 +283,11 @@ def test_backend() -> None:
 
 def test_gradients() -> None:
     def of(measured: list[float | None], gradient: list[float | None], dtype: str = "f32") -> str:
-        rows = [{"matrix": "q.A", "measured": m, "gradient": g} for m, g in zip(measured, gradient, strict=True)]
-        found = {"loss": 1.0, "rounding": 2e-6, "directions": rows}
+        rows = [
+            {"matrix": "q.A", "length": None if m is None else 0.1, "measured": m, "gradient": g}
+            for m, g in zip(measured, gradient, strict=True)
+        ]
+        found = json.loads(to_json({"loss": 1.0, "rounding": 2e-6, "directions": rows}))
         children = SimpleNamespace(run=lambda *a, **k: found)
         args = SimpleNamespace(compute_dtype=dtype)
         return status(gradients_agree, args=args, trained=lambda: training([1.0] * 20), children=children)
@@ -284,6 +302,17 @@ def test_gradients() -> None:
     assert of([1e-3], [1e-3], "bf16") == "not run"
     assert of([1e-3] * 4 + [None], [1e-3] * 5) == "passed"
     assert of([1e-3] * 2 + [None], [1e-3] * 3) == "failed"
+    assert of([1e-3] * 4 + [math.nan], [1e-3] * 5) == "failed"
+
+
+def test_a_loss_that_is_not_finite_is_not_taken_for_a_curved_one() -> None:
+    straight = difference(lambda by: 2.0 + 3.0 * by, 6.0, 2.0)
+    assert straight["measured"] == pytest.approx(straight["gradient"])
+    curved = difference(lambda by: 2.0 + np.sign(by), 6.0, 2.0)
+    assert curved["length"] is curved["measured"] is None
+    broken = difference(lambda by: math.nan if by < 0 else 2.0, 6.0, 2.0)
+    assert broken["length"]
+    assert math.isnan(broken["measured"])
 
 
 def test_answers(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
         (["--devices", "0,0", "--only", "1"], "twice"),
         (["--require-discrete", "-1"], "--require-discrete must be 0 or more, not -1"),
         (["--require-discrete", "some"], "--require-discrete"),
-        (["--devices", "0,", "--only", "1"], "empty place"),
+        (["--devices", "0,", "--only", "1"], "empty entry"),
         (["--recipe", "nothing"], "does not exist"),
         (["--recipe", recipe(tmp_path, base_dtype="f32")], "NF4"),
     ]
