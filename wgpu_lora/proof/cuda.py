@@ -109,8 +109,7 @@ def cuda_packages(names: Iterable[str]) -> list[str]:
 def required(package: str) -> set[str]:
     """A package and everything that is installed with it, on any platform; extras only where they are requested.
 
-    Raises:
-        PackageNotFoundError: it is not installed.
+    Empty if the package is not installed.
     """
     seen: set[tuple[str, str]] = set()
     todo = {(package, "")}
@@ -121,7 +120,7 @@ def required(package: str) -> set[str]:
             requirements = map(Requirement, requires(name) or [])
         except PackageNotFoundError:
             if name == package:
-                raise
+                return set()
             continue  # required on other platforms only
         for one in requirements:
             extras = EXTRA.findall(str(one.marker or ""))

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 from wgpu_lora.proof import cuda
@@ -40,10 +39,7 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
     opened = {name: account["opened"] for name, account in said.items()}
     modules = {*sys.modules, *(module for account in said.values() for module in account["modules"])}
     ran = [command for account in said.values() for command in account["commands"]]
-    try:
-        requirements = sorted(cuda.required(PACKAGE))
-    except PackageNotFoundError:
-        raise NotRun(f"{PACKAGE} is not installed as a package, so its requirements are not known") from None
+    requirements = sorted(cuda.required(PACKAGE))
     # CUDA's driver side, by path: the processes in which NVIDIA's Vulkan driver was mapped too.
     explained = {path: where for path in paths if (where := [n for n, of in judged.items() if path in of.explained])}
     looked_at, looks = {one.pid for one in seen if one.looks}, sum(one.looks for one in seen)
@@ -77,6 +73,8 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
         "requirements": requirements,
         "commands_run_by_children": sorted({short(command) for command in ran}),
     }
+    if not requirements:
+        raise NotRun(f"{PACKAGE} is not installed as a package, so its requirements are not known")
     if not used:
         raise NotRun("there is no device (check 1), so no process had a reason to use CUDA")
     driver = f" except {len(explained)} mapped beside NVIDIA's Vulkan driver" if explained else ""

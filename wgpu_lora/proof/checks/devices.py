@@ -54,7 +54,7 @@ def devices_agree(proof: Proof, finding: Finding) -> str:
     worst = max(result["worst"] for result in compared.values())
     ties = sum(result["near_ties"] for result in compared.values())
     return (
-        f"{found[first]['packed_matrices']} matrices packed to NF4 on each of {len(found)} devices; logits agree within "
+        f"{found[first]['packed_matrices']} matrices packed to NF4 on each of {len(found)} devices; logits within "
         f"{worst:.1e} of the largest (allowed {TOLERANCE:.0e}); {len(answers)} greedy answers with {tokens} tokens are "
         f"the same{f' except for {ties} near-ties' if ties else ''}"
     )
