@@ -13,17 +13,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from golden.adapters import peft_adapters
+from golden import adapters
 from golden.models import CONFIGS, save
 from golden.quant import is_clear_cut, quantize
 from golden.training import golden
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 NF4_SHAPES = ((37, 91), (64, 64), (5, 20), (48, 80), (130, 257))
 
 
 def nf4_matrices() -> dict[str, np.ndarray]:
-    """Clear-cut matrices of awkward shapes, one with a block of zeros, and their NF4 by bitsandbytes."""
+    """Clear-cut matrices of awkward shapes, one with a block of zeros, and what bitsandbytes makes of them."""
     rng = np.random.default_rng(7)
     out = {}
     for rows, cols in NF4_SHAPES:
@@ -36,6 +36,18 @@ def nf4_matrices() -> dict[str, np.ndarray]:
         name = f"{rows}x{cols}"
         out[f"{name}.weight"] = weight
         out |= {f"{name}.{key}": value for key, value in quantize(weight).items()}
+    return out
+
+
+def peft_adapters(output: Path) -> dict[str, np.ndarray]:
+    """PEFT's adapters in OUTPUT/peft, and their logits on the first row of their model's golden batch."""
+    out = {}
+    for name, (architecture, _) in adapters.CASES.items():
+        directory = output / "peft" / name
+        adapters.save_adapter(name, output / "models", directory)
+        stored = load_file(output / "golden" / f"{architecture}.safetensors")
+        ids = stored["input_ids"][:1, : stored["lengths"][0]]
+        out |= {f"{name}.input_ids": ids, f"{name}.logits": adapters.logits(name, output / "models", directory, ids)}
     return out
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.numpy import load_file
 
 from golden.models import load
 
@@ -27,26 +26,22 @@ CASES: dict[str, tuple[str, dict]] = {
 }  # fmt: skip
 
 
-def peft_adapters(output: Path) -> dict[str, np.ndarray]:
-    """Has PEFT write adapters whose B is not zero to OUTPUT/peft.
+def save_adapter(name: str, models: Path, directory: Path) -> None:
+    """Writes an adapter with PEFT, whose B is not zero."""
+    architecture, options = CASES[name]
+    torch.manual_seed(sum(map(ord, name)))
+    model = get_peft_model(load(models / architecture), LoraConfig(task_type="CAUSAL_LM", **options))
+    with torch.no_grad():
+        for key, value in model.named_parameters():
+            if ".lora_B." in key:
+                value.normal_(std=0.3)
+    model.peft_config["default"].base_model_name_or_path = architecture
+    model.save_pretrained(directory, save_embedding_layers=False)
+    (directory / "README.md").unlink(missing_ok=True)
 
-    Returns the logits that it computes with each on the first row of its model's golden batch.
-    """
-    out = {}
-    for name, (architecture, options) in CASES.items():
-        model, directory = output / "models" / architecture, output / "peft" / name
-        torch.manual_seed(sum(map(ord, name)))
-        made = get_peft_model(load(model), LoraConfig(task_type="CAUSAL_LM", **options))
-        with torch.no_grad():
-            for key, value in made.named_parameters():
-                if ".lora_B." in key:
-                    value.normal_(std=0.3)
-        made.peft_config["default"].base_model_name_or_path = architecture
-        made.save_pretrained(directory, save_embedding_layers=False)
-        (directory / "README.md").unlink(missing_ok=True)
-        stored = load_file(output / "golden" / f"{architecture}.safetensors")
-        ids = stored["input_ids"][:1, : stored["lengths"][0]]
-        with torch.no_grad():
-            logits = PeftModel.from_pretrained(load(model), directory)(input_ids=torch.from_numpy(ids).long()).logits
-        out |= {f"{name}.input_ids": ids, f"{name}.logits": logits.float().numpy()}
-    return out
+
+def logits(name: str, models: Path, directory: Path, input_ids: np.ndarray) -> np.ndarray:
+    """Logits that PEFT computes with the adapter in a directory: float32 [rows, tokens, vocab]."""
+    model = PeftModel.from_pretrained(load(models / CASES[name][0]), directory)
+    with torch.no_grad():
+        return model(input_ids=torch.tensor(input_ids, dtype=torch.long)).logits.float().numpy()
