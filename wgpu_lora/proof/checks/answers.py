@@ -43,11 +43,11 @@ def answers_pass_their_checks(proof: Proof, finding: Finding) -> str:
     fault = f"{was} of {len(rows)} answers passed before training and {now} after, but {MARGIN:.0%} more had to"
     finding.expect(now - was >= MARGIN * len(rows), fault)
     parsed = finding.figures["after"]["parsed"]
-    return f"{was} of {len(rows)} answers passed before training and {now} after, of which {parsed} could be parsed"
+    return f"{was} of {len(rows)} answers passed before training and {now} after, when {parsed} could be parsed"
 
 
 def check_answers_can_run(args: TrainingArguments, allow_unconfined: bool) -> None:
-    """For before training.
+    """Called before training.
 
     Raises:
         UserError: a unit check is invalid, or answers cannot be confined and that is not allowed.
