@@ -10,6 +10,7 @@ from wgpu_lora.report.runs import SPEEDS, Run
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.ending import OUTCOMES, STOP_TEXT
 from wgpu_lora.train.memory import readable
+from wgpu_lora.words import listed
 
 OWN = ("output", "resume")  # options that do not affect what is trained
 ABSENT = "not recorded"
@@ -123,8 +124,9 @@ def verdict(runs: Sequence[Run]) -> str:
         return "The held-out losses are of different data, so they cannot be compared."
     if len(known) < 2:
         return "" if known else "No run has a held-out loss (--eval-data) to compare."
-    loss, name, _ = min(known, key=lambda one: one[0])
-    return f"{name} has the lowest held-out loss at the end, {loss:.4f}."
+    lowest = min(loss for loss, *_ in known)
+    best = [name for loss, name, _ in known if loss == lowest]
+    return f"{listed(best)} {'has' if len(best) == 1 else 'have'} the lowest held-out loss at the end, {lowest:.4f}."
 
 
 def summary(run: Run) -> str:

@@ -90,11 +90,18 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
         children.end()
 
 
-def facts_of(six: Check) -> dict[str, Any]:
-    checks = [asdict(six if n == 6 else Check(n, "x", "passed", 0.0, "")) for n in range(1, 10)]
+def facts_of(check: Check) -> dict[str, Any]:
+    checks = [asdict(check if n == check.number else Check(n, "x", "passed", 0.0, "")) for n in range(1, 10)]
     return {"checks": checks, "proven": True, "outcome": "", "verdict": "", "date": "", "platform": "", "seconds": 1.0,
             "devices": [], "used": [], "used_on": "", "require_discrete": 0, "recipe": {"path": ""},
             "commit": None, "wgpu_native": None, "versions": {}}  # fmt: skip
+
+
+def test_a_page_shows_what_there_is() -> None:
+    assert "None: there was no training" in render(facts_of(Check(6, "no CUDA", "not run", 0.0, "<b>")))
+    page = render(facts_of(Check(4, "losses fall", "failed", 0.0, "<b>", {"losses": [2.0, None, 1.0]})))
+    assert "&lt;b&gt;" in page
+    assert "<svg" in page
 
 
 def test_a_witness_hears_ctypes_and_cffi(tmp_path: Path) -> None:
