@@ -84,7 +84,7 @@ def test_one_device_proves_what_one_device_can(tmp_path: Path) -> None:
     assert checks[6]["figures"]["looks"] > 20
     assert len(checks[6]["figures"]["opened_by_python"]) == 9
     assert any("wgpu_native" in path for path in checks[6]["figures"]["searched"]["libraries"])
-    assert "measured before training" in checks[3]["reason"]
+    assert "measured on device 0 before training" in checks[3]["reason"]
     proof = tmp_path / "proof"
     facts = json.loads((proof / "proof.json").read_text())
     assert not facts["proven"]
