@@ -18,13 +18,20 @@ from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models import shapes
+from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.train.arguments import TrainingArguments
 
+ARGS = TrainingArguments(max_length=16, lora_r=4)
 COMMAND = ["bench", "max-batch", "--shape", "mini", "--layers", "1", "--tokens", "16", "--rank", "4"]
 
 
 @pytest.fixture(autouse=True)
 def mini(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shapes._ROWS, "mini", MINI_ROW)
+
+
+def step_of(model: LoadedModel, rows: int) -> TrainingStep:
+    return TrainingStep(model, Batches(ARGS).of(rows, False))
 
 
 @pytest.fixture
@@ -87,7 +94,7 @@ def test_large_batches_are_planned_in_no_time_and_in_no_memory(device: Device):
     model = chosen_model(None, "mini", 1, device)
     rows = device.max_binding // (4 * 64 * 16) // 4
     begin = time.perf_counter()
-    assert TrainingStep(model, rows, 16, 4).session.memory().peak > rows * 16 * 64 * 4
+    assert step_of(model, rows).session.memory().peak > rows * 16 * 64 * 4
     assert time.perf_counter() - begin < 2
 
 
@@ -95,11 +102,11 @@ def test_search_agrees_with_the_plan_and_the_device(device: Device):
     model = chosen_model(None, "mini", 1, device)
 
     def peak(rows: int) -> int:
-        return TrainingStep(model, rows, 16, 4).session.memory().peak
+        return step_of(model, rows).session.memory().peak
 
     before = device.allocated  # by other tests
     noted: list[dict[str, Any]] = []
-    found = find_max_batch(model, Batches(tokens=16, rank=4, limit=peak(2), runs=1), hearing(measured=noted.append))
+    found = find_max_batch(model, Batches(ARGS, limit=peak(2), runs=1), hearing(measured=noted.append))
     plain, checkpointing = found["summary"]
     assert (plain["planned"], plain["confirmed"], plain["bounded_by"]) == (2, 2, "--memory-limit")
     assert checkpointing["confirmed"] == checkpointing["planned"] >= 2
@@ -114,7 +121,7 @@ def test_search_agrees_with_the_plan_and_the_device(device: Device):
 def test_a_device_that_refuses_is_asked_for_less(device: Device, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(search, "measure", measured(most=5))
     model = chosen_model(None, "mini", 1, device)
-    found = find_max_batch(model, Batches(tokens=16, rank=4, most=8))
+    found = find_max_batch(model, Batches(ARGS, most=8))
     for summary in found["summary"]:
         assert (summary["planned"], summary["confirmed"], summary["bounded_by"]) == (8, 5, search.REFUSED)
         assert (summary["why"], summary["not_run"]) == ("The device could not allocate", None)
@@ -126,7 +133,7 @@ def test_what_would_take_too_long_is_planned_alone(
 ):
     monkeypatch.setattr(search, "measure", measured(seconds=10.0))
     model = chosen_model(None, "mini", 1, device)
-    found = find_max_batch(model, Batches(tokens=16, rank=4, most=80, seconds=250))
+    found = find_max_batch(model, Batches(ARGS, most=80, seconds=250))
     for summary in found["summary"]:
         assert (summary["planned"], summary["confirmed"], summary["bounded_by"]) == (80, 20, "--max-batch")
         assert summary["not_run"] == "a step of 40 rows would take about 400 s, and 250 s of --time-limit 250 were left"
@@ -148,7 +155,7 @@ def measured(most: int = 10**9, seconds: float = 0.0) -> Any:
 
 def test_without_time_one_step_confirms(device: Device):
     model = chosen_model(None, "mini", 1, device)
-    batches = Batches(tokens=16, rank=4)
+    batches = Batches(ARGS)
     found = search.measure(model, batches, 1, False, 0.0)
     assert (found["runs"], found["warmup"]) == (1, 0)
     found = search.measure(model, batches, 1, False, 100.0)
@@ -158,11 +165,11 @@ def test_without_time_one_step_confirms(device: Device):
 def test_nothing_is_allocated_for_what_does_not_fit(device: Device):
     before = device.allocated
     model = chosen_model(None, "mini", None, device)
-    two = TrainingStep(chosen_model(None, "mini", 2, device), 1, 16, 4).session.memory().peak
+    two = step_of(chosen_model(None, "mini", 2, device), 1).session.memory().peak
     with pytest.raises(UserError, match=r"mini with 3 layers needs .* are available: it fits with --layers 2\."):
-        TrainingStep.fitting(model, 1, 16, 4, limit=two)
+        TrainingStep.fitting(model, Batches(ARGS).of(1, False), limit=two)
     with pytest.raises(UserError, match="not even one layer fits"):
-        find_max_batch(model, Batches(tokens=16, rank=4, limit=1000))
+        find_max_batch(model, Batches(ARGS, limit=1000))
     assert device.allocated == before
 
 

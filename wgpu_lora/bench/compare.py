@@ -1,18 +1,19 @@
-"""Two result files side by side, with a verdict for each brick that knows how much the timings vary by themselves."""
+"""Comparison of two result files, with a verdict for each brick that allows for the variation of its timings."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from wgpu_lora.bench.results import NOISY, Header, Result
 
 SAME, FASTER, SLOWER = "same", "faster", "slower"
-NOISE = 2.0  # coefficients of variation that a ratio must be away from 1
+NOISE = 2.0  # coefficients of variation by which a ratio must differ from 1
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A brick's case in both files: seconds, new over old, and what that means."""
+    """A case of a brick in both files: seconds, new over old, and the verdict."""
 
     label: str
     old: float
@@ -22,7 +23,7 @@ class Comparison:
 
 
 def compare(old: list[Result], new: list[Result]) -> list[Comparison]:
-    """Of every case that both have, in the new file's order."""
+    """Compare every case that both have, in the new file's order."""
     before = {r.label: r for r in old}
     return [_compare(before[r.label], r) for r in new if r.label in before]
 
@@ -37,23 +38,20 @@ def _compare(old: Result, new: Result) -> Comparison:
 
 
 def warnings(old: tuple[Header, list[Result]], new: tuple[Header, list[Result]]) -> list[str]:
-    """What makes two files hard to compare: other devices, drivers or shapes, and cases that only one has."""
-    found = []
-    (old_header, old_results), (new_header, new_results) = old, new
-    for what, a, b in _facts(old_header, new_header):
-        if a != b:
-            found.append(f"{what}: {a} before, {b} now")
-    before, now = ({r.label for r in results} for results in (old_results, new_results))
-    for where, only in (("old", before - now), ("new", now - before)):
-        if only:
+    """Differences that make two files hard to compare: device, driver, options, and cases that only one of them has."""
+    (before, old_results), (now, new_results) = (_facts(old[0]), old[1]), (_facts(new[0]), new[1])
+    found = [
+        f"{name.replace('_', ' ')}: {before.get(name)} before, {now.get(name)} now"
+        for name in before | now
+        if before.get(name) != now.get(name)
+    ]
+    labels = {"old": {r.label for r in old_results}, "new": {r.label for r in new_results}}
+    for where, other in (("old", "new"), ("new", "old")):
+        if only := labels[where] - labels[other]:
             found.append(f"only in the {where} file: {', '.join(sorted(only))}")
     return found
 
 
-def _facts(old: Header, new: Header) -> list[tuple[str, object, object]]:
-    devices = (old.get("device", {}), new.get("device", {}))
-    keys = ("name", "driver", "backend", "subgroup_size")
-    facts = [(key.replace("_", " "), devices[0].get(key), devices[1].get(key)) for key in keys]
-    options = (old.get("options", {}), new.get("options", {}))
-    names = dict.fromkeys([*options[0], *options[1]])
-    return facts + [(name.replace("_", " "), options[0].get(name), options[1].get(name)) for name in names]
+def _facts(header: Header) -> dict[str, Any]:
+    device = {key: header["device"].get(key) for key in ("name", "driver", "backend", "subgroup_size")}
+    return device | header["options"]

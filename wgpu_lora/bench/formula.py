@@ -1,4 +1,4 @@
-"""Arithmetic in a brick's contract: numbers, names, operators, comparisons and a few functions, and nothing else."""
+"""Formulas of contracts: numbers, names, operators, comparisons and a few functions."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def evaluate(expression: str, names: Mapping[str, float], where: str) -> float:
     """The value of an expression such as `2 * T * H`; comparisons give 0 or 1.
 
     Args:
-        names: what a name stands for.
-        where: names the brick and the key in errors.
+        names: the values of names.
+        where: brick and key, which begin error messages.
 
     Raises:
-        UserError: it is no such expression, a name is unknown, or it has no value.
+        UserError: it is not such an expression, has no value, or a name is unknown.
     """
     try:
         tree = ast.parse(expression.strip(), mode="eval")
@@ -37,6 +37,6 @@ def evaluate(expression: str, names: Mapping[str, float], where: str) -> float:
         known = ", ".join(sorted(names))
         raise UserError(f"{where} uses the name {error.name}, which is not known: use one of {known}.") from None
     except SyntaxError:
-        raise UserError(f"{where} is {expression!r}, which is no arithmetic expression: correct it.") from None
+        raise UserError(f"{where} is {expression!r}, which is not an arithmetic expression: correct it.") from None
     except (ArithmeticError, TypeError, ValueError) as error:
         raise UserError(f"{where} is {expression!r}, which has no value ({error}): correct it.") from None
