@@ -24,8 +24,8 @@ setup: .venv/ready  ## create .venv, and install a Vulkan driver if there is non
 demo: setup  ## fine-tune the demo model and compare its answers before and after
 	$(BIN)/wgpu-lora demo
 
-test: setup  ## all tests except those with their own targets
-	$(PYTEST) -n $(JOBS) -m 'not reference and not rare'
+test: setup  ## all tests except those with their own targets; lists the slowest
+	$(PYTEST) -n $(JOBS) --durations=15 -m 'not reference and not rare'
 
 test-fast: setup  ## the same without slow tests
 	$(PYTEST) -n $(JOBS) -m 'not reference and not slow and not rare'

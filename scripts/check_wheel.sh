@@ -6,7 +6,11 @@ python=$root/.venv/bin/python
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-"$python" -m build --wheel --outdir "$work/dist" "$root" >"$work/build.log" 2>&1 || { cat "$work/build.log" >&2; exit 1; }
+quietly() { # a command whose output is shown only if it fails
+  "$@" >"$work/log" 2>&1 || { cat "$work/log" >&2; exit 1; }
+}
+
+quietly "$python" -m build --wheel --outdir "$work/dist" "$root"
 wheel=$(echo "$work"/dist/*.whl)
 "$python" -m venv "$work/env"
 "$work/env/bin/pip" install -q --disable-pip-version-check "$wheel"
@@ -28,9 +32,9 @@ assert metadata("wgpu-lora")["License-Expression"] == "Apache-2.0"
 PYTHON
 "$command" --version
 "$command" info
-"$command" recipes list >/dev/null
-"$command" bench --list >/dev/null
-"$command" demo --max-steps 2 --output demo
+quietly "$command" recipes list
+quietly "$command" bench --list
+quietly "$command" demo --max-steps 2 --output demo
 test -f demo/adapter_model.safetensors
 "$command" generate --adapter demo --prompt "Define a function kind_kettle(xs)." --max-new-tokens 8
 echo "$(basename "$wheel") works without the checkout."
