@@ -13,10 +13,8 @@ from rich.console import Console
 from support.bench import CEILINGS, result
 
 from wgpu_lora.bench.ceiling import Ceilings
-from wgpu_lora.bench.compare import compare, warnings
-from wgpu_lora.bench.contract import Contract, brick_names, load_contract
-from wgpu_lora.bench.formula import evaluate
-from wgpu_lora.bench.results import SCHEMA, Result, Writer, read_results
+from wgpu_lora.bench.contract import Contract, brick_names, evaluate, load_contract
+from wgpu_lora.bench.results import SCHEMA, Result, Writer, compare, read_results, warnings
 from wgpu_lora.bench.run import ceilings_broken, floor_seconds, judge
 from wgpu_lora.bench.stats import Timings, repeat, variation
 from wgpu_lora.bench.workloads import WORKLOADS

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from support.bench import CEILINGS, mini, result
 
-from wgpu_lora.bench.compare import compare
 from wgpu_lora.bench.recording import ProgramWorkload
-from wgpu_lora.bench.results import SCHEMA, Writer, read_results
+from wgpu_lora.bench.results import SCHEMA, Writer, compare, read_results
 from wgpu_lora.cli import main
 from wgpu_lora.cli.bench_results import cells, noise_text
 from wgpu_lora.gpu.device import Device

@@ -1,8 +1,10 @@
-"""Performance contracts of bricks: `bricks/NAME.toml` as validated dataclasses."""
+"""Performance contracts of bricks: `bricks/NAME.toml` as validated dataclasses, and their formulas."""
 
 from __future__ import annotations
 
+import ast
 import difflib
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -10,7 +12,6 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from wgpu_lora.assets import asset_dir
-from wgpu_lora.bench.formula import evaluate
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.config import ModelConfig
 
@@ -18,6 +19,13 @@ Kind = Literal["training", "serving"]
 DeviceClass = Literal["discrete", "integrated", "software"]
 Option = Literal["layers", "tokens", "rank", "base_dtype", "compute_dtype", "tune"]
 OPTIONS: tuple[str, ...] = get_args(Option)
+# Of formulas.
+ALLOWED = (
+    ast.Expression, ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.Call, ast.Name, ast.Load, ast.Constant,
+    ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.USub,
+    ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq, ast.And,
+)  # fmt: skip
+FUNCTIONS = {"min": min, "max": max, "ceil": math.ceil}
 
 
 @dataclass(frozen=True)
@@ -184,3 +192,29 @@ def _of(kind: type, value: Any, where: str, expected: str) -> Any:
     if not isinstance(value, kind) or (kind is str and not str(value).strip()):
         raise UserError(f"{where} is {value!r}, expected {expected}: correct it.")
     return value
+
+
+def evaluate(expression: str, names: Mapping[str, float], where: str) -> float:
+    """The value of an expression such as `2 * T * H`; comparisons give 0 or 1.
+
+    Args:
+        names: the values of names.
+        where: brick and key, which begin error messages.
+
+    Raises:
+        UserError: it is not such an expression, has no value, or a name is unknown.
+    """
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+        for node in ast.walk(tree):
+            number = not isinstance(node, ast.Constant) or type(node.value) in (int, float)
+            if not (number and isinstance(node, ALLOWED)):
+                raise SyntaxError
+        return float(eval(compile(tree, where, "eval"), {"__builtins__": {}, **FUNCTIONS}, dict(names)))
+    except NameError as error:
+        known = ", ".join(sorted(names))
+        raise UserError(f"{where} uses the name {error.name}, which is not known: use one of {known}.") from None
+    except SyntaxError:
+        raise UserError(f"{where} is {expression!r}, which is not an arithmetic expression: correct it.") from None
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise UserError(f"{where} is {expression!r}, which has no value ({error}): correct it.") from None

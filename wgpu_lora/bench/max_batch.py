@@ -22,9 +22,10 @@ from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.words import counted
 
 SCHEMA = "wgpu-lora-bench-max-batch/1"
-SECONDS = 600.0
+RUNS = 3  # timed steps per batch at most
 DEVICE, REFUSED = "the device", "a refused allocation"
 Record = dict[str, Any]
+Planned = tuple[int, str, str | None]
 
 
 @dataclass(frozen=True)
@@ -33,17 +34,15 @@ class Batches:
 
     args: options of the training. most: maximum rows, None for as many as fit. limit: maximum bytes, instead of the
     device's memory. seconds: for running batches, with and without checkpointing each; larger batches are only planned.
-    runs: maximum number of timed steps per batch.
     """
 
     args: TrainingArguments = field(default_factory=TrainingArguments)
     most: int | None = None
     limit: int | None = None
-    seconds: float = SECONDS
-    runs: int = 3
+    seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        for name, value in (("--max-batch", self.most), ("--memory-limit", self.limit), ("--runs", self.runs)):
+        for name, value in (("--max-batch", self.most), ("--memory-limit", self.limit)):
             if value is not None and value < 1:
                 raise UserError(f"{name} must be at least 1, not {value}.")
         if not 0 < self.seconds < math.inf:
@@ -54,22 +53,10 @@ class Batches:
         return replace(self.args, per_device_train_batch_size=rows, gradient_checkpointing=checkpointing)
 
 
-@dataclass(frozen=True)
-class Planned:
-    """The most rows that a plan allows, and their bound: memory, --memory-limit, --max-batch or the device.
-
-    why: the limit of the device, if that is the bound.
-    """
-
-    rows: int
-    bound: str
-    why: str | None = None
-
-
 def planned_batch(
     peak: Callable[[int], int], available: int | None, most: int | None = None, memory: str = "memory"
 ) -> Planned:
-    """The most rows whose planned peak is available; 0 if not even one row fits.
+    """The most rows whose planned peak is available, 0 if not even one row fits.
 
     It doubles the rows, then bisects, so it plans at most twice as many as fit.
 
@@ -77,6 +64,9 @@ def planned_batch(
         peak: rows -> bytes; raises UserError if a tensor exceeds the limits of the device.
         available: bytes; None if not known, and then only the limits of the device count.
         memory: the name of `available`.
+
+    Returns:
+        The rows, their bound (`memory`, --max-batch or the device) and, if that is the device, its limit.
     """
 
     @cache
@@ -92,7 +82,7 @@ def planned_batch(
         fits, high = high, min(2 * high, most or 2 * high)
     fits += bisect_left(range(fits + 1, high), True, key=lambda rows: refusal(rows) is not None)
     bound = None if fits == most else refusal(fits + 1)
-    return Planned(fits, *(bound or ("--max-batch", None)))
+    return fits, *(bound or ("--max-batch", None))
 
 
 def _fact(error: UserError) -> str:
@@ -145,31 +135,27 @@ def confirm(
         `bounded_by`, `why`: of the plan, or of a device that refused less. `not_run`: why larger ones were not tried.
     """
     begin = time.perf_counter()
-    ran: dict[int, Record] = {}
-    low, high, bound, why, late = 0, plan.rows + 1, plan.bound, plan.why, None
+    ran: list[Record] = []
+    most, bound, why = plan
+    low, high, late = 0, most + 1, None
     while high - low > 1:
-        ahead = [rows for rows in leading_to(plan.rows) if low < rows < high] or [(low + high) // 2]
-        rows, left = ahead[0], batches.seconds - (time.perf_counter() - begin)
-        expected = rows / low * ran[low]["step_seconds"] if low else 0.0
-        if ran and expected > left:
+        # Twice as many each time; once the device has refused some, halfway.
+        rows = min(2 * low or 1, most) if high > most else (low + high) // 2
+        left = batches.seconds - (time.perf_counter() - begin)
+        expected = rows / low * ran[-1]["step_seconds"] if ran else 0.0
+        if expected > left:
             about = f"a step of {counted(rows, 'row')} would take about {expected:,.0f} s"
             late = f"{about}, and {max(left, 0):,.0f} s of --time-limit {batches.seconds:g} were left"
             break
         try:
-            ran[rows] = measure(model, batches, rows, checkpointing, left / len(ahead))
+            ran.append(measure(model, batches, rows, checkpointing, left if rows == most else left / 2))
         except UserError as error:
             high, bound, why = rows, REFUSED, _fact(error)
             continue
         low = rows
-        events.measured(ran[rows])
-    summary = {"kind": "summary", "planned": plan.rows, "confirmed": low, "bounded_by": bound, "why": why}
-    return list(ran.values()), {**summary, "gradient_checkpointing": checkpointing, "not_run": late}
-
-
-def leading_to(most: int) -> list[int]:
-    """Batch sizes up to `most`: one row, each at most eight times the last, then a quarter, a half and all."""
-    shifts = (0, 1, 2, *range(3, most.bit_length(), 3))
-    return sorted({1, *(max(1, most >> shift) for shift in shifts)}) if most else []
+        events.measured(ran[-1])
+    summary = {"kind": "summary", "planned": most, "confirmed": low, "bounded_by": bound, "why": why}
+    return ran, {**summary, "gradient_checkpointing": checkpointing, "not_run": late}
 
 
 def measure(model: LoadedModel, batches: Batches, rows: int, checkpointing: bool, seconds: float) -> Record:
@@ -183,7 +169,7 @@ def measure(model: LoadedModel, batches: Batches, rows: int, checkpointing: bool
     try:
         step.allocate()
         times = step.seconds(1)
-        while len(times) < WARMUP + batches.runs and sum(times) + times[-1] <= seconds:
+        while len(times) < WARMUP + RUNS and sum(times) + times[-1] <= seconds:
             times += step.seconds(1)
         allocated = device.peak_allocated
     finally:

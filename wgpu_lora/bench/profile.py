@@ -135,7 +135,7 @@ def profile_step(step: TrainingStep, rounds: int = 5, on_round: Callable[[], Non
 
     A round is a step as in training, then its programs with the timer, each as a whole and dispatch by dispatch.
     """
-    step.seconds(0, WARMUP)
+    step.seconds(WARMUP)
     programs = step.session.programs()
     timer = Timer(step.session.device)
     try:

@@ -14,7 +14,6 @@ from typing import Any
 from wgpu_lora.bench.contract import load_contract, numbers_of
 from wgpu_lora.bench.step import TrainingStep
 from wgpu_lora.errors import UserError
-from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.shapes import shape_config
@@ -63,13 +62,10 @@ def project(
             "seconds": seconds * times,
         }
         try:
-            peak = planned_peak(larger, shape, args, model.device)
+            declared = synthetic_model(larger, model.device, args.base_dtype, shape)
+            length = min(args.length, larger.max_position_embeddings)
+            peak = TrainingStep(declared, replace(args, max_length=length)).session.memory().peak
             record |= {"peak_planned": peak, "fits": None if available is None else peak <= available}
         except UserError as error:
             record |= {"peak_planned": None, "fits": False, "refused": str(error)}
         yield record
-
-
-def planned_peak(config: ModelConfig, shape: str, args: TrainingArguments, device: Device) -> int:
-    args = replace(args, max_length=min(args.length, config.max_position_embeddings))
-    return TrainingStep(synthetic_model(config, device, args.base_dtype, shape), args).session.memory().peak

@@ -97,14 +97,14 @@ class ProgramWorkload(Workload):
         self.rec.backward()
 
     def time(
-        self, programs: Iterable[Program], chosen: Callable[[Kernel], bool], beside: Callable[[Kernel], bool] | None
+        self, programs: Iterable[Program], chosen: Callable[[Kernel], bool], beside: Callable[[Kernel], bool]
     ) -> None:
         """Time only the dispatches of chosen kernels; `added_share` is their time relative to those of `beside`."""
         self._timed = self._program("timed")
         for step in (step for program in programs for step in program.dispatches):
             if chosen(step.kernel):
                 self._timed.dispatches.append(step)
-            elif beside and beside(step.kernel):
+            elif beside(step.kernel):
                 self._beside.dispatches.append(step)
 
     # -- on the device ---------------------------------------------------------------------------------------------

@@ -199,9 +199,8 @@ def compare(
 
     It shows how much each brick's time has changed, and whether that exceeds the noise.
     """
-    from wgpu_lora.bench.compare import compare as compared
-    from wgpu_lora.bench.compare import warnings
-    from wgpu_lora.bench.results import read_results
+    from wgpu_lora.bench.results import compare as compared
+    from wgpu_lora.bench.results import read_results, warnings
     from wgpu_lora.cli.bench_results import LEFT, comparison_cells
 
     old, new = read_results(before), read_results(now)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from wgpu_lora.bench.ceiling import Ceilings
-from wgpu_lora.bench.compare import Comparison
-from wgpu_lora.bench.results import BROKEN, HOLDS, NOISY, Result
+from wgpu_lora.bench.results import BROKEN, HOLDS, NOISY, Comparison, Result
 from wgpu_lora.words import counted, share
 
 COLUMNS = ("brick", "time", "spread", "rate", "of ceiling", "limit", "verdict")

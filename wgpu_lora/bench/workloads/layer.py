@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from wgpu_lora.bench.contract import load_contract
@@ -19,42 +17,27 @@ from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.inputs import StepInputs, Tables
 from wgpu_lora.models.rows import Rows
 from wgpu_lora.models.shapes import cut
-from wgpu_lora.ops.matmul_tuning import LoraTuning
 from wgpu_lora.weights.nf4 import NF4
 
-Chosen = Callable[[Kernel], bool]
-
-
-def of_adapters(kernel: Kernel) -> bool:
-    return isinstance(kernel.tuning, LoraTuning)
-
-
-def of_ops(*files: str) -> Chosen:
-    """Kernels declared in these files of `ops`."""
-    return lambda kernel: kernel.reference.__module__.rpartition(".")[2] in files
-
-
-def of_swiglu(kernel: Kernel) -> bool:
-    return kernel.name.startswith("swiglu")
-
-
-def of_base(kernel: Kernel) -> bool:
-    """Products with frozen matrices, and the preparation of their operands."""
-    return not (of_adapters(kernel) or of_ops("attention", "norm", "rope", "elementwise")(kernel))
-
-
-# Of each brick: the pass that is timed (None: both), its kernels, and those that they are compared with.
-BRICKS: dict[str, tuple[str | None, Chosen, Chosen | None]] = {
-    "nf4_matmul": ("forward", of_base, None),
-    "nf4_matmul_backward": ("backward", of_base, None),
-    "lora_forward": ("forward", of_adapters, of_base),
-    "lora_backward": ("backward", of_adapters, of_base),
-    "attention": ("forward", of_ops("attention"), None),
-    "attention_backward": ("backward", of_ops("attention"), None),
-    "rmsnorm": (None, of_ops("norm"), None),
-    "rope": (None, of_ops("rope"), None),
-    "swiglu": (None, of_swiglu, None),
+# Of each brick: the pass that is timed (None: both), the op, and the op that its time is compared with.
+BRICKS: dict[str, tuple[str | None, str, str | None]] = {
+    "nf4_matmul": ("forward", "base", None),
+    "nf4_matmul_backward": ("backward", "base", None),
+    "lora_forward": ("forward", "lora", "base"),
+    "lora_backward": ("backward", "lora", "base"),
+    "attention": ("forward", "attention", None),
+    "attention_backward": ("backward", "attention", None),
+    "rmsnorm": (None, "rmsnorm", None),
+    "rope": (None, "rope", None),
+    "swiglu": (None, "swiglu", None),
 }
+OPS = ("lora", "attention", "rmsnorm", "rope", "swiglu", "add", "fill", "dropout")
+
+
+def op_of(kernel: Kernel) -> str:
+    """The op of a kernel; `base` for products with frozen matrices and the preparation of their operands."""
+    op = kernel.name.partition("_")[0]
+    return op if op in OPS else "base"
 
 
 def of_layer(name: str, context: Context) -> Workload:
@@ -65,7 +48,7 @@ def of_layer(name: str, context: Context) -> Workload:
     """
     if not isinstance(context.config, Transformer):
         raise UserError(f"{context.name} has no layers of attention and a gated MLP: choose another shape or model.")
-    (which, chosen, beside), options = BRICKS[name], load_contract(name).options
+    (which, op, beside), options = BRICKS[name], load_contract(name).options
     base_dtype = context.base_dtype if "base_dtype" in options else NF4.name
     compute_dtype = context.compute_dtype if "compute_dtype" in options else "f32"
     tokens, rank = context.tokens, context.rank if "rank" in options else None
@@ -100,5 +83,6 @@ def of_layer(name: str, context: Context) -> Workload:
             adapters.upload_scales(device)
 
     workload.fillers.append(fill)
-    workload.time([p for p in (workload.forward, workload.backward) if which in (None, p.name)], chosen, beside)
+    passes = [program for program in (workload.forward, workload.backward) if which in (None, program.name)]
+    workload.time(passes, lambda kernel: op_of(kernel) == op, lambda kernel: op_of(kernel) == beside)
     return workload

@@ -59,7 +59,7 @@ class OurSide:
         device.peak_allocated = device.allocated
         self._step.allocate()
         loss = self._step.run()
-        self._step.seconds(0, WARMUP - 1)
+        self._step.seconds(WARMUP - 1)
         return {"first_loss": loss, "environment": asdict(environment(device))}
 
     def steps(self, count: int) -> Record:
