@@ -324,7 +324,7 @@ def test_the_exit_code_names_a_broken_contract(
     assert line["brick"] == "rope"
     assert line["kind"] == "brick"
     assert len(line["broken"]) == code
-    assert ("noisy     rope: its" in out) == (line["cv"] >= line["cv_asked"])
+    assert ("noisy     rope: " in out) == (line["cv"] >= line["cv_asked"])
 
 
 def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -49,25 +50,22 @@ class Context:
         shape: str | None = None,
         model: str | None = None,
         layers: int | None = None,
-        tokens: int = 512,
-        rank: int = 16,
         base_dtype: str = DEFAULT_FORMAT,
-        compute_dtype: str = "f32",
-        tune: bool = False,
+        **options: Any,
     ) -> Context:
         """The context of a named shape or a model. Raises UserError if an option is unknown or not possible."""
-        with own_words(ROW):
-            TrainingArguments(base_dtype=base_dtype, compute_dtype=compute_dtype, lora_r=rank)  # checks them
         if not (model or shape):
             shape = default_shape(device)
-        chosen = chosen_model(model, shape, layers, device, base_dtype)
+        with own_words(ROW):
+            context = cls(chosen_model(model, shape, layers, device, base_dtype), **options)
+            TrainingArguments(compute_dtype=context.compute_dtype, lora_r=context.rank)  # checks them
         for option, value, least, most in (
-            ("--rank", rank, 1, chosen.config.hidden_size),
-            ("--tokens", tokens, LEAST_TOKENS, chosen.config.max_position_embeddings),
+            ("--rank", context.rank, 1, context.config.hidden_size),
+            ("--tokens", context.tokens, LEAST_TOKENS, context.config.max_position_embeddings),
         ):
             if not least <= value <= most:
-                raise UserError(f"{option} is {value}: give {least} to {most} for {chosen.name}.")
-        return cls(chosen, tokens, rank, compute_dtype, tune)
+                raise UserError(f"{option} is {value}: give {least} to {most} for {context.name}.")
+        return context
 
     @property
     def device(self) -> Device:

@@ -110,18 +110,20 @@ def bricks(
     names = brick_names() if everything else list(dict.fromkeys(brick or []))
     taken = {option for name in names for option in load_contract(name).options}
     refuse_idle(ctx, set(OPTIONS) - taken, f"with the brick{'s' * (len(names) > 1)} {', '.join(names)}")
-    context = _context(device, shape, model, layers, tokens, rank, base_dtype, compute_dtype, wanted(tune))
-    return _measure(context, names, time_limit, json)
+    sizes = {"tokens": tokens, "rank": rank, "compute_dtype": compute_dtype, "tune": wanted(tune)}
+    return _measure(_context(device, shape, model, layers, base_dtype, sizes), names, time_limit, json)
 
 
-def _context(selector: str | None, shape: str | None, model: str | None, layers: int | None, *sizes: Any) -> Any:
+def _context(
+    selector: str | None, shape: str | None, model: str | None, layers: int | None, base_dtype: str, sizes: Any
+) -> Any:
     from wgpu_lora.bench.workload import Context
     from wgpu_lora.gpu.device import Device as OpenedDevice
     from wgpu_lora.models.shapes import shape_config
 
     if shape:
         shape_config(shape, layers)  # refuses unknown shapes before a device is opened
-    return Context.of(OpenedDevice(selector), shape, model, layers, *sizes)
+    return Context.of(OpenedDevice(selector), shape, model, layers, base_dtype, **sizes)
 
 
 def _measure(context: Any, names: list[str], time_limit: float | None, file: str | None) -> int:
