@@ -1,4 +1,4 @@
-"""Chat templates render as transformers renders them, and fail in words."""
+"""Chat templates render as in transformers, and fail with a sentence."""
 
 import datetime
 import importlib.util

@@ -216,7 +216,7 @@ def test_prompts_in_the_formats_of_rows(tmp_path: Path):
     assert read("a.json", json.dumps(alpaca).encode()) == [(said, False)]
     turns = [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]
     assert read("a.jsonl", json.dumps({"conversations": turns}).encode()) == [(asked, True)]
-    with pytest.raises(UserError, match="the columns are 'question', but one of messages, "):
+    with pytest.raises(UserError, match=r"are 'question', but .* messages; .*; rename 'question' to 'prompt'\."):
         read("b.csv", b"question\nw1\n")
 
 
@@ -228,7 +228,7 @@ def test_prompts_in_the_formats_of_rows(tmp_path: Path):
         (b"a\xff", "not valid UTF-8 (byte 2)"),
         (
             b'{"prompt": "w1"}\n{"text": "w1"}',
-            "line 2: the row has neither 'prompt' nor 'messages': its keys are 'text'",
+            "line 2: the row fits no format: its keys are 'text', but the formats need messages; ",
         ),
         (b'{"prompt": 5}', "line 1: The prompt must be text"),
         (b'{"prompt": " "}', "line 1: the prompt is empty"),

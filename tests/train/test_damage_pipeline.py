@@ -67,7 +67,7 @@ def refused(model: LoadedModel, run: Path, *words: str) -> None:
 
 
 def test_whole_it_resumes(model: LoadedModel, stopped: Path, run: Path) -> None:
-    """And what a killed process left is swept, in every directory."""
+    """What a killed process left is also removed, in every directory."""
     for name in ("a/.last.previous", "a/..next.tmp", "b/.epoch-1.tmp", "b/.best.old", "b/..best.tmp.ab12_x9z.tmp"):
         (run / name).mkdir()
     (run / "pipeline" / ".state.json.ab12_x9z.tmp").write_text("x")
@@ -128,7 +128,7 @@ CHANGES: list[Callable[[dict[str, Any]], Any]] = [
 
 @pytest.mark.parametrize("number", range(len(CHANGES)))
 def test_a_state_that_no_pipeline_has(model: LoadedModel, run: Path, number: int) -> None:
-    """With a digest that agrees."""
+    """With a matching digest."""
     said = json.loads((run / "pipeline" / STATE).read_text())["state"]
     CHANGES[number](said)
     odd = PipelineState()

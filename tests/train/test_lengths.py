@@ -1,4 +1,4 @@
-"""Lengths of rows that nobody gave: they fit the model or, to evaluate an adapter, are as in its training."""
+"""Default row lengths: they fit the model or, for evaluation of an adapter, equal those of its training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POSITIONS = 128  # of the models among the fixtures
 def test_a_length_that_nobody_gave(
     device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """It fits the model, in the record too and in what goes on from it; an adapter is evaluated as it was trained."""
+    """It fits the model, also in the record and in resumed runs; an adapter is evaluated as it was trained."""
     share_device(device, monkeypatch)
     data, out = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
     small = {name: value for name, value in SMALL.items() if name != "max_length"} | {"tune": False}
@@ -68,7 +68,7 @@ def test_a_pipeline_and_a_benchmark_fit_their_model(device: Device, tmp_path: Pa
 
 @pytest.mark.parametrize("on_overflow", ["truncate", "drop"])
 def test_a_plan_of_shorter_rows_is_that_of_the_run(tmp_path: Path, on_overflow: str) -> None:
-    """What the advice for little memory says of a smaller --max-length, to the byte."""
+    """The advice about a smaller --max-length is exact to the byte."""
     data, model = write_rows(tmp_path / "rows.jsonl"), wgpu_lora.load(QWEN2)
     args = TrainingArguments(model=QWEN2, data=str(data), eval_data=str(data), on_overflow=on_overflow, lora_r=2)
     least = {"per_device_train_batch_size": 1, "max_length": 8}

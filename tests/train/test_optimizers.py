@@ -1,4 +1,4 @@
-"""An optimizer is one file and one line: SGD with momentum, of this file alone, trained, saved and resumed."""
+"""An optimizer is one file and one line: SGD with momentum is added, trained, saved and resumed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Hyper:
 
 @dataclass(frozen=True)
 class Momentum:
-    """p -= lr m with m = beta m + g. It counts every block's updates too: a state of one integer a block."""
+    """p -= lr m with m = beta m + g. It also counts each block's updates: a state of one integer per block."""
 
     state: ClassVar[tuple[State, ...]] = (State("momentum"), State("updates", "u32", 1))
     Hyper: ClassVar[type] = Hyper
@@ -135,7 +135,7 @@ def job(directory: Path, **changes: Any) -> Job:
 
 
 def test_it_trains_as_its_formula_says(device: Device, tmp_path: Path) -> None:
-    """The first step alone, of which the gradients are read before; then what is saved of two."""
+    """The first step alone, after reading its gradients; then what is saved after two steps."""
     first = job(tmp_path / "a", max_steps=1)
     session, run = first.session, first.run
     run.prepare_directory()
@@ -161,7 +161,7 @@ def test_it_trains_as_its_formula_says(device: Device, tmp_path: Path) -> None:
 
 
 def test_it_is_saved_and_resumed(device: Device, tmp_path: Path) -> None:
-    """To the same bytes as a run that was not interrupted; another's state, or damaged ones, are refused."""
+    """With the same bytes as an uninterrupted run; the state of another optimizer, or a damaged one, is refused."""
     whole = job(tmp_path / "a").train()
     job(tmp_path / "b", max_steps=2).train()
     resumed = job(tmp_path / "b", resume=True).train()

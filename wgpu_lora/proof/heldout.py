@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.data import parse_example, read_examples
+from wgpu_lora.data.examples import Conversation, Example
 from wgpu_lora.data.files import file_source
-from wgpu_lora.data.formats import Conversation, Example
+from wgpu_lora.data.formats import EXAMPLES
 from wgpu_lora.data.source import strict_rows
 
 UNSEEN = {"labels", "trained", "template_kwargs"}  # of an example: how it is learnt, not what it says
@@ -31,7 +32,7 @@ def seen_rows(train: Path, heldout: Path) -> tuple[int, int]:
 def rows_of(path: str) -> dict[str, dict[str, Any]]:
     """The rows of a file by their places, such as 'data.jsonl, line 3'. Raises UserError if one cannot be read."""
     source = file_source(Path(path))
-    return {source.where(place): row for place, row in strict_rows(source)}
+    return {source.where(place): row for place, row in strict_rows(source, EXAMPLES)}
 
 
 def digest(example: Example) -> bytes:

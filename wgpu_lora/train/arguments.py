@@ -11,11 +11,12 @@ from typing import Any
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names, real_value
-from wgpu_lora.names.allowed import COMPUTE_DTYPES, LR_SCHEDULERS, OVERFLOW
+from wgpu_lora.names.allowed import COMPUTE_DTYPES, OVERFLOW
 from wgpu_lora.names.naming import Naming, flag, naming
 from wgpu_lora.train.declared import Range, check, kinds, option, require
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
+from wgpu_lora.train.schedule import LR_SCHEDULES
 from wgpu_lora.weights.registry import BASE_FORMATS, DEFAULT_FORMAT
 
 # Options that may change when a run is resumed: they affect what is written, not what is trained.
@@ -90,7 +91,7 @@ class TrainingArguments:
         "'all-linear', names such as q_proj,v_proj, or a regular expression matched against module paths.",
     )
     learning_rate: float = option(2e-4, OPTIMISATION, "Peak learning rate.", within=NOT_NEGATIVE)
-    lr_scheduler_type: str = option("cosine", OPTIMISATION, "Learning-rate schedule.", choices=LR_SCHEDULERS)
+    lr_scheduler_type: str = option("cosine", OPTIMISATION, "Learning-rate schedule.", choices=LR_SCHEDULES)
     warmup_ratio: float = option(
         0.03,
         OPTIMISATION,

@@ -13,7 +13,7 @@ from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments, from_values
 from wgpu_lora.train.pipeline_state import MEMBER, home_of, read_pipeline_state
 from wgpu_lora.train.records import PIPELINE, RUN
-from wgpu_lora.train.schedule import learning_rate, warmup_steps
+from wgpu_lora.train.schedule import LR_SCHEDULES, learning_rate, warmup_steps
 from wgpu_lora.train.state import STATE, RunState
 from wgpu_lora.train.stream import DataStream
 from wgpu_lora.words import counted
@@ -153,7 +153,8 @@ def resume_note(state: RunState, planned: TrainingArguments, stream: DataStream,
     text += f", up to {total:,} steps"
     kind = args.lr_scheduler_type
     warm = [warmup_steps(count, args.warmup_ratio, args.warmup_steps) for count in (state.total_steps, total)]
-    if kind == "constant" or (kind == "constant_with_warmup" and warm[0] == warm[1]):
+    schedule = LR_SCHEDULES[kind]
+    if schedule.decay is None and (not schedule.warms_up or warm[0] == warm[1]):
         return f"{text}, with the same result as a single run of {total:,} steps"
     rate = learning_rate(kind, args.learning_rate, state.step, total, warm[1])
     return (

@@ -24,7 +24,7 @@ from wgpu_lora.train.output import Log
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.resume import UNTIMED_STEPS, differs, nothing_in, refuse_used, set_length
 from wgpu_lora.train.run import Run
-from wgpu_lora.train.schedule import learning_rate, warmup_steps
+from wgpu_lora.train.schedule import LR_SCHEDULES, learning_rate, warmup_steps
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.state import RunState, read_state
 from wgpu_lora.train.stream import DataStream
@@ -131,7 +131,7 @@ class AdapterRun(Run):
     def warmup(self, total: int) -> int:
         """Warm-up steps out of `total`."""
         args = self.args
-        rises = args.lr_scheduler_type != "constant"
+        rises = LR_SCHEDULES[args.lr_scheduler_type].warms_up
         return warmup_steps(total, args.warmup_ratio, args.warmup_steps) if rises else 0
 
     def save(self, session: Session, events: Events = SILENT) -> None:

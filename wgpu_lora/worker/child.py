@@ -44,12 +44,12 @@ class Port(Events):
         self._out.flush()
 
     def answer(self, side: Any) -> None:
-        """Answer requests, JSON lines on standard input, by calling methods of `side`, until the input ends.
+        """Answer requests, JSON lines on standard input, by calling functions of `side`, until the input ends.
 
         Raises:
             UserError: a line is not a request, or `side` has no such method, or one with other arguments.
         """
-        methods = {name: run for name, run in inspect.getmembers(side, inspect.ismethod) if not name.startswith("_")}
+        methods = {name: run for name, run in inspect.getmembers(side, inspect.isroutine) if not name.startswith("_")}
         for line in self._requests or ():
             request = parse_object(line.encode("utf-8", "replace"), "The request on standard input", cure="correct it")
             name = request.pop("request", None)
