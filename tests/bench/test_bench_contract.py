@@ -348,7 +348,7 @@ def test_what_makes_files_hard_to_compare() -> None:
         "layers: 2 before, 3 now",
         "only in the old file: load",
     ]
-    assert [c.label for c in compare(old[1], new[1])] == ["rope"]
+    assert [c.new.label for c in compare(old[1], new[1])] == ["rope"]
 
 
 def test_how_results_read() -> None:

@@ -26,8 +26,8 @@ Header = dict[str, Any]  # see `header`
 class Result:
     """A case of a brick.
 
-    seconds, p20, p80: of an iteration. floor_seconds: the larger of operations over the FMA ceiling and bytes over the
-    streaming bandwidth. budget: the ceiling, the share of it that is required (None: none) and the share reached.
+    seconds, p20, p80: of an iteration. budget: the ceiling, the share of it that is required (None: none) and the share
+    reached.
     reference: the largest normalised mean squared error and its kernel; None if there is no reference.
     cv_asked: the contract's bound of cv; None in older files. broken: violations of the contract.
     """
@@ -45,8 +45,6 @@ class Result:
     bytes: float
     gflops: float
     gbs: float
-    floor_seconds: float
-    share_of_floor: float
     budget: dict[str, Any]
     reference: dict[str, Any] | None
     seed: int
@@ -154,28 +152,29 @@ def read_results(path: str | Path) -> tuple[Header, list[Result]]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A case of a brick in both files: seconds, new over old, and the verdict."""
+    """A case of a brick in two files."""
 
-    label: str
-    old: float
-    new: float
-    ratio: float
-    verdict: str
+    old: Result
+    new: Result
+
+    @property
+    def ratio(self) -> float:
+        return self.new.seconds / self.old.seconds
+
+    @property
+    def verdict(self) -> str:
+        """Faster or slower only if the difference exceeds the noise."""
+        old, new = self.old, self.new
+        overlap = old.p20 <= new.p80 and new.p20 <= old.p80
+        if overlap or abs(self.ratio - 1) < NOISE * max(old.cv, new.cv):
+            return NOISY if old.noisy or new.noisy else SAME  # noise may hide a difference
+        return FASTER if self.ratio < 1 else SLOWER
 
 
 def compare(old: list[Result], new: list[Result]) -> list[Comparison]:
     """Compare every case that both have, in the new file's order."""
     before = {r.label: r for r in old}
-    return [_compare(before[r.label], r) for r in new if r.label in before]
-
-
-def _compare(old: Result, new: Result) -> Comparison:
-    ratio = new.seconds / old.seconds
-    overlap = old.p20 <= new.p80 and new.p20 <= old.p80
-    noise = overlap or abs(ratio - 1) < NOISE * max(old.cv, new.cv)
-    same = NOISY if old.noisy or new.noisy else SAME  # a difference may hide in what varies too much
-    verdict = same if noise else FASTER if ratio < 1 else SLOWER
-    return Comparison(new.label, old.seconds, new.seconds, ratio, verdict)
+    return [Comparison(before[r.label], r) for r in new if r.label in before]
 
 
 def warnings(old: tuple[Header, list[Result]], new: tuple[Header, list[Result]]) -> list[str]:

@@ -39,7 +39,7 @@ def bench(
     events: Events = SILENT,
     ceilings: Ceilings | None = None,
 ) -> tuple[list[Result], list[str]]:
-    """Measure the device's ceilings, then bricks one after the other. Call `check_fit` before.
+    """Measure the device's ceilings, then bricks one after the other, if the device has enough memory for all of them.
 
     Args:
         time_limit: seconds to measure a case, instead of the contract's.
@@ -53,6 +53,8 @@ def bench(
         UserError: a brick is unknown, or cannot run on this device.
     """
     contracts, results = [load_contract(name) for name in names], []
+    for name in names:
+        check_fit(context, name)
     ceilings = ceilings or measure_ceilings(context.device)
     now, options = datetime.now(UTC).isoformat(timespec="seconds"), context.options()
     events.measured(header(SCHEMA, context.device, time=now, options=options, ceilings=asdict(ceilings)))
@@ -103,8 +105,6 @@ def measure(
         bytes=nbytes,
         gflops=operations / timings.seconds / 1e9,
         gbs=nbytes / timings.seconds / 1e9,
-        floor_seconds=floors["floor"],
-        share_of_floor=floors["floor"] / timings.seconds,
         budget={"of": contract.budget.of, "asked": None, "reached": floors[contract.budget.of] / timings.seconds},
         reference=asdict(checked) if checked else None,
         seed=seed,

@@ -21,7 +21,6 @@ from wgpu_lora.bench.step import (
     chosen_model,
     own_words,
     synthetic_rows,
-    training_options,
 )
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events, StepResult
@@ -65,11 +64,6 @@ class Work:
                 f"--max-steps {steps} leaves nothing to time: the first {WARMUP} steps are warm-up, so give at least "
                 f"{WARMUP + 1}."
             )
-
-    @classmethod
-    def of(cls, recipe: str | None = None, shape: str | None = None, layers: int | None = None, **options: Any) -> Work:
-        """With the options of the command `bench training`; those that are None are not given."""
-        return cls(recipe, shape, layers, training_options(options))
 
 
 def run_training(

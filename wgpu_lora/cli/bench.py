@@ -129,11 +129,8 @@ def _context(
 def _measure(context: Any, names: list[str], time_limit: float | None, file: str | None) -> int:
     from wgpu_lora.bench.results import BROKEN, Writer
     from wgpu_lora.bench.run import bench as measured
-    from wgpu_lora.bench.run import check_fit
     from wgpu_lora.cli.bench_results import COLUMNS, KEY, LEFT, STYLES, VERDICTS, cells, details, noise_text
 
-    for name in names:
-        check_fit(context, name)
     writer = Writer(file)
     info, options = context.device.info, context.options()
     line("device", f"{info.name} ({info.driver})")

@@ -83,4 +83,4 @@ def ceiling_lines(ceilings: Ceilings) -> list[str]:
 
 
 def comparison_cells(c: Comparison) -> tuple[str, ...]:
-    return c.label, duration(c.old), duration(c.new), f"{c.ratio:.3f}", c.verdict
+    return c.new.label, duration(c.old.seconds), duration(c.new.seconds), f"{c.ratio:.3f}", c.verdict

@@ -67,12 +67,15 @@ def training(
     """
     from wgpu_lora.bench.projection import LARGER
     from wgpu_lora.bench.results import Writer
+    from wgpu_lora.bench.step import training_options
     from wgpu_lora.bench.training import Work, run_training
 
-    work = Work.of(
-        recipe, shape, layers, tokens=tokens, batch=batch, accumulation=accumulation, data=data, model=model, rank=rank,
-        base_dtype=base_dtype, compute_dtype=compute_dtype, tune=tune, max_steps=max_steps, device=device,
-    )  # fmt: skip
+    options = {
+        "tokens": tokens, "batch": batch, "accumulation": accumulation, "data": data, "model": model, "rank": rank,
+        "base_dtype": base_dtype, "compute_dtype": compute_dtype, "tune": tune, "max_steps": max_steps,
+        "device": device,
+    }  # fmt: skip
+    work = Work(recipe, shape, layers, training_options(options))
     found = run_training(work, repeat, _Noted(Writer(json)), shapes=LARGER if project else ())
     if project:
         console().print(table(PROJECTED, map(_projection, found["projections"]), PROJECTED[:1]))
