@@ -106,7 +106,7 @@ def test_what_was_profiled_is_said(runs: Path, tmp_path: Path) -> None:
         ({"base_digest": "0", "model": "another"}, "is of another, 2 layers in nf4"),
         ({"base_dtype": "bf16", "compute_dtype": "f16"}, "2 layers in bf16, 2 x 16 tokens, rank 4 on all-linear, "),
         ({"base_dtype": "bf16", "compute_dtype": "f16"}, "activations in f16 (the run's in f32), on zork"),
-        ({"layers": 1, "whole": False}, "its first 1 layer alone"),
+        ({"layers": 1, "whole": False}, "its first layer only"),
         (None, "does not say what it is of"),
         ("", "cannot be read"),
     ],
