@@ -56,8 +56,8 @@ def test_a_pipeline_and_a_benchmark_fit_their_model(device: Device, tmp_path: Pa
     job = wgpu_lora.MultiAdapterPipeline(tasks, model, max_iters=1).job
     assert {run.args.max_length for run in job.runs} == {job.args.max_length} == {POSITIONS}
     recipe = tmp_path / "r.toml"
-    recipe.write_text(f'model = "{QWEN2}"\ndata = "{data}"\n')
-    assert _prepared(Work(str(recipe)), tmp_path, device)[0].max_length == POSITIONS
+    recipe.write_text(f'model = "{QWEN2}"\ndata = "{data}"\noutput = "{tmp_path / "out"}"\n')
+    assert prepare_job(*_prepared(Work(str(recipe)), tmp_path, device)).run.args.max_length == POSITIONS
 
 
 @pytest.mark.parametrize("on_overflow", ["truncate", "drop"])

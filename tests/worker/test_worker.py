@@ -106,7 +106,7 @@ def test_a_job_on_standard_input_that_cannot_be() -> None:
             {"job": "bench", "options": {"shape": "tiny-qwen3", "layers": 9}},
             "layers = 9 is not possible: this model has",
         ),
-        ({"job": "step", "options": {"shape": "tiny-qwen3", "tokens": 1}}, "tokens = 1 is not possible: tiny-qwen3"),
+        ({"job": "step", "options": {"shape": "tiny-qwen3", "tokens": 1}}, "'tokens' must be at least 2, not 1."),
         ({"job": "step", "options": {"shape": "tiny-qwen3", "rank": 10**9}}, "rank = 1000000000"),
         ({"job": "bench-training", "options": {"layers": 1}}, "'layers' goes with 'shape': a recipe trains"),
         ({"job": "generate", "options": {"prompts": []}}, "'prompts' is empty: give it a value."),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from wgpu_lora.bench.contract import OPTIONS, brick_names, load_contract
-from wgpu_lora.bench.run import bench, check_fit
+from wgpu_lora.bench.run import bench
 from wgpu_lora.bench.workload import Context
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
@@ -44,7 +44,5 @@ def run(
     opened = Device(device)
     given.pop("layers", None)
     context = Context.of(opened, shape, model, layers, tune=wanted(tune), **given)
-    for name in names:
-        check_fit(context, name)
     _, broken = bench(context, names, time_limit, port)
     return Ended({"broken": broken}, int(bool(broken)), "; ".join(broken))
