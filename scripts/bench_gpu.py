@@ -2,28 +2,25 @@
 
 python scripts/bench_gpu.py [--json bench-gpu.json] [--device INDEX|NAME] [--quick]
 
-Each part is a worker's job, and a part that cannot run is in the file too, with the reason. The file is written again
-after each part, so that results stay if a later one fails. --quick cuts everything to a few layers, tokens and steps:
-it shows on a software device that all of it runs, and its figures mean nothing.
+Each part is a worker's job. A part that cannot run is in the file too, with the reason. The file is rewritten after
+each part, so a later failure loses no results. --quick reduces everything to a few layers, tokens and steps, to check
+that all parts run; its figures are meaningless.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bench.contract import brick_names, load_contract
-from wgpu_lora.bench.results import header
+from wgpu_lora.bench.results import Writer, header
 from wgpu_lora.cli.console import line
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
@@ -32,24 +29,18 @@ from wgpu_lora.worker.parent import PROGRAM, Worker, WorkerFailed
 SCHEMA = "wgpu-lora-bench-gpu/2"
 SHAPES = ("qwen2.5-0.5b", "qwen2.5-7b")
 PROGRAMS = {"comparison": [sys.executable, str(Path(__file__).resolve().parent / "bench_reference.py"), "worker"]}
-REFUSED = 2  # exit code of a job that says why
-BROKEN = 1  # of one that ran: a contract is broken, or a training did not finish
-HAS_ACCELERATOR = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+REFUSED = 2  # exit code of a job that cannot run
+BROKEN = 1  # exit code of a job that ran: a contract is violated, or a training did not finish
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A worker's job.
-
-    obstacle: why it cannot run, if that is known beforehand. pieces: what runs instead if the whole is refused, so that
-    one brick that does not fit takes no other with it.
-    """
+    """A worker's job. pieces: the jobs to run instead if it is refused, since one of its bricks may not fit."""
 
     name: str
     job: str
     options: Record = field(default_factory=dict)
-    obstacle: str | None = None
     pieces: tuple[Part, ...] = ()
 
 
@@ -74,24 +65,11 @@ def parts(device: str | None, quick: bool) -> Iterator[Part]:
         for shape in SHAPES:
             sides = {"rows": [1], "rank": 16, "ours": ["nf4"], "torch": [kind], "torch_device": "cuda"}
             options = {"shape": shape, **layers, **tokens, **sides, **rounds, **on}
-            yield Part(f"beside PyTorch + PEFT in {kind} at {shape}", "comparison", options, obstacle(kind))
-
-
-@cache
-def obstacle(kind: str) -> str | None:
-    """Why PyTorch cannot run in a type on a GPU here, if it cannot."""
-    packages = ("torch", "transformers", "peft", *(("bitsandbytes",) if kind == "nf4" else ()))
-    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
-        return f"{', '.join(missing)} cannot be imported"
-    found = subprocess.run([sys.executable, "-c", HAS_ACCELERATOR], capture_output=True).returncode == 0
-    return None if found else "torch finds no accelerator"
+            yield Part(f"beside PyTorch + PEFT in {kind} at {shape}", "comparison", options)
 
 
 def run(part: Part, timeout: float) -> Record:
-    """The part's outcome: `ran`, with its records and exit code, or `not run` and why, with what there is of them."""
-    record: Record = {"part": part.name, "job": {"job": part.job, "options": part.options}}
-    if part.obstacle:
-        return {**record, "status": "not run", "reason": part.obstacle}
+    """The part's outcome: `ran` or, with the reason, `not run`; its exit code, and the records that it measured."""
     begin, found = time.perf_counter(), []
     with Worker(part.job, part.options, program=PROGRAMS.get(part.job, PROGRAM), timeout=timeout) as worker:
         try:
@@ -101,6 +79,7 @@ def run(part: Part, timeout: float) -> Record:
             reason = worker.last_words()
         except WorkerFailed as error:
             code, reason = error.code, str(error)
+    record: Record = {"part": part.name, "job": {"job": part.job, "options": part.options}}
     record |= {"seconds": time.perf_counter() - begin, "exit_code": code, "results": found}
     if found and (code == 0 or (code == BROKEN and part.job != "comparison")):
         return {**record, "status": "ran"}
@@ -108,7 +87,7 @@ def run(part: Part, timeout: float) -> Record:
 
 
 def outcomes(work: Iterable[Part], timeout: float) -> Iterator[Record]:
-    """Runs every part, and the pieces of one that is refused."""
+    """Run every part, and the pieces of one that is refused."""
     for part in work:
         line("part", f"{part.name}: {part.job} {json.dumps(part.options)}")
         found = run(part, timeout)
@@ -121,11 +100,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path("bench-gpu.json"))
     parser.add_argument("--device", help="as 'wgpu-lora info' lists them")
-    parser.add_argument("--quick", action="store_true", help="a few layers, tokens and steps: does it all run?")
-    parser.add_argument("--timeout", type=float, default=3600, help="seconds of a part")
+    parser.add_argument("--quick", action="store_true", help="only check that everything runs")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds per part")
     options = parser.parse_args()
     try:
         result = header(SCHEMA, Device(options.device), quick=options.quick)
+        Writer(options.json)  # refuses what cannot be written, before hours of measuring
     except UserError as error:
         print(f"bench-gpu: {error}", file=sys.stderr)
         return 2

@@ -1,9 +1,9 @@
-"""A training step of this package next to PyTorch + PEFT: tokens/s, their ratio, and memory.
+"""Compare training steps with PyTorch + PEFT: tokens/s, their ratio, and memory.
 
 python scripts/bench_reference.py [--rows 1,4] [--tokens 128] [--ours f32,nf4] [--torch f32] [--json FILE]
 
-Both sides train the same weights on the same rows, each in its own process, and take turns: while one computes, the
-other waits. Results are medians over all rounds, without the steps that compile. Needs the `reference` extra.
+Both sides train the same weights on the same rows, each in a process of its own, and take turns. Results are medians
+over all rounds, without the steps that include compilation. Needs the `reference` extra.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 from wgpu_lora.bench.reference import ReferenceWork, compared, forget_peak, peak_resident_bytes, resident_bytes
-from wgpu_lora.bench.results import commit
+from wgpu_lora.bench.results import Writer, commit
 from wgpu_lora.bench.stats import timed
 from wgpu_lora.bench.step import LEARNING_RATE, SCALING, WARMUP, synthetic_rows
 from wgpu_lora.cli import main as command_line
@@ -41,6 +42,7 @@ TORCH_DTYPES = ("f32", "bf16", "nf4")
 PACKAGES = ("torch", "transformers", "peft")
 THREADS = ("LP_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 THEIRS = (sys.executable, str(Path(__file__).resolve()), "worker")
+HAS_CUDA = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 PROMPT, NEW = 128, 64  # tokens
 Record = dict[str, Any]
 # Of a model's config, by transformers' names.
@@ -51,7 +53,7 @@ CONFIG = (
 
 
 class TorchSide:
-    """PyTorch + PEFT: f32, or bf16 under autocast, or bitsandbytes' NF4 with bf16 products."""
+    """PyTorch + PEFT: in f32, in bf16 with autocast, or in bitsandbytes' NF4 with bf16 products."""
 
     def __init__(self, work: ReferenceWork):
         import peft
@@ -87,7 +89,7 @@ class TorchSide:
         return {"first_loss": loss, "versions": versions, "device": where, "threads": torch.get_num_threads()}
 
     def _model(self) -> Any:
-        """The model with the same weights as our side's; in NF4, its blocks' matrices are double-quantised."""
+        """The model with our side's weights; in NF4, the matrices of its blocks are double-quantised."""
         torch, config, base_dtype = self._torch, self._config, self._work.base_dtype
         rope = {"rope_type": "default", "rope_theta": config.rope_theta}  # a scaled one takes the same time
         values = {name: getattr(config, name) for name in CONFIG}
@@ -133,61 +135,57 @@ class TorchSide:
 
 
 def take_turns(sides: Mapping[str, Worker], rounds: int, steps: int) -> dict[str, Record]:
-    """Prepares every side, then has each take `steps` steps in every round, one side at a time.
+    """Prepare every side, then let each take `steps` steps per round, one side at a time.
 
     Returns:
-        side -> its answers, with `seconds` of all its steps; `not_run` and why, for a side that ended.
+        side -> its answers, with `seconds` of all its steps; `not_run`, the reason, for a side that failed.
     """
     found: dict[str, Record] = {name: {"seconds": []} for name in sides}
-
-    def ask(request: str, **values: Any) -> None:
-        for name, side in sides.items():
-            if "not_run" not in found[name]:
-                try:
-                    answer = side.ask(request, **values)
-                    found[name] |= answer | {"seconds": found[name]["seconds"] + answer.get("seconds", [])}
-                except WorkerFailed as error:
-                    found[name] = {"not_run": str(error)}
-
-    ask("prepare")
-    for _ in range(rounds):
-        ask("steps", count=steps)
-    ask("memory")
+    requests: list[tuple[str, Record]] = [("prepare", {}), *[("steps", {"count": steps})] * rounds, ("memory", {})]
+    for request, values in requests:
+        for name in [name for name in sides if "not_run" not in found[name]]:
+            try:
+                answer = sides[name].ask(request, **values)
+                found[name] |= answer | {"seconds": found[name]["seconds"] + answer.get("seconds", [])}
+            except WorkerFailed as error:
+                found[name] = {"not_run": str(error)}
     return found
-
-
-def option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared; the options of this script and of the job `comparison`."""
+    """The options of this script and of its job `comparison`."""
 
-    shape: str = option("tiny-qwen3", "as 'wgpu-lora bench' names them")
-    layers: int | None = option(None, "its first layers only")
-    rows: list[int] = field(default_factory=lambda: [1, 4], metadata={"help": "rows per step, a comparison for each"})
-    tokens: int = option(128, "tokens per row")
-    rank: int = option(8, "of the adapters")
-    ours: list[str] = field(default_factory=lambda: ["f32", "nf4"], metadata={"help": "base formats of our side"})
-    torch: list[str] = field(default_factory=lambda: ["f32"], metadata={"help": "f32, bf16, nf4; the first is 1.0"})
-    torch_device: str = option("cpu", "cpu or cuda")
-    device: str | None = option(None, "ours, as 'wgpu-lora info' lists them")
-    threads: int = option(2, "of each side, on the CPU")
-    rounds: int = option(5, "turns of each side")
-    steps: int = option(3, "steps of a side per round")
+    shape: Annotated[str, "a shape that 'wgpu-lora bench --list' lists"] = "tiny-qwen3"
+    layers: Annotated[int | None, "use only this many layers, the shape's first"] = None
+    rows: Annotated[list[int], "rows per step; a comparison for each number"] = field(default_factory=lambda: [1, 4])
+    tokens: Annotated[int, "tokens per row"] = 128
+    rank: Annotated[int, "LoRA rank"] = 8
+    ours: Annotated[list[str], "our base formats"] = field(default_factory=lambda: ["f32", "nf4"])
+    torch: Annotated[list[str], "f32, bf16, nf4; speeds relative to the first"] = field(default_factory=lambda: ["f32"])
+    torch_device: Annotated[str, "cpu or cuda"] = "cpu"
+    device: Annotated[str | None, "our device: index or part of its name, as 'wgpu-lora info' lists them"] = None
+    threads: Annotated[int, "CPU threads of each side"] = 2
+    rounds: Annotated[int, "rounds; each side has one turn per round"] = 5
+    steps: Annotated[int, "steps per turn"] = 3
 
     def check(self) -> None:
         """Raises UserError if it cannot run, before any process starts."""
         for name, allowed in (("ours", tuple(BASE_FORMATS)), ("torch", TORCH_DTYPES)):
             for unknown in set(getattr(self, name)) - set(allowed):
-                raise UserError(f"--{name} has {unknown!r}, which is none of {', '.join(allowed)}.")
+                raise UserError(f"--{name} has {unknown!r}, which is not one of {', '.join(allowed)}.")
+        sizes = {"rows": min(self.rows, default=0), "threads": self.threads, "rounds": self.rounds, "steps": self.steps}
+        for name, value in sizes.items():
+            if value < 1:
+                raise UserError(f"--{name} must be at least 1, not {value}.")
         packages = (*PACKAGES, "bitsandbytes") if "nf4" in self.torch else PACKAGES
         if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
             raise UserError(
                 f"This compares with PyTorch + PEFT, but {', '.join(missing)} cannot be imported: install the "
                 "'reference' extra, as 'make bench-reference' does."
             )
+        if self.torch_device == "cuda" and subprocess.run([sys.executable, "-c", HAS_CUDA]).returncode:
+            raise UserError("--torch-device cuda is not possible: PyTorch finds no such device.")
         shape_config(self.shape, self.layers)
 
     def side(self, kind: str, base_dtype: str, rows: int, tokens: int) -> Worker:
@@ -201,6 +199,7 @@ class Comparison:
     def of(self, rows: int) -> list[Record]:
         """One batch on every side: a record for each."""
         base = {"shape": self.shape, "layers": self.layers, "rows": rows, "tokens": self.tokens, "rank": self.rank}
+        base["work"] = f"{rows} x {self.tokens}"
         with ExitStack() as stack:
             kinds = [("ours", dtype) for dtype in self.ours] + [("torch", dtype) for dtype in self.torch]
             workers = [stack.enter_context(self.side(*kind, rows, self.tokens)) for kind in kinds]
@@ -208,8 +207,8 @@ class Comparison:
         return [{**base, **row} for row in compared(found, rows * self.tokens, f"torch {self.torch[0]}")]
 
     def serving(self, base_dtype: str) -> Record:
-        """Prefill and decode on our side."""
-        row = {"base_dtype": base_dtype, "prompt": PROMPT, "new": NEW}
+        """Prefill and decoding on our side."""
+        row = {"side": f"ours {base_dtype}", "work": "serving", "base_dtype": base_dtype, "prompt": PROMPT, "new": NEW}
         with self.side("ours", base_dtype, 1, PROMPT) as worker:
             try:
                 return row | worker.ask("serve", prompt=PROMPT, new=NEW, runs=self.rounds)
@@ -218,12 +217,12 @@ class Comparison:
 
 
 def torch_step(port: Port, *, where: str, **options: Any) -> None:
-    """A job `torch-step`: as `step`, in turns, on the other side."""
+    """The job `torch-step`: the job `step` with turns, by PyTorch."""
     port.answer(TorchSide(typed(ReferenceWork, options, where)))
 
 
 def comparison(port: Port, *, where: str, **options: Any) -> Ended:
-    """A job `comparison`; a side that did not run ends it with 1."""
+    """The job `comparison`; its exit code is 1 if a side failed."""
     known = [item.name for item in fields(Comparison)]
     try:
         asked = typed(Comparison, real_names(options, known, where, otherwise=f"there are {', '.join(known)}."))
@@ -238,11 +237,11 @@ def comparison(port: Port, *, where: str, **options: Any) -> Ended:
 
 
 def failures(rows: list[Record]) -> list[str]:
-    return [f"{r['side']} at {r['rows']} rows did not run: {r['not_run']}" for r in rows if "not_run" in r]
+    return [f"{row['side']}, {row['work']}, did not run: {row['not_run']}" for row in rows if "not_run" in row]
 
 
 def cells(row: Record) -> list[str]:
-    said = [f"{row['rows']} x {row['tokens']}", row["side"]]
+    said = [row["work"], row["side"]]
     if "not_run" in row:
         return [*said, "not run"]
     ratio, device = row["ratio"], row.get("planned", row.get("allocated"))
@@ -251,11 +250,12 @@ def cells(row: Record) -> list[str]:
 
 
 def measure(asked: Comparison, no_serving: bool, file: Path | None) -> int:
-    """Compares, shows and writes; 1 if a side did not run."""
+    """Compare, show and write; 1 if a side did not run."""
     asked.check()
+    Writer(file)  # refuses what cannot be written
     rows: list[Record] = []
     for count in asked.rows:
-        line("step", f"{count} x {asked.tokens} tokens, {asked.rounds} rounds of {asked.steps} steps a side")
+        line("step", f"{count} x {asked.tokens} tokens, {asked.rounds} rounds of {asked.steps} steps per side")
         rows += asked.of(count)
     head = ("step", "side", "s a step", "processed tokens/s", "of torch", "device", "process", "first loss")
     console().print(table(head, map(cells, rows), left=head[:2]))
@@ -266,9 +266,9 @@ def measure(asked: Comparison, no_serving: bool, file: Path | None) -> int:
     if file:
         result = {"schema": SCHEMA, "commit": commit(), "options": asdict(asked), "steps": rows, "serving": served}
         file.write_text(json.dumps(result, indent=1) + "\n")
-    for failure in failures(rows):
+    for failure in (failed := failures(rows + served)):
         print(f"bench-reference: {failure}", file=sys.stderr)
-    return int(bool(failures(rows)))
+    return int(bool(failed))
 
 
 def main() -> int:
@@ -277,11 +277,12 @@ def main() -> int:
     def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
 
-    kinds = {"int": int, "int | None": int, "list[int]": numbers, "list[str]": lambda text: text.split(",")}
-    for item in fields(Comparison):
-        parser.add_argument(f"--{item.name}".replace("_", "-"), type=kinds.get(item.type, str), **item.metadata)
-    parser.add_argument("--no-serving", action="store_true", help="leave out prefill and decode")
-    parser.add_argument("--json", type=Path)
+    kinds = {int: int, int | None: int, list[int]: numbers, list[str]: lambda text: text.split(",")}
+    for name, hint in get_type_hints(Comparison, include_extras=True).items():
+        parse = kinds.get(hint.__origin__, str)
+        parser.add_argument(f"--{name}".replace("_", "-"), type=parse, help=hint.__metadata__[0])
+    parser.add_argument("--no-serving", action="store_true", help="leave out prefill and decoding")
+    parser.add_argument("--json", type=Path, help="file for the results")
     parser.set_defaults(**asdict(Comparison()))
     options = vars(parser.parse_args())
     no_serving, file = options.pop("no_serving"), options.pop("json")
@@ -293,7 +294,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["worker"]:  # which knows the other side's job, and the whole comparison too
+    if sys.argv[1:2] == ["worker"]:  # with this script's jobs
         KINDS["torch-step"], KINDS["comparison"] = torch_step, comparison
         sys.exit(command_line(sys.argv[1:3]))
     sys.exit(main())

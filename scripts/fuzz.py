@@ -1,10 +1,10 @@
-"""Feeds mutated files to everything that reads other people's: nothing but UserError may come out (`make fuzz`).
+"""Feeds mutated files to all readers of untrusted files, which may only raise UserError (`make fuzz`).
 
     python scripts/fuzz.py [--inputs 1000000] [--jobs 2] [--keep DIR] [TARGET ...]
 
-Atheris (libFuzzer) mutates valid files, keeps what reaches new code, and stops at an exception, at an allocation beyond
-64 MiB and at an input that takes longer than some seconds; instrumented code is several times slower than it is in
-use. What failed is kept, and `python scripts/fuzz.py TARGET --replay FILE` runs it again.
+Atheris (libFuzzer) mutates valid files, keeps inputs that reach new code, and stops at an exception, at an allocation
+of more than 64 MiB and at an input that takes more than 10 s; instrumented code is several times slower. Inputs that
+failed are kept, and `python scripts/fuzz.py TARGET --replay FILE` runs them again.
 """
 
 from __future__ import annotations
@@ -25,19 +25,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 ALLOCATION_MB, SECONDS = 64, 10
 
 
-def scratch() -> Path:
-    """A directory in memory where there is one: a target writes a file for every input."""
-    return Path(tempfile.mkdtemp(prefix="wgpu-lora-fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
-
-
 def fuzz(target: str, inputs: int, keep: Path, replay: Path | None) -> None:
-    """Runs in a process of its own, which libFuzzer ends."""
+    """Fuzzes a target; for a process of its own, which libFuzzer ends."""
     import atheris
 
     with atheris.instrument_imports(include=["wgpu_lora"]):
         from support.fuzz import targets
 
-    place = scratch()
+    # In memory if possible: a target writes a file for every input.
+    place = Path(tempfile.mkdtemp(prefix="wgpu-lora-fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     run, shaped = targets.TARGETS[target].open(place), targets.TARGETS[target].mutate
 
     def one(data: bytes) -> None:
@@ -68,7 +64,7 @@ def fuzz(target: str, inputs: int, keep: Path, replay: Path | None) -> None:
 
 
 def dictionary(corpus: Path) -> list[str]:
-    """Words of the valid inputs, and what has been wrong with files before."""
+    """Words of the valid inputs, and others that have broken readers before."""
     text = b" ".join(path.read_bytes() for path in corpus.iterdir())
     words = {word.decode() for word in re.findall(rb"[A-Za-z_][A-Za-z_.]{2,40}", text)}
     odd = ["NaN", "-1", "1e999", "null", "true", "[]", "{}", "[[", "9" * 30, "0.5", "../", "/dev/zero", "\\ud800", "{%",
@@ -78,10 +74,10 @@ def dictionary(corpus: Path) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("targets", nargs="*", metavar="TARGET", help="all where none is named; a wrong name lists them")
-    parser.add_argument("--inputs", type=int, default=1_000_000, help="of all targets together")
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help="by default all; a wrong name lists them")
+    parser.add_argument("--inputs", type=int, default=1_000_000, help="for all targets together")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--keep", type=Path, default=Path("fuzz-failures"), help="where inputs that failed go")
+    parser.add_argument("--keep", type=Path, default=Path("fuzz-failures"), help="directory for inputs that failed")
     parser.add_argument("--replay", type=Path)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -95,25 +91,23 @@ def main() -> int:
         parser.error(f"{', '.join(unknown)}: no such target; there are {', '.join(TARGETS)}")
     shares = {target: TARGETS[target].share for target in targets}
 
-    def child(target: str) -> tuple[str, int, int, float]:
+    def child(target: str) -> tuple[int, int]:
+        """(inputs tried, exit code)"""
         each = math.ceil(args.inputs * shares[target] / sum(shares.values()))
         command = [sys.executable, __file__, target, "--child", "--inputs", str(each), "--keep", str(args.keep)]
-        begin = time.monotonic()
-        with (args.keep / f"{target}.log").open("w") as log:
-            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
-        found = re.findall(r"number_of_executed_units:\s*(\d+)", (args.keep / f"{target}.log").read_text())
-        return target, code, int(found[-1]) if found else 0, time.monotonic() - begin
+        begin, log = time.monotonic(), args.keep / f"{target}.log"
+        with log.open("w") as file:
+            code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+        found = re.findall(r"number_of_executed_units:\s*(\d+)", log.read_text())
+        inputs, verdict = int(found[-1]) if found else 0, f"FAILED: {log}" if code else "ok"
+        print(f"{target:20} {inputs:>10,} inputs {time.monotonic() - begin:>6.0f} s  {verdict}", flush=True)
+        return inputs, code
 
     args.keep.mkdir(parents=True, exist_ok=True)
-    failed = total = 0
     with ThreadPoolExecutor(args.jobs) as pool:
-        for target, code, inputs, seconds in pool.map(child, targets):
-            failed += code != 0
-            total += inputs
-            verdict = "ok" if code == 0 else f"FAILED: {args.keep}/{target}.log"
-            print(f"{target:20} {inputs:>10,} inputs {seconds:>6.0f} s  {verdict}", flush=True)
-    print(f"{'all':20} {total:>10,} inputs")
-    return 1 if failed else 0
+        tried, codes = zip(*pool.map(child, targets), strict=True)
+    print(f"{'all':20} {sum(tried):>10,} inputs")
+    return int(any(codes))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Make the embedded demo: tokenizer, base model, instruction rows, and the record of how they came to be.
+"""Makes the embedded demo: tokenizer, base model, instruction rows, and a record of how they were made.
 
     nice -n 10 .venv/bin/python scripts/make_demo.py                # everything, into wgpu_lora/demo
     .venv/bin/python scripts/make_demo.py --data-only               # the two JSONL files only
     .venv/bin/python scripts/make_demo.py --leaks-only              # the leak check against the whole corpus
-    .venv/bin/python scripts/demo/verify.py --nf4 --record          # what a LoRA makes of it, by torch and PEFT
+    .venv/bin/python scripts/demo/verify.py --nf4 --record          # fine-tune it with torch and PEFT
 
-The README files beside model and data are written by hand; their figures are those of training.json.
+The README files beside model and data are written by hand, with the figures of training.json.
 
 Needs the `reference` extra. Much faster with MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=8589934592 in
 the environment, which keep freed tensors' memory in the process. The weights depend on the Python whose library is
-read and on the CPU's arithmetic, so another machine gives a like model, not the same bytes; tokenizer and rows follow
-from the seed and that library.
+read and on the CPU's arithmetic, so another machine gives a similar model, not the same bytes; tokenizer and rows
+depend only on the seed and that library.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ import itertools
 import json
 import platform
 import sys
+import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from demo import corpus, leaks, tasks  # noqa: E402
+from demo import leaks, tasks  # noqa: E402
 
 SEED = 20
 TRAIN_ROWS = 400
@@ -36,6 +38,23 @@ HELDOUT_ROWS = 60
 # More rows than a run reads: the leak check looks at all of them.
 PRETRAINING_ROWS = 60_000
 TOKENIZER_ROWS = 10_000
+LEFT_OUT = {
+    "site-packages", "test", "tests", "idle_test", "lib2to3", "idlelib", "turtledemo", "pydoc_data", "encodings",
+}  # fmt: skip
+LARGEST_FILE = 200_000
+
+
+def library_sources() -> list[str]:
+    """The source of the standard library's modules, in path order, without tests and generated tables."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    texts = []
+    for path in sorted(root.rglob("*.py")):
+        # Build-specific files (config-3.x, _sysconfigdata) differ between machines and are not code to learn from.
+        left_out = LEFT_OUT & set(path.relative_to(root).parts) or path.name.startswith("_sysconfigdata")
+        if not left_out and path.stat().st_size <= LARGEST_FILE:
+            with suppress(UnicodeDecodeError):
+                texts.append(path.read_text(encoding="utf-8"))
+    return texts
 
 
 def pretraining_rows() -> Iterator[dict]:
@@ -99,11 +118,11 @@ def main() -> None:
         write_rows(args.out / "data" / "heldout.jsonl", heldout)
     if args.data_only:
         return
-    library = corpus.library_sources()
+    library = library_sources()
     refuse_leaks(train, heldout, library)
     if not args.leaks_only:
         make_model(library, args.out / "model", args.steps)
-        print(f"bring the figures of {args.out}/*/README.md up to date from {args.out}/model/training.json")
+        print(f"update the figures in {args.out}/*/README.md from {args.out}/model/training.json")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python scripts/make_golden.py [OUTPUT]
 
-OUTPUT is tests/fixtures unless given. The same versions on the same kind of processor give the same bytes;
-tests/models/test_reference_golden.py holds that any others give the same numbers.
+OUTPUT is tests/fixtures unless given. The same versions on the same kind of processor give the same tensors;
+tests/models/test_reference_golden.py checks that any others give the same numbers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Writes tests/fixtures/data/templates.json: the fixture chat templates as transformers renders them.
+"""Renders the conversations in tests/fixtures/data/templates.json with transformers, in every fixture chat template.
 
     python scripts/make_template_fixtures.py
 
-Needs transformers (the `reference` extra). The test that carries the mark `reference` renders all of it again.
+Edit `conversations` in that file, what each case passes to the template, and run this to bring `rendered` up to date.
+Needs transformers (the `reference` extra). A test with the marker `reference` renders everything again.
 """
 
 from __future__ import annotations
@@ -20,35 +21,6 @@ FIXTURES = TESTS / "fixtures" / "data"
 sys.path.insert(0, str(TESTS))
 TODAY = datetime.datetime(2024, 7, 26)
 
-_TWO = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " Hello, größer & <b>!\n"}]
-_FOUR = [
-    *_TWO,
-    {"role": "user", "content": "And?\n\n"},
-    {"role": "assistant", "content": "<think>\nhm\n</think>\n\nSo."},
-]
-_SYSTEM = [{"role": "system", "content": " Be brief. "}, *_FOUR]
-_REASONED = [_TWO[0], {"role": "assistant", "content": "Yes", "thinking": "well", "tool_calls": None}]
-_CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln", "tags": ["<a>", None]}}}
-_TOOLS = [{"type": "function", "function": {"name": "weather", "description": 'It\'s "here" & now', "parameters": {}}}]
-_CALLED = [
-    _TWO[0],
-    {"role": "assistant", "content": None, "tool_calls": [_CALL]},
-    {"role": "tool", "content": "12 °C"},
-    {"role": "assistant", "content": "Cold."},
-]
-
-# What each case hands to the template, beside the messages.
-CONVERSATIONS: dict[str, dict[str, Any]] = {
-    "two": {"messages": _TWO},
-    "question": {"messages": _TWO[:1], "add_generation_prompt": True},
-    "question_without_thinking": {"messages": _TWO[:1], "add_generation_prompt": True, "enable_thinking": False},
-    "four": {"messages": _FOUR},
-    "system": {"messages": _SYSTEM, "date_string": "1 Jan 2000"},
-    "reasoned": {"messages": _REASONED},
-    "tools": {"messages": _CALLED, "tools": _TOOLS},
-    "wrong_order": {"messages": _FOUR[1:]},
-}
-
 
 class _Frozen(datetime.datetime):
     @classmethod
@@ -56,7 +28,7 @@ class _Frozen(datetime.datetime):
         return TODAY
 
 
-def render_with_transformers() -> dict[str, dict[str, Any]]:
+def render_with_transformers(conversations: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """{template: {case: {"text": ..., "spans": [[start, end], ...]}, or null where the template fails}}"""
     from support.data import NAMED, backend_json
     from tokenizers import Tokenizer
@@ -68,34 +40,28 @@ def render_with_transformers() -> dict[str, dict[str, Any]]:
     for path in sorted(FIXTURES.glob("*.jinja")):
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(backend_json()), **NAMED)
         tokenizer.chat_template = path.read_text(encoding="utf-8")
-        result[path.stem] = {case: _render(tokenizer, given) for case, given in CONVERSATIONS.items()}
+        result[path.stem] = {case: _render(tokenizer, **given) for case, given in conversations.items()}
     return result
 
 
-def _render(tokenizer: Any, given: dict[str, Any]) -> dict[str, Any] | None:
+def _render(tokenizer: Any, messages: list[dict[str, Any]], **rest: Any) -> dict[str, Any] | None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    rest = {key: value for key, value in given.items() if key != "messages"}
+    # apply_chat_template drops null fields and gives spans only as tokens; this is what it calls for them.
+    kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    own = {"chat_template": tokenizer.chat_template, **tokenizer.special_tokens_map}
     try:
-        text = tokenizer.apply_chat_template(given["messages"], tokenize=False, **rest)
-        # apply_chat_template drops null fields and gives spans only as tokens; this is what it calls for them.
-        messages = [{k: v for k, v in message.items() if v is not None} for message in given["messages"]]
-        rendered: Any = render_jinja_template(
-            [messages],
-            chat_template=tokenizer.chat_template,
-            return_assistant_tokens_mask=True,
-            **tokenizer.special_tokens_map,
-            **rest,
-        )
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **rest)
+        texts, [spans] = render_jinja_template([kept], return_assistant_tokens_mask=True, **own, **rest)
     except (jinja2.TemplateError, TypeError):
         return None
-    texts, spans = rendered
     assert texts == [text]
-    return {"text": text, "spans": [list(span) for span in spans[0]]}
+    return {"text": text, "spans": [list(span) for span in spans]}
 
 
 if __name__ == "__main__":
     out = FIXTURES / "templates.json"
-    golden = {"conversations": CONVERSATIONS, "rendered": render_with_transformers()}
+    golden = json.loads(out.read_text(encoding="utf-8"))
+    golden["rendered"] = render_with_transformers(golden["conversations"])
     out.write_text(json.dumps(golden, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"wrote {out}")

@@ -14,6 +14,7 @@ from wgpu_lora.errors import UserError
 # index of 64 shards takes 0.1 MB, a tokenizer's settings 1 MB, and each tensor of a header counts as 9 values.
 MAX_JSON_BYTES = 8 << 20
 MAX_JSON_PARTS = 200_000
+MAX_PATH = 2048  # bytes; systems allow 1,024 to 4,096 for a whole path
 MAX_TOML_BYTES, MAX_TOML_DOTS, MAX_LINE_DOTS = 1 << 18, 20_000, 256
 
 
@@ -112,6 +113,20 @@ def is_name(text: str) -> bool:
         return b"\0" not in text.encode("utf-8")
     except UnicodeEncodeError:  # file names may be any bytes
         return False
+
+
+def is_path(text: str) -> bool:
+    """Whether file systems can have a text as a path: a usable name, of which neither the whole nor a part is too long.
+
+    Paths in files are untrusted: pathlib raises OSError if it is asked about one that is too long.
+    """
+    return is_name(text) and len(text.encode()) <= MAX_PATH and all(len(p.encode()) <= 255 for p in text.split("/"))
+
+
+def check_path(path: str | Path) -> None:
+    """Raise UserError unless `is_path`."""
+    if not is_path(str(path)):
+        raise UserError(f"{str(path)!a:.80} cannot be a path: it must be UTF-8 text without NUL, and not too long.")
 
 
 def check_name(path: Path) -> None:

@@ -38,7 +38,7 @@ class Tuning:
         """Expected total seconds; None if nothing is known yet."""
         if self.each is None:
             return None
-        return min(self.limit, self.seconds + (self.tilings - self.tilings_done) * self.each)
+        return min(self.limit, self.seconds + max(0, self.tilings - self.tilings_done) * self.each)
 
 
 @dataclass(frozen=True)

@@ -94,23 +94,20 @@ REDUCES = (
     Op("text", '",".join(str(x) for x in {src})', ("join them with commas", "return a comma separated string")),
 )
 
-_FIRST = (
+FIRST = (
     "amber apple birch blue bright calm cedar clear cloud coral crisp dusty early fair fast fern frost gold grand "
     "green happy hazel ivory jade jolly kind late light lilac lucky maple merry mild misty noble ocean olive opal "
     "pearl plain proud quick quiet rapid river royal ruby rusty silent silver smart snowy solid sunny swift tall "
     "tidy vivid warm wild wise young"
 )
-_SECOND = (
+SECOND = (
     "anchor arrow badge basket beacon bell boat bottle branch bridge brush button candle castle chain circle coin "
     "corner dragon drum engine falcon feather field finch flame forest garden gate glass hammer harbor island kettle "
     "ladder lamp lantern leaf lemon marble meadow mirror mountain needle orchard otter paddle panda pebble pencil "
     "piano pocket puzzle rabbit ribbon robot rocket saddle shadow spoon stone tiger tower valley violin wagon window"
 )
 
-FIRST = tuple(_FIRST.split())
-SECOND = tuple(_SECOND.split())
-
 
 def draw_name(rng: random.Random) -> str:
     """A function name that says nothing about what the function does, so it can only be copied from the request."""
-    return f"{rng.choice(FIRST)}_{rng.choice(SECOND)}"
+    return f"{rng.choice(FIRST.split())}_{rng.choice(SECOND.split())}"

@@ -1,4 +1,4 @@
-"""Train the demo's base model from scratch on the CPU: library source, and instructions simpler than the demo's."""
+"""Trains the demo's base model from scratch on the CPU: library source, and instructions simpler than the demo's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAVE_EVERY = 150
 
 @dataclass(frozen=True)
 class Options:
-    """What a pretraining run depends on, besides the corpus."""
+    """What a pretraining run depends on besides the corpus."""
 
     seed: int = 0
     steps: int = 600
@@ -39,14 +39,6 @@ class Options:
     learning_rate: float = 2e-3
     warmup: int = 50
     threads: int = 1
-
-
-def special(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a special token."""
-    found = tokenizer.token_to_id(token)
-    if found is None:
-        raise KeyError(token)
-    return found
 
 
 def model_config(tokenizer: Tokenizer) -> Qwen3Config:
@@ -62,13 +54,13 @@ def model_config(tokenizer: Tokenizer) -> Qwen3Config:
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=special(tokenizer, IM_END),
-        pad_token_id=special(tokenizer, END_OF_TEXT),
+        eos_token_id=tokenizer.token_to_id(IM_END),
+        pad_token_id=tokenizer.token_to_id(END_OF_TEXT),
     )
 
 
 def _library_windows(tokenizer: Tokenizer, texts: list[str], size: int, rng: random.Random) -> Iterator[list[int]]:
-    end = special(tokenizer, END_OF_TEXT)
+    end = tokenizer.token_to_id(END_OF_TEXT)
     stream = [token for code in tokenizer.encode_batch(texts) for token in [*code.ids, end]]
     while True:
         # Another offset each time round, so that a second pass cuts the files elsewhere.
@@ -79,30 +71,28 @@ def _library_windows(tokenizer: Tokenizer, texts: list[str], size: int, rng: ran
 
 
 def _instruction_batches(tokenizer: Tokenizer, rows: Iterator[dict], count: int) -> Iterator[list[list[int]]]:
-    # One row a sequence, never packed: with other rows' names before it, the model takes far longer to learn to copy
-    # the name it is asked for.
-    end = special(tokenizer, END_OF_TEXT)
+    # One row per sequence, never packed: with other rows' names before it, the model takes far longer to learn to copy
+    # the name in the request.
+    end = tokenizer.token_to_id(END_OF_TEXT)
     while True:
-        picked = list(itertools.islice(rows, count))
-        yield [[*tokenizer.encode(chat_text(row["messages"])).ids, end] for row in picked]
+        yield [[*tokenizer.encode(chat_text(row["messages"])).ids, end] for row in itertools.islice(rows, count)]
 
 
-def _batch(windows: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
+def _loss(model: Qwen3ForCausalLM, windows: list[list[int]], pad: int) -> Tensor:
+    """The sum over all tokens but the first of each window."""
     rows = [torch.tensor(window) for window in windows]
-    return pad_sequence(rows, True, pad), pad_sequence(rows, True, IGNORED)
-
-
-def _loss(model: Qwen3ForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
+    ids, labels = pad_sequence(rows, True, pad), pad_sequence(rows, True, IGNORED)
     logits = model(ids, use_cache=False).logits[:, :-1].flatten(0, 1)
     return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 @torch.no_grad()
 def start_by_copying(model: Qwen3ForCausalLM) -> None:
-    """Let attention's value-to-output product begin near a projection (mimetic initialization, Trockman and Kolter).
+    """Initialise the product of attention's value and output near a projection (mimetic initialization, Trockman and
+    Kolter).
 
-    A head then raises the tokens it looks at from the first step on, and copying a name from the request, which a
-    plain start had not learned after a million tokens, takes some hundred steps.
+    A head then raises the tokens it attends to from the first step on, and copying a name from the request, which a
+    usual initialisation had not learned after a million tokens, takes a few hundred steps.
     """
     config = model.config
     width, shared = config.head_dim, config.num_attention_heads // (config.num_key_value_heads or 1)
@@ -136,15 +126,15 @@ def pretrain(tokenizer: Tokenizer, library: list[str], rows: Iterator[dict], fol
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     code = _library_windows(tokenizer, library, options.window, random.Random(f"library {options.seed}"))
     chat = _instruction_batches(tokenizer, rows, options.instruction_rows)
-    pad = special(tokenizer, END_OF_TEXT)
+    pad = tokenizer.token_to_id(END_OF_TEXT)
     began, tokens = time.monotonic(), 0
-    recent: list[tuple[float, float]] = []
+    recent: list[list[float]] = []
     for step in range(options.steps):
-        parts = [_batch([next(code) for _ in range(options.library_windows)], pad), _batch(next(chat), pad)]
-        counts = [int((labels[:, 1:] != IGNORED).sum()) for _, labels in parts]
+        parts = [[next(code) for _ in range(options.library_windows)], next(chat)]
+        counts = [sum(len(window) - 1 for window in part) for part in parts]
         means = []
-        for (ids, labels), count in zip(parts, counts, strict=True):
-            loss = _loss(model, ids, labels)
+        for part, count in zip(parts, counts, strict=True):
+            loss = _loss(model, part, pad)
             (loss / sum(counts)).backward()
             means.append(loss.item() / count)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -152,7 +142,7 @@ def pretrain(tokenizer: Tokenizer, library: list[str], rows: Iterator[dict], fol
         schedule.step()
         optimizer.zero_grad()
         tokens += sum(counts)
-        recent = [*recent[-49:], (means[0], means[1])]
+        recent = [*recent[-49:], means]
         if (step + 1) % SAVE_EVERY == 0:
             save(copy.deepcopy(model), tokenizer, folder)
         if step % 20 == 0 or step + 1 == options.steps:
@@ -172,7 +162,7 @@ def pretrain(tokenizer: Tokenizer, library: list[str], rows: Iterator[dict], fol
 
 def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
     """Write the model in bf16, with the configs that a Qwen3 checkpoint has."""
-    ends = [special(tokenizer, IM_END), special(tokenizer, END_OF_TEXT)]
+    ends = [tokenizer.token_to_id(IM_END), tokenizer.token_to_id(END_OF_TEXT)]
     model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=ends[1], do_sample=False)
     model.bfloat16().save_pretrained(folder)
     # Released Qwen3 checkpoints have rope_theta at the top level, and other readers look for it there.

@@ -2,7 +2,7 @@
 
 Fine-tuning asks for filter, map and reduce in one function. Pretraining never does: it has single operations, a
 filter followed by a map, and a few unrelated little functions, and no reduce ever stands with another step. So the
-base knows every word of a request, and must be taught to put all three together.
+base knows every word of a request, but not how to combine all three.
 """
 
 from __future__ import annotations
@@ -64,8 +64,11 @@ OTHERS = (
 )  # fmt: skip
 
 
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]
+def asking(templates: tuple[str, ...], name: str, rng: random.Random, *phrases: str) -> str:
+    """A request for a function with these steps."""
+    first = phrases[0]
+    capital = first[0].upper() + first[1:]
+    return rng.choice(templates).format(name=name, A=capital, **dict(zip("abc", phrases, strict=False)))
 
 
 def messages(request: str, code: str) -> dict:
@@ -100,56 +103,46 @@ def pretraining_rows(seed: int, count: int) -> Iterator[dict]:
         name = draw_name(rng)
         if rng.random() < 0.1:
             args, text, body = rng.choice(OTHERS)
-            request = rng.choice(ONE_STEP).replace("(xs)", f"({args})").replace("Given integers xs, ", "The function ")
-            request = request.replace(" over a list of integers", "")
-            yield messages(request.format(name=name, a=text, A=_capital(text)), f"def {name}({args}):\n{body}")
-            continue
-        if rng.random() < 0.2:
+            request = asking(ONE_STEP, name, rng, text).replace("(xs)", f"({args})")
+            request = request.replace("Given integers xs, ", "The function ").replace(" over a list of integers", "")
+            yield messages(request, f"def {name}({args}):\n{body}")
+        elif rng.random() < 0.2:
             first, second = rng.choice(FILTERS).draw(rng), rng.choice(MAPS).draw(rng)
-            request = rng.choice(TWO_STEPS).format(name=name, a=first.text, A=_capital(first.text), b=second.text)
-            yield messages(request, compose(name, first.code(), second.code(), "out"))
-            continue
-        step = rng.choice(rng.choice(kinds)).draw(rng)
-        request = rng.choice(ONE_STEP).format(name=name, a=step.text, A=_capital(step.text))
-        yield messages(request, single(step, name))
+            code = compose(name, first.code(), second.code(), "out")
+            yield messages(asking(TWO_STEPS, name, rng, first.text, second.text), code)
+        else:
+            step = rng.choice(rng.choice(kinds)).draw(rng)
+            yield messages(asking(ONE_STEP, name, rng, step.text), single(step, name))
 
 
-def _call(code: str, name: str, xs: list[int]) -> object:
+def _results(code: str, name: str, inputs: list[list[int]]) -> list[object]:
     space: dict = {}
     exec(code, space)
-    return space[name](list(xs))
+    return [space[name](list(xs)) for xs in inputs]
 
 
 def _inputs(steps: tuple[Step, ...]) -> list[list[int]]:
-    """Lists that tell these steps from their neighbours: around every constant, with signs, repeats and zeros."""
+    """Lists that tell these steps from similar ones: around every constant, with signs, repeats and zeros."""
     edges = [value for step in steps if step.n for value in (step.n - 1, step.n, step.n + 1, -step.n, 2 * step.n)]
     return [[], [0], [1, 2, 3, 4, 5, 6], PROBES, [-8, 11, -3, 10, 4, 4, -7, 30, 16], [*edges, 1, -2, 9, 10, 20]]
 
 
-def _check(code: str, name: str, inputs: list[list[int]]) -> str:
-    return "\n".join(f"assert {name}({xs!r}) == {_call(code, name, xs)!r}" for xs in inputs)
-
-
 def three_step_row(steps: tuple[Step, Step, Step], rng: random.Random) -> dict | None:
-    """A row of the demo, or None where a step makes no difference on the check's inputs (absolute of positive)."""
+    """A row of the demo, or None if a step makes no difference for the check's inputs (absolute of positive)."""
     name = draw_name(rng)
-    cond, expr = steps[0].code(), steps[1].code()
-    result = steps[2].code()
-    code = compose(name, cond, expr, result)
-    inputs = _inputs(steps)
-    right = [_call(code, name, xs) for xs in inputs]
+    cond, expr, result = (step.code() for step in steps)
+    code, inputs = compose(name, cond, expr, result), _inputs(steps)
+    right = _results(code, name, inputs)
     for poorer in (
         compose(name, None, expr, result),
         compose(name, cond, "x", result),
         compose(name, cond, expr, "out"),
         compose(name, cond, expr, result.replace("out", "xs")),
     ):
-        if [_call(poorer, name, xs) for xs in inputs] == right:
+        if _results(poorer, name, inputs) == right:
             return None
-    a, b, c = (step.text for step in steps)
-    request = rng.choice(THREE_STEPS).format(name=name, a=a, A=_capital(a), b=b, c=c)
-    return messages(request, code) | {
-        "check": _check(code, name, inputs),
+    return messages(asking(THREE_STEPS, name, rng, *(step.text for step in steps)), code) | {
+        "check": "\n".join(f"assert {name}({xs!r}) == {y!r}" for xs, y in zip(inputs, right, strict=True)),
         "name": name,
         "steps": [step.op.key for step in steps],
     }

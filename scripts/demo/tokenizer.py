@@ -14,7 +14,7 @@ QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# The generation marks let a reader of the template find the assistant's tokens; they render to nothing.
+# The generation marks tell readers of the template which tokens are the assistant's; they render to nothing.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}\n"
     "{{- '<|im_start|>' + message['role'] + '\\n' -}}\n"
@@ -80,8 +80,6 @@ def save(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
 
 
-def chat_text(messages: list[dict], answer: bool = True) -> str:
-    """What the chat template renders; with `answer` False the last message is left for the model to write."""
-    turns = messages if answer else messages[:-1]
-    text = "".join(f"{IM_START}{turn['role']}\n{turn['content']}{IM_END}\n" for turn in turns)
-    return text if answer else text + f"{IM_START}assistant\n"
+def chat_text(messages: list[dict]) -> str:
+    """What the chat template renders."""
+    return "".join(f"{IM_START}{turn['role']}\n{turn['content']}{IM_END}\n" for turn in messages)

@@ -1,24 +1,22 @@
-"""Fine-tune the demo with torch and PEFT, and score it by its unit checks, before and after.
+"""Fine-tunes the demo with torch, transformers and PEFT, and scores it by its unit checks, before and after.
 
     python scripts/demo/verify.py --nf4 --steps 360 --learning-rate 1e-3
 
-`--nf4` first sends every linear layer but the head through NF4 (blocks of 64, double quantization), as QLoRA does.
+`--nf4` first rounds every linear layer but the head to NF4 (blocks of 64, double quantization), as QLoRA does.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
-import random
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
-from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
@@ -31,26 +29,25 @@ from wgpu_lora.demo.confine.parent import confinement  # noqa: E402
 
 IGNORED = -100
 NEW_TOKENS = 96
+BATCH = 30  # requests answered together
+LOGGED = 20  # steps that a logged loss is the mean of
 
 
-def encode(tokenizer, row: dict) -> tuple[list[int], list[int]]:
-    """Token ids of a row, and labels that leave out the request."""
+def encode(tokenizer, row: dict) -> dict[str, list[int]]:
+    """Token ids of a row, and labels without the request."""
     prompt = tokenizer.apply_chat_template(row["messages"][:-1], add_generation_prompt=True, return_dict=False)
-    whole = tokenizer.apply_chat_template(row["messages"], return_dict=False)
-    return whole, [IGNORED] * len(prompt) + whole[len(prompt) :]
+    whole = tokenizer.apply_chat_template(row["messages"])
+    return {**whole, "labels": [IGNORED] * len(prompt) + whole["input_ids"][len(prompt) :]}
 
 
 @torch.no_grad()
 def generate(model, tokenizer, rows: list[dict]) -> list[str]:
     """Greedy answers to the rows' requests."""
     answers = []
-    tokenizer.padding_side = "left"
-    for at in range(0, len(rows), 30):
-        prompts = [
-            tokenizer.apply_chat_template(row["messages"][:-1], add_generation_prompt=True, tokenize=False)
-            for row in rows[at : at + 30]
-        ]
-        batch = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
+    for at in range(0, len(rows), BATCH):
+        requests = [row["messages"][:-1] for row in rows[at : at + BATCH]]
+        padded = {"return_tensors": "pt", "padding": True, "tokenizer_kwargs": {"padding_side": "left"}}
+        batch = tokenizer.apply_chat_template(requests, add_generation_prompt=True, return_dict=True, **padded)
         out = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False)
         answers += tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     return answers
@@ -70,38 +67,32 @@ def score(model, tokenizer, rows: list[dict], show: int, allow_unconfined: bool)
 
 
 def finetune(model, tokenizer, rows: list[dict], args: argparse.Namespace) -> tuple[int, float]:
-    """Train the adapter; return the tokens seen and the mean loss of the last 20 steps."""
-    rng = random.Random(args.seed)
-    encoded = [encode(tokenizer, row) for row in rows]
-    weights = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=args.learning_rate, weight_decay=0.0)
-    order: list[int] = []
-    tokens, recent = 0, [0.0]
-    model.train()
-    for step in range(args.steps):
-        if len(order) < args.rows:
-            order = rng.sample(range(len(encoded)), len(encoded))
-        picked, order = order[: args.rows], order[args.rows :]
-        # Rows padded on the right to the longest.
-        batch = [(torch.tensor(ids), torch.tensor(labels)) for ids, labels in (encoded[i] for i in picked)]
-        ids, labels = map(pad_sequence, zip(*batch, strict=True), (True, True), (tokenizer.pad_token_id, IGNORED))
-        warm = min(1.0, (step + 1) / max(1, round(0.03 * args.steps)))
-        for group in optimizer.param_groups:
-            group["lr"] = args.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * step / args.steps))
-        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(weights, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        tokens += sum(len(encoded[i][0]) for i in picked)
-        recent = [*recent[-19:], loss.item()]
-        if step % 40 == 0:
-            print(f"step {step} loss {loss.item():.4f}", flush=True)
-    return tokens, sum(recent) / len(recent)
+    """Train the adapter; return the tokens seen and the last logged loss."""
+    with tempfile.TemporaryDirectory() as directory:
+        options = TrainingArguments(
+            directory,
+            per_device_train_batch_size=args.rows,
+            dataloader_drop_last=True,
+            max_steps=args.steps,
+            learning_rate=args.learning_rate,
+            lr_scheduler_type="cosine",
+            warmup_steps=round(0.03 * args.steps),
+            seed=args.seed,
+            logging_steps=min(LOGGED, args.steps),
+            include_num_input_tokens_seen="non_padding",
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+        )
+        encoded = [encode(tokenizer, row) for row in rows]
+        trainer = Trainer(model, options, DataCollatorForSeq2Seq(tokenizer), encoded)
+        trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    return trainer.state.num_input_tokens_seen, losses[-1]
 
 
 def main() -> None:
-    """Score, fine-tune, score again, and print one line of JSON."""
+    """Score, fine-tune, score again, and print a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     parser.add_argument("--train", type=Path, default=DEMO_TRAIN)

@@ -1,4 +1,4 @@
-"""Adapters as PEFT writes them, with options that change what one computes, and the logits that PEFT has with them."""
+"""Adapters as PEFT writes them, with options that affect the result, and the logits that PEFT computes with them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CASES: dict[str, tuple[str, dict]] = {
 
 
 def save_adapter(name: str, models: Path, directory: Path) -> None:
-    """Has PEFT make and write an adapter whose B is not zero."""
+    """Writes an adapter with PEFT, whose B is not zero."""
     architecture, options = CASES[name]
     torch.manual_seed(sum(map(ord, name)))
     model = get_peft_model(load(models / architecture), LoraConfig(task_type="CAUSAL_LM", **options))
@@ -41,7 +41,7 @@ def save_adapter(name: str, models: Path, directory: Path) -> None:
 
 
 def logits(name: str, models: Path, directory: Path, input_ids: np.ndarray) -> np.ndarray:
-    """What PEFT computes with the adapter in a directory: float32 [rows, tokens, vocab]."""
+    """Logits that PEFT computes with the adapter in a directory: float32 [rows, tokens, vocab]."""
     model = PeftModel.from_pretrained(load(models / CASES[name][0]), directory)
     with torch.no_grad():
         return model(input_ids=torch.tensor(input_ids, dtype=torch.long)).logits.float().numpy()

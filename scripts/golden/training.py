@@ -1,4 +1,4 @@
-"""Logits, gradients and a training curve of a tiny model, in float32 with transformers, PEFT and torch's AdamW."""
+"""Logits, gradients and the training curve of a tiny model, in float32 with transformers, PEFT and torch's AdamW."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ ROWS_PER_STEP = 2
 IGNORE = -100
 
 Arrays = dict[str, np.ndarray]
+Rows = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, labels, lengths
 
 
 def golden(architecture: str, directory: Path) -> Arrays:
@@ -35,9 +36,10 @@ def golden(architecture: str, directory: Path) -> Arrays:
     adapter = _initial_adapter(base, rng)
     out |= {f"adapter.{name}": value for name, value in adapter.items()}
     for kind, model in (("f32", base), ("nf4", nf4_base(base))):
-        out[f"logits.{kind}"] = _logits(model, batch[0], batch[2])
-        out |= {name.format(kind=kind): value for name, value in _one_step(model, adapter, batch).items()}
-        out |= {name.format(kind=kind): value for name, value in _curve(model, adapter, data).items()}
+        with torch.no_grad():
+            logits, mask = _logits(model, batch)
+        out[f"logits.{kind}"] = (logits * mask[:, :, None]).numpy()  # without an adapter; zero for padding
+        out |= _one_step(model, adapter, batch, kind) | _curve(model, adapter, data, kind)
     return out
 
 
@@ -50,8 +52,8 @@ def nf4_base(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _rows(rng: np.random.Generator, lengths: tuple[int, ...], vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(ids, labels, lengths): rows padded with 0 on the right; the first third of each row is an untrained prompt."""
+def _rows(rng: np.random.Generator, lengths: tuple[int, ...], vocab: int) -> Rows:
+    """Rows padded with 0 on the right; the first third of each row is an untrained prompt."""
     ids = np.zeros((len(lengths), max(lengths)), np.int32)
     labels = np.full_like(ids, IGNORE)
     for row, length in enumerate(lengths):
@@ -62,7 +64,7 @@ def _rows(rng: np.random.Generator, lengths: tuple[int, ...], vocab: int) -> tup
 
 
 def _initial_adapter(model: PreTrainedModel, rng: np.random.Generator) -> Arrays:
-    """A as kaiming_uniform(a=sqrt(5)) draws it, B small but not zero, so that every gradient is alive."""
+    """A as kaiming_uniform(a=sqrt(5)) draws it, B small but not zero, so that no gradient is zero."""
     adapter = {}
     for (layer, module), linear in linears(model).items():
         out_dim, in_dim = linear.weight.shape
@@ -86,50 +88,45 @@ def _with_adapter(model: PreTrainedModel, adapter: Arrays) -> tuple[torch.nn.Mod
     return peft_model, parameters
 
 
-def _mask(lengths: np.ndarray, width: int) -> torch.Tensor:
-    return torch.from_numpy((np.arange(width)[None, :] < lengths[:, None]).astype(np.int64))
+def _logits(model: torch.nn.Module, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logits [rows, tokens, vocab], attention mask [rows, tokens])."""
+    ids, _, lengths = rows
+    mask = torch.from_numpy((np.arange(ids.shape[1])[None, :] < lengths[:, None]).astype(np.int64))
+    return model(input_ids=torch.from_numpy(ids).long(), attention_mask=mask).logits, mask
 
 
-def _logits(model: torch.nn.Module, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Logits without an adapter; zero where there is only padding."""
-    mask = _mask(lengths, ids.shape[1])
-    with torch.no_grad():
-        logits = model(input_ids=torch.from_numpy(ids).long(), attention_mask=mask).logits
-    return (logits * mask[:, :, None]).numpy()
-
-
-def _loss(model: torch.nn.Module, ids: np.ndarray, labels: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
+def _loss(model: torch.nn.Module, rows: Rows) -> torch.Tensor:
     """Cross-entropy of each token given those before it, averaged over the trained tokens of all rows together."""
-    logits = model(input_ids=torch.from_numpy(ids).long(), attention_mask=_mask(lengths, ids.shape[1])).logits
-    targets = torch.from_numpy(labels).long()[:, 1:].reshape(-1)
+    logits, _ = _logits(model, rows)
+    targets = torch.from_numpy(rows[1]).long()[:, 1:].reshape(-1)
     flat = logits[:, :-1].reshape(-1, logits.shape[-1])
     return torch.nn.functional.cross_entropy(flat, targets, ignore_index=IGNORE)
 
 
-def _one_step(model: PreTrainedModel, adapter: Arrays, batch: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Arrays:
+def _one_step(model: PreTrainedModel, adapter: Arrays, batch: Rows, kind: str) -> Arrays:
     peft_model, parameters = _with_adapter(model, adapter)
-    loss = _loss(peft_model, *batch)
+    loss = _loss(peft_model, batch)
     loss.backward()
-    out = {"loss.{kind}": loss.detach().numpy().reshape(1)}
-    for name, parameter in parameters.items():
-        assert parameter.grad is not None
-        assert bool((parameter.grad != 0).any())
-        out[f"grad.{{kind}}.{name}"] = parameter.grad.numpy()
-    return out
+    grads = {name: parameter.grad for name, parameter in parameters.items()}
+    assert all(bool((grad != 0).any()) for grad in grads.values())
+    return {
+        f"loss.{kind}": loss.detach().numpy().reshape(1),
+        **{f"grad.{kind}.{name}": grad.numpy() for name, grad in grads.items()},
+    }
 
 
-def _curve(model: PreTrainedModel, adapter: Arrays, data: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Arrays:
+def _curve(model: PreTrainedModel, adapter: Arrays, data: Rows, kind: str) -> Arrays:
     peft_model, parameters = _with_adapter(model, adapter)
     optimizer = torch.optim.AdamW(
         parameters.values(), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=WEIGHT_DECAY
     )
-    # Without its first step, whose rate is 0: one more of warm-up, and of all.
+    # The schedule's first rate is 0 and is skipped, so its warm-up and its total are one step longer.
     schedule = get_cosine_schedule_with_warmup(optimizer, WARMUP + 1, STEPS + 1)
     schedule.step()
     losses, norms, rates = [], [], []
     for step in range(STEPS):
         rows = (np.arange(ROWS_PER_STEP) + step * ROWS_PER_STEP) % len(DATA_LENGTHS)
-        loss = _loss(peft_model, *(array[rows] for array in data))
+        loss = _loss(peft_model, tuple(array[rows] for array in data))
         optimizer.zero_grad()
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(parameters.values(), MAX_GRAD_NORM).item())
@@ -137,8 +134,6 @@ def _curve(model: PreTrainedModel, adapter: Arrays, data: tuple[np.ndarray, np.n
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
-    out = {f"final.{{kind}}.{name}": parameter.detach().numpy() for name, parameter in parameters.items()}
-    out["losses.{kind}"] = np.array(losses, np.float32)
-    out["grad_norms.{kind}"] = np.array(norms, np.float32)
-    out["learning_rates"] = np.array(rates, np.float32)
-    return out
+    final = {f"final.{kind}.{name}": parameter.detach().numpy() for name, parameter in parameters.items()}
+    curve = {f"losses.{kind}": losses, f"grad_norms.{kind}": norms, "learning_rates": rates}
+    return final | {name: np.array(values, np.float32) for name, values in curve.items()}

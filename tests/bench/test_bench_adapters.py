@@ -14,9 +14,8 @@ from wgpu_lora.bench.results import Result
 from wgpu_lora.bench.run import judge, measure
 from wgpu_lora.bench.stats import Timings
 from wgpu_lora.bench.workload import Context, new_bytes
-from wgpu_lora.bench.workloads import adapter_memory
-from wgpu_lora.bench.workloads.adapter_memory import MultiAdapterMemory, base_reads, planned_figures
-from wgpu_lora.bench.workloads.adapters import MultiAdapterStep
+from wgpu_lora.bench.workloads import adapters
+from wgpu_lora.bench.workloads.adapters import MultiAdapterMemory, MultiAdapterStep, base_reads, planned_figures
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.share.budget import Budget
@@ -208,10 +207,10 @@ def test_what_nobody_planned_is_found(device: Device, monkeypatch: pytest.Monkey
 def test_a_model_that_does_not_fit_is_cut_to_what_does(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     def need(layers: int) -> int:
         context = mini(device, layers)
-        return device.allocated + new_bytes(context.session([context.tokens], 3, adapter_memory.QV))
+        return device.allocated + new_bytes(context.session([context.tokens], 3, adapters.QV))
 
     def room(nbytes: int | None) -> None:
-        monkeypatch.setattr(adapter_memory, "budget_bytes", lambda info: Budget(nbytes, "the test"))
+        monkeypatch.setattr(adapters, "budget_bytes", lambda info: Budget(nbytes, "the test"))
 
     before = device.allocated
     sizes = [need(layers) for layers in (1, 2)]

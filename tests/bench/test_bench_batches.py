@@ -12,19 +12,26 @@ from support.bench import MINI_ROW
 from support.events import hearing
 
 from wgpu_lora.bench import max_batch as search
-from wgpu_lora.bench.max_batch import Batches, Planned, find_max_batch, leading_to, planned_batch
+from wgpu_lora.bench.max_batch import Batches, find_max_batch, planned_batch
 from wgpu_lora.bench.step import WARMUP, TrainingStep, chosen_model, largest
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models import shapes
+from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.train.arguments import TrainingArguments
 
+ARGS = TrainingArguments(max_length=16, lora_r=4)
 COMMAND = ["bench", "max-batch", "--shape", "mini", "--layers", "1", "--tokens", "16", "--rank", "4"]
 
 
 @pytest.fixture(autouse=True)
 def mini(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shapes._ROWS, "mini", MINI_ROW)
+
+
+def step_of(model: LoadedModel, rows: int) -> TrainingStep:
+    return TrainingStep(model, Batches(ARGS).of(rows, False))
 
 
 @pytest.fixture
@@ -53,12 +60,12 @@ def test_the_plan_decides_where_memory_is_known():
             raise UserError("one binding of this device holds less")
         return 1000 + 100 * rows
 
-    bound = Planned(40, "the device", "one binding of this device holds less")
-    assert planned_batch(peak, 3050) == planned_batch(peak, 3050, 64) == Planned(20, "memory")
-    assert planned_batch(peak, 3050, None, "--memory-limit") == Planned(20, "--memory-limit")
-    assert planned_batch(peak, 3050, 20) == planned_batch(peak, None, 20) == Planned(20, "--max-batch")
-    assert planned_batch(peak, 3050, 8) == Planned(8, "--max-batch")
-    assert planned_batch(peak, 1099) == Planned(0, "memory")
+    bound = (40, "the device", "one binding of this device holds less")
+    assert planned_batch(peak, 3050) == planned_batch(peak, 3050, 64) == (20, "memory", None)
+    assert planned_batch(peak, 3050, None, "--memory-limit") == (20, "--memory-limit", None)
+    assert planned_batch(peak, 3050, 20) == planned_batch(peak, None, 20) == (20, "--max-batch", None)
+    assert planned_batch(peak, 3050, 8) == (8, "--max-batch", None)
+    assert planned_batch(peak, 1099) == (0, "memory", None)
     assert planned_batch(peak, None) == planned_batch(peak, None, 10**12) == bound  # only what can be bound
 
 
@@ -70,16 +77,9 @@ def test_the_search_has_no_end_but_memory_s(edge: int):
         asked.append(rows)
         return rows
 
-    assert planned_batch(peak, edge) == Planned(edge, "memory")
+    assert planned_batch(peak, edge) == (edge, "memory", None)
     assert max(asked) <= 2 * edge
     assert len(asked) <= 2 * edge.bit_length() + 1
-
-
-def test_table_leads_up_to_the_largest():
-    assert leading_to(20) == [1, 2, 5, 10, 20]
-    assert leading_to(1) == [1]
-    assert leading_to(0) == []
-    assert leading_to(1000) == [1, 15, 125, 250, 500, 1000]
 
 
 def test_large_batches_are_planned_in_no_time_and_in_no_memory(device: Device):
@@ -87,7 +87,7 @@ def test_large_batches_are_planned_in_no_time_and_in_no_memory(device: Device):
     model = chosen_model(None, "mini", 1, device)
     rows = device.max_binding // (4 * 64 * 16) // 4
     begin = time.perf_counter()
-    assert TrainingStep(model, rows, 16, 4).session.memory().peak > rows * 16 * 64 * 4
+    assert step_of(model, rows).session.memory().peak > rows * 16 * 64 * 4
     assert time.perf_counter() - begin < 2
 
 
@@ -95,11 +95,11 @@ def test_search_agrees_with_the_plan_and_the_device(device: Device):
     model = chosen_model(None, "mini", 1, device)
 
     def peak(rows: int) -> int:
-        return TrainingStep(model, rows, 16, 4).session.memory().peak
+        return step_of(model, rows).session.memory().peak
 
     before = device.allocated  # by other tests
     noted: list[dict[str, Any]] = []
-    found = find_max_batch(model, Batches(tokens=16, rank=4, limit=peak(2), runs=1), hearing(measured=noted.append))
+    found = find_max_batch(model, Batches(ARGS, limit=peak(2)), hearing(measured=noted.append))
     plain, checkpointing = found["summary"]
     assert (plain["planned"], plain["confirmed"], plain["bounded_by"]) == (2, 2, "--memory-limit")
     assert checkpointing["confirmed"] == checkpointing["planned"] >= 2
@@ -114,11 +114,17 @@ def test_search_agrees_with_the_plan_and_the_device(device: Device):
 def test_a_device_that_refuses_is_asked_for_less(device: Device, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(search, "measure", measured(most=5))
     model = chosen_model(None, "mini", 1, device)
-    found = find_max_batch(model, Batches(tokens=16, rank=4, most=8))
+    found = find_max_batch(model, Batches(ARGS, most=8))
     for summary in found["summary"]:
         assert (summary["planned"], summary["confirmed"], summary["bounded_by"]) == (8, 5, search.REFUSED)
         assert (summary["why"], summary["not_run"]) == ("The device could not allocate", None)
     assert [row["batch"] for row in found["rows"]] == [1, 2, 4, 5] * 2
+
+
+def test_batches_double_up_to_the_largest(device: Device, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(search, "measure", measured())
+    found = find_max_batch(chosen_model(None, "mini", 1, device), Batches(ARGS, most=20))
+    assert [row["batch"] for row in found["rows"]] == [1, 2, 4, 8, 16, 20] * 2
 
 
 def test_what_would_take_too_long_is_planned_alone(
@@ -126,12 +132,12 @@ def test_what_would_take_too_long_is_planned_alone(
 ):
     monkeypatch.setattr(search, "measure", measured(seconds=10.0))
     model = chosen_model(None, "mini", 1, device)
-    found = find_max_batch(model, Batches(tokens=16, rank=4, most=80, seconds=250))
+    found = find_max_batch(model, Batches(ARGS, most=80, seconds=250))
     for summary in found["summary"]:
-        assert (summary["planned"], summary["confirmed"], summary["bounded_by"]) == (80, 20, "--max-batch")
-        assert summary["not_run"] == "a step of 40 rows would take about 400 s, and 250 s of --time-limit 250 were left"
+        assert (summary["planned"], summary["confirmed"], summary["bounded_by"]) == (80, 16, "--max-batch")
+        assert summary["not_run"] == "a step of 32 rows would take about 320 s, and 250 s of --time-limit 250 were left"
     assert main([*COMMAND, "--max-batch", "80", "--time-limit", "250"]) == 0
-    assert "80 rows by the plan, with gradient checkpointing, limited by --max-batch; 20 ran" in capsys.readouterr().out
+    assert "80 rows by the plan, with gradient checkpointing, limited by --max-batch; 16 ran" in capsys.readouterr().out
 
 
 def measured(most: int = 10**9, seconds: float = 0.0) -> Any:
@@ -148,7 +154,7 @@ def measured(most: int = 10**9, seconds: float = 0.0) -> Any:
 
 def test_without_time_one_step_confirms(device: Device):
     model = chosen_model(None, "mini", 1, device)
-    batches = Batches(tokens=16, rank=4)
+    batches = Batches(ARGS)
     found = search.measure(model, batches, 1, False, 0.0)
     assert (found["runs"], found["warmup"]) == (1, 0)
     found = search.measure(model, batches, 1, False, 100.0)
@@ -158,11 +164,11 @@ def test_without_time_one_step_confirms(device: Device):
 def test_nothing_is_allocated_for_what_does_not_fit(device: Device):
     before = device.allocated
     model = chosen_model(None, "mini", None, device)
-    two = TrainingStep(chosen_model(None, "mini", 2, device), 1, 16, 4).session.memory().peak
+    two = step_of(chosen_model(None, "mini", 2, device), 1).session.memory().peak
     with pytest.raises(UserError, match=r"mini with 3 layers needs .* are available: it fits with --layers 2\."):
-        TrainingStep.fitting(model, 1, 16, 4, limit=two)
+        TrainingStep.fitting(model, Batches(ARGS).of(1, False), limit=two)
     with pytest.raises(UserError, match="not even one layer fits"):
-        find_max_batch(model, Batches(tokens=16, rank=4, limit=1000))
+        find_max_batch(model, Batches(ARGS, limit=1000))
     assert device.allocated == before
 
 

@@ -13,10 +13,8 @@ from rich.console import Console
 from support.bench import CEILINGS, result
 
 from wgpu_lora.bench.ceiling import Ceilings
-from wgpu_lora.bench.compare import compare, warnings
-from wgpu_lora.bench.contract import Contract, brick_names, load_contract
-from wgpu_lora.bench.formula import evaluate
-from wgpu_lora.bench.results import SCHEMA, Result, Writer, read_results
+from wgpu_lora.bench.contract import Contract, brick_names, evaluate, load_contract
+from wgpu_lora.bench.results import SCHEMA, Result, Writer, compare, read_results, warnings
 from wgpu_lora.bench.run import ceilings_broken, floor_seconds, judge
 from wgpu_lora.bench.stats import Timings, repeat, variation
 from wgpu_lora.bench.workloads import WORKLOADS
@@ -73,12 +71,12 @@ def test_formula(text: str, value: float) -> None:
     ("text", "message"),
     [
         ("2 * Z", "bricks/a.toml: work uses the name Z, which is not known: use one of H, T"),
-        ("T +", "no arithmetic expression"),
-        ("__import__('os')", "no arithmetic expression"),
-        ("T.real", "no arithmetic expression"),
-        ("'T'", "no arithmetic expression"),
-        ("True", "no arithmetic expression"),
-        ("[T for T in H]", "no arithmetic expression"),
+        ("T +", "not an arithmetic expression"),
+        ("__import__('os')", "not an arithmetic expression"),
+        ("T.real", "not an arithmetic expression"),
+        ("'T'", "not an arithmetic expression"),
+        ("True", "not an arithmetic expression"),
+        ("[T for T in H]", "not an arithmetic expression"),
         ("T / (H - H)", "has no value"),
         ("1e300 ** 9", "has no value"),
         ("(0 - 1) ** 0.5", "has no value"),
@@ -116,7 +114,7 @@ def test_contract() -> None:
         ("software = 0.25", "software = 0", "budget: software is 0, expected a positive number"),
         ("software = 0.25", "software = true", "budget: software is True, expected a positive number"),
         ("nmse = 1e-9", "nmse = nan", "accuracy: nmse is nan"),
-        ('bytes = "4 * T"', "bytes = 4", "bytes is 4, expected words"),
+        ('bytes = "4 * T"', "bytes = 4", "bytes is 4, expected a text"),
         ('bytes = "4 * T"', 'bytes = "4 * tokens"', "bricks/piece.toml: work.bytes uses the name tokens"),
         ("at_least = 50", "at_least = 50\nat_most = 60", "needs one of at_most and at_least"),
         ("at_least = 50", "", "needs one of at_most and at_least"),
@@ -268,18 +266,28 @@ def test_results_come_back(tmp_path: Path) -> None:
     assert one.label == "ttft (7 tokens)"
 
 
+def line_with(**changes: Any) -> str:
+    return json.dumps(HEADER) + "\n" + json.dumps({**result().record(), **changes})
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("zork", "is not a file of JSON lines"),
+        ("zork", "cannot be read as JSON"),
         ("", "is empty"),
-        ("[]", "names no schema"),
-        ('{"schema": "zork/1"}', "is of the schema 'zork/1', expected 'wgpu-lora-bench/1'"),
-        ('{"schema": "wgpu-lora-bench-training/1"}', "is of the schema 'wgpu-lora-bench-training/1'"),
-        ('{"schema": "wgpu-lora-bench/2"}', "is of version 2 of its schema, but this wgpu-lora reads 1"),
-        (json.dumps(HEADER) + '\n{"zork": 1}', "is damaged"),
-        (json.dumps(HEADER) + "\n[1]", "is damaged"),
-        ('{"schema": "wgpu-lora-bench/1"}', "is damaged"),
+        ("[]", "expected an object"),
+        ("{}", "has the schema None"),
+        ('{"schema": "zork/1"}', "has the schema 'zork/1', expected 'wgpu-lora-bench/1'"),
+        ('{"schema": "wgpu-lora-bench-training/1"}', "has the schema 'wgpu-lora-bench-training/1'"),
+        ('{"schema": "wgpu-lora-bench/2"}', "has version 2 of its schema, but this wgpu-lora reads 1"),
+        (json.dumps(HEADER) + '\n{"zork": 1}', "is damaged ('brick' is missing)"),
+        (json.dumps(HEADER) + "\n[1]", "expected an object"),
+        (json.dumps(HEADER) + "\n" + "[" * 10**5, "is nested too deeply"),
+        (line_with(seconds=0.0), "is damaged (a time is not positive)"),
+        (line_with(cv=10**400), "is damaged (cv is 1000"),
+        (line_with(case=1), "is damaged (case is 1)"),
+        ('{"schema": "wgpu-lora-bench/1"}', "is damaged ('device' is None)"),
+        (json.dumps({**HEADER, "options": [1]}), "is damaged ('options' is [1])"),
     ],
 )
 def test_result_files_that_are_none(tmp_path: Path, text: str, message: str) -> None:
@@ -296,6 +304,22 @@ def test_result_files_that_cannot_be(tmp_path: Path) -> None:
         read_results(tmp_path / "none")
     with pytest.raises(UserError, match="cannot be written: No such file"):
         Writer(tmp_path / "none" / "a.jsonl")
+
+
+def test_results_are_replaced_by_results_only(tmp_path: Path) -> None:
+    """A command that is refused after it has opened its file loses nothing."""
+    path = written(tmp_path / "a.jsonl", result("load"))
+    writer = Writer(path)
+    assert read_results(path)[1] == [result("load")]
+    writer.write(HEADER)
+    assert read_results(path)[1] == []
+
+
+def test_a_result_that_is_not_finite_is_valid_json(tmp_path: Path) -> None:
+    wrong = result(reference={"nmse": float("inf"), "kernel": "k"})
+    path = written(tmp_path / "a.jsonl", wrong)
+    assert "Infinity" not in path.read_text()
+    assert read_results(path)[1][0].reference == {"nmse": None, "kernel": "k"}
 
 
 @pytest.mark.parametrize(
@@ -324,7 +348,7 @@ def test_what_makes_files_hard_to_compare() -> None:
         "layers: 2 before, 3 now",
         "only in the old file: load",
     ]
-    assert [c.label for c in compare(old[1], new[1])] == ["rope"]
+    assert [c.new.label for c in compare(old[1], new[1])] == ["rope"]
 
 
 def test_how_results_read() -> None:

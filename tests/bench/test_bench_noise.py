@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from support.bench import CEILINGS, mini, result
 
-from wgpu_lora.bench.compare import compare
 from wgpu_lora.bench.recording import ProgramWorkload
-from wgpu_lora.bench.results import SCHEMA, Writer, read_results
+from wgpu_lora.bench.results import SCHEMA, Writer, compare, read_results
 from wgpu_lora.cli import main
 from wgpu_lora.cli.bench_results import cells, noise_text
 from wgpu_lora.gpu.device import Device
@@ -38,7 +37,7 @@ def test_timings_that_vary_too_much_do_not_hold(tmp_path: Path) -> None:
         writer.write(one.record())
     assert [line["verdict"] for line in lines_of(file)] == list(of)
     assert read_results(file)[1] == list(found.values())
-    assert noise_text(found["noisy"]) == "its 5 timings vary by 5.0%, and count below 5%"
+    assert noise_text(found["noisy"]) == "5 timings vary by 5.0%, the limit is 5%"
     assert result(spread=0.9).verdict == "holds"  # of a file that says nothing of it
 
 
@@ -60,7 +59,7 @@ def test_noise_alone_is_said_and_changes_no_exit_code(
     out = capsys.readouterr().out
     row = next(line for line in out.splitlines() if line.startswith("rope "))
     assert row.split()[-1] == {"holds": "passed", "noisy": "noisy"}[verdict]
-    assert ("and count below 5%" in out) == (verdict == "noisy")
+    assert (", the limit is 5%" in out) == (verdict == "noisy")
     assert [line["verdict"] for line in lines_of(file)] == [verdict]
 
 

@@ -42,17 +42,15 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def note(*arguments: Any, **named: Any) -> Any:
         found.append(([a for a in arguments if not isinstance(a, Events)], named))
-        return {"header": {"work": {"options": {"device": None}}}, "rows": [], "runs": [], "summary": []}
+        return {"rows": [], "runs": [], "summary": [], "projections": []}
 
     command = import_module("wgpu_lora.cli.bench")  # the package has the group by this name
     monkeypatch.setattr(command, "_measure", lambda *arguments: note(*arguments) and 0)
     monkeypatch.delenv("WGPU_LORA_NO_TUNE", raising=False)
     monkeypatch.setattr("wgpu_lora.gpu.device.Device", lambda selector: selector)
     monkeypatch.setattr("wgpu_lora.bench.results.Writer", note)
-    for name in ("max_batch.find_max_batch", "training.run_training", "training.trained_config", "projection.project",
-                 "step.chosen_model"):  # fmt: skip
+    for name in ("max_batch.find_max_batch", "training.run_training", "step.chosen_model"):
         monkeypatch.setattr(f"wgpu_lora.bench.{name}", note)
-    monkeypatch.setattr("wgpu_lora.bench.projection.project", lambda *a: note("projected") and [])
     monkeypatch.setattr(Context, "of", note)
     return found
 

@@ -84,17 +84,36 @@ def test_without_pytorch_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "torch, transformers, peft cannot be imported" in line
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rounds", "0"], "--rounds must be at least 1, not 0."),
+        (["--rows", "1,0"], "--rows must be at least 1, not 0."),
+        (["--torch", "f32,zork"], "--torch has 'zork', which is not one of f32, bf16, nf4."),
+        (["--torch-device", "cuda"], "--torch-device cuda is not possible: PyTorch finds no such device."),
+        (["--json", "/nowhere/x.json"], "The result file /nowhere/x.json cannot be written: No such file"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_it_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+):
+    reference = script("bench_reference")
+    monkeypatch.setattr(reference.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(reference, "HAS_CUDA", "import sys; sys.exit(1)")
+    monkeypatch.setattr(sys, "argv", ["bench_reference.py", *arguments])
+    assert reference.main() == 2
+    assert message in capsys.readouterr().err
+
+
 def test_our_side_answers():
     work = {"shape": "tiny-qwen3", "rows": 1, "tokens": 16, "rank": 4, "base_dtype": "nf4", "turns": True}
-    said = pytest.raises(WorkerFailed, match=r"ours ended with exit code 2: .*--layers 99 is not possible")
+    said = pytest.raises(WorkerFailed, match=r"ours ended with exit code 2: .*layers = 99 is not possible")
     with Worker("step", {**work, "layers": 99}, name="ours", asked=True) as side, said:
         side.ask("prepare")
 
 
 def test_parts_that_cannot_run_are_recorded():
     gpu = script("bench_gpu")
-    told = gpu.run(gpu.Part("torch", "comparison", obstacle="torch finds no accelerator"), 60)
-    assert (told["status"], told["reason"]) == ("not run", "torch finds no accelerator")
     failed = gpu.run(gpu.Part("zork", "zork"), 60)
     assert (failed["status"], failed["exit_code"]) == ("not run", 2)
     assert "has an unknown kind 'zork': choose one of finetune, " in failed["reason"]
@@ -107,10 +126,11 @@ def test_parts_that_cannot_run_are_recorded():
 
 def test_a_refused_part_is_run_in_pieces():
     gpu = script("bench_gpu")
-    pieces = (gpu.Part("one", "bench", {"zork": 1}), gpu.Part("two", "comparison", obstacle="not here"))
+    pieces = (gpu.Part("one", "bench", {"zork": 1}), gpu.Part("two", "step"))
     found = list(gpu.outcomes([gpu.Part("both", "zork", pieces=pieces)], 60))
     assert [(f["part"], f["status"]) for f in found] == [("both", "not run"), ("one", "not run"), ("two", "not run")]
     assert "unknown option 'zork'" in found[1]["reason"]
+    assert "lacks 'shape'" in found[2]["reason"]
     bricks = next(part for part in gpu.parts(None, quick=True) if part.name == "bricks at qwen2.5-7b")
     options = {piece.options["bricks"][0]: piece.options for piece in bricks.pieces}
     assert options["nf4_matmul"]["tokens"] == 32

@@ -11,14 +11,15 @@ from support.bench import MINI_ROW
 from support.cli import QWEN2, SMALL, write_rows
 from support.events import hearing
 
-from wgpu_lora.bench.projection import operations, project
+from wgpu_lora.bench.projection import operations
 from wgpu_lora.bench.stats import spread
 from wgpu_lora.bench.step import TrainingStep, chosen_model
-from wgpu_lora.bench.training import WARMUP, Work, run_training, trained_config
+from wgpu_lora.bench.training import WARMUP, Work, run_training
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models import shapes
+from wgpu_lora.train.arguments import TrainingArguments
 
 SIZES = {"max_length": 16, "per_device_train_batch_size": 2, "lora_r": 4}
 
@@ -55,10 +56,8 @@ def test_spread_of_one_value_is_not_known():
 
 def test_a_projection_is_the_plan_and_the_counted_operations(device: Device):
     work = Work(None, "mini", 1, SIZES | {"max_steps": WARMUP + 1})
-    found = run_training(work, 1, opened=device)
-    config = trained_config(found)
-    assert config.num_hidden_layers == 1
-    same, larger = project(found, config, device, ("mini", "tiny-qwen3"))
+    found = run_training(work, 1, opened=device, shapes=("mini", "tiny-qwen3"))
+    same, larger = found["projections"]
     # The measured model itself, but for its other two layers: a layer's share of the operations is known.
     one, three = (operations(shapes.shape_config("mini", layers), 4, 16.0) for layers in (1, 3))
     assert same["times_the_operations"] == pytest.approx(three / one)
@@ -67,7 +66,7 @@ def test_a_projection_is_the_plan_and_the_counted_operations(device: Device):
     assert same["seconds"] == pytest.approx(run["seconds"] * three / one)
     # Rows of this recipe are cut at 16 tokens, so the plan is that of the step itself.
     model = chosen_model(None, "mini", None, device)
-    assert same["peak_planned"] == TrainingStep(model, 2, 16, 4).session.memory().peak
+    assert same["peak_planned"] == TrainingStep(model, TrainingArguments(**SIZES)).session.memory().peak
     assert larger["peak_planned"] > same["peak_planned"]
     assert larger["times_the_operations"] > same["times_the_operations"]
 
@@ -106,10 +105,13 @@ def test_a_recipe_is_run_elsewhere(device: Device, tmp_path: Path):
     rows = [{"input_ids": [1, 2, 3, 4, 5], "labels": [-100, -100, 3, 4, -100]}] * 4
     values = SMALL | {"model": QWEN2, "data": str(write_rows(tmp_path / "rows.jsonl", rows))}
     values |= {"output": str(tmp_path / "mine"), "packing": False}
+    del values["gradient_accumulation_steps"]
     recipe = tmp_path / "recipe.toml"
     recipe.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items()))
     found = run_training(Work(str(recipe), options={"max_steps": WARMUP + 1}), 1, opened=device)
     (run,) = found["runs"]
+    # The header has the batches that were trained, here chosen for small data, not the recipe's.
+    assert found["header"]["work"]["options"]["gradient_accumulation_steps"] == 1
     assert run["tokens_per_second"] == pytest.approx(5 * run["samples_per_second"])
     assert run["trained_tokens_per_second"] == pytest.approx(2 * run["samples_per_second"])
     assert found["summary"]["spread"]["seconds"]["variance"] is None

@@ -11,7 +11,7 @@ import pytest
 from support import FIXTURES
 from support.cli import QWEN2
 
-from wgpu_lora.bench.profile import Piece, Profile, profile_step, trained_sizes, write_trace
+from wgpu_lora.bench.profile import Piece, Profile, described, profile_step, trained_sizes, write_trace
 from wgpu_lora.bench.step import TrainingStep, chosen_model
 from wgpu_lora.cli import main
 from wgpu_lora.cli.profile import _rest, _summary
@@ -19,6 +19,7 @@ from wgpu_lora.formats.checkpoint import Checkpoint
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.models import shapes
+from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.records import RunRecord
 
 MINI = ("qwen3", 128, 64, 128, 3, 2, 1, 32, 1e-6, 1e6, True, 64)
@@ -113,7 +114,7 @@ def test_trace_lays_dispatches_end_to_end(tmp_path: Path):
 
 def test_every_dispatch_of_the_step_is_timed(device: Device, mini: str):
     model = chosen_model(None, mini, 1, device)
-    step = TrainingStep(model, 2, 16, rank=4)
+    step = TrainingStep(model, TrainingArguments(per_device_train_batch_size=2, max_length=16, lora_r=4))
     try:
         step.allocate()
         profile = profile_step(step, rounds=1)
@@ -176,6 +177,21 @@ def test_of_a_run_it_takes_the_runs_options(run: Any, finished: Path, device: De
     assert {"name", "driver"} <= found["device"].keys()
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_step_has_the_dropout_of_its_run(device: Device, mini: str, dropout: float):
+    model = chosen_model(None, mini, 1, device)
+    step = TrainingStep(model, TrainingArguments(max_length=16, lora_r=4, lora_dropout=dropout))
+    [batch] = step.session.steps.values()
+    assert any("draws" in dispatch.present for dispatch in batch.program.dispatches) == bool(dropout)
+
+
+@pytest.mark.parametrize(("layers", "said"), [(1, "its first layer only"), (2, "its first 2 layers only")])
+def test_layers_are_named(layers: int, said: str):
+    work = {"model": "m", "layers": layers, "base_dtype": "nf4", "batch": 1, "tokens": 8, "rank": 4}
+    work |= {"target_modules": "all-linear", "gradient_checkpointing": False, "whole": False}
+    assert described(work) == f"m, {said} in nf4, 1 x 8 tokens, rank 4 on all-linear"
+
+
 def test_rows_that_were_not_packed_have_their_average_length(finished: Path):
     facts = json.loads((finished / "run.json").read_text())
     facts["options"] |= {"packing": False, "gradient_accumulation_steps": 2}
@@ -214,9 +230,9 @@ def test_command_prints_a_table(run: Any, mini: str):
         (["--shape", "zork"], "The shape zork is not known: choose one of qwen2.5-0.5b, "),
         (["--shape", "mini", "--model", "demo"], "--model and --shape are both given"),
         (["--shape", "mini", "--layers", "9"], "--layers 9 is not possible: this model has 3 layers."),
-        (["--shape", "mini", "--tokens", "65"], "--tokens 65 is not possible: mini is made for rows of 2 to 64"),
+        (["--shape", "mini", "--tokens", "65"], "--tokens 65 is not possible: mini supports rows of up to 64 tokens."),
         (["--shape", "mini", "--base-dtype", "int3"], "--base-dtype must be one of nf4, bf16, f16, f32, not int3."),
-        (["--shape", "mini", "--rank", "0"], "--rank must be at least 1, not 0."),
+        (["--shape", "mini", "--rank", "0"], "--rank must be greater than 0, not 0."),
         (["--shape", "mini", "--tokens", "64", "--batch", "9999999"], "lower --batch or --tokens."),
         (["--rounds", "0"], "--rounds must be at least 1, not 0."),
         (["--trace", "/nowhere/trace.json"], "The directory of --trace /nowhere/trace.json does not exist"),

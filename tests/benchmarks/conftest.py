@@ -17,4 +17,4 @@ def context() -> Context:
     shape = os.environ.get(SHAPE)
     layers = os.environ.get(LAYERS) or (None if shape else 1)
     tokens = int(os.environ.get(TOKENS) or (512 if shape else 128))
-    return Context.of(Device(), shape or "tiny-qwen3", None, int(layers) if layers else None, tokens)
+    return Context.of(Device(), shape or "tiny-qwen3", None, int(layers) if layers else None, tokens=tokens)

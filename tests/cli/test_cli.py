@@ -13,15 +13,14 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
-from support.cli import MODELS, QWEN2, SMALL, flags, share_device, write_rows
+from support.cli import MODELS, QWEN2, SMALL, Result, Run, commands, flags, write_rows
 
-from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import StepResult
 from wgpu_lora.gpu.device import Device
@@ -30,24 +29,9 @@ from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.memory import check_memory
 
 
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Result]
-
-
 @pytest.fixture
 def run(device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    share_device(device, monkeypatch)
-
-    def call(*arguments: Any) -> Result:
-        code = main([str(a) for a in arguments])
-        return Result(code, *capsys.readouterr())
-
-    return call
+    return commands(device, monkeypatch, capsys)
 
 
 @pytest.fixture

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 from support.chat import TOKENS, at_once, chats, make_models, say
-from support.cli import share_device
+from support.cli import Result, Run, commands
 
 import wgpu_lora
-from wgpu_lora.cli import main
 from wgpu_lora.cli.chat import Talk
 from wgpu_lora.cli.chat_commands import Commands
 from wgpu_lora.data import prepare
@@ -46,17 +45,14 @@ def talk(model: LoadedModel, made: Path) -> Iterator[Callable[..., Chat]]:
 
 
 @pytest.fixture
-def run(
-    device: Device, made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
+def run(device: Device, made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """The command with this on its stdin."""
-    share_device(device, monkeypatch)
     monkeypatch.chdir(made)
+    run = commands(device, monkeypatch, capsys, "chat", *ASK)
 
-    def call(text: str, *arguments: Any) -> tuple[int, str, str]:
+    def call(text: str, *arguments: Any) -> Result:
         pipe(monkeypatch, text)
-        code = main(["chat", *map(str, [*ASK, *arguments])])
-        return code, *capsys.readouterr()
+        return run(*arguments)
 
     return call
 

@@ -70,3 +70,14 @@ def test_help_names_every_type(capsys: pytest.CaptureFixture[str]) -> None:
     assert export("--help") == 0
     said = capsys.readouterr().out
     assert all(kind in said for kind in FILE_TYPES)
+
+
+@pytest.mark.parametrize("command", ["export gguf", "merge --adapter nowhere", "import"])
+def test_an_output_that_exists_is_refused_before_the_model_is_looked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    output = tmp_path / "out.gguf"
+    output.write_text("kept")
+    model = ["nobody/nothing"] if command == "import" else ["--model", "nobody/nothing"]
+    assert main([*command.split(), *model, "--output", str(output)]) == 2
+    assert f"{output} exists already: choose another --output, or remove it." in capsys.readouterr().err

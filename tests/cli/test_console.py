@@ -112,7 +112,7 @@ def test_durations_are_for_people(seconds: float, text: str) -> None:
 def job(tensors: int = 1, tuning: Tuning | None = None, logs: bool = False) -> Any:
     model = SimpleNamespace(tensors_to_load=lambda: tensors)
     session = SimpleNamespace(model=model, programs=list)
-    tuner = SimpleNamespace(outlook=lambda programs: tuning)
+    tuner = SimpleNamespace(estimate=lambda programs: tuning)
     run = SimpleNamespace(logs=lambda step, heldout: logs, state=SimpleNamespace(step=0))
     run.args, run.stream = SimpleNamespace(target_seconds=None), SimpleNamespace(total_steps=lambda: 50)
     return SimpleNamespace(session=session, run=run, tuner=lambda: tuner)

@@ -24,7 +24,6 @@ from wgpu_lora.names.aliases import aliases_of
 from wgpu_lora.names.instead import ANYWHERE, SENTENCES
 from wgpu_lora.names.others import ALIASES, WORDS
 from wgpu_lora.train.arguments import TrainingArguments, from_values
-from wgpu_lora.train.policy import POLICIES
 
 POSITIONS = 128  # of the models among the fixtures
 OPTIONS = set(TrainingArguments.__dataclass_fields__)
@@ -89,7 +88,6 @@ def test_an_alias_has_the_type_of_its_option() -> None:
 
 
 def test_choices_are_those_that_are_there() -> None:
-    assert tuple(POLICIES) == allowed.SCHEDULES
     assert tuple(DTYPES) == allowed.MERGED_DTYPES
     assert set(FILE_TYPES) == set(allowed.GGUF_TYPES)
 

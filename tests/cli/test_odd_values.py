@@ -10,17 +10,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from support.cli import MODELS, QWEN2, SMALL, flags, share_device, write_rows
+from support.cli import MODELS, QWEN2, SMALL, Run, commands, flags, write_rows
 from support.models import save_golden_adapter
 
-from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft import CONFIG, WEIGHTS
 from wgpu_lora.formats.upload import prepare
@@ -35,16 +33,8 @@ HUGE = (10**400, -(10**400), 2**70, 2**63, -1, 1.5, True, None, "8", [8], {}, ma
 
 
 @pytest.fixture
-def run(
-    device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    share_device(device, monkeypatch)
-
-    def call(*arguments: Any) -> tuple[int, str, str]:
-        code = main([str(a) for a in arguments])
-        return code, *capsys.readouterr()
-
-    return call
+def run(device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    return commands(device, monkeypatch, capsys)
 
 
 def stated(**changes: Any) -> dict[str, Any]:
@@ -166,9 +156,7 @@ def test_names_of_adapters_that_are_none(key: str, value: str) -> None:
 
 @pytest.mark.parametrize("rank", [500_000, 3_000_000, 1_000_000_000, 2**31, 2**70, 10**400])
 @pytest.mark.parametrize("where", ["plan", "finetune", "adapters.toml"])
-def test_a_rank_is_looked_at_before_anything_is_built(
-    run: Callable[..., tuple[int, str, str]], tmp_path: Path, rank: int, where: str
-) -> None:
+def test_a_rank_is_looked_at_before_anything_is_built(run: Run, tmp_path: Path, rank: int, where: str) -> None:
     options = {**SMALL, "model": QWEN2, "memory_budget": "1GiB"}
     if where == "adapters.toml":
         write_rows(tmp_path / "rows.jsonl")
@@ -200,7 +188,7 @@ def poisoned(place: Path, value: float) -> Path:
     return adapter
 
 
-def test_an_adapter_that_has_diverged_is_no_beginning(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_an_adapter_that_has_diverged_is_no_beginning(run: Run, tmp_path: Path) -> None:
     adapter, data = poisoned(tmp_path / "a", 3e6), write_rows(tmp_path / "rows.jsonl")
     code, _, err = run("finetune", *flags(**SMALL, model=QWEN2, data=data, output=tmp_path / "o", init_adapter=adapter))
     assert (code, err.count("\n")) == (2, 1)
@@ -209,9 +197,7 @@ def test_an_adapter_that_has_diverged_is_no_beginning(run: Callable[..., tuple[i
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_an_adapter_that_is_not_finite_is_nowhere_used(
-    run: Callable[..., tuple[int, str, str]], tmp_path: Path, value: float
-) -> None:
+def test_an_adapter_that_is_not_finite_is_nowhere_used(run: Run, tmp_path: Path, value: float) -> None:
     adapter, data = poisoned(tmp_path / "a", value), write_rows(tmp_path / "rows.jsonl")
     model = ["--model", QWEN2]
     for command in (
@@ -234,7 +220,7 @@ def test_an_adapter_that_is_not_finite_is_nowhere_used(
         assert run(*evaluate)[0] == 1
 
 
-def test_a_loss_that_is_not_finite_is_said(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_is_said(run: Run, tmp_path: Path) -> None:
     """Of an adapter whose values are finite, and whose products are not."""
     adapter, data = save_golden_adapter("qwen2", tmp_path / "a"), write_rows(tmp_path / "rows.jsonl")
     save_file({n: t * 0 + np.float32(3e38) for n, t in load_file(adapter / WEIGHTS).items()}, adapter / WEIGHTS)
@@ -283,9 +269,7 @@ ODD_NAMES = ["run[/b]", "run[bold red]", "run\x1b]0;owned\x07", "a\x9bb", "run\u
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)
-def test_a_name_is_shown_and_does_nothing(
-    run: Callable[..., tuple[int, str, str]], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_is_shown_and_does_nothing(run: Run, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     data = write_rows(tmp_path / f"{Path(name).name}.jsonl")
     options = {**SMALL, "model": QWEN2, "data": data, "max_steps": 1}
@@ -313,7 +297,7 @@ def test_a_name_that_is_not_utf8_is_refused_at_the_start(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["a\udcff", "a\udc80b"])
-def test_no_other_output_is_named_so(run: Callable[..., tuple[int, str, str]], tmp_path: Path, name: str) -> None:
+def test_no_other_output_is_named_so(run: Run, tmp_path: Path, name: str) -> None:
     odd = tmp_path / name
     odd.mkdir()
     for command in (

@@ -1,4 +1,4 @@
-"""From lines of a file to checked examples, and what is said when a line is wrong."""
+"""Reading lines of a file as validated examples, and the errors about bad lines."""
 
 import contextlib
 import copy
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from support.data import chat, write_jsonl
 
 from wgpu_lora.data import parse_example, read_examples, read_jsonl
+from wgpu_lora.data.examples import Alpaca, Completion, Conversation, Text, Tokens
 from wgpu_lora.data.files import file_source
-from wgpu_lora.data.formats import Alpaca, Completion, Conversation, Text, Tokens
 from wgpu_lora.errors import UserError
 
 CALL: dict[str, Any] = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}

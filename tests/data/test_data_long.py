@@ -1,4 +1,4 @@
-"""Rows that are long, many or oddly named: bounded in time and memory, and told with their line."""
+"""Rows that are long, numerous or oddly named: time and memory are bounded, and errors name the line."""
 
 from __future__ import annotations
 

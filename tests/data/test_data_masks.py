@@ -1,4 +1,4 @@
-"""What is learnt: labels for every format and every kind of chat template."""
+"""Labels for every format of rows and every kind of chat template."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def rows(row, template=None, **options):
 
 
 def learnt(row, template=None, **options):
-    """For each row that an example gives, the stretches of text that are learnt."""
+    """For each row of an example, the pieces of text that are trained on."""
     return [trained_text(small_tokenizer(template), labels) for _, labels in rows(row, template, **options)]
 
 
@@ -172,7 +172,7 @@ def test_tool_calls_are_learnt_and_tool_results_are_not():
 
 
 def test_a_generation_prompt_that_no_turn_starts_with():
-    """As DeepSeek's R1 has it: the prompt opens a thought, but finished turns are shown without one."""
+    """As for DeepSeek-R1: the prompt opens a thought, but finished turns are rendered without one."""
     source = template_source("chatml").replace("assistant\\n' -}}", "assistant\\n<think>\\n' -}}")
     tokenizer = with_template(source)
     pairs = tokenize_example(parse_example({"messages": FOUR}), tokenizer)
@@ -199,7 +199,7 @@ def test_a_turn_that_merges_with_its_header_is_tokenised_apart():
 
 
 def test_turns_whose_header_changes_with_what_follows_get_a_row_each():
-    """GPT-2's way to split makes one token of a header's "\\n\\n", but two once a word stands behind it."""
+    """GPT-2's pre-tokenizer makes one token of a header's "\\n\\n", but two if a word follows it."""
     backend = tokenizers.Tokenizer.from_str(backend_json(as_gpt2=True))
     tokenizer = Tokenizer(backend, special_tokens=NAMED, chat_templates={"default": template_source("headers")})
     pairs = tokenize_example(parse_example({"messages": FOUR}), tokenizer)

@@ -1,4 +1,4 @@
-"""From a file to rows, and the account of what became of each."""
+"""Preparation of a file's rows, and the account of their outcomes."""
 
 import hashlib
 

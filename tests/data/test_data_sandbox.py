@@ -1,4 +1,4 @@
-"""A chat template computes no more than a conversation needs, whatever it says."""
+"""The computation limit of chat templates."""
 
 from __future__ import annotations
 

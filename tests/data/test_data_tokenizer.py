@@ -1,4 +1,4 @@
-"""Reading a tokenizer folder, its special tokens, and decoding as a stream."""
+"""Reading a tokenizer directory, special tokens, and streaming decoding."""
 
 import json
 

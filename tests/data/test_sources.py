@@ -1,4 +1,4 @@
-"""Files of rows: JSON arrays, tables, Parquet, compressed ones, and what is none of them."""
+"""Files of rows: JSON arrays, CSV, Parquet, compressed files, and files of other kinds."""
 
 from __future__ import annotations
 
@@ -165,6 +165,12 @@ def test_lists_in_cells(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"messages": chat("a", "b"), "tools": None}]
     path = written(tmp_path / "a.csv", [{"messages": json.dumps(rows[0]["messages"]), "tools": ""}])
     assert ids_of(prepared(path)) == ids_of(prepared(rows_given(rows)))
+    prompt, answer = chat("a", "b")
+    rows = [{"prompt": [prompt], "completion": [answer]}, {"prompt": '["role"]', "completion": '[{"role": "x"'}]
+    cells = [
+        {key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items()} for row in rows
+    ]
+    assert ids_of(prepared(written(path, cells))) == ids_of(prepared(rows_given(rows)))
     path = written(tmp_path / "b.csv", [{"input_ids": "[1, 2, 3]", "labels": "[-100, 2, 3]"}])
     assert ids_of(prepared(path)) == [[1, 2, 3]]
 

@@ -1,4 +1,4 @@
-"""What is found at a path, in a data set of Hugging Face, and in rows from Python."""
+"""What is found at a path, in a Hugging Face dataset, and in rows from Python."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_mistyped_path_is_no_data_set(data: str, hub: bool, monkeypatch: pytes
 
 
 class Hub:
-    """What `datasets` offers, with a data set or an error behind it."""
+    """Stands in for `datasets`, and returns a dataset or raises an error."""
 
     def __init__(self, answer: Any):
         self.answer, self.asked = answer, []

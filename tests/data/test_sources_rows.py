@@ -1,4 +1,4 @@
-"""Rows with empty answers, repeated ones and bad ones: left out, counted, told or set aside."""
+"""Rows with empty answers, repeated rows and bad rows: dropped, counted, reported or set aside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs on rows from Python are those on a file of them, bad rows are set aside, and both resume."""
+"""Runs on rows from Python equal those on a file; bad rows are set aside; both resume."""
 
 from __future__ import annotations
 

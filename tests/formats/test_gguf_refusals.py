@@ -64,7 +64,7 @@ def test_refusals_leave_nothing(tmp_path: Path) -> None:
     (bare / "tokenizer.json").unlink()
     before = sorted(path.name for path in tmp_path.iterdir())
     for arguments, message in (
-        ((model, output, "q3_k"), "--quantize q3_k is not known"),
+        ((model, output, "q3_k"), "quantize=.q3_k. is not known"),
         ((model, tmp_path / "no" / "out.gguf"), "does not exist: create it first"),
         ((model, tmp_path), "is a directory"),
         ((model, model / "config.json"), "exists already"),

@@ -109,7 +109,7 @@ def test_refusals_leave_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     adapter, output = save_golden_adapter("qwen2", tmp_path / "adapter"), tmp_path / "out"
     with pytest.raises(UserError, match="does not fit"):
         merge_adapter(source("llama"), adapter, output)
-    with pytest.raises(UserError, match="--dtype nf4 is not known"):
+    with pytest.raises(UserError, match="dtype='nf4' is not known"):
         merge_adapter(source("qwen2"), adapter, output, "nf4")
     huge = save_golden_adapter("qwen2", tmp_path / "huge", scale=1e7)
     with pytest.raises(UserError, match="beyond f16's range"):

@@ -7,17 +7,15 @@ import json
 import os
 import pty
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli import share_device
-from support.models import save_golden_adapter, words_model
+from support.cli import Run, commands, flags
+from support.models import words_and_adapters
 
 import wgpu_lora
 from wgpu_lora.atomic import write_new_bytes
-from wgpu_lora.cli import main
 from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer import answer as answering
@@ -34,11 +32,7 @@ PROMPTS = ["w7 w3", "w11 w5 w2", "w9"]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("prompts")
-    words_model(directory / "model", TEMPLATE)
-    for name, scale in (("a", 1.0), ("b", -2.0)):
-        save_golden_adapter("mistral", directory / name, scale, base_model_name_or_path=str(directory / "model"))
-    return directory
+    return words_and_adapters(tmp_path_factory.mktemp("prompts"), TEMPLATE)
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +53,10 @@ def alone(model: LoadedModel, made: Path) -> dict[str, list[str]]:
 
 
 @pytest.fixture
-def run(
-    device: Device, made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    share_device(device, monkeypatch)
+def run(device: Device, made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     monkeypatch.chdir(made)
-
-    def call(*arguments: Any) -> tuple[int, str, str]:
-        given = ["generate", "--base-dtype", "f32", "--max-new-tokens", TOKENS, "--model", "model", *arguments]
-        code = main([str(argument) for argument in given])
-        return code, *capsys.readouterr()
-
-    return call
+    options = {"base_dtype": "f32", "max_new_tokens": TOKENS, "model": "model"}
+    return commands(device, monkeypatch, capsys, "generate", *flags(**options))
 
 
 def asked(*prompts: str) -> list[str]:
@@ -216,7 +202,7 @@ def test_prompts_in_the_formats_of_rows(tmp_path: Path):
     assert read("a.json", json.dumps(alpaca).encode()) == [(said, False)]
     turns = [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]
     assert read("a.jsonl", json.dumps({"conversations": turns}).encode()) == [(asked, True)]
-    with pytest.raises(UserError, match="the columns are 'question', but one of messages, "):
+    with pytest.raises(UserError, match=r"are 'question', but .* messages; .*; rename 'question' to 'prompt'\."):
         read("b.csv", b"question\nw1\n")
 
 
@@ -228,7 +214,7 @@ def test_prompts_in_the_formats_of_rows(tmp_path: Path):
         (b"a\xff", "not valid UTF-8 (byte 2)"),
         (
             b'{"prompt": "w1"}\n{"text": "w1"}',
-            "line 2: the row has neither 'prompt' nor 'messages': its keys are 'text'",
+            "line 2: the row fits no format: its keys are 'text', but the formats need messages; ",
         ),
         (b'{"prompt": 5}', "line 1: The prompt must be text"),
         (b'{"prompt": " "}', "line 1: the prompt is empty"),

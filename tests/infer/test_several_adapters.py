@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli import share_device, write_rows
+from support.cli import Run, commands, write_rows
 from support.events import hearing
-from support.models import save_golden_adapter, words_model
+from support.models import save_golden_adapter, words_and_adapters
 
 import wgpu_lora
-from wgpu_lora.cli import main
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer import Generator
 from wgpu_lora.infer.named import model_of, named_adapters
@@ -29,12 +27,8 @@ ONE_LOSS = {"loss", "perplexity", "tokens", "rows", "seconds", "data", "max_leng
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a model of words and two adapters of it, whose ranks differ."""
     directory = tmp_path_factory.mktemp("several")
-    words_model(directory / "model")
-    base = {"base_model_name_or_path": str(directory / "model")}
-    save_golden_adapter("mistral", directory / "a", **base)
-    save_golden_adapter("mistral", directory / "b", -2.0, rank=2, **base)
     write_rows(directory / "rows.jsonl")
-    return directory
+    return words_and_adapters(directory)
 
 
 @pytest.fixture(scope="module")
@@ -43,17 +37,9 @@ def model(made: Path, device: Device) -> LoadedModel:
 
 
 @pytest.fixture
-def run(
-    device: Device, made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    share_device(device, monkeypatch)
+def run(device: Device, made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     monkeypatch.chdir(made)
-
-    def call(*arguments: Any) -> tuple[int, str, str]:
-        code = main([str(a) for a in arguments])
-        return code, *capsys.readouterr()
-
-    return call
+    return commands(device, monkeypatch, capsys)
 
 
 def ask(*more: Any) -> list[Any]:
@@ -179,7 +165,7 @@ def test_the_model_that_adapters_name(made: Path, tmp_path: Path):
     named = str(made / "model")
     assert model_of({"silent": silent, "a": made / "a", "again": again}) == named
     assert model_of({"silent": silent}) == model_of({}) == "demo"
-    with pytest.raises(wgpu_lora.UserError, match=r"a and other have different base models, .* --model"):
+    with pytest.raises(wgpu_lora.UserError, match=r"a and other have different base models, .*: choose one with model"):
         model_of({"a": made / "a", "other": other})
     assert model_of({"a": made / "a", "other": other}, "chosen") == "chosen"
     with pytest.raises(wgpu_lora.UserError, match="nowhere is not a directory"):

@@ -1,14 +1,10 @@
-"""Each check of a proof on made-up findings: what makes it fail, and what counts as CUDA."""
+"""Each check of a proof on made-up findings: what makes it fail."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
-import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,97 +16,15 @@ from wgpu_lora.proof.checks.answers import answers_pass_their_checks
 from wgpu_lora.proof.checks.devices import devices_agree
 from wgpu_lora.proof.checks.program import gradients_agree, work_happened_on_the_device
 from wgpu_lora.proof.checks.training import losses_fall, training_beside_evaluating
-from wgpu_lora.proof.cuda import classify, compiler_in, cuda_packages, imported, required
+from wgpu_lora.proof.jobs.trained import difference
 from wgpu_lora.proof.report import loss_chart
 from wgpu_lora.proof.run import carry_out
 from wgpu_lora.proof.training import Evaluated, Training, evaluations
-from wgpu_lora.proof.watch import EVENTS, Watcher, witness
+from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.output import Log, read_log
 from wgpu_lora.train.records import UsedDevice
 from wgpu_lora.worker.parent import Worker
-
-# -- CUDA --------------------------------------------------------------------------------------------------------------
-
-ICD, DRIVER = "/usr/lib/libGLX_nvidia.so.0", "/usr/lib/libcuda.so.1"
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["libcudart.so.12", "libcublas.so", "libcublasLt.so.12", "libnvrtc.so.12", "libnvrtc-builtins.so.12.4",
-     "libcudnn.so.9", "libcudnn_ops_infer.so.8", "libcufft.so.11", "libcusparse.so.12", "libtorch_cuda.so",
-     "libc10_cuda.so", "libcudart-9335f6a2.so.12.4.127", "cublas64_12.dll", "cudart64_110.dll", "libnccl.so.2",
-     "libcusolverMg.so.11", "libbitsandbytes_cuda124.so", "libnvJitLink.so.12", "libcudart.so.12 (deleted)"],
-)  # fmt: skip
-def test_toolkit_libraries_are_forbidden_even_beside_a_driver(name: str) -> None:
-    assert classify([f"/x/{name}", ICD]).forbidden == [f"/x/{name}"]
-
-
-def test_the_driver_s_own_library_is_explained_only_beside_its_vulkan() -> None:
-    assert classify([DRIVER]).forbidden == [DRIVER]
-    found = classify([DRIVER, ICD, "/usr/lib/libnvidia-glcore.so.550"])
-    assert (found.forbidden, found.explained) == ([], [DRIVER])
-    assert found.own == [ICD, "/usr/lib/libnvidia-glcore.so.550"]
-    assert classify([DRIVER, ICD], preloaded="/tmp/libcuda.so.1").forbidden == [DRIVER]
-
-
-def test_ordinary_libraries_are_not_cuda() -> None:
-    names = ["libc.so.6", "libvulkan_lvp.so", "libwgpu_native-release.so", "libvk_swiftshader.so", "libcurl.so.4",
-             "libcups.so.2", "libnvme.so.1", "libnvidia-vulkan-producer.so", "libcudnnish.so.1.a"]  # fmt: skip
-    assert classify(f"/x/{name}" for name in names[:-1]).forbidden == []
-
-
-def test_compilers_and_modules_are_known() -> None:
-    assert compiler_in(["/usr/local/cuda/bin/nvcc", "-c", "x.cu"]) == "/usr/local/cuda/bin/nvcc"
-    scripts = ["nvcc x.cu", "cd x && CUDA=1 /opt/ptxas x", "true; (nvcc)", "echo $(nvcc -V)", "env A=1 nvcc"]
-    assert all(compiler_in(["/bin/sh", "-ec", script]) for script in scripts)
-    assert not compiler_in(["wgpu-lora", "prove", "--out", "nvcc"])
-    assert not compiler_in(["sh", "-c", "wgpu-lora prove --out nvcc 'nvcc; nvcc'"])
-    assert not compiler_in(["sh", "nvcc"])
-    assert imported(["numpy", "torch.cuda", "nvidia.cublas"]) == ["nvidia", "torch"]
-    assert imported(["numpy", "wgpu", "tqdm.contrib"]) == []
-
-
-def test_requirements_are_followed_and_extras_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def package(name: str, *needs: str) -> None:
-        folder = tmp_path / f"{name.replace('-', '_')}-1.dist-info"
-        folder.mkdir()
-        lines = ["Metadata-Version: 2.1", f"Name: {name}", "Version: 1", *(f"Requires-Dist: {need}" for need in needs)]
-        (folder / "METADATA").write_text("\n".join(lines) + "\n")
-
-    package("top", "plain>=1", 'torch; extra == "gpu"', 'Other_One[fast] ; python_version > "3"')
-    package("plain", 'cupy-cuda12x; extra == "never"')
-    package("other-one", 'nvidia-cublas-cu12 (>=12); extra == "fast"', 'triton; extra == "slow"')
-    monkeypatch.syspath_prepend(str(tmp_path))
-    names = required("top")
-    assert names == {"top", "plain", "other-one", "nvidia-cublas-cu12"}
-    assert cuda_packages(names) == ["nvidia-cublas-cu12"]
-    assert cuda_packages(required("wgpu-lora")) == []
-
-
-@pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="needs Linux: copies a program of its own and reads /proc"
-)
-def test_the_watcher_and_the_witness_see_a_compiler_run(tmp_path: Path) -> None:
-    fake = tmp_path / "nvcc"
-    shutil.copyfile(shutil.which("sleep") or "/bin/sleep", fake)
-    fake.chmod(0o755)
-    watcher, heard = Watcher(), list[Any]()
-    sys.addaudithook(lambda event, said: heard.append((event, said)) if event in EVENTS else None)
-    with witness(str(tmp_path / "said.json"), heard), subprocess.Popen([str(fake), "5"]) as process:
-        deadline = time.monotonic() + 4
-        while not any(compiler_in(one.command) for one in watcher.seen.values()) and time.monotonic() < deadline:
-            watcher.look()
-        process.kill()
-    assert any(compiler_in(one.command) for one in watcher.seen.values())
-    mine = next(one for one in watcher.seen.values() if one.pid == os.getpid())
-    assert any("libc" in path for path in mine.libraries)
-    said = json.loads((tmp_path / "said.json").read_text())
-    assert [str(fake), "5"] in said["commands"]
-    assert "json" in said["modules"]
-    assert said["libraries"]
-
-
-# -- what makes a check fail -------------------------------------------------------------------------------------------
 
 
 def status(check: Any, **proof: Any) -> str:
@@ -167,10 +81,11 @@ def training(losses: list[float], heldout: float = 0.5, **changes: Any) -> Train
     log = [{"step": i, "loss": loss, "grad_norm": 1.0, "seconds": float(i)} for i, loss in enumerate(losses, 1)]
     log[-1]["eval_loss"] = heldout
     used = UsedDevice("a", "d", "Vulkan", "discrete", 32, False)
-    record = SimpleNamespace(stop_reason="max steps", environment=SimpleNamespace(device=used))
+    state = SimpleNamespace(step=len(losses), seconds=1.0)
+    record = SimpleNamespace(stop_reason="max steps", environment=SimpleNamespace(device=used), state=state)
     beside = [Evaluated(EVALUATED, 3)]
     values = {"code": 0, "said": "it ended", "beside": beside, "devices": [0, 1], "record": record} | changes
-    return Training(Path("run"), seconds=1.0, before=EVALUATED, log=log, **values)
+    return Training(**{"directory": Path("run"), "before": EVALUATED, "log": log} | values)
 
 
 def test_training_beside_evaluating() -> None:
@@ -241,10 +156,21 @@ def test_losses() -> None:
     assert of(falling[::-1]) == "failed"
     assert of([2.0, *[1.97] * 39]) == "failed"
     assert of([1.3, 0.7] * 18 + [1.2, 0.5] * 2) == "failed"  # within the scatter
-    assert of([*falling[:-1], math.inf]) == "failed"
     assert of(falling[:19]) == "not run"
-    assert of(falling, record=SimpleNamespace(stop_reason="non-finite"), code=1) == "failed"
+    stopped = SimpleNamespace(stop_reason="non-finite", state=SimpleNamespace(step=40))
+    assert of(falling, record=stopped, code=1) == "failed"
     assert of(falling, record=None, code=1) == "not run"
+
+
+@pytest.mark.parametrize("key", ["loss", "grad_norm"])
+def test_a_log_without_a_finite_number_for_every_step_fails(tmp_path: Path, key: str) -> None:
+    run = training(list(np.linspace(2, 1, 40)))
+    run.log[20][key] = math.nan
+    log = Log(tmp_path / "log.jsonl")
+    for line in run.log:
+        log.write(line | {"epoch": 0.0})
+    run.log = read_log(log.path)
+    assert status(losses_fall, training=lambda: run, seen_rows=(0, 8)) == "failed"
 
 
 def test_backend() -> None:
@@ -268,8 +194,11 @@ def test_backend() -> None:
 
 def test_gradients() -> None:
     def of(measured: list[float | None], gradient: list[float | None], dtype: str = "f32") -> str:
-        rows = [{"matrix": "q.A", "measured": m, "gradient": g} for m, g in zip(measured, gradient, strict=True)]
-        found = {"loss": 1.0, "rounding": 2e-6, "directions": rows}
+        rows = [
+            {"matrix": "q.A", "length": None if m is None else 0.1, "measured": m, "gradient": g}
+            for m, g in zip(measured, gradient, strict=True)
+        ]
+        found = json.loads(to_json({"loss": 1.0, "rounding": 2e-6, "directions": rows}))
         children = SimpleNamespace(run=lambda *a, **k: found)
         args = SimpleNamespace(compute_dtype=dtype)
         return status(gradients_agree, args=args, trained=lambda: training([1.0] * 20), children=children)
@@ -284,6 +213,17 @@ def test_gradients() -> None:
     assert of([1e-3], [1e-3], "bf16") == "not run"
     assert of([1e-3] * 4 + [None], [1e-3] * 5) == "passed"
     assert of([1e-3] * 2 + [None], [1e-3] * 3) == "failed"
+    assert of([1e-3] * 4 + [math.nan], [1e-3] * 5) == "failed"
+
+
+def test_a_loss_that_is_not_finite_is_not_taken_for_a_curved_one() -> None:
+    straight = difference(lambda by: 2.0 + 3.0 * by, 6.0, 2.0)
+    assert straight["measured"] == pytest.approx(straight["gradient"])
+    curved = difference(lambda by: 2.0 + np.sign(by), 6.0, 2.0)
+    assert curved["length"] is curved["measured"] is None
+    broken = difference(lambda by: math.nan if by < 0 else 2.0, 6.0, 2.0)
+    assert broken["length"]
+    assert math.isnan(broken["measured"])
 
 
 def test_answers(tmp_path: Path) -> None:

@@ -20,15 +20,19 @@ def test_devices() -> None:
     def found(discrete: int = 0, **changes: Any) -> str:
         device = {"index": 0, "name": "a", "driver": "d", "backend": "Vulkan", "kind": "discrete"}
         good = {"error": 1e-13, "fine": True}
-        facts = {"devices": [device, {**device, "index": 1}], "used": [0, 1], "asked": False, "different": 2,
+        facts = {"devices": [device, {**device, "index": 1}], "used": [0, 1], "asked": False,
                  "computed": {"0": good, "1": good}, "wgpu_native": "0", "hardware": ["a 0", "a 1"]}  # fmt: skip
-        return carry_out(1, "devices", devices_compute, proof_of(facts | changes, discrete)).status
+        check = carry_out(1, "devices", devices_compute, proof_of(facts | changes, discrete))
+        assert "the check itself broke" not in check.reason
+        return check.status
 
     assert found() == "passed"
     assert found(computed={"1": {"error": 0.1, "fine": False}}) == "failed"
+    assert found(computed={"1": {"error": None, "fine": False}}) == "failed"  # it was not finite
     assert found(used=[0]) == "failed"
+    assert found(used=[0], hardware=["a 0", "a 0"]) == "passed"
     assert found(used=[0], asked=True) == "passed"
-    assert found(devices=[], used=[], hardware=[]) == "failed"
+    assert found(devices=[], used=[], hardware=[], computed={}) == "failed"
     assert found(discrete=2) == "passed"
     assert found(discrete=3) == "failed"
     assert found(discrete=2, hardware=["a 0", "a 0"]) == "failed"  # one, behind two APIs
@@ -46,10 +50,10 @@ def test_a_verdict_names_what_it_was_proven_on() -> None:
 
     software = [device(0, "software", "llvmpipe"), device(1, "software", "SwiftShader")]
     both = {"devices": software, "used": [0, 1], "hardware": ["l", "s"]}
-    assert on_devices(both) == "2 software devices (llvmpipe, SwiftShader); no discrete GPU was at hand"
+    assert on_devices(both) == "2 software devices (llvmpipe, SwiftShader); no discrete GPU was found"
     mixed = {"devices": [device(0, "discrete", "H"), *software[1:]], "used": [0, 1], "hardware": ["h", "s"]}
     assert on_devices(mixed) == "1 discrete device (H) and 1 software device (SwiftShader)"
-    assert on_devices(mixed | {"used": [1], "hardware": ["s"]}).endswith("; no discrete GPU was used")
+    assert on_devices(mixed | {"used": [1]}).endswith("; no discrete GPU was used")
     twice = {"devices": [device(i, "discrete", "H") for i in (0, 1)], "used": [0, 1], "hardware": ["h", "h"]}
     assert on_devices(twice) == "1 discrete device (H)"
     assert on_devices({}) == ""

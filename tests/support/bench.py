@@ -32,8 +32,8 @@ def result(brick: str = "rope", seconds: float = 1.0, spread: float = 0.01, **ch
     values: dict[str, Any] = {
         "brick": brick, "case": "", "options": {}, "clock": "host", "seconds": seconds,
         "p20": seconds * (1 - spread), "p80": seconds * (1 + spread), "cv": spread, "iterations": 5,
-        "operations": 1e9, "bytes": 1e9, "gflops": 1 / seconds, "gbs": 1 / seconds, "floor_seconds": 0.1,
-        "share_of_floor": 0.1 / seconds, "budget": {"of": "fma", "asked": None, "reached": 0.5},
+        "operations": 1e9, "bytes": 1e9, "gflops": 1 / seconds, "gbs": 1 / seconds,
+        "budget": {"of": "fma", "asked": None, "reached": 0.5},
         "reference": None, "seed": 0,
     }  # fmt: skip
     return Result(**{**values, **changes})

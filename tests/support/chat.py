@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import wgpu_lora
-from support.models import save_golden_adapter, words_model
+from support.models import words_and_adapters, words_model
 from wgpu_lora.infer.chat import Chat
 from wgpu_lora.infer.settings import Settings
 from wgpu_lora.models.loaded import LoadedModel
@@ -22,11 +22,8 @@ TOKENS = 4
 
 
 def make_models(directory: Path) -> Path:
-    words_model(directory / "model", TEMPLATE)
     words_model(directory / "plain")
-    save_golden_adapter("mistral", directory / "a", base_model_name_or_path=str(directory / "model"))
-    save_golden_adapter("mistral", directory / "b", -2.0, rank=2, base_model_name_or_path=str(directory / "model"))
-    return directory
+    return words_and_adapters(directory, TEMPLATE)
 
 
 @contextmanager

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from support import MODELS
+from wgpu_lora.cli import main
 from wgpu_lora.gpu.device import Device
 
 QWEN2 = str(MODELS / "qwen2")
@@ -37,6 +39,26 @@ def write_rows(path: Path, rows: list[Any] | None = None) -> Path:
     lines = [row if isinstance(row, str) else json.dumps(row) for row in (ROWS if rows is None else rows)]
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+def commands(device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *first: Any) -> Run:
+    """Runs commands in this process, on this device; `first` stands before their arguments."""
+    share_device(device, monkeypatch)
+
+    def run(*arguments: Any) -> Result:
+        code = main([str(argument) for argument in (*first, *arguments)])
+        return Result(code, *capsys.readouterr())
+
+    return run
 
 
 def share_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,14 @@ def words_model(directory: Path, template: str | None = None) -> Path:
     return directory
 
 
+def words_and_adapters(directory: Path, template: str | None = None) -> Path:
+    """The same in `model`, and two adapters of it, a and b, whose ranks differ."""
+    base = {"base_model_name_or_path": str(words_model(directory / "model", template))}
+    save_golden_adapter("mistral", directory / "a", **base)
+    save_golden_adapter("mistral", directory / "b", -2.0, rank=2, **base)
+    return directory
+
+
 def save_golden_adapter(
     architecture: str, directory: Path, scale: float = 1.0, rank: int = 4, **config: object
 ) -> Path:

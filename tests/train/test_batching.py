@@ -1,4 +1,4 @@
-"""What batches are where nobody says, how steps are counted, and what their learning rates are."""
+"""Default batches, the number of steps, and learning rates."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import pytest
 
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.batching import FEW, fitted
-from wgpu_lora.train.schedule import learning_rate, warmup_steps
+from wgpu_lora.train.schedule import LR_SCHEDULES, learning_rate, warmup_steps
 
 
 def sizes(rows: int, tokens: int = 100, weight: float = 1.0, **said: object) -> tuple[bool | None, int, int, bool]:
-    """(packing, rows a batch, batches a step, whether there is a note) for so many rows of so many tokens."""
+    """(packing, rows per batch, batches per step, whether there is a note) for this many rows of this many tokens."""
     args, note = fitted(TrainingArguments(**said), [tokens] * rows, weight)
     packing, a_batch, batches = args.batching
     assert (args.packing, args.per_device_train_batch_size, args.gradient_accumulation_steps) == args.batching
@@ -64,7 +64,7 @@ def test_a_weight_multiplies_what_was_left_open() -> None:
     assert sizes(50, weight=2, gradient_accumulation_steps=6) == (False, 1, 6, True)  # multiplied already
 
 
-@pytest.mark.parametrize("kind", ["cosine", "linear", "constant", "constant_with_warmup"])
+@pytest.mark.parametrize("kind", LR_SCHEDULES)
 @pytest.mark.parametrize(("total", "ratio"), [(1, 0.03), (1, 1.0), (2, 1.0), (12, 0.5), (12, 1.0), (100, 0.03)])
 def test_every_step_trains_and_the_peak_is_reached(kind: str, total: int, ratio: float) -> None:
     warmup = warmup_steps(total, ratio)

@@ -1,4 +1,4 @@
-"""Runs that earlier versions left behind go on, to the same bytes where the device is the one they began on."""
+"""Runs of earlier versions resume, and on the same device to the same bytes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def is_theirs(device: Device) -> bool:
 
 
 def check_chosen(device: Device, built: list[tuple[Program, Choices]]) -> None:
-    """Every heavy call ran in the tiling that its checkpoint has for it, which is not always the default."""
+    """Every tuned call used the tiling recorded in its checkpoint, which is not always the default."""
     steps = [(step, choices) for program, choices in built for step in program.dispatches if step.kernel.tuning]
     assert steps
     for step, choices in steps:

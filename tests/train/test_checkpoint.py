@@ -1,4 +1,4 @@
-"""Safetensors shards are read a few rows at a time, and damaged ones are refused; hub ids and paths are told apart."""
+"""Safetensors shards are read a few rows at a time, and damaged ones are refused; hub ids are told apart from paths."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Damage is never trained on: what is not as it was written, of checkpoints, logs and bases, is refused or left out."""
+"""Damaged checkpoints, logs and base weights are refused or ignored, never trained on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS = "checkpoints"
 
 @pytest.fixture(scope="module")
 def place(device: Device, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`whole`: a run of seven steps, `run`: the same stopped after five, with checkpoints of steps 2, 4 and 5."""
+    """`whole`: a run of seven steps; `run`: the same, stopped after five, with checkpoints of steps 2, 4 and 5."""
     place = tmp_path_factory.mktemp("damage")
     train(device, options(place, "whole"))
     stopped = job(device, options(place))
@@ -80,7 +80,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(device: Device, run: Path, name: 
 
 
 def test_what_is_said_helps(device: Device, place: Path, run: Path) -> None:
-    """Without the damaged checkpoint, the older one leads to the same end."""
+    """Without the damaged checkpoint, the older one leads to the same result."""
     (run / STEPS / "step-4" / OPTIMIZER).write_bytes(b"")
     refused(device, run, OPTIMIZER)
     shutil.rmtree(run / STEPS / "step-4")
@@ -127,7 +127,7 @@ FIELDS: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("name", "value"), FIELDS, ids=lambda value: str(value)[:20])
 def test_a_state_that_no_run_has(device: Device, run: Path, name: str, value: Any) -> None:
-    """With a manifest that agrees: what the fields hold is looked at too."""
+    """The fields' values are checked, too: here, the manifest matches."""
     resigned(run, lambda facts: facts["state"].update({name: value}))
     refused(device, run, STATE)
 

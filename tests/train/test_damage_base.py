@@ -34,7 +34,7 @@ MIDDLE = "model.layers.1.mlp.up_proj.weight"
 
 
 def test_a_base_that_has_changed_is_refused(device: Device, tmp_path: Path) -> None:
-    """Also where only the middle of a shard did, which nothing but its values shows."""
+    """Also if only the middle of a shard has changed, which only its values show."""
     for base_dtype in ("nf4", "f32"):
         base = base_of(tmp_path, lambda tensors: None)
         opts = options(tmp_path, base_dtype, model=str(base), base_dtype=base_dtype, max_steps=2)

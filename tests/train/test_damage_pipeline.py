@@ -13,14 +13,19 @@ import pytest
 from support.training import model_dir
 from test_pipeline import WEIGHTS, adapters, options
 
+from wgpu_lora.api import finetune, load
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import LoadedModel, open_model
+from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.checkpoint import FILES
 from wgpu_lora.train.manifest import MANIFEST
-from wgpu_lora.train.pipeline_state import PipelineState, write_pipeline_state
+from wgpu_lora.train.pipeline_state import PipelineState, read_pipeline_state, write_pipeline_state
+from wgpu_lora.train.resume import resumed_options
 from wgpu_lora.train.state import STATE
+from wgpu_lora.train.tasks import tasks_of_request
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +72,7 @@ def refused(model: LoadedModel, run: Path, *words: str) -> None:
 
 
 def test_whole_it_resumes(model: LoadedModel, stopped: Path, run: Path) -> None:
-    """And what a killed process left is swept, in every directory."""
+    """What a killed process left is also removed, in every directory."""
     for name in ("a/.last.previous", "a/..next.tmp", "b/.epoch-1.tmp", "b/.best.old", "b/..best.tmp.ab12_x9z.tmp"):
         (run / name).mkdir()
     (run / "pipeline" / ".state.json.ab12_x9z.tmp").write_text("x")
@@ -123,12 +128,15 @@ CHANGES: list[Callable[[dict[str, Any]], Any]] = [
     lambda said: said.update(policy=None),
     lambda said: said.pop("policy"),
     lambda said: said.update(more=1),
+    lambda said: said["request"].pop("schedule"),
+    lambda said: said["request"].update(adapters=3),
+    lambda said: said["request"].update(batch_tokens="64"),
 ]
 
 
 @pytest.mark.parametrize("number", range(len(CHANGES)))
 def test_a_state_that_no_pipeline_has(model: LoadedModel, run: Path, number: int) -> None:
-    """With a digest that agrees."""
+    """With a matching digest."""
     said = json.loads((run / "pipeline" / STATE).read_text())["state"]
     CHANGES[number](said)
     odd = PipelineState()
@@ -149,3 +157,45 @@ def test_what_a_policy_remembers_has_to_be_its_own(model: LoadedModel, run: Path
 def test_a_state_that_is_none(model: LoadedModel, run: Path, text: bytes) -> None:
     (run / "pipeline" / STATE).write_bytes(text)
     refused(model, run, "The pipeline's state")
+
+
+# -- paths in files ----------------------------------------------------------------------------------------------------
+
+PATHS = ["a" * 300, "a/" * 3000, "a\0b", "\ud800", 3, ["x"], {"x": 1}, None, True]
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/tmp", "../nowhere", ""], ids=ascii)
+def test_a_member_that_leads_nowhere(tmp_path: Path, path: object) -> None:
+    (tmp_path / "member.json").write_text(json.dumps({"pipeline": path}))
+    with pytest.raises(UserError):
+        finetune(output=str(tmp_path), resume=True)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=ascii)
+@pytest.mark.parametrize("name", ["data", "checkpoint", "eval_data", "init_adapter", "model", "directory"])
+def test_a_recorded_path_that_is_none(run: Path, name: str, path: object) -> None:
+    """With a digest that agrees."""
+    said = json.loads((run / "pipeline" / STATE).read_text())["state"]
+    request = said["request"]
+    adapter = request["adapters"][0]
+    places = {"model": request["options"], "directory": request, "data": adapter, "checkpoint": adapter}
+    places.get(name, adapter["options"])[name] = path
+    write_pipeline_state(run / "pipeline", PipelineState(**said))
+    refusal = ""
+    try:
+        options = resumed_options({}, run / "pipeline", "it")
+        tasks = tasks_of_request(read_pipeline_state(run / "pipeline").request, run / "pipeline")
+        assert all(task.arguments(options) for task in tasks)
+    except UserError as error:
+        refusal = str(error)
+    assert "The pipeline's state is damaged" not in refusal or path == "\ud800"
+    assert len(refusal) < 400
+    assert refusal or name == "directory" or path is None
+
+
+@pytest.mark.parametrize("path", ["a" * 300, "a/" * 3000], ids=["name", "whole"])
+def test_a_path_that_is_too_long_is_one_sentence(path: str) -> None:
+    for refused in (lambda: load(path), lambda: read_adapter(path), lambda: TrainingArguments(output=path)):
+        with pytest.raises(UserError, match="too long") as caught:
+            refused()
+        assert len(str(caught.value)) < 200

@@ -1,4 +1,4 @@
-"""How a run ends when somebody asks it to, and when nobody listens any more."""
+"""How a run ends when it is asked to, and when the reader of its output disappears."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts processes that listen to signals, whatever these tests were started with; none is left at the end."""
+    """Starts processes that handle signals, even if the tests were started ignoring them; ends them afterwards."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(command: list[str], ignored: Sequence[int] = (), **options: Any) -> subprocess.Popen[str]:
@@ -67,7 +67,7 @@ def trained(out: Path, steps: int) -> Callable[[], bool]:
 
 
 def listening(process: subprocess.Popen[str]) -> bool:
-    """Whether our first line was run: before it signals are Python's, which on a busy machine may take long."""
+    """Whether our first line has run; before that, Python handles signals, which may take long on a busy machine."""
     status = Path(f"/proc/{process.pid}/status")
     if not status.exists():
         return True
@@ -97,7 +97,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(
 def test_a_signal_during_the_start_ends_it_with_its_code(
     start: Start, tmp_path: Path, number: signal.Signals, delay: float
 ) -> None:
-    """At whatever moment: while all is imported, the model loads, or the first step compiles."""
+    """At any moment: during imports, while the model loads, or while the first step compiles."""
     process, out = start(finetune(tmp_path)), tmp_path / "out"
     until(lambda: listening(process))
     time.sleep(delay)
@@ -109,7 +109,7 @@ def test_a_signal_during_the_start_ends_it_with_its_code(
 
 
 def test_a_signal_that_is_ignored_stays_so(start: Start, tmp_path: Path) -> None:
-    """As under nohup, and for what a shell starts in the background."""
+    """As under nohup, and for background jobs of a shell."""
     process = start(finetune(tmp_path, max_steps=12), ignored=(signal.SIGHUP, signal.SIGINT))
     until(trained(tmp_path / "out", 2))
     process.send_signal(signal.SIGHUP)
@@ -133,7 +133,7 @@ def test_a_reader_that_leaves_does_not_end_a_run(start: Start, tmp_path: Path) -
 def test_a_log_that_is_full_does_not_end_a_run(
     tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What cannot be shown of a step is not shown; that of the end is missed."""
+    """Lines about steps that cannot be shown are dropped; a missing last line is an error."""
     share_device(device, monkeypatch)
 
     def full(label: str, text: str) -> None:

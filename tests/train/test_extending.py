@@ -1,4 +1,4 @@
-"""A run that is taken up again by its directory alone, with a longer plan, or from any of its pipeline's adapters."""
+"""Resuming a run by its directory alone, with a longer plan, or from any adapter of its pipeline."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WEIGHTS, MOMENTS = "adapter_model.safetensors", "checkpoints/step-8/optimizer.sa
 
 
 def options(tmp_path: Path, name: str, **changes: Any) -> dict[str, Any]:
-    """Two steps an epoch, two epochs, with held-out rows."""
+    """Two epochs of two steps, with held-out rows."""
     for seed, data in enumerate(("rows.jsonl", "heldout.jsonl")):
         if not (tmp_path / data).exists():
             random_rows(tmp_path / data, 8 - 4 * seed, 301, seed)
@@ -142,7 +142,7 @@ def test_a_callback_stops_it_early(device: Device, tmp_path: Path) -> None:
 
 
 def test_before_the_first_step(device: Device, tmp_path: Path, finished: Path) -> None:
-    """The held-out loss that the card calls "before" is, and nothing else is taken for it."""
+    """The held-out loss that the card calls "before" is that of the start, never another."""
     state = RunRecord.read(finished).state
     first = read_log(finished / LOG)[0]
     assert (first["step"], first["eval_loss"]) == (0, state.first_eval_loss)
@@ -161,7 +161,7 @@ def test_every_ending_has_one_of_four_words() -> None:
 
 @pytest.fixture
 def pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two adapters of two epochs, trained in a directory where nothing else was named."""
+    """Two adapters trained for two epochs; only their own directories are given."""
     monkeypatch.chdir(tmp_path)
     values = options(tmp_path, "unused", num_train_epochs=2.0, save_total_limit=1)
     del values["data"], values["output"], values["model"]
@@ -171,7 +171,7 @@ def pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_pipeline_lives_with_its_adapters(pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is written where nobody named a folder, the newest epoch alone is kept, and either adapter finds it."""
+    """Nothing is written elsewhere, only the newest epoch is kept, and either adapter resumes both."""
     assert {path.name for path in pipeline.iterdir()} == {"rows.jsonl", "heldout.jsonl", "out"}
     assert {path.name for path in (pipeline / "out").iterdir()} == {"a", "b"}
     for name in "ab":

@@ -1,4 +1,4 @@
-"""Lengths of rows that nobody gave: they fit the model or, to evaluate an adapter, are as in its training."""
+"""Default row lengths: they fit the model or, for evaluation of an adapter, equal those of its training."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli import QWEN2, SMALL, flags, share_device, write_rows
+from support.cli import QWEN2, SMALL, commands, flags, write_rows
 
 import wgpu_lora
 from wgpu_lora.bench.training import Work, _prepared
-from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.train.arguments import TrainingArguments
@@ -25,15 +24,10 @@ POSITIONS = 128  # of the models among the fixtures
 def test_a_length_that_nobody_gave(
     device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """It fits the model, in the record too and in what goes on from it; an adapter is evaluated as it was trained."""
-    share_device(device, monkeypatch)
+    """It fits the model, also in the record and in resumed runs; an adapter is evaluated as it was trained."""
+    run = commands(device, monkeypatch, capsys)
     data, out = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
     small = {name: value for name, value in SMALL.items() if name != "max_length"} | {"tune": False}
-
-    def run(*arguments: Any) -> tuple[int, str, str]:
-        code = main([str(argument) for argument in arguments])
-        return code, *capsys.readouterr()
-
     code, said, _ = run("finetune", *flags(**small, model=QWEN2, data=data, output=out, eval_steps=1))
     assert code == 0
     assert f"length    rows of at most {POSITIONS} tokens, the number of positions of this model" in said
@@ -62,13 +56,13 @@ def test_a_pipeline_and_a_benchmark_fit_their_model(device: Device, tmp_path: Pa
     job = wgpu_lora.MultiAdapterPipeline(tasks, model, max_iters=1).job
     assert {run.args.max_length for run in job.runs} == {job.args.max_length} == {POSITIONS}
     recipe = tmp_path / "r.toml"
-    recipe.write_text(f'model = "{QWEN2}"\ndata = "{data}"\n')
-    assert _prepared(Work(str(recipe)), tmp_path, device)[0].max_length == POSITIONS
+    recipe.write_text(f'model = "{QWEN2}"\ndata = "{data}"\noutput = "{tmp_path / "out"}"\n')
+    assert prepare_job(*_prepared(Work(str(recipe)), tmp_path, device)).run.args.max_length == POSITIONS
 
 
 @pytest.mark.parametrize("on_overflow", ["truncate", "drop"])
 def test_a_plan_of_shorter_rows_is_that_of_the_run(tmp_path: Path, on_overflow: str) -> None:
-    """What the advice for little memory says of a smaller --max-length, to the byte."""
+    """The advice about a smaller --max-length is exact to the byte."""
     data, model = write_rows(tmp_path / "rows.jsonl"), wgpu_lora.load(QWEN2)
     args = TrainingArguments(model=QWEN2, data=str(data), eval_data=str(data), on_overflow=on_overflow, lora_r=2)
     least = {"per_device_train_batch_size": 1, "max_length": 8}

@@ -51,7 +51,7 @@ print(json.dumps({"planned": planned, "allocated": device.peak_allocated - held,
 
 
 def make_model(directory: Path, hidden: int, layers: int) -> Path:
-    """A random Qwen3 of f32 weights."""
+    """A random Qwen3 with f32 weights."""
     config = {
         "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 512, "hidden_size": hidden,
         "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "num_attention_heads": 4,
@@ -72,7 +72,7 @@ def make_model(directory: Path, hidden: int, layers: int) -> Path:
     list_devices()[0].kind != "software", reason="needs a software driver, whose memory is the process's own"
 )
 def test_resident_memory_is_what_was_planned(tmp_path: Path) -> None:
-    """About 240 MB of weights: plan = allocation to the byte, resident memory within 15% and 48 MB of driver's own."""
+    """About 240 MB of weights: plan = allocation to the byte; resident memory within 15% plus 48 MB for the driver."""
     make_model(tmp_path / "model", 1024, 4)
     make_model(tmp_path / "model-tiny", 64, 1)
     data = random_rows(tmp_path / "rows.jsonl", 4, 512)

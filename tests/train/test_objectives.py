@@ -1,4 +1,4 @@
-"""An objective is one file and one line: DPO (Rafailov et al. 2023), here, is trained, logged and resumed."""
+"""An objective is one file and one line: DPO (Rafailov et al. 2023) is added, trained, logged and resumed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from support.models import allocated
+from support.preferences import Preferences
+from support.sources import written
 from support.training import golden_arguments
 
-from wgpu_lora.data import Row, Sample
-from wgpu_lora.data.formats import Tokens
+from wgpu_lora.data import Row
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.gpu.device import Device
@@ -84,25 +85,14 @@ def dpo_reference(
 
 
 @dataclass(frozen=True)
-class DPO(Objective):
-    """-log sigmoid(beta (log-ratio of the chosen - log-ratio of the rejected)), the ratios to the base alone, times the
-    row's weight."""
+class DPO(Preferences):
+    """-log sigmoid(beta (log-ratio of the chosen - log-ratio of the rejected)), ratios to the base alone, times
+    the row's weight."""
 
     unit: ClassVar = "group"
-    parts: ClassVar[int] = 2
     reference: ClassVar[bool] = True
     metrics: ClassVar[tuple[str, ...]] = ("margin", "accuracy")
     kernels: ClassVar[list[Kernel]] = []
-
-    def sample(self, row: dict[str, Any]) -> Sample:
-        for key in ("prompt", "chosen", "rejected"):
-            if not isinstance(row.get(key), list):
-                raise UserError(f"the row has no list of tokens {key!r}, which DPO needs.")
-        prompt = row["prompt"]
-        answers = (row["chosen"], row["rejected"])
-        return Sample(
-            tuple(Tokens(prompt + answer, [-100] * len(prompt) + answer) for answer in answers), row["weight"]
-        )
 
     def score(self, rec: Recorder, logprobs: Tensor, scoring: Scoring) -> Score:
         groups = scoring.groups
@@ -142,10 +132,10 @@ def pairs(path: Path, count: int = 6, seed: int = 0) -> Path:
         return rng.integers(0, 301, rng.integers(least, most)).tolist()
 
     rows = [
-        {"prompt": ids(1, 4), "chosen": ids(2, 7), "rejected": ids(2, 7), "weight": rng.random()} for _ in range(count)
+        {"prompt_ids": ids(1, 4), "chosen_ids": ids(2, 7), "rejected_ids": ids(2, 7), "weight": rng.random()}
+        for _ in range(count)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return written(path, rows)
 
 
 def job(directory: Path, **changes: Any) -> Job:
@@ -184,7 +174,7 @@ def test_gradients_are_those_of_the_loss(rng: np.random.Generator) -> None:
 
 
 def test_the_device_agrees(device: Device, tmp_path: Path) -> None:
-    """The loss is that of four separate evaluations; the gradient leads where differences of the loss say."""
+    """The loss equals that of four separate evaluations, and the gradient matches differences of the loss."""
     made = job(tmp_path / "a", gradient_accumulation_steps=2)
     session, run = made.session, made.run
     run.prepare_directory()
@@ -237,7 +227,7 @@ def test_the_device_agrees(device: Device, tmp_path: Path) -> None:
 
 
 def test_it_is_trained_logged_and_resumed(device: Device, tmp_path: Path) -> None:
-    """Margins grow; two steps and two more give the bytes of four."""
+    """Margins grow; two steps and two more give the same bytes as four."""
     heldout = {"eval_data": str(pairs(tmp_path / "heldout.jsonl", 3, seed=1)), "learning_rate": 2e-2}
     whole = job(tmp_path / "a", **heldout).train()
     job(tmp_path / "b", **heldout, max_steps=2).train()
@@ -251,7 +241,7 @@ def test_it_is_trained_logged_and_resumed(device: Device, tmp_path: Path) -> Non
 
 
 def test_beside_another_objective(device: Device, tmp_path: Path) -> None:
-    """In one pipeline and its batches, each adapter comes out as it does alone."""
+    """In one pipeline with shared batches, each adapter is the same as when trained alone."""
     alone = [job(tmp_path / "dpo"), job(tmp_path / "sft", objective="sft", data=str(rows(tmp_path / "plain.jsonl")))]
     for one in alone:
         one.train()
@@ -285,7 +275,7 @@ class Weighted(Objective):
 
 
 def test_each_tokens_row_has_a_number() -> None:
-    """Of an objective that is a mean over tokens and weights them by row."""
+    """For an objective that is a mean over tokens and weights them by row."""
     scoring, written = Scoring.declare(Weighted(), 8, 2), {}
     for tensor in scoring.tensors():
         tensor.storage.buffer = tensor
@@ -296,12 +286,24 @@ def test_each_tokens_row_has_a_number() -> None:
     assert written[scoring.weights].tolist() == [0.25] * 6 + [0.0] * 2
 
 
+def test_rows_in_tables(tmp_path: Path) -> None:
+    """Their numbers and lists are those of JSONL."""
+    lines, *tables = (
+        job(tmp_path / "a", data=str(pairs(tmp_path / f"a.{kind}"))) for kind in ("jsonl", "csv", "parquet")
+    )
+    for table in tables:
+        found, expected = (each.run.stream.prepared for each in (table, lines))
+        assert [row.input_ids.tolist() for row in found.rows] == [row.input_ids.tolist() for row in expected.rows]
+        assert found.values == expected.values
+
+
 def test_rows_that_lack_something(tmp_path: Path) -> None:
     path = tmp_path / "half.jsonl"
     path.write_text(
-        '{"prompt": [1], "chosen": [2, 3], "rejected": [4], "weight": 1}\n{"prompt": [1], "chosen": [2, 3]}\n'
+        '{"prompt_ids": [1], "chosen_ids": [2, 3], "rejected_ids": [4], "weight": 1}\n{"prompt_ids": [1]}\n'
     )
-    with pytest.raises(UserError, match=r"half\.jsonl, line 2: the row has no list of tokens 'rejected', which DPO"):
+    words = r"half\.jsonl, line 2: the row fits no format: its keys are 'prompt_ids', but the formats need prompt_ids, "
+    with pytest.raises(UserError, match=words):
         job(tmp_path / "a", data=str(path))
 
 

@@ -1,4 +1,4 @@
-"""An optimizer is one file and one line: SGD with momentum, of this file alone, trained, saved and resumed."""
+"""An optimizer is one file and one line: SGD with momentum is added, trained, saved and resumed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Hyper:
 
 @dataclass(frozen=True)
 class Momentum:
-    """p -= lr m with m = beta m + g. It counts every block's updates too: a state of one integer a block."""
+    """p -= lr m with m = beta m + g. It also counts each block's updates: a state of one integer per block."""
 
     state: ClassVar[tuple[State, ...]] = (State("momentum"), State("updates", "u32", 1))
     Hyper: ClassVar[type] = Hyper
@@ -135,7 +135,7 @@ def job(directory: Path, **changes: Any) -> Job:
 
 
 def test_it_trains_as_its_formula_says(device: Device, tmp_path: Path) -> None:
-    """The first step alone, of which the gradients are read before; then what is saved of two."""
+    """The first step alone, after reading its gradients; then what is saved after two steps."""
     first = job(tmp_path / "a", max_steps=1)
     session, run = first.session, first.run
     run.prepare_directory()
@@ -161,7 +161,7 @@ def test_it_trains_as_its_formula_says(device: Device, tmp_path: Path) -> None:
 
 
 def test_it_is_saved_and_resumed(device: Device, tmp_path: Path) -> None:
-    """To the same bytes as a run that was not interrupted; another's state, or damaged ones, are refused."""
+    """With the same bytes as an uninterrupted run; the state of another optimizer, or a damaged one, is refused."""
     whole = job(tmp_path / "a").train()
     job(tmp_path / "b", max_steps=2).train()
     resumed = job(tmp_path / "b", resume=True).train()
@@ -175,8 +175,32 @@ def test_it_is_saved_and_resumed(device: Device, tmp_path: Path) -> None:
     save_file(broken, steps / "step-4" / "optimizer.safetensors")
     (steps / "step-4" / MANIFEST).unlink()
     write_manifest(steps / "step-4")
-    with pytest.raises(UserError, match=r"updates is not a updates in uint32 of shape"):
+    with pytest.raises(UserError, match=r"updates is float32 \[\d+, 1\], expected uint32 \[\d+, 1\]"):
         job(tmp_path / "b", resume=True, max_steps=6).train()
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+def test_values_that_no_state_can_have(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """Whatever the state is stored in: bf16 is read as integers."""
+    monkeypatch.setattr(Momentum, "state", (State("momentum"), State("updates", dtype, 2, least=0.0)))
+    run = job(tmp_path / "a")
+    run.session.allocate()
+    optimizer = run.session.optimizer
+    own = run.session.device
+    matrices, stored = run.session.adapters.read(own, 0), optimizer.read_state(own, 0)
+    run.session.close()
+    assert optimizer.fault(0, matrices, stored) is None
+    (name, *_) = (name for name in stored if name.endswith(".updates"))
+    for value, said in (
+        (np.nan, "that are not finite"),
+        (-np.inf, "that are not finite"),
+        (-1.0, "below 0"),
+        (2.0, None),
+    ):
+        stored[name][-1, -1] = np.float32(value).view(np.uint32) >> 16 if dtype == "bf16" else value
+        assert optimizer.fault(0, matrices, stored) == (said and f"{name} has values {said}")
 
 
 def test_options_that_it_does_not_read(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Several adapters in one run are what each would be by itself, whatever the schedule and whoever fails."""
+"""Adapters trained together equal those trained alone, whatever the schedule and even if one of them fails."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.output import LOG, read_log
-from wgpu_lora.train.pipeline import SCHEDULES
 from wgpu_lora.train.pipeline_state import read_pipeline_state
+from wgpu_lora.train.policy import POLICIES
 from wgpu_lora.train.records import PipelineRecord
 from wgpu_lora.train.tasks import task_of
 
@@ -54,7 +54,7 @@ def options(**changes: Any) -> dict[str, Any]:
 
 
 def adapters(tmp_path: Path, place: str) -> list[dict[str, Any]]:
-    """Three that differ in rank, targets, dropout, weight and length of the run."""
+    """Three adapters that differ in rank, targets, dropout, weight and length of the run."""
     for seed, name in enumerate("abc"):
         if not (tmp_path / f"{name}.jsonl").exists():
             random_rows(tmp_path / f"{name}.jsonl", 8 + 2 * seed, 301, seed)
@@ -84,7 +84,7 @@ def together(
 
 
 def alone(model: LoadedModel, tmp_path: Path) -> None:
-    """Each by itself, once for all tests of a directory."""
+    """Each alone, once for all tests of a directory."""
     for values in adapters(tmp_path, "alone"):
         task = task_of(values, "task")
         base = TrainingArguments(**options(model=model.name))
@@ -110,7 +110,7 @@ def assert_same(tmp_path: Path, place: str, names: str = "abc") -> None:
 
 @pytest.fixture(scope="module")
 def trained(model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with every adapter trained alone, and as it was before the first step."""
+    """A directory with every adapter trained alone, and its state before the first step."""
     tmp_path = tmp_path_factory.mktemp("pipeline")
     alone(model, tmp_path)
     for values in adapters(tmp_path, "start"):
@@ -119,7 +119,7 @@ def trained(model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return tmp_path
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", POLICIES)
 def test_together_is_as_alone(model: LoadedModel, trained: Path, schedule: str) -> None:
     seen: list[str] = []
     record = together(model, trained, schedule, lambda result: seen.append(result.adapter), schedule=schedule)
@@ -142,9 +142,9 @@ def test_together_is_as_alone(model: LoadedModel, trained: Path, schedule: str) 
     assert PipelineRecord.from_json(before) == record  # as version 0.1.0 wrote it
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", POLICIES)
 def test_a_poisoned_adapter_stops_alone(model: LoadedModel, trained: Path, schedule: str) -> None:
-    """A learning rate that would throw b's weights out of range: b is not updated, and the others finish."""
+    """With a learning rate that would take b's weights out of range, b is not updated, and the others finish."""
     place = f"poisoned-{schedule}"
     tasks = adapters(trained, place)
     tasks[1]["learning_rate"] = 1e30
@@ -159,7 +159,7 @@ def test_a_poisoned_adapter_stops_alone(model: LoadedModel, trained: Path, sched
 
 
 def test_ruined_weights_fall_back_to_the_last_sound_ones(model: LoadedModel, trained: Path) -> None:
-    """What step 2 left gives no finite loss: b goes back to before it, and nobody else is touched."""
+    """If b's loss is not finite after step 2, b returns to its state before, and the others are unaffected."""
     output = str(trained / "ruined" / "pipeline")
     pipeline = MultiAdapterPipeline(adapters(trained, "ruined"), model, output=output, **options(save_steps=1))
     session = pipeline.job.session
@@ -178,7 +178,7 @@ def test_ruined_weights_fall_back_to_the_last_sound_ones(model: LoadedModel, tra
 
 
 def test_a_bad_gradient_costs_no_good_step(model: LoadedModel, trained: Path) -> None:
-    """Where the weights are not at fault, the adapter of the step before is kept."""
+    """If the weights are not the cause, the adapter of the previous step is kept."""
     output = str(trained / "gradient" / "pipeline")
     pipeline = MultiAdapterPipeline(adapters(trained, "gradient"), model, output=output, **options())
     session = pipeline.job.session
@@ -232,7 +232,7 @@ def child(tasks: list[dict[str, Any]], opts: dict[str, Any], deadly: int = 0, wh
     [("synchronized", 10, "step"), ("priority-val-loss", 9, "step"), ("synchronized", 5, "move")],
 )
 def test_a_killed_pipeline_resumes_byte_for_byte(tmp_path: Path, schedule: str, deadly: int, where: str) -> None:
-    """Killed in a step, or half way through moving checkpoints into place: everything comes out as without."""
+    """Killed within a step, or while checkpoints are moved into place: the result is the same."""
 
     def opts(place: str, **changes: Any) -> dict[str, Any]:
         where = str(tmp_path / place / "pipeline")

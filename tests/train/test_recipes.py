@@ -1,4 +1,4 @@
-"""Every bundled recipe says what it needs, runs on the demo model when cut, and trains as many parameters as stated."""
+"""Every bundled recipe states its needs, runs on the demo model when shortened, and trains the stated parameters."""
 
 from __future__ import annotations
 

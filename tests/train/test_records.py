@@ -1,4 +1,4 @@
-"""Records of today and of the version before, and those of a version that is not yet."""
+"""Records of this version, of the one before, and of a later one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resuming is exact, and no crash, full disk or bad number costs what was saved before."""
+"""Resuming is exact, and no crash, full disk or non-finite number loses what was saved before."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ prepare_job(TrainingArguments(**options)).train(Deadly())
 
 
 def options(tmp_path: Path, name: str = "run", **changes: object) -> dict[str, object]:
-    """Dropout and accumulation on, three steps an epoch, a checkpoint every other step."""
+    """With dropout and accumulation, three steps per epoch, a checkpoint every other step."""
     data = tmp_path / "rows.jsonl"
     if not data.exists():
         random_rows(data, 12, 301)
@@ -108,7 +108,7 @@ def test_a_killed_run_resumes_byte_for_byte(device: Device, tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.rare
 def test_kill_at_random_instants_of_saving_leaves_a_good_checkpoint(tmp_path: Path) -> None:
-    """With a checkpoint every step, death at any instant leaves a newest checkpoint that can be read whole."""
+    """With a checkpoint every step, a kill at any moment leaves a complete newest checkpoint."""
     rng = np.random.default_rng(0)
     for attempt in range(4):
         opts = options(tmp_path, f"run{attempt}", save_steps=1, max_steps=60, save_total_limit=2)
@@ -168,7 +168,7 @@ def test_resume_refuses_other_options_and_data(device: Device, tmp_path: Path) -
 
 
 def test_a_full_disk_keeps_what_was_saved(device: Device, tmp_path: Path) -> None:
-    """A file size limit stands in for a full disk: saving fails, and the earlier checkpoint is as it was."""
+    """A file size limit stands in for a full disk: saving fails, and the earlier checkpoint is unchanged."""
     run = job(device, options(tmp_path, max_steps=2))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -192,7 +192,7 @@ def test_a_full_disk_keeps_what_was_saved(device: Device, tmp_path: Path) -> Non
 
 
 def test_a_nan_stops_the_run_without_an_update(device: Device, tmp_path: Path) -> None:
-    """Step 2 leaves what gives no finite loss: the run goes back to step 1, says why, and keeps no step 2."""
+    """If the loss is not finite after step 2, the run returns to step 1, says why, and keeps no step 2."""
     train(device, options(tmp_path, "good", save_steps=1, save_total_limit=9))
     run = job(device, options(tmp_path, "bad", save_steps=1, save_total_limit=9))
 
@@ -209,7 +209,7 @@ def test_a_nan_stops_the_run_without_an_update(device: Device, tmp_path: Path) -
 
 
 def test_a_resumed_run_knows_what_it_began_with(device: Device, tmp_path: Path) -> None:
-    """Where no checkpoint is sound, it falls back to that."""
+    """If no checkpoint is sound, it falls back to that."""
     fresh = job(device, options(tmp_path)).run.initial
     train(device, options(tmp_path, max_steps=1))
     resumed = job(device, options(tmp_path, max_steps=1, resume=True))
@@ -233,7 +233,7 @@ def test_a_resumed_run_knows_what_it_began_with(device: Device, tmp_path: Path) 
 
 
 def test_target_seconds_fixes_a_budget(device: Device, tmp_path: Path) -> None:
-    """The run's last step, known as such only afterwards, gets its log line and held-out loss all the same."""
+    """The last step, which is known only afterwards, still gets its log line and held-out loss."""
     rare = {"logging_steps": 10**6, "eval_steps": 10**6, "save_steps": 0}
     heldout = str(random_rows(tmp_path / "heldout.jsonl", 3, 301, seed=2))
     limits = {"max_steps": -1, "num_train_epochs": 1000.0, "target_seconds": 2.0}
@@ -257,7 +257,7 @@ def test_a_run_that_died_before_its_first_checkpoint_can_begin_again(device: Dev
 
 
 def test_an_initial_adapter_sets_the_options_and_survives_resuming(device: Device, tmp_path: Path) -> None:
-    """Rank, alpha and targets are the adapter's own, in the record as on the device, when resumed as well."""
+    """Rank, alpha and targets are the adapter's own, in the record and on the device, also when resumed."""
     train(device, options(tmp_path, "first", lora_r=2, lora_alpha=64, target_modules="q_proj,v_proj", max_steps=2))
     changes = {"init_adapter": str(tmp_path / "first"), "lora_r": 16, "target_modules": "all-linear"}
     whole = train(device, options(tmp_path, "whole", **changes))
@@ -276,7 +276,7 @@ def test_an_initial_adapter_sets_the_options_and_survives_resuming(device: Devic
 
 
 def test_target_seconds_and_max_steps_together(device: Device, tmp_path: Path) -> None:
-    """Few steps an epoch do not end a timed run early; --max-steps does."""
+    """Few steps per epoch do not end a timed run early; --max-steps does."""
     record = train(device, options(tmp_path, "a", max_steps=9, target_seconds=300.0, num_train_epochs=1.0))
     assert (record.stop_reason, record.steps) == ("max steps", 9)
     record = train(device, options(tmp_path, "b", max_steps=-1, target_seconds=3.0, num_train_epochs=1.0))

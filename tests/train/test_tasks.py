@@ -1,4 +1,4 @@
-"""What the adapters of a pipeline are, and the policies that choose among them."""
+"""The adapters of a pipeline, and the policies that choose among them."""
 
 from __future__ import annotations
 

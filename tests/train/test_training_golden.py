@@ -1,4 +1,4 @@
-"""Gradients and 30-step loss curves of the product's own trainer against those of PEFT (tests/fixtures/README.md)."""
+"""Gradients and 30-step loss curves of the trainer, compared with PEFT's (tests/fixtures/README.md)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def relative(got: np.ndarray, expected: np.ndarray) -> float:
 
 
 def gradients_of(job: Job, device: Device, architecture: str) -> tuple[float, dict[str, np.ndarray]]:
-    """(mean loss, every factor's gradient) of the golden batch."""
+    """(mean loss, gradients of all LoRA matrices) of the golden batch."""
     values, session = golden(architecture), job.session
     session.allocate()
     job.run.place_initial(session)
@@ -60,7 +60,7 @@ def test_gradients_match(device: Device, tmp_path: Path, architecture: str, base
 
 @pytest.mark.parametrize(("kind", "bound"), [("bf16", 4e-2), ("f16", 5e-3)])
 def test_half_operands_round_and_no_more(device: Device, tmp_path: Path, kind: str, bound: float) -> None:
-    """Gradients are off by what 8 and 11 bits of an operand give, but not equal: the option does something."""
+    """Gradients differ by what operands of 8 and 11 bits explain, but are not equal, so the option has an effect."""
     job = make_job(device, tmp_path, "qwen3", "nf4", compute_dtype=kind, gradient_checkpointing=kind == "f16")
     loss, gradients = gradients_of(job, device, "qwen3")
     values = golden("qwen3")
@@ -76,7 +76,7 @@ def test_half_operands_round_and_no_more(device: Device, tmp_path: Path, kind: s
     [pytest.param(*case, marks=pytest.mark.drivers) if case == ("qwen3", "nf4") else case for case in CASES],
 )
 def test_curve_matches_peft(device: Device, tmp_path: Path, architecture: str, base: str) -> None:
-    """30 steps: losses, clipped norms and learning rates as PEFT's, final weights within 1e-3 of the change."""
+    """30 steps: losses, clipped norms and learning rates equal PEFT's; final weights are within 1e-3 of the change."""
     job = make_job(device, tmp_path, architecture, base)
     record = job.train()
     values = golden(architecture)
@@ -100,8 +100,8 @@ def test_curve_matches_peft(device: Device, tmp_path: Path, architecture: str, b
 def test_packing_and_accumulation_do_not_change_the_result(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All eight rows a step: four batches of two, eight of one, packed into one, or that one's MLP in row blocks, as
-    where a binding holds no more. Dropout on: its draws stay too."""
+    """Eight rows per step: in four batches of two, eight of one, one packed batch, or one whose MLP runs in blocks of
+    rows, as with small bindings. Dropout is on, and its masks stay the same."""
     ways = [
         {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
         {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},

@@ -15,7 +15,7 @@ from support.bench import CEILINGS, mini
 from support.models import full_logits, golden, golden_rows, relative_error
 from support.training import golden_arguments, model_dir
 
-from wgpu_lora.bench.run import run_bricks
+from wgpu_lora.bench.run import bench
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
@@ -172,5 +172,5 @@ def test_it_is_planned_and_trained_on(device: Device, tmp_path: Path, capsys: py
 def test_it_is_measured(device: Device) -> None:
     context = mini(device, base_dtype="twin")
     assert context.keys()["weight_bits"] == 32
-    found = list(run_bricks(context, ["lora_forward", "load"], CEILINGS, 0.01))
+    found, _ = bench(context, ["lora_forward", "load"], 0.01, ceilings=CEILINGS)
     assert [result.brick for result in found] == ["lora_forward", "load"]

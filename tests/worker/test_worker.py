@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import psutil
 import pytest
@@ -18,7 +20,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import IN_FILE, naming
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.worker.child import Port
-from wgpu_lora.worker.job import arguments, read_job
+from wgpu_lora.worker.job import Job, arguments, read_job
 from wgpu_lora.worker.parent import PROGRAM, Worker, WorkerFailed
 from wgpu_lora.worker.registry import KINDS
 
@@ -45,8 +47,10 @@ def test_jobs_run_and_tell(rows: str, tmp_path: Path) -> None:
     said = (tmp_path / "finetune.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in said] == events
     evaluated = {"model": QWEN2, "data": rows, "adapter": str(tmp_path / "out")}
-    with Worker("evaluate", evaluated) as worker:
-        assert worker.result()["loss"] == pytest.approx(record.eval_loss, rel=1e-5)
+    with Worker("evaluate", {**evaluated, "turns": True}, asked=True) as worker:
+        assert worker.ask("prepare") == {}
+        assert worker.ask("evaluate")["loss"] == pytest.approx(record.eval_loss, rel=1e-5)
+    assert worker.wait() == 0
 
 
 def test_a_step_by_itself() -> None:
@@ -63,7 +67,8 @@ def test_a_step_by_itself() -> None:
         ('{"request": "__init__"}', "is not known: choose one of twice."),
         ('{"count": 1}', "The request None is not known"),
         ('{"request": "twice"}', r"'twice' cannot be answered \(missing a required argument: 'count'\)"),
-        ('{"request": "twice", "count": "1"}', r"'twice' cannot be answered \('count' is '1'\)"),
+        ('{"request": "twice", "count": "1"}', r"'twice' cannot be answered \('count' is '1', expected int\)"),
+        ('{"request": "twice", "count": 0}', r"'twice' cannot be answered \('count' must be at least 1, not 0\)"),
     ],
 )
 def test_requests_that_cannot_be(line: str, said: str) -> None:
@@ -94,6 +99,17 @@ def test_a_job_on_standard_input_that_cannot_be() -> None:
         ({"job": "finetune", "options": {"events": 3}}, "has an unknown option 'events'"),
         ({"job": "finetune", "options": {"port": 3}}, "has an unknown option 'port'"),
         ({"job": "generate", "options": {"prompts": ["a"], "where": 3}}, "has an unknown option 'where'"),
+        ({"job": "bench", "options": {"bricks": []}}, "'bricks' is empty: give it a value, or leave it out."),
+        ({"job": "bench", "options": {"shape": " "}}, "'shape' is empty: give it a value, or leave it out."),
+        ({"job": "bench", "options": {"time_limit": 0}}, "'time_limit' must be greater than 0, not 0.0."),
+        (
+            {"job": "bench", "options": {"shape": "tiny-qwen3", "layers": 9}},
+            "layers = 9 is not possible: this model has",
+        ),
+        ({"job": "step", "options": {"shape": "tiny-qwen3", "tokens": 1}}, "'tokens' must be at least 2, not 1."),
+        ({"job": "step", "options": {"shape": "tiny-qwen3", "rank": 10**9}}, "rank = 1000000000"),
+        ({"job": "bench-training", "options": {"layers": 1}}, "'layers' goes with 'shape': a recipe trains"),
+        ({"job": "generate", "options": {"prompts": []}}, "'prompts' is empty: give it a value."),
         ({}, "lacks 'job', its kind: choose one of finetune"),
         ({"job": "finetune", "options": {"data": "x", "lora_r": -1}}, "'lora_r' must be greater than 0, not -1."),
         ({"job": "generate", "options": {"prompts": ["a"], "zork": 1}}, "has an unknown option 'zork'"),
@@ -118,6 +134,25 @@ def done_here(source: str) -> None:
     run(Port(io.StringIO()), **arguments(run, job))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_number_of_nothing_is_refused(kind: str) -> None:
+    """Rather than doing nothing and ending as if all were well."""
+    parameters = inspect.signature(KINDS[kind]).parameters.values()
+    needed = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name != "where"]
+    options = {name: ["x"] if name == "prompts" else "x" for name in needed}
+    for name, hint in get_type_hints(KINDS[kind]).items():
+        kinds = {hint, *get_args(hint)}
+        for wrong in (0, -1) if kinds & {int, float} and str not in kinds else ():
+            with pytest.raises(UserError, match=f"^it: '{name}' must be (at least 1|greater than 0), not {wrong}"):
+                arguments(KINDS[kind], Job(kind, {**options, name: wrong}, "it"))
+
+
+def test_an_output_that_exists_is_refused_before_a_model_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("")
+    with naming(IN_FILE), pytest.raises(UserError, match="exists already: choose another 'output', or remove it"):
+        KINDS["import"](Port(io.StringIO()), model="nobody/nothing", output=str(tmp_path))
+
+
 def test_a_file_that_is_not_there() -> None:
     with pytest.raises(UserError, match=r"The job none.json cannot be read \(No such file or directory\)\."):
         read_job("none.json")
@@ -125,13 +160,13 @@ def test_a_file_that_is_not_there() -> None:
 
 @WINDOWS
 def test_a_signal_ends_a_run_with_a_checkpoint_and_its_number(rows: str, tmp_path: Path) -> None:
-    options = {**SMALL, "model": QWEN2, "data": rows, "output": str(tmp_path / "out"), "max_steps": 10_000}
+    options = {**SMALL, "model": QWEN2, "data": rows, "output": str(tmp_path / "out"), "max_steps": 10**6}
     with Worker("finetune", options) as worker:
         for event in worker.events():
             if event["event"] == "step":
                 worker.process.send_signal(signal.SIGTERM)
                 break
-        assert worker.wait() == 128 + signal.SIGTERM
+        assert worker.wait() == 128 + signal.SIGTERM, worker.last_words()
         assert (worker.last["event"], worker.last["code"]) == ("result", 128 + signal.SIGTERM)
         assert RunRecord.from_json(worker.last["result"]).signal == "SIGTERM"
         with pytest.raises(WorkerFailed, match="finetune ended with exit code 143: a signal or Ctrl-C"):

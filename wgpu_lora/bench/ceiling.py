@@ -1,4 +1,4 @@
-"""What the device can do at best, measured: arithmetic in registers, streaming, decoding NF4, and starting a kernel."""
+"""Measures the ceilings of a device: arithmetic in registers, streaming, decoding NF4, and dispatching a kernel."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from wgpu_lora.ops.elementwise import fill
 from wgpu_lora.share import claim
 from wgpu_lora.weights.nf4_codes import NF4_CODE
 
-CHAINS = ((10, 32), (12, 16), (12, 32), (12, 64), (13, 64))  # (count, unrolling) of FMA chains: the best one counts
-COPY_BYTES = 256 << 20  # of each of the two buffers, where a binding holds as much: more than any cache
+CHAINS = ((10, 32), (12, 16), (12, 32), (12, 64), (13, 64))  # (count, unrolling) of FMA chains; the fastest counts
+COPY_BYTES = 256 << 20  # of each buffer, or a binding's limit: more than any cache
 RUNS = 5
 DISPATCHES = 1024
 
@@ -70,13 +70,13 @@ def decode_fma(x: In, y: Out, *, size: U32, iterations: U32, chains: U32 = 4) ->
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this device does at best, each the fastest of a few variants, measured once per process.
+    """The ceilings of a device, each the fastest of a few variants, measured once per process.
 
-    fma_gflops, decode_fma_gflops: 10^9 operations a second of independent FMA chains, and of decoding NF4 codes and
-        multiply-adding each once (two operations a code).
-    bandwidth_gbs: 10^9 bytes a second of a copy, read and written bytes both counted.
-    dispatch_seconds: one trivial kernel's share of a program of many, recording it included.
-    numpy_gflops: NumPy's f32 matmul on the same cores, for a device that runs on them; else None.
+    fma_gflops, decode_fma_gflops: 10^9 operations per second of independent FMA chains, and of decoding NF4 codes with
+        one multiply-add each (two operations per code).
+    bandwidth_gbs: 10^9 bytes per second of a copy, read and written bytes both counted.
+    dispatch_seconds: time of a trivial kernel in a program of many, including recording.
+    numpy_gflops: NumPy's f32 matmul on the same cores, for a device that runs on the CPU; else None.
     clock: of the first three (see Timer).
     """
 
@@ -93,7 +93,7 @@ def measure_ceilings(device: Device) -> Ceilings:
     """The device's ceilings; the first call takes seconds."""
     numpy = numpy_gflops() if device.info.kind == "software" else None
     fma = fma_gflops(device)
-    if numpy and fma < numpy:  # others use these cores too: once more, and the best counts
+    if numpy and fma < numpy:  # other processes use these cores too: try again
         fma = max(fma, fma_gflops(device))
     return Ceilings(
         fma, bandwidth_gbs(device), decode_fma_gflops(device), dispatch_seconds(device), numpy, clock_of(device)
@@ -101,7 +101,7 @@ def measure_ceilings(device: Device) -> Ceilings:
 
 
 def fma_gflops(device: Device, size: int | None = None, iterations: int = 4096) -> float:
-    """The best GFLOP/s of the chains over a few counts and unrollings: the ceiling of f32 kernels."""
+    """The highest GFLOP/s of FMA chains, over a few counts and unrollings: the ceiling of f32 kernels."""
     x = np.full(size or invocations(device), 0.5, np.float32)
     return max(
         2 * iterations * chains * _rate(device, fma_chains, x, iterations=iterations, chains=chains, unroll=unroll)
@@ -110,13 +110,13 @@ def fma_gflops(device: Device, size: int | None = None, iterations: int = 4096) 
 
 
 def bandwidth_gbs(device: Device, nbytes: int | None = None) -> float:
-    """The best GB/s of a copy of `nbytes`, or of as much as one binding holds."""
+    """The highest GB/s of a copy of `nbytes`, or of as much as a binding holds."""
     x = np.ones(min(nbytes or COPY_BYTES, device.max_binding) // 32 * 8, np.float32)
     return 8 * _rate(device, stream_copy, x)
 
 
 def decode_fma_gflops(device: Device, size: int | None = None, iterations: int = 512) -> float:
-    """The best GFLOP/s of decoding NF4 and multiply-adding, over a few numbers of words at a time."""
+    """The highest GFLOP/s of decoding NF4 with multiply-adds, over a few numbers of words at a time."""
     x = np.ones(size or invocations(device), np.float32)
     return max(
         2 * 8 * chains * iterations * _rate(device, decode_fma, x, iterations=iterations, chains=chains)
@@ -125,7 +125,7 @@ def decode_fma_gflops(device: Device, size: int | None = None, iterations: int =
 
 
 def dispatch_seconds(device: Device, count: int = DISPATCHES) -> float:
-    """Seconds by the host's clock of one dispatch of a kernel that does next to nothing, among `count`."""
+    """The time of a dispatch of a trivial kernel among `count`, in seconds, by the host's clock."""
     single = SingleKernel(device, fill, {"y": np.zeros(64, np.float32)}, {"size": 64}, repeat=count)
     try:
         return single.seconds(RUNS)
@@ -134,18 +134,18 @@ def dispatch_seconds(device: Device, count: int = DISPATCHES) -> float:
 
 
 def numpy_gflops(size: int = 1024) -> float:
-    """The best GFLOP/s of NumPy's f32 matmul."""
+    """The highest GFLOP/s of NumPy's f32 matmul."""
     a = np.random.default_rng(0).standard_normal((size, size), np.float32)
     return 2 * size**3 / min(timed(lambda: a @ a) for _ in range(2 * RUNS)) / 1e9
 
 
 def invocations(device: Device) -> int:
-    """Enough to fill the device: a GPU hides its latencies behind many, a CPU needs a few a core."""
+    """Enough to occupy the device: GPUs need many to hide latency, a CPU needs a few per core."""
     return 1 << 14 if device.info.kind == "software" else 1 << 20
 
 
 def _rate(device: Device, probe: Kernel, x: np.ndarray, **constants: int) -> float:
-    """10^9 values a second, of the fastest of a few runs in each tiling of the probe."""
+    """10^9 values per second, in the fastest of a few runs over all tilings of the probe."""
     constants, seconds, timer = {"size": x.size, **constants}, [], Timer(device)
     try:
         with claim(device, 2 * x.nbytes + (1 << 16), "measuring the device's ceilings"):

@@ -1,4 +1,4 @@
-"""Correctness before speed: every kind of dispatch of a program against its kernel's own float64 reference."""
+"""Correctness of a program: every kind of dispatch is compared with its kernel's float64 reference."""
 
 from __future__ import annotations
 
@@ -11,18 +11,24 @@ import numpy as np
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Dispatch, Program
 from wgpu_lora.gpu.single import nmse, widened
-from wgpu_lora.gpu.tensor import NUMPY, Tensor
+from wgpu_lora.gpu.tensor import NUMPY
 from wgpu_lora.gpu.tunable import Arrays
 
-PLACES = ("first", "y_first", "a_first", "first_row", "module")  # where in a larger whole: no other kind of dispatch
+PLACES = (
+    "first",
+    "y_first",
+    "a_first",
+    "first_row",
+    "module",
+)  # dispatches that differ in these are of one kind
 POISON_BYTES = 16 << 20
 
 
 @dataclass
 class Checked:
-    """What was found: the worst normalised mean squared error and whose it was.
+    """The largest normalised mean squared error and its kernel.
 
-    outputs: how many were compared. in_part: kernels whose reference was of a part only (see gpu.part).
+    outputs: number of outputs compared. in_part: kernels of which only a part was compared (see gpu.part).
     """
 
     nmse: float = 0.0
@@ -39,12 +45,12 @@ class Checked:
 
 
 def check(program: Program, found: Checked | None = None, kernels: Container[str] | None = None) -> Checked:
-    """Runs a built program once, dispatch by dispatch, and compares each of a kind not yet seen with its reference.
+    """Run a built program once, dispatch by dispatch, and compare the first of each kind with its reference.
 
-    kernels: names of those to compare, where these are not all.
+    A reference gets the values that the device holds: inputs, and outputs of earlier dispatches. If temporaries are
+    filled with NaN beforehand, outputs that were never written are found.
 
-    What a dispatch reads is what the device holds: outputs of earlier dispatches, checked themselves, and inputs. So a
-    program whose temporaries were poisoned before shows what was never written.
+    kernels: names of the kernels to compare; all by default.
     """
     found = found or Checked()
     seen: set[Any] = set()
@@ -60,11 +66,10 @@ def check(program: Program, found: Checked | None = None, kernels: Container[str
     return found
 
 
-def poison(device: Device, buffer: Any, nbytes: int | None = None, offset: int = 0) -> None:
-    """Fills a buffer, or a part of it, with NaN."""
-    stop = offset + (buffer.size - offset if nbytes is None else nbytes)
-    for start in range(offset, stop, POISON_BYTES):
-        device.write(buffer, np.full(min(POISON_BYTES, stop - start) // 4, np.nan, np.float32), start)
+def poison(device: Device, buffer: Any) -> None:
+    """Fill a buffer with NaN."""
+    for start in range(0, buffer.size, POISON_BYTES):
+        device.write(buffer, np.full(min(POISON_BYTES, buffer.size - start) // 4, np.nan, np.float32), start)
 
 
 def _kind(step: Dispatch) -> Any:
@@ -74,13 +79,13 @@ def _kind(step: Dispatch) -> Any:
 
 
 def _read(device: Device, step: Dispatch) -> Arrays:
-    return {name: read(device, tensor) for name, tensor in zip(step.present, step.tensors, strict=True)}
-
-
-def read(device: Device, tensor: Tensor) -> np.ndarray:
-    """A tensor's values as they are stored."""
-    buffer, offset, _ = tensor.binding()
-    return device.read(buffer, tensor.nbytes, offset).view(NUMPY[tensor.dtype]).reshape(tensor.shape).copy()
+    """The values of a dispatch's tensors as stored."""
+    found = {}
+    for name, tensor in zip(step.present, step.tensors, strict=True):
+        buffer, offset, _ = tensor.binding()
+        values = device.read(buffer, tensor.nbytes, offset).view(NUMPY[tensor.dtype])
+        found[name] = values.reshape(tensor.shape).copy()
+    return found
 
 
 def _compare(step: Dispatch, before: Arrays, after: Arrays, found: Checked) -> None:
@@ -89,12 +94,12 @@ def _compare(step: Dispatch, before: Arrays, after: Arrays, found: Checked) -> N
     if part and part_after:
         (before, constants), (after, _) = part, part_after
     given = {name: widened(before[name]) if name in before else None for name in kernel.bindings}
-    with np.errstate(all="ignore"):  # references of rows that hold nothing yet
+    with np.errstate(all="ignore"):  # rows that are not written yet
         result = kernel(**given, **constants)
     outputs = [name for name in kernel.outputs if name in before]
     for name, want in zip(outputs, result if isinstance(result, tuple) else (result,), strict=True):
         got, values = widened(after[name]).reshape(-1), np.asarray(want).reshape(-1)
-        if got.dtype == np.uint32:  # packed codes, compared one by one
+        if got.dtype == np.uint32:  # packed codes
             got, values = _nibbles(got), _nibbles(values)
         found.add(nmse(got, values), kernel.name, part is not None and kernel.name != "embedding_rows")
 

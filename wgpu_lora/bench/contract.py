@@ -1,8 +1,10 @@
-"""A brick's performance contract: `bricks/NAME.toml`, read into validated dataclasses."""
+"""Performance contracts of bricks: `bricks/NAME.toml` as validated dataclasses, and their formulas."""
 
 from __future__ import annotations
 
+import ast
 import difflib
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -10,7 +12,6 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from wgpu_lora.assets import asset_dir
-from wgpu_lora.bench.formula import evaluate
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.config import ModelConfig
 
@@ -18,11 +19,18 @@ Kind = Literal["training", "serving"]
 DeviceClass = Literal["discrete", "integrated", "software"]
 Option = Literal["layers", "tokens", "rank", "base_dtype", "compute_dtype", "tune"]
 OPTIONS: tuple[str, ...] = get_args(Option)
+# Of formulas.
+ALLOWED = (
+    ast.Expression, ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.Call, ast.Name, ast.Load, ast.Constant,
+    ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.USub,
+    ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq, ast.And,
+)  # fmt: skip
+FUNCTIONS = {"min": min, "max": max, "ceil": math.ceil}
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a run does, as formulas over the dims: useful operations, and bytes that must pass through memory."""
+    """Useful operations of a run, and bytes that it must move at least, as formulas over the dims."""
 
     operations: str
     bytes: str
@@ -30,14 +38,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The largest normalised mean squared error of any kernel against its float64 reference."""
+    """The largest normalised mean squared error of a kernel relative to its float64 reference."""
 
     nmse: float
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Untimed runs first; then `iterations` at least, until the timings' CV is under `cv` or `seconds` have passed."""
+    """`warmup` untimed runs, then at least `iterations`, until their times' CV is below `cv` or `seconds` are over."""
 
     warmup: int = 3
     iterations: int = 5
@@ -47,11 +55,11 @@ class Measure:
 
 @dataclass(frozen=True)
 class Budget:
-    """The least share of a ceiling that must be reached, by class of device; None asks for nothing.
+    """The least share of a ceiling that must be reached, by class of device; None requires nothing.
 
-    of: fma or decode_fma (operations a second), bandwidth (bytes a second), floor (the larger of operations over fma
-    and bytes over bandwidth, over the measured seconds) or lower (the same with decode_fma).
-    when: what it is meant for, a comparison of dims, config keys and the run's own keys.
+    of: fma or decode_fma (operations per second), bandwidth (bytes per second), floor (the time that fma or bandwidth
+    allow, whichever is longer) or lower (the same with decode_fma).
+    when: the condition under which it applies, a comparison of dims, config keys and the run's own keys.
     """
 
     of: Literal["fma", "bandwidth", "decode_fma", "lower", "floor"]
@@ -66,7 +74,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Bound:
-    """An absolute limit of one figure of the result, where `when` holds and, if `device` is given, on that class."""
+    """An absolute limit of a figure of the result, if `when` holds, on one class of device or on all."""
 
     metric: str
     at_most: float | None = None
@@ -77,9 +85,9 @@ class Bound:
 
 @dataclass
 class Contract:
-    """`covers` says what is measured. dims: short names -> expressions over config keys and the run's own keys.
+    """covers: what is measured. dims: short names -> expressions over config keys and the run's own keys.
 
-    options: those that change what is measured; any other would do nothing.
+    options: those that affect the brick; others are refused.
     """
 
     name: str = field(init=False)
@@ -94,24 +102,24 @@ class Contract:
     bounds: tuple[Bound, ...] = ()
 
     def values(self, keys: Mapping[str, float]) -> dict[str, float]:
-        """The dims of a run. Raises UserError for a name that is not known."""
-        return {dim: self.evaluate(f"dims.{dim}", text, keys) for dim, text in self.dims.items()}
+        """The dims of a run. Raises UserError if a name is unknown."""
+        return {dim: self._evaluate(f"dims.{dim}", text, keys) for dim, text in self.dims.items()}
 
     def operations(self, dims: Mapping[str, float]) -> float:
-        return self.evaluate("work.operations", self.work.operations, dims)
+        return self._evaluate("work.operations", self.work.operations, dims)
 
     def bytes(self, dims: Mapping[str, float]) -> float:
-        return self.evaluate("work.bytes", self.work.bytes, dims)
+        return self._evaluate("work.bytes", self.work.bytes, dims)
 
     def applies(self, when: str, names: Mapping[str, float]) -> bool:
-        return bool(self.evaluate("when", when, names))
+        return bool(self._evaluate("when", when, names))
 
-    def evaluate(self, key: str, text: str, names: Mapping[str, float]) -> float:
+    def _evaluate(self, key: str, text: str, names: Mapping[str, float]) -> float:
         return evaluate(text, names, f"bricks/{self.name}.toml: {key}")
 
     @classmethod
     def parse(cls, name: str, text: str) -> Contract:
-        """Reads a contract's text. Raises UserError for a key that is not known, missing, or of the wrong kind."""
+        """Read a contract. Raises UserError if a key is unknown or missing, or a value has the wrong type."""
         where = f"bricks/{name}.toml"
         try:
             contract: Contract = _read(cls, tomllib.loads(text), where)
@@ -128,14 +136,14 @@ class Contract:
 
 
 def brick_names() -> list[str]:
-    """Every brick that has a contract, training first."""
+    """All bricks, those of training first."""
     names = sorted(path.stem for path in asset_dir("bricks").glob("*.toml"))
-    return sorted(names, key=lambda name: (get_args(Kind).index(load_contract(name).kind), name))
+    return sorted(names, key=lambda name: get_args(Kind).index(load_contract(name).kind))
 
 
 @cache
 def load_contract(name: str) -> Contract:
-    """The contract of a brick. Raises UserError, with those that exist, for a name that is not known."""
+    """The contract of a brick. Raises UserError, which lists all bricks, if the name is unknown."""
     path = asset_dir("bricks") / f"{name}.toml"
     if path not in asset_dir("bricks").glob("*.toml"):
         raise UserError(f"The brick {name!r} is not known: choose one of {', '.join(brick_names())}.")
@@ -143,23 +151,15 @@ def load_contract(name: str) -> Contract:
 
 
 def numbers_of(config: ModelConfig) -> dict[str, float]:
-    """What of a config dims may use: its numbers, by their names."""
+    """The numbers of a config by name, which dims may use."""
     return {name: float(value) for name, value in vars(config).items() if isinstance(value, int | float)}
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:
-    """A value of a TOML file as its annotation has it. UserError where it is none."""
+    """A value of a TOML file, checked against an annotation."""
     origin, parts = get_origin(kind), get_args(kind)
-    if is_dataclass(kind):
-        known, hints = {f.name: f for f in fields(kind) if f.init}, get_type_hints(kind)
-        for key in (table := _of(dict, value, where, "a table")):
-            if key not in known:
-                near = "".join(f" (did you mean {name}?)" for name in difflib.get_close_matches(key, known, 1))
-                raise UserError(f"{where} has the key {key}, which is not known{near}: use {', '.join(known)}.")
-        for key, f in known.items():
-            if key not in value and f.default is f.default_factory is MISSING:
-                raise UserError(f"{where} lacks the key {key}: add it.")
-        return kind(**{key: _read(hints[key], item, f"{where}: {key}") for key, item in table.items()})  # type: ignore[operator]
+    if is_dataclass(kind) and isinstance(kind, type):
+        return _table(kind, _of(dict, value, where, "a table"), where)
     if origin is dict:
         return {k: _read(parts[1], item, f"{where}.{k}") for k, item in _of(dict, value, where, "a table").items()}
     if origin is tuple:
@@ -171,13 +171,50 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     if parts:  # or None, which TOML does not have
         return _read(parts[0], value, where)
     if kind is str:
-        return _of(str, value, where, "words")
+        return _of(str, value, where, "a text")
     if isinstance(value, bool) or not isinstance(value, int | kind) or not 0 < value < float("inf"):
         raise UserError(f"{where} is {value!r}, expected a positive {'whole ' * (kind is int)}number: correct it.")
     return value
+
+
+def _table(kind: type, table: dict[str, Any], where: str) -> Any:
+    known, hints = {f.name: f for f in fields(kind) if f.init}, get_type_hints(kind)
+    for key in table.keys() - known:
+        near = "".join(f" (did you mean {name}?)" for name in difflib.get_close_matches(key, known, 1))
+        raise UserError(f"{where} has the key {key}, which is not known{near}: use {', '.join(known)}.")
+    for key, f in known.items():
+        if key not in table and f.default is f.default_factory is MISSING:
+            raise UserError(f"{where} lacks the key {key}: add it.")
+    return kind(**{key: _read(hints[key], item, f"{where}: {key}") for key, item in table.items()})
 
 
 def _of(kind: type, value: Any, where: str, expected: str) -> Any:
     if not isinstance(value, kind) or (kind is str and not str(value).strip()):
         raise UserError(f"{where} is {value!r}, expected {expected}: correct it.")
     return value
+
+
+def evaluate(expression: str, names: Mapping[str, float], where: str) -> float:
+    """The value of an expression such as `2 * T * H`; comparisons give 0 or 1.
+
+    Args:
+        names: the values of names.
+        where: brick and key, which begin error messages.
+
+    Raises:
+        UserError: it is not such an expression, has no value, or a name is unknown.
+    """
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+        for node in ast.walk(tree):
+            number = not isinstance(node, ast.Constant) or type(node.value) in (int, float)
+            if not (number and isinstance(node, ALLOWED)):
+                raise SyntaxError
+        return float(eval(compile(tree, where, "eval"), {"__builtins__": {}, **FUNCTIONS}, dict(names)))
+    except NameError as error:
+        known = ", ".join(sorted(names))
+        raise UserError(f"{where} uses the name {error.name}, which is not known: use one of {known}.") from None
+    except SyntaxError:
+        raise UserError(f"{where} is {expression!r}, which is not an arithmetic expression: correct it.") from None
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise UserError(f"{where} is {expression!r}, which has no value ({error}): correct it.") from None

@@ -1,191 +1,175 @@
-"""The largest batch that fits: asked of the memory plan, then confirmed by training on it."""
+"""The largest batch that fits: by the memory plan, then confirmed by training."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
+from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from wgpu_lora.bench.results import header
-from wgpu_lora.bench.step import ROW, WARMUP, TrainingStep, own_words, search
+from wgpu_lora.bench.step import ROW, WARMUP, TrainingStep, own_words
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.errors import DeviceError
 from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.models.targets import ALL
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.words import counted
 
 SCHEMA = "wgpu-lora-bench-max-batch/1"
-SECONDS = 600.0  # of running batches, in each way
-DEVICE, REFUSED = "the device", "an allocation that was refused"
+RUNS = 3  # timed steps per batch at most
+DEVICE, REFUSED = "the device", "a refused allocation"
 Record = dict[str, Any]
+Planned = tuple[int, str, str | None]
 
 
 @dataclass(frozen=True)
 class Batches:
-    """What is searched: rows of `tokens` tokens, and no more than `most` of them a batch where that is given.
+    """The batches to search.
 
-    limit: bytes that may be used, instead of what the device has. seconds: of running batches, with and without
-    checkpointing each; past them, what is left is planned alone. runs: timed steps of a batch, at most.
+    args: options of the training. most: maximum rows, None for as many as fit. limit: maximum bytes, instead of the
+    device's memory. seconds: for running batches, with and without checkpointing each; larger batches are only planned.
     """
 
-    tokens: int = 512
-    rank: int = 16
-    compute_dtype: str = "f32"
+    args: TrainingArguments = field(default_factory=TrainingArguments)
     most: int | None = None
     limit: int | None = None
-    seconds: float = SECONDS
-    runs: int = 3
+    seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        for name, value in (("--max-batch", self.most), ("--memory-limit", self.limit), ("--runs", self.runs)):
+        for name, value in (("--max-batch", self.most), ("--memory-limit", self.limit)):
             if value is not None and value < 1:
                 raise UserError(f"{name} must be at least 1, not {value}.")
         if not 0 < self.seconds < math.inf:
             raise UserError(f"--time-limit is {self.seconds:g}: give a number of seconds greater than 0.")
-        with own_words(ROW):  # refuses what no run can have
-            TrainingArguments(compute_dtype=self.compute_dtype, lora_r=self.rank)
 
-    def step(self, model: LoadedModel, rows: int, checkpointing: bool) -> TrainingStep:
-        return TrainingStep(model, *self.sizes(rows, checkpointing))
-
-    def sizes(self, rows: int, checkpointing: bool) -> tuple[Any, ...]:
-        return rows, self.tokens, self.rank, checkpointing, ALL, self.compute_dtype
-
-
-@dataclass(frozen=True)
-class Planned:
-    """The most rows that a plan allows, and what bounds them: memory, --memory-limit, --max-batch or the device.
-
-    why: what the device cannot do, where that is the bound.
-    """
-
-    rows: int
-    bound: str
-    why: str | None = None
+    def of(self, rows: int, checkpointing: bool) -> TrainingArguments:
+        """The options with this batch."""
+        return replace(self.args, per_device_train_batch_size=rows, gradient_checkpointing=checkpointing)
 
 
 def planned_batch(
     peak: Callable[[int], int], available: int | None, most: int | None = None, memory: str = "memory"
 ) -> Planned:
-    """The most rows whose planned peak is available; 0 where not even one row fits.
+    """The most rows whose planned peak is available, 0 if not even one row fits.
+
+    It doubles the rows, then bisects, so it plans at most twice as many as fit.
 
     Args:
-        peak: rows -> bytes; UserError where the device cannot bind or dispatch so much.
-        available: bytes; None where nobody can tell, and then only what the device can bind counts.
-        memory: what `available` is called.
+        peak: rows -> bytes; raises UserError if a tensor exceeds the limits of the device.
+        available: bytes; None if not known, and then only the limits of the device count.
+        memory: the name of `available`.
+
+    Returns:
+        The rows, their bound (`memory`, --max-batch or the device) and, if that is the device, its limit.
     """
 
+    @cache
     def refusal(rows: int) -> tuple[str, str | None] | None:
         try:
-            need = peak(rows)  # asked for even where nothing is known, since it finds what cannot be bound
+            need = peak(rows)  # also if nothing is known of the memory, since it checks the device's limits
         except UserError as error:
             return DEVICE, _fact(error)
         return None if available is None or need <= available else (memory, None)
 
-    rows, bound = search(refusal, most)
-    return Planned(rows, *(bound or ("--max-batch", None)))
+    fits, high = 0, 1
+    while fits != most and not refusal(high):
+        fits, high = high, min(2 * high, most or 2 * high)
+    fits += bisect_left(range(fits + 1, high), True, key=lambda rows: refusal(rows) is not None)
+    bound = None if fits == most else refusal(fits + 1)
+    return fits, *(bound or ("--max-batch", None))
 
 
 def _fact(error: UserError) -> str:
-    """What a plan refuses; a device's refusal without its advice, which names a training run's options."""
+    """The reason of a refusal; a device's without its advice, which names options of training runs."""
     return error.fact if isinstance(error, DeviceError) else str(error).rstrip(".")
 
 
 def find_max_batch(model: LoadedModel, batches: Batches, events: Events = SILENT) -> Record:
-    """Searches with and without gradient checkpointing, then trains a few steps at several batches up to the largest.
+    """Search with and without gradient checkpointing, then train a few steps at several batch sizes up to the largest.
 
-    Nothing is allocated before the search is over. Where a batch that the plan allows is refused (WebGPU does not say
-    how much memory a discrete GPU has), smaller ones are tried. One that would take too long is planned alone.
+    If the device refuses a batch that the plan allows (WebGPU does not report free memory), smaller ones are tried. A
+    batch that would take too long is only planned.
 
     Returns:
         {"header": ..., "rows": [...], "summary": [...]}: a row for each batch that ran, a summary for each search.
 
     Raises:
-        UserError: not even one row fits, even with gradient checkpointing; then with the layers that would.
+        UserError: not even one row fits with gradient checkpointing; it names how many layers would.
     """
-    available = budget_bytes(model.device.info, batches.limit).bytes
+    available, args = budget_bytes(model.device.info, batches.limit).bytes, batches.args
     with own_words(ROW):
-        TrainingStep.fitting(model, *batches.sizes(1, True), limit=batches.limit)
+        TrainingStep.fitting(model, batches.of(1, True), batches.limit)
     work = {"model": model.name, "layers": model.config.num_hidden_layers, "base_dtype": model.decoder.base_dtype}
-    work |= {"tokens": batches.tokens, "rank": batches.rank, "compute_dtype": batches.compute_dtype}
+    work |= {"tokens": args.length, "rank": args.lora_r, "compute_dtype": args.compute_dtype}
     work |= {"max_batch": batches.most, "time_limit": batches.seconds}
-    excluded = f"the first {WARMUP} steps of each batch, where there was time for more"
-    head = header(SCHEMA, model.device, work=work, available=available, excluded=excluded)
-    events.measured(head)
+    excluded = f"the first {WARMUP} steps of each batch, if there was time for more"
+    found: Record = {"header": header(SCHEMA, model.device, work=work, available=available, excluded=excluded)}
+    found |= {"rows": [], "summary": []}
+    events.measured(found["header"])
     memory = "memory" if batches.limit is None else "--memory-limit"
-    planned = {
-        way: planned_batch(partial(_peak, model, batches, way), available, batches.most, memory)
-        for way in (False, True)
-    }
-    found: dict[str, list[Record]] = {"rows": [], "summary": []}
-    for checkpointing, plan in planned.items():
-        rows, summary = confirm(model, batches, plan, checkpointing, events)
+    for way in (False, True):
+
+        def peak(rows: int, way: bool = way) -> int:
+            return TrainingStep(model, batches.of(rows, way)).session.memory().peak
+
+        rows, summary = confirm(model, batches, planned_batch(peak, available, batches.most, memory), way, events)
         found["rows"] += rows
         found["summary"].append(summary)
         events.measured(summary)
-    return {"header": head, **found}
-
-
-def _peak(model: LoadedModel, batches: Batches, checkpointing: bool, rows: int) -> int:
-    return batches.step(model, rows, checkpointing).session.memory().peak
+    return found
 
 
 def confirm(
     model: LoadedModel, batches: Batches, plan: Planned, checkpointing: bool, events: Events
 ) -> tuple[list[Record], Record]:
-    """Runs ascending batches, each of which says about how long a step of the next will take.
+    """Run batches of increasing size, each of which predicts the time of the next.
 
     Returns:
-        A record for each batch that ran, and the summary. `confirmed`: the most rows that ran, 0 where none did.
-        `bounded_by`, `why`: of the plan, or of a device that refused less. `not_run`: why a larger one was not tried.
+        A record for each batch that ran, and the summary. `confirmed`: the most rows that ran, 0 if none did.
+        `bounded_by`, `why`: of the plan, or of a device that refused less. `not_run`: why larger ones were not tried.
     """
     begin = time.perf_counter()
-    ran: dict[int, Record] = {}
-    low, high, bound, why, late = 0, plan.rows + 1, plan.bound, plan.why, None
-    while high - low > 1 and not late:
-        ahead = [rows for rows in leading_to(plan.rows) if low < rows < high] or [(low + high) // 2]
-        rows, left = ahead[0], batches.seconds - (time.perf_counter() - begin)
-        expected = rows / low * ran[low]["step_seconds"] if low else 0.0
-        if ran and expected > left:
+    ran: list[Record] = []
+    most, bound, why = plan
+    low, high, late = 0, most + 1, None
+    while high - low > 1:
+        # Twice as many each time; once the device has refused some, halfway.
+        rows = min(2 * low or 1, most) if high > most else (low + high) // 2
+        left = batches.seconds - (time.perf_counter() - begin)
+        expected = rows / low * ran[-1]["step_seconds"] if ran else 0.0
+        if expected > left:
             about = f"a step of {counted(rows, 'row')} would take about {expected:,.0f} s"
             late = f"{about}, and {max(left, 0):,.0f} s of --time-limit {batches.seconds:g} were left"
-            continue
+            break
         try:
-            ran[rows] = measure(model, batches, rows, checkpointing, left / len(ahead))
+            ran.append(measure(model, batches, rows, checkpointing, left if rows == most else left / 2))
         except UserError as error:
             high, bound, why = rows, REFUSED, _fact(error)
             continue
         low = rows
-        events.measured(ran[rows])
-    summary = {"kind": "summary", "planned": plan.rows, "confirmed": low, "bounded_by": bound, "why": why}
-    return list(ran.values()), {**summary, "gradient_checkpointing": checkpointing, "not_run": late}
-
-
-def leading_to(most: int) -> list[int]:
-    """Batches for a table that ends with `most`: one row, each eight times the last or less, a quarter and a half."""
-    shifts = (0, 1, 2, *range(3, most.bit_length(), 3))
-    return sorted({1, *(max(1, most >> shift) for shift in shifts)}) if most else []
+        events.measured(ran[-1])
+    summary = {"kind": "summary", "planned": most, "confirmed": low, "bounded_by": bound, "why": why}
+    return ran, {**summary, "gradient_checkpointing": checkpointing, "not_run": late}
 
 
 def measure(model: LoadedModel, batches: Batches, rows: int, checkpointing: bool, seconds: float) -> Record:
-    """A few steps of one batch, one at least and further ones as `seconds` allow: their time, and their memory.
+    """Time and memory of a batch: at least one step, and more if `seconds` allow.
 
-    The first steps, which compile, count only where there was no time for others.
+    The first steps, which include compilation, only count if there was no time for others.
     """
-    step, device = batches.step(model, rows, checkpointing), model.device
-    model.load_weights()  # takes room for staging, which training does not need
+    step, device = TrainingStep(model, batches.of(rows, checkpointing)), model.device
+    model.load_weights()  # before the peak is reset: staging needs memory that training does not
     device.peak_allocated = device.allocated
     try:
         step.allocate()
         times = step.seconds(1)
-        while len(times) < WARMUP + batches.runs and sum(times) + times[-1] <= seconds:
+        while len(times) < WARMUP + RUNS and sum(times) + times[-1] <= seconds:
             times += step.seconds(1)
         allocated = device.peak_allocated
     finally:
@@ -199,7 +183,7 @@ def measure(model: LoadedModel, batches: Batches, rows: int, checkpointing: bool
         "step_seconds": median,
         "runs": len(timed),
         "warmup": len(times) - len(timed),
-        "tokens_per_second": rows * batches.tokens / median,
+        "tokens_per_second": step.tokens / median,
         "planned": step.session.memory().training,
         "allocated": allocated,
     }

@@ -1,4 +1,4 @@
-"""Where a training step's time goes: every dispatch timed by itself, beside the whole step as it is trained."""
+"""Profile of a training step: the time of every dispatch, and of the whole step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MICROSECONDS = 1e6
 
 @dataclass(frozen=True)
 class Piece:
-    """One dispatch. seconds: the mean of the rounds. operations: of a matrix product, counted; else None."""
+    """A dispatch. seconds: mean over the rounds. operations: of a matrix product, else None."""
 
     program: str
     kernel: str
@@ -36,7 +36,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Group:
-    """Dispatches of one kernel, or of one kernel at one shape. share: of the seconds of all kernels."""
+    """The dispatches of a kernel, or of a kernel at one shape. share: of the time of all kernels."""
 
     kernel: str
     shape: str | None
@@ -48,17 +48,17 @@ class Group:
 
 @dataclass(frozen=True)
 class Profile:
-    """A step's time, seen three ways, each a mean over rounds that take turns: means of parts add up.
+    """The time of a step, measured in three ways in each round; all values are means over the rounds.
 
-    They are three measurements, on a machine that is never quite as fast twice, so one need not fit into another: what
-    follows from two of them is None where it cannot be told from that.
+    The three measurements vary, so the time of a part may exceed that of the whole. A share that they do not determine
+    is None.
 
     Attributes:
-        step_seconds: the whole step as it is trained: upload, dispatches, reading back. step_spread: the standard
-            deviation between rounds, 0 of one round.
-        device_seconds: its compute passes as they are trained, by the device's own clock where `clock` says so.
-        pieces: every dispatch in a pass of its own, which may cost a little more than a dispatch among others.
-        trained, tokens: tokens of the step that have a loss, and all that are processed.
+        step_seconds: a whole step of training: upload, dispatches and readback. step_spread: standard deviation over
+            the rounds, 0 for one round.
+        device_seconds: the compute passes of a step, by the clock of the device or the host (`clock`).
+        pieces: every dispatch in a compute pass of its own, which may take a little longer than among others.
+        trained, tokens: tokens of the step with a loss, and all tokens.
     """
 
     clock: str
@@ -76,29 +76,27 @@ class Profile:
 
     @property
     def attributed_share(self) -> float | None:
-        """Of the step's time, what the kernels account for; None where by themselves they take longer than the step."""
+        """The share of the kernels in the step's time; None if the kernels alone took longer than the step."""
         share = self.attributed_seconds / self.step_seconds
         return share if share <= 1 else None
 
     @property
     def host_share(self) -> float | None:
-        """Of the step's time, when the device had nothing to do; None where the host's clock counts waiting as the
-        device's, or where it is less than steps vary."""
+        """The share of the step's time in which the device was idle; None if it is less than the variation of the
+        steps, or if the clock is the host's, which includes waiting."""
         idle = self.step_seconds - self.device_seconds
-        if self.clock == "host" or idle < self.step_spread or idle < 0:
-            return None
-        return idle / self.step_seconds
+        return None if self.clock == "host" or idle < self.step_spread or idle < 0 else idle / self.step_seconds
 
     def groups(self, by_shape: bool = False) -> list[Group]:
-        """The dispatches by kernel, the most expensive first."""
+        """The dispatches by kernel, the slowest first."""
         found: dict[tuple[str, str | None], list[Piece]] = defaultdict(list)
         for piece in self.pieces:
             found[piece.kernel, piece.shape if by_shape else None].append(piece)
         made = []
         for (kernel, shape), pieces in found.items():
-            seconds, operations = sum(piece.seconds for piece in pieces), [piece.operations for piece in pieces]
-            known = [count for count in operations if count is not None]
-            gflops = sum(known) / seconds / 1e9 if len(known) == len(pieces) and seconds > 0 else None
+            seconds = sum(piece.seconds for piece in pieces)
+            counts = [piece.operations for piece in pieces if piece.operations is not None]
+            gflops = sum(counts) / seconds / 1e9 if len(counts) == len(pieces) and seconds else None
             share = seconds / self.attributed_seconds if seconds else 0.0
             made.append(Group(kernel, shape, len(pieces), seconds, share, gflops))
         return sorted(made, key=lambda group: -group.seconds)
@@ -114,8 +112,7 @@ class Profile:
 
 
 def trained_sizes(record: RunRecord) -> tuple[int, int]:
-    """Rows of a finished run's batches, and tokens of each of these: as long as they may be where rows were packed to
-    that, else as long as they were on average."""
+    """Rows per batch of a finished run, and tokens per row: the maximum if rows were packed, else the average."""
     args, state = record.options, record.state
     packed, rows, batches = args.batching
     if packed or not state.step:
@@ -124,60 +121,60 @@ def trained_sizes(record: RunRecord) -> tuple[int, int]:
 
 
 def described(work: Mapping[str, Any]) -> str:
-    """What was profiled, from a profile's `work`, in a line."""
-    count = work["layers"]
-    layers = counted(count, "layer") if work["whole"] else f"its first {counted(count, 'layer')} alone"
+    """A profile's `work` as a line of text."""
+    layers = counted(work["layers"], "layer")
+    if not work["whole"]:
+        layers = f"its first {'layer' if work['layers'] == 1 else layers} only"
     checkpointing = ", gradient checkpointing" if work["gradient_checkpointing"] else ""
     batch, on = f"{work['batch']} x {work['tokens']} tokens", work["target_modules"]
     return f"{work['model']}, {layers} in {work['base_dtype']}, {batch}, rank {work['rank']} on {on}{checkpointing}"
 
 
 def profile_step(step: TrainingStep, rounds: int = 5, on_round: Callable[[], None] = lambda: None) -> Profile:
-    """Profiles a step whose buffers are allocated.
+    """Profile a step whose buffers are allocated.
 
-    Each round takes the step as the trainer does, then its programs under the timer, whole and dispatch by dispatch.
+    A round is a step as in training, then its programs with the timer, each as a whole and dispatch by dispatch.
     """
-    session = step.session
-    step.seconds(0, WARMUP)
-    programs = session.programs()
-    timer = Timer(session.device)
+    step.seconds(WARMUP)
+    programs = step.session.programs()
+    timer = Timer(step.session.device)
     try:
         whole, device, each = [], [], []
         for _ in range(rounds):
             whole += step.seconds(1)
-            device.append(sum(timer.run(p) for p in programs))
-            each.append([seconds for p in programs for seconds in timer.each(p)])
+            device.append(sum(map(timer.run, programs)))
+            each.append([seconds for program in programs for seconds in timer.each(program)])
             on_round()
     finally:
         timer.free()
-    dispatches = [(p, dispatch) for p in programs for dispatch in p.dispatches]
-    pieces = [_piece(p, d, statistics.fmean(s)) for (p, d), s in zip(dispatches, zip(*each, strict=True), strict=True)]
-    means, spread = (statistics.fmean(whole), statistics.fmean(device)), statistics.stdev(whole) if rounds > 1 else 0.0
-    return Profile(timer.clock, rounds, *means, pieces, spread, step.trained, step.tokens)
+    dispatches = [(program, dispatch) for program in programs for dispatch in program.dispatches]
+    means = map(statistics.fmean, zip(*each, strict=True))
+    return Profile(
+        clock=timer.clock,
+        rounds=rounds,
+        step_seconds=statistics.fmean(whole),
+        device_seconds=statistics.fmean(device),
+        pieces=[_piece(*of, seconds) for of, seconds in zip(dispatches, means, strict=True)],
+        step_spread=statistics.stdev(whole) if rounds > 1 else 0.0,
+        trained=step.trained,
+        tokens=step.tokens,
+    )
 
 
 def _piece(program: Program, dispatch: Dispatch, seconds: float) -> Piece:
     kernel, constants = dispatch.kernel, dispatch.constants
     operations = 2 * constants["m"] * constants["n"] * constants["k"] if {"m", "n", "k"} <= set(constants) else None
-    return Piece(program.name, kernel.name, shape_of(dispatch), dispatch.groups, seconds, operations)
-
-
-def shape_of(dispatch: Dispatch) -> str:
-    """A dispatch's sizes as one reads them: `m 512, n 1024, k 1024`; what is left at its default is left out."""
-    kernel = dispatch.kernel
-    sizes = {
-        name: value
-        for name, value in dispatch.constants.items()
+    # Sizes, without those that have their default: 'm 512, n 1024, k 1024'.
+    shape = ", ".join(
+        f"{name} {value}"
+        for name, value in constants.items()
         if kernel.constants[name] in ("u32", "dim") and value != kernel.defaults.get(name)
-    }
-    return ", ".join(f"{name} {value}" for name, value in sizes.items())
+    )
+    return Piece(program.name, kernel.name, shape, dispatch.groups, seconds, operations)
 
 
 def write_trace(path: Path, profile: Profile, process: str) -> None:
-    """Writes the dispatches end to end as a Chrome trace, which Perfetto and chrome://tracing open.
-
-    Times are in microseconds: of each dispatch as measured in a pass of its own, begun where the one before ended.
-    """
+    """Write the dispatches end to end as a Chrome trace, for Perfetto or chrome://tracing; times in microseconds."""
     threads = list(dict.fromkeys(piece.program for piece in profile.pieces))
     events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": process}}]
     for number, name in enumerate(threads, 1):

@@ -1,4 +1,4 @@
-"""Programs recorded for a brick: the product's own ops on synthetic tensors, some of their dispatches timed."""
+"""Programs recorded for a brick: the ops of training on synthetic tensors, with some of their dispatches timed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 class KeptProgram(Program):
-    """A program whose temporaries keep buffers of their own, so that others can read what it left in them."""
+    """A program whose temporaries have buffers of their own, which other programs can read."""
 
     def __init__(self, device: Device, name: str, temps: list[Tensor]):
         super().__init__(device, name)
@@ -40,12 +40,12 @@ class KeptProgram(Program):
 
 
 class ProgramWorkload(Workload):
-    """Inputs, a forward and a backward program that a brick records through `rec`; timed by the device's own clock.
+    """Inputs, a forward and a backward program that a brick records with `rec`, timed by the device's clock.
 
-    What is timed is the forward program, unless `time` chooses dispatches of both. Before that, both run in turn.
+    The forward program is timed, unless `time` selects dispatches of both. Both run once, in turn, before.
 
     Attributes:
-        fillers: called with a generator before each check, beside the fills of single tensors.
+        fillers: called with a generator before each check, to fill inputs.
     """
 
     def __init__(self, context: Context, compute_dtype: str = "f32"):
@@ -55,7 +55,6 @@ class ProgramWorkload(Workload):
         self.forward, self.backward = (self._program(name) for name in ("forward", "backward"))
         self.rec = Recorder(self.forward, training=True, compute_dtype=compute_dtype)
         self.fillers: list[Callable[[np.random.Generator], None]] = []
-        self._fills: dict[Tensor, Fill | np.ndarray] = {}
         self._timed, self._beside = self.forward, self._program("beside")
         self._beside_seconds: list[float] = []
         self._arena = Arena(self.device)
@@ -68,22 +67,29 @@ class ProgramWorkload(Workload):
     def input(
         self, shape: tuple[int, ...], fill: Fill | np.ndarray = normal, dtype: str = "f32", name: str = "input"
     ) -> Tensor:
-        """A tensor that is filled anew before each check."""
+        """A tensor that is filled before each check."""
         return self.adopt(persistent(shape, dtype, "workspace", name), fill)
 
     def adopt(self, tensor: Tensor, fill: Fill | np.ndarray = normal) -> Tensor:
-        """A tensor declared elsewhere, filled likewise."""
-        self._fills[tensor] = fill
+        """Fill a tensor that is declared elsewhere before each check, if a program uses it."""
+
+        def filler(rng: np.random.Generator) -> None:
+            if tensor.storage.buffer is not None:
+                values = fill if isinstance(fill, np.ndarray) else fill(rng, tensor.shape)
+                values = values.astype(ml_dtypes.bfloat16 if tensor.dtype == "bf16" else NUMPY[tensor.dtype])
+                self.device.write(tensor.storage.buffer, values)
+
+        self.fillers.append(filler)
         return tensor
 
     def tracked(self, shape: tuple[int, ...], name: str = "x") -> Tensor:
-        """An input whose gradient is wanted."""
+        """An input whose gradient is computed."""
         tensor = self.input(shape, name=name)
         self.rec.node(lambda: None, inputs=[], outputs=[tensor], trains=True)
         return tensor
 
     def record_backward(self, y: Tensor) -> None:
-        """Records the backward pass of everything so far, into `backward`, from a random gradient of y."""
+        """Record the backward pass of everything so far, from a random gradient of y, into `backward`."""
         self.rec.program = self.backward
         gradient = self.rec.new_gradient(y)
         self.temps.remove(gradient)
@@ -91,14 +97,14 @@ class ProgramWorkload(Workload):
         self.rec.backward()
 
     def time(
-        self, programs: Iterable[Program], chosen: Callable[[Kernel], bool], beside: Callable[[Kernel], bool] | None
+        self, programs: Iterable[Program], chosen: Callable[[Kernel], bool], beside: Callable[[Kernel], bool]
     ) -> None:
-        """Times the dispatches of chosen kernels alone; `added_share` sets them against those of `beside`."""
+        """Time only the dispatches of chosen kernels; `added_share` is their time relative to those of `beside`."""
         self._timed = self._program("timed")
         for step in (step for program in programs for step in program.dispatches):
             if chosen(step.kernel):
                 self._timed.dispatches.append(step)
-            elif beside and beside(step.kernel):
+            elif beside(step.kernel):
                 self._beside.dispatches.append(step)
 
     # -- on the device ---------------------------------------------------------------------------------------------
@@ -128,15 +134,10 @@ class ProgramWorkload(Workload):
             program.build(self._arena, choices)
 
     def fresh(self, rng: np.random.Generator) -> None:
-        """New random inputs, and NaN wherever a kernel is to write."""
+        """Fill the inputs with new values, and everything that kernels write with NaN."""
         for buffer in (*self._arena.buffers, *(t.storage.buffer for t in self.temps)):
             if buffer is not None:
                 poison(self.device, buffer)
-        for tensor, fill in self._fills.items():
-            if tensor.storage.buffer is not None:
-                values = fill if isinstance(fill, np.ndarray) else fill(rng, tensor.shape)
-                values = values.astype(ml_dtypes.bfloat16 if tensor.dtype == "bf16" else NUMPY[tensor.dtype])
-                self.device.write(tensor.storage.buffer, values)
         for filler in self.fillers:
             filler(rng)
 

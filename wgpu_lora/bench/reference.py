@@ -1,4 +1,4 @@
-"""A training step that two programs take, their results side by side, and the memory of a process."""
+"""A comparison of training steps with another program: the work, the results, and the memory of a process."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class ReferenceWork:
-    """A step of `rows` rows of `tokens` tokens, every token trained, all projections adapted.
+    """A step of `rows` rows of `tokens` tokens, with a loss on every token and adapters on all linear layers.
 
-    base_dtype: of the side's own frozen weights.
+    base_dtype: storage type of the frozen weights.
     """
 
     shape: str
@@ -33,15 +33,14 @@ class ReferenceWork:
 
 
 def compared(found: Mapping[str, Record], tokens: int, reference: str) -> list[Record]:
-    """A row for each side: median seconds, tokens/s, and its speed as a share of the reference side's."""
-    medians = {name: statistics.median(side["seconds"]) for name, side in found.items() if side.get("seconds")}
-    rows = []
-    for name, side in found.items():
-        rows.append({"side": name, **side})
-        if seconds := medians.get(name):
+    """A row per side: median time of a step, tokens/s, and its speed relative to the reference side, if that ran."""
+    medians = {name: statistics.median(side["seconds"]) for name, side in found.items() if "not_run" not in side}
+    rows = [{"side": name, **side} for name, side in found.items()]
+    for row in rows:
+        if seconds := medians.get(row["side"]):
             ratio = medians[reference] / seconds if reference in medians else None
-            rows[-1] |= {"step_seconds": seconds, "tokens_per_second": tokens / seconds, "ratio": ratio}
-            rows[-1]["steps"] = len(side["seconds"])
+            row |= {"step_seconds": seconds, "tokens_per_second": tokens / seconds, "ratio": ratio}
+            row["steps"] = len(row["seconds"])
     return rows
 
 
@@ -50,16 +49,18 @@ def resident_bytes() -> int:
 
 
 def forget_peak() -> None:
-    """From now on, `peak_resident_bytes` is of what follows; if the system cannot do that, of all before too."""
+    """Reset `peak_resident_bytes`, where the system (Linux) can."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_resident_bytes() -> int:
-    """The most memory that this process has held."""
+    """The maximum memory of this process so far."""
     status = Path("/proc/self/status")
     if status.is_file() and (found := re.search(r"VmHWM:\s+(\d+)", status.read_text())):
         return 1024 * int(found[1])
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

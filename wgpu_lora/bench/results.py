@@ -1,34 +1,35 @@
-"""What a run of bricks leaves: a header, then a line for each brick's case, as JSON lines."""
+"""Result files of bricks, JSON lines with a header and then a line for each case of a brick, and their comparison."""
 
 from __future__ import annotations
 
-import json
-import math
 import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.strict_json import built, to_json, typed
 from wgpu_lora.train.output import environment
 
 NAME, VERSION = "wgpu-lora-bench", "1"
 SCHEMA = f"{NAME}/{VERSION}"
-HOLDS, NOISY, BROKEN = "holds", "noisy", "broken"
-Header = dict[str, Any]  # what `header` makes
+HOLDS, NOISY, BROKEN = "holds", "noisy", "broken"  # verdicts of results
+SAME, FASTER, SLOWER = "same", "faster", "slower"  # and of comparisons
+NOISE = 2.0  # coefficients of variation by which a ratio must differ from 1
+Header = dict[str, Any]  # see `header`
 
 
 @dataclass
 class Result:
-    """One case of one brick.
+    """A case of a brick.
 
-    seconds, p20, p80: of an iteration. floor_seconds: the larger of operations over the FMA ceiling and bytes over the
-    streaming bandwidth. budget: which ceiling, the share asked for (None: nothing) and the share reached.
-    reference: the worst normalised mean squared error and whose it was; None where there is no reference.
-    cv_asked: what the contract asks cv to be under; None in files from before it was noted.
-    broken: what of the contract does not hold.
+    seconds, p20, p80: of an iteration. budget: the ceiling, the share of it that is required (None: none) and the share
+    reached.
+    reference: the largest normalised mean squared error and its kernel; None if there is no reference.
+    cv_asked: the contract's bound of cv; None in older files. broken: violations of the contract.
     """
 
     brick: str
@@ -44,8 +45,6 @@ class Result:
     bytes: float
     gflops: float
     gbs: float
-    floor_seconds: float
-    share_of_floor: float
     budget: dict[str, Any]
     reference: dict[str, Any] | None
     seed: int
@@ -59,7 +58,7 @@ class Result:
 
     @property
     def noisy(self) -> bool:
-        """Whether the timings vary by more than the contract's own bound, so that nothing of time is shown by them."""
+        """Whether the timings vary by more than the contract allows, so that they show nothing."""
         return self.cv_asked is not None and not self.cv < self.cv_asked
 
     @property
@@ -67,22 +66,25 @@ class Result:
         return BROKEN if self.broken else NOISY if self.noisy else HOLDS
 
     def record(self) -> dict[str, Any]:
-        """As a line of a result file."""
+        """A line of a result file."""
         return {"kind": "brick", **asdict(self), "verdict": self.verdict}
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Result:
-        """From such a line. Raises TypeError where it is none."""
-        return cls(**{name: value for name, value in record.items() if name not in ("kind", "verdict")})
+        """The result of such a line. Raises ValueError if it is not one."""
+        result = built(cls, record)
+        if min(result.seconds, result.p20, result.p80) <= 0:
+            raise ValueError("a time is not positive")
+        return result
 
 
 def header(schema: str, device: Device, **more: Any) -> Header:
-    """What a file says first: its form, and what was measured on what: device, driver, versions and commit."""
+    """The first line of a file: its schema, what was measured, and the device, driver, versions and commit."""
     return {"schema": schema, "kind": "header", **more, "commit": commit(), **asdict(environment(device))}
 
 
 def commit() -> dict[str, Any] | None:
-    """The checkout's commit and whether tracked files differ from it; None outside of a checkout."""
+    """The commit of the checkout and whether tracked files differ from it; None outside a checkout."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
@@ -96,17 +98,20 @@ def commit() -> dict[str, Any] | None:
 
 
 class Writer:
-    """Writes a result file line by line, each flushed, so that a run that is interrupted leaves what it measured.
+    """Writes a result file line by line, so that an interrupted run leaves what it has measured.
+
+    An existing file is replaced by the first line. Raises UserError at once if the file cannot be written.
 
     path: None for no file.
     """
 
     def __init__(self, path: str | Path | None):
-        self._path = path
-        self._add("", "w")
+        self._path, self._mode = path, "w"
+        self._add("", "a")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._add(json.dumps(record) + "\n", "a")
+        self._add(to_json(record) + "\n", self._mode)
+        self._mode = "a"
 
     def _add(self, text: str, mode: str) -> None:
         try:
@@ -118,37 +123,75 @@ class Writer:
 
 
 def read_results(path: str | Path) -> tuple[Header, list[Result]]:
-    """A result file. Raises UserError where it cannot be read, or is of another schema or version."""
+    """A result file. Raises UserError if it cannot be read, or has another schema or version."""
+    cure = "give a file that 'wgpu-lora bench --json' wrote"
     try:
-        lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+        texts = [line for line in Path(path).read_bytes().splitlines() if line.strip()]
     except OSError as error:
         raise UserError(f"The result file {path} cannot be read: {error.strerror}.") from None
-    except ValueError:
-        raise UserError(f"{path} is not a file of JSON lines: give one that 'wgpu-lora bench --json' wrote.") from None
-    if not lines:
-        raise UserError(f"{path} is empty, as a run that was interrupted leaves it: measure it again.")
-    first = lines[0] if isinstance(lines[0], dict) else {}
+    if not texts:
+        raise UserError(f"{path} is empty, as after an interrupted run: measure it again.")
+    first, *lines = [parse_object(text, str(path), cure=cure) for text in texts]
     schema = first.get("schema")
     name, _, version = str(schema).partition("/")
     if name != NAME:
-        said = f"is of the schema {schema!r}" if schema else "names no schema in its first line"
-        raise UserError(f"{path} {said}, expected {SCHEMA!r}: give a file that 'wgpu-lora bench --json' wrote.")
+        raise UserError(f"{path} has the schema {schema!r:.60}, expected {SCHEMA!r}: {cure}.")
     if version != VERSION:
         raise UserError(
-            f"{path} is of version {version} of its schema, but this wgpu-lora reads {VERSION}: measure it again."
+            f"{path} has version {version:.60} of its schema, but this wgpu-lora reads {VERSION}: measure it again."
         )
     try:
-        results = [Result.of(line) for line in lines[1:]]
-        whole = {"device", "options"} <= first.keys() and all(_measured(r) for r in results)
-    except (TypeError, AttributeError):
-        whole = False
-    if not whole:
-        raise UserError(
-            f"{path} is damaged: a line lacks a field, or has one that no measurement gives. Measure it again."
-        )
-    return first, results
+        found = {name: typed(dict[str, Any], first.get(name), f"'{name}'") for name in ("device", "options")}
+        return first | found, [Result.of(line) for line in lines]
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}): measure it again.") from None
 
 
-def _measured(result: Result) -> bool:
-    spread = math.isfinite(result.cv) and math.isfinite(result.cv_asked or 0)
-    return spread and all(math.isfinite(s) and s > 0 for s in (result.seconds, result.p20, result.p80))
+# -- comparison ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A case of a brick in two files."""
+
+    old: Result
+    new: Result
+
+    @property
+    def ratio(self) -> float:
+        return self.new.seconds / self.old.seconds
+
+    @property
+    def verdict(self) -> str:
+        """Faster or slower only if the difference exceeds the noise."""
+        old, new = self.old, self.new
+        overlap = old.p20 <= new.p80 and new.p20 <= old.p80
+        if overlap or abs(self.ratio - 1) < NOISE * max(old.cv, new.cv):
+            return NOISY if old.noisy or new.noisy else SAME  # noise may hide a difference
+        return FASTER if self.ratio < 1 else SLOWER
+
+
+def compare(old: list[Result], new: list[Result]) -> list[Comparison]:
+    """Compare every case that both have, in the new file's order."""
+    before = {r.label: r for r in old}
+    return [Comparison(before[r.label], r) for r in new if r.label in before]
+
+
+def warnings(old: tuple[Header, list[Result]], new: tuple[Header, list[Result]]) -> list[str]:
+    """Differences that make two files hard to compare: device, driver, options, and cases that only one of them has."""
+    (before, old_results), (now, new_results) = (_facts(old[0]), old[1]), (_facts(new[0]), new[1])
+    found = [
+        f"{name.replace('_', ' ')}: {before.get(name)} before, {now.get(name)} now"
+        for name in before | now
+        if before.get(name) != now.get(name)
+    ]
+    labels = {"old": {r.label for r in old_results}, "new": {r.label for r in new_results}}
+    for where, other in (("old", "new"), ("new", "old")):
+        if only := labels[where] - labels[other]:
+            found.append(f"only in the {where} file: {', '.join(sorted(only))}")
+    return found
+
+
+def _facts(header: Header) -> dict[str, Any]:
+    device = {key: header["device"].get(key) for key in ("name", "driver", "backend", "subgroup_size")}
+    return device | header["options"]

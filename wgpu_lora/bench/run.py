@@ -1,9 +1,8 @@
-"""Runs bricks: the plan first, then for each case correctness, then time, then its contract."""
+"""Measures bricks: for each case correctness, then time, then whether its contract holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from wgpu_lora.bench.ceiling import Ceilings, measure_ceilings
 from wgpu_lora.bench.contract import Bound, Contract, load_contract
-from wgpu_lora.bench.results import SCHEMA, Header, Result, header
+from wgpu_lora.bench.results import SCHEMA, Result, header
 from wgpu_lora.bench.stats import Timings, repeat
 from wgpu_lora.bench.step import ROW, check_room, own_words
 from wgpu_lora.bench.workload import Context, Workload
@@ -30,60 +29,45 @@ WHICH = {
     "floor": "compute or memory",
     "lower": "decoding or memory",
 }
-NUMPY_SHARE = 0.9  # of NumPy's matmul that FMA chains on the same cores must reach, or they are no ceiling
-
-
-def header_of(context: Context, ceilings: Ceilings) -> Header:
-    """The first line of a result file."""
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    return header(SCHEMA, context.device, time=now, options=context.options(), ceilings=asdict(ceilings))
+NUMPY_SHARE = 0.9  # least FMA ceiling relative to NumPy's matmul on the same cores
 
 
 def bench(
-    context: Context, names: Sequence[str], time_limit: float | None = None, events: Events = SILENT
-) -> tuple[list[Result], list[str]]:
-    """Measures the device's ceilings, then each brick. Whether they fit is asked before, of `check_fit`.
-
-    Args:
-        events: told of `measuring`, and of `measured`: the header, then each result's record.
-
-    Returns:
-        The results, and what of the contracts does not hold.
-    """
-    ceilings = measure_ceilings(context.device)
-    events.measured(header_of(context, ceilings))
-    results = []
-    for result in run_bricks(context, names, ceilings, time_limit, events):
-        events.measured(result.record())
-        results.append(result)
-    return results, ceilings_broken(ceilings) + [f"{r.label}: {text}" for r in results for text in r.broken]
-
-
-def run_bricks(
     context: Context,
     names: Sequence[str],
-    ceilings: Ceilings,
     time_limit: float | None = None,
     events: Events = SILENT,
-) -> Iterator[Result]:
-    """Measures bricks one after the other; whether they fit is asked before, of `check_fit`.
+    ceilings: Ceilings | None = None,
+) -> tuple[list[Result], list[str]]:
+    """Measure the device's ceilings, then bricks one after the other, if the device has enough memory for all of them.
 
     Args:
-        time_limit: seconds of measuring a case, instead of the contract's own.
-        events: told of `measuring`.
+        time_limit: seconds to measure a case, instead of the contract's.
+        events: gets `measured` for the header and each result, and `measuring` before each case.
+        ceilings: of the device, if known.
+
+    Returns:
+        The results, and the violations of their contracts.
 
     Raises:
-        UserError: a brick is not known, or cannot run on this device.
+        UserError: a brick is unknown, or cannot run on this device.
     """
-    contracts = [load_contract(name) for name in names]
+    contracts, results = [load_contract(name) for name in names], []
+    for name in names:
+        check_fit(context, name)
+    ceilings = ceilings or measure_ceilings(context.device)
+    now, options = datetime.now(UTC).isoformat(timespec="seconds"), context.options()
+    events.measured(header(SCHEMA, context.device, time=now, options=options, ceilings=asdict(ceilings)))
     try:
         for contract in contracts:
             with own_words(ROW), advising("max_length"):
                 for workload in WORKLOADS[contract.name](context):
                     events.measuring(contract.name, workload.case)
-                    yield measure(context, contract, workload, ceilings, time_limit)
+                    results.append(measure(context, contract, workload, ceilings, time_limit))
+                    events.measured(results[-1].record())
     finally:
         context.close()
+    return results, ceilings_broken(ceilings) + [f"{r.label}: {text}" for r in results for text in r.broken]
 
 
 def measure(
@@ -93,52 +77,46 @@ def measure(
     ceilings: Ceilings,
     time_limit: float | None = None,
 ) -> Result:
-    """Correctness, then time, then the contract, of one case."""
+    """Check and time a case, and judge it by its contract."""
     keys = {**context.keys(), **workload.keys}
     dims = contract.values(keys)
     operations, nbytes = contract.operations(dims), contract.bytes(dims)
     seed = int(np.random.SeedSequence().generate_state(1)[0])
-    device = context.device
-    lease = ExitStack()
-    try:
-        lease.enter_context(claim(device, workload.nbytes(), f"bench {contract.name}"))
-        workload.open(Tuner(device).tune(workload.programs()) if context.tune else {})
-        checked = workload.check(np.random.default_rng(seed))
-        for _ in range(contract.measure.warmup):
-            workload.run()
-        limit = contract.measure.seconds if time_limit is None else time_limit
-        seconds = repeat(workload.run, contract.measure.iterations, contract.measure.cv, limit)
-        timings = Timings.of(seconds)
-        extra = workload.extra(timings)
-        clock = workload.clock
-    finally:
-        workload.close()
-        lease.close()
+    asked, device = contract.measure, context.device
+    with claim(device, workload.nbytes(), f"bench {contract.name}"):
+        try:
+            workload.open(Tuner(device).tune(workload.programs()) if context.tune else {})
+            checked = workload.check(np.random.default_rng(seed))
+            for _ in range(asked.warmup):
+                workload.run()
+            limit = asked.seconds if time_limit is None else time_limit
+            timings = Timings.of(repeat(workload.run, asked.iterations, asked.cv, limit))
+            extra = workload.extra(timings)
+        finally:
+            workload.close()
     floors = floor_seconds(ceilings, operations, nbytes)
     result = Result(
         brick=contract.name,
         case=workload.case,
         options=context.options(),
-        clock=clock,
+        clock=workload.clock,
         **asdict(timings),
         operations=operations,
         bytes=nbytes,
         gflops=operations / timings.seconds / 1e9,
         gbs=nbytes / timings.seconds / 1e9,
-        floor_seconds=floors["floor"],
-        share_of_floor=floors["floor"] / timings.seconds,
         budget={"of": contract.budget.of, "asked": None, "reached": floors[contract.budget.of] / timings.seconds},
         reference=asdict(checked) if checked else None,
         seed=seed,
         extra=extra,
-        cv_asked=contract.measure.cv,
+        cv_asked=asked.cv,
     )
     judge(contract, result, {**keys, **dims}, device.info.kind)
     return result
 
 
 def floor_seconds(ceilings: Ceilings, operations: float, nbytes: float) -> dict[str, float]:
-    """The least seconds that each ceiling allows."""
+    """The least time that each ceiling allows, in seconds."""
     fma, decode = operations / ceilings.fma_gflops / 1e9, operations / ceilings.decode_fma_gflops / 1e9
     stream = nbytes / ceilings.bandwidth_gbs / 1e9
     return {
@@ -150,12 +128,12 @@ def floor_seconds(ceilings: Ceilings, operations: float, nbytes: float) -> dict[
     }
 
 
-def judge(contract: Contract, result: Result, names: dict[str, float], device_class: str) -> None:
-    """Notes what the contract asks for on this device, and what of it does not hold."""
+def judge(contract: Contract, result: Result, names: Mapping[str, float], device_class: str) -> None:
+    """Record the share of the ceiling that the contract requires on this device, and all its violations."""
     broken = result.broken
     if contract.accuracy and result.reference:
         found, limit = result.reference["nmse"], contract.accuracy.nmse
-        if not found <= limit:  # a NaN is wrong too
+        if not found <= limit:  # also if it is NaN
             broken.append(f"{result.reference['kernel']} is off its reference: NMSE {found:.2g}, at most {limit:.2g}")
     asked = contract.budget.share(device_class) if contract.applies(contract.budget.when, names) else None
     reached = result.budget["reached"]
@@ -185,18 +163,18 @@ def _bound_broken(bound: Bound, figures: dict[str, float], contract: Contract) -
 
 
 def ceilings_broken(ceilings: Ceilings) -> list[str]:
-    """A ceiling below what the same cores do elsewhere is none."""
+    """A ceiling below what the same cores reach with NumPy is not one."""
     if ceilings.numpy_gflops is None or ceilings.fma_gflops >= NUMPY_SHARE * ceilings.numpy_gflops:
         return []
-    share = ceilings.fma_gflops / ceilings.numpy_gflops
-    return [f"ceilings: FMA chains reach {share:.2f} of NumPy's matmul on the same cores, at least {NUMPY_SHARE:g}"]
+    reached = ceilings.fma_gflops / ceilings.numpy_gflops
+    return [f"ceilings: FMA chains reach {reached:.2f} of NumPy's matmul on the same cores, at least {NUMPY_SHARE:g}"]
 
 
 def check_fit(context: Context, name: str, available: int | None = None) -> None:
-    """Raises UserError, with the layers that fit, where the plan of a brick's case is larger than the device's memory.
+    """Raise UserError, with the layers that fit, if a case of a brick needs more memory than the device has.
 
     Args:
-        available: bytes, instead of what the device has.
+        available: bytes, instead of the device's memory.
     """
     device = context.device
 

@@ -1,4 +1,4 @@
-"""Repeated timings, when there are enough of them, and how far values lie apart."""
+"""Repeated timings and their spread."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Timings:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Timings:
-        """Of at least one run."""
+        """The statistics of at least one run."""
         p20, median, p80 = np.percentile(seconds, [20, 50, 80])
         return cls(float(median), float(p20), float(p80), variation(seconds), len(seconds))
 
 
 def spread(values: Sequence[float]) -> dict[str, float | None]:
-    """How far values lie apart: variance is the sample's (n - 1), cv the deviation over the mean.
+    """The spread of values. variance: of the sample (n - 1). cv: standard deviation over the mean.
 
-    Both are None where there is one value, which says nothing of spread; cv also where the mean is 0.
+    Both are None if there is one value, cv also if the mean is 0.
     """
     mean = statistics.fmean(values)
     variance = statistics.variance(values) if len(values) > 1 else None
@@ -45,12 +45,12 @@ def spread(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def variation(values: Sequence[float]) -> float:
-    """The coefficient of variation; 0 where one value has nothing to vary from."""
+    """The coefficient of variation; 0 if there is one value."""
     return spread(values)["cv"] or 0.0
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds of a call by the host's clock."""
+    """The time of a call in seconds, by the host's clock."""
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
@@ -63,10 +63,8 @@ def repeat(
     limit: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Calls `run` for its seconds at least `iterations` times, then until they vary by less than `cv`.
-
-    `limit` bounds the wall-clock seconds: past it, nothing is asked for beyond the first `iterations`.
-    """
+    """Call `run`, which returns seconds, at least `iterations` times, and then until their variation is below `cv` or
+    `limit` seconds have passed by the clock."""
     seconds: list[float] = []
     begin = clock()
     while len(seconds) < iterations or (variation(seconds) >= cv and clock() - begin < limit):

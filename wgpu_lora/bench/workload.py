@@ -1,4 +1,4 @@
-"""What a brick runs on, and what every brick's work looks like to those who measure it."""
+"""The model and options that bricks run with, and the interface of a brick's work."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -21,19 +22,20 @@ from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.targets import ALL
+from wgpu_lora.names.naming import flag
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.session import Session
 from wgpu_lora.weights.registry import DEFAULT_FORMAT, base_format
 
 Extra = dict[str, float]
-LEAST_TOKENS = 8  # of fewer, the scores' gradients are nothing but rounding, and no error relative to them means much
+LEAST_TOKENS = 8  # with fewer, the gradients of the scores are mostly rounding errors
 
 
 @dataclass
 class Context:
     """A model and the options of a run. The model is loaded at most once and shared by the bricks.
 
-    compute_dtype: of training's products. tune: choose tilings as a training run does, before the bricks of training.
+    compute_dtype, tune: of the bricks of training. tune: choose tilings as a training run does.
     """
 
     model: LoadedModel
@@ -49,24 +51,22 @@ class Context:
         shape: str | None = None,
         model: str | None = None,
         layers: int | None = None,
-        tokens: int = 512,
-        rank: int = 16,
         base_dtype: str = DEFAULT_FORMAT,
-        compute_dtype: str = "f32",
-        tune: bool = False,
+        **options: Any,
     ) -> Context:
-        """Of a named shape or a model. Raises UserError for what is not known or cannot be."""
-        with own_words(ROW):  # refuses what no run can have
-            TrainingArguments(base_dtype=base_dtype, compute_dtype=compute_dtype, lora_r=rank)
-        name = model or shape or default_shape(device)
-        chosen = chosen_model(model, shape if model else name, layers, device, base_dtype)
+        """The context of a named shape or a model. Raises UserError if an option is unknown or not possible."""
+        if not (model or shape):
+            shape = default_shape(device)
+        with own_words(ROW):
+            context = cls(chosen_model(model, shape, layers, device, base_dtype), **options)
+            TrainingArguments(compute_dtype=context.compute_dtype, lora_r=context.rank)  # checks them
         for option, value, least, most in (
-            ("--rank", rank, 1, chosen.config.hidden_size),
-            ("--tokens", tokens, LEAST_TOKENS, chosen.config.max_position_embeddings),
+            (flag("rank"), context.rank, 1, context.config.hidden_size),
+            (flag("tokens"), context.tokens, LEAST_TOKENS, context.config.max_position_embeddings),
         ):
             if not least <= value <= most:
-                raise UserError(f"{option} is {value}: give {least} to {most} for {name}.")
-        return cls(replace(chosen, name=name), tokens, rank, compute_dtype, tune)
+                raise UserError(f"{option} is {value}: give {least} to {most} for {context.name}.")
+        return context
 
     @property
     def device(self) -> Device:
@@ -78,7 +78,7 @@ class Context:
 
     @property
     def name(self) -> str:
-        """A shape's, or the model directory or hub id."""
+        """A shape, a model directory or a hub id."""
         return self.model.name
 
     @property
@@ -86,12 +86,12 @@ class Context:
         return self.model.decoder.base_dtype
 
     def with_layers(self, layers: int) -> Context:
-        """The same of a model of fewer layers, with nothing loaded; itself where there are no more."""
+        """The same with the model's first layers, and nothing loaded; itself if these are all."""
         same = layers == self.config.num_hidden_layers
         return self if same else replace(self, model=self.model.declared(layers))
 
     def options(self) -> dict[str, str | int | bool]:
-        """What a result depends on beside the device."""
+        """Everything that a result depends on, except the device."""
         return {
             "shape": self.name,
             "layers": self.config.num_hidden_layers,
@@ -103,7 +103,7 @@ class Context:
         }
 
     def keys(self) -> dict[str, float]:
-        """What the dims of every contract may use."""
+        """Names that the dims of all contracts may use."""
         return {
             **numbers_of(self.config),
             "tokens": self.tokens,
@@ -115,7 +115,7 @@ class Context:
     def session(
         self, buckets: Sequence[int], slots: int = 1, target_modules: str = ALL, positions: int | None = None
     ) -> Session:
-        """Of `slots` adapters of the run's rank on these modules; nothing is allocated."""
+        """A session of `slots` adapters of the run's rank on these modules; nothing is allocated."""
         adapters = adapter_set(self.config, self.device, self.rank, slots, target_modules)
         longest = positions or buckets[-1]
         return Session(self.model, adapters, list(buckets), positions=longest, compute_dtype=self.compute_dtype)
@@ -126,21 +126,21 @@ class Context:
 
     def close(self) -> None:
         self.model.unload()
-        self.timer.free()
-        del self.timer
+        if timer := self.__dict__.pop("timer", None):
+            timer.free()
 
 
 def default_shape(device: Device) -> str:
-    """The smallest published shape, or on a device that runs on the CPU this project's own tiny one."""
+    """The smallest published shape, or tiny-qwen3 on a device that runs on the CPU."""
     return "tiny-qwen3" if device.info.kind == "software" else "qwen2.5-0.5b"
 
 
 class Workload(ABC):
-    """One case of a brick. Made, it has recorded and declared what it needs, and allocated nothing.
+    """A case of a brick. Creating it records its programs and allocates nothing.
 
-    case: tells a brick's cases apart; empty where there is one.
+    case: name of the case; empty if there is only one.
     clock: `timestamps` of the device, or `host`.
-    keys: what the contract's dims may use beside the config and the run's options.
+    keys: names that the contract's dims may use, in addition to `Context.keys`.
     """
 
     case = ""
@@ -149,26 +149,26 @@ class Workload(ABC):
 
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of device memory that `open` and all that follows will add."""
+        """Maximum bytes that `open` and all following calls add on the device."""
 
     def programs(self) -> list[Program]:
-        """What the product would tune before it runs them."""
+        """The programs whose tilings are chosen if tuning is on."""
         return []
 
     @abstractmethod
     def open(self, choices: Choices = NO_CHOICES) -> None:
-        """Allocates, and builds the programs in the tilings chosen for them."""
+        """Allocate, and build the programs with these tilings."""
 
     @abstractmethod
     def check(self, rng: np.random.Generator) -> Checked | None:
-        """Runs on fresh random inputs and compares with the references; None where there is nothing to compare with."""
+        """Run on new random inputs and compare with the references; None if there are none."""
 
     @abstractmethod
     def run(self) -> float:
-        """One iteration; its seconds."""
+        """Run an iteration; returns its time in seconds."""
 
     def extra(self, timings: Timings) -> Extra:
-        """Further figures of the iterations so far."""
+        """Further figures of the timed iterations."""
         return {}
 
     @abstractmethod
@@ -176,7 +176,7 @@ class Workload(ABC):
 
 
 class SessionWorkload(Workload):
-    """Steps of sessions of one model, all held at once."""
+    """Steps of several sessions of one model, all allocated together."""
 
     def __init__(self, *sessions: Session):
         self.sessions = sessions
@@ -189,7 +189,7 @@ class SessionWorkload(Workload):
 
     def open(self, choices: Choices = NO_CHOICES) -> None:
         device = self.sessions[0].device
-        device.peak_allocated = device.allocated  # of this brick, not of those before
+        device.peak_allocated = device.allocated  # of this brick only
         for session in self.sessions:
             session.allocate(choices=choices)
 
@@ -199,7 +199,7 @@ class SessionWorkload(Workload):
 
 
 def new_bytes(*sessions: Session) -> int:
-    """What allocating sessions of one model, all to be held at once, adds to the device at the peak."""
+    """Maximum bytes that allocating several sessions of one model together adds on the device."""
     held = missing_bytes(set().union(*(session.storages() for session in sessions)))
     held += sum(session.memory().groups["activations"] for session in sessions)
     return max(held, sessions[0].model.bytes_to_load())

@@ -110,28 +110,27 @@ def bricks(
     names = brick_names() if everything else list(dict.fromkeys(brick or []))
     taken = {option for name in names for option in load_contract(name).options}
     refuse_idle(ctx, set(OPTIONS) - taken, f"with the brick{'s' * (len(names) > 1)} {', '.join(names)}")
-    context = _context(device, shape, model, layers, tokens, rank, base_dtype, compute_dtype, wanted(tune))
-    return _measure(context, names, time_limit, json)
+    sizes = {"tokens": tokens, "rank": rank, "compute_dtype": compute_dtype, "tune": wanted(tune)}
+    return _measure(_context(device, shape, model, layers, base_dtype, sizes), names, time_limit, json)
 
 
-def _context(selector: str | None, shape: str | None, model: str | None, layers: int | None, *sizes: Any) -> Any:
+def _context(
+    selector: str | None, shape: str | None, model: str | None, layers: int | None, base_dtype: str, sizes: Any
+) -> Any:
     from wgpu_lora.bench.workload import Context
     from wgpu_lora.gpu.device import Device as OpenedDevice
     from wgpu_lora.models.shapes import shape_config
 
     if shape:
         shape_config(shape, layers)  # refuses unknown shapes before a device is opened
-    return Context.of(OpenedDevice(selector), shape, model, layers, *sizes)
+    return Context.of(OpenedDevice(selector), shape, model, layers, base_dtype, **sizes)
 
 
 def _measure(context: Any, names: list[str], time_limit: float | None, file: str | None) -> int:
     from wgpu_lora.bench.results import BROKEN, Writer
     from wgpu_lora.bench.run import bench as measured
-    from wgpu_lora.bench.run import check_fit
     from wgpu_lora.cli.bench_results import COLUMNS, KEY, LEFT, STYLES, VERDICTS, cells, details, noise_text
 
-    for name in names:
-        check_fit(context, name)
     writer = Writer(file)
     info, options = context.device.info, context.options()
     line("device", f"{info.name} ({info.driver})")
@@ -199,9 +198,8 @@ def compare(
 
     It shows how much each brick's time has changed, and whether that exceeds the noise.
     """
-    from wgpu_lora.bench.compare import compare as compared
-    from wgpu_lora.bench.compare import warnings
-    from wgpu_lora.bench.results import read_results
+    from wgpu_lora.bench.results import compare as compared
+    from wgpu_lora.bench.results import read_results, warnings
     from wgpu_lora.cli.bench_results import LEFT, comparison_cells
 
     old, new = read_results(before), read_results(now)

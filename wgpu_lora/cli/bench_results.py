@@ -1,20 +1,19 @@
-"""Results as a person reads them."""
+"""Results as text."""
 
 from __future__ import annotations
 
 from wgpu_lora.bench.ceiling import Ceilings
-from wgpu_lora.bench.compare import Comparison
-from wgpu_lora.bench.results import BROKEN, HOLDS, NOISY, Result
+from wgpu_lora.bench.results import BROKEN, HOLDS, NOISY, Comparison, Result
 from wgpu_lora.words import counted, share
 
 COLUMNS = ("brick", "time", "spread", "rate", "of ceiling", "limit", "verdict")
 LEFT = ("brick", "verdict")
 KEY = """\
 time: the median of the runs. spread: their standard deviation over the mean.
-of ceiling: how much the work reaches of what this device can do at best, as
-measured above. limit: the least of it that passes, where there is one.
+of ceiling: the share that is reached of the device's maximum, measured above.
+limit: the smallest share that passes, if there is one.
 noisy: the times vary too much to tell."""
-VERDICTS = {HOLDS: "passed", NOISY: "noisy", BROKEN: "failed"}  # of a result -> as people know them
+VERDICTS = {HOLDS: "passed", NOISY: "noisy", BROKEN: "failed"}  # verdict of a result -> its text
 STYLES = {HOLDS: None, NOISY: "yellow", BROKEN: "red"}
 
 
@@ -50,12 +49,12 @@ def rate(billions: float, unit: str) -> str:
 
 
 def noise_text(result: Result) -> str:
-    """Why it is noisy."""
-    return f"its {counted(result.iterations, 'timing')} vary by {result.cv:.1%}, and count below {result.cv_asked:.0%}"
+    """The reason why a result is noisy."""
+    return f"{counted(result.iterations, 'timing')} vary by {result.cv:.1%}, the limit is {result.cv_asked:.0%}"
 
 
 def details(result: Result) -> str:
-    """What the table has no room for: which clock, how far from the reference, and a brick's own figures."""
+    """Facts that are not in the table: the clock, the error, and the brick's own figures."""
     clock = "the device's clock" if result.clock == "timestamps" else "the host's clock"
     said = [f"{counted(result.iterations, 'run')} by {clock}"]
     said.append(f"the middle 60% from {duration(result.p20)} to {duration(result.p80)}")
@@ -69,9 +68,9 @@ def details(result: Result) -> str:
 def _figure(name: str, value: float) -> str:
     """A brick's own figure."""
     if name == "frozen_seconds":
-        return f"the frozen products beside it take {duration(value)}"
+        return f"the frozen matmuls take {duration(value)}"
     if name == "added_share":
-        return f"to which it adds {share(value)}"
+        return f"the adapters add {share(value)} to that"
     return f"{name.replace('_', ' ')} {value:,.4g}"
 
 
@@ -84,4 +83,4 @@ def ceiling_lines(ceilings: Ceilings) -> list[str]:
 
 
 def comparison_cells(c: Comparison) -> tuple[str, ...]:
-    return c.label, duration(c.old), duration(c.new), f"{c.ratio:.3f}", c.verdict
+    return c.new.label, duration(c.old.seconds), duration(c.new.seconds), f"{c.ratio:.3f}", c.verdict

@@ -65,24 +65,20 @@ def training(
 
     The exit code is 1 if a run did not finish.
     """
+    from wgpu_lora.bench.projection import LARGER
     from wgpu_lora.bench.results import Writer
-    from wgpu_lora.bench.training import Work, run_training, trained_config
+    from wgpu_lora.bench.step import training_options
+    from wgpu_lora.bench.training import Work, run_training
 
-    work = Work.of(
-        recipe, shape, layers, tokens=tokens, batch=batch, accumulation=accumulation, data=data, model=model, rank=rank,
-        base_dtype=base_dtype, compute_dtype=compute_dtype, tune=tune, max_steps=max_steps, device=device,
-    )  # fmt: skip
-    writer = Writer(json)
-    found = run_training(work, repeat, _Noted(writer))
+    options = {
+        "tokens": tokens, "batch": batch, "accumulation": accumulation, "data": data, "model": model, "rank": rank,
+        "base_dtype": base_dtype, "compute_dtype": compute_dtype, "tune": tune, "max_steps": max_steps,
+        "device": device,
+    }  # fmt: skip
+    work = Work(recipe, shape, layers, training_options(options))
+    found = run_training(work, repeat, _Noted(Writer(json)), shapes=LARGER if project else ())
     if project:
-        from wgpu_lora.bench.projection import project as projected
-        from wgpu_lora.gpu.device import Device as OpenedDevice
-
-        chosen = OpenedDevice(found["header"]["work"]["options"]["device"])
-        projections = projected(found, trained_config(found), chosen)
-        for record in projections:
-            writer.write(record)
-        console().print(table(PROJECTED, map(_projection, projections), PROJECTED[:1]))
+        console().print(table(PROJECTED, map(_projection, found["projections"]), PROJECTED[:1]))
         line("projected", "memory from each model's plan; time from counted operations at the measured rate")
     return 0 if all(run["stop_reason"] in FINISHED for run in found["runs"]) else 1
 
@@ -111,10 +107,13 @@ def max_batch(
     """
     from wgpu_lora.bench.max_batch import Batches, find_max_batch
     from wgpu_lora.bench.results import Writer
-    from wgpu_lora.bench.step import chosen_model
+    from wgpu_lora.bench.step import ROW, chosen_model, own_words
     from wgpu_lora.gpu.device import Device as OpenedDevice
+    from wgpu_lora.train.arguments import TrainingArguments
 
-    batches = Batches(tokens, rank, compute_dtype, most, memory_limit, time_limit)
+    with own_words(ROW):
+        args = TrainingArguments(max_length=tokens, lora_r=rank, base_dtype=base_dtype, compute_dtype=compute_dtype)
+    batches = Batches(args, most, memory_limit, time_limit)
     writer = Writer(json)
     opened = chosen_model(model, shape, layers, OpenedDevice(device), base_dtype)
     found = find_max_batch(opened, batches, _Noted(writer))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.cli.console import line
 from wgpu_lora.cli.starting import describe_tuning
+from wgpu_lora.train.schedule import LR_SCHEDULES
 from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def _levers(run: AdapterRun) -> str:
     if args.max_steps > 0:
         return "a larger --max-steps"
     several = len(run.stream.prepared.rows) > 1
-    falls = args.lr_scheduler_type in ("cosine", "linear")
+    falls = LR_SCHEDULES[args.lr_scheduler_type].decay is not None
     levers = [
         *(["--no-packing"] if packing else []),
         *(["a smaller --gradient-accumulation-steps"] if accumulation > 1 and several else []),

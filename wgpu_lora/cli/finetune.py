@@ -19,8 +19,8 @@ from wgpu_lora.cli.options import choice
 from wgpu_lora.cli.starting import Starting
 from wgpu_lora.events import Evaluating, StepResult
 from wgpu_lora.installed import program
-from wgpu_lora.names.allowed import SCHEDULES
 from wgpu_lora.train.arguments import ADAPTER, FILES, TrainingArguments
+from wgpu_lora.train.policy import POLICIES
 from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ AdaptersConfig = Annotated[
 ]
 Schedule = Annotated[
     str,
-    choice("Which adapters take each step.", SCHEDULES, rich_help_panel=ADAPTER),
+    choice("Which adapters take each step.", POLICIES, rich_help_panel=ADAPTER),
 ]
 BatchTokens = Annotated[
     int | None,

@@ -22,12 +22,13 @@ def import_model(
     The linear layers are quantised on the GPU and saved in bitsandbytes' format, which transformers loads too.
     """
     from wgpu_lora.export.packed import write_packed
+    from wgpu_lora.formats.shards import refuse_existing
     from wgpu_lora.models.loaded import open_model
 
+    refuse_existing(output)  # before the model may be downloaded
     opened = open_model(model, device)
     with Bar("packing", opened.tensors_to_load() + len(opened.config.parameter_shapes())) as bar:
-        opened.load_weights(Loading(bar))
-        write_packed(opened, output, lambda name: bar.advance())
+        write_packed(opened, output, lambda name: bar.advance(), events=Loading(bar))
     nbytes = sum(path.stat().st_size for path in output.glob("*.safetensors"))
     line("packed", f"{opened.name} into {output}, {nbytes:,} bytes of weights")
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
 if TYPE_CHECKING:
     from wgpu_lora.bench.profile import Profile
+    from wgpu_lora.train.arguments import TrainingArguments
     from wgpu_lora.train.records import RunRecord
 
 Run = Annotated[
@@ -57,23 +59,20 @@ def profile(
     from wgpu_lora.bench.results import header
     from wgpu_lora.bench.step import TRAINING, TrainingStep, chosen_model, own_words
     from wgpu_lora.gpu.device import Device as OpenedDevice
-    from wgpu_lora.train.arguments import TrainingArguments
     from wgpu_lora.train.records import RunRecord
 
+    if run and (model or shape):
+        raise UserError(f"--run and {'--model' if model else '--shape'} are both given: leave one of them out.")
     record = RunRecord.read(run) if run else None
-    args = record.options if record else TrainingArguments()
-    work: dict[str, Any] = {"base_dtype": base_dtype, "batch": batch, "tokens": tokens, "rank": rank}
-    work["gradient_checkpointing"] = gradient_checkpointing
-    if record:
-        work, model, device = _of_run(ctx, work, record, model, shape), args.model, device or args.device
-    opened = chosen_model(model, shape, layers, OpenedDevice(device), work["base_dtype"])
-    # Tilings of another device are of no use here.
+    sizes = {"base_dtype": base_dtype, "batch": batch, "tokens": tokens, "rank": rank}
+    with own_words(TRAINING):
+        args = _arguments(ctx, record, sizes | {"gradient_checkpointing": gradient_checkpointing})
+        model, device = (args.model, device or args.device) if record else (model, device)
+        opened = chosen_model(model, shape, layers, OpenedDevice(device), args.base_dtype)
+        step = TrainingStep.fitting(opened, args)
+    # Tilings of another device are of no use.
     same = record and opened.device.info.name == record.environment.device.name
     choices = record.state.tiles if record and same else {}
-
-    sizes = (work["batch"], work["tokens"], work["rank"], work["gradient_checkpointing"])
-    with own_words(TRAINING):
-        step = TrainingStep.fitting(opened, *sizes, args.target_modules, args.compute_dtype)
     try:
         with Bar("profiling", rounds, " rounds") as bar:
             bar.advance("loading the weights and compiling the kernels", 0)
@@ -81,10 +80,20 @@ def profile(
             found = profile_step(step, rounds, lambda: bar.advance("profiling"))
     finally:
         step.close()
-    work |= {"model": opened.name, "base_digest": opened.checkpoint.digest(), "whole": layers is None}
-    work |= {"layers": opened.config.num_hidden_layers}
-    work |= {"target_modules": args.target_modules, "compute_dtype": args.compute_dtype}
-    work["tiles"] = "of the run" if choices else "default"
+    work = {
+        "model": opened.name,
+        "base_digest": opened.checkpoint.digest(),
+        "layers": opened.config.num_hidden_layers,
+        "whole": layers is None,
+        "base_dtype": args.base_dtype,
+        "batch": args.batching[1],
+        "tokens": args.length,
+        "rank": args.lora_r,
+        "gradient_checkpointing": args.gradient_checkpointing,
+        "target_modules": args.target_modules,
+        "compute_dtype": args.compute_dtype,
+        "tiles": "of the run" if choices else "default",
+    }
     what = described(work)
     if trace:
         write_trace(Path(trace), found, what)
@@ -100,23 +109,17 @@ def profile(
     return 0
 
 
-def _of_run(
-    ctx: typer.Context, work: dict[str, Any], record: RunRecord, model: str | None, shape: str | None
-) -> dict[str, Any]:
-    """The run's sizes, except for those given on the command line."""
-    if model or shape:
-        raise UserError(f"--run and {'--model' if model else '--shape'} are both given: leave one of them out.")
+def _arguments(ctx: typer.Context, record: RunRecord | None, sizes: dict[str, Any]) -> TrainingArguments:
+    """The options of the step: of the command line, or of a run, except for those given on the command line."""
     from wgpu_lora.bench.profile import trained_sizes
+    from wgpu_lora.bench.step import training_options
+    from wgpu_lora.train.arguments import TrainingArguments
 
-    args, (rows, tokens) = record.options, trained_sizes(record)
-    of_run = {
-        "base_dtype": args.base_dtype,
-        "batch": rows,
-        "tokens": tokens,
-        "rank": args.lora_r,
-        "gradient_checkpointing": args.gradient_checkpointing,
-    }
-    return of_run | {name: work[name] for name in of_run if is_given(ctx, name)}
+    if record is None:
+        return TrainingArguments(**training_options(sizes))
+    rows, tokens = trained_sizes(record)
+    given = training_options({name: value for name, value in sizes.items() if is_given(ctx, name)})
+    return replace(record.options, **{"per_device_train_batch_size": rows, "max_length": tokens, **given})
 
 
 def _table(found: Profile, by_shape: bool) -> Any:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def describe_tuning(job: Job[Any]) -> None:
     """Print a line if kernels remain to be tuned."""
     tuner = job.tuner()
-    tuning = tuner.outlook(job.session.programs()) if tuner else None
+    tuning = tuner.estimate(job.session.programs()) if tuner else None
     if tuning and tuning.sizes:
         known = tuning.expected
         takes = f"at most {duration(tuning.limit)}" if known is None else f"about {duration(known)}"

@@ -1,13 +1,15 @@
 """Training data on the CPU: sources of rows, formats, tokenizer and chat template, loss masks, packing.
 
 find -> jsonl, json_array, delimited, parquet, huggingface, given      a name, or rows from Python, to a source
-source -> formats -> sample -> empty -> masks -> prepare               its rows to token ids and labels
+columns, kinds, messages -> formats -> examples                        its rows to examples
+examples -> empty -> masks -> prepare                                  examples to token ids and labels
 account                                                                counts of rows by outcome
 template -> tokenizer                                                  text to tokens and back
 packing                                                                rows to batches
 """
 
 from wgpu_lora.data.account import write_skipped
+from wgpu_lora.data.examples import Sample
 from wgpu_lora.data.files import read_jsonl
 from wgpu_lora.data.find import heldout_data, training_data
 from wgpu_lora.data.formats import parse_example, read_examples
@@ -15,7 +17,6 @@ from wgpu_lora.data.given import given_rows, rows_given
 from wgpu_lora.data.masks import UNTRAINED, tokenize_example
 from wgpu_lora.data.packing import batches, epoch_order, pack
 from wgpu_lora.data.prepare import Prepared, Row, prepare
-from wgpu_lora.data.sample import Sample, one_example
 from wgpu_lora.data.source import Source
 from wgpu_lora.data.tokenizer import StreamDecoder, Tokenizer
 
@@ -31,7 +32,6 @@ __all__ = [
     "epoch_order",
     "given_rows",
     "heldout_data",
-    "one_example",
     "pack",
     "parse_example",
     "prepare",

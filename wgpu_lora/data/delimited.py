@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from wgpu_lora.data.formats import LISTS, Check, check_columns, format_of
+from wgpu_lora.data.columns import RowFormats
 from wgpu_lora.data.jsonl import MAX_LINE, MAX_SHOWN
 from wgpu_lora.data.opening import opened
 from wgpu_lora.data.source import Place, Problem, Rows
@@ -20,14 +20,12 @@ MAX_COLUMNS = 4096
 _SEPARATOR = re.compile(r"sep=.\s*")  # for Excel, before the header
 
 
-def read_delimited(path: Path, check: Check = check_columns) -> Rows:
+def read_delimited(path: Path, formats: RowFormats[Any]) -> Rows:
     """Yield the rows of a file whose first line has the column names, separated by commas, semicolons or tabs.
 
-    Cells are strings. Empty cells in columns of lists are left out. A row that has too many or too few cells, is
-    misquoted, or is not UTF-8 is a Problem. The place of a row is its first line.
-
-    Args:
-        check: raises UserError if the column names are not acceptable.
+    Cells are strings, unless the kind of their column converts them. Empty cells of columns that are not text are left
+    out. A row that has too many or too few cells, is misquoted, or is not UTF-8 is a Problem. The place of a row is its
+    first line.
 
     Raises:
         UserError: the file cannot be read or is empty, its header fits no format, or a quotation mark is not closed.
@@ -37,20 +35,20 @@ def read_delimited(path: Path, check: Check = check_columns) -> Rows:
     names: list[str] | None = None
     empty = True
     with opened(path) as file:
-        for line, cells in _records(file, path):
+        for line, cells in _records(file, path, formats):
             if names is None:
-                names = _columns(cells, f"{path}, line {line}", check)
+                names = _columns(cells, f"{path}, line {line}", formats)
                 continue
             empty = False
-            yield Place("line", line), cells if isinstance(cells, Problem) else _row(names, cells)
+            yield Place("line", line), cells if isinstance(cells, Problem) else _row(names, cells, formats)
     if empty:
         raise UserError(f"{path} is empty: add a line with the column names, and at least one row.")
 
 
-def _records(file: IO[bytes], path: Path) -> Iterator[tuple[int, list[str] | Problem]]:
+def _records(file: IO[bytes], path: Path, formats: RowFormats[Any]) -> Iterator[tuple[int, list[str] | Problem]]:
     """(first line, cells) of every record that is not blank."""
     lines = _Lines(file)
-    reader = csv.reader(lines, delimiter=_delimiter(lines), strict=True)
+    reader = csv.reader(lines, delimiter=_delimiter(lines, formats), strict=True)
     while True:
         begin, lines.held = lines.skipped + reader.line_num + 1, 0
         try:
@@ -102,13 +100,13 @@ class _Lines:
         return self._file.readline(MAX_LINE + 1).decode("utf-8", "surrogateescape")
 
 
-def _delimiter(lines: _Lines) -> str:
+def _delimiter(lines: _Lines, formats: RowFormats[Any]) -> str:
     """The delimiter with which the header fits a format, else the one that gives the most columns."""
     try:
         found = {mark: next(csv.reader([lines.first], delimiter=mark), []) for mark in DELIMITERS}
     except csv.Error:  # reading the header reports it with its line
         return DELIMITERS[0]
-    fitting = [mark for mark, names in found.items() if format_of(dict.fromkeys(map(str.strip, names), ""))]
+    fitting = [mark for mark, names in found.items() if formats.fits([*map(str.strip, names)])]
     return fitting[0] if fitting else max(DELIMITERS, key=lambda mark: len(found[mark]))
 
 
@@ -121,7 +119,7 @@ def _decoded(cells: list[str]) -> list[str] | Problem:
     return cells
 
 
-def _columns(cells: list[str] | Problem, where: str, check: Check) -> list[str]:
+def _columns(cells: list[str] | Problem, where: str, formats: RowFormats[Any]) -> list[str]:
     """The column names. Raises UserError if they fit no format or are not unique."""
     if isinstance(cells, Problem):
         raise UserError(f"{where}: {cells.reason}")
@@ -134,14 +132,21 @@ def _columns(cells: list[str] | Problem, where: str, check: Check) -> list[str]:
     if twice:
         raise UserError(f"{where}: two columns are named {twice[:80]!r}; rename one.")
     try:
-        check(names)
+        formats.check_columns(names)
     except UserError as error:
         raise UserError(f"{where}: the first line must have the column names: {error}") from error
     return names
 
 
-def _row(names: list[str], cells: list[str]) -> dict[str, Any] | Problem:
+def _row(names: list[str], cells: list[str], formats: RowFormats[Any]) -> dict[str, Any] | Problem:
     if len(cells) != len(names):
         reason = f"it has {counted(len(cells), 'cell')}, but the header names {counted(len(names), 'column')}."
         return Problem(reason, cells)
-    return {name: cell for name, cell in zip(names, cells, strict=True) if name and (cell or name not in LISTS)}
+    row: dict[str, Any] = {}
+    for name, cell in zip(names, cells, strict=True):
+        kind = formats.columns.get(name)
+        if kind is None and name:
+            row[name] = cell
+        elif kind and (cell or kind.is_text):
+            row[name] = kind.cell(cell)
+    return row

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from wgpu_lora.data.formats import Alpaca, Completion, Conversation, Example, Text
+from wgpu_lora.data.examples import Alpaca, Completion, Conversation, Example, Text
 
 
 def without_empty_answers(example: Example, completion_only_loss: bool) -> tuple[Example | None, int]:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.atomic import file_digest
+from wgpu_lora.data.columns import RowFormats
 from wgpu_lora.data.delimited import read_delimited
+from wgpu_lora.data.formats import EXAMPLES
 from wgpu_lora.data.json_array import read_array
 from wgpu_lora.data.jsonl import read_lines
 from wgpu_lora.data.opening import bare_name, opened
@@ -30,6 +32,7 @@ _OTHERS = {
     b"\xff\xfe": "is text in UTF-16; save it as UTF-8",
     b"\xfe\xff": "is text in UTF-16; save it as UTF-8",
 }
+Reader = Callable[[Path, RowFormats[Any]], Rows]
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class FileSource:
     """A file of rows. reader: function that reads it; by default detected from its name and first bytes."""
 
     file: Path
-    reader: Callable[[Path], Rows] | None = None
+    reader: Reader | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -53,11 +56,11 @@ class FileSource:
         return self.path
 
     @cached_property
-    def _read(self) -> Callable[[Path], Rows]:
+    def _read(self) -> Reader:
         return self.reader or reader_of(self.file)
 
-    def rows(self) -> Rows:
-        return self._read(self.file)
+    def rows(self, formats: RowFormats[Any]) -> Rows:
+        return self._read(self.file, formats)
 
     def where(self, place: Place) -> str:
         return f"{self.file}, {place}"
@@ -81,7 +84,7 @@ def file_source(path: Path) -> FileSource:
     return source
 
 
-def reader_of(path: Path) -> Callable[[Path], Rows]:
+def reader_of(path: Path) -> Reader:
     """The reader of a file, by its first bytes, or by its name if these do not tell."""
     with opened(path) as file:
         head = file.read(_HEAD)
@@ -105,5 +108,5 @@ def reader_of(path: Path) -> Callable[[Path], Rows]:
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number from 1, object) of every line; UserError if a line is invalid."""
-    for place, row in strict_rows(FileSource(path, read_lines)):
+    for place, row in strict_rows(FileSource(path, read_lines), EXAMPLES):
         yield place.number, row

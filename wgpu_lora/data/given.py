@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.data.source import Place, Problem, Rows, Source, dense, kind_of
+from wgpu_lora.data.columns import RowFormats
+from wgpu_lora.data.source import Place, Problem, Rows, Source
+from wgpu_lora.data.values import dense, kind_of
 from wgpu_lora.errors import UserError
 from wgpu_lora.words import counted
 
@@ -36,7 +38,7 @@ class GivenRows:
     def called(self) -> str:
         return f"'{self.argument}'"
 
-    def rows(self) -> Rows:
+    def rows(self, formats: RowFormats[Any]) -> Rows:
         count = 0
         for count, row in enumerate(self.given, start=1):
             yield Place("row", count), _checked(row, hasattr(self.given, "column_names"))

@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-# Common names for the parts of a row, the most common first; and for roles.
-_ASKED = ("prompt", "instruction", "question", "query", "problem", "input", "user", "source")
-_ANSWERED = ("completion", "output", "answer", "response", "solution", "reply", "target", "assistant")
-_TURNS = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat")
+# Other names of keys, the most common first; and of roles.
+_QUESTION = ("instruction", "question", "query", "problem", "input", "user", "source")
+_ANSWER = ("completion", "output", "answer", "response", "solution", "reply", "target", "assistant")
+_OTHER_KEYS = {
+    "messages": ("conversations", "conversation", "dialogue", "dialog", "chat"),
+    "prompt": _QUESTION,
+    "completion": _ANSWER,
+    "output": _ANSWER,
+}
 OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant", "model": "assistant",
                 "function": "tool", "observation": "tool"}  # fmt: skip
 
 
-def renaming(names: Sequence[str]) -> str | None:
-    """Advice on which keys to rename; None if their meaning cannot be guessed."""
+def renaming(names: Sequence[str], formats: Sequence[Sequence[str]]) -> str | None:
+    """Advice on which keys to rename, for one of the formats, given by their required keys; None without a guess."""
     known = {name.strip().lower(): name for name in names}
-    if "chosen" in known and "rejected" in known:
-        return "these are preferences, which are not supported; the chosen answers can be trained on, as 'completion'"
-    turns = next((known[name] for name in _TURNS if name in known), None)
-    asked, answered = (next((name for name in each if name in known), None) for each in (_ASKED, _ANSWERED))
-    if turns is not None:
-        renamed = {turns: "messages"}
-    elif asked and answered:
-        wanted = ("instruction", "output") if asked == "instruction" else ("prompt", "completion")
-        renamed = {known[asked]: wanted[0], known[answered]: wanted[1]}
-    else:
-        renamed = {known["text"]: "text"} if "text" in known else {}
-    told = [f"{name!r:.80} to {new!r}" for name, new in renamed.items() if name != new]
-    return f"rename {' and '.join(told)}" if told else None
+    if "chosen" in known and "rejected" in known and not any("chosen" in keys for keys in formats):
+        return "these are preferences; SFT can train on the chosen answers, as 'completion'"
+    first = {keys[0] for keys in formats}
+    guesses = [guess for keys in formats if (guess := _renamed(known, keys, first - {*keys}))]
+    if not guesses:
+        return None
+    fewest = min(guesses, key=len)
+    return f"rename {' and '.join(f'{name!r:.80} to {key!r}' for name, key in fewest.items())}"
+
+
+def _renamed(known: dict[str, str], keys: Sequence[str], taken: Collection[str]) -> dict[str, str]:
+    """New names of keys, by the old ones, with which all of `keys` are there; empty if that cannot be guessed.
+
+    known: names by their lower case; taken: keys that mean something else.
+    """
+    found: dict[str, str] = {}
+    for key in keys:
+        left = {name for name in known if known[name] not in found and name not in taken} - ({*keys} - {key})
+        name = next((name for name in (key, *_OTHER_KEYS.get(key, ())) if name in left), None)
+        if name is None:
+            return {}
+        found[known[name]] = key
+    return {name: key for name, key in found.items() if name != key}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.data.columns import RowFormats
 from wgpu_lora.data.files import SUFFIXES
 from wgpu_lora.data.parquet import BATCH, known_columns, rows_of
 from wgpu_lora.data.source import Place, Rows
@@ -40,8 +41,8 @@ class HubSource:
     def called(self) -> str:
         return self.path
 
-    def rows(self) -> Rows:
-        names = known_columns(self.table.column_names, self.path)
+    def rows(self, formats: RowFormats[Any]) -> Rows:
+        names = known_columns(self.table.column_names, self.path, formats)
         if not self.table.num_rows:
             raise UserError(f"{self.path} is empty; at least one row is needed.")
         # In Arrow format, so that unused columns are not decoded.

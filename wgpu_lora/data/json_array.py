@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from wgpu_lora.data.columns import RowFormats
 from wgpu_lora.data.jsonl import BOM, MAX_LINE, parse_line, too_long
 from wgpu_lora.data.opening import opened
 from wgpu_lora.data.source import Place, Rows
@@ -19,10 +20,10 @@ _WITHIN = re.compile(rb'["\[\]{}]')
 _STRING = re.compile(rb'"|\\.|\\\Z', re.DOTALL)
 
 
-def read_array(path: Path) -> Rows:
+def read_array(path: Path, formats: RowFormats[Any] | None = None) -> Rows:
     """Yield the elements of a JSON array, numbered from 1, with their first lines.
 
-    An element that cannot be parsed is a Problem, as for a line of JSONL.
+    An element that cannot be parsed is a Problem, as for a line of JSONL. `formats` is not used: objects have keys.
 
     Raises:
         UserError: the file cannot be read, or an element does not end.

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from wgpu_lora.bounded import object_of
-from wgpu_lora.data.formats import remedy
+from wgpu_lora.data.columns import RowFormats
 from wgpu_lora.data.opening import opened
-from wgpu_lora.data.source import Place, Problem, Rows, kind_of
+from wgpu_lora.data.source import Place, Problem, Rows
+from wgpu_lora.data.values import kind_of
 from wgpu_lora.errors import UserError
 
 MAX_LINE = 16 << 20  # bytes; in the worst case (nested lists) Python takes half a gigabyte for them
@@ -18,7 +19,7 @@ MAX_SHOWN = 1 << 16  # bytes of an unparsable row that are kept
 BOM = b"\xef\xbb\xbf"
 
 
-def read_lines(path: Path) -> Rows:
+def read_lines(path: Path, formats: RowFormats[Any]) -> Rows:
     """Yield every line that is not blank.
 
     A line that is too long, not UTF-8, not a JSON object, or repeats a key is a Problem.
@@ -34,7 +35,7 @@ def read_lines(path: Path) -> Rows:
             if len(line) <= MAX_LINE and not line.strip():
                 continue
             row = parse_line(line)
-            if first and isinstance(row, Problem) and (wrong := _of_several_lines(path, line)):
+            if first and isinstance(row, Problem) and (wrong := _of_several_lines(path, line, formats)):
                 raise UserError(f"{path} {wrong}.")
             first = False
             yield Place("line", number), row
@@ -93,14 +94,14 @@ def describe(error: json.JSONDecodeError) -> str:
     return f"{text[:1].lower()}{text[1:]} at character {error.pos + 1}"
 
 
-def _of_several_lines(path: Path, line: bytes) -> str | None:
+def _of_several_lines(path: Path, line: bytes, formats: RowFormats[Any]) -> str | None:
     """Advice for a file with JSON objects over several lines; None for other files."""
     if not line.lstrip().startswith(b"{"):
         return None
     with opened(path) as file:
         data = file.read(MAX_LINE + 1)
     if len(data) <= MAX_LINE and isinstance(row := parse_line(data.removeprefix(BOM)), dict):
-        return f"is one JSON object over several lines; {remedy(row) or 'put it into a list, as [{...}]'}"
+        return f"is one JSON object over several lines; {formats.remedy(row) or 'put it into a list, as [{...}]'}"
     if line.strip() == b"{":
         return "has JSON objects over several lines; write one per line (`jq -c . FILE`), or all of them as one list"
     return None

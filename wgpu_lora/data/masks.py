@@ -11,7 +11,7 @@ from typing import Any
 
 from wgpu_lora.data import template
 from wgpu_lora.data.encoding import MAX_CHARACTERS, EncodeRequest, Steps, run_together
-from wgpu_lora.data.formats import Alpaca, Completion, Conversation, Example, Text, Tokens
+from wgpu_lora.data.examples import Alpaca, Completion, Conversation, Example, Text, Tokens
 from wgpu_lora.data.template import Span
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError

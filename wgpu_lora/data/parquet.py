@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.data.formats import COLUMNS, Check, check_columns
+from wgpu_lora.data.columns import RowFormats
 from wgpu_lora.data.jsonl import MAX_LINE, too_long
-from wgpu_lora.data.source import Place, Rows, dense
+from wgpu_lora.data.source import Place, Rows
+from wgpu_lora.data.values import dense
 from wgpu_lora.errors import UserError
 from wgpu_lora.installed import pip_line
 
@@ -17,11 +18,8 @@ MAX_BATCH = MAX_LINE  # bytes; rows of a larger batch are decoded one by one
 MAX_ROWS_A_BYTE = 64  # that a file may claim; equal rows compress well, but not without limit
 
 
-def read_parquet(path: Path, check: Check = check_columns) -> Rows:
-    """Yield the rows of a file, with the columns that formats use; null fields, which Arrow adds, are left out.
-
-    Args:
-        check: raises UserError if the column names are not acceptable.
+def read_parquet(path: Path, formats: RowFormats[Any]) -> Rows:
+    """Yield the rows of a file, with the columns that the formats use; null fields, which Arrow adds, are left out.
 
     Raises:
         UserError: pyarrow is not installed, the file is damaged, or its columns fit no format.
@@ -38,19 +36,19 @@ def read_parquet(path: Path, check: Check = check_columns) -> Rows:
                 raise UserError(f"{path} claims {rows:,} rows in {size:,} bytes, so it is damaged: write it again.")
             if not rows:
                 raise UserError(f"{path} is empty; at least one row is needed.")
-            names = known_columns(file.schema_arrow.names, str(path), check)
+            names = known_columns(file.schema_arrow.names, str(path), formats)
             yield from rows_of(file.iter_batches(BATCH, columns=names))
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as Parquet ({_first_line(error)}): write it again.") from error
 
 
-def known_columns(names: list[str], where: str, check: Check = check_columns) -> list[str]:
-    """The columns of a table that formats use. Raises UserError if they fit no format or are not unique."""
+def known_columns(names: list[str], where: str, formats: RowFormats[Any]) -> list[str]:
+    """The columns of a table that the formats use. Raises UserError if they fit no format or are not unique."""
     try:
-        check(names)
+        formats.check_columns(names)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
-    known = [name for name in names if name in COLUMNS]
+    known = [name for name in names if name in formats.columns]
     if len(set(known)) < len(known):
         raise UserError(f"{where}: two columns have the same name; rename one.")
     return known

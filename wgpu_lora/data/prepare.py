@@ -11,11 +11,12 @@ from typing import Any, Literal
 import numpy as np
 
 from wgpu_lora.data.account import Account
+from wgpu_lora.data.columns import RowFormats
 from wgpu_lora.data.empty import without_empty_answers
+from wgpu_lora.data.examples import Example, Sample, Tokens
 from wgpu_lora.data.files import file_source
-from wgpu_lora.data.formats import Example, Tokens
+from wgpu_lora.data.formats import EXAMPLES
 from wgpu_lora.data.masks import UNTRAINED, Pair, tokenize_examples
-from wgpu_lora.data.sample import ReadSample, Sample, one_example
 from wgpu_lora.data.source import Place, Problem, Source
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
@@ -94,7 +95,7 @@ def prepare(
     chat_template_kwargs: dict[str, Any] | None = None,
     vocab_size: int | None = None,
     skip_bad_rows: bool = False,
-    read: ReadSample = one_example,
+    formats: RowFormats[Sample] = EXAMPLES,
     parts: int = 1,
 ) -> Prepared:
     """Read, tokenise and mask the rows of a source or a file.
@@ -104,7 +105,7 @@ def prepare(
         max_length: in tokens; longer rows are truncated at the end or dropped, according to `on_overflow`.
         vocab_size: rows of the model's embedding; by default the size of the tokenizer's vocabulary.
         skip_bad_rows: skip unusable rows, and keep them in the account.
-        read, parts: function that reads a sample from a row, and the number of examples in a sample.
+        formats, parts: the accepted formats of rows, and the number of examples that they give per sample.
 
     Raises:
         UserError: the source cannot be read, rows are invalid (with their places) or have a token outside of the
@@ -120,10 +121,11 @@ def prepare(
     account = Account(source, keep_bad=skip_bad_rows)
     rows: list[Row] = []
     values: list[float] = []
-    for block in _blocks(source, account, completion_only_loss, read):
+    for block in _blocks(source, account, completion_only_loss, formats):
         examples = [example for _, _, sample in block if sample for example in sample.examples]
         found = iter(tokenize_examples(examples, tokenizer, completion_only_loss, chat_template_kwargs))
         for place, row, sample in block:
+            assert sample is None or len(sample.examples) == parts
             pairs: list[Pair] = []
             wrong = None
             for expanded in [next(found) for _ in (sample.examples if sample else ())]:
@@ -187,13 +189,15 @@ def _kept(pairs: list[Pair], place: Place, account: Account, max_length: int, dr
         yield row
 
 
-def _blocks(source: Source, account: Account, completion_only_loss: bool, read: ReadSample) -> Iterator[list[_Read]]:
+def _blocks(
+    source: Source, account: Account, completion_only_loss: bool, formats: RowFormats[Sample]
+) -> Iterator[list[_Read]]:
     """Yield blocks of rows to tokenise together; the sample is None for rows that are already accounted for."""
     block: list[_Read] = []
     size = 0
-    for place, row in source.rows():
+    for place, row in source.rows(formats):
         account.examples += 1
-        sample = _sample(place, row, account, completion_only_loss, read)
+        sample = _sample(place, row, account, completion_only_loss, formats)
         block.append((place, row, sample))
         size += sum(map(_size, sample.examples)) if sample else 0
         if len(block) >= _BLOCK_ROWS or size >= _BLOCK_SIZE:
@@ -204,11 +208,11 @@ def _blocks(source: Source, account: Account, completion_only_loss: bool, read: 
 
 
 def _sample(
-    place: Place, row: dict[str, Any] | Problem, account: Account, completion_only: bool, read: ReadSample
+    place: Place, row: dict[str, Any] | Problem, account: Account, completion_only: bool, formats: RowFormats[Sample]
 ) -> Sample | None:
     try:
         problem = row if isinstance(row, Problem) else account.note(place, row)
-        sample = None if isinstance(row, Problem) or problem else read(row)
+        sample = None if isinstance(row, Problem) or problem else formats.read(row)
     except UserError as error:
         problem, sample = Problem(str(error), row), None
     if problem:

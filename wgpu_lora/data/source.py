@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from wgpu_lora.data.columns import RowFormats
 from wgpu_lora.errors import UserError
 
 
@@ -50,11 +51,14 @@ class Source(Protocol):
     def notes(self) -> tuple[str, ...]:
         """Notes for the user about how the data are read."""
 
-    def rows(self) -> Rows:
+    def rows(self, formats: RowFormats[Any]) -> Rows:
         """Yield the rows in order; a row that cannot be read is a Problem.
 
+        Args:
+            formats: those that are accepted. Of tables, only their columns are read.
+
         Raises:
-            UserError: the data cannot be read (any further).
+            UserError: the data cannot be read (any further), or the columns of a table fit no format.
         """
 
     def where(self, place: Place) -> str:
@@ -64,31 +68,13 @@ class Source(Protocol):
         """SHA-256 of the file, hexadecimal; None if there is no file."""
 
 
-def strict_rows(source: Source) -> Iterator[tuple[Place, dict[str, Any]]]:
+def strict_rows(source: Source, formats: RowFormats[Any]) -> Iterator[tuple[Place, dict[str, Any]]]:
     """Yield the rows of a source in which all rows must be valid.
 
     Raises:
         UserError: as for `Source.rows`, or a row cannot be read; names its place.
     """
-    for place, row in source.rows():
+    for place, row in source.rows(formats):
         if isinstance(row, Problem):
             raise UserError(f"{source.where(place)}: {row.reason}")
         yield place, row
-
-
-def kind_of(value: Any) -> str:
-    """The kind of a JSON value, for messages."""
-    if isinstance(value, list | dict):
-        name = "list" if isinstance(value, list) else "object"
-        return f"an empty {name}" if not value else "a list" if name == "list" else "an object"
-    if isinstance(value, float) and value != value:
-        return "NaN (a table's empty cell?)"
-    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string"}
-    return names.get(type(value), type(value).__name__)
-
-
-def dense(value: Any) -> Any:
-    """A value without the null fields of its objects, since tables give every object all fields."""
-    if isinstance(value, dict):
-        return {key: dense(item) for key, item in value.items() if item is not None}
-    return [dense(item) for item in value] if isinstance(value, list) else value

@@ -21,6 +21,7 @@ from wgpu_lora.formats.gguf.write import Tensors, new_gguf, refuse_existing, wri
 from wgpu_lora.formats.hub import is_gguf
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.gguf import gguf_names
+from wgpu_lora.names.naming import setting
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def export_model(
             exists.
     """
     if kind not in mix.FILE_TYPES:
-        raise UserError(f"--quantize {kind} is not known: choose one of {', '.join(mix.FILE_TYPES)}.")
+        raise UserError(f"{setting('quantize', kind)} is not known: choose one of {', '.join(mix.FILE_TYPES)}.")
     refuse_existing(output)
     merged = MergedModel(model, adapter)
     config = merged.config

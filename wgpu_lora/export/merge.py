@@ -19,6 +19,7 @@ from wgpu_lora.formats.shards import MAX_SHARD_BYTES, TensorSpec, new_model_dire
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.files import config_of, read_model
 from wgpu_lora.models.lora import check_fits
+from wgpu_lora.names.naming import setting
 
 DTYPES = {"bf16": ("BF16", ml_dtypes.bfloat16), "f16": ("F16", np.float16), "f32": ("F32", np.float32)}
 TORCH = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
@@ -111,14 +112,16 @@ def merge_adapter(
         UserError: a file cannot be read, the adapter does not fit, `output` exists, or a value is out of f16's range.
     """
     if dtype not in DTYPES:
-        raise UserError(f"--dtype {dtype} is not known: choose one of {', '.join(DTYPES)}.")
+        raise UserError(f"{setting('dtype', dtype)} is not known: choose one of {', '.join(DTYPES)}.")
     merged = MergedModel(model, adapter)
     kind, numpy_type = DTYPES[dtype]
 
     def pieces(name: str) -> Iterator[np.ndarray]:
         for values in merged.pieces(name):
             if dtype == "f16" and np.abs(values).max(initial=0) > F16_MAX:
-                raise UserError(f"{name} has values beyond f16's range of {F16_MAX:,.0f}: use --dtype bf16 or f32.")
+                raise UserError(
+                    f"{name} has values beyond f16's range of {F16_MAX:,.0f}: use {setting('dtype', 'bf16')} or f32."
+                )
             # As bits, because NumPy does not support bfloat16 buffers.
             yield values.astype(numpy_type).view(np.uint8)
         progress(name)

@@ -10,6 +10,7 @@ import numpy as np
 
 from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import SILENT, Events
 from wgpu_lora.export.companions import write_companions
 from wgpu_lora.formats.bitsandbytes import KIND, QUANTIZATION_CONFIG, STATE, stored_parts
 from wgpu_lora.formats.checkpoint import Checkpoint
@@ -27,13 +28,14 @@ def write_packed(
     output: Path,
     progress: Callable[[str], None] = lambda name: None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    events: Events = SILENT,
 ) -> None:
     """Writes a model with its linear layers in NF4 as a directory that this package and transformers load.
 
     Other tensors keep their dtype. The model's weights are loaded if necessary.
 
     Args:
-        progress: called with each tensor's name once it is written.
+        progress: called with each tensor's name once it is written. events: receives `loading`.
 
     Raises:
         UserError: the model's base format is not NF4, its file is already quantised, or `output` exists.
@@ -42,7 +44,22 @@ def write_packed(
     kept = model.config.packed is None and model.decoder.base_dtype == KIND
     if not isinstance(checkpoint, Checkpoint | GGUFCheckpoint) or not kept:
         raise UserError(f"{model.name} is not quantised on loading: give a model in full precision, to be kept in NF4.")
-    model.load_weights()
+    with new_model_directory(output, model.path) as directory:  # which refuses `output` before the weights are loaded
+        model.load_weights(events)
+        if is_gguf(model.path):
+            write_companions(model.path, model.tokenizer, directory)
+        _write_weights(model, checkpoint, directory, progress, max_shard_bytes)
+        stated = read_json(directory / "config.json") | {"quantization_config": QUANTIZATION_CONFIG}
+        (directory / "config.json").write_text(json.dumps(stated, indent=2) + "\n")
+
+
+def _write_weights(
+    model: LoadedModel,
+    checkpoint: Checkpoint | GGUFCheckpoint,
+    directory: Path,
+    progress: Callable[[str], None],
+    max_shard_bytes: int,
+) -> None:
     linears = model.config.matrices()
     packed = {name: weight for name, weight in model.decoder.matrices() if name in linears}
     parts: dict[str, np.ndarray] = {}
@@ -74,9 +91,4 @@ def write_packed(
             yield checkpoint.read_raw(name)
             progress(name)
 
-    with new_model_directory(output, model.path) as directory:
-        if is_gguf(model.path):
-            write_companions(model.path, model.tokenizer, directory)
-        write_shards(directory, specs, pieces, max_shard_bytes)
-        stated = read_json(directory / "config.json") | {"quantization_config": QUANTIZATION_CONFIG}
-        (directory / "config.json").write_text(json.dumps(stated, indent=2) + "\n")
+    write_shards(directory, specs, pieces, max_shard_bytes)

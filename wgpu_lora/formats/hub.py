@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from wgpu_lora.assets import DEMO_MODEL
+from wgpu_lora.bounded import check_path
 from wgpu_lora.errors import UserError
 
 # Only safetensors: other weight formats may run code when they are loaded.
@@ -23,6 +24,7 @@ def resolve_model(model: str) -> Path:
     """
     if model == "demo":
         return DEMO_MODEL
+    check_path(model)
     try:
         path = Path(model).expanduser()
     except RuntimeError:  # '~user' without a home directory

@@ -17,7 +17,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from wgpu_lora.atomic import replace_directory, write_bytes_atomic
-from wgpu_lora.bounded import is_name, read_json
+from wgpu_lora.bounded import check_path, is_path, read_json
 from wgpu_lora.errors import NotFiniteError, UserError
 from wgpu_lora.formats.checkpoint import SUPPORTED_DTYPES, read_f32_entry, read_header
 from wgpu_lora.patterns import first_matches
@@ -158,6 +158,7 @@ def read_adapter(directory: str | Path) -> tuple[AdapterConfig, dict[str, tuple[
             the config.
         NotFiniteError: a value is NaN or infinite.
     """
+    check_path(directory)
     directory = Path(directory)
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory: give the directory that holds {CONFIG}.")
@@ -231,8 +232,8 @@ def parse_config(d: Mapping[str, Any], where: str) -> AdapterConfig:
     if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
         raise UserError(f"lora_dropout in {where} is {dropout!r}, expected a number from 0 to below 1: correct it.")
     base = d.get("base_model_name_or_path")
-    if not isinstance(base, str | None) or (base is not None and not is_name(base)):
-        raise UserError(f"base_model_name_or_path in {where} is {base!a:.60}, expected a string: correct it.")
+    if not isinstance(base, str | None) or (base is not None and not is_path(base)):
+        raise UserError(f"base_model_name_or_path in {where} is {base!a:.60}, expected a path or an id: correct it.")
     return AdapterConfig(
         r=int(_number(d.get("r", 8), "r", where, whole=True)),
         lora_alpha=_number(d.get("lora_alpha", 8), "lora_alpha", where),

@@ -16,6 +16,7 @@ from wgpu_lora.atomic import replace_directory
 from wgpu_lora.bounded import check_name, leads_out
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.checkpoint import INDEX, SINGLE
+from wgpu_lora.names.naming import flag
 
 MAX_SHARD_BYTES = 5 * 10**9  # transformers' own default
 ITEM_BYTES = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4}
@@ -89,6 +90,13 @@ def _write_shard(path: Path, tensors: Mapping[str, TensorSpec], pieces: Callable
                 raise ValueError(f"{name}: got {written} bytes, expected {spec.nbytes}")
 
 
+def refuse_existing(output: Path) -> None:
+    """Raises UserError if `output` exists and is not an empty directory, or is not a suitable path."""
+    check_name(output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output} exists already: choose another {flag('output')}, or remove it.")
+
+
 @contextmanager
 def new_model_directory(output: Path, source: Path) -> Iterator[Path]:
     """A temporary directory with the files of `source` except weights; it becomes `output` on success.
@@ -96,9 +104,7 @@ def new_model_directory(output: Path, source: Path) -> Iterator[Path]:
     Raises:
         UserError: `output` exists and is not empty, or cannot be created.
     """
-    check_name(output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output} exists already: choose another --output, or remove it.")
+    refuse_existing(output)
     temporary = output.absolute().with_name(f".{output.absolute().name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -111,7 +117,7 @@ def new_model_directory(output: Path, source: Path) -> Iterator[Path]:
                 if path.is_file() and not path.name.endswith(".index.json"):
                     if leads_out(path, source):
                         raise UserError(
-                            f"{path} is a link to a file outside of {source}: remove it, or replace it by a copy."
+                            f"{path} is a link to a file outside of {source}: remove it, or replace it with a copy."
                         )
                     target = temporary / path.relative_to(source)
                     target.parent.mkdir(exist_ok=True)

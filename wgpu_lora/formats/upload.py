@@ -72,7 +72,7 @@ def prepare(directory: Path, include: list[str] | None = None, exclude: list[str
     for path in chosen.values():
         if leads_out(path, directory):
             raise UserError(
-                f"{path} is a link to a file outside of {directory}: replace it by a copy, or --exclude it."
+                f"{path} is a link to a file outside of {directory}: replace it with a copy, or --exclude it."
             )
     if not chosen:
         raise UserError(f"--include and --exclude leave no files of {directory} to upload: change the patterns.")
@@ -102,7 +102,7 @@ def _kind(directory: Path, found: dict[str, Path]) -> tuple[str, list[str]]:
         base = read_adapter(directory)[0].base_model_name_or_path
         if base and hub_id(base):
             return "adapter", []
-        return "adapter", [f"{CONFIG} names the base {base!r}, which others cannot resolve: replace it by a hub id."]
+        return "adapter", [f"{CONFIG} names the base {base!r}, which others cannot resolve: replace it with a hub id."]
     if SINGLE in found or INDEX in found:
         Checkpoint(directory)
         return "model", []

@@ -20,6 +20,11 @@ Part = tuple[Arrays, Constants]
 TakePart = Callable[[Arrays, Constants], Part | None]  # None: the whole call is checked
 
 
+def fewer(size: int, unit: int) -> int:
+    """A size of one or two units and the remainder of `size`, if that is less."""
+    return min(size, unit + size % unit)
+
+
 def costly(products: float, arrays: Arrays, *sizes: int) -> bool:
     """Whether a reference would take too much time or memory."""
     return products > PRODUCTS or max((*sizes, *(array.size for array in arrays.values())), default=0) > VALUES

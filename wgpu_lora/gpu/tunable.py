@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from wgpu_lora.gpu.tiling import Tiling
+
 Arrays = dict[str, np.ndarray]
 Constants = dict[str, Any]  # of a call: the kernel's keyword parameters
 
@@ -27,8 +29,9 @@ class Tunable(Protocol):
     def work(self, c: Constants) -> float:
         """Multiply-adds of a call. The heaviest calls are tuned first."""
 
-    def cut(self, c: Constants) -> Constants:
-        """A call that compiles to the same shaders and is small enough to be compared with the float64 reference."""
+    def cut(self, c: Constants, tiling: Tiling) -> Constants:
+        """A call that compiles to the same shader and is small enough to be compared with the float64 reference. It has
+        whole blocks of the tiling, and a block that its edge cuts where the call has one."""
 
     def inputs(self, c: Constants, present: tuple[str, ...], rng: np.random.Generator) -> Arrays:
         """Synthetic arrays for the bindings `present`, including outputs."""

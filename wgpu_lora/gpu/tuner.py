@@ -45,10 +45,10 @@ class Tuner:
         self.seconds = seconds
         self.file = ChoiceFile(device, directory)
 
-    def outlook(self, programs: Iterable[Program]) -> Tuning:
-        """What `tune` will time, and an estimate of how long that takes."""
+    def estimate(self, programs: Iterable[Program]) -> Tuning:
+        """How many sizes and tilings `tune` would time for these programs, and in how many seconds; it times none."""
         calls = self._calls(programs)
-        return self._outlook(calls, self.file.read(_digests(calls)))
+        return self._estimate(calls, self.file.read(_digests(calls)))
 
     def tune(self, programs: Iterable[Program], events: Events = SILENT) -> dict[str, Tiling]:
         """Choices for every heavy call of the programs, measured now or read from the cache.
@@ -61,7 +61,7 @@ class Tuner:
         calls = self._calls(programs)
         digests = _digests(calls)
         known = self.file.read(digests)
-        tuning, begin = self._outlook(calls, known), time.perf_counter()
+        tuning, begin = self._estimate(calls, known), time.perf_counter()
         fresh: dict[str, Entry] = {}
         try:
             for key, call in calls.items():
@@ -98,7 +98,7 @@ class Tuner:
                     work[key] = work.get(key, 0.0) + step.kernel.tuning.work(step.constants)
         return {key: calls[key] for key in sorted(calls, key=lambda k: -work[k])}
 
-    def _outlook(self, calls: dict[str, Dispatch], known: dict[str, Entry]) -> Tuning:
+    def _estimate(self, calls: dict[str, Dispatch], known: dict[str, Entry]) -> Tuning:
         sizes, tilings, seen = 0, 0, dict(known)
         for key, call in calls.items():
             count = len(self._tilings(call))
@@ -155,7 +155,7 @@ class Tuner:
 
     def _is_right(self, call: Dispatch, tiling: Tiling) -> bool:
         """Whether a tiling compiles and agrees with the float64 reference on a cut of the call."""
-        small = _tuning(call).cut(call.constants)
+        small = _tuning(call).cut(call.constants, tiling)
         try:
             single = self._single(call, small, tiling)
         except ShaderError:  # other tilings may compile

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.data import Tokenizer, read_jsonl
-from wgpu_lora.data.formats import Conversation, parse_example
+from wgpu_lora.data.examples import Conversation
+from wgpu_lora.data.formats import parse_example
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer.prompt import chat_prompt, check_text
 from wgpu_lora.infer.settings import Settings

@@ -64,13 +64,13 @@ class Generator:
         base = model.decoder.storages()
         self._owned: set[Storage] = {s for s in programs.storages() - base if s.buffer is None}
         sizes = Arena.sizes_for([program.plan() for program in programs.all()])
-        self._arena, self._claim = Arena(self.device), ExitStack()
+        self.arena, self._claim = Arena(self.device), ExitStack()
         try:
             need = model.bytes_to_load() + missing_bytes(self._owned) + sum(sizes)
             self._claim.enter_context(claim(self.device, need, "generating"))
             model.load_weights(events)
             allocate(self.device, self._owned)
-            self._arena = Arena(self.device, sizes)
+            self.arena = Arena(self.device, sizes)
         except BaseException:
             self.close()
             raise
@@ -165,7 +165,7 @@ class Generator:
 
     def close(self) -> None:
         """Free the caches and everything else allocated here; the model and the adapters stay."""
-        self._arena.free()
+        self.arena.free()
         release(self.device, self._owned)
         self._owned = set()
         self._claim.close()
@@ -293,6 +293,6 @@ class Generator:
         """Build a program before its first run; returns whether it was built now."""
         if program in self._built:
             return False
-        program.build(self._arena)
+        program.build(self.arena)
         self._built.add(program)
         return True

@@ -13,6 +13,7 @@ from wgpu_lora.gpu.program import release
 from wgpu_lora.infer.adapters import load_adapters
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.names.naming import flag
 from wgpu_lora.share import claim
 
 BASE = "base"  # name of the model without an adapter
@@ -75,7 +76,7 @@ def model_of(adapters: Mapping[str, Path], model: str | None = None) -> str:
         if _place(base) != _place(bases[first]):
             raise UserError(
                 f"The adapters {first} and {name} have different base models, {bases[first]} and {base}: choose one "
-                "with --model."
+                f"with {flag('model')}."
             )
     return bases[first]
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wgpu_lora.data import Tokenizer
-from wgpu_lora.data.formats import Conversation, parse_example
+from wgpu_lora.data.examples import Conversation
+from wgpu_lora.data.formats import parse_example
 from wgpu_lora.errors import UserError
 
 Messages = Sequence[Mapping[str, Any]]

@@ -6,26 +6,35 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from wgpu_lora.atomic import write_new_bytes
 from wgpu_lora.data.account import Account
-from wgpu_lora.data.delimited import read_delimited
+from wgpu_lora.data.columns import RowFormat, RowFormats
 from wgpu_lora.data.files import SUFFIXES, FileSource, reader_of
-from wgpu_lora.data.formats import Alpaca, Conversation, parse_example
+from wgpu_lora.data.formats import EXAMPLES, alpaca, sharegpt
+from wgpu_lora.data.kinds import ANYTHING, MESSAGES, TEXT, TEXT_OR_MESSAGES, TURNS
 from wgpu_lora.data.opening import bare_name, opened
-from wgpu_lora.data.parquet import read_parquet
 from wgpu_lora.data.source import Problem
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer.answer import Answer
 from wgpu_lora.infer.prompt import Prompt, check_prompt
-from wgpu_lora.words import counted, listed
+from wgpu_lora.words import counted
 
 MAX_TEXT_BYTES = 256 << 20
-KEYS = ("messages", "conversations", "prompt", "instruction")  # of rows with a prompt; the first present one is used
+# Rows with a prompt, which may be rows to train on; all their columns are kept beside the answer.
+FORMATS: RowFormats[Any] = RowFormats(
+    (
+        RowFormat({"messages": MESSAGES}, lambda row: row["messages"], EXAMPLES.columns),
+        RowFormat({"conversations": TURNS}, sharegpt, EXAMPLES.columns),
+        RowFormat(
+            {"prompt": replace(ANYTHING, cell=TEXT_OR_MESSAGES.cell)}, lambda row: row["prompt"], EXAMPLES.columns
+        ),
+        RowFormat({"instruction": TEXT}, lambda row: alpaca(row).asked, EXAMPLES.columns),
+    )
+)
 _ROWS = re.compile(rb"(\xef\xbb\xbf)?\s*(\{|\[\s*\{|PAR1)")  # the beginning of a file of rows
 ANSWERED = ("response", "tokens", "stop_reason")  # keys that an answer adds to a row
 
@@ -42,7 +51,7 @@ class Request:
 def read_requests(path: Path) -> list[Request]:
     """Read prompts in order: rows in any format that training reads, or lines of plain text.
 
-    Rows have one of KEYS; they are recognised by the file's name or its first bytes. Blank lines are skipped.
+    Rows fit one of FORMATS; they are recognised by the file's name or its first bytes. Blank lines are skipped.
 
     Raises:
         UserError: the file cannot be read or is empty, or rows have no prompt (with their line numbers).
@@ -54,12 +63,9 @@ def read_requests(path: Path) -> list[Request]:
         begins = file.read(4096)
     if bare_name(path).suffix.lower() not in SUFFIXES and not _ROWS.match(begins):
         return [Request(line, {"prompt": line}) for line in _lines(path)]
-    reader = reader_of(path)
-    if reader in (read_delimited, read_parquet):
-        reader = partial(reader, check=_check_columns)
-    account = Account(FileSource(path, reader))
+    account = Account(FileSource(path, reader_of(path)))
     found = []
-    for place, row in account.source.rows():
+    for place, row in account.source.rows(FORMATS):
         try:
             if isinstance(row, Problem):
                 raise UserError(row.reason)
@@ -68,12 +74,6 @@ def read_requests(path: Path) -> list[Request]:
             account.add_bad(place, Problem(str(error)))
     account.refuse_bad("fix them")
     return found
-
-
-def _check_columns(names: Sequence[str]) -> None:
-    if not any(key in names for key in KEYS):
-        shown = listed([repr(name[:80]) for name in names[:20]]) if names else "none"
-        raise UserError(f"the columns are {shown}, but one of {listed(KEYS)} is needed: rename one.")
 
 
 def _lines(path: Path) -> list[str]:
@@ -95,29 +95,13 @@ def _request(row: dict[str, Any]) -> Request:
     for key in ("tools", "chat_template_kwargs"):
         if row.get(key):
             raise UserError(f"the row has {key!r}, which generation does not support: leave it out.")
-    messages, answered = _asked(row), False
+    messages, answered = FORMATS.read(row), False
     while isinstance(messages, list) and len(messages) > 1 and _is_answer(messages[-1]):
         messages, answered = messages[:-1], True
     if isinstance(messages, str) and not messages.strip():
         raise UserError("the prompt is empty.")
     check_prompt(messages)
     return Request(messages, row, answered)
-
-
-def _asked(row: dict[str, Any]) -> Any:
-    """The prompt of a row, which may be a row to train on: a text or messages."""
-    key = next((key for key in KEYS if row.get(key) is not None), None)
-    if key is None:
-        keys = ", ".join(repr(key[:80]) for key in list(row)[:12]) or "none"
-        raise UserError(f"the row has neither 'prompt' nor 'messages': its keys are {keys}.")
-    if key == "prompt":
-        return row[key]
-    whole = {"output": "", **row} if key == "instruction" else {key: row[key], "system": row.get("system")}
-    example = parse_example(whole)
-    if isinstance(example, Alpaca):
-        return example.asked
-    assert isinstance(example, Conversation)
-    return example.messages
 
 
 def _is_answer(message: Any) -> bool:

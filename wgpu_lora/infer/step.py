@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from wgpu_lora.errors import NoRoomError
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.errors import BindingTooLarge
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
 from wgpu_lora.models.cache import Cache
@@ -19,6 +19,7 @@ from wgpu_lora.models.rows import NOWHERE, Rows
 from wgpu_lora.ops.embedding import gather_rows
 from wgpu_lora.ops.matmul import matmul_nt
 from wgpu_lora.ops.recorder import Kept, Recorder
+from wgpu_lora.words import counted
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,11 @@ class State:
         )
 
     def check(self, max_binding: int) -> None:
-        """Raise NoRoomError if a tensor of a layer's state exceeds a binding."""
+        """Raise BindingTooLarge if a tensor of a layer's state exceeds a binding."""
         name, nbytes = self.cache.largest()
         if nbytes > max_binding:
-            raise NoRoomError(
-                f"The {name} of {self.batch} sequences of {self.capacity:,} tokens take {nbytes:,} bytes per layer, "
-                f"but a binding of this device holds at most {max_binding:,}: use a smaller capacity or batch."
-            )
+            whole = f"{name} of {counted(self.batch, 'sequence')} of {self.capacity:,} tokens"
+            raise BindingTooLarge(whole, nbytes, max_binding)
 
     def storages(self) -> set[Storage]:
         own = {tensor.storage for tensor in (self.last, *self.logits)}
@@ -171,7 +170,7 @@ class Programs:
         buckets: rows of the prefill steps, ascending.
 
         Raises:
-            NoRoomError: a tensor of a layer's state exceeds a binding.
+            BindingTooLarge: a tensor of a layer's state exceeds a binding.
         """
         state, kept = State.declare(decoder, batch, capacity), Kept(device)
         state.check(device.max_binding)

@@ -7,6 +7,7 @@ from typing import Any
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.architectures import parse_config
 from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.names.naming import setting
 
 _FIELDS = (
     "model_type",
@@ -63,5 +64,7 @@ def cut(config: ModelConfig, layers: int | None) -> ModelConfig:
     if layers is None:
         return config
     if not 1 <= layers <= config.num_hidden_layers:
-        raise UserError(f"--layers {layers} is not possible: this model has {config.num_hidden_layers} layers.")
+        raise UserError(
+            f"{setting('layers', layers)} is not possible: this model has {config.num_hidden_layers} layers."
+        )
     return config.cut(layers)

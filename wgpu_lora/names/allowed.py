@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 COMPUTE_DTYPES = ("f32", "bf16", "f16")  # that the inputs of frozen matmuls are rounded to
-LR_SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup")
 OVERFLOW = ("truncate", "drop")  # of rows that are too long
-SCHEDULES = ("synchronized", "round-robin", "priority-val-loss")  # of a pipeline's adapters
 MERGED_DTYPES = ("bf16", "f16", "f32")
 GGUF_TYPES = ("f16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q5_1", "q5_0", "q4_1", "q4_0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from wgpu_lora.ops.rows import by_subgroup, row_grid
 
 Shape = dict[str, Any]
 LOWEST = -3.0e38
-CHECKED = 32  # queries and keys of the cut that is checked
+CHECKED = 32  # queries and keys of the cut that is checked, approximately
 
 
 def _lanes(capabilities: Capabilities, c: Any) -> list[Tiling]:
@@ -82,8 +83,9 @@ class AttentionTuning:
         keys = c["keys"] if "keys" in c else c["rows"]
         return float(c["rows"] * keys * c["kv_heads"] * c["group"] * c["dim"])
 
-    def cut(self, c: Constants) -> Constants:
-        return c | {size: min(c[size], CHECKED) for size in self.sizes if size in c}
+    def cut(self, c: Constants, tiling: Tiling) -> Constants:
+        rows = part.fewer(c["rows"], lcm(CHECKED, tiling.lanes * tiling.rows))
+        return c | {"rows": rows} | ({"keys": rows + part.fewer(c["keys"] - c["rows"], CHECKED)} if "keys" in c else {})
 
     def inputs(self, c: Constants, present: tuple[str, ...], rng: np.random.Generator) -> Arrays:
         rows, heads = c["rows"], c["kv_heads"] * c["group"]

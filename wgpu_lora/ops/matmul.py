@@ -7,17 +7,26 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, Grid, In, InOut, Word, cdiv, kernel
-from wgpu_lora.ops.matmul_tuning import LoraTuning, MatmulTuning, dense_operand, product_part, tilings
+from wgpu_lora.ops.matmul_tuning import (
+    LoraTuning,
+    MatmulTuning,
+    block,
+    dense_columns,
+    dense_operand,
+    product_part,
+    tilings,
+)
 
 FILE = "matmul/product.wgsl.j2"
 DENSE = MatmulTuning(dense_operand)
+DENSE_PART = product_part(dense_columns)
 WIDE = tilings(4, (16, 4), (16, 2), (8, 4))
 THIN = tilings(4, (16, 2), (8, 2), (16, 1))
 
 
 def tile_grid(c: Any) -> Grid:
-    tile = c.tile
-    return (cdiv(c.m, tile.rows), cdiv(c.n, tile.lanes * tile.cols), c.slots if c.form == "tn" else 1)
+    rows, columns = block(c.tile)
+    return (cdiv(c.m, rows), cdiv(c.n, columns), c.slots if c.form == "tn" else 1)
 
 
 def divisibility(c: Any) -> dict[str, bool]:
@@ -53,7 +62,7 @@ def _range(x: np.ndarray, rows: int, first: int, width: int) -> tuple[np.ndarray
     return whole, whole[:, first : first + width]
 
 
-@kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, tuning=DENSE, part=product_part)
+@kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, tuning=DENSE, part=DENSE_PART)
 def matmul_nt(
     a: In,
     b: Fixed,
@@ -81,7 +90,7 @@ def matmul_nt(
     return result
 
 
-@kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, tuning=DENSE, part=product_part)
+@kernel(FILE, grid=tile_grid, variants=WIDE, specialise=divisibility, tuning=DENSE, part=DENSE_PART)
 def matmul_nn(
     a: In,
     b: Fixed,

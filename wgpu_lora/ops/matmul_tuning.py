@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from wgpu_lora.gpu.tunable import Arrays, Constants
 
 FEW_ROWS = 8
 BLOCK = 64  # a part of a product keeps or drops this many columns together, as a block of scales
-CHECKED = 64  # approximate rows, columns and steps of the cut that is checked; it keeps the shape's divisibility
+CHECKED = 64  # rows, columns and steps of the cut that is checked, approximately
 Operand = Callable[[Constants, np.random.Generator], Arrays]
+TakeColumns = Callable[[Arrays, Constants, np.ndarray], Arrays | None]
 
 
 def tilings(span: int, *shapes: tuple[int, int]) -> Variants:
@@ -49,6 +51,11 @@ def dense_operand(c: Constants, rng: np.random.Generator) -> Arrays:
     return {"b": stored(rng, c["b_type"], *((c["n"], c["k"]) if c["form"] == "nt" else (c["k"], c["n"])))}
 
 
+def block(tiling: Tiling) -> tuple[int, int]:
+    """(rows, columns) of y that a workgroup computes."""
+    return tiling.rows, tiling.lanes * tiling.cols
+
+
 @dataclass(frozen=True)
 class MatmulTuning:
     """Products of the batch's rows with a frozen matrix, y[m, n] from a[m, k].
@@ -63,8 +70,8 @@ class MatmulTuning:
     def work(self, c: Constants) -> float:
         return float(c["m"] * c["n"] * c["k"])
 
-    def cut(self, c: Constants) -> Constants:
-        small = _fewer(c)
+    def cut(self, c: Constants, tiling: Tiling) -> Constants:
+        small = _fewer(c, tiling)
         for skip, first in (("a_skip", "a_first"), ("y_skip", "y_first")):
             if skip in small:
                 small[skip], small[first] = small[skip] % 4, small[first] % 4
@@ -95,8 +102,8 @@ class LoraTuning:
     def work(self, c: Constants) -> float:
         return float(c["m"] * c["n"] * c["k"])
 
-    def cut(self, c: Constants) -> Constants:
-        small = _fewer(c)
+    def cut(self, c: Constants, tiling: Tiling) -> Constants:
+        small = _fewer(c, tiling)
         return {**small, "stride": 4 * cdiv(_slot_values(small), 4) + c["stride"] % 4}
 
     def inputs(self, c: Constants, present: tuple[str, ...], rng: np.random.Generator) -> Arrays:
@@ -117,34 +124,41 @@ def _slot_values(c: Constants) -> int:
     return int(c["m"] * c["n"] if c["form"] == "tn" else c["n"] * c["k"])
 
 
-def _fewer(c: Constants) -> Constants:
-    """The call with smaller m, n and k that have the same remainders."""
-    return c | {size: 2 * CHECKED + c[size] % CHECKED for size in ("m", "n", "k") if c[size] > 3 * CHECKED}
+def _fewer(c: Constants, tiling: Tiling) -> Constants:
+    """The call with smaller m, n and k of at least two blocks of the tiling each, whose remainders are the same: by the
+    blocks, so that the same edges are ragged, and by CHECKED, which covers what `divisibility` asks."""
+    rows, columns = block(tiling)
+    steps = {"m": rows, "n": columns, "k": tiling.span}
+    return c | {size: part.fewer(c[size], 2 * lcm(CHECKED, step)) for size, step in steps.items()}
 
 
-def product_part(arrays: Arrays, c: Constants) -> part.Part | None:
-    """The part of a product with a frozen matrix: some rows and, if they are whole blocks of scales, some columns."""
-    m, n, k, nt = c["m"], c["n"], c["k"], c["form"] == "nt"
-    if not part.costly(m * n * k, arrays, n * k):
-        return None
-    rows = part.picks(m, part.ROWS)
-    arrays, c = part.some_rows(arrays, "a y row_scale a_scale", m, rows), {**c, "m": rows.size}
-    if n % BLOCK or ("scales" in arrays and k % BLOCK):
-        return arrays, c
-    blocks = part.picks(n // BLOCK, part.COLUMN_BLOCKS)
+def product_part(columns: TakeColumns) -> part.TakePart:
+    """The parts of products with a frozen matrix: some rows and, where `columns` can take these from b, some columns.
 
-    def columns(size: int) -> np.ndarray:
-        """Indices of the picked blocks, in units of which a block has `size`."""
-        return (size * blocks[:, None] + np.arange(size)).reshape(-1)
+    columns: (arrays, constants, columns of y) -> b's bindings with these columns alone, or None. The columns are whole
+        blocks of BLOCK, of which the last may be shorter.
+    """
 
-    each, words = columns(BLOCK), columns(BLOCK // 8)
-    wide = c.get("y_first", 0) + each
-    kept: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-        "y": lambda a: a.reshape(rows.size, -1)[:, wide],
-        "bias": lambda a: a[wide],
-        "b": lambda a: a.reshape(n, k)[each] if nt else a.reshape(k, n)[:, each],
-        "codes": lambda a: a.reshape(-1, n)[:, each] if nt else a.reshape(-1, k)[words],
-        "scales": lambda a: a.reshape(n, -1)[each] if nt else a.reshape(k, -1)[:, blocks],
-    }
-    arrays = {name: kept[name](a) if name in kept else a for name, a in arrays.items()}
-    return arrays, {**c, "n": each.size, **{name: 0 for name in ("y_skip", "y_first") if name in c}}
+    def take(arrays: Arrays, c: Constants) -> part.Part | None:
+        m, n, k = c["m"], c["n"], c["k"]
+        if not part.costly(m * n * k, arrays, n * k):
+            return None
+        rows = part.picks(m, part.ROWS)
+        arrays, c = part.some_rows(arrays, "a y row_scale a_scale", m, rows), {**c, "m": rows.size}
+        blocks = part.picks(cdiv(n, BLOCK), part.COLUMN_BLOCKS)
+        each = np.flatnonzero(np.isin(np.arange(n) // BLOCK, blocks))
+        b = columns(arrays, c, each)
+        if b is None:
+            return arrays, c
+        wide = c.get("y_first", 0) + each
+        kept = {**arrays, **b, "y": arrays["y"].reshape(rows.size, -1)[:, wide]}
+        if "bias" in arrays:
+            kept["bias"] = arrays["bias"][wide]
+        return kept, {**c, "n": each.size, **{name: 0 for name in ("y_skip", "y_first") if name in c}}
+
+    return take
+
+
+def dense_columns(arrays: Arrays, c: Constants, columns: np.ndarray) -> Arrays:
+    n, k, b = c["n"], c["k"], arrays["b"]
+    return {"b": b.reshape(n, k)[columns] if c["form"] == "nt" else b.reshape(k, n)[:, columns]}

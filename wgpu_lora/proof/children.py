@@ -9,8 +9,8 @@ from typing import Any
 from wgpu_lora.proof.watch import EVENTS, Watcher
 from wgpu_lora.worker.parent import Worker, end
 
-# A worker that knows the proof's own kinds of jobs. Started with -S, it hears what is run and opened from before site,
-# with its sitecustomize, is imported.
+# A worker that knows the proof's own kinds of jobs. It is started with -S, so that its audit hook is installed before
+# site, with its sitecustomize, is imported.
 WORKER = f"""
 import sys
 HEARD = []
@@ -31,13 +31,13 @@ sys.exit(code)
 
 
 class Children:
-    """Starts the workers, and ends those that are left. Everything that they write is below `out`."""
+    """Starts the workers, and ends those still running. Everything that they write is in `out`."""
 
     def __init__(self, out: Path):
         self.logs, cache = out / "logs", out.resolve() / "cache"
         for directory in (self.logs, out / "work", cache / "tmp"):
             directory.mkdir(parents=True, exist_ok=True)
-        # Ours and the drivers', which are otherwise in the user's own directories.
+        # Our caches and the drivers', which are otherwise in the user's own directories.
         self.environment = {
             "WGPU_LORA_CACHE_DIR": str(cache),
             "WGPU_LORA_SHARE_DIR": str(cache / "share"),
@@ -63,10 +63,10 @@ class Children:
         return self.start(name, job, **options).result()
 
     def witness(self, name: str) -> Path:
-        """Where a child writes at its end what it has seen of itself."""
+        """Where a child writes its account of itself when it ends."""
         return self.logs / f"{name}.witness.json"
 
     def end(self) -> None:
-        """Ends those that still run, with their own children."""
+        """Ends those still running, with their own children."""
         end(self.started)
         self.watcher.stop()

@@ -1,4 +1,4 @@
-"""What the checks share: the recipe, the child processes, and what these found, each started when first needed."""
+"""What the checks share: the recipe, the child processes, and results of these, computed when first needed."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import with_demo_data
 from wgpu_lora.train.recipes import gather
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
+from wgpu_lora.words import counted
 from wgpu_lora.worker.parent import WorkerFailed
 
 T = TypeVar("T")
@@ -30,18 +31,18 @@ class Refused(UserError):
 
 
 def once(make: Callable[[Proof], T]) -> Callable[[Proof], T]:
-    """A method that runs once. If a worker fails, that is the first caller's failure; what others need is missing."""
+    """A method that runs once. If a worker fails in it, the first caller fails, and for others it raises NotRun."""
 
     def get(proof: Proof) -> T:
         made, name = proof.made, make.__name__
+        if isinstance(made.get(name), WorkerFailed):
+            raise NotRun(f"it needs what failed before: {made[name]}")
         if name not in made:
             try:
                 made[name] = make(proof)
             except WorkerFailed as error:
                 made[name] = error
                 raise
-        elif isinstance(made[name], WorkerFailed):
-            raise NotRun(f"it needs what failed before: {made[name]}")
         return made[name]
 
     return get
@@ -66,10 +67,12 @@ class Proof:
     @once
     def devices(self) -> dict[str, Any]:
         """The result of jobs.devices. Raises Refused if --devices cannot be followed."""
-        found = self.children.run("devices", "proof-devices", select=self.select, discrete=self.discrete)
+        found: dict[str, Any] = self.children.run(
+            "devices", "proof-devices", select=self.select, discrete=self.discrete
+        )
         if "refused" in found:
             raise Refused(found["refused"])
-        return dict(found)
+        return found
 
     def known(self) -> dict[str, Any]:
         """The same for a report: empty if no check needed the devices, or if they could not be listed."""
@@ -84,8 +87,10 @@ class Proof:
             used = sum(device["kind"] == "discrete" for device in hardware(self.devices()))
         except WorkerFailed as error:
             return f"--require-discrete {self.discrete}, but the devices could not be listed: {error}"
-        gpus = "discrete GPU is" if used == 1 else "discrete GPUs are"
-        return None if used >= self.discrete else f"--require-discrete {self.discrete} is not met: {used} {gpus} used"
+        if used >= self.discrete:
+            return None
+        gpus = counted(used, "discrete GPU is", "discrete GPUs are")
+        return f"--require-discrete {self.discrete} is not met: {gpus} used"
 
     def used(self) -> list[int]:
         """Device indices; the first one trains."""
@@ -116,7 +121,7 @@ class Proof:
 
 def hardware(found: dict[str, Any]) -> list[dict[str, Any]]:
     """The devices used, each once even if several APIs list it; `found` is the result of jobs.devices, or empty."""
-    indices = dict(zip(found.get("hardware", []), found.get("used", []), strict=True))
+    indices = {found["hardware"][index]: index for index in found.get("used", [])}
     return [found["devices"][index] for index in indices.values()]
 
 
@@ -124,8 +129,7 @@ def read_recipe(recipe: str) -> tuple[TrainingArguments, Path]:
     """A recipe's options, and its path.
 
     Raises:
-        UserError: it cannot be read, has no held-out data, has data that are no files, or keeps the base in another
-            format.
+        UserError: it cannot be read, has no held-out data, has data that are not files, or has another base_dtype.
     """
     args, path = gather({}, recipe, "The command line")
     assert path
@@ -134,11 +138,13 @@ def read_recipe(recipe: str) -> tuple[TrainingArguments, Path]:
     data, heldout = training_data(args.data, args.eval_data, split=args.split, eval_split=args.eval_split)
     for source in (data, heldout):
         if source and not isinstance(source, FileSource):
-            raise UserError(f"A proof reads files, and {source.path} is a data set: save it as one.")
+            raise UserError(f"A proof reads files, but {source.path} is a data set: save it to a file.")
     if not heldout:
         raise UserError(f"The recipe {path} has no held-out data, which a proof needs: give it eval_data.")
     if args.base_dtype != DEFAULT_FORMAT:
-        proven, kept = DEFAULT_FORMAT.upper(), args.base_dtype
-        raise UserError(f"The recipe {path} keeps the base in {kept}: a proof is of {proven}, so leave it out.")
+        wanted = DEFAULT_FORMAT.upper()
+        raise UserError(
+            f"The recipe {path} has base_dtype {args.base_dtype}, but a proof is for {wanted}: leave it out."
+        )
     resolve_model(args.model or "demo")
     return replace(args, data=data.path, split=None, eval_data=heldout.path, eval_split=None, resume=False), path

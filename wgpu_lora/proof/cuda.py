@@ -19,14 +19,14 @@ TOOLKIT = re.compile(
     r"c10_cuda|bitsandbytes_cuda\w*)(64|32)?([-_.\d]|$)",
     re.IGNORECASE,
 )
-# The driver's side of CUDA, which NVIDIA's Vulkan driver maps for itself; nobody else may.
+# The driver's side of CUDA, which only NVIDIA's Vulkan driver may map, for itself.
 DRIVER = re.compile(r"^(libcuda\.so|libcudadebugger\.so|nvcuda\.dll|nvcuda64\.dll)", re.IGNORECASE)
-# NVIDIA's Vulkan, OpenGL and DX12 drivers, and all that comes with them.
+# NVIDIA's Vulkan, OpenGL and DX12 drivers, and all libraries that come with them.
 NVIDIA_ICD = re.compile(r"^(libGLX_nvidia|libEGL_nvidia|libnvidia-vulkan|nvoglv|nvwgf2um|nvldumd)", re.IGNORECASE)
 NVIDIA_OWN = re.compile(r"^(libGLX_nvidia|libEGL_nvidia|libnvidia-|nvoglv|nvwgf2um|nvldumd|nvapi|nvml)", re.IGNORECASE)
-# Names that stand in a library that opens CUDA by itself.
+# Names that a library contains if it opens CUDA by itself.
 NAMES = (b"libcuda", b"libcudart", b"libcublas", b"libnvrtc", b"nvcuda.dll")
-# Packages that bring CUDA or exist to use it, as they are imported and as they are required.
+# Packages that contain CUDA or exist to use it, by the names of modules and of distributions.
 PACKAGES = re.compile(
     r"^(nvidia|cuda|pycuda|torch(vision|audio)?|triton|numba|(cupy|tensorflow|jax|tensorrt|cudf|cuml|nvmath)\w*|"
     r"bitsandbytes|cutlass|pynvjitlink|skcuda|scikit-cuda|xformers|flash[-_]attn)([-_].*)?$"
@@ -36,7 +36,7 @@ EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
 COMPILERS = re.compile(r"^(nvcc|cicc|ptxas|nvlink|fatbinary|cudafe\+\+|nvrtc)(\.exe)?$", re.IGNORECASE)
 SHELLS = re.compile(r"^(sh|bash|dash|ash|zsh|ksh|cmd)(\.exe)?$", re.IGNORECASE)
 SCRIPT = re.compile(r"^(-[a-z]*c|/c)$", re.IGNORECASE)
-# After these words of a script a command follows, not an argument.
+# After these words of a script, a command follows, not an argument.
 BEFORE = re.compile(r"^(env|exec|nice|nohup|time|command|if|then|else|do|while|until|!|{|\w+=.*)$")
 BREAKS = ";&|()`"
 
@@ -56,7 +56,7 @@ class Libraries:
 
 
 def classify(mapped: Iterable[str], preloaded: str = "") -> Libraries:
-    """Sorts what one process has mapped. preloaded: its LD_PRELOAD, which is no driver's doing."""
+    """Sorts the libraries that a process has mapped. preloaded: its LD_PRELOAD, which no driver is responsible for."""
     names = {path: file_name(path) for path in sorted(mapped)}
     icds = [path for path, name in names.items() if NVIDIA_ICD.match(name)]
     driver = {path: bool(icds) and name not in preloaded for path, name in names.items() if DRIVER.match(name)}
@@ -69,7 +69,7 @@ def classify(mapped: Iterable[str], preloaded: str = "") -> Libraries:
 
 
 def is_cuda(opened: str) -> bool:
-    """Whether a library, as it is asked for (with or without its ending), is the toolkit's or the driver's."""
+    """Whether a library, as named when it is opened (with or without its ending), is the toolkit's or the driver's."""
     name = file_name(opened)
     return any(kind.match(name + ending) for kind in (TOOLKIT, DRIVER) for ending in ("", ".so", ".dll"))
 
@@ -84,7 +84,7 @@ def ours(mapped: Iterable[str]) -> list[str]:
 
 
 def look_into(paths: Iterable[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """(NAMES that stand in files, by path, where there are any; paths that could not be read)."""
+    """(the NAMES that files contain, by path, where there are any; paths that could not be read)."""
     found: dict[str, list[str]] = {}
     unread = []
     for path in paths:
@@ -92,10 +92,9 @@ def look_into(paths: Iterable[str]) -> tuple[dict[str, list[str]], list[str]]:
             content = Path(path).read_bytes()
         except OSError:
             unread.append(path)
-            continue
-        if names := [name.decode() for name in NAMES if name in content]:
-            found[path] = names
-    return found, unread
+        else:
+            found[path] = [name.decode() for name in NAMES if name in content]
+    return {path: names for path, names in found.items() if names}, unread
 
 
 def imported(modules: Iterable[str]) -> list[str]:
@@ -108,10 +107,9 @@ def cuda_packages(names: Iterable[str]) -> list[str]:
 
 
 def required(package: str) -> set[str]:
-    """A package and all that installing it would install, on any platform; extras only where they are asked for.
+    """A package and everything that is installed with it, on any platform; extras only where they are requested.
 
-    Raises:
-        PackageNotFoundError: it is not installed.
+    Empty if the package is not installed.
     """
     seen: set[tuple[str, str]] = set()
     todo = {(package, "")}
@@ -122,7 +120,7 @@ def required(package: str) -> set[str]:
             requirements = map(Requirement, requires(name) or [])
         except PackageNotFoundError:
             if name == package:
-                raise
+                return set()
             continue  # required on other platforms only
         for one in requirements:
             extras = EXTRA.findall(str(one.marker or ""))
@@ -132,13 +130,13 @@ def required(package: str) -> set[str]:
 
 
 def compiler_in(command: Sequence[str]) -> str | None:
-    """The word that names a compiler: the program, or a command of what sh -c runs. Arguments don't count."""
+    """The word that names a compiler: the program, or a command in the script of sh -c. Arguments don't count."""
     words = [command[0], *_scripted(command)] if command else []
     return next((word for word in words if COMPILERS.match(file_name(word))), None)
 
 
 def _scripted(command: Sequence[str]) -> Iterator[str]:
-    """The commands in the script that a shell is given."""
+    """The commands in the script that is passed to a shell."""
     if not SHELLS.match(file_name(command[0])):
         return
     at = next((i for i, word in enumerate(command[1:], 1) if SCRIPT.match(word)), len(command))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 LEFT_OUT = "left out by --only"
 PROVEN, REFUTED, OPEN = "proven", "refuted", "open"  # refuted: a check failed
+
+FACTS = ("name", "driver", "backend")  # of a device
+Facts = Mapping[str, Any]
 
 
 class NotRun(Exception):
@@ -27,6 +31,12 @@ class Finding:
         if not holds:
             self.faults.append(fault)
 
+    def expect_device(self, index: int, listed: Facts, who: str, said: Facts, names: Sequence[str] = FACTS) -> None:
+        """Note a fault for each named fact of a device that differs from the list of devices."""
+        for name in names:
+            fault = f"{who} says {name} {said[name]}, but device {index} has {listed[name]}"
+            self.expect(said[name] == listed[name], fault)
+
 
 @dataclass(frozen=True)
 class Check:
@@ -44,7 +54,7 @@ class Check:
 class Result:
     """All nine checks, by number. code: 1 if one failed or none passed.
 
-    devices: what they ran on, as in `devices.described`. lacking: why --require-discrete is not met.
+    devices: what they ran on, see `run.on_devices`. lacking: why --require-discrete is not met.
     """
 
     checks: list[Check]
@@ -52,14 +62,15 @@ class Result:
     devices: str = ""
     lacking: str | None = None
 
-    def count(self, status: str) -> int:
-        return sum(check.status == status for check in self.checks)
+    def numbers(self, kind: str) -> list[str]:
+        """The numbers of the checks with a status; those that --only leaves out have LEFT_OUT instead of theirs."""
+        return [str(c.number) for c in self.checks if kind == (LEFT_OUT if c.reason == LEFT_OUT else c.status)]
 
     @property
     def outcome(self) -> str:
-        if self.lacking or self.count(FAILED):
+        if self.lacking or self.numbers(FAILED):
             return REFUTED
-        return PROVEN if self.count(PASSED) == len(self.checks) else OPEN
+        return PROVEN if len(self.numbers(PASSED)) == len(self.checks) else OPEN
 
     @property
     def proven(self) -> bool:
@@ -67,21 +78,15 @@ class Result:
 
     @property
     def code(self) -> int:
-        return int(self.outcome == REFUTED or not self.count(PASSED))
+        return int(self.outcome == REFUTED or not self.numbers(PASSED))
 
     @property
     def verdict(self) -> str:
         if self.proven:
-            return f"Proven: all of training and inference happened on wgpu, without CUDA, on {self.devices}."
-        numbers: dict[str, list[str]] = {FAILED: [], NOT_RUN: [], LEFT_OUT: []}
-        for check in self.checks:
-            numbers.setdefault(LEFT_OUT if check.reason == LEFT_OUT else check.status, []).append(str(check.number))
-        passed = numbers.pop(PASSED, [])
-        reasons = [self.lacking] if self.lacking else []
-        reasons += [f"{status}: {', '.join(found)}" for status, found in numbers.items() if found]
-        partly = self.outcome == OPEN and numbers[LEFT_OUT] and passed
+            return f"Proven: all training and inference ran on wgpu, without CUDA, on {self.devices}."
+        passed, left_out = self.numbers(PASSED), self.numbers(LEFT_OUT)
+        reasons = [f"{kind}: {', '.join(n)}" for kind in (FAILED, NOT_RUN, LEFT_OUT) if (n := self.numbers(kind))]
+        verdict = "Partly checked" if self.outcome == OPEN and left_out and passed else "Not proven"
         on = f" on {self.devices}" if self.devices else ""
-        return (
-            f"{'Partly checked' if partly else 'Not proven'}: {len(passed)} of {len(self.checks)} checks passed{on}; "
-            f"{'; '.join(reasons)}."
-        )
+        told = "; ".join([self.lacking, *reasons] if self.lacking else reasons)
+        return f"{verdict}: {len(passed)} of {len(self.checks)} checks passed{on}; {told}."

@@ -1,46 +1,45 @@
-"""The held-out data of a proof: whether training has seen them, and what their rows ask."""
+"""The held-out data of a proof: whether they are in the training data, and what their rows ask."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from wgpu_lora.data import parse_example, read_examples
+from wgpu_lora.data.examples import Conversation, Example
 from wgpu_lora.data.files import file_source
-from wgpu_lora.data.formats import Conversation, Example
+from wgpu_lora.data.formats import EXAMPLES
 from wgpu_lora.data.source import strict_rows
 
-UNSEEN = {"labels", "trained", "template_kwargs"}  # of an example: how it is learnt, not what it says
-SAID = ("role", "content", "tool_calls")
+SAID = ("role", "content", "tool_calls")  # of a message
 
 
 def seen_rows(train: Path, heldout: Path) -> tuple[int, int]:
-    """(rows of `heldout` that say what a row of `train` says, rows of `heldout`).
+    """(rows of `heldout` with the content of a row of `train`, rows of `heldout`).
 
     Raises:
         UserError: a file cannot be read.
     """
-    known = {digest(example) for _, example in read_examples(file_source(train))}
-    held = [digest(example) in known for _, example in read_examples(file_source(heldout))]
+    known = {content(example) for _, example in read_examples(file_source(train))}
+    held = [content(example) in known for _, example in read_examples(file_source(heldout))]
     return sum(held), len(held)
 
 
 def rows_of(path: str) -> dict[str, dict[str, Any]]:
     """The rows of a file by their places, such as 'data.jsonl, line 3'. Raises UserError if one cannot be read."""
     source = file_source(Path(path))
-    return {source.where(place): row for place, row in strict_rows(source)}
+    return {source.where(place): row for place, row in strict_rows(source, EXAMPLES)}
 
 
-def digest(example: Example) -> bytes:
-    """A digest of what a row says, with white space normalised."""
+def content(example: Example) -> str:
+    """What a row says, without how it is trained on, and with white space normalised."""
     if isinstance(example, Conversation):
         said: Any = [{name: message.get(name) for name in SAID} for message in example.messages]
     else:
-        said = {name: value for name, value in asdict(example).items() if name not in UNSEEN}
-    return hashlib.sha256(" ".join(json.dumps(_plain(said), sort_keys=True).split()).encode()).digest()
+        said = {name: value for name, value in asdict(example).items() if name != "labels"}
+    return json.dumps(_plain(said), sort_keys=True)
 
 
 def _plain(said: Any) -> Any:
@@ -52,7 +51,7 @@ def _plain(said: Any) -> Any:
 
 
 def request_of(row: dict[str, Any]) -> Conversation | None:
-    """The messages before the last assistant turn; None if the row is no conversation or begins with that turn.
+    """The messages before the last assistant turn; None if there are none, or the row is not a conversation.
 
     Raises:
         UserError: the row fits no format.
@@ -66,7 +65,7 @@ def request_of(row: dict[str, Any]) -> Conversation | None:
 
 
 def shown(request: Conversation) -> str:
-    """A request as text; a single message of the user alone."""
+    """A request as text, without the role if it is a single message of the user."""
     messages = request.messages
     if len(messages) == 1 and messages[0]["role"] == "user":
         return str(messages[0]["content"])

@@ -56,10 +56,9 @@ def gather_facts(result: Result, proof: Proof) -> dict[str, Any]:
 
 
 def render(proof: dict[str, Any]) -> str:
-    """The page for the content of proof.json: self-contained, no script."""
-    by_number = {check["number"]: check["figures"] for check in proof["checks"]}
-    losses, driver = by_number[4], by_number[6].get("cuda_of_the_driver")
-    listed = ("index", "name", "driver", "backend", "kind")
+    """The page for the content of proof.json: self-contained, without scripts."""
+    figures = {check["number"]: check["figures"] for check in proof["checks"]}
+    losses, shown = figures[4].get("losses"), ("index", "name", "driver", "backend", "kind")
     setting = {
         "recipe": proof["recipe"]["path"],
         "devices": proof["used_on"] or "none",
@@ -72,22 +71,18 @@ def render(proof: dict[str, Any]) -> str:
         Path(__file__).with_name("page.html.j2"),
         proof=proof,
         checks=[(c["number"], c["name"], c["status"], f"{c['seconds']:.1f} s", c["reason"]) for c in proof["checks"]],
-        chart=loss_chart(losses["losses"], losses.get("heldout", [])) if losses.get("losses") else None,
-        seen=losses.get("seen_in_training", 0),
-        answers=by_number[7].get("answers", []),
-        generated=by_number[2].get("generated", {}),
+        chart=loss_chart(losses, figures[4].get("heldout", [])) if losses else None,
+        figures=figures,
         devices=[
-            (*(device[name] for name in listed), "yes" if device["index"] in proof["used"] else "no")
+            (*(device[name] for name in shown), "yes" if device["index"] in proof["used"] else "no")
             for device in proof["devices"]
         ],
-        driver=driver,
-        libraries=[(path, ", ".join(names)) for path, names in driver["libraries"].items()] if driver else [],
         setting=setting.items(),
     )
 
 
 def loss_chart(losses: Sequence[float | None], heldout: Sequence[tuple[int, float | None]]) -> Chart:
-    """The loss of each step, from 1, and the held-out losses; None is left out."""
+    """The loss of each step, from 1, and the held-out losses, without those that are None."""
     train = Line("training", [(step, loss) for step, loss in enumerate(losses, 1) if loss is not None])
     held = [(step, loss) for step, loss in heldout if loss is not None]
     return line_chart([train, Line("held out", held, 1, "dashed", marked=True)], "optimizer step", "loss")

@@ -34,7 +34,7 @@ CHECKS: dict[int, tuple[str, Callable[[Proof, Finding], str]]] = {
     8: ("gradients", gradients_agree),
     9: ("resume", resuming_is_exact),
 }
-FIRST = 1  # the devices
+DEVICES = 1
 ANSWERS = 7  # runs code that a model wrote
 LAST = 6  # watches all the others
 
@@ -46,7 +46,7 @@ class Interrupted(KeyboardInterrupt):
 def on_devices(found: dict[str, Any]) -> str:
     """The devices used, from the result of jobs.devices; empty if there are none.
 
-    "2 software devices (llvmpipe, SwiftShader); no discrete GPU was at hand".
+    "2 software devices (llvmpipe, SwiftShader); no discrete GPU was found".
     """
     kinds: dict[str, list[str]] = {}
     for device in hardware(found):
@@ -55,7 +55,7 @@ def on_devices(found: dict[str, Any]) -> str:
     if not said or "discrete" in kinds:
         return said
     had = any(device["kind"] == "discrete" for device in found["devices"])
-    return f"{said}; no discrete GPU was {'used' if had else 'at hand'}"
+    return f"{said}; no discrete GPU was {'used' if had else 'found'}"
 
 
 def prove(
@@ -91,7 +91,7 @@ def prove(
         lacking = proof.lacks_discrete()
         for number in sorted(CHECKS, key=lambda n: (n == LAST, n)):
             name, check = CHECKS[number]
-            why = lacking if lacking and number != FIRST else None if number in wanted else LEFT_OUT
+            why = lacking if lacking and number != DEVICES else None if number in wanted else LEFT_OUT
             if why:
                 checks.append(Check(number, name, NOT_RUN, 0.0, why))
                 continue
@@ -118,10 +118,10 @@ def prove(
 
 def _check_options(out: Path, devices: str | None, discrete: int) -> None:
     if devices is not None and not all(part.strip() for part in devices.split(",")):
-        raise UserError(f"--devices '{devices}' has an empty place: give indices or names between commas, such as 0,1.")
+        raise UserError(f"--devices '{devices}' has an empty entry: give indices or names, such as 0,1.")
     taken = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
     if taken:
-        raise UserError(f"--out {out} cannot be a directory, because {taken} is a file: choose another place.")
+        raise UserError(f"--out {out} cannot be a directory, because {taken} is a file: choose another path.")
     if discrete < 0:
         raise UserError(f"--require-discrete must be 0 or more, not {discrete}.")
 
@@ -137,7 +137,7 @@ def carry_out(number: int, name: str, check: Callable[[Proof, Finding], str], pr
         status, reason = NOT_RUN, str(error)
     except (WorkerFailed, UserError) as error:
         finding.faults.append(str(error))
-    except Exception as error:  # a fault of one check must not cost the others' findings
+    except Exception as error:  # an error in one check must not lose the findings of the others
         finding.faults.append(f"the check itself broke: {type(error).__name__}: {error}")
     if finding.faults:
         status, reason = FAILED, "; ".join(finding.faults)

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,27 +32,26 @@ class Evaluated:
 class Training:
     """The fine-tuning run and the evaluations around it, whether they succeeded or not.
 
-    code, said, seconds: of the finetune job. before: the held-out loss on the training device, before any step.
+    code, said: exit code and last words of the finetune job. record: None if it left none.
+    before: the held-out loss on the training device, before any step.
     beside: evaluations on the other device, or afterwards on the same one if there is no other.
-    record: None if the run left none.
     """
 
     directory: Path
     code: int
     said: str
-    seconds: float
     before: dict[str, Any]
     beside: list[Evaluated]
     devices: list[int]
-    log: list[dict[str, Any]] = field(default_factory=list)
-    record: RunRecord | None = None
+    log: list[dict[str, Any]]
+    record: RunRecord | None
 
 
 def evaluate_options(args: TrainingArguments, device: int) -> dict[str, Any]:
     """Options of an `evaluate` job that measures the run's held-out loss."""
-    same = ("max_length", "on_overflow", "base_dtype", "completion_only_loss", "enable_thinking")
+    same = ("model", "max_length", "on_overflow", "base_dtype", "completion_only_loss", "enable_thinking")
     values = {name: getattr(args, name) for name in same}
-    return {"model": args.model, "data": args.eval_data, "device": device, "adapter": args.init_adapter, **values}
+    return {"data": args.eval_data, "device": device, "adapter": args.init_adapter, **values}
 
 
 def finetune_options(recipe: Path, args: TrainingArguments, output: Path, device: int) -> dict[str, Any]:
@@ -67,7 +66,8 @@ def train(children: Children, recipe: Path, args: TrainingArguments, output: Pat
     Raises:
         WorkerFailed: the evaluation before the run failed.
     """
-    first, last = devices[0], devices[:2][-1]
+    devices = devices[:2]
+    first, last = devices[0], devices[-1]
     before = children.run("evaluate-before", "evaluate", **evaluate_options(args, first))
     options = finetune_options(recipe, args, output, first)
     finetune = None if last != first else children.start("finetune", "finetune", **options)
@@ -78,25 +78,17 @@ def train(children: Children, recipe: Path, args: TrainingArguments, output: Pat
             evaluate.ask("prepare")
         finetune = finetune or children.start("finetune", "finetune", **options)
         beside = list(evaluations(evaluate, finetune))
-    code, times = finetune.wait(), event_times(finetune)
-    return Training(
-        output,
-        code,
-        finetune.last_words(),
-        max(times, default=0.0) - min(times, default=0.0),
-        before,
-        beside,
-        devices[:2],
-        read_log(output / LOG) if (output / LOG).is_file() else [],
-        RunRecord.read(output) if (output / RUN).is_file() else None,
-    )
+    code = finetune.wait()
+    log = read_log(output / LOG) if (output / LOG).is_file() else []
+    record = RunRecord.read(output) if (output / RUN).is_file() else None
+    return Training(output, code, finetune.last_words(), before, beside, devices, log, record)
 
 
 def evaluations(evaluate: Worker, finetune: Worker) -> Iterator[Evaluated]:
     """Evaluates until steps ended while an evaluation computed, or until training has ended; at least once."""
     steps, training = 0, True
     while training and not steps:
-        while (training := finetune.running()) and not event_times(finetune, "step"):
+        while (training := finetune.running()) and not step_times(finetune):
             time.sleep(POLL)
         try:
             result = evaluate.ask("evaluate")
@@ -104,12 +96,12 @@ def evaluations(evaluate: Worker, finetune: Worker) -> Iterator[Evaluated]:
             yield Evaluated({}, 0, str(error))
             return
         now = time.time()  # computing is the last thing that an evaluation does
-        steps = sum(now - result["seconds"] <= moment <= now for moment in event_times(finetune, "step"))
+        steps = sum(now - result["seconds"] <= moment <= now for moment in step_times(finetune))
         yield Evaluated(result, steps)
 
 
-def event_times(worker: Worker, kind: str | None = None) -> list[float]:
-    """When a worker's events happened, in seconds since the epoch."""
+def step_times(worker: Worker) -> list[float]:
+    """When a worker's steps ended, in seconds since the epoch."""
     lines = worker.log.read_bytes().splitlines(keepends=True) if worker.log.is_file() else []
-    events = [json.loads(line) for line in lines if line.endswith(b"\n")]  # others are not whole yet
-    return [event["time"] for event in events if kind in (None, event["event"])]
+    events = [json.loads(line) for line in lines if line.endswith(b"\n")]  # the last may be incomplete
+    return [event["time"] for event in events if event["event"] == "step"]

@@ -1,4 +1,4 @@
-"""What processes do: as a watcher sees it from outside, and as each one's own witness says when it ends."""
+"""What processes do, as a watcher sees it from outside and as each one's own witness writes when it ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHOWN = 4000  # characters of a word of a command; a shell's whole script is one
 
 
 def libraries(pid: int) -> set[str]:
-    """Paths of a process's mapped libraries. Raises OSError or psutil.Error if it has ended or is not ours."""
+    """Paths of a process's mapped libraries. Raises OSError or psutil.Error if it has ended or may not be read."""
     if LINUX:  # without psutil, which takes ten times as long because it also sums up every mapping's memory
         lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
         paths = {line.split(maxsplit=5)[5] for line in lines if "/" in line}
@@ -51,7 +51,7 @@ class Seen:
 
 
 class Watcher(threading.Thread):
-    """Looks at this process and all of its descendants repeatedly, from before the first child until after the last."""
+    """Examines this process and all of its descendants repeatedly, from before the first child until after the last."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -73,7 +73,7 @@ class Watcher(threading.Thread):
         me = psutil.Process()
         for process in (me, *me.children(recursive=True)):
             try:
-                # Again at each look: between fork and exec, a child has its parent's command line.
+                # Each time: between fork and exec, a child has its parent's command line.
                 command = process.cmdline()
                 found = self.seen.setdefault(process, Seen(process.pid, process.ppid(), command))
                 found.command = command or found.command

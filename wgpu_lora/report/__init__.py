@@ -1,1 +1,1 @@
-"""Reports of finished runs: what their directories hold, drawn and put on one page."""
+"""Reports of finished runs: tables and charts of their records on one page."""

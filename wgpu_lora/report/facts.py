@@ -1,7 +1,8 @@
-"""What a page says of a run: its tables, by their labels, and a Markdown line."""
+"""Facts of a run for tables, by their labels; what differs between runs; and a Markdown line."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -9,11 +10,15 @@ from wgpu_lora.report.runs import SPEEDS, Run
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.ending import OUTCOMES, STOP_TEXT
 from wgpu_lora.train.memory import readable
+from wgpu_lora.words import listed
 
-OWN = ("output", "resume")  # options that say nothing of what was trained
+OWN = ("output", "resume")  # options that do not affect what is trained
+ABSENT = "not recorded"
+DIGESTS, DIGEST = "SHA-256", 12  # how they are labelled, and how many characters of them are shown
 NONE = "none"
 HELD_OUT = "held-out data, SHA-256"
 Facts = dict[str, str]
+Rows = list[tuple[str, list[str]]]
 
 
 def number(value: float | None) -> str:
@@ -21,7 +26,7 @@ def number(value: float | None) -> str:
 
 
 def span(seconds: float) -> str:
-    """A time as a person says it: 9.7 s, 12 min 05 s, 3 h 12 min."""
+    """A duration: 9.7 s, 12 min 05 s, 3 h 12 min."""
     if seconds < 100:
         return f"{seconds:,.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -50,12 +55,12 @@ def costs(run: Run) -> Facts:
         "trained parameters": f"{run.record.trainable_parameters:,}",
         "peak device memory": readable(run.record.memory.peak),
         **{f"{kind} tokens/s": f"{speeds[kind]:,.0f}" if kind in speeds else "not logged" for kind in SPEEDS},
-        "device": f"{device.name}, {device.backend}",  # the longest, so the last
+        "device": f"{device.name}, {device.backend}",
     }
 
 
 def origin(run: Run) -> Facts:
-    """What a run is of beside its options; a digest tells files apart that have one name."""
+    """What a run depends on besides its options; digests distinguish files of the same name."""
     record, device = run.record, run.record.environment.device
     return {
         "training data": record.data.summary,
@@ -75,12 +80,12 @@ def record(run: Run) -> Facts:
 
 
 def settings(run: Run) -> Facts:
-    """A run's options as its command line has them."""
+    """A run's options, named as on the command line."""
     return _flags(run.record.options.as_dict() | {"model": run.record.options.model or "demo"})
 
 
 def defaults() -> Facts:
-    """The options of a run of which nothing was said."""
+    """The default options."""
     return _flags(asdict(TrainingArguments()))
 
 
@@ -94,6 +99,34 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def compare(runs: Sequence[Run]) -> tuple[Rows, Rows]:
+    """Options and everything else that runs depend on, as (label, the value of every run): first those that differ
+    between the runs or, for a single run, from the defaults; then the others."""
+    tables = [settings(run) | (origin(run) if runs[1:] else {}) for run in runs]
+    usual, differing, alike = defaults(), Rows(), Rows()
+    for label in dict.fromkeys(label for table in tables for label in table):
+        values = [table.get(label, ABSENT) for table in tables]
+        if len({*values} | ({usual.get(label)} if len(runs) == 1 else set())) == 1:
+            alike.append((label, values))
+        else:
+            differing.append((label, [value[:DIGEST] if DIGESTS in label else value for value in values]))
+    return differing, alike
+
+
+def verdict(runs: Sequence[Run]) -> str:
+    """Which run's last held-out loss is the lowest, or why that cannot be said; empty for a single run."""
+    if len(runs) < 2:
+        return ""
+    known = [(run.record.eval_loss, run.name, run) for run in runs if run.record.eval_loss is not None]
+    if len({origin(run)[HELD_OUT] for *_, run in known}) > 1:
+        return "The held-out losses are of different data, so they cannot be compared."
+    if len(known) < 2:
+        return "" if known else "No run has a held-out loss (--eval-data) to compare."
+    lowest = min(loss for loss, *_ in known)
+    best = [name for loss, name, _ in known if loss == lowest]
+    return f"{listed(best)} {'has' if len(best) == 1 else 'have'} the lowest held-out loss at the end, {lowest:.4f}."
 
 
 def summary(run: Run) -> str:

@@ -1,4 +1,4 @@
-"""Which directories hold the runs that a directory stands for: its own, or those of a pipeline's adapters."""
+"""The directories of the runs that a directory stands for: itself, or those of a pipeline's adapters."""
 
 from __future__ import annotations
 
@@ -17,25 +17,29 @@ FEW = 3  # directories that are named
 
 
 def directories_of(directory: Path) -> list[Path]:
-    """The directory itself where it holds a run; its adapters' where it is a pipeline's own and holds none.
+    """The directory itself; if it is a pipeline's and has no run of its own, those of its adapters.
 
     Raises:
-        UserError: the pipeline's record is damaged, or an adapter of it has no finished run where it was.
+        UserError: the pipeline's record is damaged, or the finished run of an adapter is missing.
     """
     if (directory / RUN).is_file() or not (directory / PIPELINE).is_file():
         return [directory]
-    found = [Path(task.checkpoint) for task in tasks_of_request(read_pipeline_state(directory).request, directory)]
-    for place in found:
-        if not (place / RUN).is_file():
-            raise UserError(
-                f"The pipeline in {directory} trained an adapter in {place}, where there is no {RUN} now: give the "
-                "adapters' own directories."
-            )
+    found = _members(directory)
+    if missing := next((place for place in found if not (place / RUN).is_file()), None):
+        raise UserError(
+            f"The pipeline in {directory} trained an adapter in {missing}, where there is no {RUN} now: give the "
+            "adapters' own directories."
+        )
     return found
 
 
+def _members(pipeline: Path) -> list[Path]:
+    """The adapters' directories. Raises UserError if the pipeline's record is damaged."""
+    return [Path(task.checkpoint) for task in tasks_of_request(read_pipeline_state(pipeline).request, pipeline)]
+
+
 def nothing_in(directory: Path) -> UserError:
-    """What to say of a directory without a finished run, by what is there."""
+    """The error for a directory without a finished run, by what is in it."""
     if not directory.is_dir():
         return UserError(f"There is no directory {directory}: give a run's --output.")
     if (directory / STATE).is_file() and (directory / "adapter_config.json").is_file():
@@ -51,11 +55,10 @@ def nothing_in(directory: Path) -> UserError:
 
 
 def left_out(directories: Sequence[Path]) -> list[Path]:
-    """Runs that were trained together with those given, and are not given themselves."""
+    """Runs that were trained together with the given ones, but are not given themselves."""
     places, found = {directory.resolve() for directory in directories}, dict[Path, Path]()
     for directory in directories:
-        with suppress(UserError):  # what is moved or damaged is not missed here
+        with suppress(UserError):  # a pipeline that was moved or damaged is ignored
             home = home_of(directory)
-            tasks = tasks_of_request(read_pipeline_state(home).request, home) if home else []
-            found |= {Path(task.checkpoint).resolve(): Path(task.checkpoint) for task in tasks}
+            found |= {path.resolve(): path for path in (_members(home) if home else [])}
     return [path for place, path in found.items() if place not in places and (path / RUN).is_file()]

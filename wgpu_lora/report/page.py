@@ -1,4 +1,4 @@
-"""One self-contained HTML page of some runs."""
+"""A self-contained HTML page about runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.errors import UserError
 from wgpu_lora.pages import render
 from wgpu_lora.report import facts
-from wgpu_lora.report.compare import compare, verdict
 from wgpu_lora.report.plots import axes_of, kernels, memory, memory_bars, plots, unlike
 from wgpu_lora.report.runs import ADVICE, Run
 
@@ -18,7 +17,7 @@ PAGE = "report.html"
 
 
 def write_report(runs: Sequence[Run], output: Path) -> Path:
-    """Writes report.html into `output`; returns its path. Whatever ends it, what it did not finish is not there.
+    """Writes report.html into `output`; returns its path. If it is interrupted, nothing is left behind.
 
     Raises:
         UserError: `output` cannot be written.
@@ -33,7 +32,7 @@ def write_report(runs: Sequence[Run], output: Path) -> Path:
 
 
 def render_report(runs: Sequence[Run]) -> str:
-    differing, alike = compare(runs)
+    differing, alike = facts.compare(runs)
     held = memory(runs)
     return render(
         Path(__file__).with_name("page.html.j2"),
@@ -44,7 +43,7 @@ def render_report(runs: Sequence[Run]) -> str:
         losses=_table(runs, facts.losses),
         costs=_table(runs, facts.costs),
         record=facts.record,
-        verdict=verdict(runs),
+        verdict=facts.verdict(runs),
         axes=axes_of(runs),
         log=unlike(runs),
         plots=plots(runs),
@@ -57,19 +56,19 @@ def render_report(runs: Sequence[Run]) -> str:
 
 
 def _table(runs: Sequence[Run], of: Callable[[Run], facts.Facts]) -> tuple[list[str], list[list[str]]]:
-    """A head and a row for each run."""
+    """The head, and a row for each run."""
     return ["run", *of(runs[0])], [[run.name, *of(run).values()] for run in runs]
 
 
 @contextmanager
 def made(directory: Path) -> Iterator[None]:
-    """A directory, which is gone again, with what was made for it, where the block ends before its time."""
+    """Makes a directory, and removes it and the parents made for it if the block fails."""
     missing = [place for place in (directory, *directory.parents) if not place.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
         yield
     except BaseException:
-        with suppress(OSError):  # somebody else has put something there
+        with suppress(OSError):  # another program has put something there
             for place in missing:
                 place.rmdir()
         raise

@@ -1,22 +1,22 @@
-"""Charts of runs, laid over each other. A line chart is an entry of `PLOTS`."""
+"""Charts with the lines of all runs. A line chart is an entry of `PLOTS`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from wgpu_lora.pages.chart import COLOURS, Chart, Line, line_chart, parts, smoothed
 from wgpu_lora.report.runs import SPEEDS, Run
 from wgpu_lora.train.memory import readable
 
-KERNELS = 12  # that get a bar of their own
-LONG = 50  # points of a line that is smoothed
+KERNELS = 12  # most kernels that are shown
+LONG = 50  # fewest points of a line that is smoothed
 SMOOTHED = 25  # windows of a line
-UNLIKE = 4  # times as long: then the longest run leaves no room for the shortest, unless the axis is logarithmic
+UNLIKE = 4  # times as many steps: then the axis is logarithmic, so that the shortest run remains visible
 UNITS = (("hours", 3600.0, 2.0), ("minutes", 60.0, 2.0), ("seconds", 1.0, 0.0))  # name, seconds, from how many on
 TRAINED, PROCESSED = SPEEDS.values()
-# Title -> label, how its lines are to be read, and a run's lines: (key of the log, style, what follows the run's name).
-# "mean" is of what jumps from step to step: it is faint, with its mean over it. "dots" is dashed and marked.
+# Title -> label, note on its lines, and the lines of a run: (key of the log, style, suffix of the run's name).
+# "mean" is for values that vary from step to step: a faint line, and its running mean. "dots" is dashed and marked.
 PLOTS: dict[str, tuple[str, str, tuple[tuple[str, str, str], ...]]] = {
     "Loss": (
         "loss",
@@ -27,11 +27,11 @@ PLOTS: dict[str, tuple[str, str, tuple[tuple[str, str, str], ...]]] = {
     "Gradient norm": ("norm before clipping", "", (("grad_norm", "mean", ""),)),
     "Speed": (
         "tokens per second",
-        "Solid: trained tokens, which have a loss. Dashed: processed tokens, prompts included.",
+        "Solid: trained tokens, which count in the loss. Dashed: processed tokens, including prompts.",
         ((TRAINED, "line", ", trained"), (PROCESSED, "dashed", ", processed")),
     ),
 }
-FAINT = "Faint lines are as logged, strong ones their running mean."
+FAINT = "Faint lines are the logged values, strong ones their running mean."
 
 
 class View(NamedTuple):
@@ -51,14 +51,14 @@ class Plot(NamedTuple):
 
 
 def axes_of(runs: Sequence[Run]) -> dict[str, str]:
-    """The axes that there are, with their labels; the last lays runs of unlike lengths beside each other."""
+    """The axes with their labels; the last makes runs of different lengths comparable."""
     unit, _ = _unit(runs)
     axes = {"step": "optimizer step", "tokens": "trained tokens", "seconds": f"{unit} of training"}
     return axes | ({"progress": "per cent of the run"} if len(runs) > 1 else {})
 
 
 def unlike(runs: Sequence[Run]) -> bool:
-    """Whether the longest run has so many steps that the shortest would be a dot beside it."""
+    """Whether the longest run has so many steps that the shortest would be hardly visible."""
     last = [run.log[-1]["step"] for run in runs if run.log]
     return bool(last) and max(last) > UNLIKE * max(1, min(last))
 
@@ -106,7 +106,7 @@ class Bar(NamedTuple):
 
     @classmethod
     def of(cls, label: str, value: str, whole: float, sizes: Sequence[tuple[float, int, str]]) -> Bar:
-        """sizes: (size, colour, tooltip) of each part; `whole` is as wide as the page."""
+        """sizes: (size, colour, tooltip) of each part; `whole` is the size of the whole width."""
         places = parts((size for size, _, _ in sizes), whole)
         return cls(label, value, [(*at, c % COLOURS, said) for at, (_, c, said) in zip(places, sizes, strict=True)])
 
@@ -120,26 +120,25 @@ def memory(runs: Sequence[Run]) -> dict[str, list[int]]:
 
 def memory_bars(runs: Sequence[Run]) -> list[Bar]:
     """A bar for each run, with a part for each group."""
-    held, bars = memory(runs), []
-    totals = [sum(run.record.memory.groups.values()) for run in runs]
-    for number, total in enumerate(totals):
-        sizes = [
-            (of[number], colour, f"{group}: {readable(of[number])}") for colour, (group, of) in enumerate(held.items())
-        ]
-        bars.append(Bar.of(runs[number].name, readable(total), max(totals), sizes))
+    groups, bars = list(memory(runs)), []
+    largest = max(sum(run.record.memory.groups.values()) for run in runs)
+    for run in runs:
+        held = run.record.memory.groups
+        sizes = [(size, groups.index(group), f"{group}: {readable(size)}") for group, size in held.items()]
+        bars.append(Bar.of(run.name, readable(sum(held.values())), largest, sizes))
     return bars
 
 
 def kernels(runs: Sequence[Run]) -> dict[str, list[Bar]]:
     """The most expensive kernels, each with a bar for every run that was profiled."""
     profiled = [(colour, run.name, run.kernels) for colour, run in enumerate(runs) if run.kernels]
-    most: dict[str, float] = {}
-    for *_, seconds in profiled:
-        most |= {kernel: max(spent, most.get(kernel, 0.0)) for kernel, spent in seconds.items()}
-    found: dict[str, list[Bar]] = {kernel: [] for kernel in sorted(most, key=lambda name: -most[name])[:KERNELS]}
-    for kernel, bars in found.items():
-        for colour, name, seconds in profiled:
-            spent = seconds.get(kernel, 0.0)
-            said = f"{1e3 * spent:,.2f} ms"
-            bars.append(Bar.of(name, said, max(most.values()), [(spent, colour, f"{name}: {said}")]))
-    return found
+    names = {kernel for *_, seconds in profiled for kernel in seconds}
+    most = {kernel: max(seconds.get(kernel, 0.0) for *_, seconds in profiled) for kernel in sorted(names)}
+
+    def bar(kernel: str, colour: int, name: str, seconds: Mapping[str, float]) -> Bar:
+        spent = seconds.get(kernel, 0.0)
+        said = f"{1e3 * spent:,.2f} ms"
+        return Bar.of(name, said, max(most.values()), [(spent, colour, f"{name}: {said}")])
+
+    shown = sorted(most, key=lambda kernel: -most[kernel])[:KERNELS]
+    return {kernel: [bar(kernel, *one) for one in profiled] for kernel in shown}

@@ -1,4 +1,4 @@
-"""A finished run as its directory has it: run.json, log.jsonl, and profile.json where somebody made one."""
+"""A finished run as its directory has it: run.json, log.jsonl and, if there is one, profile.json."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wgpu_lora.train.records import RUN, RunRecord
 
 PROFILE = "profile.json"
 ADVICE = f"'wgpu-lora profile --run RUN --json > RUN/{PROFILE}'"
-AXES = ("step", "tokens", "seconds")  # keys of a log that things are drawn by
+AXES = ("step", "tokens", "seconds")  # keys of a log line
 MOST = 1e18  # bytes, or seconds
 SPEEDS = {"trained": "tokens_per_second", "processed": "processed_tokens_per_second"}
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
@@ -27,12 +27,12 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of a run, read and checked.
+    """The facts of a run, read and checked.
 
     Attributes:
         log: the lines of its log, each with `step`, `tokens`, `seconds` and `progress` (per cent of the steps).
-        kernels: seconds of a step by kernel; None where they were not measured, or on something else than this run's.
-        profiled: what `kernels` were measured on, or why they are not drawn; empty where there is no profile.
+        kernels: seconds of a step by kernel; None if they were not measured, or on another model than the run's.
+        profiled: what `kernels` were measured on, or why they are not drawn; empty if there is no profile.
     """
 
     name: str
@@ -42,11 +42,11 @@ class Run:
     profiled: str
 
     def points(self, key: str, axis: str) -> list[Point]:
-        """What was logged as `key`, by another key of the log's lines."""
+        """The logged values of `key`, by another key of the log's lines."""
         return [(line[axis], line[key]) for line in self.log if key in line]
 
     def speeds(self) -> dict[str, float]:
-        """The median of what was logged, of each kind of token."""
+        """The median logged speed for each kind of token."""
         found = {kind: [line[key] for line in self.log if key in line] for kind, key in SPEEDS.items()}
         return {kind: statistics.median(values) for kind, values in found.items() if values}
 
@@ -81,7 +81,7 @@ def _read(name: str, directory: Path) -> Run:
 
 
 def _log(path: Path) -> list[dict[str, float]]:
-    """The lines by step; one of before the first step says nothing of tokens."""
+    """The lines by step; a line before the first step has no tokens."""
     lines = [{"tokens": 0} | line if line["step"] == 0 else line for line in (read_log(path) if path.is_file() else [])]
     known = [line for line in lines if min(line.get(axis, -1) for axis in AXES) >= 0]
     last = max((line["step"] for line in known), default=0) or 1
@@ -89,34 +89,33 @@ def _log(path: Path) -> list[dict[str, float]]:
 
 
 def _profile(name: str, path: Path, run: RunRecord) -> tuple[dict[str, float] | None, str]:
-    """A profile's seconds by kernel, where it is of the run's model and base weights, and what is to be said of it."""
+    """A profile's seconds by kernel, if it is of the run's model and base weights, and a sentence about it."""
     if not path.is_file():
         return None, ""
     try:
         profile = json.loads(path.read_text(encoding="utf-8"))
         work, seconds = profile.get("work", {}), dict[str, float]()
-        for kernel in profile["kernels"]:  # one has several lines where shapes are kept apart
+        for kernel in profile["kernels"]:  # one has several lines if shapes are kept apart
             seconds[str(kernel["kernel"])] = seconds.get(str(kernel["kernel"]), 0.0) + _amount(kernel["seconds"])
-        if "base_digest" not in work:
-            why = f"its {PROFILE} does not say what it is of; {ADVICE} makes one that does"
-            return None, f"{name}: not drawn, since {why}."
-        device = "{name} ({driver})".format(**profile["device"])
-        activations, trained = work["compute_dtype"], run.options.compute_dtype
-        unlike = "" if activations == trained else f" (the run's in {trained})"
-        what = f"{described(work)}, activations in {activations}{unlike}, on {device}"
-        same = work["base_digest"] == run.base_digest and work["base_dtype"] == run.options.base_dtype
-        if same and work["whole"]:
-            return seconds, f"{name}: {what}"
+        if "base_digest" in work:
+            device = "{name} ({driver})".format(**profile["device"])
+            activations, trained = work["compute_dtype"], run.options.compute_dtype
+            unlike = "" if activations == trained else f" (the run's in {trained})"
+            what = f"{described(work)}, activations in {activations}{unlike}, on {device}"
+            same = work["base_digest"] == run.base_digest and work["base_dtype"] == run.options.base_dtype
+            if same and work["whole"]:
+                return seconds, f"{name}: {what}"
+            why = f"is of {what}, the run of {run.options.model or 'demo'} in {run.options.base_dtype}"
+        else:
+            why = "does not say what it is of"
     except DAMAGE as error:
-        why = f"its {PROFILE} cannot be read ({type(error).__name__}: {error}); {ADVICE} makes it anew"
-        return None, f"{name}: not drawn, since {why}."
-    own = f"{run.options.model or 'demo'} in {run.options.base_dtype}"
-    return None, f"{name}: not drawn, since its {PROFILE} is of {what}, the run of {own}; {ADVICE} makes its own."
+        why = f"cannot be read ({type(error).__name__}: {error})"
+    return None, f"{name}: not drawn, because its {PROFILE} {why}; {ADVICE} makes one for the run."
 
 
 def _amount(value: Any) -> float:
-    """Bytes or seconds. ValueError where it cannot be that many."""
+    """Bytes or seconds. Raises ValueError if it cannot be that many."""
     amount = float(value)
     if not 0 <= amount <= MOST:
-        raise ValueError(f"{amount} is no amount")
+        raise ValueError(f"{amount} is not a valid amount")
     return amount

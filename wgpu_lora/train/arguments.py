@@ -9,13 +9,15 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from wgpu_lora.bounded import is_path
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names, real_value
-from wgpu_lora.names.allowed import COMPUTE_DTYPES, LR_SCHEDULERS, OVERFLOW
+from wgpu_lora.names.allowed import COMPUTE_DTYPES, OVERFLOW
 from wgpu_lora.names.naming import Naming, flag, naming
 from wgpu_lora.train.declared import Range, check, kinds, option, require
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
+from wgpu_lora.train.schedule import LR_SCHEDULES
 from wgpu_lora.weights.registry import BASE_FORMATS, DEFAULT_FORMAT
 
 # Options that may change when a run is resumed: they affect what is written, not what is trained.
@@ -29,6 +31,7 @@ FREE_ON_RESUME = {
 # Options that may change to extend a run.
 PLAN = ("num_train_epochs", "max_steps", "target_seconds")
 # Batches by default, unless the data are small (train/batching.py).
+PATHS = ("data", "eval_data", "model", "output", "init_adapter")
 OUTPUT, ROWS_PER_BATCH, ACCUMULATION = "output", 2, 4
 LENGTH = 1024  # tokens per row by default, if the model has as many positions
 # Headings of the options in the command line's help.
@@ -90,7 +93,7 @@ class TrainingArguments:
         "'all-linear', names such as q_proj,v_proj, or a regular expression matched against module paths.",
     )
     learning_rate: float = option(2e-4, OPTIMISATION, "Peak learning rate.", within=NOT_NEGATIVE)
-    lr_scheduler_type: str = option("cosine", OPTIMISATION, "Learning-rate schedule.", choices=LR_SCHEDULERS)
+    lr_scheduler_type: str = option("cosine", OPTIMISATION, "Learning-rate schedule.", choices=LR_SCHEDULES)
     warmup_ratio: float = option(
         0.03,
         OPTIMISATION,
@@ -182,6 +185,10 @@ class TrainingArguments:
     def __post_init__(self) -> None:
         for item in fields(self):
             check(item.name, getattr(self, item.name), item.metadata)
+        for name in PATHS:
+            require(
+                is_path(getattr(self, name) or ""), name, "must be a path that is not too long", getattr(self, name)
+            )
         if not self.target_modules.strip(" ,"):
             raise UserError(f"{flag('target_modules')} is empty: name at least one module, or use 'all-linear'.")
         self.budget()

@@ -23,7 +23,7 @@ from wgpu_lora.train.initial import adapter_of
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.length import fit_length, shortened
 from wgpu_lora.train.memory import check_adapters
-from wgpu_lora.train.objectives import objective_of
+from wgpu_lora.train.objectives import formats_of, objective_of
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.resume import plan_of, refuse_used, resume_note
 from wgpu_lora.train.session import Session
@@ -190,6 +190,6 @@ def _prepare(args: TrainingArguments, model: LoadedModel, source: Source) -> Pre
         chat_template_kwargs=args.template_kwargs(),
         vocab_size=model.config.vocab_size,
         skip_bad_rows=args.skip_bad_rows,
-        read=objective.sample,
+        formats=formats_of(objective),
         parts=objective.parts,
     )

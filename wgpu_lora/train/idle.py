@@ -10,6 +10,7 @@ from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
+from wgpu_lora.train.schedule import LR_SCHEDULES
 
 
 def idle(given: Collection[str], args: TrainingArguments) -> list[str]:
@@ -19,14 +20,15 @@ def idle(given: Collection[str], args: TrainingArguments) -> list[str]:
     def say(names: Collection[str], holds: bool, why: str) -> None:
         found.extend(f"{flag(name)} does nothing: {why}." for name in names if holds and name in given)
 
+    warms_up = LR_SCHEDULES[args.lr_scheduler_type].warms_up
     constant = setting("lr_scheduler_type", "constant_with_warmup")
     by_steps, by_time = args.max_steps > 0, args.target_seconds is not None
     say(
         ("warmup_ratio", "warmup_steps"),
-        args.lr_scheduler_type == "constant",
+        not warms_up,
         f"the learning rate is constant from the first step (use {constant})",
     )
-    if args.lr_scheduler_type != "constant":
+    if warms_up:
         say(("warmup_ratio",), args.warmup_steps > 0, f"{setting('warmup_steps', args.warmup_steps)} overrides it")
     if by_time:
         say(("num_train_epochs",), True, f"{setting('target_seconds', args.target_seconds)} sets the length of the run")

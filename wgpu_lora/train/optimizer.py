@@ -12,6 +12,7 @@ import numpy as np
 from wgpu_lora.formats.peft import Matrices
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
+from wgpu_lora.gpu.single import widened
 from wgpu_lora.gpu.struct import struct_array, struct_words
 from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, persistent
 from wgpu_lora.models.lora import AdapterSet, Factor
@@ -165,10 +166,14 @@ class Optimizer:
         if set(stored) != set(shapes):
             return "it holds the state of another optimizer"
         for name, (state, shape) in shapes.items():
-            values = stored[name]
-            fits = values.dtype == NUMPY[state.dtype] and values.shape == shape and np.isfinite(values).all()
-            if not fits or (state.least is not None and (values < state.least).any()):
-                return f"{name} is not a {state.name} in {NUMPY[state.dtype].__name__} of shape {list(shape)}"
+            values, dtype = stored[name], np.dtype(NUMPY[state.dtype])
+            if values.dtype != dtype or values.shape != shape:
+                return f"{name} is {values.dtype} {list(values.shape)}, expected {dtype} {list(shape)}"
+            values = widened(values)
+            if not np.isfinite(values).all():
+                return f"{name} has values that are not finite"
+            if state.least is not None and (values < state.least).any():
+                return f"{name} has values below {state.least:g}"
         return None
 
     def write_state(self, device: Device, slot: int, stored: Mapping[str, np.ndarray]) -> None:

@@ -31,7 +31,6 @@ from wgpu_lora.train.state import STATE
 from wgpu_lora.train.tasks import AdapterTask, check_apart, named_apart, request_of
 from wgpu_lora.train.trainer import Trainer
 
-SCHEDULES = tuple(POLICIES)
 BATCH_TOKENS = 1024  # of a shared batch, if no adapter's own is larger: enough to fill a GPU
 
 
@@ -74,7 +73,7 @@ def prepare_pipeline(
     Args:
         args: options of all adapters, unless a task has its own; `output` is the directory of the pipeline's record,
             by default the first adapter's checkpoint directory.
-        schedule: one of SCHEDULES.
+        schedule: one of POLICIES.
         batch_tokens: maximum tokens of a batch that adapters share; by default what one step of all adapters needs,
             up to the larger of BATCH_TOKENS and the largest batch of one adapter.
         planning: the job will not be run, so the directories may be in use.
@@ -160,8 +159,8 @@ def apart(directories: Sequence[Path]) -> list[Path]:
 def _check(args: TrainingArguments, tasks: Sequence[AdapterTask], schedule: str, batch_tokens: int | None) -> None:
     if not tasks:
         raise UserError(f"A pipeline needs at least one adapter: give one with {flag('adapters')}.")
-    if schedule not in SCHEDULES:
-        raise UserError(f"{flag('schedule')} must be one of {', '.join(SCHEDULES)}, not {schedule}.")
+    if schedule not in POLICIES:
+        raise UserError(f"{flag('schedule')} must be one of {', '.join(POLICIES)}, not {schedule}.")
     if batch_tokens is not None and batch_tokens < 1:
         raise UserError(f"{flag('batch_tokens')} must be greater than 0, not {batch_tokens}.")
     if args.target_seconds:
@@ -183,7 +182,7 @@ def _batch_tokens(runs: Sequence[AdapterRun], schedule: str, given: int | None) 
                 f"{setting('batch_tokens', given)} is less than the longest row ({longest:,} tokens): raise it to that."
             )
         return given
-    together = sum(largest) if schedule == "synchronized" else max(largest)
+    together = sum(largest) if POLICIES[schedule].together else max(largest)
     return min(together, max(BATCH_TOKENS, *largest))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.atomic import write_bytes_atomic
-from wgpu_lora.bounded import is_name, read_json
+from wgpu_lora.bounded import is_path, read_json
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import flag
 from wgpu_lora.strict_json import to_json
@@ -46,12 +46,16 @@ def home_of(directory: Path) -> Path | None:
     if not (directory / MEMBER).is_file():
         return None
     home = read_json(directory / MEMBER).get("pipeline")
-    if not isinstance(home, str) or not is_name(home) or not (directory / home / STATE).is_file():
+    if not (isinstance(home, str) and is_path(home) and not os.path.isabs(home) and _is_home(directory / home)):
         raise UserError(
             f"{directory / MEMBER} does not lead to the record of its pipeline: move the adapters' directories back to "
             f"where they were, or start a new run from this adapter with {flag('init_adapter')}."
         )
     return Path(os.path.normpath(directory / home))
+
+
+def _is_home(directory: Path) -> bool:
+    return os.path.isfile(directory / STATE)  # pathlib raises OSError if the whole is too long
 
 
 def link_members(home: Path, members: Iterable[Path]) -> None:
@@ -113,4 +117,10 @@ def _is_state(said: Mapping[str, Any]) -> bool:
         return False
     if not all(isinstance(said[name], dict) for name in ("identity", "request", "policy", "steps", "ended")):
         return False
-    return all(map(is_count, said["steps"].values())) and all(isinstance(why, str) for why in said["ended"].values())
+    if not all(map(is_count, said["steps"].values())) or not all(
+        isinstance(why, str) for why in said["ended"].values()
+    ):
+        return False
+    request = said["request"]
+    kinds = {"options": dict, "schedule": str, "batch_tokens": int, "directory": str, "adapters": list}
+    return all(isinstance(request.get(name), kind) for name, kind in kinds.items())

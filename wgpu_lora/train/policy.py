@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from wgpu_lora.train.state import RunState
+if TYPE_CHECKING:
+    from wgpu_lora.train.state import RunState
 
 PATIENCE = 4  # rounds of all other adapters that an adapter waits at most
 
@@ -29,9 +30,11 @@ class Standing:
 class Policy(Protocol):
     """The dataclass fields are the policy's state; resuming restores them, so they must be JSON values.
 
+    together: whether several adapters take part in a step.
     eval_steps: an adapter's own steps between held-out losses, unless --eval-steps is given; 0 if none are needed.
     """
 
+    together: bool
     eval_steps: int
 
     def choose(self, live: Sequence[Standing]) -> list[int]:
@@ -42,6 +45,7 @@ class Policy(Protocol):
 class Synchronized:
     """Every adapter that still has work takes part in each step."""
 
+    together = True
     eval_steps = 0
 
     def choose(self, live: Sequence[Standing]) -> list[int]:
@@ -52,6 +56,7 @@ class Synchronized:
 class RoundRobin:
     """One adapter per step, in turn."""
 
+    together = False
     eval_steps = 0
     last: int = -1
 
@@ -65,6 +70,7 @@ class RoundRobin:
 class PriorityValLoss:
     """The adapter whose held-out loss has improved least takes the step, unless another has waited too long."""
 
+    together = False
     eval_steps = 10
     waited: dict[str, int] = field(default_factory=dict)  # steps since a slot took one; JSON keys are text
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.errors import UserError
+from wgpu_lora.names.naming import flag
 from wgpu_lora.strict_json import built, to_json
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.ending import OUTCOMES
@@ -146,7 +147,9 @@ class RunRecord:
         try:
             return cls.from_json(json.loads(path.read_text(encoding="utf-8")), path)
         except (FileNotFoundError, NotADirectoryError):
-            raise UserError(f"{directory} has no finished run (there is no {RUN}): give the --output of one.") from None
+            raise UserError(
+                f"{directory} has no finished run (there is no {RUN}): give the {flag('output')} of one."
+            ) from None
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"The run in {directory} cannot be read: {error}.") from error
 

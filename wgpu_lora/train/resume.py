@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,16 +11,15 @@ from typing import Any
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import either, flag, setting
 from wgpu_lora.train import checkpoint
-from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments, from_values
+from wgpu_lora.train.arguments import FREE_ON_RESUME, PATHS, PLAN, TrainingArguments, from_values
 from wgpu_lora.train.pipeline_state import MEMBER, home_of, read_pipeline_state
 from wgpu_lora.train.records import PIPELINE, RUN
-from wgpu_lora.train.schedule import learning_rate, warmup_steps
+from wgpu_lora.train.schedule import LR_SCHEDULES, learning_rate, warmup_steps
 from wgpu_lora.train.state import STATE, RunState
 from wgpu_lora.train.stream import DataStream
 from wgpu_lora.words import counted
 
 UNTIMED_STEPS = 100  # assumed by a timed run's schedule until steps have been timed
-FILES = ("data", "eval_data", "model", "init_adapter")
 MAY_CHANGE = sorted((FREE_ON_RESUME | set(PLAN)) - {"resume"})
 
 
@@ -56,16 +56,21 @@ def continued(given: Mapping[str, Any], options: Any, began_in: Any, directory: 
             raise differs(name, getattr(before, name), value)
     if asked.num_train_epochs != before.num_train_epochs and asked.max_steps == before.max_steps:
         asked = replace(asked, max_steps=-1)  # it would override the new number of epochs
-    moved: dict[str, Any] = {name: found_from(began_in, getattr(asked, name)) for name in FILES if name not in given}
+    moved: dict[str, Any] = {
+        name: found_from(began_in, getattr(asked, name)) for name in PATHS if name not in {*given, "output"}
+    }
     return replace(asked, resume=True, output=str(directory), **moved)
 
 
-def found_from(began_in: Any, path: str | None) -> str | None:
-    """A recorded path as seen from here; a relative one may refer to the directory where the run started."""
-    if path is None or Path(path).exists() or not isinstance(began_in, str):
+def found_from(began_in: Any, path: Any) -> Any:
+    """A recorded path as seen from here; a relative one may refer to the directory where the run started.
+
+    Records are untrusted: what cannot be a path is returned as it is, for whoever checks options.
+    """
+    if not isinstance(path, str) or not isinstance(began_in, str) or os.path.exists(path):
         return path
-    there = Path(began_in) / path
-    return str(there) if there.exists() else path
+    there = os.path.join(began_in, path)
+    return there if os.path.exists(there) else path
 
 
 def nothing_in(directory: Path) -> UserError:
@@ -153,7 +158,8 @@ def resume_note(state: RunState, planned: TrainingArguments, stream: DataStream,
     text += f", up to {total:,} steps"
     kind = args.lr_scheduler_type
     warm = [warmup_steps(count, args.warmup_ratio, args.warmup_steps) for count in (state.total_steps, total)]
-    if kind == "constant" or (kind == "constant_with_warmup" and warm[0] == warm[1]):
+    schedule = LR_SCHEDULES[kind]
+    if schedule.decay is None and (not schedule.warms_up or warm[0] == warm[1]):
         return f"{text}, with the same result as a single run of {total:,} steps"
     rate = learning_rate(kind, args.learning_rate, state.step, total, warm[1])
     return (

@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LRSchedule:
+    """A learning-rate schedule.
+
+    decay: progress after the warm-up, from 0 to 1 -> share of the peak; None if the rate stays at the peak.
+    warms_up: whether the rate first rises linearly to the peak.
+    """
+
+    decay: Callable[[float], float] | None = None
+    warms_up: bool = True
+
+
+LR_SCHEDULES = {
+    "cosine": LRSchedule(lambda progress: max(0.0, 0.5 * (1 + math.cos(math.pi * progress)))),
+    "linear": LRSchedule(lambda progress: max(0.0, 1 - progress)),
+    "constant": LRSchedule(warms_up=False),
+    "constant_with_warmup": LRSchedule(),
+}
 
 
 def learning_rate(kind: str, peak: float, step: int, total: int, warmup: int) -> float:
     """The rate of the 0-based `step` of `total`, with a linear warm-up to the peak over the first `warmup` steps.
 
-    cosine falls to 0 along half a cosine, linear along a line; `constant` has no warm-up. In transformers, the first
-    step has a rate of 0 and trains nothing: these are its schedules of `warmup` + 1 and `total` + 1 steps without it.
+    In transformers, the first step has a rate of 0 and trains nothing: these are its schedules of `warmup` + 1 and
+    `total` + 1 steps without it.
     """
-    if kind == "constant":
-        return peak
-    if step < warmup:
+    schedule = LR_SCHEDULES[kind]
+    if schedule.warms_up and step < warmup:
         return peak * (step + 1) / (warmup + 1)
-    if kind == "constant_with_warmup":
+    if schedule.decay is None:
         return peak
-    progress = (step - warmup) / max(1, total - warmup)
-    if kind == "linear":
-        return peak * max(0.0, 1 - progress)
-    return peak * max(0.0, 0.5 * (1 + math.cos(math.pi * progress)))
+    return peak * schedule.decay((step - warmup) / max(1, total - warmup))
 
 
 def warmup_steps(total: int, ratio: float, steps: int = 0) -> int:

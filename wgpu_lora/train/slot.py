@@ -22,9 +22,9 @@ from wgpu_lora.train.heldout import heldout_loss
 from wgpu_lora.train.initial import SeededMatrices
 from wgpu_lora.train.output import Log
 from wgpu_lora.train.records import RunRecord
-from wgpu_lora.train.resume import UNTIMED_STEPS, differs, nothing_in, refuse_used, set_length
+from wgpu_lora.train.resume import UNTIMED_STEPS, differs, found_from, nothing_in, refuse_used, set_length
 from wgpu_lora.train.run import Run
-from wgpu_lora.train.schedule import learning_rate, warmup_steps
+from wgpu_lora.train.schedule import LR_SCHEDULES, learning_rate, warmup_steps
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.state import RunState, read_state
 from wgpu_lora.train.stream import DataStream
@@ -116,8 +116,12 @@ class AdapterRun(Run):
         """Load the adapter that the run started from, even if resumed; the optimizer's state becomes zero."""
         initial = self.initial
         if self.resumed_from:
-            began = (checkpoint.read_metadata(self.resumed_from).get("options") or {}).get("init_adapter")
-            initial = read_adapter(began)[1] if began else SeededMatrices(self.args, session.model.config)
+            facts = checkpoint.read_metadata(self.resumed_from)
+            options = facts.get("options")
+            began = found_from(
+                facts.get("directory"), options.get("init_adapter") if isinstance(options, dict) else None
+            )
+            initial = read_adapter(str(began))[1] if began else SeededMatrices(self.args, session.model.config)
         session.adapters.write(session.device, self.slot, initial)
         session.optimizer.write_state(session.device, self.slot, {})
 
@@ -131,7 +135,7 @@ class AdapterRun(Run):
     def warmup(self, total: int) -> int:
         """Warm-up steps out of `total`."""
         args = self.args
-        rises = args.lr_scheduler_type != "constant"
+        rises = LR_SCHEDULES[args.lr_scheduler_type].warms_up
         return warmup_steps(total, args.warmup_ratio, args.warmup_steps) if rises else 0
 
     def save(self, session: Session, events: Events = SILENT) -> None:

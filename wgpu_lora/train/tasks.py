@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from wgpu_lora.bounded import is_name, read_toml
+from wgpu_lora.bounded import is_path, read_toml
 from wgpu_lora.data import Source
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names
@@ -72,8 +72,8 @@ def task_of(values: Mapping[str, Any], where: str) -> AdapterTask:
     values = _by_keys(values, where)
     for key in ("data", "checkpoint", "name"):
         given = values.get(key, "some")
-        if not (isinstance(given, str | Path) and str(given).strip() and is_name(str(given))):
-            raise UserError(f"{where}: '{key}' must be UTF-8 text that is not empty, not {given!a:.80}.")
+        if not (isinstance(given, str | Path) and str(given).strip() and is_path(str(given))):
+            raise UserError(f"{where}: '{key}' must be UTF-8 text, neither empty nor too long, not {given!a:.80}.")
     for key in ("data", "checkpoint"):
         if key not in values:
             raise UserError(f"{where} has no '{key}': every adapter needs its data and a checkpoint directory.")
@@ -160,7 +160,7 @@ def tasks_of_request(request: Mapping[str, Any], home: Path) -> list[AdapterTask
         UserError: the record does not have them.
     """
     tasks = []
-    for number, said in enumerate(request.get("adapters") or [], 1):
+    for number, said in enumerate(request["adapters"], 1):
         options = said.get("options") if isinstance(said, dict) else None
         if not isinstance(options, dict):
             raise UserError(

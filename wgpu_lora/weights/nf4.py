@@ -66,8 +66,19 @@ def _synthetic(c: Constants, rng: np.random.Generator) -> Arrays:
     return {"codes": codes, "scales": rng.random(-(-out * size_in // BLOCK), np.float32) + np.float32(0.5)}
 
 
+def _columns(arrays: Arrays, c: Constants, columns: np.ndarray) -> Arrays | None:
+    """None if blocks of one scale continue in W's next row."""
+    n, k, codes, scales = c["n"], c["k"], arrays["codes"], arrays["scales"]
+    if (k if c["form"] == "nt" else n) % BLOCK:
+        return None
+    if c["form"] == "nt":
+        return {"codes": codes.reshape(-1, n)[:, columns], "scales": scales.reshape(n, -1)[columns]}
+    words, blocks = columns[::8] // 8, columns[::BLOCK] // BLOCK
+    return {"codes": codes.reshape(-1, k)[words], "scales": scales.reshape(k, -1)[:, blocks]}
+
+
 SHAPES = ((16, 4), (16, 2), (8, 4))  # (rows, columns per lane) of the tilings
-TUNING = MatmulTuning(_synthetic)
+TUNING, PART = MatmulTuning(_synthetic), product_part(_columns)
 
 
 @kernel(
@@ -76,7 +87,7 @@ TUNING = MatmulTuning(_synthetic)
     variants=tilings(8, *SHAPES),
     specialise=_facts,
     tuning=TUNING,
-    part=product_part,
+    part=PART,
     lib=("nf4",),
 )
 def nf4_matmul(
@@ -106,7 +117,7 @@ def nf4_matmul(
     variants=tilings(4, *SHAPES),
     specialise=_facts,
     tuning=TUNING,
-    part=product_part,
+    part=PART,
     lib=("nf4",),
 )
 def nf4_matmul_backward(

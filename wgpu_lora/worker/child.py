@@ -16,8 +16,8 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.lasting import lasting
 from wgpu_lora.names.naming import IN_FILE, naming
-from wgpu_lora.strict_json import to_json, typed
-from wgpu_lora.worker.job import SCHEMA, arguments, read_job
+from wgpu_lora.strict_json import to_json
+from wgpu_lora.worker.job import SCHEMA, arguments, checked, read_job
 from wgpu_lora.worker.registry import KINDS
 
 
@@ -44,12 +44,12 @@ class Port(Events):
         self._out.flush()
 
     def answer(self, side: Any) -> None:
-        """Answer requests, JSON lines on standard input, by calling methods of `side`, until the input ends.
+        """Answer requests, JSON lines on standard input, by calling functions of `side`, until the input ends.
 
         Raises:
             UserError: a line is not a request, or `side` has no such method, or one with other arguments.
         """
-        methods = {name: run for name, run in inspect.getmembers(side, inspect.ismethod) if not name.startswith("_")}
+        methods = {name: run for name, run in inspect.getmembers(side, inspect.isroutine) if not name.startswith("_")}
         for line in self._requests or ():
             request = parse_object(line.encode("utf-8", "replace"), "The request on standard input", cure="correct it")
             name = request.pop("request", None)
@@ -60,10 +60,10 @@ class Port(Events):
 
 def _taken(name: str, method: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
     """The values of a request, checked against the method's annotations."""
-    hints = get_type_hints(method)
+    hints, signature = get_type_hints(method), inspect.signature(method)
     try:
-        inspect.signature(method).bind(**request)
-        return {key: typed(hints[key], value, f"'{key}'") for key, value in request.items()}
+        signature.bind(**request)
+        return {key: checked(signature.parameters[key], hints[key], value) for key, value in request.items()}
     except (TypeError, ValueError) as error:
         raise UserError(f"The request '{name}' cannot be answered ({error}): correct it.") from None
 

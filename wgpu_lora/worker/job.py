@@ -6,7 +6,7 @@ import inspect
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from wgpu_lora.bounded import MAX_JSON_BYTES, parse_object
 from wgpu_lora.errors import UserError
@@ -68,7 +68,8 @@ def arguments(run: Kind, job: Job) -> dict[str, Any]:
     passed `where` for its messages.
 
     Raises:
-        UserError: an option is unknown (the nearest one is suggested), missing, or of the wrong type.
+        UserError: an option is unknown (the nearest one is suggested), missing, of the wrong type, or empty or not
+            positive (see `checked`).
     """
     port, *parameters = inspect.signature(run).parameters.values()
     named = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "where"}
@@ -83,8 +84,28 @@ def arguments(run: Kind, job: Job) -> dict[str, Any]:
         )
     for name in given.keys() & named.keys():
         try:
-            given[name] = typed(hints[name], given[name], f"'{name}'")
+            given[name] = checked(named[name], hints[name], given[name])
         except ValueError as error:
-            kind = str(named[name].annotation)
-            raise UserError(f"{job.where}: {error}, expected {kind.replace(' | ', ' or ')}.") from None
+            raise UserError(f"{job.where}: {error}.") from None
     return {**given, "where": job.where} if others else given
+
+
+def checked(parameter: inspect.Parameter, hint: Any, value: Any) -> Any:
+    """A JSON value as a parameter's type. All numbers of jobs are counts or seconds, so none may be 0 or less, except
+    where text is allowed too: a device's index. Text and lists must not be empty.
+
+    Raises:
+        ValueError: the value is not allowed; the message is part of a sentence.
+    """
+    name = f"'{parameter.name}'"
+    try:
+        value = typed(hint, value, name)
+    except ValueError as error:
+        raise ValueError(f"{error}, expected {str(parameter.annotation).replace(' | ', ' or ')}") from None
+    if value == [] or (isinstance(value, str) and not value.strip()):
+        omitting = "" if parameter.default is parameter.empty else ", or leave it out"
+        raise ValueError(f"{name} is empty: give it a value{omitting}")
+    kinds = get_args(hint) or (hint,)
+    if type(value) in (int, float) and str not in kinds and value <= 0:
+        raise ValueError(f"{name} must be {'greater than 0' if float in kinds else 'at least 1'}, not {value}")
+    return value

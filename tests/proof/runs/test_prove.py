@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from html import unescape
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 from support.cli import QWEN2, ROWS, write_rows
+from support.pages import Page
 
 from wgpu_lora.assets import DEMO_HELDOUT
 from wgpu_lora.formats.peft import tensor_name, write_adapter
@@ -68,27 +68,6 @@ def statuses(checks: dict[int, dict[str, Any]]) -> dict[int, str]:
 # -- where it passes ---------------------------------------------------------------------------------------------------
 
 
-class Page(HTMLParser):
-    """Whether every element is closed, and whatever the page would load."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.loads: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag in ("script", "link", "img", "iframe") or dict(attrs).get("src"):
-            self.loads.append(tag)
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        pass  # an SVG shape
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 @pytest.mark.slow
 def test_one_device_proves_what_one_device_can(tmp_path: Path) -> None:
     home = tmp_path / "home"
@@ -105,17 +84,15 @@ def test_one_device_proves_what_one_device_can(tmp_path: Path) -> None:
     assert checks[6]["figures"]["looks"] > 20
     assert len(checks[6]["figures"]["opened_by_python"]) == 9
     assert any("wgpu_native" in path for path in checks[6]["figures"]["searched"]["libraries"])
-    assert "measured before training" in checks[3]["reason"]
+    assert "measured on device 0 before training" in checks[3]["reason"]
     proof = tmp_path / "proof"
     facts = json.loads((proof / "proof.json").read_text())
     assert not facts["proven"]
     assert facts["verdict"].startswith("Not proven: 7 of 9")
     assert facts["schema"] == 1
-    page = Page()
-    page.feed((proof / "proof.html").read_text())
-    assert "CUDA libraries mapped beside" in (proof / "proof.html").read_text()
-    assert not page.open
-    assert not page.loads
+    page = Page((proof / "proof.html").read_text())
+    assert "CUDA libraries mapped beside NVIDIA's Vulkan driver" in page.text
+    assert not page.fetched
     assert {path.name for path in proof.iterdir()} == {"proof.json", "proof.html", "logs", "run", "resumed", "work"}
     assert not list(home.iterdir())  # nothing is written outside of --out
 
@@ -212,7 +189,7 @@ def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
         (["--devices", "0,0", "--only", "1"], "twice"),
         (["--require-discrete", "-1"], "--require-discrete must be 0 or more, not -1"),
         (["--require-discrete", "some"], "--require-discrete"),
-        (["--devices", "0,", "--only", "1"], "empty place"),
+        (["--devices", "0,", "--only", "1"], "empty entry"),
         (["--recipe", "nothing"], "does not exist"),
         (["--recipe", recipe(tmp_path, base_dtype="f32")], "NF4"),
     ]

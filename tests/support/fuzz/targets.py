@@ -21,6 +21,7 @@ import numpy as np
 from support import FIXTURES, MODELS
 from support.fuzz.mutators import of_json, of_parts, of_rows, of_safetensors, of_template
 from support.fuzz.tokenizers import of_tokenizer
+from support.preferences import Preferences
 from wgpu_lora.assets import DEMO_MODEL as DEMO
 from wgpu_lora.data import Tokenizer, gguf_tokenizer, prepare, sandbox, template, tokenizer
 from wgpu_lora.errors import UserError
@@ -157,6 +158,8 @@ def rows(place: Path) -> Run:
             (place / name).write_bytes(data)
         with suppress(UserError):
             prepare(place / "rows.csv", found, max_length=32)
+        with suppress(UserError):
+            prepare(place / "rows.csv", found, max_length=32, formats=Preferences.formats, parts=2)
         prepare(place / "rows.json", found, max_length=32)
 
     return run
@@ -199,7 +202,8 @@ def a_gguf(place: Path) -> list[bytes]:
 
 def some_rows(place: Path) -> list[bytes]:
     table = b'prompt,completion,tools\r\n"a, b","c ""d""\ne",\r\nf,g,[]\r\n'
-    return [b"\n".join(json.dumps(row).encode() for row in ROWS), json.dumps(ROWS, indent=1).encode(), table]
+    pairs = b'prompt,chosen,rejected,weight\n"[{""role"": ""user"", ""content"": ""a""}]",b,c,1\na,b,c,\n'
+    return [b"\n".join(json.dumps(row).encode() for row in ROWS), json.dumps(ROWS, indent=1).encode(), table, pairs]
 
 
 def some_settings(place: Path) -> list[bytes]:

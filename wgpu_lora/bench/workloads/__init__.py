@@ -1,26 +1,27 @@
-"""What each brick runs: a contract's name -> its cases on a context."""
+"""The cases of each brick: name -> a function of the context."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from wgpu_lora.bench.workload import Context, Workload
-from wgpu_lora.bench.workloads import adapter_memory, adapters, layer, serving, training
+from wgpu_lora.bench.workloads import adapters, layer, serving, training
 
 
 def one(make: Callable[[Context], Workload]) -> Callable[[Context], Iterator[Workload]]:
-    """The cases of a brick that has but one."""
+    """The cases of a brick with only one."""
     return lambda context: iter((make(context),))
 
 
 WORKLOADS: dict[str, Callable[[Context], Iterator[Workload]]] = {
-    **{name: one(layer.of_layer(name)) for name in layer.BRICKS},
+    **{name: one(partial(layer.of_layer, name)) for name in layer.BRICKS},
     "loss": one(training.loss),
     "optimizer": one(training.optimizer),
     "quantize": one(training.quantize),
     "train_step": one(training.TrainStep),
     "multi_adapter_step": one(adapters.MultiAdapterStep),
-    "multi_adapter_memory": one(adapter_memory.MultiAdapterMemory),
+    "multi_adapter_memory": one(adapters.MultiAdapterMemory),
     "ttft": serving.ttft,
     "throughput": serving.throughput,
     "batch": serving.batch,

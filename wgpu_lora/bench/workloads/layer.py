@@ -1,8 +1,6 @@
-"""Bricks of one decoder layer: the dispatches of its linears, its adapters, its attention and its elementwise ops."""
+"""Bricks of a decoder layer: dispatches of its linear layers, adapters, attention and elementwise ops."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 
@@ -19,69 +17,41 @@ from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.inputs import StepInputs, Tables
 from wgpu_lora.models.rows import Rows
 from wgpu_lora.models.shapes import cut
-from wgpu_lora.ops.matmul_tuning import LoraTuning
 from wgpu_lora.weights.nf4 import NF4
 
-Chosen = Callable[[Kernel], bool]
-RECORDED = ("tokens", "rank", "base_dtype", "compute_dtype")  # options that a layer is recorded by
-
-
-def of_adapters(kernel: Kernel) -> bool:
-    return isinstance(kernel.tuning, LoraTuning)
-
-
-def of_ops(*files: str) -> Chosen:
-    """Those declared in these files of `ops`."""
-    return lambda kernel: kernel.reference.__module__.rpartition(".")[2] in files
-
-
-def of_swiglu(kernel: Kernel) -> bool:
-    return kernel.name.startswith("swiglu")
-
-
-def of_base(kernel: Kernel) -> bool:
-    """Products with frozen matrices, and what prepares their operands."""
-    return not (of_adapters(kernel) or of_ops("attention", "norm", "rope", "elementwise")(kernel))
-
-
-# What a brick times: which pass (both, where it is None), which kernels, and which it is set against.
-BRICKS: dict[str, tuple[str | None, Chosen, Chosen | None]] = {
-    "nf4_matmul": ("forward", of_base, None),
-    "nf4_matmul_backward": ("backward", of_base, None),
-    "lora_forward": ("forward", of_adapters, of_base),
-    "lora_backward": ("backward", of_adapters, of_base),
-    "attention": ("forward", of_ops("attention"), None),
-    "attention_backward": ("backward", of_ops("attention"), None),
-    "rmsnorm": (None, of_ops("norm"), None),
-    "rope": (None, of_ops("rope"), None),
-    "swiglu": (None, of_swiglu, None),
+# Of each brick: the pass that is timed (None: both), the op, and the op that its time is compared with.
+BRICKS: dict[str, tuple[str | None, str, str | None]] = {
+    "nf4_matmul": ("forward", "base", None),
+    "nf4_matmul_backward": ("backward", "base", None),
+    "lora_forward": ("forward", "lora", "base"),
+    "lora_backward": ("backward", "lora", "base"),
+    "attention": ("forward", "attention", None),
+    "attention_backward": ("backward", "attention", None),
+    "rmsnorm": (None, "rmsnorm", None),
+    "rope": (None, "rope", None),
+    "swiglu": (None, "swiglu", None),
 }
+OPS = ("lora", "attention", "rmsnorm", "rope", "swiglu", "add", "fill", "dropout")
 
 
-def of_layer(name: str) -> Callable[[Context], Workload]:
-    """A brick that times some of the dispatches of the model's first layer, recorded by its architecture."""
-
-    def recorded(context: Context) -> Workload:
-        which, chosen, beside = BRICKS[name]
-        # A brick depends on the options that its contract names, and on no others.
-        taken = {option: getattr(context, option) for option in load_contract(name).options if option in RECORDED}
-        workload = _layer(context, **taken)
-        passes = [workload.forward, workload.backward]
-        workload.time([p for p in passes if which in (None, p.name)], chosen, beside)
-        return workload
-
-    return recorded
+def op_of(kernel: Kernel) -> str:
+    """The op of a kernel; `base` for products with frozen matrices and the preparation of their operands."""
+    op = kernel.name.partition("_")[0]
+    return op if op in OPS else "base"
 
 
-def _layer(
-    context: Context, tokens: int, rank: int | None = None, base_dtype: str = NF4.name, compute_dtype: str = "f32"
-) -> ProgramWorkload:
-    """Forward and backward pass of the first layer over one row of all tokens, with adapters of a rank on all linears.
+def of_layer(name: str, context: Context) -> Workload:
+    """A brick that times some of the dispatches of the model's first layer, as its architecture records it.
 
-    rank: None for no adapters.
+    It is recorded over one row of all tokens, forward and backward, with adapters on all linear layers, unless the
+    brick's contract has no rank. Options that the contract does not have do not affect it.
     """
     if not isinstance(context.config, Transformer):
         raise UserError(f"{context.name} has no layers of attention and a gated MLP: choose another shape or model.")
+    (which, op, beside), options = BRICKS[name], load_contract(name).options
+    base_dtype = context.base_dtype if "base_dtype" in options else NF4.name
+    compute_dtype = context.compute_dtype if "compute_dtype" in options else "f32"
+    tokens, rank = context.tokens, context.rank if "rank" in options else None
     config, device = cut(context.config, 1), context.device
     decoder = Decoder.declare(config, base_dtype, "bf16", device.max_binding)
     adapters = adapter_set(config, device, rank) if rank else None
@@ -113,4 +83,6 @@ def _layer(
             adapters.upload_scales(device)
 
     workload.fillers.append(fill)
+    passes = [program for program in (workload.forward, workload.backward) if which in (None, program.name)]
+    workload.time(passes, lambda kernel: op_of(kernel) == op, lambda kernel: op_of(kernel) == beside)
     return workload

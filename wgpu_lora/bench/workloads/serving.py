@@ -1,4 +1,4 @@
-"""Bricks of serving: the first token, the following ones, several sequences and adapters together, and loading."""
+"""Bricks of serving: first token, decoding, several sequences and adapters together, and loading."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.weights.registry import base_format
 
 PROMPTS = (7, 512)
-NEW_TOKENS = 32  # decoded after each prompt whose tokens are timed
+NEW_TOKENS = 32  # decoded after each prompt
 SEQUENCES = 4
 
 
@@ -40,10 +40,10 @@ def batch(context: Context) -> Iterator[Workload]:
 
 
 class Serving(Workload):
-    """Prompts of random ids through the product's Generator, by the host's clock: uploads and logits' way back counted.
+    """Generation from prompts of random ids, timed by the host's clock, including uploads and readback of the logits.
 
-    With one new token an iteration is a prompt (time to first token); with more, it is one step of decoding, every
-    sequence a token, and prompts are only what comes before. Generating runs the default tilings.
+    With one new token, an iteration is a prompt (time to first token); with more, it is a decoding step, which gives
+    each sequence a token. Tilings are the default ones, as always in generation.
     """
 
     def __init__(
@@ -73,9 +73,8 @@ class Serving(Workload):
 
     def nbytes(self) -> int:
         model = self._context.model
-        programs = Programs.record(
-            model.device, model.decoder, self._adapters, self._sequences, self._capacity, BUCKETS
-        )
+        of = model.device, model.decoder, self._adapters, self._sequences, self._capacity
+        programs = Programs.record(*of, BUCKETS)
         used = programs.storages() | model.decoder.storages()
         used |= self._adapters.storages() if self._adapters else set()
         running = missing_bytes(used) + sum(Arena.sizes_for([p.plan() for p in programs.all()]))
@@ -91,35 +90,30 @@ class Serving(Workload):
         self._generator = Generator(context.model, adapters, self._capacity, self._sequences)
 
     def check(self, rng: np.random.Generator) -> Checked:
-        """Of a prefill step of the prompts and a decoding step after it, as the Generator recorded them."""
+        """Check a prefill step of the prompts and a decoding step after it, as the Generator recorded them."""
         assert self._generator is not None, "open() first"
         self._rng, device, recorded = rng, self._context.device, self._generator.programs
-        state, batch, found = recorded.state, self._sequences, Checked()
+        arena, state, batch, found = self._generator.arena, recorded.state, self._sequences, Checked()
         fitting = [step for step in recorded.prefill if step.tokens < 2 * batch * self._prompt]
-        prefill = fitting[-1] if fitting else recorded.prefill[0]  # the Generator's own choice
+        prefill = fitting[-1] if fitting else recorded.prefill[0]  # as the Generator chooses
         each, everyone = min(self._prompt, prefill.tokens // batch), np.arange(batch)
-        # A step's positions, sequences and picked rows.
+        # Positions, sequences and picked rows of each step.
         steps = {
             prefill: (np.tile(np.arange(each), batch), np.repeat(everyone, each), (everyone + 1) * each - 1),
             recorded.decode: (np.full(batch, each), everyone, everyone),
         }
-        programs = [recorded.kept, recorded.head, *(step.program for step in steps)]
-        arena = Arena(device, Arena.sizes_for([program.plan() for program in programs]))  # the Generator has its own
-        try:
-            for storage in {state.last.storage, *(t.storage for t in state.logits), *state.cache.storages()}:
-                poison(device, storage.buffer)
-            for program in programs:
-                program.build(arena)
-            check(recorded.kept, found)
-            for step, (positions, sequences, picked) in steps.items():
-                for buffer in arena.buffers:
-                    poison(device, buffer)
-                ids = self._rng.integers(0, self._context.config.vocab_size, positions.size)
-                step.upload(ids, positions, sequences, self._slots, picked)
-                check(step.program, found)
-            check(recorded.head, found)
-        finally:
-            arena.free()
+        for program in (recorded.kept, recorded.head, *(step.program for step in steps)):
+            program.build(arena)
+        for storage in {state.last.storage, *(t.storage for t in state.logits), *state.cache.storages()}:
+            poison(device, storage.buffer)
+        check(recorded.kept, found)
+        for step, (positions, sequences, picked) in steps.items():
+            for buffer in arena.buffers:
+                poison(device, buffer)
+            ids = rng.integers(0, self._context.config.vocab_size, positions.size)
+            step.upload(ids, positions, sequences, self._slots, picked)
+            check(step.program, found)
+        check(recorded.head, found)
         return found
 
     def run(self) -> float:
@@ -127,11 +121,11 @@ class Serving(Workload):
             return timed(self._generate)
         if not self._pending:
             times = self._generate()
-            self._pending = list(np.diff(times))  # the first token is the prompt's own
+            self._pending = list(np.diff(times))  # without the first token, which is the prompt's
         return self._pending.pop()
 
     def _generate(self) -> list[float]:
-        """When each of the first sequence's tokens was known."""
+        """The times at which the tokens of the first sequence were known."""
         assert self._generator is not None, "open() first"
         times: list[float] = []
 
@@ -156,7 +150,7 @@ class Serving(Workload):
 
 
 class Load(Workload):
-    """From a checkpoint's files, or a synthetic one's arrays, to a model that is ready to run."""
+    """Loading a model from a checkpoint's files, or from the arrays of a synthetic one."""
 
     def __init__(self, context: Context):
         self._context = context
@@ -170,7 +164,7 @@ class Load(Workload):
         pass
 
     def check(self, rng: np.random.Generator) -> Checked | None:
-        """The smallest matrix against the NumPy reference of what its base format makes of the checkpoint's values."""
+        """Compare the smallest matrix with the base format's NumPy reference of the checkpoint's values."""
         model = self._load()
         layer = model.decoder.layers[0]
         linears = {f"{layer.path}.{module}.weight": item.weight for module, item in layer.linears.items()}

@@ -1,4 +1,4 @@
-"""Bricks of a training step beside its layers: the loss, the update, packing the base, and the whole step."""
+"""Bricks of training other than its layers: the loss, the update, packing the base, and the whole step."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from wgpu_lora.weights.nf4 import nf4_absmax, nf4_encode, piece_rows
 from wgpu_lora.weights.nf4_codes import BLOCK
 
 ROW = 128  # tokens of a row of data in train_step, as in docs/performance.md
-DEVICE_RUNS = 3  # of the device's own time of a step
+DEVICE_RUNS = 3  # to measure the device's time of a step
 
 
 def loss(context: Context) -> Workload:
-    """LM head and cross-entropy over every row, forward and backward; the head is bf16, as checkpoints have it."""
+    """LM head and cross-entropy over all rows, forward and backward; the head is bf16, as in checkpoints."""
     config, tokens = context.config, context.tokens
     workload = ProgramWorkload(context)
     head = DenseWeight.declare((config.vocab_size, config.hidden_size), "bf16", "head", context.device.max_binding)
@@ -53,7 +53,7 @@ def loss(context: Context) -> Workload:
 
 
 def optimizer(context: Context) -> Workload:
-    """Gradient norm, clipping and the update of the adapters of every layer, on all that may carry one."""
+    """Gradient norm, clipping and update of the adapters on all linear layers."""
     workload, device = ProgramWorkload(context), context.device
     adapters = adapter_set(context.config, device, context.rank)
     update = Optimizer(device, adapters, workload.input((1,), name="loss total"))
@@ -63,7 +63,7 @@ def optimizer(context: Context) -> Workload:
 
 
 def quantize(context: Context) -> Workload:
-    """Packing the matrices of a layer from bf16 to NF4 codes, in loading's own pieces, upload left out."""
+    """Packing the matrices of a layer from bf16 to NF4 codes, in the same pieces as loading, without the upload."""
     workload = ProgramWorkload(context)
     rec = workload.rec
     matrices = [(name, item.shape) for name, item in context.config.layer(0).items() if item.kind == MATRIX]
@@ -81,7 +81,7 @@ def quantize(context: Context) -> Workload:
 
 
 class TrainStep(SessionWorkload):
-    """An optimizer step as the trainer takes it: upload, forward, backward, update, and reading the report back."""
+    """An optimizer step as in training: upload, forward, backward, update, and readback of the report."""
 
     def __init__(self, context: Context):
         tokens = context.tokens
@@ -103,8 +103,8 @@ class TrainStep(SessionWorkload):
         found = {"tokens_per_second": self._step.tokens / timings.seconds, "peak_bytes": float(device.peak_allocated)}
         if timer.clock == "timestamps":
             programs = self._session.programs()
-            pairs = [(self.run(), sum(map(timer.run, programs))) for _ in range(DEVICE_RUNS)]  # by turns
+            pairs = [(self.run(), sum(map(timer.run, programs))) for _ in range(DEVICE_RUNS)]  # alternating
             whole, device_seconds = np.median(pairs, axis=0)
-            host_share = max(0.0, 1 - device_seconds / whole)  # two measurements: noise can have the part the larger
+            host_share = max(0.0, 1 - device_seconds / whole)  # due to noise, the part may be larger
             found |= {"device_seconds": float(device_seconds), "host_share": float(host_share)}
         return found

@@ -16,6 +16,7 @@ from wgpu_lora.atomic import UMASK
 from wgpu_lora.bounded import check_name
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.gguf.types import nbytes
+from wgpu_lora.names.naming import flag
 
 # Name -> (shape, type, the bytes in pieces).
 Tensors = dict[str, tuple[tuple[int, ...], GGMLQuantizationType, Callable[[], Iterator[np.ndarray]]]]
@@ -27,11 +28,11 @@ def refuse_existing(output: Path) -> None:
     if output.is_dir():
         raise UserError(f"{output} is a directory: name a file in it, such as {output / 'model.gguf'}.")
     if output.exists() or output.is_symlink():
-        raise UserError(f"{output} exists already: choose another --output, or remove it.")
+        raise UserError(f"{output} exists already: choose another {flag('output')}, or remove it.")
     if output.suffix.lower() != ".gguf":
         raise UserError(f"{output} does not end in .gguf: add the extension, which other programs expect.")
     if not output.absolute().parent.is_dir():
-        raise UserError(f"The directory {output.parent} of --output does not exist: create it first.")
+        raise UserError(f"The directory {output.parent} of {flag('output')} does not exist: create it first.")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""7. Greedy answers to the held-out requests, run against their unit checks before and after training."""
+"""7. Greedy answers to the held-out requests pass their unit checks more often after training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from wgpu_lora.proof.finding import Finding, NotRun
 from wgpu_lora.proof.heldout import request_of, rows_of
 from wgpu_lora.train.arguments import TrainingArguments
 
-MARGIN = 0.1  # of the requests: how many more have to pass after training
+MARGIN = 0.1  # of the requests: how many more must pass after training
 
 
 def answers_pass_their_checks(proof: Proof, finding: Finding) -> str:
@@ -20,10 +20,10 @@ def answers_pass_their_checks(proof: Proof, finding: Finding) -> str:
     if not all("check" in row for row in rows):
         raise NotRun("the held-out rows have no unit checks")
     if not all(request_of(row) for row in rows):
-        raise NotRun("a held-out row with a unit check is no conversation with something before its last answer")
+        raise NotRun("a held-out row with a unit check is not a conversation with a message before its last answer")
     seen, count = proof.seen_rows
     if seen:
-        raise NotRun(f"{seen} of {count} held-out rows are training rows too: their answers could be known by heart")
+        raise NotRun(f"{seen} of {count} held-out rows are training rows too: their answers could be memorised")
     adapters = {"before": proof.args.init_adapter, "after": str(proof.trained().directory)}
     options = {"options": proof.args.as_dict(), "device": proof.used()[0], "allow_unconfined": proof.allow_unconfined}
     found = {
@@ -40,16 +40,17 @@ def answers_pass_their_checks(proof: Proof, finding: Finding) -> str:
         {"request": before.pop("request"), "before": before, "after": {name: after[name] for name in before}}
         for before, after in zip(*found.values(), strict=True)
     ]
-    fault = f"{was} of {len(rows)} answers passed before and {now} after: {MARGIN:.0%} more had to"
+    fault = f"{was} of {len(rows)} answers passed before training and {now} after, but {MARGIN:.0%} more had to"
     finding.expect(now - was >= MARGIN * len(rows), fault)
-    return f"{was} of {len(rows)} passed before, {now} after ({finding.figures['after']['parsed']} parse)"
+    parsed = finding.figures["after"]["parsed"]
+    return f"{was} of {len(rows)} answers passed before training and {now} after, when {parsed} could be parsed"
 
 
 def check_answers_can_run(args: TrainingArguments, allow_unconfined: bool) -> None:
-    """Checked before anything is trained.
+    """Called before training.
 
     Raises:
-        UserError: a unit check is not understood, or answers cannot be confined and that is not allowed.
+        UserError: a unit check is invalid, or answers cannot be confined and that is not allowed.
     """
     assert args.eval_data
     rows = rows_of(args.eval_data)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping
-from importlib.metadata import PackageNotFoundError
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wgpu_lora.proof import cuda
@@ -23,14 +22,16 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
     if UNREADABLE:
         raise NotRun(UNREADABLE)
     used, started, seen = proof.devices()["used"], proof.children.started, proof.children.watcher.stop()
-    # What children said of themselves; one that was ended before it could is left out.
+    # The children's own accounts; one that was ended early has none.
     files = {child.name: proof.children.witness(child.name) for child in started}
     said: dict[str, Any] = {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
-    # The libraries that each process had mapped: as seen from outside, and as it said itself.
+    # The libraries that each process had mapped, as seen from outside and by its own account.
     names = {child.process.pid: child.name for child in started}
-    mapped = {f"{names.get(one.pid) or short(one.command)} ({one.pid})": set(one.libraries) for one in seen}
-    for name, account in said.items():
-        mapped.setdefault(f"{name} ({account['pid']})", set()).update(account["libraries"])
+    accounts = [(names.get(one.pid) or short(one.command), one.pid, one.libraries) for one in seen]
+    accounts += [(name, account["pid"], account["libraries"]) for name, account in said.items()]
+    mapped: dict[str, set[str]] = {}
+    for name, pid, libraries in accounts:
+        mapped.setdefault(f"{name} ({pid})", set()).update(libraries)
     judged = {name: cuda.classify(paths, os.environ.get("LD_PRELOAD", "")) for name, paths in mapped.items()}
     paths = sorted(set().union(*mapped.values()))
     native = cuda.ours(paths)
@@ -38,13 +39,9 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
     opened = {name: account["opened"] for name, account in said.items()}
     modules = {*sys.modules, *(module for account in said.values() for module in account["modules"])}
     ran = [command for account in said.values() for command in account["commands"]]
-    try:
-        requirements = sorted(cuda.required(PACKAGE))
-    except PackageNotFoundError:
-        raise NotRun(f"{PACKAGE} is not installed as a package, so its requirements are not known") from None
-    # CUDA's driver side, by path: the processes that an NVIDIA Vulkan driver was mapped in too.
-    explained = {path: [name for name, found in judged.items() if path in found.explained] for path in paths}
-    explained = {path: processes for path, processes in explained.items() if processes}
+    requirements = sorted(cuda.required(PACKAGE))
+    # CUDA's driver side, by path: the processes in which NVIDIA's Vulkan driver was mapped too.
+    explained = {path: where for path in paths if (where := [n for n, of in judged.items() if path in of.explained])}
     looked_at, looks = {one.pid for one in seen if one.looks}, sum(one.looks for one in seen)
     kinds = {
         "mapped": [path for path in paths if any(path in found.forbidden for found in judged.values())],
@@ -63,7 +60,7 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
     }
     for what, items in kinds.items():
         finding.expect(not items, f"{what}: {', '.join(items)}")
-    drivers = {cuda.file_name(path) for found in judged.values() if found.explained for path in found.icds}
+    drivers = sorted({cuda.file_name(path) for found in judged.values() if found.explained for path in found.icds})
     why = reason_for(drivers, opened, native, clean=not finding.faults) if explained else None
     finding.figures = {
         "processes": [{"pid": s.pid, "parent": s.parent, "command": s.command, "looks": s.looks} for s in seen],
@@ -76,32 +73,35 @@ def no_cuda(proof: Proof, finding: Finding) -> str:
         "requirements": requirements,
         "commands_run_by_children": sorted({short(command) for command in ran}),
     }
+    if not requirements:
+        raise NotRun(f"{PACKAGE} is not installed as a package, so its requirements are not known")
     if not used:
-        raise NotRun("there is no device (check 1), so no process did what could have been CUDA's")
-    driver = f" but {len(explained)} mapped beside NVIDIA's Vulkan driver" if explained else ""
+        raise NotRun("there is no device (check 1), so no process had a reason to use CUDA")
+    driver = f" except {len(explained)} mapped beside NVIDIA's Vulkan driver" if explained else ""
     return (
-        f"{len(paths)} libraries in {counted(len(looked_at), 'process', 'processes')}, looked at {looks} times: none "
-        f"is CUDA's{driver}; {counted(len(said), 'child process', 'child processes')} opened none by ctypes or cffi, "
-        f"none is named in {len(native)} native libraries of installed packages, none of {len(requirements)} required "
-        "packages is CUDA's; no nvcc was run"
+        f"{len(paths)} libraries in {counted(len(looked_at), 'process', 'processes')}, examined {looks} times: none "
+        f"belongs to CUDA{driver}; {counted(len(said), 'child process', 'child processes')} opened none through ctypes "
+        f"or cffi, {len(native)} native libraries of installed packages name none, none of {len(requirements)} "
+        "requirements belongs to CUDA, and nvcc was not run"
     )
 
 
-def reason_for(drivers: Iterable[str], opened: Mapping[str, list[str]], native: list[str], clean: bool) -> str:
-    """Why these libraries are attributed to the driver: what was looked at, and no more than that."""
-    beside = ", ".join(sorted(drivers))
+def reason_for(drivers: Sequence[str], opened: Mapping[str, list[str]], native: list[str], clean: bool) -> str:
+    """Why these libraries are attributed to the driver: what was examined, and no more than that."""
+    beside = ", ".join(drivers)
     if not clean:
-        return f"mapped beside {beside}, but the check failed: whose doing it was is not shown"
+        return f"mapped beside {beside}, but the check failed, so it is not shown what loaded them"
     heard = sorted({cuda.file_name(name) for names in opened.values() for name in names})
     names = ", ".join(name.decode() for name in cuda.NAMES)
     return (
-        f"each was mapped only where {beside} was too; of {len(opened)} child processes none opened such a "
-        f"library by ctypes or cffi, heard before site was imported (they opened {', '.join(heard) or 'nothing'}); "
-        f"and none of {names} stands in the {len(native)} mapped libraries of "
-        f"installed packages ({', '.join(map(cuda.file_name, native))}). The driver's own files were not searched."
+        f"each was mapped only in processes with {beside}; none of {len(opened)} child processes opened such a library "
+        "through ctypes or cffi, which were audited before site was imported "
+        f"(they opened {', '.join(heard) or 'nothing'}); and none of {names} occurs in the {len(native)} mapped "
+        f"libraries of installed packages ({', '.join(map(cuda.file_name, native))}). The driver's own files were not "
+        "searched."
     )
 
 
 def short(command: list[str]) -> str:
-    """A command line for people: without the text of what python -c runs."""
+    """The beginning of a command line, with words cut short."""
     return " ".join(" ".join(word.split())[:60] for word in command[:6])

@@ -1,4 +1,4 @@
-"""1. Devices compute. 2. A checkpoint imported in NF4 generates the same on every device."""
+"""1. Devices compute. 2. A checkpoint imported in NF4 generates the same answers on every device."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ import numpy as np
 from wgpu_lora.proof.context import Proof
 from wgpu_lora.proof.finding import Finding, NotRun
 
-# Of two devices' logits, over the largest logit. Sums in another order cost some 1e-6; an odd weight that lies between
-# two NF4 codes and is rounded to the other one costs more.
+# Difference of two devices' logits over the largest logit. Sums in another order cause about 1e-6; a weight between two
+# NF4 codes that is rounded to the other one causes more.
 TOLERANCE = 1e-3
 
 
 def devices_compute(proof: Proof, finding: Finding) -> str:
     """Passes if every device used multiplied matrices correctly, and two are used if there are two."""
     found = proof.devices()
-    devices, used, discrete = found["devices"], found["used"], sum(d["kind"] == "discrete" for d in found["devices"])
+    devices, used, different = found["devices"], found["used"], len(set(found["hardware"]))
+    discrete = sum(device["kind"] == "discrete" for device in devices)
     finding.figures = {name: found[name] for name in ("devices", "used", "computed", "wgpu_native")}
     finding.figures |= {"discrete": discrete, "required_discrete": proof.discrete}
     finding.expect(devices, "wgpu found no device: no driver is installed, or none that works")
     for index, result in found["computed"].items():
         name = f"device {index} ({devices[int(index)]['name']})"
-        finding.expect(result["fine"], f"{name} multiplied matrices wrong, by {result['error']:.1e}")
-    finding.expect(
-        found["asked"] or len(used) >= min(2, found["different"]),
-        f"only {len(used)} of {found['different']} different devices are used",
-    )
+        finding.expect(result["fine"], f"{name} multiplied matrices with an error of {np.float64(result['error']):.1e}")
+    fault = f"only {len(used)} of {different} different devices are used"
+    finding.expect(found["asked"] or len(used) >= min(2, different), fault)
     lacking = proof.lacks_discrete()
     finding.expect(not lacking, f"{lacking}")
     unused = len(devices) - len(used)
@@ -49,15 +48,15 @@ def devices_agree(proof: Proof, finding: Finding) -> str:
     answers = found[first]["answers"]
     tokens = sum(len(answer["ids"]) for answer in answers)
     if not others:
-        raise NotRun(f"one device alone: it imported and generated {tokens} tokens, with nothing to compare them with")
+        raise NotRun(f"the only device imported the model and generated {tokens} tokens: there is nothing to compare")
     compared = finding.figures["compared"] = {index: compare(found[first], found[index]) for index in others}
     finding.faults += [f"device {index}: {fault}" for index, result in compared.items() for fault in result["faults"]]
     worst = max(result["worst"] for result in compared.values())
     ties = sum(result["near_ties"] for result in compared.values())
     return (
         f"{found[first]['packed_matrices']} matrices packed to NF4 on each of {len(found)} devices; logits within "
-        f"{worst:.1e} of the largest (allowed {TOLERANCE:.0e}); {len(answers)} greedy answers of {tokens} tokens the "
-        f"same{f' but for {ties} near-ties' if ties else ''}"
+        f"{worst:.1e} of the largest (allowed {TOLERANCE:.0e}); {len(answers)} greedy answers with {tokens} tokens are "
+        f"the same{f' except for {ties} near-ties' if ties else ''}"
     )
 
 
@@ -69,14 +68,14 @@ def generated(proof: Proof, index: int) -> dict[str, Any]:
 
 
 def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """Two devices' answers: the worst difference of their logits before they part, and why they part."""
+    """Two devices' answers: the largest difference of their logits while they are the same, and why they diverge."""
     faults: list[str] = []
     worst, near_ties = 0.0, 0
     with np.load(a["arrays"]) as logits_a, np.load(b["arrays"]) as logits_b:
         for number, (x, y) in enumerate(zip(a["answers"], b["answers"], strict=True)):
             one, other = logits_a[f"arr_{number}"], logits_b[f"arr_{number}"]
             same = common(x["ids"], y["ids"])
-            # The logits after a common beginning are of the same question, those at which the answers part too.
+            # Logits after the same tokens can be compared, including those at which the answers diverge.
             count = min(same + 1, len(one), len(other))
             scale = max((float(np.abs(part).max()) for part in (one, other) if len(part)), default=1.0)
             if count:
@@ -88,7 +87,9 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
             if gap < TOLERANCE * scale:
                 near_ties += 1
             else:
-                faults.append(f"answer {number + 1} parts at token {same + 1}, where the likeliest leads by {gap:.2g}")
+                faults.append(
+                    f"answer {number + 1} diverges at token {same + 1}, where the likeliest leads by {gap:.2g}"
+                )
     if not worst <= TOLERANCE:
         faults.append(f"logits differ by {worst:.1e} of the largest, more than {TOLERANCE:.0e}")
     return {"worst": worst, "near_ties": near_ties, "faults": faults}

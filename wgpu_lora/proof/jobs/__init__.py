@@ -1,4 +1,4 @@
-"""What the proof's child processes compute: kinds of jobs that only its workers know."""
+"""The jobs of the proof's child processes: kinds `proof-devices` and so on, which only its workers know."""
 
 from __future__ import annotations
 
@@ -8,6 +8,5 @@ JOBS = ("devices:devices", "generate:generate", "generate:answers", "trained:clo
 
 
 def register() -> None:
-    """Makes them known to this process, as kinds `proof-devices` and so on."""
     for job in JOBS:
         KINDS[f"proof-{job.partition(':')[2]}"] = f"wgpu_lora.proof.jobs.{job}"

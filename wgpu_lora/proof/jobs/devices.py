@@ -15,28 +15,25 @@ from wgpu_lora.share.ledger import device_key
 from wgpu_lora.worker.child import Port
 
 AT_ONCE = 2  # devices that are used by default
-TOLERANCE = 1e-9  # mean squared error of a product of f32 over its mean square; rounding alone gives some 1e-13
+TOLERANCE = 1e-9  # mean squared error of an f32 product over its mean square; rounding alone gives about 1e-13
 
 
 def devices(port: Port, *, select: str | None, discrete: int = 0) -> dict[str, Any]:
-    """The devices, the indices of those that are used, and the error of a matrix product on each of these.
+    """The devices, the hardware behind each, the indices of those used, and the error of a product on each of these.
 
-    `select`: indices or names, separated by commas; `discrete`: how many discrete ones are wanted if it is None.
-    `refused` says what is wrong with it. `hardware` identifies the device behind each that is used.
+    select: indices or names, separated by commas; `refused` says what is wrong with it.
+    discrete: how many discrete devices are wanted if `select` is None.
     """
     found = list_devices()
     try:
-        used = named(select) if select else by_default(found, max(AT_ONCE, discrete))
+        used = named(select) if select and found else by_default(found, max(AT_ONCE, discrete))
     except UserError as error:
-        if found:
-            return {"refused": str(error)}
-        used = []
+        return {"refused": str(error)}
     return {
         "devices": [info.as_dict() for info in found],
+        "hardware": [device_key(info, found) for info in found],
         "used": used,
         "asked": select is not None,
-        "different": len({device_key(info, found) for info in found}),
-        "hardware": [device_key(found[index], found) for index in used],
         "computed": {index: multiply(index) for index in used},
         "wgpu_native": native_version(),
     }
@@ -50,7 +47,7 @@ def named(select: str) -> list[int]:
 
 
 def by_default(found: list[DeviceInfo], count: int = AT_ONCE) -> list[int]:
-    """The first that are not the same hardware behind another API, as Windows shows it, discrete ones first."""
+    """The first devices of different hardware, discrete ones first: Windows lists a device once for each API."""
     first = {device_key(info, found): info.index for info in reversed(found)}
     return sorted(first.values())[:count]
 
@@ -64,4 +61,4 @@ def multiply(index: int) -> dict[str, Any]:
     single.run()
     error = nmse(single.outputs()[0], widened(a) @ widened(b).T)
     single.free()
-    return {"error": error, "fine": error < TOLERANCE, "subgroup_size": device.capabilities.subgroup_size}
+    return {"error": error, "fine": error < TOLERANCE}

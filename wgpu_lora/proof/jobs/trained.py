@@ -1,7 +1,8 @@
-"""A run that has been trained, opened again: its own programs, on its device, in the tilings that it chose."""
+"""A finished run, opened again: its own programs, on its device, with the tilings that it chose."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,19 +24,21 @@ from wgpu_lora.train.slot import AdapterRun
 from wgpu_lora.worker.child import Port
 
 REPEATS = 3  # of the timed step
-# A direction's length over its matrix's. Each is compared with its half and its quarter: where the loss bends too much
-# between them, the next is taken. Which one that is depends on the measured losses alone, never on the gradient.
+# A direction's length over its matrix's. Each is compared with its half and its quarter; if the loss is too curved
+# between them, the next is taken. Which one that is depends only on the measured losses, never on the gradient.
 LENGTHS = tuple(0.1 / 2**i for i in range(8))
-BENT = 0.05  # by how much two may differ; their extrapolation is then good to some thousandths
-ROUNDING = 2e-6  # of the loss: what f32 may leave of a difference; 4e-7 was measured
-UNTRAINED = 0.01  # stands for the size of a value where a matrix is all zeros
+BENT = 0.05  # by how much two may differ; their extrapolation is then accurate to some thousandths
+ROUNDING = 2e-6  # of the loss: error of a difference in f32; 4e-7 was measured
+UNTRAINED = 0.01  # size of a value, for a matrix that is all zeros
 Steps = list[tuple[Batch, list[Group]]]
 
 
 @contextmanager
 def reopened(directory: str, device: int) -> Iterator[tuple[Session, AdapterRun, Steps, int]]:
-    """The run in a directory, to which nothing is written: its session, allocated, with no adapter placed yet; the
-    batches of its first step, which the options alone decide (train.stream); and what that step's loss is a mean over.
+    """Opens the run in a directory without writing to it.
+
+    Yields its session, allocated, but without an adapter; its slot; the batches of its first step, which depend on the
+    options only (train.stream); and the number of units that this step's loss is a mean over.
     """
     record = RunRecord.read(Path(directory))
     job = prepare_job(replace(record.options, device=str(device), resume=False), planning=True)
@@ -50,12 +53,12 @@ def reopened(directory: str, device: int) -> Iterator[tuple[Session, AdapterRun,
 
 
 def clock(port: Port, *, directory: str, device: int) -> dict[str, Any]:
-    """Device and host seconds of the run's first step, medians, and the step's loss, which the run's log has too."""
+    """Median device and host seconds of the run's first step, and its loss, which is in the run's log too."""
     with reopened(directory, device) as (session, run, steps, units):
         run.place_initial(session)
         timer = Timer(session.device)
         device_seconds, host_seconds = [], []
-        for repeat in range(-2, REPEATS):  # the first run compiles, the second finds where a long step is to be split
+        for repeat in range(-2, REPEATS):  # the first run compiles, the second finds where to split a long step
             session.begin()
             begin, spent = time.perf_counter(), 0.0
             for batch, groups in steps:
@@ -77,45 +80,44 @@ def clock(port: Port, *, directory: str, device: int) -> dict[str, Any]:
 
 
 def gradients(port: Port, *, directory: str, device: int) -> dict[str, Any]:
-    """The recorded gradients of the run's program next to central differences of its loss.
+    """The recorded gradients of the run's program next to central differences of its loss L.
 
-    For a random direction v of a matrix W: L(W + v) - L(W - v), measured and extrapolated to what is linear in v, and
-    as the gradient has it. `measured` is None if the loss bends at every length. L is the loss at W.
+    For a random direction v of a matrix W: L(W + v) - L(W - v), measured and extrapolated to its linear part, and as
+    the gradient predicts it; see `difference`.
     """
     adapter = read_adapter(directory)[1]
     with reopened(directory, device) as (session, run, ((batch, groups), *_), _):
         batch.upload(groups)
 
         def loss(matrices: Matrices) -> float:
-            """Of the first batch, with these matrices in place; the others stay as they were."""
+            """The loss of the first batch with these matrices; all others stay unchanged."""
             session.adapters.write(session.device, 0, matrices)
             session.begin()
             batch.program.run()
             return session.totals.read_loss(session.device, 0) * groups[0].weight
 
         centre = loss(adapter)
-        recorded = session.adapters.read(session.device, 0, session.adapters.grads)  # of this one run: they add up
+        recorded = session.adapters.read(session.device, 0, session.adapters.grads)  # before other runs add to them
         rng = np.random.default_rng(run.args.seed)
 
-        def direction_of(module: str, which: str, gradient: np.ndarray) -> dict[str, Any]:
-            pair = dict(zip("AB", adapter[module], strict=True))
-            matrix = pair[which].astype(np.float64)
+        def direction_of(module: str, which: int) -> dict[str, Any]:
+            matrix, gradient = (of[module][which].astype(np.float64) for of in (adapter, recorded))
             direction = rng.standard_normal(matrix.shape)
             size = np.linalg.norm(matrix) or UNTRAINED * np.sqrt(matrix.size)
             direction *= size / np.linalg.norm(direction)
 
             def moved(by: float) -> float:
-                found = pair | {which: (matrix + by * direction).astype(np.float32)}
-                return loss({module: (found["A"], found["B"])})
+                a, b = adapter[module]
+                changed = (matrix + by * direction).astype(np.float32)
+                return loss({module: (a, changed) if which else (changed, b)})
 
-            slope = 2 * float((gradient.astype(np.float64) * direction).sum())
-            found = difference(moved, slope, centre)
+            found = difference(moved, 2 * float((gradient * direction).sum()), centre)
             session.adapters.write(session.device, 0, {module: adapter[module]})
-            return {"matrix": f"{module}.{which}", **found}
+            return {"matrix": f"{module}.{'AB'[which]}", **found}
 
         modules = chosen(list(session.adapters.modules(0)))
-        pairs = [(name, which, g) for name in modules for which, g in zip("AB", recorded[name], strict=True)]
-        return {"loss": centre, "rounding": ROUNDING, "directions": [direction_of(*pair) for pair in pairs]}
+        directions = [direction_of(module, which) for module in modules for which in (0, 1)]
+        return {"loss": centre, "rounding": ROUNDING, "directions": directions}
 
 
 def chosen(modules: Sequence[str]) -> list[str]:
@@ -128,20 +130,23 @@ def chosen(modules: Sequence[str]) -> list[str]:
 
 
 def difference(loss: Callable[[float], float], slope: float, centre: float) -> dict[str, Any]:
-    """A central difference, and what the slope makes of it, at the first length where the loss does not bend.
+    """A central difference, and what the slope predicts for it, at the first length where the loss is straight.
 
     loss: of a matrix moved by this share of a direction. centre: the loss of the matrix itself.
+    `length` is None if the loss is too curved at every length. A loss that is not finite is a measurement as well.
     """
     at: list[float] = []
     for length in LENGTHS:
         at.append(loss(length) - loss(-length))
+        if not math.isfinite(at[-1]):
+            return {"length": length, "measured": at[-1], "gradient": slope * length}
         if len(at) >= 3 and straight(at[-3], at[-2], centre) and straight(at[-2], at[-1], centre):
-            # Richardson: the cubic term is eight times as large in the whole as in the half.
+            # Richardson extrapolation: the cubic term is eight times as large in the whole as in the half.
             measured = (8 * at[-2] - at[-3]) / 3
             return {"length": 4 * length, "measured": measured, "gradient": slope * 4 * length}
     return {"length": None, "measured": None, "gradient": slope}
 
 
 def straight(whole: float, half: float, centre: float) -> bool:
-    """Whether the loss moves half as much over half the length, nearly, or as nearly as f32 can tell."""
+    """Whether the loss changes about half as much over half the length, as far as f32 can tell."""
     return abs(2 * half - whole) <= BENT * abs(whole) + 2 * ROUNDING * abs(centre)

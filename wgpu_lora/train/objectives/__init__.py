@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from wgpu_lora.names.naming import setting
 from wgpu_lora.registry import Registry, with_options
 
 if TYPE_CHECKING:
+    from wgpu_lora.data.columns import RowFormats
+    from wgpu_lora.data.examples import Sample
     from wgpu_lora.train.objectives.base import Objective
 
 OBJECTIVES: Registry[type[Objective]] = Registry({"sft": "wgpu_lora.train.objectives.sft:SFT"})
@@ -15,3 +20,14 @@ OBJECTIVES: Registry[type[Objective]] = Registry({"sft": "wgpu_lora.train.object
 def objective_of(args: Any) -> Objective:
     """The objective that TrainingArguments select."""
     return with_options(OBJECTIVES[args.objective], args)
+
+
+def formats_of(objective: Objective) -> RowFormats[Sample]:
+    """The rows that an objective reads. The error about a row that it does not read names the objectives that do."""
+    return replace(objective.formats, elsewhere=_readers)
+
+
+def _readers(names: Sequence[str]) -> str | None:
+    """Advice about rows with these keys: the objectives that read them."""
+    found = [setting("objective", name) for name, kind in OBJECTIVES.items() if kind.formats.fits(names)]
+    return f"use {' or '.join(found)} for such rows" if found else None

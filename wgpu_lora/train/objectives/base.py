@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
-from wgpu_lora.data import Sample, one_example
+from wgpu_lora.data.columns import RowFormats
+from wgpu_lora.data.examples import Sample
+from wgpu_lora.data.formats import EXAMPLES
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import NUMPY, Tensor, persistent
 from wgpu_lora.models.inputs import Segment
@@ -130,11 +132,13 @@ class Score:
 class Objective:
     """A training objective: a frozen dataclass whose fields are the training options that it reads.
 
+    formats: the rows that it reads, by their columns; by default those that are one example.
     unit: what the loss is averaged over. parts: examples per sample, which stay in one batch. reference: whether each
     example also passes through the base model alone, in the same batch. valued: whether it reads the value of each
     token's row (`Sample.value`). metrics: values logged beside the loss.
     """
 
+    formats: ClassVar[RowFormats[Sample]] = EXAMPLES
     unit: ClassVar[Literal["token", "group"]] = "token"
     parts: ClassVar[int] = 1
     reference: ClassVar[bool] = False
@@ -145,14 +149,6 @@ class Objective:
     def members(self) -> int:
         """Segments per group."""
         return self.parts * (2 if self.reference else 1)
-
-    def sample(self, row: dict[str, Any]) -> Sample:
-        """Convert a row of the data to a sample.
-
-        Raises:
-            UserError: the row lacks a key that the objective needs; the message names the key, not the line.
-        """
-        return one_example(row)
 
     def score(self, rec: Recorder, logprobs: Tensor, scoring: Scoring) -> Score:
         """Record the computation of weights and losses from log-probabilities f32 [R]."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from wgpu_lora.bench.step import training_options
 from wgpu_lora.bench.training import Work, run_training
 from wgpu_lora.train.ending import FINISHED
 from wgpu_lora.worker.child import Ended, Port
+
+OWN = ("port", "repeat", "recipe", "shape", "layers")  # parameters that are not options of a training run
 
 
 def run(
@@ -28,8 +31,8 @@ def run(
     max_steps: int | None = None,
     device: str | None = None,
 ) -> Ended:
-    """The options are those of `Work`. The exit code is 1 if a run did not finish."""
-    work: dict[str, Any] = {name: value for name, value in locals().items() if name not in ("port", "repeat")}
-    found = run_training(Work.of(**work), repeat, port)
+    """The options are those of the command `bench training`. The exit code is 1 if a run did not finish."""
+    options: dict[str, Any] = {name: value for name, value in locals().items() if name not in OWN}
+    found = run_training(Work(recipe, shape, layers, training_options(options)), repeat, port)
     reasons = [run["stop_reason"] for run in found["runs"] if run["stop_reason"] not in FINISHED]
     return Ended(found["summary"], int(bool(reasons)), f"a run ended: {reasons[0]}" if reasons else "")

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.export.packed import write_packed
+from wgpu_lora.formats.shards import refuse_existing
 from wgpu_lora.models.loaded import open_model
 from wgpu_lora.worker.child import Port
 
 
 def run(port: Port, *, model: str, output: str, device: str | int | None = None) -> dict[str, Any]:
     """output: a directory that does not exist yet."""
-    opened = open_model(model, device)
-    opened.load_weights(port)
-    write_packed(opened, Path(output))
+    refuse_existing(Path(output))  # before the model may be downloaded
+    write_packed(open_model(model, device), Path(output), events=port)
     nbytes = sum(path.stat().st_size for path in Path(output).glob("*.safetensors"))
     return {"output": output, "bytes": nbytes}

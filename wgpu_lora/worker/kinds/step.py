@@ -7,9 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from wgpu_lora.bench.reference import ReferenceWork, forget_peak, peak_resident_bytes, resident_bytes
-from wgpu_lora.bench.step import WARMUP, TrainingStep, chosen_model, synthetic_rows
+from wgpu_lora.bench.step import ROW, WARMUP, TrainingStep, chosen_model, own_words, synthetic_rows
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.generate import Generator
+from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.output import environment
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.worker.child import Port
@@ -46,7 +47,9 @@ class OurSide:
         self._after_imports = resident_bytes()
         self._work = work
         self._model = chosen_model(None, work.shape, work.layers, Device(work.device), work.base_dtype)
-        self._step = TrainingStep.fitting(self._model, work.rows, work.tokens, work.rank)
+        with own_words({**ROW, "per_device_train_batch_size": "rows"}):
+            args = TrainingArguments(per_device_train_batch_size=work.rows, max_length=work.tokens, lora_r=work.rank)
+            self._step = TrainingStep.fitting(self._model, args)
 
     def prepare(self) -> Record:
         """Load the model and take the steps that include compilation. first_loss is of the untrained adapter."""
@@ -56,7 +59,7 @@ class OurSide:
         device.peak_allocated = device.allocated
         self._step.allocate()
         loss = self._step.run()
-        self._step.seconds(0, WARMUP - 1)
+        self._step.seconds(WARMUP - 1)
         return {"first_loss": loss, "environment": asdict(environment(device))}
 
     def steps(self, count: int) -> Record:

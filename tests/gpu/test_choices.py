@@ -1,0 +1,124 @@
+"""Chosen tilings: their cache on disk, their keys, and the programs that are built in them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.tuning import product
+
+from wgpu_lora.gpu.choices import SCHEMA, ChoiceFile, Entry, bucket, choice_key
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.program import Arena, allocate
+from wgpu_lora.gpu.tiling import Tiling
+from wgpu_lora.gpu.tuner import Tuner
+from wgpu_lora.ops.matmul import matmul_nt
+
+
+def test_the_cache_is_used_again_and_survives_damage(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, _ = product(device)
+    tuner = Tuner(device, directory=tmp_path)
+    first = tuner.tune([program])
+    with monkeypatch.context() as patch:
+        patch.setattr(Tuner, "_measure", lambda *_: pytest.fail("it was measured again"))
+        assert Tuner(device, directory=tmp_path).tune([program]) == first
+    good = tuner.file.path.read_text()
+    (entry,) = json.loads(good)["entries"].values()
+    odd = [{"x": 3}, {"x": entry, "[1]": entry, '["a", [], [], {}]': entry}, {"x": {**entry, "took": "long"}}]
+    damaged = [json.dumps({"schema": SCHEMA, "entries": entries}) for entries in odd]
+    for damage in ("{", "[]", '{"schema": 99, "entries": {}}', *damaged):
+        tuner.file.path.write_text(damage)
+        assert Tuner(device, directory=tmp_path).tune([program]).keys() == first.keys()
+    assert json.loads(tuner.file.path.read_text())["schema"] == SCHEMA
+
+
+def test_entries_of_another_shader_are_dropped(device: Device, tmp_path: Path) -> None:
+    file = ChoiceFile(device, tmp_path)
+    file.add({"old": Entry("matmul_nt", "then", Tiling())}, {"matmul_nt": "then"})
+    assert file.read({"matmul_nt": "then"})
+    assert not file.read({"matmul_nt": "now"})
+    file.add({"other": Entry("matmul_nn", "now", Tiling())}, {"matmul_nn": "now"})
+    new = Entry("matmul_nt", "now", Tiling(rows=2), ((0.5, Tiling()), (0.25, Tiling(rows=2))), 1.5, "old")
+    file.add({"new": new}, {"matmul_nt": "now"})
+    digests = {"matmul_nt": "now", "matmul_nn": "now"}
+    assert file.read(digests).keys() == {"other", "new"}  # of kernels not asked about, all stay
+    assert file.read(digests)["new"] == new
+
+
+def _add(path: Path, number: int, barrier: Any) -> None:
+    file = ChoiceFile.__new__(ChoiceFile)
+    file.path = path
+    barrier.wait()
+    for i in range(10):
+        file.add({f"{number}.{i}": Entry("k", "d", Tiling(rows=i + 1))}, {"k": "d"})
+
+
+def test_two_processes_may_write_at_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(2)
+    path = tmp_path / "cache.json"
+    both = [context.Process(target=_add, args=(path, number, barrier)) for number in (0, 1)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(60)
+        assert process.exitcode == 0
+    assert len(json.loads(path.read_text())["entries"]) == 20
+
+
+def test_devices_and_drivers_have_files_of_their_own(device: Device, tmp_path: Path) -> None:
+    path = ChoiceFile(device, tmp_path).path
+    info = device.info
+    try:
+        device.info = replace(info, driver="another")
+        assert ChoiceFile(device, tmp_path).path != path
+    finally:
+        device.info = info
+    assert ChoiceFile(device, tmp_path).path == path
+
+
+def test_sizes_share_a_bucket_by_ratio() -> None:
+    assert [bucket(n) for n in (1, 2, 3, 5, 6, 90, 91, 1000)] == [1, 2, 4, 4, 8, 64, 128, 1024]
+    near = choice_key(matmul_nt, ("a", "b", "y"), {**matmul_nt.defaults, "m": 500, "n": 512, "k": 512})
+    assert near == choice_key(matmul_nt, ("a", "b", "y"), {**matmul_nt.defaults, "m": 512, "n": 512, "k": 512})
+    assert near != choice_key(matmul_nt, ("a", "b", "y"), {**matmul_nt.defaults, "m": 512, "n": 512, "k": 510})
+
+
+def test_a_program_is_built_in_the_chosen_tiling(device: Device, rng: np.random.Generator) -> None:
+    program, y = product(device)
+    (step,) = program.dispatches
+    other = step.kernel.tilings(device.capabilities, step.constants)[-1]
+    choices = {choice_key(step.kernel, step.present, step.constants): other}
+    try:
+        allocate(device, program.persistent_storages())
+        program.build(Arena(device), choices)
+        a, b, _ = step.tensors
+        values = [rng.standard_normal(t.shape, np.float32) for t in (a, b)]
+        for tensor, value in zip((a, b), values, strict=True):
+            device.write(tensor.storage.buffer, value)
+        program.run()
+        assert program.dispatches[0].tiling == other
+        assert program.dispatches[0].groups == step.kernel.groups(step.constants, other)
+        got = device.read(y.storage.buffer).view(np.float32).reshape(y.shape)
+        np.testing.assert_allclose(got, values[0] @ values[1].T, rtol=1e-4, atol=1e-4)
+        program.build(Arena(device))
+        assert program.dispatches == [step]  # what nothing chooses runs the default
+    finally:
+        for storage in program.persistent_storages():
+            device.free(storage.buffer)
+
+
+def test_a_tiling_of_another_device_is_not_used(device: Device) -> None:
+    """As when a run is resumed elsewhere: another size of subgroup would compute nonsense."""
+    program, _ = product(device)
+    (step,) = program.dispatches
+    key = choice_key(step.kernel, step.present, step.constants)
+    for foreign in (replace(step.tiling, family="broadcast", lanes=128), Tiling()):
+        assert program._tiled(step, {key: foreign}) == step

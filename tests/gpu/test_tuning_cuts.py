@@ -1,0 +1,107 @@
+"""The smaller calls that tilings are checked on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wgpu_lora.gpu import tuner as module
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.kernel import REGISTRY
+from wgpu_lora.gpu.single import SingleKernel
+from wgpu_lora.gpu.tiling import Tiling
+from wgpu_lora.gpu.tuner import Tuner
+from wgpu_lora.ops.attention import attention_forward
+from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn, matmul_nn, matmul_nt
+from wgpu_lora.ops.matmul_tuning import CHECKED, block
+from wgpu_lora.weights.nf4 import nf4_matmul, nf4_matmul_backward
+
+WHOLE = {"m": 1000, "n": 4864, "k": 896}
+
+
+SLOTS = {"slots": 2, "stride": 896 * 16 + 64, "first_row": 5}
+
+
+CALLS = [
+    (matmul_nt, {**WHOLE, "b_type": "bf16", "y_skip": 6, "y_first": 5}),
+    (matmul_nn, {**WHOLE, "b_type": "f16", "a_type": "bf16", "a_skip": 8, "a_first": 4}),
+    (nf4_matmul, {**WHOLE, "k": 900}),
+    (nf4_matmul_backward, {**WHOLE, "n": 904, "k": 4863}),
+    (lora_nt, {"m": 1000, "n": 16, "k": 896, **SLOTS}),
+    (lora_nn, {"m": 1000, "n": 896, "k": 16, **SLOTS}),
+    (lora_tn, {"m": 896, "n": 16, "k": 1000, **SLOTS}),
+]
+
+
+# (rows, columns) of a workgroup: 16 x 32 as on a CPU, 8 x 128 and 16 x 256 as on GPUs, and 128 x 128
+TILINGS = [Tiling("broadcast", 8, 16, 4, 4), Tiling("plain", 32, 8, 4, 8), Tiling("broadcast", 64, 16, 4, 16)]
+TILINGS += [Tiling("workgroup", 32, 128, 4, 32)]
+
+
+@pytest.mark.parametrize("tiling", TILINGS, ids=[f"{tiling.rows}x{tiling.lanes * tiling.cols}" for tiling in TILINGS])
+@pytest.mark.parametrize(("kernel", "constants"), CALLS, ids=[kernel.name for kernel, _ in CALLS])
+def test_a_check_is_small_and_takes_the_same_paths(kernel: Any, constants: dict[str, Any], tiling: Tiling) -> None:
+    """The same shader, whole blocks where the call has them, and the same edges."""
+    for more in (0, 8, 64, 192):
+        full = {**kernel.defaults, **constants}
+        full["n"] += more if full["n"] > 16 else 0
+        small = kernel.tuning.cut(full, tiling)
+        assert kernel.compiled_in(small) == kernel.compiled_in(full)
+        for name, step in zip("mnk", (*block(tiling), tiling.span), strict=True):
+            assert small[name] % step == full[name] % step
+            assert small[name] >= min(full[name], 2 * step)
+            assert small[name] <= 4 * max(CHECKED, step)
+        assert kernel.tuning.work(small) < kernel.tuning.work(full)
+
+
+@pytest.mark.parametrize("tiling", [Tiling("broadcast", 8, 2, 1), Tiling("broadcast", 64, 2, 4)])
+@pytest.mark.parametrize(("rows", "keys"), [(1000, 1000), (1024, 1024), (1, 900), (300, 2003), (20, 20)])
+def test_a_check_of_attention(rows: int, keys: int, tiling: Tiling) -> None:
+    full = {"rows": rows, "keys": keys, "kv_heads": 2, "group": 7, "dim": 64, "scale": 1.0}
+    small = attention_forward.tuning.cut(full, tiling)
+    per, queries = tiling.lanes * tiling.rows, small["rows"]
+    assert queries * 7 % per == rows * 7 % per
+    assert queries <= min(rows, 2 * max(per, 32))
+    assert queries <= small["keys"] <= min(keys, queries + 64)
+    assert {**small, "rows": rows, "keys": keys} == full
+
+
+@pytest.mark.parametrize("lanes", [32, 64])
+@pytest.mark.parametrize("edge", [False, True], ids=["whole blocks", "ragged edge"])
+def test_a_fault_in_some_blocks_of_a_tiling_is_found(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lanes: int, edge: bool
+) -> None:
+    """4800 columns are whole blocks of 64, but not of 128 and 256."""
+    tiling, columns = Tiling("plain", lanes, 8, 4, 4), 4 * lanes
+    constants = {**matmul_nt.defaults, "m": 8, "n": 4800, "k": 64}
+    call = module.Dispatch(matmul_nt, (), ("a", "b", "y"), constants, Tiling(), (1, 1, 1))
+    tuner, read = Tuner(device, directory=tmp_path), SingleKernel.read
+    assert tuner._is_right(call, tiling)
+
+    def damaged(self: SingleKernel, name: str) -> Any:
+        values = read(self, name)
+        whole = values.shape[1] // columns * columns
+        values[:, slice(whole, None) if edge else slice(whole)] = 0
+        return values
+
+    monkeypatch.setattr(SingleKernel, "read", damaged)
+    assert not tuner._is_right(call, tiling)
+
+
+def test_every_heavy_kernel_is_right_on_its_own_sample(device: Device, tmp_path: Path) -> None:
+    """Each sample makes inputs that the kernel's reference and shader agree on: otherwise nothing would be chosen."""
+    attention = {"rows": 20, "kv_heads": 2, "group": 2, "dim": 8, "scale": 0.35}
+    heavy = {kernel.name: kernel for kernel in REGISTRY.values() if kernel.tuning}
+    given = {kernel.name: {**kernel.defaults, **constants} for kernel, constants in CALLS}
+    for name in heavy.keys() - given.keys():
+        keys = {"keys": 20} if "keys" in heavy[name].constants else {}
+        given[name] = {**attention, **keys}
+    assert given.keys() == heavy.keys()
+    assert attention_forward.name in heavy
+    tuner = Tuner(device, directory=tmp_path)
+    for name, kernel in heavy.items():
+        present = tuple(n for n in kernel.bindings if n not in ("row_scale", "a_scale", "count"))
+        call = module.Dispatch(kernel, (), present, given[name], Tiling(), (1, 1, 1))
+        assert tuner._is_right(call, kernel.tilings(device.capabilities, given[name])[0]), name

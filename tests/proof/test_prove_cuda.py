@@ -1,0 +1,95 @@
+"""What counts as CUDA in a proof, and what the watcher and the witness see."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wgpu_lora.proof.cuda import classify, compiler_in, cuda_packages, imported, required
+from wgpu_lora.proof.watch import EVENTS, Watcher, witness
+
+ICD, DRIVER = "/usr/lib/libGLX_nvidia.so.0", "/usr/lib/libcuda.so.1"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["libcudart.so.12", "libcublas.so", "libcublasLt.so.12", "libnvrtc.so.12", "libnvrtc-builtins.so.12.4",
+     "libcudnn.so.9", "libcudnn_ops_infer.so.8", "libcufft.so.11", "libcusparse.so.12", "libtorch_cuda.so",
+     "libc10_cuda.so", "libcudart-9335f6a2.so.12.4.127", "cublas64_12.dll", "cudart64_110.dll", "libnccl.so.2",
+     "libcusolverMg.so.11", "libbitsandbytes_cuda124.so", "libnvJitLink.so.12", "libcudart.so.12 (deleted)"],
+)  # fmt: skip
+def test_toolkit_libraries_are_forbidden_even_beside_a_driver(name: str) -> None:
+    assert classify([f"/x/{name}", ICD]).forbidden == [f"/x/{name}"]
+
+
+def test_the_driver_s_own_library_is_explained_only_beside_its_vulkan() -> None:
+    assert classify([DRIVER]).forbidden == [DRIVER]
+    found = classify([DRIVER, ICD, "/usr/lib/libnvidia-glcore.so.550"])
+    assert (found.forbidden, found.explained) == ([], [DRIVER])
+    assert found.own == [ICD, "/usr/lib/libnvidia-glcore.so.550"]
+    assert classify([DRIVER, ICD], preloaded="/tmp/libcuda.so.1").forbidden == [DRIVER]
+
+
+def test_ordinary_libraries_are_not_cuda() -> None:
+    names = ["libc.so.6", "libvulkan_lvp.so", "libwgpu_native-release.so", "libvk_swiftshader.so", "libcurl.so.4",
+             "libcups.so.2", "libnvme.so.1", "libnvidia-vulkan-producer.so", "libcudnnish.so.1.a"]  # fmt: skip
+    assert classify(f"/x/{name}" for name in names[:-1]).forbidden == []
+
+
+def test_compilers_and_modules_are_known() -> None:
+    assert compiler_in(["/usr/local/cuda/bin/nvcc", "-c", "x.cu"]) == "/usr/local/cuda/bin/nvcc"
+    scripts = ["nvcc x.cu", "cd x && CUDA=1 /opt/ptxas x", "true; (nvcc)", "echo $(nvcc -V)", "env A=1 nvcc"]
+    assert all(compiler_in(["/bin/sh", "-ec", script]) for script in scripts)
+    assert not compiler_in(["wgpu-lora", "prove", "--out", "nvcc"])
+    assert not compiler_in(["sh", "-c", "wgpu-lora prove --out nvcc 'nvcc; nvcc'"])
+    assert not compiler_in(["sh", "nvcc"])
+    assert imported(["numpy", "torch.cuda", "nvidia.cublas"]) == ["nvidia", "torch"]
+    assert imported(["numpy", "wgpu", "tqdm.contrib"]) == []
+
+
+def test_requirements_are_followed_and_extras_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def package(name: str, *needs: str) -> None:
+        folder = tmp_path / f"{name.replace('-', '_')}-1.dist-info"
+        folder.mkdir()
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", "Version: 1", *(f"Requires-Dist: {need}" for need in needs)]
+        (folder / "METADATA").write_text("\n".join(lines) + "\n")
+
+    package("top", "plain>=1", 'torch; extra == "gpu"', 'Other_One[fast] ; python_version > "3"')
+    package("plain", 'cupy-cuda12x; extra == "never"')
+    package("other-one", 'nvidia-cublas-cu12 (>=12); extra == "fast"', 'triton; extra == "slow"')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = required("top")
+    assert names == {"top", "plain", "other-one", "nvidia-cublas-cu12"}
+    assert cuda_packages(names) == ["nvidia-cublas-cu12"]
+    assert cuda_packages(required("wgpu-lora")) == []
+
+
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="needs Linux: copies a program of its own and reads /proc"
+)
+def test_the_watcher_and_the_witness_see_a_compiler_run(tmp_path: Path) -> None:
+    fake = tmp_path / "nvcc"
+    shutil.copyfile(shutil.which("sleep") or "/bin/sleep", fake)
+    fake.chmod(0o755)
+    watcher, heard = Watcher(), list[Any]()
+    sys.addaudithook(lambda event, said: heard.append((event, said)) if event in EVENTS else None)
+    with witness(str(tmp_path / "said.json"), heard), subprocess.Popen([str(fake), "5"]) as process:
+        deadline = time.monotonic() + 4
+        while not any(compiler_in(one.command) for one in watcher.seen.values()) and time.monotonic() < deadline:
+            watcher.look()
+        process.kill()
+    assert any(compiler_in(one.command) for one in watcher.seen.values())
+    mine = next(one for one in watcher.seen.values() if one.pid == os.getpid())
+    assert any("libc" in path for path in mine.libraries)
+    said = json.loads((tmp_path / "said.json").read_text())
+    assert [str(fake), "5"] in said["commands"]
+    assert "json" in said["modules"]
+    assert said["libraries"]

@@ -1,0 +1,47 @@
+"""A tensor larger than one binding of the device: its numbers, and which options to lower."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.models import load
+from support.training import golden_arguments
+
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.errors import BindingTooLarge
+from wgpu_lora.infer.generate import Generator
+from wgpu_lora.names.naming import COMMAND_LINE, IN_FILE, PYTHON, Naming, naming
+from wgpu_lora.train.finetune import prepare_job
+
+
+@pytest.mark.parametrize(
+    ("spelling", "options"),
+    [
+        (PYTHON, "per_device_train_batch_size or max_length"),
+        (COMMAND_LINE, "--per-device-train-batch-size or --max-length"),
+        (IN_FILE, "'per_device_train_batch_size' or 'max_length'"),
+    ],
+)
+def test_in_training(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spelling: Naming, options: str
+) -> None:
+    monkeypatch.setattr(device, "max_binding", 1 << 14)
+    with naming(spelling), pytest.raises(BindingTooLarge) as caught:
+        prepare_job(golden_arguments(tmp_path, "qwen2"), load("qwen2", device, "f32")).check_memory()
+    error = caught.value
+    assert (error.what, error.limit, error.nbytes > error.limit) == ("logits", 1 << 14, True)
+    fact = f"The tensor 'logits' needs {error.nbytes:,} bytes, but one binding of this device holds at most 16,384"
+    assert str(error) == f"{fact}: lower {options}."
+
+
+@pytest.mark.parametrize(("limit", "what"), [(1 << 12, "values of 2 sequences of 64 tokens"), (1 << 14, "linear")])
+def test_in_generation(device: Device, monkeypatch: pytest.MonkeyPatch, limit: int, what: str) -> None:
+    model, before = load("qwen2", device, "f32"), device.allocated
+    monkeypatch.setattr(device, "max_binding", limit)
+    with pytest.raises(
+        BindingTooLarge, match=r": use shorter prompts and answers, fewer at a time, or a smaller"
+    ) as caught:
+        Generator(model, capacity=64, batch=2 if limit == 1 << 12 else 1)
+    assert (caught.value.what, caught.value.limit) == (what, limit)
+    assert device.allocated == before

@@ -1,0 +1,145 @@
+"""Formats of rows, declared by their columns, and the choice between them by a row's keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Generic, TypeVar
+
+from wgpu_lora.data.guesses import renaming
+from wgpu_lora.errors import UserError
+from wgpu_lora.words import listed
+
+T = TypeVar("T")
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a column holds. `data/kinds.py` has the common ones.
+
+    check: (value, name of the column) -> the value to use; raises UserError, which names the column and not the row.
+    is_text: whether a string is a value as it is. Other kinds may be strings in tables, whose columns have a single
+        type; empty cells are then missing values.
+    cell: converts a cell of a CSV file before anything else is done with it.
+    """
+
+    check: Callable[[Any, str], Any]
+    is_text: bool = False
+    cell: Callable[[str], Any] = str
+
+
+@dataclass(frozen=True)
+class RowFormat(Generic[T]):
+    """A format of rows: those that have all required columns.
+
+    read: converts the fields of a row; raises UserError, which names a field and not the row.
+    """
+
+    required: Mapping[str, Kind]
+    read: Callable[[Fields], T]
+    optional: Mapping[str, Kind] = field(default_factory=dict)
+
+
+class Fields:
+    """The fields of a row in one format. They are checked when they are read.
+
+    given: the row itself.
+    """
+
+    def __init__(self, given: Row, form: RowFormat[Any], formats: RowFormats[Any]):
+        self.given, self._form, self._formats = given, form, formats
+
+    def __getitem__(self, name: str) -> Any:
+        """The checked value; None for an optional field that is missing or null. Raises UserError."""
+        value = self.given.get(name)
+        kind = self._form.required.get(name) or self._form.optional[name]
+        if value is None and name not in self._form.required:
+            return None
+        try:
+            return kind.check(value, name)
+        except UserError as error:
+            of_objects = isinstance(value, list) and value and isinstance(value[0], dict)
+            advice = self._formats.advice(self.given) if kind.is_text and not of_objects else None
+            if not advice:
+                raise
+            raise UserError(f"{str(error).removesuffix('.')}; {advice}.") from error
+
+
+@dataclass(frozen=True)
+class RowFormats(Generic[T]):
+    """The formats of rows that are accepted. A row that fits several is read in the first whose keys are not null.
+
+    elsewhere: advice about rows with these keys, which fit no format, such as what accepts them.
+    """
+
+    formats: tuple[RowFormat[T], ...]
+    elsewhere: Callable[[Sequence[str]], str | None] = field(default=lambda names: None)
+
+    @cached_property
+    def columns(self) -> dict[str, Kind]:
+        """All columns that the formats use; tables are read with these only."""
+        found: dict[str, Kind] = {}
+        for form in self.formats:
+            for name, kind in (*form.required.items(), *form.optional.items()):
+                found.setdefault(name, kind)
+        return found
+
+    def fits(self, names: Sequence[str]) -> bool:
+        """Whether rows with these keys fit a format."""
+        return self._of(dict.fromkeys(names, "")) is not None
+
+    def _of(self, row: Row) -> RowFormat[T] | None:
+        given = [key for key, value in row.items() if value is not None]
+        return next((form for names in (given, row) for form in self.formats if all(k in names for k in form.required)),
+                    None)  # fmt: skip
+
+    def read(self, row: Row) -> T:
+        """Convert a row.
+
+        Raises:
+            UserError: the row fits no format, or a field is wrong. The message names the field, not the place.
+        """
+        form = self._of(row)
+        if form is None:
+            keys = ", ".join(repr(key[:80]) for key in list(row)[:12]) or "none"
+            advice = self.advice(row)
+            raise UserError(
+                f"the row fits no format: its keys are {keys}, but {self._needed}{f'; {advice}' if advice else ''}."
+            )
+        return form.read(Fields(row, form, self))
+
+    def check_columns(self, names: Sequence[str]) -> None:
+        """Raise UserError unless these columns of a table fit a format; the message lists them."""
+        if self.fits(names):
+            return
+        shown = ", ".join(repr(name[:80]) for name in names[:20]) or "none"
+        advice = self._other_names(names) or "rename them"
+        raise UserError(f"the columns are {shown}, but {self._needed}; {advice}.")
+
+    def advice(self, row: Row) -> str | None:
+        """How to turn a row, or an object that contains rows, into one that fits; None if that cannot be guessed."""
+        given = [key for key, value in row.items() if value is not None]
+        return self.remedy(row) or self._other_names(given) or self._other_names([*row])
+
+    def remedy(self, row: Row) -> str | None:
+        """Advice for an object that contains rows instead of being one; None if it does not."""
+        for name, value in row.items():
+            held = value if name not in self.columns and isinstance(value, list) else []
+            if held and all(isinstance(item, dict) for item in held):
+                return f"its rows seem to be the list {name[:80]!r}: write only that list to the file"
+        texts = [value for name, value in row.items() if name in self.columns and self.columns[name].is_text]
+        if texts and all(isinstance(value, list) and value and isinstance(value[0], str) for value in texts):
+            return "it has columns, not rows: write a list of objects, one for each row"
+        return None
+
+    def _other_names(self, names: Sequence[str]) -> str | None:
+        if self.fits(names):
+            return None
+        return self.elsewhere(names) or renaming(names, [[*form.required] for form in self.formats])
+
+    @property
+    def _needed(self) -> str:
+        each = "; ".join(listed([*form.required]) for form in self.formats)
+        return f"the format needs {each}" if len(self.formats) == 1 else f"the formats need {each}"

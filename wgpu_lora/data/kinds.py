@@ -1,0 +1,123 @@
+"""What columns hold: text, messages, tokens, numbers."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+from wgpu_lora.data.columns import Kind
+from wgpu_lora.data.messages import checked_messages, checked_turns
+from wgpu_lora.data.values import kind_of
+from wgpu_lora.errors import UserError
+
+_MAX_NUMBER = 3.4028234e38  # of f32
+_FLAGS: dict[Any, bool] = {"true": True, "false": False, "1": True, "0": False, 1: True, 0: False}
+
+
+def _anything(value: Any, name: str) -> Any:
+    return value
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"'{name}' is {kind_of(value)}, but must be a string.")
+    return value
+
+
+def _text_or_messages(value: Any, name: str) -> str | list[dict[str, Any]]:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise UserError(f"'{name}' is {kind_of(value)}, but must be a string or a list of messages.")
+    return checked_messages(value, name)
+
+
+def _messages_in(cell: str) -> Any:
+    """The messages in a cell of CSV, which can hold them only as JSON; other text as it is."""
+    if not cell.lstrip().startswith("[") or '"role"' not in cell:
+        return cell
+    try:
+        found = json.loads(cell)
+    except (ValueError, RecursionError):
+        return cell
+    return found if found and all(isinstance(item, dict) and "role" in item for item in found) else cell
+
+
+def _list(value: Any, name: str) -> Any:
+    """A list, which may be given as a string with its JSON."""
+    if not isinstance(value, str) or not value.strip().startswith("["):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"'{name}' is a string that is not valid JSON; give a list, or the output of json.dumps."
+        ) from error
+
+
+def _messages(value: Any, name: str) -> list[dict[str, Any]]:
+    return checked_messages(_list(value, name), name)
+
+
+def _turns(value: Any, name: str) -> list[dict[str, Any]]:
+    return checked_turns(_list(value, name), name)
+
+
+def _integers(value: Any, name: str, least: int) -> list[int]:
+    found = _list(value, name)
+    if not isinstance(found, list) or not all(type(item) is int and least <= item < 2**31 for item in found):
+        raise UserError(f"'{name}' must be a list of integers from {least} to 2^31 - 1.")
+    return found
+
+
+def _number(value: Any, name: str) -> float:
+    try:
+        found = float(value) if type(value) in (int, float, str) else None
+    except (ValueError, OverflowError):
+        found = None
+    if found is None or not abs(found) <= _MAX_NUMBER:
+        shown = f"{value!r:.40}" if isinstance(value, str | float) and value == value else kind_of(value)
+        raise UserError(f"'{name}' is {shown}, but must be a finite number.")
+    return found
+
+
+def _flag(value: Any, name: str) -> bool:
+    given = value.strip().lower() if isinstance(value, str) else value
+    found = _FLAGS.get(given) if isinstance(given, str | int | float) else None
+    if found is None:
+        shown = f"{value!r:.40}" if isinstance(value, str) else kind_of(value)
+        raise UserError(f"'{name}' is {shown}, but must be true or false.")
+    return found
+
+
+def _object(value: Any, name: str) -> dict[str, Any]:
+    if value and not isinstance(value, dict):
+        raise UserError(f"'{name}' is {kind_of(value)}, but must be an object.")
+    return value or {}
+
+
+def _tools(value: Any, name: str) -> list[dict[str, Any]] | None:
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"'{name}' is a string that is not valid JSON; give a list of JSON schemas.") from error
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise UserError(f"'{name}' is {kind_of(value)}, but must be a list of JSON schemas.")
+    return value
+
+
+ANYTHING = Kind(_anything)
+TEXT = Kind(_text, is_text=True)
+TEXT_OR_MESSAGES = Kind(_text_or_messages, is_text=True, cell=_messages_in)
+MESSAGES = Kind(_messages)  # of OpenAI: objects with role and content
+TURNS = Kind(_turns)  # of ShareGPT: objects with from and value, or messages
+TOKENS = Kind(partial(_integers, least=0))
+LABELS = Kind(partial(_integers, least=-100))
+NUMBER = Kind(_number)
+FLAG = Kind(_flag)  # true or false
+OBJECT = Kind(_object)
+TOOLS = Kind(_tools)
