@@ -18,6 +18,7 @@ class Capabilities:
     f16, int64: whether shaders may use 16-bit floats and 64-bit integers.
     workgroup_bytes: workgroup memory.
     software: whether the driver runs on the CPU.
+    registers: 32-bit values that a lane can hold before a compiler spills them to memory.
     """
 
     subgroup_size: int
@@ -25,18 +26,20 @@ class Capabilities:
     int64: bool = False
     workgroup_bytes: int = 16384  # WebGPU's default limit
     software: bool = False
+    registers: int = 256
 
 
 @dataclass(frozen=True)
 class Tiling:
     """One way to divide a call's work; `tile` in templates. Fields that a kernel does not use keep their defaults.
 
-    family: `broadcast`, where a workgroup is one subgroup whose lanes share their loads, or `plain`, where each thread
-        loads for itself. For matrix products, the file in `shaders/matmul/families/`.
+    family: `broadcast` and `spread`, where a workgroup is one subgroup whose lanes share their loads, or `plain`, where
+        each thread loads for itself. For matrix products, the file in `shaders/matmul/families/`; for attention,
+        `spread` is the directory in `shaders/attention/`, and the others are `rows`.
     lanes: threads per workgroup.
-    rows: rows of a workgroup's tile; in attention, queries per lane.
+    rows: rows of a workgroup's tile; of a lane, where attention is not spread.
     cols: columns per lane; in kernels without columns, vectors per thread.
-    span: contraction steps per round; in attention, keys per step.
+    span: contraction steps per round; in attention, rows of the other side per step, or per lane and step.
     wide: whether to use 64-bit loads, which is faster where a driver loads every scalar separately.
     """
 

@@ -1,0 +1,111 @@
+"""What the attention kernels say about their tilings, how they are checked, and on which inputs they are timed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import Any
+
+import numpy as np
+
+from wgpu_lora.gpu import part
+from wgpu_lora.gpu.kernel import Variants, cdiv
+from wgpu_lora.gpu.single import stored
+from wgpu_lora.gpu.tiling import Capabilities, Tiling
+from wgpu_lora.gpu.tunable import Arrays, Constants
+
+CHECKED = 32  # queries and keys of the cut that is checked, approximately
+SPREAD = ((8, 2), (8, 1), (4, 2), (4, 1), (2, 2), (2, 1))  # (rows, stream rows per lane), the most sharing first
+OFFERED = 3  # of these
+OTHERS = 38  # registers for addresses, loaded vectors and loop counters, as GPU compilers allocate them
+
+
+def held_rows(tiling: Tiling) -> int:
+    """Rows that a workgroup holds."""
+    return tiling.rows * (1 if tiling.family == "spread" else tiling.lanes)
+
+
+def columns_per_lane(dim: int, lanes: int) -> int:
+    """Columns of a head that a lane of a spread tiling owns: vectors of the width that leaves the fewest lanes idle."""
+    return min(cdiv(dim, width * lanes) * width for width in (4, 2, 1))
+
+
+def tilings(sums: int, scores: int, kept: int = 0, own_tile: bool = False) -> Variants:
+    """Tilings of a kernel, which differ by the values that a lane of a spread tiling holds.
+
+    sums: outputs per held row and column. scores: values per pair of rows. kept: values per held row.
+    own_tile: whether lanes may own several rows, and see several rows of the stream at once.
+    """
+
+    def fits(tiling: Tiling, capabilities: Capabilities, c: Any) -> bool:
+        columns = columns_per_lane(c.dim, tiling.lanes)
+        values = tiling.rows * (sums * columns + 4 + scores * tiling.span + kept)
+        return values + OTHERS <= capabilities.registers
+
+    def variants(capabilities: Capabilities, c: Any) -> list[Tiling]:
+        plain, size = Tiling("plain", 32), capabilities.subgroup_size
+        if size < 4:
+            return [plain]
+        # On a CPU loads dominate, and two queries per lane share them: 12 instead of 23 ms.
+        if capabilities.software:
+            rows = [Tiling("broadcast", size, rows=rows) for rows in ((2, 1) if own_tile else (1,))]
+            wide = [replace(one, wide=True) for one in rows] if capabilities.int64 else []
+            return [*wide, *rows, plain]
+        spread = [Tiling("spread", size, rows=min(rows, size), span=span) for rows, span in SPREAD]
+        return [one for one in spread if fits(one, capabilities, c)][:OFFERED] or spread[-1:]
+
+    return variants
+
+
+@dataclass(frozen=True)
+class AttentionTuning:
+    """Inputs are one causal sequence of the call's size, whose last rows are the queries."""
+
+    sizes: tuple[str, ...] = ("rows", "keys")
+    batch: tuple[str, ...] = ("rows", "keys")
+
+    def work(self, c: Constants) -> float:
+        """Multiply-adds of the scores if every query saw all keys."""
+        keys = c["keys"] if "keys" in c else c["rows"]
+        return float(c["rows"] * keys * c["kv_heads"] * c["group"] * c["dim"])
+
+    def cut(self, c: Constants, tiling: Tiling) -> Constants:
+        rows = part.fewer(c["rows"], lcm(CHECKED, held_rows(tiling)))
+        return c | {"rows": rows} | ({"keys": rows + part.fewer(c["keys"] - c["rows"], CHECKED)} if "keys" in c else {})
+
+    def inputs(self, c: Constants, present: tuple[str, ...], rng: np.random.Generator) -> Arrays:
+        rows, heads = c["rows"], c["kv_heads"] * c["group"]
+        keys = c.get("keys", rows)
+        last = np.arange(1, rows + 1) + (keys - rows)
+        ranges = np.stack([np.zeros(rows), last, np.full(rows, rows), np.zeros(rows)], axis=1)
+        stats = np.stack([np.full((rows, heads), 4.0), np.zeros((rows, heads))], axis=2)
+        shapes = {
+            **dict.fromkeys(("q", "y", "dy", "dq"), (rows, heads, c["dim"])),
+            **dict.fromkeys(("k", "v", "dk", "dv"), (keys, c["kv_heads"], c["dim"])),
+            "lse": (rows, heads),
+        }
+        arrays = {name: stored(rng, "f32", *shape) for name, shape in shapes.items() if name in present}
+        arrays |= {"stats": stats.astype(np.float32), "ranges": ranges.astype(np.uint32)}
+        return {name: arrays[name] for name in present}
+
+
+TUNING = AttentionTuning()
+HELD = 16  # copies of the scores that a reference holds, approximately
+
+
+def some_queries(arrays: Arrays, c: Constants) -> part.Part | None:
+    if not part.costly(HELD * TUNING.work(c), {}):
+        return None
+    rows = part.picks(c["rows"], part.ROWS)
+    return part.some_rows(arrays, "q y dy dq lse stats ranges", c["rows"], rows), {**c, "rows": rows.size}
+
+
+def one_head(arrays: Arrays, c: Constants) -> part.Part | None:
+    """A part with the first key head and its query heads."""
+    if not part.costly(HELD * TUNING.work(c), {}):
+        return None
+    rows, heads = c["rows"], c["kv_heads"]
+    kept = {n: a if n == "ranges" else a.reshape(rows, heads, -1)[:, 0] for n, a in arrays.items()}
+    return kept, {**c, "kv_heads": 1}
+
+
