@@ -100,7 +100,7 @@ class Device:
             int64="shader-int64" in features,
             workgroup_bytes=int(self.raw.limits["max-compute-workgroup-storage-size"]),
             software=self.info.kind == "software",
-            registers=APPLE_REGISTERS if "apple" in self.info.name.lower() else 256,
+            registers=128 if "Apple" in self.info.name else 256,  # Metal and Honeykrisp say no vendor of their own
         )
 
     # -- buffers ---------------------------------------------------------------------------------------------------

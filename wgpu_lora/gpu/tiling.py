@@ -38,7 +38,7 @@ class Tiling:
         `spread` is the directory in `shaders/attention/`, and the others are `rows`.
     lanes: threads per workgroup.
     rows: rows of a workgroup's tile; of a lane, where attention is not spread.
-    cols: columns per lane; in kernels without columns, vectors per thread.
+    cols: columns per lane; in attention, columns of a vector; in kernels without columns, vectors per thread.
     span: contraction steps per round; in attention, rows of the other side per step, or per lane and step.
     wide: whether to use 64-bit loads, which is faster where a driver loads every scalar separately.
     """

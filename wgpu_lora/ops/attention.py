@@ -41,7 +41,13 @@ def _rows_first(x: np.ndarray) -> np.ndarray:
     return x.transpose(2, 0, 1, 3)
 
 
-@kernel("attention/forward.wgsl.j2", grid=_over_queries, variants=tilings(sums=1, scores=1, kept=2, own_tile=True), tuning=TUNING, part=some_queries)
+@kernel(
+    "attention/forward.wgsl.j2",
+    grid=_over_queries,
+    variants=tilings(sums=1, scores=1, kept=2, own_tile=True),
+    tuning=TUNING,
+    part=some_queries,
+)
 def attention_forward(
     q: In,
     k: In,
@@ -95,7 +101,13 @@ def _score_gradients(
     return qs, ks, dys, p, scale * p * (dp - stats[..., 1:])
 
 
-@kernel("attention/backward_q.wgsl.j2", grid=_over_queries, variants=tilings(sums=1, scores=2), tuning=TUNING, part=some_queries)
+@kernel(
+    "attention/backward_q.wgsl.j2",
+    grid=_over_queries,
+    variants=tilings(sums=1, scores=2),
+    tuning=TUNING,
+    part=some_queries,
+)
 def attention_backward_q(
     q: In,
     k: In,

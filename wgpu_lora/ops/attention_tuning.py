@@ -18,6 +18,7 @@ CHECKED = 32  # queries and keys of the cut that is checked, approximately
 SPREAD = ((8, 2), (8, 1), (4, 2), (4, 1), (2, 2), (2, 1))  # (rows, stream rows per lane), the most sharing first
 OFFERED = 3  # of these
 OTHERS = 38  # registers for addresses, loaded vectors and loop counters, as GPU compilers allocate them
+MOST = 192  # registers; with more, a GPU runs too few subgroups at once to hide the latency of loads
 
 
 def held_rows(tiling: Tiling) -> int:
@@ -25,9 +26,17 @@ def held_rows(tiling: Tiling) -> int:
     return tiling.rows * (1 if tiling.family == "spread" else tiling.lanes)
 
 
-def columns_per_lane(dim: int, lanes: int) -> int:
-    """Columns of a head that a lane of a spread tiling owns: vectors of the width that leaves the fewest lanes idle."""
-    return min(cdiv(dim, width * lanes) * width for width in (4, 2, 1))
+def width_of(dim: int, lanes: int) -> int:
+    """Values of a vector of columns, of which a lane of a spread tiling loads some: 4, unless too many lanes were idle."""
+    width = 4
+    while width > 1 and 1.5 * _columns(dim, lanes, width // 2) <= _columns(dim, lanes, width):
+        width //= 2
+    return width
+
+
+def _columns(dim: int, lanes: int, width: int) -> int:
+    """Columns per lane."""
+    return cdiv(dim, width * lanes) * width
 
 
 def tilings(sums: int, scores: int, kept: int = 0, own_tile: bool = False) -> Variants:
@@ -38,9 +47,9 @@ def tilings(sums: int, scores: int, kept: int = 0, own_tile: bool = False) -> Va
     """
 
     def fits(tiling: Tiling, capabilities: Capabilities, c: Any) -> bool:
-        columns = columns_per_lane(c.dim, tiling.lanes)
+        columns = _columns(c.dim, tiling.lanes, tiling.cols)
         values = tiling.rows * (sums * columns + 4 + scores * tiling.span + kept)
-        return values + OTHERS <= capabilities.registers
+        return values + OTHERS <= min(capabilities.registers, MOST)
 
     def variants(capabilities: Capabilities, c: Any) -> list[Tiling]:
         plain, size = Tiling("plain", 32), capabilities.subgroup_size
@@ -51,7 +60,8 @@ def tilings(sums: int, scores: int, kept: int = 0, own_tile: bool = False) -> Va
             rows = [Tiling("broadcast", size, rows=rows) for rows in ((2, 1) if own_tile else (1,))]
             wide = [replace(one, wide=True) for one in rows] if capabilities.int64 else []
             return [*wide, *rows, plain]
-        spread = [Tiling("spread", size, rows=min(rows, size), span=span) for rows, span in SPREAD]
+        one = Tiling("spread", size, cols=width_of(c.dim, size))
+        spread = [replace(one, rows=min(rows, size), span=span) for rows, span in SPREAD]
         return [one for one in spread if fits(one, capabilities, c)][:OFFERED] or spread[-1:]
 
     return variants
@@ -107,5 +117,3 @@ def one_head(arrays: Arrays, c: Constants) -> part.Part | None:
     rows, heads = c["rows"], c["kv_heads"]
     kept = {n: a if n == "ranges" else a.reshape(rows, heads, -1)[:, 0] for n, a in arrays.items()}
     return kept, {**c, "kv_heads": 1}
-
-
