@@ -199,7 +199,7 @@ def test_capacities_that_cannot_be_are_refused_and_nothing_is_kept(device):
     before = device.allocated
     with pytest.raises(UserError, match="1 to 128 tokens"):
         Generator(model, capacity=129)
-    with pytest.raises(UserError, match="smaller capacity or batch"):
+    with pytest.raises(UserError, match="fewer at a time"):
         Generator(model, capacity=128, batch=10**9)
     generator = Generator(model)
     assert (generator.capacity, generator.batch) == (128, 1)
