@@ -91,8 +91,8 @@ def arguments(run: Kind, job: Job) -> dict[str, Any]:
 
 
 def checked(parameter: inspect.Parameter, hint: Any, value: Any) -> Any:
-    """A JSON value as a parameter's type. All numbers of jobs are counts or seconds, except a device's index, so none may
-    be 0 or less unless it is the default. Text and lists must not be empty.
+    """A JSON value as a parameter's type. Numbers of jobs are counts or seconds, except a device's index: none may be 0
+    or less, unless it is the default. Text and lists must not be empty.
 
     Raises:
         ValueError: the value is not allowed; the message is part of a sentence.
