@@ -114,6 +114,20 @@ def test_kernel_in_other_tilings(device: Device, case: Case, rng: np.random.Gene
     check(device, case, rng, others)
 
 
+ATTENTION = [c for name in sorted(CASES) for c in CASES[name] if name.startswith("attention_") and "dim" in c.constants]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.label) for c in ATTENTION])
+def test_attention_of_gpus(device: Device, case: Case, rng: np.random.Generator) -> None:
+    """Software drivers are offered other tilings."""
+    size = device.capabilities.subgroup_size
+    if not device.capabilities.software or not size:
+        pytest.skip("the tests above ran these tilings" if size else "the device has no subgroups")
+    offered = case.kernel.tilings(Capabilities(size, registers=64), case.constants)  # few, so that they compile quickly
+    check(device, case, rng, offered[:1])
+
+
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.label) for c in CORE])
 def test_kernel_with_bounds_checks(checked_device: Device, case: Case, rng: np.random.Generator) -> None:
     check(checked_device, case, rng, main_tilings(checked_device, case))

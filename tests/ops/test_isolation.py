@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -15,10 +17,11 @@ SHAPE = {"rows": ROWS, "kv_heads": 1, "group": 1, "dim": DIM, "scale": 0.3}
 
 
 @pytest.mark.drivers
+@pytest.mark.parametrize("software", [True, False], ids=["software", "gpu"])
 @pytest.mark.parametrize(
     "kernel", [attention_forward, attention_backward_q, attention_backward_kv], ids=lambda k: k.name
 )
-def test_a_nan_stays_in_its_segment(device: Device, kernel: Kernel) -> None:
+def test_a_nan_stays_in_its_segment(device: Device, kernel: Kernel, software: bool) -> None:
     rng = np.random.default_rng(0)
     start = np.where(np.arange(ROWS) < CUT, 0, CUT)
     stop = np.where(np.arange(ROWS) < CUT, CUT, ROWS)
@@ -30,11 +33,14 @@ def test_a_nan_stays_in_its_segment(device: Device, kernel: Kernel) -> None:
     arrays |= {"lse": np.zeros(ROWS, np.float32), "stats": rng.random((ROWS, 2), np.float32), "ranges": ranges}
     constants = SHAPE | ({} if kernel is attention_backward_kv else {"keys": ROWS})
 
+    capabilities = replace(device.capabilities, software=software, registers=64)
+    tiling = kernel.tilings(capabilities, constants)[0]
+
     def outputs(*poisoned: str) -> list[np.ndarray]:
         values = {name: arrays[name].copy() for name in kernel.bindings}
         for name in poisoned:
             values[name][CUT:] = np.nan
-        single = SingleKernel(device, kernel, values, constants)
+        single = SingleKernel(device, kernel, values, constants, tiling)
         single.run()
         found = single.outputs()
         single.free()

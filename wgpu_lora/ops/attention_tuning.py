@@ -27,7 +27,7 @@ def held_rows(tiling: Tiling) -> int:
 
 
 def width_of(dim: int, lanes: int) -> int:
-    """Values of a vector of columns, of which a lane of a spread tiling loads some: 4, unless too many lanes were idle."""
+    """Values of the vectors that a lane of a spread tiling loads: 4, unless that leaves too many lanes idle."""
     width = 4
     while width > 1 and 1.5 * _columns(dim, lanes, width // 2) <= _columns(dim, lanes, width):
         width //= 2
