@@ -37,11 +37,15 @@ fn main(@builtin(subgroup_size) size: u32, @builtin(subgroup_invocation_id) lane
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """What to request from a device. Tests disable features through environment variables."""
+    """What to request from a device. Tests disable features through environment variables.
+
+    subgroup_size: instead of the measured one, for a device that compiles but runs nothing (`make gpu-compilers`).
+    """
 
     subgroups: bool = True
     default_limits: bool = False
     checked: bool = False
+    subgroup_size: int | None = None
 
     @classmethod
     def from_environment(cls) -> DeviceOptions:
@@ -95,7 +99,7 @@ class Device:
         self._pipelines: dict[tuple[Any, ...], Any] = {}
         self._readback: dict[int, Any] = {}
         self.capabilities = Capabilities(
-            subgroup_size=self._probe_subgroup_size() if "subgroup" in features else 0,
+            subgroup_size=self._subgroup_size() if "subgroup" in features else 0,
             f16="shader-f16" in features,
             int64="shader-int64" in features,
             workgroup_bytes=int(self.raw.limits["max-compute-workgroup-storage-size"]),
@@ -175,8 +179,10 @@ class Device:
         handle = lib.wgpuDeviceCreateShaderModuleTrusted(self.raw._internal, descriptor, 0)
         return type(module)(label, handle, self.raw)
 
-    def _probe_subgroup_size(self) -> int:
+    def _subgroup_size(self) -> int:
         """The largest workgroup that is a single subgroup, measured because drivers only report a range."""
+        if self.options.subgroup_size is not None:
+            return self.options.subgroup_size
         buffer = self.create_buffer(65 * 4, "subgroup probe")
         try:
             for size in (64, 32, 16, 8, 4):

@@ -1,0 +1,42 @@
+"""Compiles every call, with a marker before each: python -m scripts.gpu_compilers.child SUBGROUP_SIZE WANTED.
+
+Runs where a shim pretends that the GPU is there. The compiler prints between the markers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+from typing import Any
+
+from scripts.gpu_compilers.recorded import Wanted, calls
+from wgpu_lora.gpu.device import Device, DeviceOptions
+from wgpu_lora.gpu.errors import ShaderError
+
+MARKER = "@@gpu-compilers "  # begins a line; JSON follows
+_LIBC = ctypes.CDLL(None)
+
+
+def mark(what: dict[str, Any]) -> None:
+    """Write a marker after all that the compilers have printed so far."""
+    _LIBC.fflush(None)  # drivers print with C's buffers
+    os.write(sys.stdout.fileno(), f"\n{MARKER}{json.dumps(what)}\n".encode())
+
+
+def main(subgroup_size: int, wanted: Wanted) -> None:
+    device = Device(0, DeviceOptions(subgroup_size=subgroup_size))
+    mark({"device": device.info.name, "driver": device.info.driver, "software": device.capabilities.software})
+    for call in calls(wanted, device):
+        mark({"call": call.to_json()})
+        try:
+            call.kernel.compute_pipeline(device, call.present, call.constants, call.tiling)
+        except ShaderError as error:
+            mark({"error": str(error)})
+    mark({"end": True})
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[2])
+    main(int(sys.argv[1]), Wanted(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}))
