@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs Mesa's software Vulkan driver, unless a Vulkan driver is already installed.
 # --swiftshader DIR also unpacks SwiftShader into DIR, as a second, independent driver for `make test-drivers` and
-# `make prove-wgpu`.
+# `make prove-wgpu`. --drm-shim DIR unpacks Mesa's drm shims into DIR, for `make gpu-compilers`.
 set -euo pipefail
 
 have_driver() {
@@ -61,6 +61,16 @@ install_swiftshader() {
     "$folder" >"$folder/swiftshader.json"
 }
 
+install_drm_shim() {
+  local folder=$1 work version
+  compgen -G "$folder/*_noop_drm_shim.so" >/dev/null && return 0
+  version=$(dpkg-query -W -f '${Version}' mesa-vulkan-drivers)
+  work=$(mktemp -d)
+  trap 'rm -rf "$work"' RETURN
+  (cd "$work" && apt-get download -q "mesa-drm-shim=$version" && dpkg-deb -x mesa-drm-shim*.deb .) >&2 || return 1
+  find "$work" -name '*_noop_drm_shim.so' -exec cp {} "$folder/" \;
+}
+
 case "$(uname -s)" in
   Darwin | MINGW* | MSYS*) exit 0 ;; # Metal and DX12 come with the system
 esac
@@ -73,6 +83,16 @@ if ! have_driver; then
     echo "No Vulkan driver found, and this user may not install one: install your GPU's driver, or 'mesa-vulkan-drivers' and 'libvulkan1' (Debian, Ubuntu), then run this again." >&2
     exit 1
   fi
+fi
+
+if [ "${1:-}" = --drm-shim ]; then
+  folder=$(mkdir -p "${2:?--drm-shim needs a folder}" && cd "$2" && pwd)
+  command -v apt-get >/dev/null || { echo "Mesa's drm shims are downloaded with apt-get, which is not installed here." >&2; exit 1; }
+  [ -n "$(find /var/lib/apt/lists -name '*Packages*' 2>/dev/null | head -1)" ] || as_root apt-get update -q >&2
+  install_drm_shim "$folder" || {
+    echo "Mesa's drm shims (the package 'mesa-drm-shim' in the version of 'mesa-vulkan-drivers') could not be downloaded: check the network, and that the package sources have that version." >&2
+    exit 1
+  }
 fi
 
 if [ "${1:-}" = --swiftshader ]; then

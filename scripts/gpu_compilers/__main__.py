@@ -1,0 +1,89 @@
+"""Ask the compilers of GPUs what they make of the kernels: python -m scripts.gpu_compilers (`make gpu-compilers`).
+
+Exit codes: 1 if --check finds a kernel that spills, 2 if a compiler is missing or options are wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+from scripts.gpu_compilers.check import violations
+from scripts.gpu_compilers.devices import GPUS, Gpu
+from scripts.gpu_compilers.places import ROOT, place_of
+from scripts.gpu_compilers.recorded import Wanted
+from scripts.gpu_compilers.report import show, to_json
+from scripts.gpu_compilers.run import Answers, ask
+from wgpu_lora.atomic import write_bytes_atomic
+from wgpu_lora.errors import UserError
+from wgpu_lora.models.shapes import SHAPES
+
+DEFAULT_SHAPES = ("qwen2.5-0.5b", "qwen2.5-7b", "qwen3-0.6b", "llama-3.2-1b")
+HEAD_DIMS = (80, 96, 256)  # attention alone: those shapes have heads of 64 and 128
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("gpu_compilers", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--gpu", action="append", choices=GPUS, help="a GPU; repeatable (default: all)")
+    parser.add_argument("--subgroup-size", type=int, action="append", help="only with this one; repeatable")
+    parser.add_argument("--shape", action="append", choices=SHAPES, help=f"repeatable (default: {DEFAULT_SHAPES})")
+    parser.add_argument("--head-dim", type=int, action="append", help=f"attention alone; repeatable ({HEAD_DIMS})")
+    parser.add_argument("--tokens", type=int, default=512, help="of the training step and the prefill")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--compute-dtype", choices=("f32", "bf16", "f16"), default="f32")
+    parser.add_argument("--default-only", action="store_true", help="leave out tilings that only the tuner chooses")
+    parser.add_argument("--kernel", action="append", default=[], help="part of a name; repeatable (default: all)")
+    parser.add_argument("--tiling", type=json.loads, help="another tiling for tuned kernels, as JSON; see gpu/tiling.py")
+    parser.add_argument("--details", action="store_true", help="a line for each compute pipeline")
+    parser.add_argument("--json", type=Path, help="write everything to this file")
+    parser.add_argument("--check", action="store_true", help="fail if a kernel spills")
+    parser.add_argument("--in-root", action="store_true", help="use the root's newer Mesa for all GPUs")
+    parser.add_argument("--root", type=Path, default=ROOT, help=f"of the newest Debian (default: {ROOT})")
+    parser.add_argument("--jobs", type=int, default=2)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    given = options().parse_args(argv)
+    gpus = [GPUS[name] for name in given.gpu or GPUS]
+    chosen = given.shape is not None or given.head_dim is not None
+    wanted = Wanted(
+        tuple(given.shape or (() if chosen else DEFAULT_SHAPES)),
+        tuple(given.head_dim or (() if chosen else HEAD_DIMS)),
+        given.tokens,
+        given.rank,
+        given.compute_dtype,
+        not given.default_only,
+        tuple(given.kernel),
+        given.tiling,
+    )
+    try:
+        answers = ask_all(gpus, given.subgroup_size, wanted, given.root.resolve(), given.in_root, given.jobs)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    show(answers, given.details)
+    if given.json:
+        content = json.dumps(to_json(answers, asdict(wanted)), indent=1)
+        write_bytes_atomic(given.json, content.encode())
+    found = violations(answers) if given.check else []
+    for sentence in found:
+        print(sentence, file=sys.stderr)
+    return int(bool(found))
+
+
+def ask_all(
+    gpus: list[Gpu], sizes: list[int] | None, wanted: Wanted, root: Path, in_root: bool, jobs: int
+) -> list[Answers]:
+    places = {gpu.name: place_of(gpu, root, in_root) for gpu in gpus}
+    asked = [(gpu, size) for gpu in gpus for size in sizes or gpu.subgroups]
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(lambda one: ask(*one, places[one[0].name], wanted), asked))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
