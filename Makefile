@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-rare test-reference test-drivers test-proof test-exchange test-wheel fuzz prove-wgpu bench bench-reference bench-gpu lint
+.PHONY: help setup demo test test-fast test-rare test-reference test-drivers test-proof test-exchange test-wheel fuzz prove-wgpu bench bench-reference bench-gpu gpu-compilers test-gpu-compilers lint
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -106,6 +106,14 @@ bench-reference: setup .venv/reference  ## a training step compared with PyTorch
 BENCH_GPU ?=
 bench-gpu: setup  ## a full report on this GPU in bench-gpu.json (BENCH_GPU=--quick only checks that everything runs)
 	$(BIN)/python scripts/bench_gpu.py --json bench-gpu.json $(BENCH_GPU)
+
+GPUS ?=
+gpu-compilers: setup  ## what the compilers of five GPUs make of the kernels, without a GPU (GPUS='--gpu rdna3 --details')
+	$(BIN)/python -m scripts.gpu_compilers --json gpu-compilers.json $(GPUS)
+
+test-gpu-compilers: setup  ## no kernel spills on AMD's GPUs, by their compiler; and the check fails when it should
+	$(BIN)/python -m scripts.gpu_compilers --check --gpu rdna1 --gpu rdna3 --shape qwen2.5-0.5b --shape qwen2.5-7b --head-dim 256
+	$(PYTEST) tests/scripts/runs
 
 lint: setup  ## ruff, mypy and import-linter
 	$(BIN)/ruff check .

@@ -27,7 +27,9 @@ HEAD_DIMS = (80, 96, 256)  # attention alone: those shapes have heads of 64 and 
 
 
 def options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("gpu_compilers", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "gpu_compilers", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--gpu", action="append", choices=GPUS, help="a GPU; repeatable (default: all)")
     parser.add_argument("--subgroup-size", type=int, action="append", help="only with this one; repeatable")
     parser.add_argument("--shape", action="append", choices=SHAPES, help=f"repeatable (default: {DEFAULT_SHAPES})")
@@ -37,9 +39,12 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--compute-dtype", choices=("f32", "bf16", "f16"), default="f32")
     parser.add_argument("--default-only", action="store_true", help="leave out tilings that only the tuner chooses")
     parser.add_argument("--kernel", action="append", default=[], help="part of a name; repeatable (default: all)")
-    parser.add_argument("--tiling", type=json.loads, help="another tiling for tuned kernels, as JSON; see gpu/tiling.py")
+    parser.add_argument(
+        "--tiling", type=json.loads, help="another tiling for tuned kernels, as JSON; see gpu/tiling.py"
+    )
     parser.add_argument("--details", action="store_true", help="a line for each compute pipeline")
     parser.add_argument("--json", type=Path, help="write everything to this file")
+    parser.add_argument("--raw", type=Path, help="write what the compilers print to files in this directory")
     parser.add_argument("--check", action="store_true", help="fail if a kernel spills")
     parser.add_argument("--in-root", action="store_true", help="use the root's newer Mesa for all GPUs")
     parser.add_argument("--root", type=Path, default=ROOT, help=f"of the newest Debian (default: {ROOT})")
@@ -62,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         given.tiling,
     )
     try:
-        answers = ask_all(gpus, given.subgroup_size, wanted, given.root.resolve(), given.in_root, given.jobs)
+        answers = ask_all(gpus, given.subgroup_size, wanted, given.root.resolve(), given.in_root, given.jobs, given.raw)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
@@ -77,12 +82,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def ask_all(
-    gpus: list[Gpu], sizes: list[int] | None, wanted: Wanted, root: Path, in_root: bool, jobs: int
+    gpus: list[Gpu], sizes: list[int] | None, wanted: Wanted, root: Path, in_root: bool, jobs: int, raw: Path | None
 ) -> list[Answers]:
+    if raw:
+        raw.mkdir(parents=True, exist_ok=True)
     places = {gpu.name: place_of(gpu, root, in_root) for gpu in gpus}
     asked = [(gpu, size) for gpu in gpus for size in sizes or gpu.subgroups]
     with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(lambda one: ask(*one, places[one[0].name], wanted), asked))
+        return list(pool.map(lambda one: ask(*one, places[one[0].name], wanted, raw), asked))
 
 
 if __name__ == "__main__":

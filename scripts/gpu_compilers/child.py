@@ -16,7 +16,7 @@ from wgpu_lora.gpu.device import Device, DeviceOptions
 from wgpu_lora.gpu.errors import ShaderError
 
 MARKER = "@@gpu-compilers "  # begins a line; JSON follows
-_LIBC = ctypes.CDLL(None)
+_LIBC, LINES = ctypes.CDLL(None), 1  # _IOLBF
 
 
 def mark(what: dict[str, Any]) -> None:
@@ -26,6 +26,8 @@ def mark(what: dict[str, Any]) -> None:
 
 
 def main(subgroup_size: int, wanted: Wanted) -> None:
+    # A driver that prints to both streams would break lines of the one that is buffered.
+    _LIBC.setvbuf(ctypes.c_void_p.in_dll(_LIBC, "stdout"), None, LINES, 0)
     device = Device(0, DeviceOptions(subgroup_size=subgroup_size))
     mark({"device": device.info.name, "driver": device.info.driver, "software": device.capabilities.software})
     for call in calls(wanted, device):

@@ -42,6 +42,8 @@ def _environment(gpu: Gpu, shims: str) -> list[str]:
 def place_of(gpu: Gpu, root: Path, in_root: bool = False) -> Place:
     """Where a GPU's compiler runs; what is missing is installed. Raises UserError if it cannot be."""
     if gpu.newest or in_root:
+        if not (root / "venv").is_dir():
+            print(f"Making a root of the newest Debian in {root}, which takes some minutes.", file=sys.stderr)
         _run([str(ROOT_SCRIPT), "make", str(root)])
         run = [str(ROOT_SCRIPT), "run", str(root)]
         return Place((*run, *_environment(gpu, ""), "PYTHONPATH=/checkout", "/venv/bin/python"))
@@ -55,7 +57,8 @@ def place_of(gpu: Gpu, root: Path, in_root: bool = False) -> Place:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
+    quiet = subprocess.DEVNULL
+    done = subprocess.run(command, stdin=quiet, stdout=quiet, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         *above, said = done.stderr.strip().splitlines() or ["it said nothing"]
         if above:

@@ -59,7 +59,7 @@ def summary(answers: Sequence[Answers]) -> Table:
 
 def amount(row: Row) -> str:
     c = row.compiled
-    return row.error if c is None else str(c.spilled) if c.spilled else f"{c.scratch} bytes of arrays"
+    return row.error if c is None else f"{c.scratch} bytes of arrays" if c.scratch and not c.spilled else str(c.spilled)
 
 
 def details(one: Answers) -> Table:
@@ -69,7 +69,15 @@ def details(one: Answers) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for name in ("kernel", "tiling"):
         table.add_column(name, overflow="fold")
-    columns = ("registers", "spilled", f"{unit} of {most}", "shared bytes", "instructions", "inner loop", "multiply-adds")
+    columns = (
+        "registers",
+        "spilled",
+        f"{unit} of {most}",
+        "shared bytes",
+        "instructions",
+        "inner loop",
+        "multiply-adds",
+    )
     for name in columns:
         table.add_column(name, justify="right")
     for row in sorted(one.rows, key=weight, reverse=True):
@@ -79,7 +87,9 @@ def details(one: Answers) -> Table:
         if c is None:
             table.add_row(name, where, "-", row.error)
             continue
-        loop = ("", "") if c.loop is None else (str(c.loop.instructions), f"{c.loop.share:.0%} ({c.loop.multiply_adds})")
+        loop = (
+            ("", "") if c.loop is None else (str(c.loop.instructions), f"{c.loop.share:.0%} ({c.loop.multiply_adds})")
+        )
         figures = (c.registers, amount(row), c.occupancy, c.shared, c.instructions)
         table.add_row(name, where, *map(str, figures), *loop)
     return table

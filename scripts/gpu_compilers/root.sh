@@ -12,6 +12,7 @@ fail() { echo "$*" >&2; exit 2; }
 
 # Mounts are those of one process, and vanish with it.
 inside() {
+  mkdir -p "$root/checkout"
   unshare --mount --propagation private bash -c '
     mount -t proc proc "$1/proc" && mount --rbind /dev "$1/dev" && mount --bind -o ro "$2" "$1/checkout" &&
     cd / && exec chroot "$1" "${@:3}"' - "$root" "$checkout" "$@"
@@ -28,7 +29,6 @@ make_root() {
   debootstrap --variant=minbase --include=python3,python3-venv,python3-pip,ca-certificates,mesa-vulkan-drivers,mesa-drm-shim,libvulkan1 \
     sid "$root.new" "${mirror:-http://deb.debian.org/debian}" >&2 ||
     fail "debootstrap could not make a root of the newest Debian in $root.new: its last lines above say why; check the network and run this again."
-  mkdir -p "$root.new/checkout"
   cp /etc/resolv.conf "$root.new/etc/"
   [ ! -f "$certificates" ] || cp "$certificates" "$root.new$certificates" # behind a proxy, also the host's own
   root=$root.new

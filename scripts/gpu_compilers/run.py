@@ -6,6 +6,7 @@ import json
 import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import IO, Any
 
 from scripts.gpu_compilers.child import MARKER
@@ -67,8 +68,11 @@ class Answers:
         }
 
 
-def ask(gpu: Gpu, subgroup_size: int, place: Place, wanted: Wanted) -> Answers:
-    """What a GPU's compiler makes of everything wanted. Raises UserError if it does not run to the end."""
+def ask(gpu: Gpu, subgroup_size: int, place: Place, wanted: Wanted, raw: Path | None = None) -> Answers:
+    """What a GPU's compiler makes of everything wanted. Raises UserError if it does not run to the end.
+
+    raw: a directory for all that the compiler prints, with a file for each compute pipeline.
+    """
     options = json.dumps(asdict(wanted))
     command = [*place.command, "-m", "scripts.gpu_compilers.child", str(subgroup_size), options]
     child = subprocess.Popen(
@@ -82,7 +86,7 @@ def ask(gpu: Gpu, subgroup_size: int, place: Place, wanted: Wanted) -> Answers:
     )
     assert child.stdout is not None
     with child, child.stdout:
-        answers, doing, last = _read(gpu, subgroup_size, child.stdout)
+        answers, doing, last = _read(gpu, subgroup_size, child.stdout, raw)
     if child.returncode or doing is not None:
         tail = "\n".join(last[-TAIL:])
         raise UserError(
@@ -91,7 +95,7 @@ def ask(gpu: Gpu, subgroup_size: int, place: Place, wanted: Wanted) -> Answers:
     return answers
 
 
-def _read(gpu: Gpu, subgroup_size: int, printed: IO[str]) -> tuple[Answers, str | None, list[str]]:
+def _read(gpu: Gpu, subgroup_size: int, printed: IO[str], raw: Path | None) -> tuple[Answers, str | None, list[str]]:
     """(answers, what was being done when the output ended or None, the last lines)."""
     answers, doing, section = Answers(gpu, subgroup_size), "", []
     for marker, section in _sections(printed):
@@ -100,6 +104,9 @@ def _read(gpu: Gpu, subgroup_size: int, printed: IO[str]) -> tuple[Answers, str 
         elif "call" in marker:
             doing = f"at {marker['call']['kernel']}, {marker['call']['tiling']}"
             answers.rows.append(Row(marker["call"], *_parsed(gpu, section)))
+            if raw:
+                name = f"{gpu.name}-{subgroup_size}-{len(answers.rows):03}-{marker['call']['kernel']}.txt"
+                (raw / name).write_text("\n".join([json.dumps(marker["call"]), *section]))
         elif "error" in marker:
             answers.rows[-1] = Row(answers.rows[-1].call, None, marker["error"])
         elif "end" in marker:

@@ -1,0 +1,28 @@
+"""The check fails for a tiling that needs too many registers, on AMD's real compiler (`make test-gpu-compilers`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.gpu_compilers.__main__ import main
+from wgpu_lora.gpu.tiling import Tiling
+
+SMALL = ["--gpu", "rdna3", "--subgroup-size", "32", "--shape", "qwen2.5-0.5b", "--kernel", "matmul_nt"]
+
+
+def test_a_tiling_that_needs_too_many_registers_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hungry, found = Tiling("broadcast", 32, rows=32, cols=8, span=4), tmp_path / "found.json"
+    run = [*SMALL, "--check", "--json", str(found), "--raw", str(tmp_path / "raw")]
+    assert main(run) == 0
+    assert main([*run, "--tiling", json.dumps(hungry.to_json())]) == 1
+    assert "broadcast 32x8" in capsys.readouterr().err
+    content = json.loads(found.read_text())
+    assert content["schema"] == "wgpu-lora-gpu-compilers/1"
+    (device,) = content["devices"]
+    rows = {tuple(sorted(row["tiling"].items())): row for row in device["kernels"]}
+    assert rows[tuple(sorted(hungry.to_json().items()))]["spilled"] > 0
+    assert any(row["default"] and row["registers"] > 32 and row["loop"]["multiply_adds"] for row in device["kernels"])
+    assert len(list((tmp_path / "raw").iterdir())) >= len(device["kernels"])

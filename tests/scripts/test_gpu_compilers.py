@@ -1,0 +1,105 @@
+"""Reading what drivers' compilers print. The samples are an NF4 product that spills, most lines cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from scripts.gpu_compilers import __main__ as command
+from scripts.gpu_compilers import amd, apple, nvidia, places
+from scripts.gpu_compilers.check import violations
+from scripts.gpu_compilers.compiled import Compiled, Instruction, Loop, Unreadable, innermost
+from scripts.gpu_compilers.devices import GPUS
+from scripts.gpu_compilers.report import details, to_json
+from scripts.gpu_compilers.run import Answers, Row
+from tests.support import FIXTURES
+from wgpu_lora.gpu.tiling import Tiling
+
+CALL = {
+    "kernel": "nf4_matmul_backward",
+    "constants": {"b_type": "nf4", "form": "nn"},
+    "tiling": Tiling("broadcast", 32, 32, 8).to_json(),
+    "default": True,
+    "used_by": {"qwen2.5-0.5b": ["training"]},
+}
+SPILLING = {
+    "rdna3": ("amd", Compiled(256, 325, 10496, 0, 5, 6291, Loop(33, 3, 3))),
+    "ada": ("nvidia", Compiled(255, 340, 276, 0, 8, 8591, Loop(12, 3, 3))),
+    "m1": ("apple", Compiled(128, 795, 1012, 0, 384, 10401, Loop(8, 3, 3))),
+}
+
+
+def lines(sample: str) -> list[str]:
+    return (FIXTURES / "gpu_compilers" / f"{sample}.txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize("gpu", SPILLING)
+def test_a_spilling_kernel_is_read_and_breaks_the_rule(gpu: str) -> None:
+    sample, expected = SPILLING[gpu]
+    found = GPUS[gpu].parse(lines(sample))
+    assert found == expected
+    (sentence,) = violations([Answers(GPUS[gpu], 32, rows=[Row(CALL, found)])])
+    assert "nf4_matmul_backward nf4 nn (qwen2.5-0.5b) spills in its default tiling" in sentence
+    assert sentence.endswith(f": {expected.spilled}")
+
+
+@pytest.mark.parametrize("gpu", SPILLING)
+def test_without_statistics_nothing_is_read(gpu: str) -> None:
+    with pytest.raises(Unreadable):
+        GPUS[gpu].parse(["NAK IR after calc_instr_deps:", "Compute Shader:"])
+
+
+def test_what_the_rule_lets_through() -> None:
+    good = Compiled(120, 0, 0, 0, 12, 1278, None)
+    answers = Answers(GPUS["rdna3"], 32, rows=[Row(CALL, good)])
+    assert violations([answers]) == []
+    bad = [replace(good, scratch=64), None]
+    answers.rows = [Row({**CALL, "default": False}, one, "the compiler crashed") for one in bad]
+    assert [text.rsplit(": ")[-1] for text in violations([answers])] == ["64 bytes of arrays", "the compiler crashed"]
+    assert all("the tuner may choose" in text for text in violations([answers]))
+    assert len(violations([Answers(GPUS["m1"], 32)])) == 1  # nothing compiled is no proof
+
+
+def test_the_innermost_loop_with_the_most_multiply_adds() -> None:
+    add, fma, wait = Instruction(), Instruction(1), Instruction(scheduling=True)
+    code = [add, fma, add, wait, add, fma, fma, add]
+    #            ^1.......^3 inner  ^4..^6 inner, in an outer loop from 0 to 7
+    edges = [(1, 2), (1, 3), (4, 6), (0, 7), (7, 2)]
+    assert innermost(code, edges) == Loop(3, 2, 2)
+    assert innermost(code, [(7, 2)]) is None
+
+
+def test_dual_and_packed_instructions_of_amd_do_two() -> None:
+    statistics = lines("amd")[-28:]
+    dual = "\tv_dual_fmac_f32 v43, s8, v109 :: v_dual_mul_f32 v110, v110, v66 ; c806da08 2b6e856e"
+    both = "\tv_dual_fmac_f32 v65, s12, v95 :: v_dual_fmac_f32 v76, s12, v102 ; c800be0c 414ccc0c"
+    packed = "\tv_pk_fma_f16 v1, v2, v3, v4   ; 0"
+    found = amd.parse(["disasm:", "BB1:", dual, both, packed, "\ts_branch BB1 ; 0", *statistics])
+    assert found.loop == Loop(4, 3, 5)
+
+
+def test_workgroup_memory_is_in_nir_only() -> None:
+    assert nvidia.parse(["shared_size: 3108", *lines("nvidia")]).shared == 3108
+    assert apple.parse(["shared_size: 3108", *lines("apple")]).shared == 3108
+
+
+def test_json_and_table() -> None:
+    answers = Answers(GPUS["rdna3"], 64, "RX", "Mesa", [Row(CALL, SPILLING["rdna3"][1]), Row(CALL, None, "crashed")])
+    (device,) = to_json([answers], {})["devices"]
+    assert device["occupancy"] == {"unit": "subgroups per SIMD", "most": 16}
+    assert device["kernels"][0]["loop"] == {"instructions": 33, "multiplying": 3, "multiply_adds": 3, "share": 0.091}
+    assert device["kernels"][1]["error"] == "crashed"
+    assert details(answers).row_count == 2
+
+
+def test_what_is_missing_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "root.sh"
+    script.write_text("#!/bin/sh\necho downloading >&2\necho 'debootstrap is missing: install it.' >&2\nexit 2\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(places, "ROOT_SCRIPT", script)
+    assert command.main(["--gpu", "m1", "--root", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "debootstrap is missing: install it."
