@@ -89,7 +89,8 @@ def ask_all(
     places = {gpu.name: place_of(gpu, root, in_root) for gpu in gpus}
     asked = [(gpu, size) for gpu in gpus for size in sizes or gpu.subgroups]
     with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(lambda one: ask(*one, places[one[0].name], wanted, raw), asked))
+        running = [pool.submit(ask, gpu, size, places[gpu.name], wanted, raw) for gpu, size in asked]
+        return [one.result() for one in running]
 
 
 if __name__ == "__main__":

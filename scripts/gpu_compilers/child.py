@@ -40,5 +40,4 @@ def main(subgroup_size: int, wanted: Wanted) -> None:
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[2])
-    main(int(sys.argv[1]), Wanted(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}))
+    main(int(sys.argv[1]), Wanted.from_json(sys.argv[2]))

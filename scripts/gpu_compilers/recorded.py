@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +13,7 @@ from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.program import Dispatch, Program
 from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.infer.step import Programs
+from wgpu_lora.models.blocks.transformer import Transformer
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.models.synthetic import synthetic_model
@@ -37,6 +39,12 @@ class Wanted:
     candidates: bool = True
     kernels: tuple[str, ...] = ()
     tiling: dict[str, Any] | None = None
+
+    @classmethod
+    def from_json(cls, text: str) -> Wanted:
+        given: dict[str, Any] = json.loads(text)
+        given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        return cls(**given)
 
 
 @dataclass
@@ -98,7 +106,9 @@ def _programs(wanted: Wanted, device: Device) -> Iterator[tuple[str, str, Progra
         for step, program in _steps(shape_config(shape, 1), wanted, device):
             yield shape, step, program
     for dim in wanted.head_dims:
-        config = replace(shape_config(HEADS_OF, 1), head_dim=dim)
+        config = shape_config(HEADS_OF, 1)
+        assert isinstance(config, Transformer)
+        config = replace(config, head_dim=dim)
         for step, program in _steps(config, wanted, device):
             program.dispatches = [one for one in program.dispatches if one.kernel.name.startswith("attention_")]
             yield f"head_dim {dim}", step, program

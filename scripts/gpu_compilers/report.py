@@ -82,16 +82,16 @@ def details(one: Answers) -> Table:
         table.add_column(name, justify="right")
     for row in sorted(one.rows, key=weight, reverse=True):
         c = row.compiled
-        name = Text(label(row), style="red" if row.spills else "")
+        kernel = Text(label(row), style="red" if row.spills else "")
         where = tiling(row) + (" (default)" if row.call["default"] else "")
         if c is None:
-            table.add_row(name, where, "-", row.error)
+            table.add_row(kernel, where, "-", row.error)
             continue
         loop = (
             ("", "") if c.loop is None else (str(c.loop.instructions), f"{c.loop.share:.0%} ({c.loop.multiply_adds})")
         )
         figures = (c.registers, amount(row), c.occupancy, c.shared, c.instructions)
-        table.add_row(name, where, *map(str, figures), *loop)
+        table.add_row(kernel, where, *map(str, figures), *loop)
     return table
 
 

@@ -97,7 +97,7 @@ def ask(gpu: Gpu, subgroup_size: int, place: Place, wanted: Wanted, raw: Path | 
 
 def _read(gpu: Gpu, subgroup_size: int, printed: IO[str], raw: Path | None) -> tuple[Answers, str | None, list[str]]:
     """(answers, what was being done when the output ended or None, the last lines)."""
-    answers, doing, section = Answers(gpu, subgroup_size), "", []
+    answers, doing, section = Answers(gpu, subgroup_size), "", list[str]()
     for marker, section in _sections(printed):
         if "device" in marker:
             answers.device, answers.driver = marker["device"], marker["driver"]
