@@ -18,7 +18,7 @@ class Gpu:
     shim, driver: of the shim's library, and of the file that the Vulkan loader reads.
     chosen_by: environment that selects the GPU and makes its compiler print statistics and assembly.
     subgroups: sizes that it may be used with, the one that `Device` would measure first.
-    occupancy: its unit, and the most that the GPU holds.
+    occupancy: its unit, and the most that the GPU holds with subgroups of 32.
     newest: whether it needs a newer Mesa than Debian 12's backports have.
     """
 
@@ -33,7 +33,7 @@ class Gpu:
     newest: bool = True
 
 
-WAVES = "subgroups per SIMD"
+WAVES = "subgroups of 32 per SIMD"  # RADV counts one of 64 twice
 
 
 def _amd(name: str, title: str, chip: str, waves: int, newest: bool = False) -> Gpu:

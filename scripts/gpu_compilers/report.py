@@ -64,7 +64,6 @@ def amount(row: Row) -> str:
 
 def details(one: Answers) -> Table:
     """A line for each compute pipeline, the worst first."""
-    unit, most = one.gpu.occupancy
     title = f"{one.gpu.title}, subgroups of {one.subgroup_size}: {one.device}, {one.driver}"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for name in ("kernel", "tiling"):
@@ -72,7 +71,7 @@ def details(one: Answers) -> Table:
     columns = (
         "registers",
         "spilled",
-        f"{unit} of {most}",
+        f"{one.gpu.occupancy[0]}, of {one.most}",
         "shared bytes",
         "instructions",
         "inner loop",

@@ -56,14 +56,18 @@ class Answers:
     driver: str = ""
     rows: list[Row] = field(default_factory=list)
 
+    @property
+    def most(self) -> int:
+        """The highest occupancy, in the GPU's unit."""
+        return self.gpu.occupancy[1] * self.subgroup_size // 32
+
     def to_json(self) -> dict[str, Any]:
-        unit, most = self.gpu.occupancy
         return {
             "gpu": self.gpu.name,
             "device": self.device,
             "driver": self.driver,
             "subgroup_size": self.subgroup_size,
-            "occupancy": {"unit": unit, "most": most},
+            "occupancy": {"unit": self.gpu.occupancy[0], "most": self.most},
             "kernels": [row.to_json() for row in self.rows],
         }
 

@@ -88,7 +88,7 @@ def test_workgroup_memory_is_in_nir_only() -> None:
 def test_json_and_table() -> None:
     answers = Answers(GPUS["rdna3"], 64, "RX", "Mesa", [Row(CALL, SPILLING["rdna3"][1]), Row(CALL, None, "crashed")])
     (device,) = to_json([answers], {})["devices"]
-    assert device["occupancy"] == {"unit": "subgroups per SIMD", "most": 16}
+    assert device["occupancy"] == {"unit": "subgroups of 32 per SIMD", "most": 32}
     assert device["kernels"][0]["loop"] == {"instructions": 33, "multiplying": 3, "multiply_adds": 3, "share": 0.091}
     assert device["kernels"][1]["error"] == "crashed"
     assert details(answers).row_count == 2

@@ -10,7 +10,17 @@ import pytest
 from scripts.gpu_compilers.__main__ import main
 from wgpu_lora.gpu.tiling import Tiling
 
-SMALL = ["--gpu", "rdna3", "--subgroup-size", "32", "--shape", "qwen2.5-0.5b", "--kernel", "matmul_nt"]
+SMALL = [
+    "--gpu",
+    "rdna3",
+    "--subgroup-size",
+    "32",
+    "--shape",
+    "qwen2.5-0.5b",
+    "--kernel",
+    "matmul_nt",
+    "--default-only",
+]
 
 
 def test_a_tiling_that_needs_too_many_registers_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
