@@ -24,11 +24,12 @@ def parse(lines: Sequence[str]) -> Compiled:
             programs[-1].append((address, one[2], one[3]))
     program = max(programs, key=len)  # the others are preambles, which run once
     addresses = [address for address, _, _ in program]
-    edges = [
-        (bisect_left(addresses, address + int(offset)), place)
-        for place, (address, name, offset) in enumerate(program)
-        if name.startswith("jmp") and offset
-    ]
+    following = []
+    for place, (address, name, offset) in enumerate(program):
+        after = [place + 1] * (name != "stop" and place + 1 < len(program))
+        if name.startswith("jmp") and offset:  # only if some or all lanes are done
+            after.append(min(bisect_left(addresses, address + int(offset)), len(program) - 1))
+        following.append(after)
     code = [Instruction(int(name in MULTIPLIES), name in SCHEDULING) for _, name, _ in program]
     text = "\n".join(line for line in lines if line[:1].isalpha())
     return Compiled(
@@ -38,5 +39,5 @@ def parse(lines: Sequence[str]) -> Compiled:
         shared=last_number(r"^shared_size: (\d+)", text, 0),
         occupancy=last_number(r"^CS shader: .* (\d+) threads", text),
         instructions=last_number(r"^CS shader: (\d+) instrs", text),
-        loop=innermost(code, edges),
+        loop=innermost(code, following),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -58,22 +58,34 @@ class Instruction:
     scheduling: bool = False
 
 
-def innermost(code: Sequence[Instruction], edges: Iterable[tuple[int, int]]) -> Loop | None:
-    """The innermost loop with the most multiply-adds.
+def innermost(code: Sequence[Instruction], following: Sequence[Sequence[int]]) -> Loop | None:
+    """The innermost loop with the most multiply-adds, wherever the compiler put its parts.
 
-    edges: branches, as the places in `code` (of the first instruction that runs next, of the branch itself).
+    following: of each instruction, the places in `code` of those that may run next.
     """
-    ends: dict[int, int] = {}
-    for target, source in edges:
-        if target <= source:  # branches back to one place belong to one loop
-            ends[target] = max(source, ends.get(target, source))
+    preceding: list[list[int]] = [[] for _ in code]
+    for place, after in enumerate(following):
+        for target in after:
+            preceding[target].append(place)
+    bodies: dict[int, set[int]] = {}  # first instruction -> all of the loop, of natural loops
+    for source, after in enumerate(following):
+        for first in after:
+            if first <= source:
+                body, reached = {first}, [source]
+                while reached:
+                    place = reached.pop()
+                    if place not in body:
+                        body.add(place)
+                        reached += preceding[place]
+                if first == 0 or 0 not in body:  # else it can be entered elsewhere, so it is none
+                    bodies.setdefault(first, set()).update(body)
     found = []
-    for begin, end in ends.items():
-        if any((b, e) != (begin, end) and begin <= b and e <= end for b, e in ends.items()):
+    for first, body in bodies.items():
+        if any(other in body for other in bodies if other != first):
             continue
-        body = [one for one in code[begin : end + 1] if not one.scheduling]
-        sums = sum(one.multiply_adds for one in body)
-        found.append(Loop(len(body), sum(one.multiply_adds > 0 for one in body), sums))
+        counted = [code[place] for place in body if not code[place].scheduling]
+        sums = sum(one.multiply_adds for one in counted)
+        found.append(Loop(len(counted), sum(one.multiply_adds > 0 for one in counted), sums))
     return max(found, key=lambda loop: (loop.multiply_adds, loop.instructions), default=None)
 
 

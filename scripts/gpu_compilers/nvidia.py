@@ -20,17 +20,23 @@ def parse(lines: Sequence[str]) -> Compiled:
     if not starts:
         raise Unreadable("no program was printed")
     code: list[Instruction] = []
+    following: list[list[int]] = []
     places: dict[int, int] = {}
-    branches: list[tuple[int, int]] = []
+    jumps: list[tuple[int, list[int]]] = []  # the last instruction of a block, and the blocks after it
     for line in lines[starts[-1] + 1 :]:
         if line.startswith("Stage:"):
             break
         if block := BLOCK.match(line):
             places[int(block[1])] = len(code)
+            code.append(Instruction(scheduling=True))  # a block may be empty
+            following.append([len(code)])
         elif after := NEXT.match(line):
-            branches += [(int(number), len(code) - 1) for number in re.findall(r"\d+", after[1])]
+            jumps.append((len(code) - 1, [int(number) for number in re.findall(r"\d+", after[1])]))
         elif one := INSTRUCTION.match(line):
             code.append(Instruction(MULTIPLIES.get(one[1], 0), one[1] in SCHEDULING))
+            following.append([len(code)])
+    for last, blocks in jumps:
+        following[last] = [places[number] for number in blocks if number in places]
     text = "\n".join(line for line in lines if line[:1].isalpha())
     return Compiled(
         registers=last_number(r"^Num GPRs: (\d+)", text),
@@ -39,5 +45,5 @@ def parse(lines: Sequence[str]) -> Compiled:
         shared=last_number(r"^shared_size: (\d+)", text, 0),
         occupancy=last_number(r"^Max warps/SM: (\d+)", text),
         instructions=last_number(r"^Instruction count: (\d+)", text),
-        loop=innermost(code, [(places[block], source) for block, source in branches if block in places]),
+        loop=innermost(code, following),
     )

@@ -64,11 +64,20 @@ def test_what_the_rule_lets_through() -> None:
 
 def test_the_innermost_loop_with_the_most_multiply_adds() -> None:
     add, fma, wait = Instruction(), Instruction(1), Instruction(scheduling=True)
-    code = [add, fma, add, wait, add, fma, fma, add]
-    #            ^1.......^3 inner  ^4..^6 inner, in an outer loop from 0 to 7
-    edges = [(1, 2), (1, 3), (4, 6), (0, 7), (7, 2)]
-    assert innermost(code, edges) == Loop(3, 2, 2)
-    assert innermost(code, [(7, 2)]) is None
+    code = [add, fma, add, wait, add, fma, fma, add, fma]
+    following: list[list[int]] = [[place + 1] for place in range(8)] + [[]]
+    following[3] = [4, 1]  # an inner loop, 1 to 3
+    following[6] = [4, 7]  # another, 4 to 6
+    following[7] = [8, 0]  # the outer one
+    assert innermost(code, following) == Loop(3, 2, 2)
+    following[7] = [8]
+    following[3], following[6] = [4], [7]
+    assert innermost(code, following) is None
+
+
+def test_what_follows_a_loop_may_stand_inside_it() -> None:
+    code = [Instruction(), Instruction(), Instruction(1), Instruction(1), Instruction(1)]
+    assert innermost(code, [[1], [2, 4], [3], [], [1]]) == Loop(2, 1, 1)
 
 
 def test_dual_and_packed_instructions_of_amd_do_two() -> None:
