@@ -1,4 +1,4 @@
-"""Compiles every call, with a marker before each: python -m scripts.gpu_compilers.child SUBGROUP_SIZE WANTED.
+"""Compiles every call, with a marker before each: python -m scripts.gpu_compilers.child SUBGROUP_SIZE WANTED SKIPPED.
 
 Runs where a shim pretends that the GPU is there. The compiler prints between the markers.
 """
@@ -25,12 +25,13 @@ def mark(what: dict[str, Any]) -> None:
     os.write(sys.stdout.fileno(), f"\n{MARKER}{json.dumps(what)}\n".encode())
 
 
-def main(subgroup_size: int, wanted: Wanted) -> None:
+def main(subgroup_size: int, wanted: Wanted, skipped: int) -> None:
+    """skipped: how many calls to leave out, counted from the first."""
     # A driver that prints to both streams would break lines of the one that is buffered.
     _LIBC.setvbuf(ctypes.c_void_p.in_dll(_LIBC, "stdout"), None, LINES, 0)
     device = Device(0, DeviceOptions(subgroup_size=subgroup_size))
     mark({"device": device.info.name, "driver": device.info.driver, "software": device.capabilities.software})
-    for call in calls(wanted, device):
+    for call in calls(wanted, device)[skipped:]:
         mark({"call": call.to_json()})
         try:
             call.kernel.compute_pipeline(device, call.present, call.constants, call.tiling)
@@ -40,4 +41,4 @@ def main(subgroup_size: int, wanted: Wanted) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Wanted.from_json(sys.argv[2]))
+    main(int(sys.argv[1]), Wanted.from_json(sys.argv[2]), int(sys.argv[3]))

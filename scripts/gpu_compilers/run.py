@@ -73,49 +73,50 @@ class Answers:
 
 
 def ask(gpu: Gpu, subgroup_size: int, place: Place, wanted: Wanted, raw: Path | None = None) -> Answers:
-    """What a GPU's compiler makes of everything wanted. Raises UserError if it does not run to the end.
+    """What a GPU's compiler makes of everything wanted. Raises UserError if it does not even begin.
 
     raw: a directory for all that the compiler prints, with a file for each compute pipeline.
     """
-    options = json.dumps(asdict(wanted))
-    command = [*place.command, "-m", "scripts.gpu_compilers.child", str(subgroup_size), options]
-    child = subprocess.Popen(
-        command,
-        cwd="/",
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
-    assert child.stdout is not None
-    with child, child.stdout:
-        answers, doing, last = _read(gpu, subgroup_size, child.stdout, raw)
-    if child.returncode or doing is not None:
-        tail = "\n".join(last[-TAIL:])
-        raise UserError(
-            f"The compiler of {gpu.title} ended with exit code {child.returncode} {doing or 'before it began'}:\n{tail}"
+    answers, ended = Answers(gpu, subgroup_size), False
+    while not ended:  # a compiler that crashes is started again behind what it crashed at
+        before = len(answers.rows)
+        options = [str(subgroup_size), json.dumps(asdict(wanted)), str(before)]
+        child = subprocess.Popen(
+            [*place.command, "-m", "scripts.gpu_compilers.child", *options],
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
         )
+        assert child.stdout is not None
+        with child, child.stdout:
+            ended, last = _read(answers, child.stdout, raw)
+        if not ended and len(answers.rows) == before:
+            tail = "\n".join(last[-TAIL:])
+            raise UserError(f"{gpu.title}: nothing was compiled (exit code {child.returncode}):\n{tail}")
+        if not ended:
+            answers.rows[-1] = Row(answers.rows[-1].call, None, f"the compiler crashed (exit code {child.returncode})")
     return answers
 
 
-def _read(gpu: Gpu, subgroup_size: int, printed: IO[str], raw: Path | None) -> tuple[Answers, str | None, list[str]]:
-    """(answers, what was being done when the output ended or None, the last lines)."""
-    answers, doing, section = Answers(gpu, subgroup_size), "", list[str]()
+def _read(answers: Answers, printed: IO[str], raw: Path | None) -> tuple[bool, list[str]]:
+    """Adds what is printed to the answers; returns whether the child came to its end, and the last lines."""
+    gpu, section = answers.gpu, list[str]()
     for marker, section in _sections(printed):
         if "device" in marker:
             answers.device, answers.driver = marker["device"], marker["driver"]
         elif "call" in marker:
-            doing = f"at {marker['call']['kernel']}, {marker['call']['tiling']}"
             answers.rows.append(Row(marker["call"], *_parsed(gpu, section)))
             if raw:
-                name = f"{gpu.name}-{subgroup_size}-{len(answers.rows):03}-{marker['call']['kernel']}.txt"
+                name = f"{gpu.name}-{answers.subgroup_size}-{len(answers.rows):03}-{marker['call']['kernel']}.txt"
                 (raw / name).write_text("\n".join([json.dumps(marker["call"]), *section]))
         elif "error" in marker:
             answers.rows[-1] = Row(answers.rows[-1].call, None, marker["error"])
         elif "end" in marker:
-            return answers, None, section
-    return answers, doing, section
+            return True, section
+    return False, section
 
 
 def _parsed(gpu: Gpu, section: list[str]) -> tuple[Compiled | None, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +11,15 @@ import pytest
 from scripts.gpu_compilers import __main__ as command
 from scripts.gpu_compilers import amd, apple, nvidia, places
 from scripts.gpu_compilers.check import violations
+from scripts.gpu_compilers.child import MARKER
 from scripts.gpu_compilers.compiled import Compiled, Instruction, Loop, Unreadable, innermost
 from scripts.gpu_compilers.devices import GPUS
+from scripts.gpu_compilers.places import Place
+from scripts.gpu_compilers.recorded import Wanted
 from scripts.gpu_compilers.report import details, to_json
-from scripts.gpu_compilers.run import Answers, Row
+from scripts.gpu_compilers.run import Answers, Row, ask
 from tests.support import FIXTURES
+from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.tiling import Tiling
 
 CALL = {
@@ -101,6 +106,25 @@ def test_json_and_table() -> None:
     assert device["kernels"][0]["loop"] == {"instructions": 33, "multiplying": 3, "multiply_adds": 3, "share": 0.091}
     assert device["kernels"][1]["error"] == "crashed"
     assert details(answers).row_count == 2
+
+
+def test_a_compiler_that_crashes_is_started_again_behind_the_crash(tmp_path: Path) -> None:
+    child = tmp_path / "child.sh"  # its arguments: -m MODULE SUBGROUP_SIZE WANTED SKIPPED
+    child.write_text(
+        f"""echo '{MARKER}{{"device": "RX", "driver": "Mesa", "software": false}}'
+        if [ "$5" = 0 ]; then echo '{MARKER}{json.dumps({"call": CALL})}'; kill -SEGV $$; fi
+        for call in 1 2; do echo '{MARKER}{json.dumps({"call": CALL})}'; cat {FIXTURES}/gpu_compilers/amd.txt; done
+        echo '{MARKER}{{"end": true}}'"""
+    )
+    answers = ask(GPUS["rdna3"], 32, Place(("sh", str(child))), Wanted())
+    crashed, *others = answers.rows
+    assert answers.device == "RX"
+    assert crashed.compiled is None
+    assert "crashed (exit code -11)" in crashed.error
+    assert [row.compiled for row in others] == [SPILLING["rdna3"][1]] * 2
+    child.write_text("echo no device; exit 3")
+    with pytest.raises(UserError, match=r"nothing was compiled \(exit code 3\):\s+no device"):
+        ask(GPUS["rdna3"], 32, Place(("sh", str(child))), Wanted())
 
 
 def test_what_is_missing_is_one_sentence(
