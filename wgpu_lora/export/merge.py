@@ -35,14 +35,15 @@ class MergedModel:
         adapter: a PEFT directory.
 
     Raises:
-        UserError: a file cannot be read, the adapter does not fit, the model is stored in NF4, or, while reading, a
+        UserError: a file cannot be read, the adapter does not fit, the model is stored packed, or, while reading, a
             value is not finite.
     """
 
     def __init__(self, model: Path, adapter: Path | None = None):
         self.config = config_of(model)
         if self.config.packed:
-            raise UserError(f"The linear layers of {model} are stored in NF4: give the model in full precision.")
+            kind = self.config.packed.upper()
+            raise UserError(f"The linear layers of {model} are stored in {kind}: give the model in full precision.")
         files = read_model(model)
         self.tokenizer = files.tokenizer
         self._checkpoint = files.checkpoint

@@ -17,36 +17,24 @@ from wgpu_lora.ops.half import matmul_operand
 from wgpu_lora.ops.matmul import FILE, divisibility, finish, operand, tile_grid
 from wgpu_lora.ops.matmul_tuning import MatmulTuning, product_part, tilings
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Packed, Shared
+from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Shared
 from wgpu_lora.weights.dense import DTYPES
+from wgpu_lora.weights.nf4_bitsandbytes import BitsAndBytesNF4
 from wgpu_lora.weights.nf4_codes import (
     BLOCK,
     DYNAMIC_CODE,
+    NAME,
     NESTED_BLOCK,
-    NF4_CODE,
     NF4_MIDPOINTS,
-    dequantize_nf4,
-    double_dequantize,
+    PARTS,
+    decode_parts,
+    decode_words,
     double_quantize,
     from_words,
     round_trip,
     to_words,
-    unpack_bnb,
 )
-
-NAME = "nf4"
-# Arrays in files: codes uint8 [ceil(out * in / 2)], and either absmax f32 [blocks] or, with double quantisation, codes
-# uint8 [blocks] and nested f32 [ceil(blocks / 256) + 1], whose last entry is the offset.
-PARTS = ("codes", "absmax", "nested")
-
-
-def _nf4_weight(codes: np.ndarray, scales: np.ndarray, out: int, size_in: int) -> np.ndarray:
-    """W [out, in] in float64 from device words [ceil(in / 8), out] and one scale per 64 flattened values."""
-    nibbles = (codes.reshape(-1, out).astype(np.uint64)[:, :, None] >> (4 * np.arange(8, dtype=np.uint64))) & 15
-    values: np.ndarray = NF4_CODE.astype(np.float64)[nibbles].transpose(1, 0, 2).reshape(out, -1)[:, :size_in]
-    block = np.arange(out * size_in).reshape(out, size_in) // 64
-    values *= scales.astype(np.float64).reshape(-1)[block]
-    return values
+from wgpu_lora.weights.packed import Packed
 
 
 def _facts(c: Any) -> dict[str, bool]:
@@ -107,7 +95,7 @@ def nf4_matmul(
     form: Word = "nt",
 ) -> Any:
     """y[m, n] (+)= a_scale[m] sum_k a[m, k] W[n, k] (+ bias[n]) for an NF4 W[n, k]."""
-    weight = _nf4_weight(codes, scales, n, k)
+    weight = decode_words(codes, scales, n, k)
     return finish(y.reshape(m, n), operand(a, m, k, a_scale) @ weight.T, accumulate, bias)
 
 
@@ -136,7 +124,7 @@ def nf4_matmul_backward(
     form: Word = "nn",
 ) -> Any:
     """dx[m, n] (+)= a_scale[m] sum_k dy[m, k] W[k, n] for an NF4 W[k, n], from the same codes as forward."""
-    weight = _nf4_weight(codes, scales, k, n)
+    weight = decode_words(codes, scales, k, n)
     return finish(y.reshape(m, n), operand(a, m, k, a_scale) @ weight, accumulate)
 
 
@@ -261,12 +249,7 @@ class NF4Weight:
         return Packed(self.format, shape, PARTS[: len(arrays)], lambda: arrays)
 
     def values(self, device: Device) -> np.ndarray:
-        codes, *constants = self.packed(device).read()
-        shape = (self.out_features, self.in_features)
-        absmax = constants[0]
-        if len(constants) > 1:
-            absmax = double_dequantize(constants[0], constants[1][:-1], constants[1][-1])
-        return dequantize_nf4(unpack_bnb(codes, shape[0] * shape[1]), absmax).reshape(shape)
+        return decode_parts(self.packed(device).read(), (self.out_features, self.in_features))
 
     def synthetic(self, rng: np.random.Generator) -> Iterator[tuple[Tensor, np.ndarray]]:
         yield self.codes, rng.integers(0, 2**32, self.codes.shape, np.uint32)
@@ -288,9 +271,10 @@ def piece_rows(size_in: int) -> int:
 
 
 class _NF4:
-    """The base format. Its arrays in files are PARTS, with codes packed by `pack_bnb`."""
+    """The base format."""
 
     name = NAME
+    packed_form = BitsAndBytesNF4()
     bits = 4 + 8 / BLOCK + 32 / (BLOCK * NESTED_BLOCK)
 
     def declare(self, shape: tuple[int, int], name: str, shared: Shared, packed: Packed | None = None) -> NF4Weight:
