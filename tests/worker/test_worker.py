@@ -17,6 +17,7 @@ import pytest
 from support.cli import QWEN2, SMALL, write_rows
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.models.files import config_of
 from wgpu_lora.names.naming import IN_FILE, naming
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.worker.child import Port
@@ -160,6 +161,17 @@ def test_an_output_that_exists_is_refused_before_a_model_is_opened(tmp_path: Pat
     (tmp_path / "kept").write_text("")
     with naming(IN_FILE), pytest.raises(UserError, match="exists already: choose another 'output', or remove it"):
         KINDS["import"](Port(io.StringIO()), model="nobody/nothing", output=str(tmp_path))
+
+
+def test_an_import_tells_what_it_loads_and_writes(tmp_path: Path) -> None:
+    out = io.StringIO()
+    KINDS["import"](Port(out), model=QWEN2, output=str(tmp_path / "packed"))
+    told = [json.loads(line) for line in out.getvalue().splitlines()]
+    names = list(config_of(Path(QWEN2)).parameter_shapes())
+    for event in ("loading", "written"):
+        found = [(fact["tensor"], fact["done"], fact["total"]) for fact in told if fact["event"] == event]
+        assert sorted(name for name, _, _ in found) == sorted(names)
+        assert [rest for _, *rest in found] == [[number, len(names)] for number in range(1, len(names) + 1)]
 
 
 def test_a_file_that_is_not_there() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,6 @@ SAFETENSORS = {dtype: name for name, dtype in ARRAYS.items()}
 def write_packed(
     model: LoadedModel,
     output: Path,
-    progress: Callable[[str], None] = lambda name: None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     events: Events = SILENT,
 ) -> None:
@@ -37,7 +37,7 @@ def write_packed(
     Other tensors keep their dtype. The model's weights are loaded if necessary.
 
     Args:
-        progress: called with each tensor's name once it is written. events: receives `loading`.
+        events: receives `loading` and `written`.
 
     Raises:
         UserError: the model's base format has no packed form, its file is already quantised, or `output` exists.
@@ -50,7 +50,7 @@ def write_packed(
         model.load_weights(events)
         if is_gguf(model.path):
             write_companions(model.path, model.tokenizer, directory)
-        _write_weights(model, checkpoint, form, directory, progress, max_shard_bytes)
+        _write_weights(model, checkpoint, form, directory, max_shard_bytes, events)
         stated = read_json(directory / "config.json") | {"quantization_config": dict(form.quantization_config)}
         (directory / "config.json").write_text(json.dumps(stated, indent=2) + "\n")
 
@@ -60,8 +60,8 @@ def _write_weights(
     checkpoint: Checkpoint | GGUFCheckpoint,
     form: PackedForm,
     directory: Path,
-    progress: Callable[[str], None],
     max_shard_bytes: int,
+    events: Events,
 ) -> None:
     linears = model.config.matrices()
     packed = {name: weight for name, weight in model.decoder.matrices() if name in linears}
@@ -77,23 +77,20 @@ def _write_weights(
         return parts
 
     specs: dict[str, TensorSpec] = {}
-    matrix_of: dict[str, str] = {}  # by its tensors
-    last: dict[str, str] = {}  # tensor of a matrix
+    owner: dict[str, str] = {}  # the parameter that a tensor is of
     for name in model.config.parameter_shapes():
         if name in packed:
             for part, values in of(name).items():
-                specs[part], matrix_of[part] = TensorSpec(SAFETENSORS[values.dtype], values.shape), name
-                last[name] = part
+                specs[part], owner[part] = TensorSpec(SAFETENSORS[values.dtype], values.shape), name
         elif name in checkpoint.names():
-            specs[name] = TensorSpec(checkpoint.dtype(name), checkpoint.shape(name))
+            specs[name], owner[name] = TensorSpec(checkpoint.dtype(name), checkpoint.shape(name)), name
+    last = {name: tensor for tensor, name in owner.items()}
+    done = count(1)
 
-    def pieces(name: str) -> Iterator[np.ndarray]:
-        if name in matrix_of:
-            yield of(matrix_of[name])[name].view(np.uint8)
-            if name == last[matrix_of[name]]:
-                progress(matrix_of[name])
-        else:
-            yield checkpoint.read_raw(name)
-            progress(name)
+    def pieces(tensor: str) -> Iterator[np.ndarray]:
+        name = owner[tensor]
+        yield of(name)[tensor].view(np.uint8) if name in packed else checkpoint.read_raw(name)
+        if tensor == last[name]:
+            events.written(name, next(done), len(last))
 
     write_shards(directory, specs, pieces, max_shard_bytes)
