@@ -11,7 +11,7 @@ import numpy as np
 
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Arena, Program, allocate, release
-from wgpu_lora.gpu.tensor import ALIGNMENT, Storage, Tensor, persistent
+from wgpu_lora.gpu.tensor import ALIGNMENT, NUMPY, Storage, Tensor, persistent
 from wgpu_lora.ops.linear import FrozenMatrix
 from wgpu_lora.weights.packed import Packed, PackedForm
 
@@ -121,6 +121,12 @@ class Loading:
         program.run()
         yield
         program.release()
+
+
+def read(device: Device, tensor: Tensor) -> np.ndarray:
+    """The values of a whole allocated tensor, in its shape."""
+    values = device.read(tensor.storage.buffer).view(NUMPY[tensor.dtype])[: tensor.size]
+    return values.reshape(tensor.shape)
 
 
 def scratch_bytes(weights: Iterable[Weight]) -> int:

@@ -9,15 +9,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, In, InOut, Out, Word, kernel, one_per
+from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, In, InOut, Out, Place, Word, kernel, one_per
 from wgpu_lora.gpu.program import Program
-from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, align, persistent
+from wgpu_lora.gpu.tensor import Storage, Tensor, align, persistent
 from wgpu_lora.gpu.tunable import Arrays, Constants
 from wgpu_lora.ops.half import matmul_operand
 from wgpu_lora.ops.matmul import FILE, divisibility, finish, operand, tile_grid
 from wgpu_lora.ops.matmul_tuning import MatmulTuning, product_part, tilings
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Shared
+from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Shared, read
 from wgpu_lora.weights.dense import DTYPES
 from wgpu_lora.weights.nf4_bitsandbytes import BitsAndBytesNF4
 from wgpu_lora.weights.nf4_codes import (
@@ -137,7 +137,7 @@ def nf4_absmax(w: Fixed, absmax: Out, *, size: U32, b_type: Word = "f32") -> Any
 
 @kernel("nf4_encode.wgsl.j2", grid=lambda c: one_per(c.rows * -(-c.size_in // 8)), lib=("linear", "half"))
 def nf4_encode(
-    w: Fixed, absmax: In, codes: InOut, *, rows: Dim, first: Dim, out: Dim, size_in: Dim, b_type: Word = "f32"
+    w: Fixed, absmax: In, codes: InOut, *, rows: Dim, first: Place[Dim], out: Dim, size_in: Dim, b_type: Word = "f32"
 ) -> Any:
     """codes[k8, first + n] = the nearest NF4 codes of w[n, 8 k8 .. 8 k8 + 7], for the `rows` rows of w."""
     scale = 1 / np.maximum(np.repeat(absmax, BLOCK)[: rows * size_in], 1e-38)
@@ -207,8 +207,25 @@ class NF4Weight:
     def scratch(self) -> Mapping[str, int]:
         if self.stored:
             return {}
-        size = min(self.out_features, piece_rows(self.in_features)) * self.in_features
-        return {"staging": size, "absmax": align(4 * -(-size // BLOCK)) // 4}
+        _, rows = next(self.pieces())
+        return {"staging": rows * self.in_features, "absmax": align(4 * self.blocks(rows)) // 4}
+
+    def blocks(self, rows: int) -> int:
+        """How many blocks this many rows have."""
+        return -(-rows * self.in_features // BLOCK)
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """Yields (first row, rows) of the pieces packed at a time, the largest first. They start at whole blocks."""
+        step = max(BLOCK, PIECE_BYTES // (4 * self.in_features) // BLOCK * BLOCK)
+        for first in range(0, self.out_features, step):
+            yield first, min(step, self.out_features - first)
+
+    def record_packing(self, program: Program, w: Tensor, absmax: Tensor, first: int, rows: int, dtype: str) -> None:
+        """Records the packing of W's rows [first, first + rows) from w. absmax: f32 [blocks], is computed too."""
+        out, size_in = self.out_features, self.in_features
+        program.dispatch(nf4_absmax, w, absmax, size=rows * size_in, b_type=dtype)
+        shape: dict[str, Any] = {"rows": rows, "first": first, "out": out, "size_in": size_in, "b_type": dtype}
+        program.dispatch(nf4_encode, w, absmax, self.codes, **shape)
 
     def load(self, loading: Loading, source: MatrixSource, name: str) -> None:
         packed = source.packed(name)
@@ -222,18 +239,13 @@ class NF4Weight:
     def _pack(self, loading: Loading, source: MatrixSource, name: str) -> None:
         """Quantises on the device. Only the block constants, 1/64 of the values, are quantised on the host."""
         device, staging, absmax = loading.device, loading.scratch["staging"], loading.scratch["absmax"]
-        kind, out, size_in = DTYPES[source.dtype(name)], self.out_features, self.in_features
         found = []
-        for first in range(0, out, piece_rows(size_in)):
-            rows = min(piece_rows(size_in), out - first)
+        for first, rows in self.pieces():
             device.write(staging.storage.buffer, source.read_raw(name, first, first + rows))
             program = Program(device, "pack")
-            program.dispatch(nf4_absmax, staging, absmax, size=rows * size_in, b_type=kind)
-            shape: dict[str, Any] = {"rows": rows, "first": first, "out": out, "size_in": size_in, "b_type": kind}
-            program.dispatch(nf4_encode, staging, absmax, self.codes, **shape)
+            self.record_packing(program, staging, absmax, first, rows, DTYPES[source.dtype(name)])
             with loading.running(program):
-                blocks = -(-rows * size_in // BLOCK)
-                found.append(device.read(absmax.storage.buffer, 4 * blocks).view(np.float32).copy())
+                found.append(device.read(absmax.storage.buffer, 4 * self.blocks(rows)).view(np.float32).copy())
         with np.errstate(invalid="ignore"):  # models.audit reports non-finite values
             codes, nested, offset = double_quantize(np.concatenate(found))
         self._write_constants(device, codes, np.append(nested, offset).astype(np.float32))
@@ -244,7 +256,7 @@ class NF4Weight:
 
     def packed(self, device: Device) -> Packed:
         shape = (self.out_features, self.in_features)
-        codes, *constants = (_read(device, tensor) for tensor in (self.codes, *self.constants[:2]))
+        codes, *constants = (read(device, tensor) for tensor in (self.codes, *self.constants[:2]))
         arrays = (from_words(codes, shape), *constants)
         return Packed(self.format, shape, PARTS[: len(arrays)], lambda: arrays)
 
@@ -258,16 +270,6 @@ class NF4Weight:
             yield self.constants[2], DYNAMIC_CODE
         scale = self.constants[min(1, len(self.constants) - 1)]
         yield scale, (0.01 + 0.01 * rng.random(scale.shape)).astype(np.float32)
-
-
-def _read(device: Device, tensor: Tensor) -> np.ndarray:
-    values = device.read(tensor.storage.buffer).view(NUMPY[tensor.dtype])[: tensor.size]
-    return values.reshape(tensor.shape)
-
-
-def piece_rows(size_in: int) -> int:
-    """Rows of a matrix packed at a time, a multiple of 64 so that pieces start at whole blocks."""
-    return max(BLOCK, PIECE_BYTES // (4 * size_in) // BLOCK * BLOCK)
 
 
 class _NF4:
