@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from support.training import golden_arguments, model_dir
 
 from wgpu_lora.bench.run import bench
 from wgpu_lora.cli import main
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import NotFiniteError, UserError
 from wgpu_lora.export.packed import write_packed
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import Storage, Tensor
@@ -168,6 +169,12 @@ def test_it_is_saved_and_loaded_as_it_was_saved(device: Device, tmp_path: Path) 
         open_model(str(saved), device)
     with pytest.raises(UserError, match="is not quantised on loading"):
         write_packed(again, tmp_path / "twice")
+    entry = again.checkpoint._entry(f"{K_PROJ}.low")
+    with entry.path.open("r+b") as file:
+        file.seek(entry.offset)
+        file.write(bfloat16(np.nan).tobytes())
+    with pytest.raises(NotFiniteError, match=re.escape(K_PROJ)):
+        open_model(str(saved), device, "twin").load_weights()
 
 
 def test_what_cannot_be_saved_is_refused(device: Device, tmp_path: Path) -> None:
