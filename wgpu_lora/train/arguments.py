@@ -30,8 +30,8 @@ FREE_ON_RESUME = {
 }  # fmt: skip
 # Options that may change to extend a run.
 PLAN = ("num_train_epochs", "max_steps", "target_seconds")
+PATHS = ("data", "eval_data", "model", "output", "init_adapter")  # options whose values may be paths
 # Batches by default, unless the data are small (train/batching.py).
-PATHS = ("data", "eval_data", "model", "output", "init_adapter")
 OUTPUT, ROWS_PER_BATCH, ACCUMULATION = "output", 2, 4
 LENGTH = 1024  # tokens per row by default, if the model has as many positions
 # Headings of the options in the command line's help.
