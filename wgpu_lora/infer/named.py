@@ -34,8 +34,8 @@ def named_adapters(texts: Sequence[str]) -> dict[str, Path]:
         name, directory = _split(text)
         if name in found:
             raise UserError(
-                f"{flag('adapter')} gives two adapters the name '{name}' ({found[name]} and {directory}): give each its "
-                "own, NAME=DIR."
+                f"{flag('adapter')} gives two adapters the name '{name}' ({found[name]} and {directory}): give each "
+                "its own, NAME=DIR."
             )
         same = places.setdefault(os.path.realpath(directory), name)
         if same != name:
