@@ -142,9 +142,18 @@ def test_a_number_of_nothing_is_refused(kind: str) -> None:
     options = {name: ["x"] if name == "prompts" else "x" for name in needed}
     for name, hint in get_type_hints(KINDS[kind]).items():
         kinds = {hint, *get_args(hint)}
-        for wrong in (0, -1) if kinds & {int, float} and str not in kinds else ():
+        for wrong in (0, -1) if kinds & {int, float} and name != "device" else ():
             with pytest.raises(UserError, match=f"^it: '{name}' must be (at least 1|greater than 0), not {wrong}"):
                 arguments(KINDS[kind], Job(kind, {**options, name: wrong}, "it"))
+
+
+def test_a_device_and_a_default_may_be_0() -> None:
+    def run(port: Port, *, device: int, discrete: int = 0) -> None: ...
+
+    given = {"device": 0, "discrete": 0}
+    assert arguments(run, Job("some", given, "it")) == given
+    with pytest.raises(UserError, match="'discrete' must be at least 1, not -1"):
+        arguments(run, Job("some", {**given, "discrete": -1}, "it"))
 
 
 def test_an_output_that_exists_is_refused_before_a_model_is_opened(tmp_path: Path) -> None:

@@ -91,8 +91,8 @@ def arguments(run: Kind, job: Job) -> dict[str, Any]:
 
 
 def checked(parameter: inspect.Parameter, hint: Any, value: Any) -> Any:
-    """A JSON value as a parameter's type. All numbers of jobs are counts or seconds, so none may be 0 or less, except
-    where text is allowed too: a device's index. Text and lists must not be empty.
+    """A JSON value as a parameter's type. Numbers of jobs are counts or seconds, except a device's index: none may be 0
+    or less, unless it is the default. Text and lists must not be empty.
 
     Raises:
         ValueError: the value is not allowed; the message is part of a sentence.
@@ -106,6 +106,7 @@ def checked(parameter: inspect.Parameter, hint: Any, value: Any) -> Any:
         omitting = "" if parameter.default is parameter.empty else ", or leave it out"
         raise ValueError(f"{name} is empty: give it a value{omitting}")
     kinds = get_args(hint) or (hint,)
-    if type(value) in (int, float) and str not in kinds and value <= 0:
+    counts = parameter.name != "device" and value != parameter.default
+    if counts and type(value) in (int, float) and value <= 0:
         raise ValueError(f"{name} must be {'greater than 0' if float in kinds else 'at least 1'}, not {value}")
     return value
