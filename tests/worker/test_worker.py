@@ -18,6 +18,7 @@ from support.cli import QWEN2, SMALL, write_rows
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import IN_FILE, naming
+from wgpu_lora.train.arguments import from_values
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.worker.child import Port
 from wgpu_lora.worker.job import Job, arguments, read_job
@@ -67,7 +68,10 @@ def test_a_step_by_itself() -> None:
         ('{"request": "__init__"}', "is not known: choose one of twice."),
         ('{"count": 1}', "The request None is not known"),
         ('{"request": "twice"}', r"'twice' cannot be answered \(missing a required argument: 'count'\)"),
-        ('{"request": "twice", "count": "1"}', r"'twice' cannot be answered \('count' is '1', expected int\)"),
+        (
+            '{"request": "twice", "count": "1"}',
+            r"'twice' cannot be answered \('count' must be a whole number, not \"1\"\)",
+        ),
         ('{"request": "twice", "count": 0}', r"'twice' cannot be answered \('count' must be at least 1, not 0\)"),
     ],
 )
@@ -95,7 +99,12 @@ def test_a_job_on_standard_input_that_cannot_be() -> None:
         ({"job": "zork"}, "has an unknown kind 'zork': choose one of finetune, evaluate, generate, "),
         ({"job": "evaluate"}, "lacks 'data': the job 'evaluate' requires it."),
         ({"job": "evaluate", "options": {"data": "x", "max_lenght": 3}}, "did you mean 'max_length'?"),
-        ({"job": "evaluate", "options": {"data": 3}}, "'data' is 3, expected str or list"),
+        ({"job": "evaluate", "options": {"data": 3}}, "'data' must be text or a list of objects, not 3."),
+        (
+            {"job": "step", "options": {"shape": "x", "device": True}},
+            "'device' must be text, a whole number or null, not true.",
+        ),
+        ({"job": "bench", "options": {"bricks": [3]}}, "'bricks' must be a list of text or null, not [3]."),
         ({"job": "finetune", "options": {"events": 3}}, "has an unknown option 'events'"),
         ({"job": "finetune", "options": {"port": 3}}, "has an unknown option 'port'"),
         ({"job": "generate", "options": {"prompts": ["a"], "where": 3}}, "has an unknown option 'where'"),
@@ -154,6 +163,8 @@ def test_a_device_and_a_default_may_be_0() -> None:
     assert arguments(run, Job("some", given, "it")) == given
     with pytest.raises(UserError, match="'discrete' must be at least 1, not -1"):
         arguments(run, Job("some", {**given, "discrete": -1}, "it"))
+    assert from_values({"device": 0}, "it").device == "0"
+    assert {get_type_hints(run).get("device", str | int | None) for run in KINDS.values()} == {str | int | None}
 
 
 def test_an_output_that_exists_is_refused_before_a_model_is_opened(tmp_path: Path) -> None:

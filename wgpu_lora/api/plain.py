@@ -9,12 +9,12 @@ from wgpu_lora.errors import UserError
 
 
 def plain(value: Any, name: str, where: str) -> Any:
-    """Convert a path, or the index of a device, to text.
+    """Convert a path to text.
 
     Raises:
         UserError: the value is an empty text.
     """
-    if isinstance(value, Path) or (name == "device" and isinstance(value, int) and not isinstance(value, bool)):
+    if isinstance(value, Path):
         return str(value)
     if isinstance(value, str) and not value.strip():
         raise UserError(f"{where}: '{name}' is empty: give it a value, or leave it out.")

@@ -266,6 +266,8 @@ def _typed(name: str, value: Any, parts: list[str], where: str) -> Any:
     allowed: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "bool": bool}
     if name == "target_modules" and isinstance(value, list | tuple):
         value = ",".join(map(str, value))
+    if name == "device" and type(value) is int:
+        value = str(value)
     if value is None and "None" in parts:
         return None
     fits = any(

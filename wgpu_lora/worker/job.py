@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 from wgpu_lora.bounded import MAX_JSON_BYTES, parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names
-from wgpu_lora.strict_json import typed
+from wgpu_lora.strict_json import in_words, typed
 from wgpu_lora.words import listed
 from wgpu_lora.worker.registry import KINDS, Kind
 
@@ -100,8 +101,8 @@ def checked(parameter: inspect.Parameter, hint: Any, value: Any) -> Any:
     name = f"'{parameter.name}'"
     try:
         value = typed(hint, value, name)
-    except ValueError as error:
-        raise ValueError(f"{error}, expected {str(parameter.annotation).replace(' | ', ' or ')}") from None
+    except ValueError:
+        raise ValueError(f"{name} must be {in_words(hint)}, not {json.dumps(value):.80}") from None
     if value == [] or (isinstance(value, str) and not value.strip()):
         omitting = "" if parameter.default is parameter.empty else ", or leave it out"
         raise ValueError(f"{name} is empty: give it a value{omitting}")

@@ -29,7 +29,7 @@ def run(
     compute_dtype: str | None = None,
     tune: bool | None = None,
     max_steps: int | None = None,
-    device: str | None = None,
+    device: str | int | None = None,
 ) -> Ended:
     """The options are those of the command `bench training`. The exit code is 1 if a run did not finish."""
     options: dict[str, Any] = {name: value for name, value in locals().items() if name not in OWN}
