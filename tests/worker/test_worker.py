@@ -17,7 +17,7 @@ import pytest
 from support.cli import QWEN2, SMALL, write_rows
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.naming import IN_FILE, naming
+from wgpu_lora.names.naming import IN_JSON, naming
 from wgpu_lora.train.arguments import from_values
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.worker.child import Port
@@ -107,16 +107,26 @@ def test_a_job_on_standard_input_that_cannot_be() -> None:
         ({"job": "bench", "options": {"bricks": [3]}}, "'bricks' must be a list of text or null, not [3]."),
         ({"job": "finetune", "options": {"events": 3}}, "has an unknown option 'events'"),
         ({"job": "finetune", "options": {"port": 3}}, "has an unknown option 'port'"),
-        ({"job": "generate", "options": {"prompts": ["a"], "where": 3}}, "has an unknown option 'where'"),
+        (
+            {"job": "finetune", "options": {"where": 3}},
+            "takes recipe and the options in 'wgpu-lora finetune --help-all'.",
+        ),
+        (
+            {"job": "generate", "options": {"prompts": ["a"], "where": 3}},
+            "'where': the job 'generate' takes prompts, model, adapter, device, base_dtype, batch, system, ",
+        ),
+        ({"job": "finetune", "options": {"max_steps": "2"}}, "job.json: 'max_steps' must be a whole number, not '2'."),
+        ({"job": "finetune", "options": {"output": ""}}, "job.json: 'output' is empty"),
+        ({"job": "evaluate", "options": {"data": "x", "base_dtype": "int8"}}, '"base_dtype": "int8" is not known'),
         ({"job": "bench", "options": {"bricks": []}}, "'bricks' is empty: give it a value, or leave it out."),
         ({"job": "bench", "options": {"shape": " "}}, "'shape' is empty: give it a value, or leave it out."),
         ({"job": "bench", "options": {"time_limit": 0}}, "'time_limit' must be greater than 0, not 0.0."),
         (
             {"job": "bench", "options": {"shape": "tiny-qwen3", "layers": 9}},
-            "layers = 9 is not possible: this model has",
+            '"layers": 9 is not possible: this model has',
         ),
         ({"job": "step", "options": {"shape": "tiny-qwen3", "tokens": 1}}, "'tokens' must be at least 2, not 1."),
-        ({"job": "step", "options": {"shape": "tiny-qwen3", "rank": 10**9}}, "rank = 1000000000"),
+        ({"job": "step", "options": {"shape": "tiny-qwen3", "rank": 10**9}}, '"rank": 1000000000'),
         ({"job": "bench-training", "options": {"layers": 1}}, "'layers' goes with 'shape': a recipe trains"),
         ({"job": "generate", "options": {"prompts": []}}, "'prompts' is empty: give it a value."),
         ({}, "lacks 'job', its kind: choose one of finetune"),
@@ -131,7 +141,7 @@ def test_a_job_on_standard_input_that_cannot_be() -> None:
 def test_a_job_that_cannot_be_is_one_sentence(job: object, said: str, tmp_path: Path) -> None:
     file = tmp_path / "job.json"
     file.write_text(job if isinstance(job, str) else json.dumps(job))
-    with naming(IN_FILE), pytest.raises(UserError) as raised:
+    with naming(IN_JSON), pytest.raises(UserError) as raised:
         done_here(str(file))
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -169,7 +179,7 @@ def test_a_device_and_a_default_may_be_0() -> None:
 
 def test_an_output_that_exists_is_refused_before_a_model_is_opened(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("")
-    with naming(IN_FILE), pytest.raises(UserError, match="exists already: choose another 'output', or remove it"):
+    with naming(IN_JSON), pytest.raises(UserError, match="exists already: choose another 'output', or remove it"):
         KINDS["import"](Port(io.StringIO()), model="nobody/nothing", output=str(tmp_path))
 
 
