@@ -123,6 +123,8 @@ def verdict(runs: Sequence[Run]) -> str:
     known = [(run.record.eval_loss, run.name, run) for run in runs if run.record.eval_loss is not None]
     if len({origin(run)[HELD_OUT] for *_, run in known}) > 1:
         return "The held-out losses are of different data, so they cannot be compared."
+    if len({run.record.options.objective for *_, run in known}) > 1:
+        return "The held-out losses are of different objectives, so they cannot be compared."
     if len(known) < 2:
         return "" if known else f"No run has a held-out loss ({flag('eval_data')}) to compare."
     lowest = min(loss for loss, *_ in known)
