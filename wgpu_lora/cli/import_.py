@@ -13,7 +13,10 @@ from wgpu_lora.cli.options import Device
 
 
 def import_model(
-    model: Annotated[str, typer.Argument(help="Model directory, GGUF file, hub id, or 'demo'.", autocompletion=MODEL)],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="Model directory, GGUF file, hub id, or 'demo'.", autocompletion=MODEL),
+    ],
     output: Annotated[Path, typer.Option(help="Directory for the packed model; it must not exist yet.")],
     device: Device = None,
 ) -> int:

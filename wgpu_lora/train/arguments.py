@@ -31,8 +31,8 @@ FREE_ON_RESUME = {
 }  # fmt: skip
 # Options that may change to extend a run.
 PLAN = ("num_train_epochs", "max_steps", "target_seconds")
+PATHS = ("data", "eval_data", "model", "output", "init_adapter")  # options whose values may be paths
 # Batches by default, unless the data are small (train/batching.py).
-PATHS = ("data", "eval_data", "model", "output", "init_adapter")
 OUTPUT, ROWS_PER_BATCH, ACCUMULATION = "output", 2, 4
 LENGTH = 1024  # tokens per row by default, if the model has as many positions
 # Headings of the options in the command line's help.
@@ -278,6 +278,8 @@ def _typed(name: str, value: Any, parts: list[str], where: str) -> Any:
     allowed: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "bool": bool}
     if name == "target_modules" and isinstance(value, list | tuple):
         value = ",".join(map(str, value))
+    if name == "device" and type(value) is int:
+        value = str(value)
     if name in OWN_OPTIONS.values() and isinstance(value, Mapping):
         value = as_text(value)
     if value is None and "None" in parts:
