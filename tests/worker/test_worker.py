@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import psutil
 import pytest
@@ -176,6 +176,15 @@ def test_a_device_and_a_default_may_be_0() -> None:
         arguments(run, Job("some", {**given, "discrete": -1}, "it"))
     assert from_values({"device": 0}, "it").device == "0"
     assert {get_type_hints(run).get("device", str | int | None) for run in KINDS.values()} == {str | int | None}
+
+
+def test_options_of_any_name_are_checked_by_the_kind() -> None:
+    def run(port: Port, *, where: str, **options: Any) -> None: ...
+
+    assert arguments(run, Job("some", {"a": 0}, "it")) == {"a": 0, "where": "it"}
+    for reserved in ("port", "where"):
+        with pytest.raises(UserError, match=f"unknown option '{reserved}'"):
+            arguments(run, Job("some", {reserved: 0}, "it"))
 
 
 def test_an_output_that_exists_is_refused_before_a_model_is_opened(tmp_path: Path) -> None:

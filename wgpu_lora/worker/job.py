@@ -73,11 +73,13 @@ def arguments(run: Kind, job: Job) -> dict[str, Any]:
         UserError: an option is unknown (the nearest one is suggested), missing, of the wrong type, or empty or not
             positive (see `checked`).
     """
-    _, *parameters = inspect.signature(run).parameters.values()
+    port, *parameters = inspect.signature(run).parameters.values()
     named = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "where"}
     hints = get_type_hints(run)
-    others = [get_type_hints(*get_args(hints[p.name])) for p in parameters if p.kind is p.VAR_KEYWORD]
-    known = [*named, *(name for options in others for name in options)]
+    known = [*named]
+    for options in (hints[p.name] for p in parameters if p.kind is p.VAR_KEYWORD):
+        unchecked = job.options.keys() - {port.name, "where"}  # by names; the function does that
+        known += unchecked if options is Any else get_type_hints(*get_args(options))
     many = f"{', '.join(named)} and the options in 'wgpu-lora {job.kind} --help-all'"
     takes = ", ".join(known) if len(known) <= MANY else many
     given = real_names(job.options, known, job.where, otherwise=f"the job {job.kind!r} takes {takes}.")
