@@ -1,4 +1,4 @@
-"""Progress events of jobs: training, evaluation, generation and benchmarks."""
+"""Progress events of jobs: training, evaluation, generation, conversion and benchmarks."""
 
 from __future__ import annotations
 
@@ -99,6 +99,9 @@ class Events:
 
     def loading(self, model: str, tensor: str, done: int, total: int) -> None:
         """A tensor of the base model has been loaded, the last of `done` out of `total`."""
+
+    def written(self, tensor: str, done: int, total: int) -> None:
+        """A tensor of a model has been written to a file, the last of `done` out of `total`."""
 
     def evaluating(self, evaluating: Evaluating) -> None:
         """Before the first row of a loss, after each batch of rows and, for a held-out loss, once it is known."""

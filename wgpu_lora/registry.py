@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import fields
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -42,8 +41,3 @@ class Registry(MutableMapping[str, T]):
 
     def __len__(self) -> int:
         return len(self._entries)
-
-
-def with_options(kind: type[T], options: Any) -> T:
-    """Create a dataclass instance from the options that its fields are named after."""
-    return kind(**{item.name: getattr(options, item.name) for item in fields(kind)})  # type: ignore[arg-type]

@@ -52,6 +52,19 @@ def typed(kind: Any, value: Any, name: str = "the record") -> Any:
     return _of(kind, value, name)
 
 
+_WORDS: dict[Any, str] = {
+    str: "text", int: "a whole number", float: "a number", bool: "true or false", dict: "an object", list: "a list",
+    list[str]: "a list of text", list[dict[str, Any]]: "a list of objects", NoneType: "null",
+}  # fmt: skip
+
+
+def in_words(kind: Any) -> str:
+    """The JSON values of an annotation, such as `text, a whole number or null`."""
+    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    *most, last = [_WORDS.get(one) or _WORDS.get(get_origin(one)) or str(one) for one in kinds]
+    return f"{', '.join(most)} or {last}" if most else last
+
+
 def _number(value: float, name: str) -> float:
     """A finite float: the writer has no other."""
     try:

@@ -62,9 +62,9 @@ def test_the_plan_decides_where_memory_is_known():
 
     bound = (40, "the device", "one binding of this device holds less")
     assert planned_batch(peak, 3050) == planned_batch(peak, 3050, 64) == (20, "memory", None)
-    assert planned_batch(peak, 3050, None, "--memory-limit") == (20, "--memory-limit", None)
-    assert planned_batch(peak, 3050, 20) == planned_batch(peak, None, 20) == (20, "--max-batch", None)
-    assert planned_batch(peak, 3050, 8) == (8, "--max-batch", None)
+    assert planned_batch(peak, 3050, None, search.LIMIT) == (20, search.LIMIT, None)
+    assert planned_batch(peak, 3050, 20) == planned_batch(peak, None, 20) == (20, search.MOST, None)
+    assert planned_batch(peak, 3050, 8) == (8, search.MOST, None)
     assert planned_batch(peak, 1099) == (0, "memory", None)
     assert planned_batch(peak, None) == planned_batch(peak, None, 10**12) == bound  # only what can be bound
 
@@ -101,7 +101,7 @@ def test_search_agrees_with_the_plan_and_the_device(device: Device):
     noted: list[dict[str, Any]] = []
     found = find_max_batch(model, Batches(ARGS, limit=peak(2)), hearing(measured=noted.append))
     plain, checkpointing = found["summary"]
-    assert (plain["planned"], plain["confirmed"], plain["bounded_by"]) == (2, 2, "--memory-limit")
+    assert (plain["planned"], plain["confirmed"], plain["bounded_by"]) == (2, 2, search.LIMIT)
     assert checkpointing["confirmed"] == checkpointing["planned"] >= 2
     assert plain["why"] is plain["not_run"] is None
     assert [row["batch"] for row in found["rows"] if not row["gradient_checkpointing"]] == [1, 2]
@@ -134,10 +134,13 @@ def test_what_would_take_too_long_is_planned_alone(
     model = chosen_model(None, "mini", 1, device)
     found = find_max_batch(model, Batches(ARGS, most=80, seconds=250))
     for summary in found["summary"]:
-        assert (summary["planned"], summary["confirmed"], summary["bounded_by"]) == (80, 16, "--max-batch")
-        assert summary["not_run"] == "a step of 32 rows would take about 320 s, and 250 s of --time-limit 250 were left"
+        assert (summary["planned"], summary["confirmed"], summary["bounded_by"]) == (80, 16, search.MOST)
+        assert summary["not_run"] == "a step of 32 rows would take about 320 s, and 250 s of the 250 s were left"
     assert main([*COMMAND, "--max-batch", "80", "--time-limit", "250"]) == 0
-    assert "80 rows by the plan, with gradient checkpointing, limited by --max-batch; 16 ran" in capsys.readouterr().out
+    assert (
+        "80 rows by the plan, with gradient checkpointing, limited by the given maximum; 16 ran"
+        in capsys.readouterr().out
+    )
 
 
 def measured(most: int = 10**9, seconds: float = 0.0) -> Any:
@@ -178,6 +181,6 @@ def test_search_as_a_command(shared: None, tmp_path: Path, capsys: pytest.Captur
     kinds = [json.loads(line)["kind"] for line in file.read_text().splitlines()]
     assert kinds == ["header", "batch", "summary", "batch", "summary"]
     out = capsys.readouterr().out
-    assert "1 row with gradient checkpointing, limited by --max-batch; a step of them ran" in out
+    assert "1 row with gradient checkpointing, limited by the given maximum; a step of them ran" in out
     with pytest.raises(UserError, match="--max-batch must be at least 1, not 0"):
         Batches(most=0)

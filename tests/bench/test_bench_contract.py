@@ -276,7 +276,7 @@ def line_with(**changes: Any) -> str:
         ("zork", "cannot be read as JSON"),
         ("", "is empty"),
         ("[]", "expected an object"),
-        ("{}", "has the schema None"),
+        ("{}", "has no schema, expected 'wgpu-lora-bench/1'"),
         ('{"schema": "zork/1"}', "has the schema 'zork/1', expected 'wgpu-lora-bench/1'"),
         ('{"schema": "wgpu-lora-bench-training/1"}', "has the schema 'wgpu-lora-bench-training/1'"),
         ('{"schema": "wgpu-lora-bench/2"}', "has version 2 of its schema, but this wgpu-lora reads 1"),

@@ -107,7 +107,7 @@ def test_what_cannot_be_compared_is_refused_before_it_runs(
 
 def test_our_side_answers():
     work = {"shape": "tiny-qwen3", "rows": 1, "tokens": 16, "rank": 4, "base_dtype": "nf4", "turns": True}
-    said = pytest.raises(WorkerFailed, match=r"ours ended with exit code 2: .*layers = 99 is not possible")
+    said = pytest.raises(WorkerFailed, match=r'ours ended with exit code 2: .*"layers": 99 is not possible')
     with Worker("step", {**work, "layers": 99}, name="ours", asked=True) as side, said:
         side.ask("prepare")
 

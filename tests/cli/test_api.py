@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -205,6 +206,27 @@ def test_how_the_model_and_the_device_are_given(tmp_path: Path, monkeypatch: pyt
     ):
         with pytest.raises(wgpu_lora.UserError, match=message):
             wgpu_lora.finetune(*given, data="rows.jsonl", **options)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: wgpu_lora.MultiAdapterPipeline(["a.jsonl"], "demo"), "^Adapter 1 is a string, but must be a dict"),
+        (lambda: wgpu_lora.MultiAdapterPipeline("a.jsonl", "demo"), "^The adapters must be a list of dicts"),
+        (lambda: wgpu_lora.MultiAdapterPipeline([], "demo", output=""), "'output' is empty"),
+        (lambda: wgpu_lora.generate("demo", "Hello", adapter=""), "^adapter is empty"),
+        (lambda: wgpu_lora.generate("demo", "Hello", adapter="", stream=True), "^adapter is empty"),
+        (lambda: wgpu_lora.answer("demo", ["Hello"], adapter=5), "^adapter must be a directory, not 5"),
+        (lambda: wgpu_lora.compare("demo", "Hello", {"a": None}), "^adapter must be a directory, not None"),
+        (lambda: wgpu_lora.evaluate("demo", "a.jsonl", adapter=""), "^adapter is empty"),
+        (lambda: wgpu_lora.evaluate("demo", ""), "^data is empty"),
+        (lambda: wgpu_lora.load(""), "^model is empty"),
+        (lambda: wgpu_lora.generate("demo", "Hello", batch="2"), "^A batch of '2' prompts"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(wrong: Callable[[], object], message: str):
+    with pytest.raises(wgpu_lora.UserError, match=message):
+        wrong()
 
 
 def test_the_demo_finds_a_fresh_directory(tmp_path: Path):

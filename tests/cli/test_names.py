@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 import wgpu_lora
 from wgpu_lora.cli import app, main
@@ -43,8 +44,6 @@ def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 def commands() -> dict[str, set[str]]:
     """Every command of the root -> its options."""
-    import typer
-
     group: Any = typer.main.get_command(app)
     found = {}
     for name, command in group.commands.items():
@@ -116,7 +115,8 @@ def test_choices_are_those_that_are_there() -> None:
             "and --base-dtype bf16 stores the base in bf16.",
         ),
         ("finetune --optim=adafactor", "--optim must be one of adamw, not adafactor."),
-        ("finetune --optim_args=x", "--optim-args does not exist here: --optim selects the optimizer"),
+        ("finetune --adafactor", "--adafactor does not exist here: --optim selects the optimizer"),
+        ("finetune --optim_args=x=1", "--optim-args: --optim adamw has no option 'x' of its own: it has none"),
         ("finetune --betas 0.9", "--betas is --adam-beta1 and --adam-beta2."),
         ("finetune --beta2 1", "--adam-beta2 must be at least 0 and less than 1, not 1.0."),
         ("finetune --report_to none", "--report-to does not exist here: log.jsonl in the"),
@@ -145,6 +145,8 @@ def test_choices_are_those_that_are_there() -> None:
         ("generate words", "did you mean --prompt words?"),
         ("finetune --data a --data b", "--data takes one value, not both a and b: leave one out."),
         ("finetune --resume .", "did you mean --output .?"),
+        ("bench --brick rope compare a", "'wgpu-lora bench' was given --brick and the command compare: leave one out."),
+        ("bench --brick rope zork", "'zork' belongs to no option of 'wgpu-lora bench bricks'"),
         ("finetune --data x word", "'word' belongs to no option of 'wgpu-lora finetune'"),
         ("--model x", "--model comes after a command, such as 'wgpu-lora finetune --model ...'."),
         ("--zork", "No such option: --zork"),
@@ -180,6 +182,15 @@ def test_other_names_and_true_or_false_are_understood(monkeypatch: pytest.Monkey
     assert (args.model, args.num_train_epochs, args.learning_rate) == ("m", 2.0, 1e-3)
     assert (args.per_device_train_batch_size, args.packing, args.use_rslora) == (3, False, True)
     assert (args.gradient_checkpointing, args.output, args.shuffle) == (True, "--o_dd", True)
+
+
+def test_usage_has_arguments_in_capitals(capsys: pytest.CaptureFixture[str]) -> None:
+    group: Any = typer.main.get_command(app)
+    for name, command in group.commands.items():
+        for words in [[name], *([name, sub] for sub in getattr(command, "commands", ()))]:
+            assert main([*words, "--help"]) == 0
+            (usage,) = re.findall(r"Usage: wgpu-lora [a-z -]+([^a-z{}]*)\n", capsys.readouterr().out)
+            assert usage.startswith("[OPTIONS]")
 
 
 def test_help_starts_with_what_people_change(

@@ -137,7 +137,10 @@ def test_what_is_made_of_messages():
         ({"messages": [{"role": "bot", "content": ""}]}, "has the role 'bot'.*; write 'assistant'"),
         ({"prompt": "a", "response": "b"}, "; rename 'response' to 'completion'"),
         ({"instruction": "a", "Answer": "b"}, "; rename 'Answer' to 'output'"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "; these are preferences"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            "; these are preferences; rename 'chosen' to 'completion' to train on the chosen",
+        ),
         ({"messages": [{"role": ["user"], "content": ""}]}, "has the role"),
         ({"messages": [{"role": "user"}]}, "has null for content"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content part"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import tracemalloc
@@ -15,9 +16,12 @@ from support.data import chat
 from support.sources import ROWS, ids_of, prepared, refused, written
 
 from wgpu_lora.data import json_array, rows_given, training_data
+from wgpu_lora.data.files import file_source
+from wgpu_lora.data.formats import EXAMPLES
 from wgpu_lora.data.opening import MIN_GROWN
 from wgpu_lora.data.source import Problem
 from wgpu_lora.errors import UserError
+from wgpu_lora.infer import prompt_file
 
 FORMATS = ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.parquet", "a.jsonl.gz", "a.json.gz", "a.csv.gz", "a.data"]
 
@@ -128,6 +132,22 @@ def test_tables(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(text.removeprefix(b" "))
     assert ids_of(prepared(path)) == ids_of(prepared(rows_given([{"instruction": "a", "output": "b"}])))
+
+
+def test_cells_are_messages_all_or_none(tmp_path: Path) -> None:
+    asked, said = chat("a", "b")[:1], chat("a", "b")[1:]
+    cases = [(asked, said), (asked, "b"), ("a", said), (asked, ""), ("a", "b")]
+    path = tmp_path / "a.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([("prompt", "completion"), *([_cell(one) for one in pair] for pair in cases)])
+    wanted = [{"prompt": asked, "completion": said}]
+    wanted += [{"prompt": _cell(prompt), "completion": _cell(completion)} for prompt, completion in cases[1:]]
+    assert [row for _, row in file_source(path).rows(EXAMPLES)] == wanted
+    assert next(iter(file_source(path).rows(prompt_file.FORMATS)))[1]["prompt"] == asked
+
+
+def _cell(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 @pytest.mark.parametrize(

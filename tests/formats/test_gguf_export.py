@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import path_of
+from support.events import hearing
 from support.gguf_models import DEMO, make_adapter, read, small, values
 
 from wgpu_lora.export import mix
@@ -23,7 +24,11 @@ from wgpu_lora.models.files import config_of
 
 
 def test_the_demo(tmp_path: Path) -> None:
-    written = export_model(DEMO, tmp_path / "demo.gguf", "q4_k_m", name="demo")
+    told: list[tuple[str, int, int]] = []
+    events = hearing(written=lambda *event: told.append(event))
+    written = export_model(DEMO, tmp_path / "demo.gguf", "q4_k_m", name="demo", events=events)
+    shapes = config_of(DEMO).parameter_shapes()
+    assert told == [(name, number, len(shapes)) for number, name in enumerate(shapes, 1)]
     facts, tensors = read(tmp_path / "demo.gguf")
     expected = {
         "general.architecture": "qwen3",

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.events import hearing
 from support.gguf_models import DEMO, make_adapter, small
 
 from wgpu_lora.errors import UserError
@@ -103,13 +104,13 @@ def test_a_packed_model_is_refused_but_not_for_an_adapter(tmp_path: Path) -> Non
 def test_an_interruption_leaves_nothing(tmp_path: Path, failure: type[BaseException]) -> None:
     seen: list[str] = []
 
-    def progress(name: str) -> None:
-        seen.append(name)
+    def written(tensor: str, done: int, total: int) -> None:
+        seen.append(tensor)
         if len(seen) == 5:
             raise failure
 
     with pytest.raises(failure):
-        export_model(DEMO, tmp_path / "out.gguf", "q8_0", progress=progress)
+        export_model(DEMO, tmp_path / "out.gguf", "q8_0", events=hearing(written=written))
     assert not list(tmp_path.iterdir())
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.events import hearing
 from support.models import (
     ARCHITECTURES,
     FIXTURES,
@@ -28,6 +29,7 @@ from wgpu_lora.export.merge import merge_adapter
 from wgpu_lora.formats.checkpoint import INDEX, Checkpoint
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.adapters import load_adapters
+from wgpu_lora.models.files import config_of
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.loaded import open_model
 
@@ -55,10 +57,14 @@ def test_logits_are_those_of_base_and_adapter(device: Device, tmp_path: Path, ar
             assert relative_error(before, want) > 0.1
 
 
-def test_the_card_says_what_was_merged(tmp_path: Path) -> None:
+def test_the_card_says_what_was_merged_and_events_what_was_written(tmp_path: Path) -> None:
     adapter = save_golden_adapter("qwen2", tmp_path / "adapter")
     (adapter / "README.md").write_text("---\nbase_model: x\n---\n\n# LoRA adapter\n\n| data SHA-256 | abc |\n")
-    merge_adapter(source("qwen2"), adapter, tmp_path / "m", name="Qwen/Qwen2.5-0.5B")
+    told: list[tuple[str, int, int]] = []
+    events = hearing(written=lambda *event: told.append(event))
+    merge_adapter(source("qwen2"), adapter, tmp_path / "m", name="Qwen/Qwen2.5-0.5B", events=events)
+    shapes = config_of(source("qwen2")).parameter_shapes()
+    assert told == [(name, number, len(shapes)) for number, name in enumerate(shapes, 1)]
     card = (tmp_path / "m" / "README.md").read_text()
     assert card.startswith("---\nbase_model: Qwen/Qwen2.5-0.5B\n")
     assert "base_model: x" not in card

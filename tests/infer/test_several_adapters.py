@@ -150,7 +150,7 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (["a=x", "b=./x"], "lists x twice, as 'a' and as 'b'"),
         (["=x"], "=x is not NAME=DIR"),
         (["a="], "a= is not NAME=DIR"),
-        ([" "], "--adapter is empty"),
+        ([" "], "adapter is empty"),
     ],
 )
 def test_names_that_are_refused(texts: list[str], message: str):

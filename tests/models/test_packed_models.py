@@ -16,12 +16,14 @@ from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.export.merge import merge_adapter
 from wgpu_lora.export.packed import write_packed
-from wgpu_lora.formats.bitsandbytes import STATE
 from wgpu_lora.formats.checkpoint import INDEX, SINGLE
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.loaded import open_model
+from wgpu_lora.weights.nf4_bitsandbytes import BitsAndBytesNF4
 from wgpu_lora.weights.nf4_codes import double_dequantize, from_words, pack_bnb, to_words
+
+STATE = BitsAndBytesNF4.marker
 
 
 def packed_model(device: Device, architecture: str, output: Path, max_shard_bytes: int = 10**9) -> Path:

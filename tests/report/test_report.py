@@ -13,6 +13,7 @@ from wgpu_lora.cli import main
 from wgpu_lora.report.facts import compare, costs, losses, verdict
 from wgpu_lora.report.plots import PLOTS
 from wgpu_lora.report.runs import read_runs
+from wgpu_lora.train.objectives import OBJECTIVES
 
 
 def test_two_runs_on_one_page(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +53,7 @@ def test_what_differs_is_apart_from_what_does_not(runs: Path) -> None:
     assert "--lora-alpha" in alike
 
 
-def test_losses_are_compared_where_they_can_be(runs: Path, tmp_path: Path) -> None:
+def test_losses_are_compared_where_they_can_be(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = read_runs([runs / "first", runs / "second"])
     assert verdict([second]) == verdict([first, second]) == ""
     assert "No run has a held-out loss" in verdict([first, first])
@@ -63,6 +64,11 @@ def test_losses_are_compared_where_they_can_be(runs: Path, tmp_path: Path) -> No
     found = read_runs([other])
     assert verdict([second, *found]) == "other has the lowest held-out loss at the end, 0.5000."
     assert verdict([second, *found, *found]).startswith("other and other have the lowest held-out loss")
+    monkeypatch.setitem(OBJECTIVES, "mine", "of:Mine")
+    facts["options"]["objective"] = "mine"
+    (other / "run.json").write_text(json.dumps(facts))
+    said = verdict([second, *read_runs([other])])
+    assert said == "The held-out losses are of different objectives, so they cannot be compared."
     facts["eval_data"]["digest"] = "another"
     (other / "run.json").write_text(json.dumps(facts))
     assert "cannot be compared" in verdict([second, *read_runs([other])])

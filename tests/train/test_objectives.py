@@ -27,11 +27,13 @@ from wgpu_lora.models.inputs import Segment
 from wgpu_lora.ops.elementwise import fill
 from wgpu_lora.ops.loss import logprob_gradient, softmax_chunk, target_logprobs
 from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.train.declared import Range
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.objectives.base import Group, Objective, Score, Scoring
 from wgpu_lora.train.output import LOG, read_log
+from wgpu_lora.train.own_options import own_option
 from wgpu_lora.train.pipeline import prepare_pipeline
 from wgpu_lora.train.tasks import AdapterTask
 
@@ -89,6 +91,7 @@ class DPO(Preferences):
     """-log sigmoid(beta (log-ratio of the chosen - log-ratio of the rejected)), ratios to the base alone, times
     the row's weight."""
 
+    beta: float = own_option(0.1, "Scale of the log-ratios.", within=Range(above=0))
     unit: ClassVar = "group"
     reference: ClassVar[bool] = True
     metrics: ClassVar[tuple[str, ...]] = ("margin", "accuracy")
@@ -102,7 +105,7 @@ class DPO(Preferences):
         rec.dispatch(fill, weights, size=weights.size)
         given = logprobs, groups.members, groups.weights, groups.values
         made = (weights, losses, margins, accuracy)
-        rec.dispatch(DPO.kernels[0], *given, *made, size=size, beta=BETA)
+        rec.dispatch(DPO.kernels[0], *given, *made, size=size, beta=self.beta)
         return Score(weights, losses, {"margin": margins, "accuracy": accuracy})
 
 
@@ -140,7 +143,9 @@ def pairs(path: Path, count: int = 6, seed: int = 0) -> Path:
 
 def job(directory: Path, **changes: Any) -> Job:
     directory.mkdir(exist_ok=True)
-    options = {"objective": "dpo", "data": str(pairs(directory / "pairs.jsonl")), "max_steps": 4, "base_dtype": "f32"}
+    options = {"data": str(pairs(directory / "pairs.jsonl")), "max_steps": 4, "base_dtype": "f32"}
+    if "objective" not in changes:
+        options |= {"objective": "dpo", "objective_args": f"beta={BETA}"}
     return prepare_job(golden_arguments(directory, "qwen2", **{**options, **changes}))
 
 
@@ -250,9 +255,9 @@ def test_beside_another_objective(device: Device, tmp_path: Path) -> None:
             str(one.run.args.data),
             str(tmp_path / f"together-{name}"),
             name,
-            options={"objective": name, "init_adapter": one.run.args.init_adapter},
+            options={"objective": name, "init_adapter": one.run.args.init_adapter} | own,
         )
-        for name, one in zip(("dpo", "sft"), alone, strict=True)
+        for name, one, own in zip(("dpo", "sft"), alone, ({"objective_args": {"beta": BETA}}, {}), strict=True)
     ]
     shared = golden_arguments(tmp_path, "qwen2", max_steps=4, base_dtype="f32", data=None, init_adapter=None)
     prepare_pipeline(shared, tasks).train()

@@ -19,12 +19,14 @@ from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.names.naming import COMMAND_LINE, naming
 from wgpu_lora.ops.optimizer import BLOCK
+from wgpu_lora.train.declared import Range
 from wgpu_lora.train.finetune import Job, prepare_job
 from wgpu_lora.train.idle import idle
 from wgpu_lora.train.manifest import MANIFEST, write_manifest
 from wgpu_lora.train.optimizer import SlotUpdate
 from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.train.optimizers.base import Page, State
+from wgpu_lora.train.own_options import own_option
 
 BINDINGS = """const SIZE: u32 = 1024u;
 @group(0) @binding(0) var<storage, read_write> params: array<f32>;
@@ -82,10 +84,10 @@ class Momentum:
     Hyper: ClassVar[type] = Hyper
     kernels: ClassVar[list[Kernel]] = []
 
-    adam_beta1: float
+    momentum: float = own_option(0.9, "Decay of the gradient's sum.", within=Range(at_least=0, below=1))
 
     def hyper(self, step: int, learning_rate: float) -> Any:
-        return Hyper(learning_rate, self.adam_beta1)
+        return Hyper(learning_rate, self.momentum)
 
     @staticmethod
     def record_check(program: Program, page: Page, diverged: Tensor) -> None:
@@ -130,7 +132,13 @@ def momentum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def job(directory: Path, **changes: Any) -> Job:
     directory.mkdir(exist_ok=True)
-    options = {"optim": "momentum", "adam_beta1": 0.5, "learning_rate": 0.1, "weight_decay": 0.0, "max_steps": 4}
+    options = {
+        "optim": "momentum",
+        "optim_args": "momentum=0.5",
+        "learning_rate": 0.1,
+        "weight_decay": 0.0,
+        "max_steps": 4,
+    }
     return prepare_job(golden_arguments(directory, "qwen2", **{**options, "lr_scheduler_type": "constant", **changes}))
 
 
@@ -206,9 +214,8 @@ def test_values_that_no_state_can_have(
 def test_options_that_it_does_not_read(tmp_path: Path) -> None:
     args = golden_arguments(tmp_path, "qwen2", optim="momentum")
     with naming(COMMAND_LINE):
-        assert idle(("adam_beta1", "adam_beta2", "seed"), args) == [
-            "--adam-beta2 does nothing: --optim momentum does not use it."
-        ]
+        assert not idle(("adam_beta2", "seed"), golden_arguments(tmp_path, "qwen2"))
+        assert idle(("adam_beta2", "seed"), args) == ["--adam-beta2 does nothing: --optim momentum does not use it."]
 
 
 def test_one_that_is_not_registered(tmp_path: Path) -> None:
@@ -219,4 +226,4 @@ def test_one_that_is_not_registered(tmp_path: Path) -> None:
 def test_another_than_the_run_began_with(tmp_path: Path) -> None:
     job(tmp_path / "a", max_steps=1).train()
     with pytest.raises(UserError, match="optim was 'momentum', not 'adamw'"):
-        job(tmp_path / "a", resume=True, optim="adamw").train()
+        job(tmp_path / "a", resume=True, optim="adamw", optim_args=None).train()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.manifest import MANIFEST, write_manifest
 from wgpu_lora.train.pipeline_state import read_pipeline_state
 from wgpu_lora.train.records import RUN, PipelineRecord, RunRecord
+from wgpu_lora.train.resume import continued
 from wgpu_lora.train.schema import SCHEMA, NewerSchemaError
 from wgpu_lora.train.state import STATE
 
@@ -102,6 +104,27 @@ def test_a_record_that_cannot_be_is_one_sentence(tmp_path: Path, name: str, valu
     with pytest.raises(UserError, match=said) as raised:
         RunRecord.read(tmp_path)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "what", "known"),
+    [
+        ("objective", "objective", "sft"),
+        ("optim", "optimizer", "adamw"),
+        ("base_dtype", "base format", "nf4, bf16, f16, f32"),
+    ],
+)
+def test_a_run_of_something_that_is_not_registered_here(tmp_path: Path, option: str, what: str, known: str) -> None:
+    """Reading the run and resuming it both say that it is the run's."""
+    facts = json.loads((SINGLE / RUN).read_text())
+    facts["options"][option] = "mine"
+    (tmp_path / RUN).write_text(json.dumps(facts))
+    said = f"The run in {tmp_path} was trained with {what} 'mine', which is not registered here: the registered ones "
+    said += f"are {known}."
+    with pytest.raises(UserError, match=f"^{re.escape(said)}$"):
+        RunRecord.read(tmp_path)
+    with pytest.raises(UserError, match=f"^{re.escape(said)}$"):
+        continued({}, facts["options"], None, tmp_path, "Here")
 
 
 def test_a_pipelines_record_of_the_version_before() -> None:

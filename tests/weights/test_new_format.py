@@ -1,12 +1,13 @@
-"""A base format of a test's own: registered by a line, it is chosen, planned, loaded, computed with, and measured."""
+"""A base format of a test's own: chosen, planned, loaded, computed with, saved, and measured."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,16 +18,18 @@ from support.training import golden_arguments, model_dir
 
 from wgpu_lora.bench.run import bench
 from wgpu_lora.cli import main
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import NotFiniteError, UserError
+from wgpu_lora.export.packed import write_packed
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import Storage, Tensor
-from wgpu_lora.models.decoder import Decoder
+from wgpu_lora.models.fields import packed
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.train.finetune import prepare_job
-from wgpu_lora.weights.base import Loading, MatrixSource, Packed, Shared
+from wgpu_lora.weights.base import Loading, MatrixSource, Shared
 from wgpu_lora.weights.dense import DenseWeight
+from wgpu_lora.weights.packed import Packed, StoredTensors
 from wgpu_lora.weights.registry import BASE_FORMATS
 
 
@@ -83,8 +86,31 @@ def split(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return high, (w - high.astype(np.float32)).astype(bfloat16)
 
 
+class TwinFiles:
+    """In checkpoints: high has the matrix's name, and low is beside it."""
+
+    title, marker, suffixes = "the twins", ".low", (".low",)
+    quantization_config: ClassVar[dict[str, str]] = {"quant_method": "twin"}
+
+    def matches(self, quantization_config: Mapping[str, Any]) -> bool:
+        return quantization_config.get("quant_method") == "twin"
+
+    def check(self, tensors: StoredTensors, name: str, shape: tuple[int, ...]) -> None:
+        if tensors.shape(name) != shape or tensors.shape(f"{name}.low") != shape:
+            raise UserError(f"{name} in {tensors.directory} are not twins: copy the model again.")
+
+    def read(self, tensors: StoredTensors, name: str) -> Packed:
+        shape, names = tensors.shape(name), (name, f"{name}.low")
+        return Packed(
+            "twin", shape, ("high", "low"), lambda: tuple(tensors.array(n, "BF16").reshape(shape) for n in names)
+        )
+
+    def tensors(self, name: str, packed: Packed, dtype: str) -> dict[str, np.ndarray]:
+        return dict(zip((name, f"{name}.low"), packed.read(), strict=True))
+
+
 class Twin:
-    name, bits = "twin", 32.0
+    name, bits, packed_form = "twin", 32.0, TwinFiles()
 
     def declare(self, shape: tuple[int, int], name: str, shared: Shared, packed: Packed | None = None) -> TwinWeight:
         parts = (DenseWeight.declare(shape, "bf16", f"{name}.{part}", shared.max_binding) for part in ("high", "low"))
@@ -123,31 +149,40 @@ def test_it_is_loaded_and_computed_with(device: Device) -> None:
     values = model.checkpoint.read_f32(K_PROJ)
     np.testing.assert_array_equal(weight.values(device), TWIN.round_trip(values))
     np.testing.assert_array_equal(weight.packed(device).read(), split(values))
-    found = logits(model)
-    assert max(map(relative_error, found, logits(dense))) < 1e-4
+    assert max(map(relative_error, logits(model), logits(dense))) < 1e-4
 
-    class Stored:
-        """A checkpoint that has the linears packed already, and nothing else of them."""
 
-        def __getattr__(self, name: str) -> object:
-            return getattr(model.checkpoint, name)
-
-        def read_f32(self, name: str, *rows: int | None) -> np.ndarray:
-            assert not name.endswith("_proj.weight")
-            return model.checkpoint.read_f32(name, *rows)
-
-        def packed(self, name: str) -> Packed | None:
-            if not name.endswith("_proj.weight"):
-                return None
-            parts = split(model.checkpoint.read_f32(name))
-            return Packed(TWIN.name, parts[0].shape, ("high", "low"), lambda: parts)
-
-    stored = Stored()
-    decoder = Decoder.declare(model.config, "nf4", "f32", device.max_binding, stored)
-    again = replace(model, checkpoint=stored, decoder=decoder, weights_loaded=False, weights_sha256=None)
+def test_it_is_saved_and_loaded_as_it_was_saved(device: Device, tmp_path: Path) -> None:
+    model, saved = open_model(str(model_dir("llama")), device, "twin"), tmp_path / "saved"
+    write_packed(model, saved, max_shard_bytes=30_000)
+    assert json.loads((saved / "config.json").read_text())["quantization_config"] == {"quant_method": "twin"}
+    again = open_model(str(saved), device, "twin")
+    assert again.config.packed == "twin"
+    assert again.checkpoint.names() == sorted(model.config.parameter_shapes())
+    np.testing.assert_array_equal(again.checkpoint.packed(K_PROJ).read(), split(model.checkpoint.read_f32(K_PROJ)))
+    with pytest.raises(UserError, match="is missing"):
+        again.checkpoint.array("zork", "BF16")
     again.load_weights()
-    for have, want in zip(logits(again), found, strict=True):
+    for have, want in zip(logits(again), logits(model), strict=True):
         np.testing.assert_array_equal(have, want)
+    with pytest.raises(UserError, match="are stored in TWIN"):
+        open_model(str(saved), device)
+    with pytest.raises(UserError, match="is not quantised on loading"):
+        write_packed(again, tmp_path / "twice")
+    entry = again.checkpoint._entry(f"{K_PROJ}.low")
+    with entry.path.open("r+b") as file:
+        file.seek(entry.offset)
+        file.write(bfloat16(np.nan).tobytes())
+    with pytest.raises(NotFiniteError, match=re.escape(K_PROJ)):
+        open_model(str(saved), device, "twin").load_weights()
+
+
+def test_what_cannot_be_saved_is_refused(device: Device, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"base_dtype='bf16' cannot be stored packed: choose one of nf4, twin\."):
+        write_packed(open_model(str(model_dir("llama")), device, "bf16"), tmp_path / "saved")
+    with pytest.raises(UserError, match="'gptq', which is not supported: use bitsandbytes' NF4 or the twins, or"):
+        packed({"quantization_config": {"quant_method": "gptq"}}, "config.json")
+    assert not list(tmp_path.iterdir())
 
 
 def test_it_is_planned_and_trained_on(device: Device, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

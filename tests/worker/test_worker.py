@@ -10,14 +10,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import psutil
 import pytest
 from support.cli import QWEN2, SMALL, write_rows
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.naming import IN_FILE, naming
+from wgpu_lora.models.files import config_of
+from wgpu_lora.names.naming import IN_JSON, naming
+from wgpu_lora.train.arguments import from_values
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.worker.child import Port
 from wgpu_lora.worker.job import Job, arguments, read_job
@@ -67,7 +69,10 @@ def test_a_step_by_itself() -> None:
         ('{"request": "__init__"}', "is not known: choose one of twice."),
         ('{"count": 1}', "The request None is not known"),
         ('{"request": "twice"}', r"'twice' cannot be answered \(missing a required argument: 'count'\)"),
-        ('{"request": "twice", "count": "1"}', r"'twice' cannot be answered \('count' is '1', expected int\)"),
+        (
+            '{"request": "twice", "count": "1"}',
+            r"'twice' cannot be answered \('count' must be a whole number, not \"1\"\)",
+        ),
         ('{"request": "twice", "count": 0}', r"'twice' cannot be answered \('count' must be at least 1, not 0\)"),
     ],
 )
@@ -95,19 +100,34 @@ def test_a_job_on_standard_input_that_cannot_be() -> None:
         ({"job": "zork"}, "has an unknown kind 'zork': choose one of finetune, evaluate, generate, "),
         ({"job": "evaluate"}, "lacks 'data': the job 'evaluate' requires it."),
         ({"job": "evaluate", "options": {"data": "x", "max_lenght": 3}}, "did you mean 'max_length'?"),
-        ({"job": "evaluate", "options": {"data": 3}}, "'data' is 3, expected str or list"),
+        ({"job": "evaluate", "options": {"data": 3}}, "'data' must be text or a list of objects, not 3."),
+        (
+            {"job": "step", "options": {"shape": "x", "device": True}},
+            "'device' must be text, a whole number or null, not true.",
+        ),
+        ({"job": "bench", "options": {"bricks": [3]}}, "'bricks' must be a list of text or null, not [3]."),
         ({"job": "finetune", "options": {"events": 3}}, "has an unknown option 'events'"),
         ({"job": "finetune", "options": {"port": 3}}, "has an unknown option 'port'"),
-        ({"job": "generate", "options": {"prompts": ["a"], "where": 3}}, "has an unknown option 'where'"),
+        (
+            {"job": "finetune", "options": {"where": 3}},
+            "takes recipe and the options in 'wgpu-lora finetune --help-all'.",
+        ),
+        (
+            {"job": "generate", "options": {"prompts": ["a"], "where": 3}},
+            "'where': the job 'generate' takes prompts, model, adapter, device, base_dtype, batch, system, ",
+        ),
+        ({"job": "finetune", "options": {"max_steps": "2"}}, "job.json: 'max_steps' must be a whole number, not '2'."),
+        ({"job": "finetune", "options": {"output": ""}}, "job.json: 'output' is empty"),
+        ({"job": "evaluate", "options": {"data": "x", "base_dtype": "int8"}}, '"base_dtype": "int8" is not known'),
         ({"job": "bench", "options": {"bricks": []}}, "'bricks' is empty: give it a value, or leave it out."),
         ({"job": "bench", "options": {"shape": " "}}, "'shape' is empty: give it a value, or leave it out."),
         ({"job": "bench", "options": {"time_limit": 0}}, "'time_limit' must be greater than 0, not 0.0."),
         (
             {"job": "bench", "options": {"shape": "tiny-qwen3", "layers": 9}},
-            "layers = 9 is not possible: this model has",
+            '"layers": 9 is not possible: this model has',
         ),
         ({"job": "step", "options": {"shape": "tiny-qwen3", "tokens": 1}}, "'tokens' must be at least 2, not 1."),
-        ({"job": "step", "options": {"shape": "tiny-qwen3", "rank": 10**9}}, "rank = 1000000000"),
+        ({"job": "step", "options": {"shape": "tiny-qwen3", "rank": 10**9}}, '"rank": 1000000000'),
         ({"job": "bench-training", "options": {"layers": 1}}, "'layers' goes with 'shape': a recipe trains"),
         ({"job": "generate", "options": {"prompts": []}}, "'prompts' is empty: give it a value."),
         ({}, "lacks 'job', its kind: choose one of finetune"),
@@ -122,7 +142,7 @@ def test_a_job_on_standard_input_that_cannot_be() -> None:
 def test_a_job_that_cannot_be_is_one_sentence(job: object, said: str, tmp_path: Path) -> None:
     file = tmp_path / "job.json"
     file.write_text(job if isinstance(job, str) else json.dumps(job))
-    with naming(IN_FILE), pytest.raises(UserError) as raised:
+    with naming(IN_JSON), pytest.raises(UserError) as raised:
         done_here(str(file))
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -154,12 +174,34 @@ def test_a_device_and_a_default_may_be_0() -> None:
     assert arguments(run, Job("some", given, "it")) == given
     with pytest.raises(UserError, match="'discrete' must be at least 1, not -1"):
         arguments(run, Job("some", {**given, "discrete": -1}, "it"))
+    assert from_values({"device": 0}, "it").device == "0"
+    assert {get_type_hints(run).get("device", str | int | None) for run in KINDS.values()} == {str | int | None}
+
+
+def test_options_of_any_name_are_checked_by_the_kind() -> None:
+    def run(port: Port, *, where: str, **options: Any) -> None: ...
+
+    assert arguments(run, Job("some", {"a": 0}, "it")) == {"a": 0, "where": "it"}
+    for reserved in ("port", "where"):
+        with pytest.raises(UserError, match=f"unknown option '{reserved}'"):
+            arguments(run, Job("some", {reserved: 0}, "it"))
 
 
 def test_an_output_that_exists_is_refused_before_a_model_is_opened(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("")
-    with naming(IN_FILE), pytest.raises(UserError, match="exists already: choose another 'output', or remove it"):
+    with naming(IN_JSON), pytest.raises(UserError, match="exists already: choose another 'output', or remove it"):
         KINDS["import"](Port(io.StringIO()), model="nobody/nothing", output=str(tmp_path))
+
+
+def test_an_import_tells_what_it_loads_and_writes(tmp_path: Path) -> None:
+    out = io.StringIO()
+    KINDS["import"](Port(out), model=QWEN2, output=str(tmp_path / "packed"))
+    told = [json.loads(line) for line in out.getvalue().splitlines()]
+    names = list(config_of(Path(QWEN2)).parameter_shapes())
+    for event in ("loading", "written"):
+        found = [(fact["tensor"], fact["done"], fact["total"]) for fact in told if fact["event"] == event]
+        assert sorted(name for name, _, _ in found) == sorted(names)
+        assert [rest for _, *rest in found] == [[number, len(names)] for number in range(1, len(names) + 1)]
 
 
 def test_a_file_that_is_not_there() -> None:

@@ -12,6 +12,7 @@ from wgpu_lora.api.ask import answer, compare, generate
 from wgpu_lora.api.bars import Bars
 from wgpu_lora.api.listeners import Callback, listeners
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
+from wgpu_lora.api.plain import plain
 from wgpu_lora.api.signatures import listing
 from wgpu_lora.data import Prepared, Source, given_rows, heldout_data, prepare, rows_given
 from wgpu_lora.errors import UserError
@@ -19,7 +20,7 @@ from wgpu_lora.events import Evaluating, Events, Passing, StepResult
 from wgpu_lora.infer import Evaluation
 from wgpu_lora.infer import evaluate as evaluate_rows
 from wgpu_lora.infer.answer import Answer
-from wgpu_lora.infer.named import BASE, on_device, slots_of
+from wgpu_lora.infer.named import BASE, check_directory, on_device, slots_of
 from wgpu_lora.infer.settings import AnswerOptions, Settings
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.train.arguments import TrainingArguments, from_values, named
@@ -86,15 +87,15 @@ def finetune(
         raise UserError("finetune() was given two models: pass one of them.")
     model = also if model is None else model
     said, rows = given_rows(said)
-    given = {name: _plain(name, value) for name, value in said.items()}
+    given = {name: plain(value, name, "finetune()") for name, value in said.items()}
     loaded = model if isinstance(model, LoadedModel) else None
     if loaded:
         for name, fixed in (("model", loaded.name), ("base_dtype", loaded.decoder.base_dtype)):
             if given.setdefault(name, fixed) != fixed:
                 raise UserError(f"The model was loaded with {name} {fixed!r}: load another one with {given[name]!r}.")
     elif model is not None:
-        given["model"] = _plain("model", str(model))
-    chosen = _chosen(given, args, None if recipe is None else str(_plain("recipe", recipe)))
+        given["model"] = plain(str(model), "model", "finetune()")
+    chosen = _chosen(given, args, None if recipe is None else str(plain(recipe, "recipe", "finetune()")))
     for text in idle(given, chosen):
         warnings.warn(text, stacklevel=2)
     job = prepare_job(chosen, loaded, rows=rows)
@@ -115,15 +116,6 @@ def _chosen(given: Mapping[str, Any], args: TrainingArguments | None, recipe: st
         return whole
     usual = TrainingArguments().as_dict()
     return gather({k: v for k, v in whole.as_dict().items() if v != usual[k]}, None, "finetune()")[0]
-
-
-def _plain(name: str, value: Any) -> Any:
-    """An option's value as the command line has it."""
-    if isinstance(value, Path) or (name == "device" and isinstance(value, int) and not isinstance(value, bool)):
-        return str(value)
-    if isinstance(value, str) and not value.strip():
-        raise UserError(f"finetune(): '{name}' is empty: give it a value, or leave it out.")
-    return value
 
 
 def evaluate(
@@ -161,6 +153,8 @@ def evaluate(
             fit.
     """
     told = _listeners("evaluate()", events, before)
+    if adapter is not None:
+        check_directory(adapter)
     adapters = [] if adapter is None else [adapter]
     source = _source(data, split, dataset_config)
     given = _given(max_length, on_overflow, completion_only_loss, enable_thinking)

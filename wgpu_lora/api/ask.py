@@ -11,7 +11,7 @@ from wgpu_lora.api.listeners import listeners
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events, Passing
 from wgpu_lora.infer.answer import Answer, answer_slots, answer_table, stream_slot, tokenizer_of
-from wgpu_lora.infer.named import slots_of
+from wgpu_lora.infer.named import check_directory, slots_of
 from wgpu_lora.infer.prompt import Messages, Prompt, check_prompt
 from wgpu_lora.infer.settings import AnswerOptions, settings_of
 from wgpu_lora.models.loaded import LoadedModel, open_model
@@ -80,6 +80,8 @@ def generate(
         UserError: there is no tokenizer, a prompt is too long, the adapter does not fit, or a value is out of range.
     """
     settings = settings_of(options, "generate()")
+    if adapter is not None:
+        check_directory(adapter)
     prompt = _listed(prompt)
     several = isinstance(prompt, Sequence) and not isinstance(prompt, str) and not _is_conversation(prompt)
     if not stream:
@@ -141,6 +143,8 @@ def answer(
     """
     told = listeners("answer()", events, cast("dict[str, Any]", options))
     settings = settings_of(options, "answer()")
+    if adapter is not None:
+        check_directory(adapter)
     prompts = _listed(prompts)
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         raise UserError(f"The prompts must be a list of texts, not {prompts!r:.100}.")

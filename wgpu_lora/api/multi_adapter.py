@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from wgpu_lora.api.bars import Bars
 from wgpu_lora.api.listeners import Callback, listeners
+from wgpu_lora.api.plain import plain
 from wgpu_lora.data import Source, given_rows
+from wgpu_lora.data.values import kind_of
+from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events, Passing
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.train.pipeline import prepare_pipeline
@@ -19,8 +22,12 @@ from wgpu_lora.train.session import MemoryPlan
 from wgpu_lora.train.tasks import AdapterTask, task_of
 
 
-def _task(values: Mapping[str, Any], where: str, shared: Mapping[str, Source]) -> AdapterTask:
+def _task(values: Any, where: str, shared: Mapping[str, Source]) -> AdapterTask:
     """An adapter whose data may be rows; `shared` are the data of adapters without their own."""
+    if isinstance(values, AdapterTask):
+        return values
+    if not isinstance(values, Mapping):
+        raise UserError(f"{where} is {kind_of(values)}, but must be a dict with 'data' and 'checkpoint'.")
     plain, rows = given_rows(values)
     own = {name: source for name, source in shared.items() if name not in values}
     return replace(task_of(plain, where), rows={**own, **rows})
@@ -58,16 +65,17 @@ class MultiAdapterPipeline:
         **options: Any,
     ):
         options, shared = given_rows(options)
-        tasks = [
-            task if isinstance(task, AdapterTask) else _task(task, f"Adapter {number}", shared)
-            for number, task in enumerate(adapters, 1)
-        ]
-        given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+        if isinstance(adapters, str | Mapping) or not isinstance(adapters, Iterable):
+            raise UserError(
+                f"The adapters must be a list of dicts with 'data' and 'checkpoint', not {adapters!r:.100}."
+            )
+        tasks = [_task(task, f"Adapter {number}", shared) for number, task in enumerate(adapters, 1)]
+        given = {name: plain(value, name, "MultiAdapterPipeline()") for name, value in options.items()}
         opened = model if isinstance(model, LoadedModel) else None
         if opened:
             given |= {"model": opened.name, "base_dtype": opened.decoder.base_dtype}
         elif model is not None:
-            given["model"] = str(model)
+            given["model"] = plain(str(model), "model", "MultiAdapterPipeline()")
         first = tasks[0].checkpoint if tasks else None
         args, _ = gather(given, None, "MultiAdapterPipeline()", demo=False, beside=first)
         self.job = prepare_pipeline(args, tasks, schedule, batch_tokens, opened)

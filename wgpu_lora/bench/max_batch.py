@@ -17,6 +17,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.errors import DeviceError
 from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.names.naming import flag
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.words import counted
@@ -24,6 +25,7 @@ from wgpu_lora.words import counted
 SCHEMA = "wgpu-lora-bench-max-batch/1"
 RUNS = 3  # timed steps per batch at most
 DEVICE, REFUSED = "the device", "a refused allocation"
+MOST, LIMIT = "the given maximum", "the given memory"
 Record = dict[str, Any]
 Planned = tuple[int, str, str | None]
 
@@ -42,11 +44,11 @@ class Batches:
     seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        for name, value in (("--max-batch", self.most), ("--memory-limit", self.limit)):
+        for name, value in (("max_batch", self.most), ("memory_limit", self.limit)):
             if value is not None and value < 1:
-                raise UserError(f"{name} must be at least 1, not {value}.")
+                raise UserError(f"{flag(name)} must be at least 1, not {value}.")
         if not 0 < self.seconds < math.inf:
-            raise UserError(f"--time-limit is {self.seconds:g}: give a number of seconds greater than 0.")
+            raise UserError(f"{flag('time_limit')} is {self.seconds:g}: give a number of seconds greater than 0.")
 
     def of(self, rows: int, checkpointing: bool) -> TrainingArguments:
         """The options with this batch."""
@@ -66,7 +68,7 @@ def planned_batch(
         memory: the name of `available`.
 
     Returns:
-        The rows, their bound (`memory`, --max-batch or the device) and, if that is the device, its limit.
+        The rows, their bound (`memory`, MOST or DEVICE) and, if that is the device, its limit.
     """
 
     @cache
@@ -82,7 +84,7 @@ def planned_batch(
         fits, high = high, min(2 * high, most or 2 * high)
     fits += bisect_left(range(fits + 1, high), True, key=lambda rows: refusal(rows) is not None)
     bound = None if fits == most else refusal(fits + 1)
-    return fits, *(bound or ("--max-batch", None))
+    return fits, *(bound or (MOST, None))
 
 
 def _fact(error: UserError) -> str:
@@ -112,7 +114,7 @@ def find_max_batch(model: LoadedModel, batches: Batches, events: Events = SILENT
     found: Record = {"header": header(SCHEMA, model.device, work=work, available=available, excluded=excluded)}
     found |= {"rows": [], "summary": []}
     events.measured(found["header"])
-    memory = "memory" if batches.limit is None else "--memory-limit"
+    memory = "memory" if batches.limit is None else LIMIT
     for way in (False, True):
 
         def peak(rows: int, way: bool = way) -> int:
@@ -145,7 +147,7 @@ def confirm(
         expected = rows / low * ran[-1]["step_seconds"] if ran else 0.0
         if expected > left:
             about = f"a step of {counted(rows, 'row')} would take about {expected:,.0f} s"
-            late = f"{about}, and {max(left, 0):,.0f} s of --time-limit {batches.seconds:g} were left"
+            late = f"{about}, and {max(left, 0):,.0f} s of the {batches.seconds:g} s were left"
             break
         try:
             ran.append(measure(model, batches, rows, checkpointing, left if rows == most else left / 2))

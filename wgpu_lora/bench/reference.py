@@ -29,7 +29,7 @@ class ReferenceWork:
     tokens: int
     rank: int
     base_dtype: str
-    device: str | None = None
+    device: str | int | None = None
 
 
 def compared(found: Mapping[str, Record], tokens: int, reference: str) -> list[Record]:

@@ -135,7 +135,8 @@ def read_results(path: str | Path) -> tuple[Header, list[Result]]:
     schema = first.get("schema")
     name, _, version = str(schema).partition("/")
     if name != NAME:
-        raise UserError(f"{path} has the schema {schema!r:.60}, expected {SCHEMA!r}: {cure}.")
+        has = "no schema" if schema is None else f"the schema {schema!r:.60}"
+        raise UserError(f"{path} has {has}, expected {SCHEMA!r}: {cure}.")
     if version != VERSION:
         raise UserError(
             f"{path} has version {version:.60} of its schema, but this wgpu-lora reads {VERSION}: measure it again."

@@ -27,7 +27,7 @@ from wgpu_lora.events import SILENT, Events, StepResult
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.names.naming import flag, setting
-from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.arguments import TrainingArguments, from_values
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job, with_demo_data
 from wgpu_lora.train.recipes import gather
 from wgpu_lora.words import counted
@@ -45,12 +45,14 @@ class Work:
     """What to train: a recipe by name or path (by default the demo's), or a named shape on synthetic rows.
 
     layers: of a shape only. options: options of a training run that override the recipe or the defaults for a shape.
+    where: the source of the options, which begins error messages.
     """
 
     recipe: str | None = None
     shape: str | None = None
     layers: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    where: str = "The command line"
 
     def __post_init__(self) -> None:
         steps = self.options.get("max_steps")
@@ -134,14 +136,14 @@ def _prepared(work: Work, place: Path, opened: Device | None) -> tuple[TrainingA
     """The options, and the model, declared."""
     if work.shape:
         return _synthetic(work, work.shape, place, opened)
-    args = with_demo_data(gather(work.options, work.recipe or "demo", "The command line")[0])
+    args = with_demo_data(gather(work.options, work.recipe or "demo", work.where)[0])
     # A resumed run has fewer steps left, and writes to its own directory.
     args = replace(args, resume=False)
     return args, chosen_model(args.model, None, None, opened or Device(args.device), args.base_dtype)
 
 
 def _synthetic(work: Work, shape: str, place: Path, opened: Device | None) -> tuple[TrainingArguments, LoadedModel]:
-    args = TrainingArguments(**{**SYNTHETIC, **work.options})
+    args = from_values({**SYNTHETIC, **work.options}, work.where)
     args = replace(args, lora_alpha=2 * args.lora_r, save_steps=0, data=str(place / "rows.jsonl"), model=shape)
     model = chosen_model(None, shape, work.layers, opened or Device(args.device), args.base_dtype)
     TrainingStep.fitting(model, args)

@@ -13,7 +13,7 @@ import typer
 from wgpu_lora.cli import completion
 from wgpu_lora.cli.bench_options import ComputeDtype, File, Layers, Model, Rank, Shape
 from wgpu_lora.cli.bench_training import max_batch, training
-from wgpu_lora.cli.commands import Command, Group, dashes
+from wgpu_lora.cli.commands import USED, Command, Group, dashes
 from wgpu_lora.cli.console import Bar, console, is_terminal, line, table
 from wgpu_lora.cli.options import BaseDtype, Device, refuse_idle
 from wgpu_lora.errors import UserError
@@ -51,6 +51,16 @@ class Bench(Group):
         return super().shell_complete(ctx, incomplete)
 
 
+class Bricks(Command):
+    """The command of which only the options are typed."""
+
+    def extra(self, ctx: Any, word: str) -> str:
+        typed = next(iter(ctx.meta[USED].values()), None)
+        if typed and dashes(word) in ctx.parent.command.commands:
+            return f"'{ctx.parent.command_path}' was given --{typed} and the command {dashes(word)}: leave one out."
+        return super().extra(ctx, word)
+
+
 bench = typer.Typer(
     cls=Bench,
     name="bench",
@@ -65,7 +75,7 @@ bench.command(cls=Command)(training)
 bench.command("max-batch", cls=Command)(max_batch)
 
 
-@bench.command(BRICKS, cls=Command, hidden=True)
+@bench.command(BRICKS, cls=Bricks, hidden=True)
 def bricks(
     ctx: typer.Context,
     brick: Annotated[
@@ -191,8 +201,8 @@ def _list() -> int:
 
 @bench.command(cls=Command)
 def compare(
-    before: Annotated[str, typer.Argument(help="Older result file of 'bench --json'.")],
-    now: Annotated[str, typer.Argument(help="Newer result file.")],
+    before: Annotated[str, typer.Argument(metavar="BEFORE", help="Older result file of 'bench --json'.")],
+    now: Annotated[str, typer.Argument(metavar="NOW", help="Newer result file.")],
 ) -> int:
     """Compare two result files.
 

@@ -27,7 +27,7 @@ from wgpu_lora.cli.answering import (
     for_stdout,
 )
 from wgpu_lora.cli.chat_commands import Commands
-from wgpu_lora.cli.console import Bar, Loading, console, folded, is_terminal
+from wgpu_lora.cli.console import Bar, TensorBar, console, folded, is_terminal
 from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Model
 from wgpu_lora.cli.reading import Reader, unmarked
 from wgpu_lora.errors import UserError
@@ -105,7 +105,7 @@ def run_chat(
     names = list(slots_of(adapters, compare)) if adapters or compare else [BASE]
     opened = open_model(model_of(adapters, model), device, base_dtype)
     with Bar("loading", opened.tensors_to_load()) as bar:
-        talk = Chat(opened, adapters, names, settings, max_length, Loading(bar))
+        talk = Chat(opened, adapters, names, settings, max_length, TensorBar(bar))
         if settings.system is not None and not talk.templated:
             raise UserError("The model has no chat template, so it cannot use a system prompt: leave it out.")
         talk.open()

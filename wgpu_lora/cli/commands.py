@@ -62,8 +62,16 @@ class Command(TyperCommand):
                 raise
             raise UserError(said) from None
         if rest and not ctx.resilient_parsing:
-            raise UserError(_extra(rest[0], self._names(ctx), ctx.meta[TYPED], ctx.command_path))
+            raise UserError(self.extra(ctx, rest[0]))
         return rest
+
+    def extra(self, ctx: Any, word: str) -> str:
+        """The error for a word that belongs to no option."""
+        return _extra(word, self._names(ctx), ctx.meta[TYPED], ctx.command_path)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Required arguments without the braces that Typer puts around them."""
+        return [re.sub(r"^\{(.+)\}", r"\1", piece) for piece in super().collect_usage_pieces(ctx)]
 
     def _wrong_value(self, ctx: Any, error: Exception) -> str | None:
         """The error for an invalid value of an option; None if Typer's own is good."""
@@ -81,7 +89,7 @@ class Command(TyperCommand):
         name = getattr(getattr(error, "param", None), "name", "")
         meant = f"did you mean {flag(name)} "
         words = [word for word in args if "Missing" in type(error).__name__ and not word.startswith("-")]
-        said = [_extra(word, self._names(ctx), ctx.meta[TYPED], ctx.command_path) for word in words]
+        said = [self.extra(ctx, word) for word in words]
         return next((text for text in said if meant in text), None)
 
     def invoke(self, ctx: Any) -> Any:

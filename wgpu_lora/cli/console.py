@@ -135,13 +135,16 @@ class Bar:
             self._progress = None
 
 
-class Loading(Events):
-    """A progress bar of loaded tensors."""
+class TensorBar(Events):
+    """A progress bar of loaded and written tensors."""
 
     def __init__(self, bar: Bar):
         self._bar = bar
 
     def loading(self, model: str, tensor: str, done: int, total: int) -> None:
+        self._bar.advance()
+
+    def written(self, tensor: str, done: int, total: int) -> None:
         self._bar.advance()
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from wgpu_lora.bounded import printable
-from wgpu_lora.cli.console import Bar, Loading, line, print_json
+from wgpu_lora.cli.console import Bar, TensorBar, line, print_json
 from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Json, Model, choice
 from wgpu_lora.cli.several import as_rows, show_losses
 from wgpu_lora.errors import NotFiniteError
@@ -20,7 +20,7 @@ from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.words import counted
 
 
-class _Shown(Loading):
+class _Shown(TensorBar):
     """A bar of loaded tensors, then one of evaluated rows."""
 
     def __init__(self, loaded: Bar, measured: Bar):

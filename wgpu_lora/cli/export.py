@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from wgpu_lora.cli.commands import Command, Group
-from wgpu_lora.cli.console import Bar, line
+from wgpu_lora.cli.console import Bar, TensorBar, line
 from wgpu_lora.cli.options import Model, choice
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.allowed import GGUF_TYPES
@@ -59,7 +59,7 @@ def gguf(
         with Bar("exporting", len(config_of(path).parameter_shapes())) as bar:
             # A hub id is a better name than the cache's directory.
             name = None if Path(named).exists() else named.rpartition("/")[2]
-            written = export_model(path, output, kind, adapter, name, lambda name: bar.advance())
+            written = export_model(path, output, kind, adapter, name, TensorBar(bar))
     line("exported", f"{source} into {output}")
     line("size", f"{written.nbytes:,} bytes, {kind}, {written.bits_per_weight:.2f} bits per weight")
     for note in written.notes:

@@ -22,7 +22,7 @@ from wgpu_lora.cli.answering import (
     TopP,
     for_stdout,
 )
-from wgpu_lora.cli.console import Bar, Loading, is_terminal, print_json
+from wgpu_lora.cli.console import Bar, TensorBar, is_terminal, print_json
 from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Json, Model, refuse_idle
 from wgpu_lora.cli.several import as_rows, show_answers
 from wgpu_lora.errors import UserError
@@ -165,7 +165,7 @@ def generate(
     return 0
 
 
-class _Streamed(Loading):
+class _Streamed(TensorBar):
     """Prints a single answer as it is generated."""
 
     def text(self, piece: str) -> None:
@@ -173,7 +173,7 @@ class _Streamed(Loading):
         print(for_stdout(piece), end="", flush=True)
 
 
-class _Collected(Loading):
+class _Collected(TensorBar):
     """Keeps every answer as a row, as soon as it is complete."""
 
     def __init__(self, requests: list[Request], several: bool, rows: list[dict[str, Any]], bar: Bar):

@@ -8,12 +8,15 @@ from typing import Annotated
 import typer
 
 from wgpu_lora.cli.completion import MODEL
-from wgpu_lora.cli.console import Bar, Loading, line
+from wgpu_lora.cli.console import Bar, TensorBar, line
 from wgpu_lora.cli.options import Device
 
 
 def import_model(
-    model: Annotated[str, typer.Argument(help="Model directory, GGUF file, hub id, or 'demo'.", autocompletion=MODEL)],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="Model directory, GGUF file, hub id, or 'demo'.", autocompletion=MODEL),
+    ],
     output: Annotated[Path, typer.Option(help="Directory for the packed model; it must not exist yet.")],
     device: Device = None,
 ) -> int:
@@ -28,7 +31,7 @@ def import_model(
     refuse_existing(output)  # before the model may be downloaded
     opened = open_model(model, device)
     with Bar("packing", opened.tensors_to_load() + len(opened.config.parameter_shapes())) as bar:
-        write_packed(opened, output, lambda name: bar.advance(), events=Loading(bar))
+        write_packed(opened, output, events=TensorBar(bar))
     nbytes = sum(path.stat().st_size for path in output.glob("*.safetensors"))
     line("packed", f"{opened.name} into {output}, {nbytes:,} bytes of weights")
     return 0

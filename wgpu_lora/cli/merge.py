@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from wgpu_lora.cli.console import Bar, line
+from wgpu_lora.cli.console import Bar, TensorBar, line
 from wgpu_lora.cli.options import Model, choice
 from wgpu_lora.names.allowed import MERGED_DTYPES
 
@@ -32,6 +32,6 @@ def merge(
     named = model or base_of(adapter) or "demo"
     directory = resolve_model(named)
     with Bar("merging", len(config_of(directory).parameter_shapes())) as bar:
-        merge_adapter(directory, adapter, output, dtype, lambda name: bar.advance(), name=named)
+        merge_adapter(directory, adapter, output, dtype, name=named, events=TensorBar(bar))
     line("merged", f"{directory} and {adapter} into {output}, {dtype}")
     return 0

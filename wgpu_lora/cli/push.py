@@ -13,7 +13,7 @@ from wgpu_lora.cli.console import console, line
 
 def push(
     directory: Annotated[Path, typer.Argument(help="Directory of an adapter, a model or a GGUF file.", metavar="DIR")],
-    repo: Annotated[str, typer.Argument(help="OWNER/NAME; created if it does not exist.")],
+    repo: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Repository; created if it does not exist.")],
     public: Annotated[
         bool, typer.Option("--public/--private", help="Visibility of a repository that is created.")
     ] = False,

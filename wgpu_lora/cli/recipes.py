@@ -36,7 +36,9 @@ def list_recipes() -> int:
 
 @recipes.command("show", cls=Command)
 def show(
-    name: Annotated[str, typer.Argument(help="Name of a bundled recipe, or a path.", autocompletion=RECIPE)],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of a bundled recipe, or a path.", autocompletion=RECIPE)
+    ],
 ) -> int:
     """Print a recipe, with what it reproduces and what it needs."""
     from wgpu_lora.train.recipes import find_recipe, recipe_arguments
@@ -49,8 +51,8 @@ def show(
 
 @recipes.command("data", cls=Command)
 def data(
-    name: Annotated[str, typer.Argument(help="Recipe with a generator: hive-mind-0.5b.")],
-    output: Annotated[Path, typer.Argument(help="JSONL file to write; it must not exist yet.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Recipe with a generator: hive-mind-0.5b.")],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="JSONL file to write; it must not exist yet.")],
     rows: Annotated[int, typer.Option(help="Number of rows. [x>=1]")] = 1500,
     seed: Annotated[int, typer.Option(help="Seed of the generator.")] = 0,
 ) -> int:

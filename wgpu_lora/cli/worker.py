@@ -8,7 +8,9 @@ import typer
 
 
 def worker(
-    job: Annotated[str, typer.Argument(help="JSON file with a job, or - to read it from standard input.")],
+    job: Annotated[
+        str, typer.Argument(metavar="JOB", help="JSON file with a job, or - to read it from standard input.")
+    ],
 ) -> int:
     """Run a job for another program, with JSON lines as output.
 

@@ -22,12 +22,12 @@ class Kind:
     check: (value, name of the column) -> the value to use; raises UserError, which names the column and not the row.
     is_text: whether a string is a value as it is. Other kinds may be strings in tables, whose columns have a single
         type; empty cells are then missing values.
-    cell: converts a cell of a CSV file before anything else is done with it.
+    cell: converts a cell of a CSV file, or returns it as it is.
     """
 
     check: Callable[[Any, str], Any]
     is_text: bool = False
-    cell: Callable[[str], Any] = str
+    cell: Callable[[str], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,18 @@ class RowFormats(Generic[T]):
                 f"the row fits no format: its keys are {keys}, but {self._needed}{f'; {advice}' if advice else ''}."
             )
         return form.read(Fields(row, form, self))
+
+    def of_cells(self, cells: Mapping[str, str]) -> dict[str, Any]:
+        """A row of a CSV file. Empty cells of columns that are not text are left out.
+
+        The required cells of a format are converted all or not at all: a prompt that only looks like messages is text
+        if the completion is.
+        """
+        kinds = {name: self.columns.get(name) for name in cells}
+        row = {name: cell for name, cell in cells.items() if cell or (kind := kinds[name]) is None or kind.is_text}
+        form = self._of(row)
+        made = {name: kind.cell(row[name]) for name, kind in (form.required if form else {}).items() if kind.cell}
+        return row if any(isinstance(value, str) for value in made.values()) else {**row, **made}
 
     def check_columns(self, names: Sequence[str]) -> None:
         """Raise UserError unless these columns of a table fit a format; the message lists them."""

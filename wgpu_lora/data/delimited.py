@@ -23,9 +23,8 @@ _SEPARATOR = re.compile(r"sep=.\s*")  # for Excel, before the header
 def read_delimited(path: Path, formats: RowFormats[Any]) -> Rows:
     """Yield the rows of a file whose first line has the column names, separated by commas, semicolons or tabs.
 
-    Cells are strings, unless the kind of their column converts them. Empty cells of columns that are not text are left
-    out. A row that has too many or too few cells, is misquoted, or is not UTF-8 is a Problem. The place of a row is its
-    first line.
+    A row is what `formats` make of its cells. One that has too many or too few cells, is misquoted, or is not UTF-8 is
+    a Problem. The place of a row is its first line.
 
     Raises:
         UserError: the file cannot be read or is empty, its header fits no format, or a quotation mark is not closed.
@@ -142,11 +141,4 @@ def _row(names: list[str], cells: list[str], formats: RowFormats[Any]) -> dict[s
     if len(cells) != len(names):
         reason = f"it has {counted(len(cells), 'cell')}, but the header names {counted(len(names), 'column')}."
         return Problem(reason, cells)
-    row: dict[str, Any] = {}
-    for name, cell in zip(names, cells, strict=True):
-        kind = formats.columns.get(name)
-        if kind is None and name:
-            row[name] = cell
-        elif kind and (cell or kind.is_text):
-            row[name] = kind.cell(cell)
-    return row
+    return formats.of_cells({name: cell for name, cell in zip(names, cells, strict=True) if name})

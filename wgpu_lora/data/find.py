@@ -134,6 +134,8 @@ def _named(data: str, split: str | None, config: str | None, option: str = "spli
 
 
 def _look_up(data: str, split: str | None, config: str | None, option: str, argument: str) -> _Named:
+    if not data.strip():
+        raise UserError(f"{flag(argument)} is empty: give a file, a folder or a dataset.")
     path = Path(data)
     if path.is_file() or (path.exists() and not path.is_dir()):
         if split:

@@ -21,7 +21,7 @@ def renaming(names: Sequence[str], formats: Sequence[Sequence[str]]) -> str | No
     """Advice on which keys to rename, for one of the formats, given by their required keys; None without a guess."""
     known = {name.strip().lower(): name for name in names}
     if "chosen" in known and "rejected" in known and not any("chosen" in keys for keys in formats):
-        return "these are preferences; SFT can train on the chosen answers, as 'completion'"
+        return f"these are preferences; rename {known['chosen']!r} to 'completion' to train on the chosen answers alone"
     first = {keys[0] for keys in formats}
     guesses = [guess for keys in formats if (guess := _renamed(known, keys, first - {*keys}))]
     if not guesses:

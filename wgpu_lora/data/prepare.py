@@ -31,8 +31,7 @@ class Row:
 
     input_ids, labels: int32, both [tokens]; labels are unshifted, -100 for tokens that are not trained on.
     index: number of the row in the data, counting all rows of all examples, including dropped ones. Random numbers
-    depend
-        on it, so it must not change with `max_length`.
+        depend on it, so it must not change with `max_length`.
     """
 
     input_ids: np.ndarray

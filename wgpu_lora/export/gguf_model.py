@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from math import prod
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import numpy as np
 from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType, size_label
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import SILENT, Events
 from wgpu_lora.export import mix
 from wgpu_lora.export.gguf_vocabulary import read_vocabulary, write_vocabulary
 from wgpu_lora.export.merge import F16_MAX, MergedModel
@@ -44,7 +46,7 @@ def export_model(
     kind: str = "f16",
     adapter: Path | None = None,
     name: str | None = None,
-    progress: Callable[[str], None] = lambda name: None,
+    events: Events = SILENT,
 ) -> Written:
     """Writes a model for llama.cpp.
 
@@ -53,7 +55,7 @@ def export_model(
         adapter: a PEFT directory to merge.
         kind: one of `mix.FILE_TYPES`.
         name: general.name; by default, the name of the directory.
-        progress: called with each tensor's name once it is written.
+        events: receives `written`.
 
     Raises:
         UserError: a file cannot be read, the adapter does not fit, llama.cpp does not support the model, or `output`
@@ -66,6 +68,7 @@ def export_model(
     config = merged.config
     check_expressible(config, model)
     vocabulary = read_vocabulary(merged.tokenizer, config, model)
+    done = count(1)
 
     def packed(own: str, target: GGMLQuantizationType) -> Iterator[np.ndarray]:
         item = config.parameters[own]
@@ -73,7 +76,7 @@ def export_model(
         for values in merged.pieces(own, size):
             _check_range(values, own, target)
             yield pack(to_neighbours(values, len(values) // size) if item.gguf_heads else values, target)
-        progress(own)
+        events.written(own, next(done), len(merged.shapes))
 
     form, names, tensors = config.gguf(), gguf_names(config), Tensors()
     for own, shape in merged.shapes.items():
@@ -82,21 +85,21 @@ def export_model(
     for stated, values in form.tensors(config).items():
         tensors[stated] = (values.shape, GGMLQuantizationType.F32, partial(iter, [values]))
     with new_gguf(output, form.name) as writer:
-        count = sum(prod(shape) for shape in merged.shapes.values())
+        total = sum(prod(shape) for shape in merged.shapes.values())
         finetune = adapter.absolute().name if adapter else ""
         file_type = mix.FILE_TYPES[kind].number
         _write_general(
             writer,
             name or (model.absolute().stem if is_gguf(model) else model.absolute().name),
             file_type,
-            count,
+            total,
             finetune,
         )
         form.write(config, writer)
         write_vocabulary(writer, vocabulary)
         write_tensors(writer, tensors)
     tensor_bytes = sum(nbytes(shape, target) for shape, target, _ in tensors.values())
-    return Written(output.stat().st_size, tensor_bytes, count, (*form.notes(config), *vocabulary.notes))
+    return Written(output.stat().st_size, tensor_bytes, total, (*form.notes(config), *vocabulary.notes))
 
 
 def check_expressible(config: ModelConfig, model: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import ml_dtypes
@@ -11,6 +12,7 @@ import numpy as np
 
 from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
+from wgpu_lora.events import SILENT, Events
 from wgpu_lora.export.companions import write_companions
 from wgpu_lora.formats.cards import CARD, card_of_merged
 from wgpu_lora.formats.hub import is_gguf
@@ -35,14 +37,15 @@ class MergedModel:
         adapter: a PEFT directory.
 
     Raises:
-        UserError: a file cannot be read, the adapter does not fit, the model is stored in NF4, or, while reading, a
+        UserError: a file cannot be read, the adapter does not fit, the model is stored packed, or, while reading, a
             value is not finite.
     """
 
     def __init__(self, model: Path, adapter: Path | None = None):
         self.config = config_of(model)
         if self.config.packed:
-            raise UserError(f"The linear layers of {model} are stored in NF4: give the model in full precision.")
+            kind = self.config.packed.upper()
+            raise UserError(f"The linear layers of {model} are stored in {kind}: give the model in full precision.")
         files = read_model(model)
         self.tokenizer = files.tokenizer
         self._checkpoint = files.checkpoint
@@ -96,17 +99,17 @@ def merge_adapter(
     adapter: Path,
     output: Path,
     dtype: str = "bf16",
-    progress: Callable[[str], None] = lambda name: None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     name: str | None = None,
+    events: Events = SILENT,
 ) -> None:
     """Writes base plus adapter, computed in float32, as a Hugging Face model directory.
 
     Args:
         model: the base: a directory in full precision, or a GGUF file.
         dtype: bf16, f16 or f32, of every tensor.
-        progress: called with each tensor's name once it is written.
         name: of the base in the model card, such as a hub id.
+        events: receives `written`.
 
     Raises:
         UserError: a file cannot be read, the adapter does not fit, `output` exists, or a value is out of f16's range.
@@ -115,6 +118,7 @@ def merge_adapter(
         raise UserError(f"{setting('dtype', dtype)} is not known: choose one of {', '.join(DTYPES)}.")
     merged = MergedModel(model, adapter)
     kind, numpy_type = DTYPES[dtype]
+    done = count(1)
 
     def pieces(name: str) -> Iterator[np.ndarray]:
         for values in merged.pieces(name):
@@ -124,7 +128,7 @@ def merge_adapter(
                 )
             # As bits, because NumPy does not support bfloat16 buffers.
             yield values.astype(numpy_type).view(np.uint8)
-        progress(name)
+        events.written(name, next(done), len(merged.shapes))
 
     with new_model_directory(output, model) as directory:
         if is_gguf(model):

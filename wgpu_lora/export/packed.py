@@ -1,9 +1,10 @@
-"""Writes a model quantised to NF4 on the device in bitsandbytes' format, which loads without requantising."""
+"""Writes a model as it was quantised on the device, in its base format's packed form, which loads as it is."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -12,53 +13,55 @@ from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.export.companions import write_companions
-from wgpu_lora.formats.bitsandbytes import KIND, QUANTIZATION_CONFIG, STATE, stored_parts
 from wgpu_lora.formats.checkpoint import Checkpoint
 from wgpu_lora.formats.gguf.checkpoint import GGUFCheckpoint
 from wgpu_lora.formats.hub import is_gguf
+from wgpu_lora.formats.packed import ARRAYS
 from wgpu_lora.formats.shards import MAX_SHARD_BYTES, TensorSpec, new_model_directory, write_shards
 from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.weights.packed import PackedForm
+from wgpu_lora.weights.registry import packed_form
 
 TORCH = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-SAFETENSORS = {np.dtype(np.uint8): "U8", np.dtype(np.float32): "F32"}
+SAFETENSORS = {dtype: name for name, dtype in ARRAYS.items()}
 
 
 def write_packed(
     model: LoadedModel,
     output: Path,
-    progress: Callable[[str], None] = lambda name: None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     events: Events = SILENT,
 ) -> None:
-    """Writes a model with its linear layers in NF4 as a directory that this package and transformers load.
+    """Writes a model with its linear layers packed, as a directory that this package and others load.
 
     Other tensors keep their dtype. The model's weights are loaded if necessary.
 
     Args:
-        progress: called with each tensor's name once it is written. events: receives `loading`.
+        events: receives `loading` and `written`.
 
     Raises:
-        UserError: the model's base format is not NF4, its file is already quantised, or `output` exists.
+        UserError: the model's base format has no packed form, its file is already quantised, or `output` exists.
     """
     checkpoint = model.checkpoint
-    kept = model.config.packed is None and model.decoder.base_dtype == KIND
-    if not isinstance(checkpoint, Checkpoint | GGUFCheckpoint) or not kept:
-        raise UserError(f"{model.name} is not quantised on loading: give a model in full precision, to be kept in NF4.")
+    form = packed_form(model.decoder.base_dtype)
+    if not isinstance(checkpoint, Checkpoint | GGUFCheckpoint) or model.config.packed:
+        raise UserError(f"{model.name} is not quantised on loading: give a model in full precision.")
     with new_model_directory(output, model.path) as directory:  # which refuses `output` before the weights are loaded
         model.load_weights(events)
         if is_gguf(model.path):
             write_companions(model.path, model.tokenizer, directory)
-        _write_weights(model, checkpoint, directory, progress, max_shard_bytes)
-        stated = read_json(directory / "config.json") | {"quantization_config": QUANTIZATION_CONFIG}
+        _write_weights(model, checkpoint, form, directory, max_shard_bytes, events)
+        stated = read_json(directory / "config.json") | {"quantization_config": dict(form.quantization_config)}
         (directory / "config.json").write_text(json.dumps(stated, indent=2) + "\n")
 
 
 def _write_weights(
     model: LoadedModel,
     checkpoint: Checkpoint | GGUFCheckpoint,
+    form: PackedForm,
     directory: Path,
-    progress: Callable[[str], None],
     max_shard_bytes: int,
+    events: Events,
 ) -> None:
     linears = model.config.matrices()
     packed = {name: weight for name, weight in model.decoder.matrices() if name in linears}
@@ -70,25 +73,24 @@ def _write_weights(
             parts.clear()
             found = packed[name].packed(model.device)
             assert found, f"{name} is not packed"
-            parts.update(stored_parts(name, found, TORCH[checkpoint.dtype(name)]))
+            parts.update(form.tensors(name, found, TORCH[checkpoint.dtype(name)]))
         return parts
 
     specs: dict[str, TensorSpec] = {}
-    matrix_of: dict[str, str] = {}
+    owner: dict[str, str] = {}  # the parameter that a tensor is of
     for name in model.config.parameter_shapes():
         if name in packed:
             for part, values in of(name).items():
-                specs[part], matrix_of[part] = TensorSpec(SAFETENSORS[values.dtype], values.shape), name
+                specs[part], owner[part] = TensorSpec(SAFETENSORS[values.dtype], values.shape), name
         elif name in checkpoint.names():
-            specs[name] = TensorSpec(checkpoint.dtype(name), checkpoint.shape(name))
+            specs[name], owner[name] = TensorSpec(checkpoint.dtype(name), checkpoint.shape(name)), name
+    last = {name: tensor for tensor, name in owner.items()}
+    done = count(1)
 
-    def pieces(name: str) -> Iterator[np.ndarray]:
-        if name in matrix_of:
-            yield of(matrix_of[name])[name].view(np.uint8)
-            if name.endswith(STATE):
-                progress(matrix_of[name])
-        else:
-            yield checkpoint.read_raw(name)
-            progress(name)
+    def pieces(tensor: str) -> Iterator[np.ndarray]:
+        name = owner[tensor]
+        yield of(name)[tensor].view(np.uint8) if name in packed else checkpoint.read_raw(name)
+        if tensor == last[name]:
+            events.written(name, next(done), len(last))
 
     write_shards(directory, specs, pieces, max_shard_bytes)

@@ -21,7 +21,7 @@ from wgpu_lora.bounded import MAX_JSON_BYTES, parse_object, read_json
 from wgpu_lora.errors import UserError
 
 if TYPE_CHECKING:
-    from wgpu_lora.weights.base import Packed
+    from wgpu_lora.weights.packed import Packed
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -29,8 +29,8 @@ SUPPORTED_DTYPES: dict[str, np.dtype] = {"BF16": np.dtype("<u2"), "F16": np.dtyp
 
 MAX_DIMENSIONS = 8
 MAX_EXTENT = 1 << 48
-_ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
-_ITEM_BYTES |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
+ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
+ITEM_BYTES |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
 EDGE_BYTES = 64 * 1024
 _FILE_NAME = re.compile(r"[^/\\:\0]{1,200}")
 _LAYER = re.compile(r".*?\.[0-9]{1,6}\.")  # a tensor's name up to the layer's number
@@ -109,11 +109,11 @@ class Checkpoint:
     def read_stored(self, name: str) -> np.ndarray:
         """The bytes of a whole tensor of any dtype: uint8."""
         entry = self._entry(name)
-        count = _ITEM_BYTES[entry.dtype] * int(np.prod(entry.shape, dtype=np.int64))
+        count = ITEM_BYTES[entry.dtype] * int(np.prod(entry.shape, dtype=np.int64))
         return np.fromfile(entry.path, np.uint8, count, offset=entry.offset)
 
     def packed(self, name: str) -> Packed | None:
-        """The tensor if it is stored in a base format, as in `formats.bitsandbytes`; here always None."""
+        """The tensor if it is stored in a base format, as in `formats.packed`; here always None."""
         return None
 
     def read_f32(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:
@@ -214,7 +214,7 @@ def _parse_entry(path: Path, name: str, value: object, data_start: int) -> tuple
     if len(shape) > MAX_DIMENSIONS:
         raise damaged
     items = prod(shape)
-    if begin > end or (dtype in _ITEM_BYTES and end - begin != items * _ITEM_BYTES[dtype]):
+    if begin > end or (dtype in ITEM_BYTES and end - begin != items * ITEM_BYTES[dtype]):
         raise damaged
     return TensorEntry(path, data_start + begin, dtype, tuple(shape)), begin, end
 

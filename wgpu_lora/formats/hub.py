@@ -8,6 +8,7 @@ from pathlib import Path
 from wgpu_lora.assets import DEMO_MODEL
 from wgpu_lora.bounded import check_path
 from wgpu_lora.errors import UserError
+from wgpu_lora.names.naming import flag
 
 # Only safetensors: other weight formats may run code when they are loaded.
 ALLOW_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.*"]
@@ -24,6 +25,8 @@ def resolve_model(model: str) -> Path:
     """
     if model == "demo":
         return DEMO_MODEL
+    if not model.strip():
+        raise UserError(f"{flag('model')} is empty: give a directory, a GGUF file, a hub id, or 'demo'.")
     check_path(model)
     try:
         path = Path(model).expanduser()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.cards import CARD
 from wgpu_lora.formats.upload import Upload
+from wgpu_lora.names.naming import setting
 
 
 def push(upload: Upload, repo: str, private: bool = True) -> str:
@@ -23,7 +24,8 @@ def push(upload: Upload, repo: str, private: bool = True) -> str:
 
     if constants.is_offline_mode():
         raise UserError(
-            "HF_HUB_OFFLINE is set, so nothing is uploaded: unset it, or only list the files with --dry-run."
+            "HF_HUB_OFFLINE is set, so nothing is uploaded: unset it, or only list the files with "
+            f"{setting('dry_run', True)}."
         )
     token = get_token()
     if not token:

@@ -15,11 +15,10 @@ import numpy as np
 from wgpu_lora.atomic import replace_directory
 from wgpu_lora.bounded import check_name, leads_out
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.checkpoint import INDEX, SINGLE
+from wgpu_lora.formats.checkpoint import INDEX, ITEM_BYTES, SINGLE
 from wgpu_lora.names.naming import flag
 
 MAX_SHARD_BYTES = 5 * 10**9  # transformers' own default
-ITEM_BYTES = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4}
 # The files of a model directory besides the weights.
 COMPANIONS = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*", "chat_templates/*.jinja")
 

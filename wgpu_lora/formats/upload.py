@@ -14,6 +14,7 @@ from wgpu_lora.formats.checkpoint import INDEX, SINGLE, Checkpoint
 from wgpu_lora.formats.file_names import TEMPLATE, TOKENIZER
 from wgpu_lora.formats.hub import hub_id
 from wgpu_lora.formats.peft import CONFIG, WEIGHTS, read_adapter
+from wgpu_lora.names.naming import flag, setting
 
 LICENCES = re.compile(r"(LICEN[CS]E|NOTICE|COPYING)(\.(md|txt))?")
 CONFIGURATION = ("config.json", "generation_config.json")
@@ -72,10 +73,13 @@ def prepare(directory: Path, include: list[str] | None = None, exclude: list[str
     for path in chosen.values():
         if leads_out(path, directory):
             raise UserError(
-                f"{path} is a link to a file outside of {directory}: replace it with a copy, or --exclude it."
+                f"{path} is a link to a file outside of {directory}: replace it with a copy, or leave it out with "
+                f"{flag('exclude')}."
             )
     if not chosen:
-        raise UserError(f"--include and --exclude leave no files of {directory} to upload: change the patterns.")
+        raise UserError(
+            f"{flag('include')} and {flag('exclude')} leave no files of {directory} to upload: change the patterns."
+        )
     if kind == "adapter" and not {WEIGHTS, CONFIG} <= chosen.keys():
         notes.append(f"it cannot be loaded without {WEIGHTS} and {CONFIG}.")
     card = None
@@ -145,4 +149,4 @@ def _reason(name: str, known: dict[str, str], include: list[str], exclude: list[
     private = next((part for part in name.split("/") if PRIVATE.fullmatch(part)), None)
     if private:
         matching = [pattern for pattern in matching if private in pattern.split("/")]
-    return f"--include {matching[0]}" if matching else None
+    return setting("include", matching[0]) if matching else None

@@ -76,8 +76,8 @@ def answer_slots(
     Raises:
         UserError: there is no tokenizer, a prompt is too long, an adapter does not fit, or a value is out of range.
     """
-    if batch is not None and batch < 1:
-        raise UserError(f"A batch of {batch} prompts is not possible: use a batch of at least one.")
+    if batch is not None and (type(batch) is not int or batch < 1):
+        raise UserError(f"A batch of {batch!r:.40} prompts is not possible: use a batch of at least one.")
     tokenizer = tokenizer_of(model)
     ids = prompt_ids(tokenizer, prompts, settings)
     found: list[Answer] = []

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft import read_adapter
@@ -33,25 +34,24 @@ def named_adapters(texts: Sequence[str]) -> dict[str, Path]:
         name, directory = _split(text)
         if name in found:
             raise UserError(
-                f"--adapter gives two adapters the name '{name}' ({found[name]} and {directory}): give each its own, "
-                "NAME=DIR."
+                f"{flag('adapter')} gives two adapters the name '{name}' ({found[name]} and {directory}): give each "
+                "its own, NAME=DIR."
             )
         same = places.setdefault(os.path.realpath(directory), name)
         if same != name:
-            raise UserError(f"--adapter lists {directory} twice, as '{same}' and as '{name}': leave one out.")
+            raise UserError(f"{flag('adapter')} lists {directory} twice, as '{same}' and as '{name}': leave one out.")
         found[name] = directory
     return found
 
 
 def _split(text: str) -> tuple[str, Path]:
-    if not text.strip():
-        raise UserError("--adapter is empty: give it a value, or leave it out.")
+    check_directory(text)
     name, equals, directory = text.partition("=")
     if os.path.isdir(text) or not equals or "/" in name or os.sep in name:
         last = os.path.basename(os.path.abspath(text))  # also for "out/" and "."
         return last or text, Path(text)
     if not name.strip() or not directory.strip():
-        raise UserError(f"--adapter {text} is not NAME=DIR: write both, or DIR alone.")
+        raise UserError(f"{flag('adapter')} {text} is not NAME=DIR: write both, or DIR alone.")
     return name.strip(), Path(os.path.expanduser(directory))  # shells do not expand ~ after the '='
 
 
@@ -96,9 +96,10 @@ def slots_of(adapters: Mapping[str, str | Path], include_base: bool) -> dict[str
         raise UserError(f"The adapters must be a dict of directories by name, not {adapters!r:.100}.")
     if not adapters:
         raise UserError("There is no adapter to compare: give at least one.")
-    for name in adapters:
+    for name, directory in adapters.items():
         if not isinstance(name, str) or not name.strip():
             raise UserError(f"{name!r} is not a name for an adapter: use text that is not empty.")
+        check_directory(directory)
     if include_base and BASE in adapters:
         raise UserError(
             f"An adapter is named '{BASE}', which is the model without an adapter: give it another name, such as "
@@ -106,6 +107,14 @@ def slots_of(adapters: Mapping[str, str | Path], include_base: bool) -> dict[str
         )
     slots: dict[str, int | None] = {BASE: None} if include_base else {}
     return slots | {name: slot for slot, name in enumerate(adapters)}
+
+
+def check_directory(adapter: Any) -> None:
+    """Raise UserError if an argument is not an adapter's directory: an empty one is not the working directory."""
+    if not isinstance(adapter, str | Path):
+        raise UserError(f"{flag('adapter')} must be a directory, not {adapter!r:.100}.")
+    if not str(adapter).strip():
+        raise UserError(f"{flag('adapter')} is empty: give it a value, or leave it out.")
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from wgpu_lora.data.source import Problem
 from wgpu_lora.errors import UserError
 from wgpu_lora.infer.answer import Answer
 from wgpu_lora.infer.prompt import Prompt, check_prompt
+from wgpu_lora.names.naming import flag
 from wgpu_lora.words import counted
 
 MAX_TEXT_BYTES = 256 << 20
@@ -58,7 +59,7 @@ def read_requests(path: Path) -> list[Request]:
     """
     if not path.is_file():
         wrong = f"{path} is not a regular file" if path.exists() else f"{path} does not exist"
-        raise UserError(f"{wrong}: give --prompts JSONL rows with 'prompt' or 'messages', or lines of text.")
+        raise UserError(f"{wrong}: give {flag('prompts')} JSONL rows with 'prompt' or 'messages', or lines of text.")
     with opened(path) as file:
         begins = file.read(4096)
     if bare_name(path).suffix.lower() not in SUFFIXES and not _ROWS.match(begins):
@@ -123,7 +124,7 @@ def to_jsonl(rows: Sequence[Mapping[str, Any]]) -> bytes:
 def check_new(path: Path) -> None:
     """Raise UserError if `path` cannot be written; called before generating."""
     if path.is_symlink() or path.exists():
-        raise UserError(f"{path} already exists: choose another --output, or remove it.")
+        raise UserError(f"{path} already exists: choose another {flag('output')}, or remove it.")
     if not path.parent.is_dir():
         raise UserError(f"{path} cannot be written, since the directory {path.parent} does not exist: create it first.")
 
@@ -139,7 +140,7 @@ def kept_on_failure(
         done = rows() if path else []
         if path and done:
             part = _free(path.with_name(f"{path.name}.part"))
-            write_new_bytes(part, to_jsonl(done), "--output")
+            write_new_bytes(part, to_jsonl(done), flag("output"))
             say(f"{counted(len(done), 'answer')} so far: {part}")
         raise
 

@@ -11,9 +11,10 @@ import numpy as np
 
 from wgpu_lora.errors import NotFiniteError
 from wgpu_lora.formats.checkpoint import WeightSource
-from wgpu_lora.weights.base import Packed
+from wgpu_lora.weights.packed import Packed
 
 LARGEST = {"BF16": 0x7F7F, "F16": 0x7BFF, "F32": 0x7F7FFFFF}  # bits of the largest finite magnitude
+FLOATS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # NumPy's names -> safetensors' notation
 AHEAD = 1  # pieces that may wait to be checked
 CHUNK = 1 << 18  # values checked at a time, so that they stay in the processor's cache
 
@@ -68,7 +69,7 @@ class AuditedSource:
         return found and replace(found, read=lambda: self._look_at_parts(name, found))
 
     def _look_at_parts(self, name: str, packed: Packed) -> tuple[np.ndarray, ...]:
-        return tuple(self._look(name, part, "F32" if part.dtype == np.float32 else None) for part in packed.read())
+        return tuple(self._look(name, part, FLOATS.get(part.dtype.name)) for part in packed.read())
 
     # -- the thread --------------------------------------------------------------------------------------------------
 

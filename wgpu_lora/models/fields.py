@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.weights.registry import packed_forms
 
 # Limits several times larger than any published model, so that a damaged or hostile file cannot exhaust memory.
 MOST = {
@@ -62,16 +63,19 @@ def token_ids(d: Mapping[str, Any], where: str) -> tuple[int, ...]:
 
 
 def packed(d: Mapping[str, Any], where: str) -> str | None:
-    """The base format of stored linear layers from quantization_config: NF4, the only supported one, or None."""
+    """The base format that quantization_config says the linear layers are stored in; None if there is none."""
     quantization = d.get("quantization_config")
     if not quantization:
         return None
     stated = quantization if isinstance(quantization, Mapping) else {"quant_method": quantization}
-    method, kind = stated.get("quant_method"), stated.get("bnb_4bit_quant_type")
-    if method == "bitsandbytes" and stated.get("load_in_4bit") and kind == "nf4":
-        return str(kind)
+    forms = packed_forms()
+    for name, form in forms.items():
+        if form.matches(stated):
+            return name
+    kind = next((value for key, value in stated.items() if key.endswith("quant_type")), None)
+    titles = " or ".join(form.title for form in forms.values())
     raise UserError(
-        f"quantization_config in {where} says the weights are stored as {method!r}"
-        f"{f' ({kind})' if kind else ''}, which is not supported: use bitsandbytes' NF4, or the unquantised checkpoint "
-        "(BF16, F16 or F32), which is quantised to NF4 on loading."
+        f"quantization_config in {where} says the weights are stored as {stated.get('quant_method')!r}"
+        f"{f' ({kind})' if kind else ''}, which is not supported: use {titles}, or the "
+        "unquantised checkpoint (BF16, F16 or F32), which is quantised on loading."
     )

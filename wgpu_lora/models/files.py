@@ -8,10 +8,10 @@ from pathlib import Path
 from wgpu_lora.data.gguf_tokenizer import read_tokenizer
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.bitsandbytes import PackedCheckpoint
 from wgpu_lora.formats.checkpoint import Checkpoint, WeightSource
 from wgpu_lora.formats.gguf.header import read_header
 from wgpu_lora.formats.hub import is_gguf
+from wgpu_lora.formats.packed import PackedCheckpoint
 from wgpu_lora.formats.peft import CONFIG
 from wgpu_lora.models.architectures import load_config
 from wgpu_lora.models.config import ModelConfig
@@ -46,7 +46,7 @@ def config_of(path: Path) -> ModelConfig:
 def open_checkpoint(directory: Path, config: ModelConfig) -> Checkpoint:
     """A directory's weights, checked against the config. Raises UserError."""
     if config.packed:
-        packed = PackedCheckpoint(directory)
+        packed = PackedCheckpoint(directory, config.packed)
         packed.check_against(config.parameter_shapes(), config.matrices())
         return packed
     checkpoint = Checkpoint(directory)

@@ -43,7 +43,7 @@ SENTENCES: tuple[tuple[str, str], ...] = (
     ),
     (
         "does not exist here: {optim} selects the optimizer, which has its own options",
-        "optim_args optim_target_modules adafactor momentum",
+        "optim_target_modules adafactor momentum",
     ),
     (
         "does not exist here: the held-out data of {eval_data} are evaluated after every epoch, or every "

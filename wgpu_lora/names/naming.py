@@ -6,6 +6,7 @@ Messages spell options with `flag`, `setting` and `either`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -43,6 +44,7 @@ IN_FILE = Naming(
     lambda name: f"'{name}'",
     lambda name, value: f"{name} = {str(value).lower() if isinstance(value, bool) else repr(value)}",
 )
+IN_JSON = Naming(lambda name: f"'{name}'", lambda name, value: f'"{name}": {json.dumps(value, default=str)}')
 _CURRENT: ContextVar[Naming] = ContextVar("naming", default=PYTHON)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, In, InOut, Out, kernel, one_per
+from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, In, InOut, Out, Place, kernel, one_per
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.recorder import Recorder
 
@@ -45,7 +45,9 @@ def pcg(v: np.ndarray) -> np.ndarray:
 
 
 @kernel("dropout.wgsl", grid=lambda c: one_per(c.rows * c.cols), lib=("linear",))
-def dropout_apply(x: In, draws: Fixed, y: InOut, *, rows: U32, cols: U32, module: U32, accumulate: Flag = False) -> Any:
+def dropout_apply(
+    x: In, draws: Fixed, y: InOut, *, rows: U32, cols: U32, module: Place[U32], accumulate: Flag = False
+) -> Any:
     """y (+)= x keep / (1 - p), keep hashed from dropout keys: draws[t] = (key, key, p 2^32, bits of 1 / (1 - p))."""
     draws = draws.reshape(rows, 4).astype(np.uint32)
     inner = pcg(module ^ pcg(np.arange(cols)))

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Fixed, In, InOut, Word, kernel, one_per
+from wgpu_lora.gpu.kernel import U32, Fixed, In, InOut, Place, Word, kernel, one_per
 from wgpu_lora.gpu.part import Part
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.gpu.tunable import Arrays, Constants
@@ -40,7 +40,7 @@ def rows_asked_for(arrays: Arrays, c: Constants) -> Part:
 
 @kernel("embedding.wgsl.j2", grid=lambda c: one_per(c.rows * c.cols), lib=("linear", "half"), part=rows_asked_for)
 def embedding_rows(
-    ids: Fixed, table: Fixed, y: InOut, *, rows: U32, cols: U32, first: U32, count: U32, b_type: Word = "f32"
+    ids: Fixed, table: Fixed, y: InOut, *, rows: U32, cols: U32, first: Place[U32], count: U32, b_type: Word = "f32"
 ) -> Any:
     """y[t] = table[ids[t] - first] for ids in [first, first + count); other rows are unchanged."""
     local = ids.astype(np.int64) - first

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Fixed, In, InOut, Out, kernel, one_per
+from wgpu_lora.gpu.kernel import U32, Fixed, In, InOut, Out, Place, kernel, one_per
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.elementwise import fill
 from wgpu_lora.ops.embedding import Table, embed, gather_rows, scatter_rows
@@ -28,7 +28,15 @@ LOWEST = -3.0e38
 
 @kernel("softmax_chunk.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
 def softmax_chunk(
-    logits: InOut, targets: Fixed, count: Fixed, state: InOut, rescale: InOut, *, rows: U32, cols: U32, first: U32
+    logits: InOut,
+    targets: Fixed,
+    count: Fixed,
+    state: InOut,
+    rescale: InOut,
+    *,
+    rows: U32,
+    cols: U32,
+    first: Place[U32],
 ) -> Any:
     """logits -> exp(logits - m'); state = (m', sum', target's logit, 0); rescale = exp(m - m'). Rows < count[0]."""
     logits, state, rescale = logits.copy(), state.reshape(rows, 4).copy(), rescale.copy()

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, Grid, In, InOut, Word, cdiv, kernel
+from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, Grid, In, InOut, Place, Word, cdiv, kernel
 from wgpu_lora.ops.matmul_tuning import (
     LoraTuning,
     MatmulTuning,
@@ -75,9 +75,9 @@ def matmul_nt(
     n: Dim,
     k: Dim,
     a_skip: Dim = 0,
-    a_first: Dim = 0,
+    a_first: Place[Dim] = 0,
     y_skip: Dim = 0,
-    y_first: Dim = 0,
+    y_first: Place[Dim] = 0,
     accumulate: Flag = False,
     b_type: Word = "f32",
     a_type: Word = "f32",
@@ -103,9 +103,9 @@ def matmul_nn(
     n: Dim,
     k: Dim,
     a_skip: Dim = 0,
-    a_first: Dim = 0,
+    a_first: Place[Dim] = 0,
     y_skip: Dim = 0,
-    y_first: Dim = 0,
+    y_first: Place[Dim] = 0,
     accumulate: Flag = False,
     b_type: Word = "f32",
     a_type: Word = "f32",
@@ -145,7 +145,7 @@ def lora_nt(
     k: Dim,
     slots: U32,
     stride: Dim,
-    first_row: Dim = 0,
+    first_row: Place[Dim] = 0,
     accumulate: Flag = False,
     b_type: Word = "f32",
     form: Word = "nt",
@@ -175,7 +175,7 @@ def lora_nn(
     k: Dim,
     slots: U32,
     stride: Dim,
-    first_row: Dim = 0,
+    first_row: Place[Dim] = 0,
     accumulate: Flag = False,
     b_type: Word = "f32",
     form: Word = "nn",
@@ -201,7 +201,7 @@ def lora_tn(
     k: Dim,
     slots: U32,
     stride: Dim,
-    first_row: Dim = 0,
+    first_row: Place[Dim] = 0,
     accumulate: Flag = True,
     b_type: Word = "f32",
     form: Word = "tn",

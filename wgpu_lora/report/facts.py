@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from wgpu_lora.names.naming import flag
 from wgpu_lora.report.runs import SPEEDS, Run
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.ending import OUTCOMES, STOP_TEXT
@@ -122,8 +123,10 @@ def verdict(runs: Sequence[Run]) -> str:
     known = [(run.record.eval_loss, run.name, run) for run in runs if run.record.eval_loss is not None]
     if len({origin(run)[HELD_OUT] for *_, run in known}) > 1:
         return "The held-out losses are of different data, so they cannot be compared."
+    if len({run.record.options.objective for *_, run in known}) > 1:
+        return "The held-out losses are of different objectives, so they cannot be compared."
     if len(known) < 2:
-        return "" if known else "No run has a held-out loss (--eval-data) to compare."
+        return "" if known else f"No run has a held-out loss ({flag('eval_data')}) to compare."
     lowest = min(loss for loss, *_ in known)
     best = [name for loss, name, _ in known if loss == lowest]
     return f"{listed(best)} {'has' if len(best) == 1 else 'have'} the lowest held-out loss at the end, {lowest:.4f}."

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.train.output import LOG
 from wgpu_lora.train.pipeline_state import MEMBER, home_of, read_pipeline_state
 from wgpu_lora.train.records import PIPELINE, RUN
@@ -41,17 +42,17 @@ def _members(pipeline: Path) -> list[Path]:
 def nothing_in(directory: Path) -> UserError:
     """The error for a directory without a finished run, by what is in it."""
     if not directory.is_dir():
-        return UserError(f"There is no directory {directory}: give a run's --output.")
+        return UserError(f"There is no directory {directory}: give a run's {flag('output')}.")
     if (directory / STATE).is_file() and (directory / "adapter_config.json").is_file():
-        return UserError(f"{directory} holds a checkpoint, and no finished run: give the --output of its run.")
+        return UserError(f"{directory} holds a checkpoint, and no finished run: give the {flag('output')} of its run.")
     if any((directory / name).is_file() for name in (LOG, MEMBER, STATE)):
         return UserError(
             f"{directory} holds no finished run (there is no {RUN}): wait until it has ended, or, if it was killed, "
-            "continue it with --resume."
+            f"continue it with {setting('resume', True)}."
         )
     inside = [str(path.parent) for path in sorted(directory.glob(f"*/{RUN}"))[:FEW]]
     advice = f", such as {' '.join(inside)}" if inside else ""
-    return UserError(f"{directory} holds no finished run (there is no {RUN}): give a run's --output{advice}.")
+    return UserError(f"{directory} holds no finished run (there is no {RUN}): give a run's {flag('output')}{advice}.")
 
 
 def left_out(directories: Sequence[Path]) -> list[Path]:

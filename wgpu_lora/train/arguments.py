@@ -14,9 +14,10 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names, real_value
 from wgpu_lora.names.allowed import COMPUTE_DTYPES, OVERFLOW
 from wgpu_lora.names.naming import Naming, flag, naming
-from wgpu_lora.train.declared import Range, check, kinds, option, require
+from wgpu_lora.train.declared import TYPES, Range, check, kinds, option, require
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
+from wgpu_lora.train.own_options import OWN_OPTIONS, as_text, checked
 from wgpu_lora.train.schedule import LR_SCHEDULES
 from wgpu_lora.weights.registry import BASE_FORMATS, DEFAULT_FORMAT
 
@@ -30,8 +31,8 @@ FREE_ON_RESUME = {
 }  # fmt: skip
 # Options that may change to extend a run.
 PLAN = ("num_train_epochs", "max_steps", "target_seconds")
+PATHS = ("data", "eval_data", "model", "output", "init_adapter")  # options whose values may be paths
 # Batches by default, unless the data are small (train/batching.py).
-PATHS = ("data", "eval_data", "model", "output", "init_adapter")
 OUTPUT, ROWS_PER_BATCH, ACCUMULATION = "output", 2, 4
 LENGTH = 1024  # tokens per row by default, if the model has as many positions
 # Headings of the options in the command line's help.
@@ -107,7 +108,13 @@ class TrainingArguments:
         within=NOT_NEGATIVE,
     )
     objective: str = option("sft", OPTIMISATION, "Training objective.", choices=OBJECTIVES)
+    objective_args: str | None = option(
+        None, OPTIMISATION, "Options of the objective's own, as NAME=VALUE separated by commas."
+    )
     optim: str = option("adamw", OPTIMISATION, "The optimizer.", choices=OPTIMIZERS)
+    optim_args: str | None = option(
+        None, OPTIMISATION, "Options of the optimizer's own, as NAME=VALUE separated by commas."
+    )
     weight_decay: float = option(0.0, OPTIMISATION, "Decoupled weight decay.", within=NOT_NEGATIVE)
     adam_beta1: float = option(0.9, OPTIMISATION, "Decay of AdamW's first moment.", within=Range(at_least=0, below=1))
     adam_beta2: float = option(
@@ -191,6 +198,10 @@ class TrainingArguments:
             )
         if not self.target_modules.strip(" ,"):
             raise UserError(f"{flag('target_modules')} is empty: name at least one module, or use 'all-linear'.")
+        for selected_by, registered in (("objective", OBJECTIVES), ("optim", OPTIMIZERS)):
+            if getattr(self, name := OWN_OPTIONS[selected_by]) is not None:
+                kind = registered[getattr(self, selected_by)]
+                object.__setattr__(self, name, checked(kind, self, selected_by))  # comparable when a run is resumed
         self.budget()
 
     def budget(self) -> int | None:
@@ -251,7 +262,11 @@ def from_values(
                 text = str(error)
                 raise UserError(text if text.startswith(where) else f"{where}: {text}") from None
     given = {name: _typed(name, value, kinds(known[name]), where) for name, value in named(values, where).items()}
-    return replace(base or TrainingArguments(), **given)
+    base = base or TrainingArguments()
+    for selected_by, own in OWN_OPTIONS.items():  # those of another objective or optimizer do not apply
+        if given.get(selected_by, getattr(base, selected_by)) != getattr(base, selected_by):
+            given.setdefault(own, None)
+    return replace(base, **given)
 
 
 def named(values: Mapping[str, Any], where: str, *more: str) -> dict[str, Any]:
@@ -259,19 +274,20 @@ def named(values: Mapping[str, Any], where: str, *more: str) -> dict[str, Any]:
     return real_names(values, [*(f.name for f in fields(TrainingArguments)), *more], where)
 
 
-_TYPES = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false"}
-
-
 def _typed(name: str, value: Any, parts: list[str], where: str) -> Any:
     allowed: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "bool": bool}
     if name == "target_modules" and isinstance(value, list | tuple):
         value = ",".join(map(str, value))
+    if name == "device" and type(value) is int:
+        value = str(value)
+    if name in OWN_OPTIONS.values() and isinstance(value, Mapping):
+        value = as_text(value)
     if value is None and "None" in parts:
         return None
     fits = any(
         isinstance(value, allowed[p]) and (p == "bool" or not isinstance(value, bool)) for p in parts if p != "None"
     )
     if not fits:
-        kind = " or ".join(_TYPES[part] for part in parts if part != "None")
+        kind = " or ".join(TYPES[part] for part in parts if part != "None")
         raise UserError(f"{where}: {flag(name)} must be {kind}, not {value!r}.")
     return real_value(name, value)

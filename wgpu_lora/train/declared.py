@@ -12,6 +12,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import flag
 
 F32_TINY, F32_MAX = 1.1754943508222875e-38, 3.4028234663852886e38
+TYPES = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false"}
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def check(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
     elif math.isfinite(value):
         fits = value == 0 or F32_TINY <= abs(value) <= F32_MAX
         require(fits, name, "must be a number within float32's range", value)
-    within, choices, hint = metadata["within"], metadata["choices"], metadata["hint"]
+    within, choices, hint = (metadata.get(key) for key in ("within", "choices", "hint"))
     if within is not None:
         require(within.holds(value), name, within.rule(), value, f" (use {flag(hint)})" if hint else "")
     if choices is not None:
@@ -106,4 +107,5 @@ def require(fine: bool, name: str, rule: str, value: Any, hint: str = "") -> Non
 
 def kinds(item: Field[Any]) -> list[str]:
     """The types of an option, by name: ['float', 'None']."""
-    return [part.strip() for part in str(item.type).split("|")]
+    stated = item.type.__name__ if isinstance(item.type, type) else str(item.type)
+    return [part.strip() for part in stated.split("|")]

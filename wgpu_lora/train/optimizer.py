@@ -17,10 +17,10 @@ from wgpu_lora.gpu.struct import struct_array, struct_words
 from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, persistent
 from wgpu_lora.models.lora import AdapterSet, Factor
 from wgpu_lora.ops.optimizer import BLOCK, Clip, gradient_norm, square_sums, update_gate
-from wgpu_lora.registry import with_options
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.train.optimizers.base import Page, State
+from wgpu_lora.train.own_options import created
 
 Arrays = dict[str, np.ndarray]
 USUAL = TrainingArguments()
@@ -131,7 +131,7 @@ class Optimizer:
     def settings(self, updates: Mapping[int, SlotUpdate]) -> dict[Tensor, np.ndarray]:
         """Inputs of the update program; slots that are not in `updates` take no step."""
         asked = [updates.get(slot) for slot in range(self.slots)]
-        hyper = [u and with_options(self.rule, u.args).hyper(u.step, u.learning_rate) for u in asked]
+        hyper = [u and created(self.rule, u.args, "optim").hyper(u.step, u.learning_rate) for u in asked]
         clips = [u and Clip(u.args.max_grad_norm) for u in asked]
         return {self.hyper: struct_array(self.rule.Hyper, hyper), self.clips: struct_array(Clip, clips)}
 

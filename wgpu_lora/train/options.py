@@ -34,7 +34,9 @@ class TrainingOptions(TypedDict, total=False):
     warmup_ratio: float
     warmup_steps: int
     objective: str
+    objective_args: str | Mapping[str, Any] | None
     optim: str
+    optim_args: str | Mapping[str, Any] | None
     weight_decay: float
     adam_beta1: float
     adam_beta2: float

@@ -161,8 +161,8 @@ def _check(args: TrainingArguments, tasks: Sequence[AdapterTask], schedule: str,
         raise UserError(f"A pipeline needs at least one adapter: give one with {flag('adapters')}.")
     if schedule not in POLICIES:
         raise UserError(f"{flag('schedule')} must be one of {', '.join(POLICIES)}, not {schedule}.")
-    if batch_tokens is not None and batch_tokens < 1:
-        raise UserError(f"{flag('batch_tokens')} must be greater than 0, not {batch_tokens}.")
+    if batch_tokens is not None and (type(batch_tokens) is not int or batch_tokens < 1):
+        raise UserError(f"{flag('batch_tokens')} must be a whole number greater than 0, not {batch_tokens!r:.40}.")
     if args.target_seconds:
         raise UserError(
             f"{flag('target_seconds')} works with one adapter only: use {flag('max_steps')} or "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,19 @@ from wgpu_lora.names.naming import flag
 from wgpu_lora.strict_json import built, to_json
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.ending import OUTCOMES
+from wgpu_lora.train.objectives import OBJECTIVES
+from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.train.schema import SCHEMA, schema_of
 from wgpu_lora.train.state import RunState
+from wgpu_lora.weights.registry import BASE_FORMATS
 
 RUN, PIPELINE = "run.json", "pipeline.json"
+# Options whose values are registered, with what messages call them.
+REGISTERED: dict[str, tuple[str, Collection[str]]] = {
+    "objective": ("objective", OBJECTIVES),
+    "optim": ("optimizer", OPTIMIZERS),
+    "base_dtype": ("base format", BASE_FORMATS),
+}
 
 
 @dataclass(frozen=True)
@@ -141,11 +151,13 @@ class RunRecord:
         """Read run.json from a run's directory.
 
         Raises:
-            UserError: it is missing, damaged, or from a newer version.
+            UserError: it is missing, damaged, from a newer version, or of an implementation that is not registered.
         """
         path = directory / RUN
         try:
-            return cls.from_json(json.loads(path.read_text(encoding="utf-8")), path)
+            facts = json.loads(path.read_text(encoding="utf-8"))
+            refuse_unregistered(facts.get("options") if isinstance(facts, dict) else None, directory)
+            return cls.from_json(facts, path)
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(
                 f"{directory} has no finished run (there is no {RUN}): give the {flag('output')} of one."
@@ -231,6 +243,17 @@ class PipelineRecord:
     def __repr__(self) -> str:
         adapters = ", ".join(f"{one.name}: {one.outcome}" for one in self.adapters)
         return f"PipelineRecord(steps={self.step}, {adapters})"
+
+
+def refuse_unregistered(options: Any, directory: Path) -> None:
+    """Raise UserError if the recorded options of a run select an implementation that is not registered here."""
+    for option, (what, registered) in REGISTERED.items():
+        name = options.get(option) if isinstance(options, dict) else None
+        if isinstance(name, str) and name not in registered:
+            raise UserError(
+                f"The run in {directory} was trained with {what} {name!r:.80}, which is not registered here: the "
+                f"registered ones are {', '.join(registered)}."
+            )
 
 
 def _of_options(facts: dict[str, Any], *names: str) -> dict[str, Any]:

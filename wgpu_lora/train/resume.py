@@ -13,7 +13,7 @@ from wgpu_lora.names.naming import either, flag, setting
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import FREE_ON_RESUME, PATHS, PLAN, TrainingArguments, from_values
 from wgpu_lora.train.pipeline_state import MEMBER, home_of, read_pipeline_state
-from wgpu_lora.train.records import PIPELINE, RUN
+from wgpu_lora.train.records import PIPELINE, RUN, refuse_unregistered
 from wgpu_lora.train.schedule import LR_SCHEDULES, learning_rate, warmup_steps
 from wgpu_lora.train.state import STATE, RunState
 from wgpu_lora.train.stream import DataStream
@@ -49,6 +49,7 @@ def continued(given: Mapping[str, Any], options: Any, began_in: Any, directory: 
     """
     if not isinstance(options, dict):
         raise UserError(f"The record of the run in {directory} has no options: start again in another directory.")
+    refuse_unregistered(options, directory)
     before = from_values(options, f"The record of the run in {directory}")
     asked = from_values({name: value for name, value in given.items() if value is not None}, where, before)
     for name, value in asdict(asked).items():

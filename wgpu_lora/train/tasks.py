@@ -23,7 +23,10 @@ OPTIONS = {
     "alpha": "lora_alpha",
     "dropout": "lora_dropout",
     "epochs": "num_train_epochs",
-    **{name: name for name in ("objective", "target_modules", "learning_rate", "max_steps", "max_length")},
+    **{
+        name: name
+        for name in ("objective", "objective_args", "target_modules", "learning_rate", "max_steps", "max_length")
+    },
     **{name: name for name in ("eval_data", "split", "eval_split", "dataset_config", "init_adapter")},
 }
 KEYS = {option: key for key, option in OPTIONS.items()}

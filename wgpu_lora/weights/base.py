@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -11,23 +11,11 @@ import numpy as np
 
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Arena, Program, allocate, release
-from wgpu_lora.gpu.tensor import ALIGNMENT, Storage, Tensor, persistent
+from wgpu_lora.gpu.tensor import ALIGNMENT, NUMPY, Storage, Tensor, persistent
 from wgpu_lora.ops.linear import FrozenMatrix
+from wgpu_lora.weights.packed import Packed, PackedForm
 
 PIECE_BYTES = 32 << 20  # of a matrix, uploaded at a time
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A matrix [out, in] that a file stores in a base format; it is loaded without requantising.
-
-    parts: names of its arrays, described in the format's module. read: returns the arrays in that order.
-    """
-
-    format: str
-    shape: tuple[int, int]
-    parts: tuple[str, ...]
-    read: Callable[[], tuple[np.ndarray, ...]]
 
 
 class MatrixSource(Protocol):
@@ -92,6 +80,10 @@ class BaseFormat(Protocol):
     def bits(self) -> float:
         """Bits per weight of a large matrix on the device, including constants."""
 
+    @property
+    def packed_form(self) -> PackedForm | None:
+        """How checkpoints store it; None if they cannot."""
+
     def declare(self, shape: tuple[int, int], name: str, shared: Shared, packed: Packed | None = None) -> Weight:
         """Declares a matrix [out, in] without allocating it.
 
@@ -129,6 +121,12 @@ class Loading:
         program.run()
         yield
         program.release()
+
+
+def read(device: Device, tensor: Tensor) -> np.ndarray:
+    """The values of a whole allocated tensor, in its shape."""
+    values = device.read(tensor.storage.buffer).view(NUMPY[tensor.dtype])[: tensor.size]
+    return values.reshape(tensor.shape)
 
 
 def scratch_bytes(weights: Iterable[Weight]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +16,8 @@ from wgpu_lora.names.naming import setting
 from wgpu_lora.ops.half import matmul_operand
 from wgpu_lora.ops.matmul import matmul_nn, matmul_nt
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Packed, Shared
+from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Shared
+from wgpu_lora.weights.packed import Packed
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
 DTYPES = {"BF16": "bf16", "F16": "f16", "F32": "f32"}  # safetensors' notation -> ours
@@ -129,6 +131,7 @@ class Dense:
     """A base format of plain floats."""
 
     name: str
+    packed_form: ClassVar[None] = None  # files store it as plain values
 
     @property
     def bits(self) -> float:

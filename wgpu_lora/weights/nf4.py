@@ -9,44 +9,32 @@ from typing import Any, ClassVar
 import numpy as np
 
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, In, InOut, Out, Word, kernel, one_per
+from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, In, InOut, Out, Place, Word, kernel, one_per
 from wgpu_lora.gpu.program import Program
-from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, align, persistent
+from wgpu_lora.gpu.tensor import Storage, Tensor, align, persistent
 from wgpu_lora.gpu.tunable import Arrays, Constants
 from wgpu_lora.ops.half import matmul_operand
 from wgpu_lora.ops.matmul import FILE, divisibility, finish, operand, tile_grid
 from wgpu_lora.ops.matmul_tuning import MatmulTuning, product_part, tilings
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Packed, Shared
+from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Shared, read
 from wgpu_lora.weights.dense import DTYPES
+from wgpu_lora.weights.nf4_bitsandbytes import BitsAndBytesNF4
 from wgpu_lora.weights.nf4_codes import (
     BLOCK,
     DYNAMIC_CODE,
+    NAME,
     NESTED_BLOCK,
-    NF4_CODE,
     NF4_MIDPOINTS,
-    dequantize_nf4,
-    double_dequantize,
+    PARTS,
+    decode_parts,
+    decode_words,
     double_quantize,
     from_words,
     round_trip,
     to_words,
-    unpack_bnb,
 )
-
-NAME = "nf4"
-# Arrays in files: codes uint8 [ceil(out * in / 2)], and either absmax f32 [blocks] or, with double quantisation, codes
-# uint8 [blocks] and nested f32 [ceil(blocks / 256) + 1], whose last entry is the offset.
-PARTS = ("codes", "absmax", "nested")
-
-
-def _nf4_weight(codes: np.ndarray, scales: np.ndarray, out: int, size_in: int) -> np.ndarray:
-    """W [out, in] in float64 from device words [ceil(in / 8), out] and one scale per 64 flattened values."""
-    nibbles = (codes.reshape(-1, out).astype(np.uint64)[:, :, None] >> (4 * np.arange(8, dtype=np.uint64))) & 15
-    values: np.ndarray = NF4_CODE.astype(np.float64)[nibbles].transpose(1, 0, 2).reshape(out, -1)[:, :size_in]
-    block = np.arange(out * size_in).reshape(out, size_in) // 64
-    values *= scales.astype(np.float64).reshape(-1)[block]
-    return values
+from wgpu_lora.weights.packed import Packed
 
 
 def _facts(c: Any) -> dict[str, bool]:
@@ -107,7 +95,7 @@ def nf4_matmul(
     form: Word = "nt",
 ) -> Any:
     """y[m, n] (+)= a_scale[m] sum_k a[m, k] W[n, k] (+ bias[n]) for an NF4 W[n, k]."""
-    weight = _nf4_weight(codes, scales, n, k)
+    weight = decode_words(codes, scales, n, k)
     return finish(y.reshape(m, n), operand(a, m, k, a_scale) @ weight.T, accumulate, bias)
 
 
@@ -136,7 +124,7 @@ def nf4_matmul_backward(
     form: Word = "nn",
 ) -> Any:
     """dx[m, n] (+)= a_scale[m] sum_k dy[m, k] W[k, n] for an NF4 W[k, n], from the same codes as forward."""
-    weight = _nf4_weight(codes, scales, k, n)
+    weight = decode_words(codes, scales, k, n)
     return finish(y.reshape(m, n), operand(a, m, k, a_scale) @ weight, accumulate)
 
 
@@ -149,7 +137,7 @@ def nf4_absmax(w: Fixed, absmax: Out, *, size: U32, b_type: Word = "f32") -> Any
 
 @kernel("nf4_encode.wgsl.j2", grid=lambda c: one_per(c.rows * -(-c.size_in // 8)), lib=("linear", "half"))
 def nf4_encode(
-    w: Fixed, absmax: In, codes: InOut, *, rows: Dim, first: Dim, out: Dim, size_in: Dim, b_type: Word = "f32"
+    w: Fixed, absmax: In, codes: InOut, *, rows: Dim, first: Place[Dim], out: Dim, size_in: Dim, b_type: Word = "f32"
 ) -> Any:
     """codes[k8, first + n] = the nearest NF4 codes of w[n, 8 k8 .. 8 k8 + 7], for the `rows` rows of w."""
     scale = 1 / np.maximum(np.repeat(absmax, BLOCK)[: rows * size_in], 1e-38)
@@ -219,8 +207,25 @@ class NF4Weight:
     def scratch(self) -> Mapping[str, int]:
         if self.stored:
             return {}
-        size = min(self.out_features, piece_rows(self.in_features)) * self.in_features
-        return {"staging": size, "absmax": align(4 * -(-size // BLOCK)) // 4}
+        _, rows = next(self.pieces())
+        return {"staging": rows * self.in_features, "absmax": align(4 * self.blocks(rows)) // 4}
+
+    def blocks(self, rows: int) -> int:
+        """How many blocks this many rows have."""
+        return -(-rows * self.in_features // BLOCK)
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """Yields (first row, rows) of the pieces packed at a time, the largest first. They start at whole blocks."""
+        step = max(BLOCK, PIECE_BYTES // (4 * self.in_features) // BLOCK * BLOCK)
+        for first in range(0, self.out_features, step):
+            yield first, min(step, self.out_features - first)
+
+    def record_packing(self, program: Program, w: Tensor, absmax: Tensor, first: int, rows: int, dtype: str) -> None:
+        """Records the packing of W's rows [first, first + rows) from w. absmax: f32 [blocks], is computed too."""
+        out, size_in = self.out_features, self.in_features
+        program.dispatch(nf4_absmax, w, absmax, size=rows * size_in, b_type=dtype)
+        shape: dict[str, Any] = {"rows": rows, "first": first, "out": out, "size_in": size_in, "b_type": dtype}
+        program.dispatch(nf4_encode, w, absmax, self.codes, **shape)
 
     def load(self, loading: Loading, source: MatrixSource, name: str) -> None:
         packed = source.packed(name)
@@ -234,18 +239,13 @@ class NF4Weight:
     def _pack(self, loading: Loading, source: MatrixSource, name: str) -> None:
         """Quantises on the device. Only the block constants, 1/64 of the values, are quantised on the host."""
         device, staging, absmax = loading.device, loading.scratch["staging"], loading.scratch["absmax"]
-        kind, out, size_in = DTYPES[source.dtype(name)], self.out_features, self.in_features
         found = []
-        for first in range(0, out, piece_rows(size_in)):
-            rows = min(piece_rows(size_in), out - first)
+        for first, rows in self.pieces():
             device.write(staging.storage.buffer, source.read_raw(name, first, first + rows))
             program = Program(device, "pack")
-            program.dispatch(nf4_absmax, staging, absmax, size=rows * size_in, b_type=kind)
-            shape: dict[str, Any] = {"rows": rows, "first": first, "out": out, "size_in": size_in, "b_type": kind}
-            program.dispatch(nf4_encode, staging, absmax, self.codes, **shape)
+            self.record_packing(program, staging, absmax, first, rows, DTYPES[source.dtype(name)])
             with loading.running(program):
-                blocks = -(-rows * size_in // BLOCK)
-                found.append(device.read(absmax.storage.buffer, 4 * blocks).view(np.float32).copy())
+                found.append(device.read(absmax.storage.buffer, 4 * self.blocks(rows)).view(np.float32).copy())
         with np.errstate(invalid="ignore"):  # models.audit reports non-finite values
             codes, nested, offset = double_quantize(np.concatenate(found))
         self._write_constants(device, codes, np.append(nested, offset).astype(np.float32))
@@ -256,17 +256,12 @@ class NF4Weight:
 
     def packed(self, device: Device) -> Packed:
         shape = (self.out_features, self.in_features)
-        codes, *constants = (_read(device, tensor) for tensor in (self.codes, *self.constants[:2]))
+        codes, *constants = (read(device, tensor) for tensor in (self.codes, *self.constants[:2]))
         arrays = (from_words(codes, shape), *constants)
         return Packed(self.format, shape, PARTS[: len(arrays)], lambda: arrays)
 
     def values(self, device: Device) -> np.ndarray:
-        codes, *constants = self.packed(device).read()
-        shape = (self.out_features, self.in_features)
-        absmax = constants[0]
-        if len(constants) > 1:
-            absmax = double_dequantize(constants[0], constants[1][:-1], constants[1][-1])
-        return dequantize_nf4(unpack_bnb(codes, shape[0] * shape[1]), absmax).reshape(shape)
+        return decode_parts(self.packed(device).read(), (self.out_features, self.in_features))
 
     def synthetic(self, rng: np.random.Generator) -> Iterator[tuple[Tensor, np.ndarray]]:
         yield self.codes, rng.integers(0, 2**32, self.codes.shape, np.uint32)
@@ -277,20 +272,11 @@ class NF4Weight:
         yield scale, (0.01 + 0.01 * rng.random(scale.shape)).astype(np.float32)
 
 
-def _read(device: Device, tensor: Tensor) -> np.ndarray:
-    values = device.read(tensor.storage.buffer).view(NUMPY[tensor.dtype])[: tensor.size]
-    return values.reshape(tensor.shape)
-
-
-def piece_rows(size_in: int) -> int:
-    """Rows of a matrix packed at a time, a multiple of 64 so that pieces start at whole blocks."""
-    return max(BLOCK, PIECE_BYTES // (4 * size_in) // BLOCK * BLOCK)
-
-
 class _NF4:
-    """The base format. Its arrays in files are PARTS, with codes packed by `pack_bnb`."""
+    """The base format."""
 
     name = NAME
+    packed_form = BitsAndBytesNF4()
     bits = 4 + 8 / BLOCK + 32 / (BLOCK * NESTED_BLOCK)
 
     def declare(self, shape: tuple[int, int], name: str, shared: Shared, packed: Packed | None = None) -> NF4Weight:

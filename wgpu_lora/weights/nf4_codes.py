@@ -22,10 +22,17 @@ by up to four.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+NAME = "nf4"
 BLOCK = 64
 NESTED_BLOCK = 256
+# Arrays of a matrix [out, in] in files: codes uint8 [ceil(out * in / 2)] packed by `pack_bnb`, and either absmax f32
+# [blocks] or, with double quantisation, codes uint8 [blocks] and nested f32 [ceil(blocks / 256) + 1], whose last entry
+# is the offset.
+PARTS = ("codes", "absmax", "nested")
 
 # Quantiles of N(0, 1), normalised: the QLoRA paper's appendix E, and `get_4bit_type` of bitsandbytes.
 NF4_CODE = np.array(
@@ -118,6 +125,23 @@ def round_trip(w: np.ndarray, blocksize: int = BLOCK) -> np.ndarray:
     """`w` quantised to double-quantised NF4 and back: float32, in the same shape."""
     codes, absmax = quantize_nf4(w, blocksize)
     return dequantize_nf4(codes, double_dequantize(*double_quantize(absmax)), blocksize).reshape(w.shape)
+
+
+def decode_parts(parts: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
+    """W, float32 [out, in], from its arrays in files, in the order of PARTS."""
+    codes, absmax, *nested = parts
+    if nested:
+        absmax = double_dequantize(absmax, nested[0][:-1], nested[0][-1])
+    return dequantize_nf4(unpack_bnb(codes, shape[0] * shape[1]), absmax).reshape(shape)
+
+
+def decode_words(words: np.ndarray, scales: np.ndarray, out: int, size_in: int) -> np.ndarray:
+    """W, float64 [out, in], from device words [ceil(in / 8), out] and one scale per 64 flattened values."""
+    nibbles = (words.reshape(-1, out).astype(np.uint64)[:, :, None] >> (4 * np.arange(8, dtype=np.uint64))) & 15
+    values: np.ndarray = NF4_CODE.astype(np.float64)[nibbles].transpose(1, 0, 2).reshape(out, -1)[:, :size_in]
+    block = np.arange(out * size_in).reshape(out, size_in) // BLOCK
+    values *= scales.astype(np.float64).reshape(-1)[block]
+    return values
 
 
 def pack_bnb(codes: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ from wgpu_lora.registry import Registry
 
 if TYPE_CHECKING:
     from wgpu_lora.weights.base import BaseFormat, MatrixSource, Shared, Weight
+    from wgpu_lora.weights.packed import PackedForm
 
 BASE_FORMATS: Registry[BaseFormat] = Registry(
     {
@@ -31,6 +32,25 @@ def base_format(name: str) -> BaseFormat:
     if name not in BASE_FORMATS:
         raise UserError(f"{setting('base_dtype', name)} is not known: choose one of {', '.join(BASE_FORMATS)}.")
     return BASE_FORMATS[name]
+
+
+def packed_forms() -> dict[str, PackedForm]:
+    """The packed forms by the names of their formats, of those that have one."""
+    return {name: form for name, item in BASE_FORMATS.items() if (form := item.packed_form)}
+
+
+def packed_form(name: str) -> PackedForm:
+    """How checkpoints store this format.
+
+    Raises:
+        UserError: they cannot, or it is not registered.
+    """
+    form = base_format(name).packed_form
+    if form is None:
+        raise UserError(
+            f"{setting('base_dtype', name)} cannot be stored packed: choose one of {', '.join(packed_forms())}."
+        )
+    return form
 
 
 def declare(

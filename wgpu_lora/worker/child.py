@@ -15,7 +15,7 @@ from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.lasting import lasting
-from wgpu_lora.names.naming import IN_FILE, naming
+from wgpu_lora.names.naming import IN_JSON, naming
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.worker.job import SCHEMA, arguments, checked, read_job
 from wgpu_lora.worker.registry import KINDS
@@ -102,7 +102,7 @@ def work(source: str) -> int:
             job = read_job(source)
             run = KINDS[job.kind]
             port.emit("begin", job=job.kind, pid=os.getpid())
-            with naming(IN_FILE):
+            with naming(IN_JSON):
                 found = run(port, **arguments(run, job))
         except BaseException as error:
             port.emit("error", kind=type(error).__name__, message=_message(error))

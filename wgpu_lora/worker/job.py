@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,12 @@ from typing import Any, get_args, get_type_hints
 from wgpu_lora.bounded import MAX_JSON_BYTES, parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names
-from wgpu_lora.strict_json import typed
+from wgpu_lora.strict_json import in_words, typed
 from wgpu_lora.words import listed
 from wgpu_lora.worker.registry import KINDS, Kind
 
 SCHEMA = 1  # of jobs and of events
+MANY = 30  # options that a message does not list
 KEYS = {"schema", "job", "options"}
 
 
@@ -64,8 +66,8 @@ def _bytes(source: str, where: str) -> bytes:
 
 
 def arguments(run: Kind, job: Job) -> dict[str, Any]:
-    """A job's options as arguments of its kind's function; a function that takes **options checks those itself, and is
-    passed `where` for its messages.
+    """A job's options as arguments of its kind's function, which checks its **options itself, and is passed `where` for
+    its messages if it has that parameter.
 
     Raises:
         UserError: an option is unknown (the nearest one is suggested), missing, of the wrong type, or empty or not
@@ -73,10 +75,14 @@ def arguments(run: Kind, job: Job) -> dict[str, Any]:
     """
     port, *parameters = inspect.signature(run).parameters.values()
     named = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "where"}
-    others = any(p.kind is p.VAR_KEYWORD for p in parameters)
     hints = get_type_hints(run)
-    known = [*named, *(job.options.keys() - {port.name, "where"})] if others else [*named]
-    given = real_names(job.options, known, job.where, otherwise=f"the job {job.kind!r} takes {', '.join(named)}.")
+    known = [*named]
+    for options in (hints[p.name] for p in parameters if p.kind is p.VAR_KEYWORD):
+        unchecked = job.options.keys() - {port.name, "where"}  # by names; the function does that
+        known += unchecked if options is Any else get_type_hints(*get_args(options))
+    many = f"{', '.join(named)} and the options in 'wgpu-lora {job.kind} --help-all'"
+    takes = ", ".join(known) if len(known) <= MANY else many
+    given = real_names(job.options, known, job.where, otherwise=f"the job {job.kind!r} takes {takes}.")
     missing = [name for name, p in named.items() if p.default is p.empty and name not in given]
     if missing:
         raise UserError(
@@ -87,7 +93,7 @@ def arguments(run: Kind, job: Job) -> dict[str, Any]:
             given[name] = checked(named[name], hints[name], given[name])
         except ValueError as error:
             raise UserError(f"{job.where}: {error}.") from None
-    return {**given, "where": job.where} if others else given
+    return {**given, "where": job.where} if "where" in hints else given
 
 
 def checked(parameter: inspect.Parameter, hint: Any, value: Any) -> Any:
@@ -100,8 +106,8 @@ def checked(parameter: inspect.Parameter, hint: Any, value: Any) -> Any:
     name = f"'{parameter.name}'"
     try:
         value = typed(hint, value, name)
-    except ValueError as error:
-        raise ValueError(f"{error}, expected {str(parameter.annotation).replace(' | ', ' or ')}") from None
+    except ValueError:
+        raise ValueError(f"{name} must be {in_words(hint)}, not {json.dumps(value):.80}") from None
     if value == [] or (isinstance(value, str) and not value.strip()):
         omitting = "" if parameter.default is parameter.empty else ", or leave it out"
         raise ValueError(f"{name} is empty: give it a value{omitting}")

@@ -26,8 +26,8 @@ from wgpu_lora.assets import DEMO_MODEL as DEMO
 from wgpu_lora.data import Tokenizer, gguf_tokenizer, prepare, sandbox, template, tokenizer
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats import peft
-from wgpu_lora.formats.bitsandbytes import PackedCheckpoint
 from wgpu_lora.formats.checkpoint import INDEX, Checkpoint, read_header
+from wgpu_lora.formats.packed import PackedCheckpoint
 from wgpu_lora.models.architectures import load_config
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.files import read_model
@@ -101,7 +101,7 @@ def qwen2() -> ModelConfig:
 
 def packed_model(place: Path) -> None:
     config = qwen2()
-    PackedCheckpoint(place).check_against(config.parameter_shapes(), config.matrices())
+    PackedCheckpoint(place, "nf4").check_against(config.parameter_shapes(), config.matrices())
 
 
 @cache

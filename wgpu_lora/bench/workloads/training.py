@@ -18,9 +18,9 @@ from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.objectives.base import Scoring
 from wgpu_lora.train.optimizer import Optimizer
+from wgpu_lora.weights.base import Shared
 from wgpu_lora.weights.dense import DenseWeight
-from wgpu_lora.weights.nf4 import nf4_absmax, nf4_encode, piece_rows
-from wgpu_lora.weights.nf4_codes import BLOCK
+from wgpu_lora.weights.nf4 import NF4
 
 ROW = 128  # tokens of a row of data in train_step, as in docs/performance.md
 DEVICE_RUNS = 3  # to measure the device's time of a step
@@ -65,18 +65,14 @@ def optimizer(context: Context) -> Workload:
 def quantize(context: Context) -> Workload:
     """Packing the matrices of a layer from bf16 to NF4 codes, in the same pieces as loading, without the upload."""
     workload = ProgramWorkload(context)
-    rec = workload.rec
     matrices = [(name, item.shape) for name, item in context.config.layer(0).items() if item.kind == MATRIX]
     for module, (out, size_in) in matrices:
-        codes = rec.temp((-(-size_in // 8), out), "u32", "codes")
-        for first in range(0, out, piece_rows(size_in)):
-            rows = min(piece_rows(size_in), out - first)
+        weight = NF4.declare((out, size_in), module, Shared(context.device.max_binding))
+        for first, rows in weight.pieces():
             size = rows * size_in
             w = workload.input((size + size % 2,), normal, "bf16", f"{module} {first}")
-            absmax = rec.temp((-(-size // BLOCK),), name="absmax")
-            rec.dispatch(nf4_absmax, w, absmax, size=size, b_type="bf16")
-            shape = {"rows": rows, "first": first, "out": out, "size_in": size_in}
-            rec.dispatch(nf4_encode, w, absmax, codes, b_type="bf16", **shape)
+            absmax = workload.rec.temp((weight.blocks(rows),), name="absmax")
+            weight.record_packing(workload.forward, w, absmax, first, rows, "bf16")
     return workload
 
 

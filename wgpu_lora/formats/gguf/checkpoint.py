@@ -20,7 +20,7 @@ from wgpu_lora.formats.gguf.header import Header, TensorInfo
 from wgpu_lora.formats.gguf.order import to_halves
 
 if TYPE_CHECKING:
-    from wgpu_lora.weights.base import Packed
+    from wgpu_lora.weights.packed import Packed
 
 F16_MAX = 65504.0
 PLAIN = {Kind.F32: "F32", Kind.F16: "F16", Kind.BF16: "BF16"}

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.names.naming import setting
-from wgpu_lora.registry import Registry, with_options
+from wgpu_lora.registry import Registry
+from wgpu_lora.train.own_options import created
 
 if TYPE_CHECKING:
     from wgpu_lora.data.columns import RowFormats
@@ -19,7 +20,7 @@ OBJECTIVES: Registry[type[Objective]] = Registry({"sft": "wgpu_lora.train.object
 
 def objective_of(args: Any) -> Objective:
     """The objective that TrainingArguments select."""
-    return with_options(OBJECTIVES[args.objective], args)
+    return created(OBJECTIVES[args.objective], args, "objective")
 
 
 def formats_of(objective: Objective) -> RowFormats[Sample]:

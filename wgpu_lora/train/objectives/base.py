@@ -130,7 +130,8 @@ class Score:
 
 @dataclass(frozen=True)
 class Objective:
-    """A training objective: a frozen dataclass whose fields are the training options that it reads.
+    """A training objective: a frozen dataclass whose fields are the training options that it reads, and its own
+    (`own_option`).
 
     formats: the rows that it reads, by their columns; by default those that are one example.
     unit: what the loss is averaged over. parts: examples per sample, which stay in one batch. reference: whether each

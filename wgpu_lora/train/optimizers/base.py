@@ -67,7 +67,8 @@ class Page:
 
 
 class UpdateRule(Protocol):
-    """An update rule: a frozen dataclass whose fields are the training options that it reads.
+    """An update rule: a frozen dataclass whose fields are the training options that it reads, and its own
+    (`own_option`).
 
     Hyper: the struct that its kernels read for each slot, a dataclass of F32 fields (see gpu.struct).
     """

@@ -9,12 +9,13 @@ from wgpu_lora.bench.training import Work, run_training
 from wgpu_lora.train.ending import FINISHED
 from wgpu_lora.worker.child import Ended, Port
 
-OWN = ("port", "repeat", "recipe", "shape", "layers")  # parameters that are not options of a training run
+OWN = ("port", "where", "repeat", "recipe", "shape", "layers")  # parameters that are not options of a training run
 
 
 def run(
     port: Port,
     *,
+    where: str,
     repeat: int = 2,
     recipe: str | None = None,
     shape: str | None = None,
@@ -29,10 +30,10 @@ def run(
     compute_dtype: str | None = None,
     tune: bool | None = None,
     max_steps: int | None = None,
-    device: str | None = None,
+    device: str | int | None = None,
 ) -> Ended:
     """The options are those of the command `bench training`. The exit code is 1 if a run did not finish."""
     options: dict[str, Any] = {name: value for name, value in locals().items() if name not in OWN}
-    found = run_training(Work(recipe, shape, layers, training_options(options)), repeat, port)
+    found = run_training(Work(recipe, shape, layers, training_options(options), where), repeat, port)
     reasons = [run["stop_reason"] for run in found["runs"] if run["stop_reason"] not in FINISHED]
     return Ended(found["summary"], int(bool(reasons)), f"a run ended: {reasons[0]}" if reasons else "")

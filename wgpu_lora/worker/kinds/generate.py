@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from wgpu_lora.api import answer, load
-from wgpu_lora.infer.settings import settings_of
+from wgpu_lora.infer.settings import AnswerOptions, settings_of
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.worker.child import Port
 
@@ -20,7 +20,7 @@ def run(
     base_dtype: str = DEFAULT_FORMAT,
     batch: int | None = None,
     where: str,
-    **options: Any,
+    **options: Unpack[AnswerOptions],
 ) -> list[dict[str, Any]]:
     """prompts: texts or conversations. The other options are those of `wgpu_lora.answer`."""
     settings_of(options, where)

@@ -27,7 +27,7 @@ def run(
     tokens: int = 128,
     rank: int = 8,
     base_dtype: str = DEFAULT_FORMAT,
-    device: str | None = None,
+    device: str | int | None = None,
     steps: int = 3,
     turns: bool = False,
 ) -> Record:

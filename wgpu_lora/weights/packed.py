@@ -1,0 +1,69 @@
+"""Matrices stored in a base format: as arrays, and as the tensors of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A matrix [out, in] that a file stores in a base format; it is loaded without requantising.
+
+    parts: names of its arrays, described in the format's module. read: returns the arrays in that order.
+    """
+
+    format: str
+    shape: tuple[int, int]
+    parts: tuple[str, ...]
+    read: Callable[[], tuple[np.ndarray, ...]]
+
+
+class StoredTensors(Protocol):
+    """The tensors of a checkpoint as a packed form reads them (see `formats.packed.PackedCheckpoint`)."""
+
+    @property
+    def directory(self) -> Path: ...
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def array(self, name: str, dtype: str) -> np.ndarray:
+        """A tensor's values, flattened. Raises UserError unless it has this dtype, in safetensors' notation."""
+
+
+class PackedForm(Protocol):
+    """How checkpoints store the matrices of a base format: `BaseFormat.packed_form`."""
+
+    @property
+    def title(self) -> str:
+        """Its name in messages."""
+
+    @property
+    def quantization_config(self) -> Mapping[str, Any]:
+        """The entry of config.json that is written."""
+
+    @property
+    def marker(self) -> str:
+        """The suffix of a tensor that every packed matrix has and no other: it is packed if NAME + marker exists."""
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """The suffixes of all tensors of a packed matrix except the one with the matrix's own name."""
+
+    def matches(self, quantization_config: Mapping[str, Any]) -> bool:
+        """Whether a config.json with this entry means this form. Its values are untrusted and may have any type."""
+
+    def check(self, tensors: StoredTensors, name: str, shape: tuple[int, ...]) -> None:
+        """Raises UserError unless the packed matrix is complete, has this shape and can be read."""
+
+    def read(self, tensors: StoredTensors, name: str) -> Packed:
+        """The packed matrix, checked before; its arrays are not read yet."""
+
+    def tensors(self, name: str, packed: Packed, dtype: str) -> dict[str, np.ndarray]:
+        """The tensors to write, by name. dtype: of the matrix before it was quantised, such as bfloat16."""
