@@ -25,8 +25,8 @@ TakeColumns = Callable[[Arrays, Constants, np.ndarray], Arrays | None]
 def tilings(span: int, *shapes: tuple[int, int], software: tuple[int, int, int] | None = None) -> Variants:
     """Variants with tilings of these (rows, columns per lane), the default first; rounds are multiples of `span` steps.
 
-    software: (rows, columns per lane, steps) of the default for drivers on CPUs that have 64-bit integers. Large tiles are
-        faster there although they do not fit the registers, since loads cost much more than moving sums to memory.
+    software: (rows, columns per lane, steps) of the default on CPU drivers with 64-bit integers, where large tiles are
+        faster although they do not fit the registers, since loads cost much more than moving sums to memory.
 
     Without subgroups a workgroup has 32 independent lanes. Products of few rows, as in decoding, get tiles of at most
     that many rows and longer rounds, so that every lane loads part of a.
