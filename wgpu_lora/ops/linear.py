@@ -100,7 +100,7 @@ def linear(
             dh = rec.temp((rows, lora.rank), name="dh")
             rec.dispatch(lora_nn, dy, lora.b, dh, lora.ranges, lora.scale, m=rows, n=lora.rank, k=out, **lora.of_b())
             rec.dispatch(lora_tn, dy, h, lora.grad_b, lora.ranges, m=out, n=lora.rank, k=rows, **lora.of_b())
-            dropped = _dropped(rec, x, lora)
+            dropped = _dropped(rec, rec.again(x), lora)
             rec.dispatch(lora_tn, dh, dropped, lora.grad_a, lora.ranges, m=lora.rank, n=size_in, k=rows, **lora.of_a())
         if not rec.tracks(x):
             return
