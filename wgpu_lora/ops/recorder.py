@@ -66,9 +66,7 @@ class Recorder:
         for shape in shapes:
             firsts.append(firsts[-1] + align(4 * math.prod(shape)))
         whole = self.temp((firsts[-1] // 4,), name=name)
-        return [
-            Tensor(shape, "f32", whole.storage, first, name) for shape, first in zip(shapes, firsts, strict=False)
-        ]
+        return [Tensor(shape, "f32", whole.storage, first, name) for shape, first in zip(shapes, firsts, strict=False)]
 
     def dispatch(self, kernel: Kernel, *args: Tensor | None, **constants: Any) -> None:
         self.program.dispatch(kernel, *args, **constants)
