@@ -24,7 +24,8 @@ for one, inputs, outputs in (
     (elementwise.swiglu_backward, "gate up dy", "dgate dup"),
     (elementwise.add_forward, "a b", "y"),
 ):
-    add(one, lambda rng, i=inputs, o=outputs: several(rng, 4 * 64 + 37, i, o), size=4 * 64 + 37)
+    for size in (4 * 64 + 37, 8 * 64 + 36):  # singly, and by fours
+        add(one, lambda rng, i=inputs, o=outputs, n=size: several(rng, n, i, o), size=size)
 add(
     ceiling.fma_chains,
     lambda rng: {"x": rng.uniform(0.3, 0.7, 67).astype(np.float32), "y": poison(67)},
