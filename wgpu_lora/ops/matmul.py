@@ -36,7 +36,7 @@ def divisibility(c: Any) -> dict[str, bool]:
     """
     rows_of_a, rank = c.m if c.form == "tn" else c.k, getattr(c, "rank", 0)
     offsets = [getattr(c, name, 0) for name in ("stride", "a_skip", "a_first")]
-    of_h = [getattr(c, name, 0) for name in ("rank", "h_skip", "h_first", "factor_first")]
+    of_h = [getattr(c, name, 0) for name in ("rank", "h_skip", "h_first")]
     return {
         "quads": rows_of_a % 4 == 0 and all(offset % 4 == 0 for offset in offsets),
         "low_quads": rank > 0 and all(offset % 4 == 0 for offset in (*of_h, c.stride)),
@@ -67,17 +67,16 @@ def adapted(
     rank: int,
     h_first: int,
     stride: int,
-    factor_first: int,
     first_row: int,
     form: str,
 ) -> Any:
     """LoRA's second product [m, n]: for each slot s, its rows of h[:, h_first ..+ rank] with its factor, [n, rank] (nt)
-    or [rank, n] (nn) at s * stride + factor_first. `ranges` as in `lora_nt`. 0 without a factor."""
+    or [rank, n] (nn) at s * stride. `ranges` as in `lora_nt`. 0 without a factor."""
     if factor is None:
         return 0
     low, result = _range(h, m, h_first, rank)[1], np.zeros((m, n))
-    for matrix, (start, stop) in zip(factor.reshape(-1, stride), _slot_rows(ranges, first_row, m), strict=True):
-        values = matrix[factor_first : factor_first + n * rank]
+    for slot, (start, stop) in enumerate(_slot_rows(ranges, first_row, m)):
+        values = factor.reshape(-1)[slot * stride :][: n * rank]
         result[start:stop] = low[start:stop] @ (values.reshape(n, rank).T if form == "nt" else values.reshape(rank, n))
     return result
 
@@ -111,7 +110,6 @@ def matmul_nt(
     h_skip: Dim = 0,
     h_first: Place[Dim] = 0,
     stride: Dim = 0,
-    factor_first: Place[Dim] = 0,
     first_row: Place[Dim] = 0,
     accumulate: Flag = False,
     b_type: Word = "f32",
@@ -122,7 +120,7 @@ def matmul_nt(
     count[0] are skipped."""
     left, (result, part) = _range(a, m, a_first, k)[1], _range(y.copy(), m, y_first, n)
     product = operand(left, m, k, a_scale) @ b.reshape(n, k).T
-    product = product + adapted(h, factor, ranges, m, n, rank, h_first, stride, factor_first, first_row, form)
+    product = product + adapted(h, factor, ranges, m, n, rank, h_first, stride, first_row, form)
     part[:] = finish(part, product, accumulate, None if bias is None else bias[y_first : y_first + n])
     return result
 
@@ -150,7 +148,6 @@ def matmul_nn(
     h_skip: Dim = 0,
     h_first: Place[Dim] = 0,
     stride: Dim = 0,
-    factor_first: Place[Dim] = 0,
     first_row: Place[Dim] = 0,
     accumulate: Flag = False,
     b_type: Word = "f32",
@@ -161,7 +158,7 @@ def matmul_nn(
     row_scale[m] first."""
     left, (result, part) = _range(a, m, a_first, k)[1], _range(y.copy(), m, y_first, n)
     product = operand(left, m, k, a_scale) @ b.reshape(k, n)
-    product = product + adapted(h, factor, ranges, m, n, rank, h_first, stride, factor_first, first_row, form)
+    product = product + adapted(h, factor, ranges, m, n, rank, h_first, stride, first_row, form)
     part[:] = finish(part, product, accumulate, None, row_scale)
     return result
 

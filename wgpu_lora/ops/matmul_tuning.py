@@ -97,9 +97,9 @@ def _smaller_factor(c: Constants) -> Constants:
     """A smaller call with LoRA's offsets and strides as small as its sizes allow, with the same remainders."""
     if not c["rank"]:
         return c
-    small = c | {name: c[name] % 4 for name in ("h_skip", "h_first", "factor_first")}
+    small = c | {name: c[name] % 4 for name in ("h_skip", "h_first")}
     small["h_skip"] += 4 if small["h_skip"] < small["h_first"] else 0
-    return small | {"stride": 4 * cdiv(small["factor_first"] + c["n"] * c["rank"], 4) + c["stride"] % 4}
+    return small | {"stride": 4 * cdiv(c["n"] * c["rank"], 4) + c["stride"] % 4}
 
 
 def _factors(c: Constants, rng: np.random.Generator) -> Arrays:
@@ -172,7 +172,7 @@ def product_part(columns: TakeColumns) -> part.TakePart:
             return arrays, c
         if "factor" in arrays:
             arrays["factor"] = _factor_columns(arrays["factor"], c, each)
-            c |= {"stride": c["rank"] * each.size, "factor_first": 0}
+            c["stride"] = c["rank"] * each.size
         wide = c.get("y_first", 0) + each
         kept = {**arrays, **b, "y": arrays["y"].reshape(rows.size, -1)[:, wide]}
         if "bias" in arrays:
@@ -189,8 +189,8 @@ def _picked_ranges(ranges: np.ndarray, first_row: int, count: int, rows: np.ndar
 
 
 def _factor_columns(factor: np.ndarray, c: Constants, columns: np.ndarray) -> np.ndarray:
-    n, rank, first = c["n"], c["rank"], c["factor_first"]
-    values = factor.reshape(-1, c["stride"])[:, first : first + n * rank]
+    n, rank = c["n"], c["rank"]
+    values = factor.reshape(-1, c["stride"])[:, : n * rank]
     if c["form"] == "nt":
         return values.reshape(-1, n, rank)[:, columns].reshape(len(values), -1)
     return values.reshape(-1, rank, n)[:, :, columns].reshape(len(values), -1)

@@ -97,7 +97,6 @@ def nf4_matmul(
     h_skip: Dim = 0,
     h_first: Place[Dim] = 0,
     stride: Dim = 0,
-    factor_first: Place[Dim] = 0,
     first_row: Place[Dim] = 0,
     accumulate: Flag = False,
     b_type: Word = "nf4",
@@ -106,7 +105,7 @@ def nf4_matmul(
 ) -> Any:
     """y[m, n] (+)= a_scale[m] sum_k a[m, k] W[n, k] (+ bias[n]) (+ h factor^T, see `adapted`) for an NF4 W[n, k]."""
     product = operand(a, m, k, a_scale) @ decode_words(codes, scales, n, k).T
-    product = product + adapted(h, factor, ranges, m, n, rank, h_first, stride, factor_first, first_row, form)
+    product = product + adapted(h, factor, ranges, m, n, rank, h_first, stride, first_row, form)
     return finish(y.reshape(m, n), product, accumulate, bias)
 
 
@@ -136,7 +135,6 @@ def nf4_matmul_backward(
     h_skip: Dim = 0,
     h_first: Place[Dim] = 0,
     stride: Dim = 0,
-    factor_first: Place[Dim] = 0,
     first_row: Place[Dim] = 0,
     accumulate: Flag = False,
     b_type: Word = "nf4",
@@ -146,7 +144,7 @@ def nf4_matmul_backward(
     """dx[m, n] (+)= a_scale[m] sum_k dy[m, k] W[k, n] (+ h factor, see `adapted`) for an NF4 W[k, n], from the same codes
     as forward."""
     product = operand(a, m, k, a_scale) @ decode_words(codes, scales, k, n)
-    product = product + adapted(h, factor, ranges, m, n, rank, h_first, stride, factor_first, first_row, form)
+    product = product + adapted(h, factor, ranges, m, n, rank, h_first, stride, first_row, form)
     return finish(y.reshape(m, n), product, accumulate)
 
 

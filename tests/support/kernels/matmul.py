@@ -71,7 +71,7 @@ product(nf4.nf4_matmul_backward, 9, 67, 21, a_type="f16", a_scale=True)
 def adapted(kernel: Kernel, n: int, k: int, rank: int, padding: int = 0, a_scale: bool = False, **flags: Any) -> None:
     """A product with LoRA's second product inside, of three slots, one of them without rows."""
     shape = {"m": SLOT_ROWS, "n": n, "k": k, "rank": rank, **flags}
-    shape["stride"] = shape.get("factor_first", 0) + n * rank + padding
+    shape["stride"] = n * rank + padding
 
     def make(rng: np.random.Generator) -> Arrays:
         arrays = synthetic(kernel, rng, shape, "row_scale", "count", *([] if a_scale else ["a_scale"]))
@@ -101,7 +101,7 @@ def lora_gradient(m: int, n: int, padding: int = 0, **flags: Any) -> None:
     add(matmul.lora_tn, make, **shape)
 
 
-adapted(nf4.nf4_matmul, 70, 64, 8, padding=4, h_skip=8, h_first=8, factor_first=16)
+adapted(nf4.nf4_matmul, 70, 64, 8, padding=4, h_skip=8, h_first=8)
 adapted(nf4.nf4_matmul, 67, 40, 5, accumulate=True, a_type="f16", a_scale=True)
 adapted(nf4.nf4_matmul_backward, 72, 36, 12, accumulate=True)
 adapted(nf4.nf4_matmul_backward, 67, 21, 7, padding=3, first_row=5)
