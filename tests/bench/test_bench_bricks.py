@@ -161,7 +161,7 @@ def test_a_brick_times_its_own_kernels_alone(device: Device) -> None:
         "attention": ["attention_forward"],
         "attention_backward": ["attention_backward_kv", "attention_backward_q", "attention_stats"],
         "rmsnorm": ["rmsnorm_backward", "rmsnorm_forward"],
-        "rope": ["rope_rotate"],
+        "rope": ["rope_backward", "rope_forward"],
         "swiglu": ["swiglu_backward", "swiglu_forward"],
     }
     calls = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.program import Program
-from wgpu_lora.gpu.tensor import ALIGNMENT, Storage, Tensor
+from wgpu_lora.gpu.tensor import ALIGNMENT, Storage, Tensor, align
 
 ALIGNMENT_ROWS = ALIGNMENT // 4  # row blocks of a multiple of this many f32 rows start at aligned offsets
 
@@ -58,6 +59,14 @@ class Recorder:
 
     def temp(self, shape: tuple[int, ...], dtype: str = "f32", name: str = "temp") -> Tensor:
         return self.program.temp(shape, dtype, name)
+
+    def temps(self, *shapes: tuple[int, ...], name: str = "temp") -> list[Tensor]:
+        """f32 tensors in one storage, each at an aligned offset. They share one gradient, too."""
+        firsts = [0]
+        for shape in shapes:
+            firsts.append(firsts[-1] + align(4 * math.prod(shape)))
+        whole = self.temp((firsts[-1] // 4,), name=name)
+        return [Tensor(shape, "f32", whole.storage, first, name) for shape, first in zip(shapes, firsts, strict=False)]
 
     def dispatch(self, kernel: Kernel, *args: Tensor | None, **constants: Any) -> None:
         self.program.dispatch(kernel, *args, **constants)
