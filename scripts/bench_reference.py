@@ -162,7 +162,7 @@ class Comparison:
     rows: Annotated[list[int], "rows per step; a comparison for each number"] = field(default_factory=lambda: [1, 4])
     tokens: Annotated[int, "tokens per row"] = 128
     rank: Annotated[int, "LoRA rank"] = 8
-    ours: Annotated[list[str], "our base formats; nf4+bf16 also sets --compute-dtype bf16"] = field(default_factory=lambda: ["f32", "nf4"])
+    ours: Annotated[list[str], "our base formats; nf4+bf16: in bf16"] = field(default_factory=lambda: ["f32", "nf4"])
     torch: Annotated[list[str], "f32, bf16, nf4; speeds relative to the first"] = field(default_factory=lambda: ["f32"])
     torch_device: Annotated[str, "cpu or cuda"] = "cpu"
     device: Annotated[str | None, "our device: index or part of its name, as 'wgpu-lora info' lists them"] = None
