@@ -79,6 +79,7 @@ def swiglu(rec: Recorder, gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, for equal shapes."""
     y = rec.temp(gate.shape, name="swiglu")
     rec.dispatch(swiglu_forward, gate, up, y, size=y.size)
+    rec.cheap(y, lambda y: rec.dispatch(swiglu_forward, gate, up, y, size=y.size))
 
     def backward() -> None:
         dgate, dup = rec.new_gradient(gate), rec.new_gradient(up)

@@ -147,7 +147,7 @@ def linear(
 
     def backward() -> None:
         dy = rec.gradient(y)
-        dh = _factor_gradients(rec, x, dy, h, lora) if lora and h else None
+        dh = _factor_gradients(rec, rec.again(x), dy, h, lora) if lora and h else None
         if not rec.tracks(x):
             return
         dx, accumulate = rec.gradient_target(x)

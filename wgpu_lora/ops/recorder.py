@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from wgpu_lora.gpu.device import Device
@@ -56,6 +57,7 @@ class Recorder:
         self._gradients: dict[Storage, Tensor] = {}
         self._written: dict[Storage, set[int]] = {}  # byte offsets of the row blocks whose gradient is written
         self._tracked: set[Storage] = set()
+        self._cheap: dict[Storage, Callable[[], Tensor]] = {}
 
     def temp(self, shape: tuple[int, ...], dtype: str = "f32", name: str = "temp") -> Tensor:
         return self.program.temp(shape, dtype, name)
@@ -91,6 +93,24 @@ class Recorder:
     def tracks(self, tensor: Tensor) -> bool:
         """Whether the tensor needs a gradient."""
         return tensor.storage in self._tracked
+
+    def cheap(self, y: Tensor, record: Callable[[Tensor], None]) -> None:
+        """Declares that computing y again costs less than keeping it until the backward pass, which then uses `again`.
+
+        record: dispatches the kernel that computes y into the given tensor, from inputs that are kept.
+        """
+
+        def compute() -> Tensor:
+            made = replace(y, storage=Storage(y.storage.nbytes, "activations", y.name, temporary=True))
+            record(made)
+            return made
+
+        self._cheap[y.storage] = cache(compute)
+
+    def again(self, x: Tensor) -> Tensor:
+        """x in a backward pass: computed again, once for all that read it, if it is `cheap`."""
+        compute = self._cheap.get(x.storage)
+        return replace(x, storage=compute().storage) if compute else x
 
     def gradient(self, tensor: Tensor) -> Tensor:
         whole = self._gradients[tensor.storage]

@@ -170,7 +170,13 @@ def rope(
     moves = norm is not None and rec.training  # the backward pass of the norm needs its input
     yq, yk = rec.temps(q.shape, k.shape, name="rotated") if moves else (q, k)
     y, firsts = _whole(yq), {"yq_first": yq.byte_offset // 4, "yk_first": yk.byte_offset // 4}
-    rec.dispatch(rope_forward, x, positions, table, *weights, y if moves else None, **firsts, **shape)
+
+    def record(y: Tensor | None) -> None:
+        rec.dispatch(rope_forward, x, positions, table, *weights, y, **firsts, **shape)
+
+    record(y if moves else None)
+    if moves:
+        rec.cheap(y, record)
 
     def backward() -> None:
         if not moves:
