@@ -17,10 +17,10 @@ from wgpu_lora.gpu.choices import Entry, choice_key, nearest, same_shader
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.errors import ShaderError
 from wgpu_lora.gpu.program import Program
-from wgpu_lora.gpu.single import nmse
 from wgpu_lora.gpu.tensor import persistent
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.gpu.tuner import Tuner
+from wgpu_lora.gpu.values import nmse
 from wgpu_lora.ops.elementwise import fill
 from wgpu_lora.ops.matmul import lora_nt
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Dispatch, Program
-from wgpu_lora.gpu.single import nmse, widened
 from wgpu_lora.gpu.tensor import NUMPY
 from wgpu_lora.gpu.tunable import Arrays
+from wgpu_lora.gpu.values import nmse, widened
 
 POISON_BYTES = 16 << 20
 

@@ -14,9 +14,10 @@ from wgpu_lora.gpu.choices import ChoiceFile, Entry, choice_key, nearest, same_s
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.errors import ShaderError
 from wgpu_lora.gpu.program import Dispatch, Program
-from wgpu_lora.gpu.single import SingleKernel, nmse, widened
+from wgpu_lora.gpu.single import SingleKernel
 from wgpu_lora.gpu.tiling import PLAIN, Tiling
 from wgpu_lora.gpu.tunable import Constants, Tunable
+from wgpu_lora.gpu.values import nmse, widened
 
 SECONDS = 15.0  # limit of tuning, including compilation
 RUNS = 3  # timed runs per tiling, after two warm-up runs
