@@ -27,7 +27,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu import part
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import REGISTRY
-from wgpu_lora.gpu.single import nmse
+from wgpu_lora.gpu.values import nmse
 from wgpu_lora.ops.elementwise import add_forward, swiglu_forward
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from wgpu_lora.gpu import part
-from wgpu_lora.gpu.single import widened
+from wgpu_lora.gpu.values import widened
 from wgpu_lora.ops.attention import attention_backward_kv, attention_backward_q, attention_forward
 from wgpu_lora.ops.embedding import embedding_rows
 from wgpu_lora.ops.matmul import matmul_nn, matmul_nt

@@ -147,7 +147,7 @@ def linear(
 
     def backward() -> None:
         dy = rec.gradient(y)
-        dh = _factor_gradients(rec, x, dy, h, lora) if lora and h else None
+        dh = _factor_gradients(rec, rec.again(x), dy, h, lora) if lora and h else None
         if not rec.tracks(x):
             return
         dx, accumulate = rec.gradient_target(x)
@@ -184,7 +184,7 @@ def _factor_gradients(rec: Recorder, x: Tensor, dy: Tensor, h: Tensor, lora: Lor
     out, size_in, dh = dy.size // rows, x.size // rows, rec.temp(h.shape, name="dh")
     rec.dispatch(lora_nn, dy, lora.b, dh, lora.ranges, lora.scale, m=rows, n=lora.rank, k=out, **lora.of_b())
     rec.dispatch(lora_tn, dy, h, lora.grad_b, lora.ranges, m=out, n=lora.rank, k=rows, **lora.of_b())
-    dropped = _dropped(rec, rec.again(x), lora)
+    dropped = _dropped(rec, x, lora)
     rec.dispatch(lora_tn, dh, dropped, lora.grad_a, lora.ranges, m=lora.rank, n=size_in, k=rows, **lora.of_a())
     return dh
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from wgpu_lora.gpu import part
 from wgpu_lora.gpu.kernel import Variants, cdiv
-from wgpu_lora.gpu.single import stored
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.gpu.tunable import Arrays, Constants
+from wgpu_lora.gpu.values import stored
 
 FEW_ROWS = 8
 BLOCK = 64  # a part of a product keeps or drops this many columns together, as a block of scales

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -260,8 +260,9 @@ class NF4Weight:
         found = []
         for first, rows in self.pieces():
             device.write(staging.storage.buffer, source.read_raw(name, first, first + rows))
-            program = Program(device, "pack")
-            self.record_packing(program, staging, absmax, first, rows, DTYPES[source.dtype(name)])
+            program, dtype = Program(device, "pack"), DTYPES[source.dtype(name)]
+            values = replace(staging, shape=(rows, self.in_features), dtype=dtype)
+            self.record_packing(program, values, replace(absmax, shape=(self.blocks(rows),)), first, rows, dtype)
             with loading.running(program):
                 found.append(device.read(absmax.storage.buffer, 4 * self.blocks(rows)).view(np.float32).copy())
         with np.errstate(invalid="ignore"):  # models.audit reports non-finite values

@@ -9,7 +9,7 @@ import numpy as np
 from support.kernels import NONE, Arrays, add, normal, poison
 from wgpu_lora.bench import ceiling
 from wgpu_lora.gpu.kernel import cdiv
-from wgpu_lora.gpu.single import stored, widened
+from wgpu_lora.gpu.values import stored, widened
 from wgpu_lora.ops import elementwise, embedding, rope
 from wgpu_lora.weights import nf4
 from wgpu_lora.weights.nf4_codes import DYNAMIC_CODE
