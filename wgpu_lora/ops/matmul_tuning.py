@@ -22,11 +22,16 @@ Operand = Callable[[Constants, np.random.Generator], Arrays]
 TakeColumns = Callable[[Arrays, Constants, np.ndarray], Arrays | None]
 
 
-def tilings(span: int, *shapes: tuple[int, int], software: tuple[int, int, int] | None = None) -> Variants:
+def large(c: Any, lanes: int) -> tuple[int, int]:
+    """(rows, columns per lane) on CPU drivers: a large tile is faster although its sums do not fit the registers, since
+    loads cost much more there than moving sums to memory. Products of few columns get more rows instead."""
+    return (32, 1) if c.n <= lanes else (32, 2) if c.n < 8 * lanes else (16, 8)
+
+
+def tilings(span: int, *shapes: tuple[int, int], cpu_span: int | None = None) -> Variants:
     """Variants with tilings of these (rows, columns per lane), the default first; rounds are multiples of `span` steps.
 
-    software: (rows, columns per lane, steps) of the default on CPU drivers with 64-bit integers, where large tiles are
-        faster although they do not fit the registers, since loads cost much more than moving sums to memory.
+    On CPU drivers with 64-bit integers the default is a `large` tile with rounds of cpu_span steps.
 
     Without subgroups a workgroup has 32 independent lanes. Products of few rows, as in decoding, get tiles of at most
     that many rows and longer rounds, so that every lane loads part of a.
@@ -43,8 +48,8 @@ def tilings(span: int, *shapes: tuple[int, int], software: tuple[int, int, int] 
         found = [Tiling("broadcast", size, rows, cols, steps) for rows, cols in chosen]
         if capabilities.int64:
             wide = [replace(tiling, wide=True) for tiling in found]
-            if capabilities.software and software and c.m > FEW_ROWS:
-                wide.insert(0, Tiling("broadcast", size, *software, wide=True))
+            if capabilities.software and (c.form == "tn" or c.m > FEW_ROWS):
+                wide.insert(0, Tiling("broadcast", size, *large(c, size), cpu_span or span, wide=True))
             found = [*wide, *found] if capabilities.software else [*found, *wide]
         return [*found, plain]
 

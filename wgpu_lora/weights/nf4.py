@@ -73,7 +73,7 @@ TUNING, PART = MatmulTuning(_synthetic), product_part(_columns)
 @kernel(
     FILE,
     grid=tile_grid,
-    variants=tilings(8, *SHAPES, software=(16, 8, 8)),
+    variants=tilings(8, *SHAPES),
     specialise=_facts,
     tuning=TUNING,
     part=PART,
@@ -112,7 +112,7 @@ def nf4_matmul(
 @kernel(
     FILE,
     grid=tile_grid,
-    variants=tilings(4, *SHAPES, software=(16, 8, 8)),
+    variants=tilings(4, *SHAPES, cpu_span=8),
     specialise=_facts,
     tuning=TUNING,
     part=PART,
