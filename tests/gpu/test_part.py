@@ -13,7 +13,7 @@ from wgpu_lora.ops.attention import attention_backward_kv, attention_backward_q,
 from wgpu_lora.ops.embedding import embedding_rows
 from wgpu_lora.ops.matmul import matmul_nn, matmul_nt
 from wgpu_lora.ops.optimizer import BLOCK, square_sums
-from wgpu_lora.weights.nf4 import nf4_matmul, nf4_matmul_backward
+from wgpu_lora.weights.nf4_products import nf4_matmul, nf4_matmul_backward
 
 Arrays = dict[str, np.ndarray]
 OPTIONAL = {"bias", "count", "a_scale", "row_scale"}

@@ -15,7 +15,7 @@ from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.ops.attention import attention_forward
 from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn, matmul_nn, matmul_nt
 from wgpu_lora.ops.matmul_tuning import CHECKED, block
-from wgpu_lora.weights.nf4 import nf4_matmul, nf4_matmul_backward
+from wgpu_lora.weights.nf4_products import nf4_matmul, nf4_matmul_backward
 
 WHOLE = {"m": 1000, "n": 4864, "k": 896}
 

@@ -129,7 +129,8 @@ def test_dense_product(rng: np.random.Generator) -> None:
 def test_lora(rng: np.random.Generator) -> None:
     rows, size_in, rank, out, slots = 8, 5, 2, 3, 3
     x, dy = rng.normal(size=(rows, size_in)), rng.normal(size=(rows, out))
-    a, b, scale = rng.normal(size=(slots, rank * size_in)), rng.normal(size=(slots, out * rank)), rng.normal(size=slots)
+    a, b = rng.normal(size=(slots, rank * size_in)), rng.normal(size=(slots, out * rank))
+    scale = np.repeat(rng.normal(size=(slots, 1)), rank, axis=1)
     at_a, at_b = {"slots": slots, "stride": rank * size_in}, {"slots": slots, "stride": out * rank}
 
     def hidden(x: np.ndarray, a: np.ndarray) -> np.ndarray:

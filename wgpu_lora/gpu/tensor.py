@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,3 +68,26 @@ def persistent(shape: tuple[int, ...], dtype: str, group: str, name: str) -> Ten
     """A tensor with a buffer of its own, declared now and allocated later."""
     nbytes = (math.prod(shape) * ITEM_BYTES[dtype] + 3) & ~3
     return Tensor(shape, dtype, Storage(nbytes, group, name), name=name)
+
+
+def joined(tensors: Sequence[Tensor], name: str) -> list[Tensor]:
+    """Declared tensors as regions of one storage instead of their own, each at an aligned offset."""
+    firsts = [0]
+    for tensor in tensors:
+        firsts.append(firsts[-1] + align(tensor.nbytes))
+    storage = Storage(firsts[-1], tensors[0].storage.group, name)
+    return [replace(t, storage=storage, byte_offset=first) for t, first in zip(tensors, firsts, strict=False)]
+
+
+def whole(parts: Sequence[Tensor]) -> Tensor | None:
+    """All values from the first of these tensors to the end of the last, flat, with what lies between aligned offsets.
+
+    None if they are not successive regions of one storage.
+    """
+    first, at = parts[0], parts[0].byte_offset
+    for part in parts:
+        if (part.storage, part.byte_offset, part.dtype) != (first.storage, at, first.dtype):
+            return None
+        at += align(part.nbytes)
+    size = (min(at, first.storage.nbytes) - first.byte_offset) // ITEM_BYTES[first.dtype]
+    return replace(first, shape=(size,))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models.cache import LayerCache
 from wgpu_lora.models.inputs import StepInputs
-from wgpu_lora.ops.linear import Linear, LoraSlots, linear
+from wgpu_lora.ops.linear import Linear, linear, linears
+from wgpu_lora.ops.lora import LoraSlots
 from wgpu_lora.ops.norm import residual_rmsnorm, rmsnorm
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.weights.base import Weight
@@ -46,10 +47,19 @@ class Block:
             first_row: if x is a block of rows, the index of its first row in the batch.
             accumulate: add the result to `into`.
         """
+        return linear(self.rec, x, self.layer.linears[module], self._lora(x, module, first_row), into, accumulate)
+
+    def projects(self, x: Tensor, modules: Sequence[str], first_row: int | None = None) -> list[Tensor]:
+        """Records several linear layers of the same x, whose results are regions of one storage.
+
+        They take one dispatch if their matrices are stored together (see `ModelConfig.stacks`).
+        """
+        layers = [self.layer.linears[module] for module in modules]
+        return linears(self.rec, x, layers, [self._lora(x, module, first_row) for module in modules])
+
+    def _lora(self, x: Tensor, module: str, first_row: int | None) -> LoraSlots | None:
         lora = self.adapters.get(f"{self.layer.path}.{module}")
-        if lora and first_row is not None:
-            lora = lora.block(first_row, first_row + x.shape[0])
-        return linear(self.rec, x, self.layer.linears[module], lora, into, accumulate)
+        return lora.block(first_row, first_row + x.shape[0]) if lora and first_row is not None else lora
 
     def norm(self, x: Tensor, module: str, eps: float) -> Tensor:
         """RMSNorm over the last dimension with the weight of `module`, such as 'input_layernorm'."""

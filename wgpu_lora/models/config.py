@@ -90,6 +90,13 @@ class ModelConfig(ABC):
         The order numbers the modules that may have an adapter, and these numbers key dropout and initialisation.
         """
 
+    def stacks(self, index: int) -> Sequence[Sequence[str]]:
+        """Modules of a layer that read the same x, as the block passes them to `Block.projects`: up to three each.
+
+        Their matrices are stored together, if their formats allow it, so that one dispatch multiplies them.
+        """
+        return ()
+
     @abstractmethod
     def block(self, block: Block, index: int, x: Tensor) -> Tensor:
         """Records a layer's forward pass, x [T, hidden_size] -> [T, hidden_size].

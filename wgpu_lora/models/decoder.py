@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
+from wgpu_lora.gpu.tensor import Storage, Tensor, joined, persistent
 from wgpu_lora.models.block import Adapters, Block, Layer
 from wgpu_lora.models.cache import LayerCache
 from wgpu_lora.models.config import BIAS, MATRIX, VECTOR, ModelConfig, module_of
@@ -15,7 +15,7 @@ from wgpu_lora.ops.embedding import embed
 from wgpu_lora.ops.linear import Linear
 from wgpu_lora.ops.norm import rmsnorm
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.weights.base import MatrixSource, Shared, Weight
+from wgpu_lora.weights.base import MatrixSource, Shared, Weight, stacked
 from wgpu_lora.weights.dense import DenseWeight
 from wgpu_lora.weights.registry import declare
 
@@ -62,6 +62,8 @@ class Decoder:
                     weight = declare(base_dtype, (out, size_in), f"{path}.{name}", shared, stored)
                     module = module_of(name)
                     linears[module] = Linear(weight, vectors.pop(f"{module}.bias", None))
+            for stack in config.stacks(i):
+                linears |= _stored_together({module: linears[module] for module in stack}, max_binding)
             return Layer(path, linears, vectors)
 
         shape = (config.vocab_size, config.hidden_size)
@@ -110,3 +112,14 @@ class Decoder:
             block = Block(rec, layer, inputs, adapters, caches[i] if caches else None)
             x = rec.checkpoint(partial(self.config.block, block, i), x)
         return rmsnorm(rec, x, self.final_norm, self.config.rms_norm_eps)
+
+
+def _stored_together(linears: dict[str, Linear[Weight]], max_binding: int) -> dict[str, Linear[Weight]]:
+    """Layers that read the same x, with matrices and biases in shared storages if one dispatch can multiply them."""
+    weights = stacked([item.weight for item in linears.values()], max_binding)
+    biases = [item.bias for item in linears.values() if item.bias]
+    together: Sequence[Tensor | None] = [item.bias for item in linears.values()]
+    if len(biases) == len(linears):
+        together = joined(biases, f"{biases[0].name} and others")
+    pairs = zip(linears, weights, together, strict=True)
+    return {module: Linear(weight, bias) for module, weight, bias in pairs}

@@ -10,7 +10,7 @@ from wgpu_lora.gpu.program import allocate, release
 from wgpu_lora.models.audit import AuditedSource
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.decoder import Decoder
-from wgpu_lora.weights.base import Loading, scratch_bytes
+from wgpu_lora.weights.base import Loading, scratch_bytes, write
 from wgpu_lora.weights.dense import DTYPES
 
 
@@ -44,7 +44,7 @@ def _fill(loading: Loading, checkpoint: WeightSource, model: Decoder, progress: 
     device = loading.device
     allocate(device, model.storages())
     for name, tensor in model.vectors():
-        device.write(tensor.storage.buffer, checkpoint.read_f32(name))
+        write(device, tensor, checkpoint.read_f32(name))
         progress(name)
     for name, weight in model.matrices():
         weight.load(loading, checkpoint, name)

@@ -15,7 +15,7 @@ from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
 from wgpu_lora.models.block import Adapters
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.inputs import StepInputs
-from wgpu_lora.ops.linear import LoraSlots
+from wgpu_lora.ops.lora import Factors, LoraSlots, LoraStack
 from wgpu_lora.ops.optimizer import BLOCK, NO_SLOT
 
 PAGE_BLOCKS = 64  # pages are multiples of this, so that offsets into per-block tables are aligned
@@ -66,13 +66,19 @@ class Factor:
     stride: int
     shape: tuple[int, int]
 
+    @property
+    def blocks(self) -> int:
+        """Blocks of a slot's matrix."""
+        return -(-self.shape[0] * self.shape[1] // BLOCK)
+
 
 @dataclass(frozen=True)
 class AdapterSet:
     """The adapters of all slots. `declare` allocates nothing; gradients are allocated by the programs that use them.
 
     A page is a flat f32 tensor no larger than a binding. Each slot's matrix is padded to whole blocks of 1024 values,
-    so that a table block -> slot tells the optimizer which slot a value belongs to.
+    so that a table block -> slot tells the optimizer which slot a value belongs to. Modules that read the same x form a
+    stack: their A, and their B, follow each other in each slot.
     """
 
     specs: Sequence[SlotSpec]
@@ -81,7 +87,7 @@ class AdapterSet:
     grads: tuple[Tensor, ...]
     block_slots: tuple[np.ndarray, ...]  # per page, the slot of each block; NO_SLOT for padding
     factors: Mapping[tuple[str, str], Factor]  # (module, "A" or "B")
-    scales: Mapping[str, Tensor]
+    scales: Mapping[tuple[str, ...], Tensor]  # by the modules of a stack: f32 [slots, modules * rank]
     numbers: Mapping[str, int]  # of modules, as dropout keys; they do not depend on other slots
 
     @classmethod
@@ -93,21 +99,29 @@ class AdapterSet:
         limit = max_binding // (4 * BLOCK * PAGE_BLOCKS) * PAGE_BLOCKS
         factors: dict[tuple[str, str], Factor] = {}
         used: list[list[int]] = [[]]
-        for module in order:
-            out, size_in = shapes[module]
-            for which, shape in (("A", (rank, size_in)), ("B", (out, rank))):
-                blocks = -(-shape[0] * shape[1] // BLOCK)
-                if used[-1] and len(used[-1]) + blocks * slots > limit:
+        stacks = list(_stacks(config, order, rank))
+        for modules in stacks:
+            for which in "AB":
+                of = {m: (rank, shapes[m][1]) if which == "A" else (shapes[m][0], rank) for m in modules}
+                blocks = {module: -(-rows * cols // BLOCK) for module, (rows, cols) in of.items()}
+                each, first = sum(blocks.values()), 0
+                if used[-1] and len(used[-1]) + each * slots > limit:
                     used.append([])
-                factors[module, which] = Factor(len(used) - 1, len(used[-1]) * BLOCK, blocks * BLOCK, shape)
-                used[-1] += [slot for slot in range(slots) for _ in range(blocks)]
+                for module, shape in of.items():
+                    offset = (len(used[-1]) + first) * BLOCK
+                    factors[module, which] = Factor(len(used) - 1, offset, each * BLOCK, shape)
+                    first += blocks[module]
+                used[-1] += [slot for slot in range(slots) for _ in range(each)]
         tables = tuple(_padded(blocks) for blocks in used)
 
         def pages(kind: str, group: str) -> tuple[Tensor, ...]:
             return tuple(persistent((t.size * BLOCK,), "f32", group, f"{kind} {i}") for i, t in enumerate(tables))
 
         numbers = {module: everything[module] for module in order}
-        scales = {module: persistent((slots,), "f32", "adapters", f"scale of {module}") for module in order}
+        scales = {
+            modules: persistent((slots, len(modules) * rank), "f32", "adapters", f"scale of {modules[0]}")
+            for modules in stacks
+        }
         params, grads = pages("params", "adapters"), pages("grads", "optimizer")
         return cls(specs, rank, params, grads, tables, factors, scales, numbers)
 
@@ -117,35 +131,43 @@ class AdapterSet:
 
     def bind(self, inputs: StepInputs) -> Adapters:
         """The adapters of each module for a batch, for the decoder's forward pass."""
-        return {
-            module: LoraSlots(
-                a=self._view(self.params, module, "A"),
-                b=self._view(self.params, module, "B"),
-                grad_a=self._view(self.grads, module, "A"),
-                grad_b=self._view(self.grads, module, "B"),
-                scale=scale,
-                ranges=inputs.slot_ranges,
-                draws=inputs.draws,
-                module=self.numbers[module],
-                rank=self.rank,
-            )
-            for module, scale in self.scales.items()
-        }
+        found = {}
+        for modules, scale in self.scales.items():
+            stack = LoraStack(self._factors(modules, "A"), self._factors(modules, "B"), scale, len(modules))
+            for index, module in enumerate(modules):
+                found[module] = LoraSlots(
+                    a=self._factors((module,), "A"),
+                    b=self._factors((module,), "B"),
+                    stack=stack,
+                    index=index,
+                    ranges=inputs.slot_ranges,
+                    draws=inputs.draws,
+                    module=self.numbers[module],
+                    rank=self.rank,
+                    slots=len(self.specs),
+                )
+        return found
 
-    def _view(self, pages: Sequence[Tensor], module: str, which: str) -> Tensor:
-        factor = self.factors[module, which]
-        whole = pages[factor.page]
-        return Tensor((len(self.specs), factor.stride), "f32", whole.storage, 4 * factor.offset, f"{module}.{which}")
+    def _factors(self, modules: Sequence[str], which: str) -> Factors:
+        """Views of successive modules of a stack."""
+        factor = self.factors[modules[0], which]
+        own = BLOCK * sum(self.factors[module, which].blocks for module in modules)
+        size, name = (len(self.specs) - 1) * factor.stride + own, f"{modules[0]}.{which}"
+        params, grads = (
+            Tensor((size,), "f32", pages[factor.page].storage, 4 * factor.offset, name)
+            for pages in (self.params, self.grads)
+        )
+        return Factors(params, grads, factor.stride)
 
     # -- host side -------------------------------------------------------------------------------------------------
 
     def upload_scales(self, device: Device) -> None:
-        for module, tensor in self.scales.items():
-            values = [spec.scaling.get(module, 0.0) for spec in self.specs]
-            device.write(tensor.storage.buffer, np.array(values, np.float32))
+        for modules, tensor in self.scales.items():
+            values = [[spec.scaling.get(module, 0.0) for module in modules] for spec in self.specs]
+            device.write(tensor.storage.buffer, np.repeat(np.array(values, np.float32), self.rank, axis=1))
 
     def modules(self, slot: int) -> Iterator[str]:
-        return (module for module in self.scales if module in self.specs[slot].scaling)
+        return (module for module in self.numbers if module in self.specs[slot].scaling)
 
     def write(self, device: Device, slot: int, matrices: Matrices, pages: Sequence[Tensor] | None = None) -> None:
         """Writes a slot's matrices to `pages` (by default, the parameters), padding their rank with zeros."""
@@ -176,6 +198,23 @@ class AdapterSet:
     def trainable(self, slot: int, config: ModelConfig) -> int:
         """The number of trainable parameters of a slot."""
         return sum(self.specs[slot].rank * sum(config.lora_modules[module]) for module in self.modules(slot))
+
+
+def _stacks(config: ModelConfig, modules: Sequence[str], rank: int) -> Iterator[tuple[str, ...]]:
+    """The modules in order, those of a stack together if their A are whole blocks, so that they are one matrix."""
+    stacks = {
+        f"{config.path(i)}.{first}": [f"{config.path(i)}.{module}" for module in (first, *others)]
+        for i in range(config.num_hidden_layers)
+        for first, *others in config.stacks(i)
+    }
+    of = {module: stack for stack in stacks.values() for module in stack}
+    done: set[str] = set()
+    for module in modules:
+        whole = rank * config.lora_modules[module][1] % BLOCK == 0
+        stack = tuple(one for one in of.get(module, [module]) if one in modules) if whole else (module,)
+        if module not in done:
+            yield stack
+            done.update(stack)
 
 
 def _padded(block_slots: list[int]) -> np.ndarray:

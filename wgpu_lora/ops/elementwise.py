@@ -82,7 +82,7 @@ def swiglu(rec: Recorder, gate: Tensor, up: Tensor) -> Tensor:
     rec.cheap(y, lambda y: rec.dispatch(swiglu_forward, gate, up, y, size=y.size))
 
     def backward() -> None:
-        dgate, dup = rec.new_gradient(gate), rec.new_gradient(up)
+        (dgate, _), (dup, _) = rec.gradient_target(gate), rec.gradient_target(up)
         rec.dispatch(swiglu_backward, gate, up, rec.gradient(y), dgate, dup, size=y.size)
 
     rec.node(backward, inputs=[gate, up], outputs=[y])

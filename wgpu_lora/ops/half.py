@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from wgpu_lora.gpu.kernel import U32, In, Out, Word, kernel
-from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.gpu.tensor import ALIGNMENT, Tensor
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.rows import by_subgroup, row_grid
 
@@ -44,3 +45,14 @@ def matmul_operand(rec: Recorder, x: Tensor, cols: int, *, keep: bool) -> tuple[
     if keep:
         rec.halves[key] = (a, scale)
     return a, scale, kind
+
+
+def gradient_operand(rec: Recorder, dy: Tensor, outs: Sequence[int]) -> tuple[Tensor, Tensor | None, str]:
+    """`matmul_operand` of a gradient that is read once: of y with `outs` columns, or of a stack of several parts.
+
+    The parts are rounded together, without scales, so their dtype must not be f16.
+    """
+    if len(outs) == 1:
+        return matmul_operand(rec, dy, outs[0], keep=False)
+    assert rec.compute_dtype != "f16", "the parts of a stack have scales of their own"
+    return matmul_operand(rec, dy, ALIGNMENT // 4, keep=False)

@@ -1,12 +1,15 @@
-"""y = x W^T + scale (dropout(x) A^T) B^T: a frozen linear layer with LoRA adapters beside it (Hu et al. 2021)."""
+"""y = x W^T + scale (dropout(x) A^T) B^T: frozen linear layers with LoRA adapters beside them (Hu et al. 2021)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
-from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.gpu.tensor import Tensor, whole
 from wgpu_lora.ops.elementwise import dropout_apply, fill
+from wgpu_lora.ops.lora import LoraSlots
+from wgpu_lora.ops.low_rank import LowRank
 from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn
 from wgpu_lora.ops.recorder import Recorder
 
@@ -27,33 +30,14 @@ class FrozenMatrix(Protocol):
         """dx (+)= dy W."""
 
 
-@dataclass(frozen=True)
-class LowRank:
-    """LoRA's second product, added by the kernel of a frozen product: h B^T or, backward, dh A (see `matmul.adapted`).
+class FrozenProduct(Protocol):
+    """The products with frozen matrices, in one dispatch that also adds LoRA's second product.
 
-    h: f32 [T, rank]. factor: B or A of each slot, [slots, stride]. ranges, first_row: as in LoraSlots.
+    y, dy and the bias are flat if there are several matrices: the regions of all (see ops.stack).
     """
 
-    h: Tensor
-    factor: Tensor
-    ranges: Tensor
-    rank: int
-    first_row: int = 0
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.h, self.factor, self.ranges
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        return {"rank": self.rank, "stride": self.factor.shape[1], "first_row": self.first_row}
-
-
-class FrozenProduct(Protocol):
-    """The product with a frozen matrix in one dispatch that also adds LoRA's second product."""
-
     def adds(self, rec: Recorder, bias: bool) -> bool:
-        """Whether the forward product can: its kernel has no more bindings than WebGPU guarantees."""
+        """Whether the forward product adds LoRA's: its kernel has no more bindings than WebGPU guarantees."""
 
     def forward(
         self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool, low: LowRank | None
@@ -61,15 +45,15 @@ class FrozenProduct(Protocol):
         """y (+)= x W^T (+ bias) (+ low)."""
 
     def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool, low: LowRank | None) -> None:
-        """dx (+)= dy W (+ low)."""
+        """dx (+)= dy W (+ low), summed over the matrices."""
 
 
 @runtime_checkable
 class Fusing(FrozenMatrix, Protocol):
-    """A frozen matrix whose kernels add LoRA's second product. Those of other matrices are added afterwards."""
+    """A frozen matrix whose kernels add LoRA's second product, and multiply others that are stored with it."""
 
-    def product(self) -> FrozenProduct | None:
-        """None if it takes several dispatches."""
+    def product(self, others: Sequence[FrozenMatrix]) -> FrozenProduct | None:
+        """The product with this matrix and others; None if it takes several dispatches."""
 
 
 W = TypeVar("W", bound=FrozenMatrix, covariant=True)
@@ -81,43 +65,6 @@ class Linear(Generic[W]):
 
     weight: W
     bias: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class LoraSlots:
-    """The adapters of one module, stacked by slot, and the batch's rows of each slot.
-
-    a, grad_a: f32 [slots, stride >= rank * in], A [rank, in] of each slot. b, grad_b: B [out, rank] likewise. Each
-        slot's matrix is padded to whole blocks of the optimizer, and smaller ranks with zeros, which stay zero.
-    scale: f32 [slots].
-    ranges: u32 [slots, 2], the rows [start, stop) of each slot in the batch.
-    draws: u32 [T, 4], dropout keys (see `dropout_apply`); None without dropout.
-    module: number of the module, also a dropout key.
-    first_row: index in the batch of row 0 of x.
-    """
-
-    a: Tensor
-    b: Tensor
-    grad_a: Tensor
-    grad_b: Tensor
-    scale: Tensor
-    ranges: Tensor
-    draws: Tensor | None
-    module: int
-    rank: int
-    first_row: int = 0
-
-    def block(self, start: int, stop: int) -> LoraSlots:
-        """The same adapters for a block of rows [start, stop) of x."""
-        draws = self.draws.rows(start, stop) if self.draws else None
-        return replace(self, draws=draws, first_row=start)
-
-    def of_a(self) -> dict[str, int]:
-        """Constants of kernels that read or write A."""
-        return {"slots": self.a.shape[0], "stride": self.a.shape[1], "first_row": self.first_row}
-
-    def of_b(self) -> dict[str, int]:
-        return {"slots": self.b.shape[0], "stride": self.b.shape[1], "first_row": self.first_row}
 
 
 def linear(
@@ -135,24 +82,28 @@ def linear(
     weight = layer.weight
     rows, out, size_in = x.size // weight.in_features, weight.out_features, weight.in_features
     y = into or rec.temp((rows, out), name="linear")
-    product = weight.product() if lora and isinstance(weight, Fusing) else None
-    h = _hidden(rec, x, lora, rows, size_in) if lora else None
+    product = weight.product(()) if lora and isinstance(weight, Fusing) else None
+    h = _hidden(rec, x, lora) if lora else None
     if lora and h and product and product.adds(rec, layer.bias is not None):
-        product.forward(rec, x, y, layer.bias, accumulate, LowRank(h, lora.b, lora.ranges, lora.rank, lora.first_row))
+        product.forward(rec, x, y, layer.bias, accumulate, lora.low_rank(h, lora.b))
     else:
         weight.forward(rec, x, y, layer.bias, accumulate)
         if lora and h:
-            shape = {"m": rows, "n": out, "k": lora.rank, **lora.of_b()}
-            rec.dispatch(lora_nt, h, lora.b, y, lora.ranges, accumulate=True, **shape)
+            shape = {"m": rows, "n": out, "k": lora.rank, **lora.columns("a"), **lora.of(lora.b)}
+            rec.dispatch(lora_nt, h, lora.b.params, y, lora.ranges, accumulate=True, **shape)
 
     def backward() -> None:
-        dy = rec.gradient(y)
-        dh = _factor_gradients(rec, rec.again(x), dy, h, lora) if lora and h else None
+        dy, dh = rec.gradient(y), None
+        if lora and h:
+            dh = rec.temp(h.shape, name="dh")
+            _gradients_of_b(rec, dy, h, dh, lora)
+            dropped, shape = _dropped(rec, rec.again(x), lora), {"m": lora.rank, "n": size_in, "k": rows, **lora.columns("a")}
+            rec.dispatch(lora_tn, dh, dropped, lora.a.grads, lora.ranges, **shape, **lora.of(lora.a))
         if not rec.tracks(x):
             return
         dx, accumulate = rec.gradient_target(x)
         if lora and dh and product and not lora.draws:
-            product.backward(rec, dy, dx, accumulate, LowRank(dh, lora.a, lora.ranges, lora.rank, lora.first_row))
+            product.backward(rec, dy, dx, accumulate, lora.low_rank(dh, lora.a))
             return
         weight.backward(rec, dy, dx, accumulate)
         if lora and dh:
@@ -160,6 +111,59 @@ def linear(
 
     rec.node(backward, inputs=[x], outputs=[y], trains=lora is not None)
     return y
+
+
+def linears(
+    rec: Recorder, x: Tensor, layers: Sequence[Linear[FrozenMatrix]], loras: Sequence[LoraSlots | None]
+) -> list[Tensor]:
+    """x [T, in] -> the outputs [T, out] of several layers, regions of one storage.
+
+    They take one dispatch, and their gradients by x too, if the matrices are stored together and what they multiply is
+    the same, as it is without dropout.
+    """
+    weights = [layer.weight for layer in layers]
+    rows, size_in = x.size // weights[0].in_features, weights[0].in_features
+    ys = rec.temps(*((rows, weight.out_features) for weight in weights), name="linears")
+    all_ys, biases, of = whole(ys), [layer.bias for layer in layers if layer.bias], [one for one in loras if one]
+    bias = whole(biases) if len(biases) == len(layers) else None
+    product = weights[0].product(weights[1:]) if isinstance(weights[0], Fusing) and len(weights) > 1 else None
+    alike = all(one.stack is of[0].stack and not one.draws for one in of) and (not of or of[0].stack.size == len(of))
+    fits = product and (not biases or bias) and (not of or product.adds(rec, bool(biases)))
+    if not (product and all_ys and alike and fits):
+        for layer, lora, y in zip(layers, loras, ys, strict=True):
+            linear(rec, x, layer, lora, y)
+        return ys
+    stack = of[0].whole() if of else None
+    parts = "".join("1" if one else "0" for one in loras).ljust(3, "1")
+    h = _hidden(rec, x, stack) if stack else None
+    product.forward(rec, x, all_ys, bias, False, of[0].low_rank(h, stack.b, parts) if stack and h else None)
+
+    def backward() -> None:
+        dys, dh, low = [rec.gradient(y) for y in ys], None, None
+        if stack and h:
+            dh = rec.temp(h.shape, name="dh")
+            for lora, dy in zip(loras, dys, strict=True):
+                if lora:
+                    _gradients_of_b(rec, dy, h, dh, lora)
+            shape = {"m": stack.rank, "n": size_in, "k": rows, **stack.of(stack.a)}
+            rec.dispatch(lora_tn, dh, rec.again(x), stack.a.grads, stack.ranges, **shape)
+            low = stack.low_rank(dh, stack.a)
+        if not rec.tracks(x):
+            return
+        dx, accumulate = rec.gradient_target(x)
+        if rec.compute_dtype != "f16":
+            all_dys = whole(dys)
+            assert all_dys is not None, "the gradients of a stack are regions of one storage"
+            product.backward(rec, all_dys, dx, accumulate, low)
+            return
+        for weight, dy in zip(weights, dys, strict=True):  # each has scales of its own
+            one = weight.product(()) if isinstance(weight, Fusing) else None
+            assert one is not None
+            one.backward(rec, dy, dx, accumulate, low)
+            accumulate, low = True, None
+
+    rec.node(backward, inputs=[x], outputs=ys, trains=stack is not None)
+    return ys
 
 
 def _dropped(rec: Recorder, x: Tensor, lora: LoraSlots) -> Tensor:
@@ -171,31 +175,32 @@ def _dropped(rec: Recorder, x: Tensor, lora: LoraSlots) -> Tensor:
     return dropped
 
 
-def _hidden(rec: Recorder, x: Tensor, lora: LoraSlots, rows: int, size_in: int) -> Tensor:
-    """h = scale dropout(x) A^T [T, rank], which B's gradient needs too."""
-    h, dropped = rec.temp((rows, lora.rank), name="h"), _dropped(rec, x, lora)
-    rec.dispatch(lora_nt, dropped, lora.a, h, lora.ranges, lora.scale, m=rows, n=lora.rank, k=size_in, **lora.of_a())
+def _hidden(rec: Recorder, x: Tensor, lora: LoraSlots) -> Tensor:
+    """h = scale dropout(x) A^T, f32 [T, width of the stack], of which a module has `rank` columns. B's gradient needs it
+    too."""
+    rows = x.shape[0]
+    h, dropped = rec.temp((rows, lora.width), name="h"), _dropped(rec, x, lora)
+    shape = {"m": rows, "n": lora.rank, "k": x.size // rows, **lora.columns("y"), **lora.of(lora.a)}
+    rec.dispatch(lora_nt, dropped, lora.a.params, h, lora.ranges, lora.stack.scale, **shape)
     return h
 
 
-def _factor_gradients(rec: Recorder, x: Tensor, dy: Tensor, h: Tensor, lora: LoraSlots) -> Tensor:
-    """Accumulates the gradients of A and B; returns dh = scale dy B [T, rank]."""
-    rows = h.shape[0]
-    out, size_in, dh = dy.size // rows, x.size // rows, rec.temp(h.shape, name="dh")
-    rec.dispatch(lora_nn, dy, lora.b, dh, lora.ranges, lora.scale, m=rows, n=lora.rank, k=out, **lora.of_b())
-    rec.dispatch(lora_tn, dy, h, lora.grad_b, lora.ranges, m=out, n=lora.rank, k=rows, **lora.of_b())
-    dropped = _dropped(rec, x, lora)
-    rec.dispatch(lora_tn, dh, dropped, lora.grad_a, lora.ranges, m=lora.rank, n=size_in, k=rows, **lora.of_a())
-    return dh
+def _gradients_of_b(rec: Recorder, dy: Tensor, h: Tensor, dh: Tensor, lora: LoraSlots) -> None:
+    """Accumulates the gradient of B; writes dh = scale dy B."""
+    rows, out, of_b = h.shape[0], dy.size // h.shape[0], lora.of(lora.b)
+    shape = {"m": rows, "n": lora.rank, "k": out, **lora.columns("y"), **of_b}
+    rec.dispatch(lora_nn, dy, lora.b.params, dh, lora.ranges, lora.stack.scale, **shape)
+    shape = {"m": out, "n": lora.rank, "k": rows, **lora.columns("b"), **of_b}
+    rec.dispatch(lora_tn, dy, h, lora.b.grads, lora.ranges, **shape)
 
 
 def _input_gradient(rec: Recorder, dh: Tensor, dx: Tensor, lora: LoraSlots, rows: int, size_in: int) -> None:
     """dx += dropout(dh A), if the kernel of the frozen product does not."""
-    shape = {"m": rows, "n": size_in, "k": lora.rank, **lora.of_a()}
+    shape = {"m": rows, "n": size_in, "k": lora.rank, **lora.columns("a"), **lora.of(lora.a)}
     if lora.draws is None:
-        rec.dispatch(lora_nn, dh, lora.a, dx, lora.ranges, accumulate=True, **shape)
+        rec.dispatch(lora_nn, dh, lora.a.params, dx, lora.ranges, accumulate=True, **shape)
         return
     ddropped = rec.temp((rows, size_in), name="ddropped")
     rec.dispatch(fill, ddropped, size=ddropped.size)  # rows without a slot are added too
-    rec.dispatch(lora_nn, dh, lora.a, ddropped, lora.ranges, **shape)
+    rec.dispatch(lora_nn, dh, lora.a.params, ddropped, lora.ranges, **shape)
     rec.dispatch(dropout_apply, ddropped, lora.draws, dx, rows=rows, cols=size_in, module=lora.module, accumulate=True)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, Grid, In, InOut, Place, Word, cdiv, kernel
+from wgpu_lora.gpu.tensor import ITEM_BYTES
 from wgpu_lora.ops.matmul_tuning import (
     LoraTuning,
     MatmulTuning,
@@ -16,6 +17,7 @@ from wgpu_lora.ops.matmul_tuning import (
     product_part,
     tilings,
 )
+from wgpu_lora.ops.stack import ALL_PARTS, by_columns, by_steps, sizes
 
 FILE = "matmul/product.wgsl.j2"
 DENSE = MatmulTuning(dense_operand)
@@ -26,7 +28,11 @@ THIN = tilings(4, (16, 2), (8, 2), (16, 1))
 
 def tile_grid(c: Any) -> Grid:
     rows, columns = block(c.tile)
-    return (cdiv(c.m, rows), cdiv(c.n, columns), c.slots if c.form == "tn" else 1)
+    tiles = sum(cdiv(n, columns) for n in (c.n, getattr(c, "n1", 0), getattr(c, "n2", 0)))
+    return (cdiv(c.m, rows), tiles, c.slots if c.form == "tn" else 1)
+
+
+EVEN = ("stride", "y_skip", "y_first", "b_skip", "b_first")
 
 
 def divisibility(c: Any) -> dict[str, bool]:
@@ -34,13 +40,13 @@ def divisibility(c: Any) -> dict[str, bool]:
 
     octets, blocks and even_k describe b's words and scales; formats that have these override them (see `weights.nf4`).
     """
-    rows_of_a, rank = c.m if c.form == "tn" else c.k, getattr(c, "rank", 0)
+    rows_of_a, rank = [c.m] if c.form == "tn" else sizes(vars(c), "k"), getattr(c, "rank", 0)
     offsets = [getattr(c, name, 0) for name in ("stride", "a_skip", "a_first")]
     of_h = [getattr(c, name, 0) for name in ("rank", "h_skip", "h_first")]
     return {
-        "quads": rows_of_a % 4 == 0 and all(offset % 4 == 0 for offset in offsets),
+        "quads": all(offset % 4 == 0 for offset in (*rows_of_a, *offsets)),
         "low_quads": rank > 0 and all(offset % 4 == 0 for offset in (*of_h, c.stride)),
-        "even": c.n % 2 == 0 and all(getattr(c, name, 0) % 2 == 0 for name in ("stride", "y_skip", "y_first")),
+        "even": all(n % 2 == 0 for n in sizes(vars(c), "n")) and all(getattr(c, name, 0) % 2 == 0 for name in EVEN),
         **dict.fromkeys(("octets", "blocks", "even_k"), False),
     }
 
@@ -111,13 +117,21 @@ def matmul_nt(
     h_first: Place[Dim] = 0,
     stride: Dim = 0,
     first_row: Place[Dim] = 0,
+    n1: Dim = 0,
+    n2: Dim = 0,
     accumulate: Flag = False,
+    stacked: Flag = False,
+    adapted_parts: Word = ALL_PARTS,
     b_type: Word = "f32",
     a_type: Word = "f32",
     form: Word = "nt",
 ) -> Any:
     """y[m, n] (+)= a_scale[m] sum_k a[m, k] b[n, k] (+ bias[n]) (+ h factor^T, see `adapted`); tiles entirely past row
-    count[0] are skipped."""
+    count[0] are skipped. stacked: see ops.stack."""
+    if stacked:
+        c = locals()
+        arrays = {name: c.pop(name) for name in matmul_nt.bindings}
+        return by_columns(matmul_nt, arrays, c, {"b": ([k * size for size in sizes(c, "n")], ITEM_BYTES[b_type])})
     left, (result, part) = _range(a, m, a_first, k)[1], _range(y.copy(), m, y_first, n)
     product = operand(left, m, k, a_scale) @ b.reshape(n, k).T
     product = product + adapted(h, factor, ranges, m, n, rank, h_first, stride, first_row, form)
@@ -149,13 +163,20 @@ def matmul_nn(
     h_first: Place[Dim] = 0,
     stride: Dim = 0,
     first_row: Place[Dim] = 0,
+    k1: Dim = 0,
+    k2: Dim = 0,
     accumulate: Flag = False,
+    stacked: Flag = False,
     b_type: Word = "f32",
     a_type: Word = "f32",
     form: Word = "nn",
 ) -> Any:
     """y[m, n] (+)= a_scale[m] sum_k a[m, k] b[k, n] (+ h factor, see `adapted`); with row_scale, y[m] is scaled by
-    row_scale[m] first."""
+    row_scale[m] first. stacked: see ops.stack."""
+    if stacked:
+        c = locals()
+        arrays = {name: c.pop(name) for name in matmul_nn.bindings}
+        return by_steps(matmul_nn, arrays, c, {"b": ([n * size for size in sizes(c, "k")], ITEM_BYTES[b_type])})
     left, (result, part) = _range(a, m, a_first, k)[1], _range(y.copy(), m, y_first, n)
     product = operand(left, m, k, a_scale) @ b.reshape(k, n)
     product = product + adapted(h, factor, ranges, m, n, rank, h_first, stride, first_row, form)
@@ -168,13 +189,19 @@ def _slot_rows(ranges: np.ndarray, first_row: int, count: int) -> np.ndarray:
     return (ranges.reshape(-1, 2).astype(int) - first_row).clip(0, count)
 
 
-def _by_slot(y: np.ndarray, ranges: np.ndarray, first_row: int, product: Any, accumulate: bool) -> np.ndarray:
-    """y with the product of each slot's rows; rows without a slot are unchanged."""
-    result = y.copy()
-    for slot, (start, stop) in enumerate(_slot_rows(ranges, first_row, len(y))):
+def _by_slot(
+    y: tuple[np.ndarray, np.ndarray], ranges: np.ndarray, first_row: int, product: Any, accumulate: bool
+) -> np.ndarray:
+    """y, a `_range`, with the product of each slot's rows; rows without a slot are unchanged."""
+    whole, columns = y
+    for slot, (start, stop) in enumerate(_slot_rows(ranges, first_row, len(columns))):
         rows = slice(start, stop)
-        result[rows] = (result[rows] if accumulate else 0) + product(slot, rows)
-    return result
+        columns[rows] = (columns[rows] if accumulate else 0) + product(slot, rows)
+    return whole
+
+
+def _scales_of_columns(scale: Any, slots: int, n: int, y_skip: int, y_first: int) -> Any:
+    return np.ones((slots, n)) if scale is None else scale.reshape(slots, n + y_skip)[:, y_first : y_first + n]
 
 
 @kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility, tuning=LoraTuning())
@@ -191,20 +218,26 @@ def lora_nt(
     slots: U32,
     stride: Dim,
     first_row: Place[Dim] = 0,
+    a_skip: Dim = 0,
+    a_first: Place[Dim] = 0,
+    y_skip: Dim = 0,
+    y_first: Place[Dim] = 0,
     accumulate: Flag = False,
     b_type: Word = "f32",
     form: Word = "nt",
 ) -> Any:
     """y[t] (+)= scale[s] b[s] a[t], s the slot of row t, b[s] [n, k] at s * stride; rows without a slot are unchanged.
 
-    `ranges` counts rows of the whole batch; a and y hold those from first_row on.
+    `ranges` counts rows of the whole batch; a and y hold those from first_row on. scale[s] has a value for each of y's
+    columns.
     """
-    weights = b.reshape(slots, stride)[:, : n * k].reshape(slots, n, k)
-    factor = np.ones(slots) if scale is None else scale.reshape(-1)
-    left = a.reshape(m, k)
-    return _by_slot(
-        y.reshape(m, n), ranges, first_row, lambda s, rows: factor[s] * (left[rows] @ weights[s].T), accumulate
-    )
+    result, left = y.copy(), _range(a, m, a_first, k)[1]
+    scales = _scales_of_columns(scale, slots, n, y_skip, y_first)
+
+    def product(s: int, rows: slice) -> Any:
+        return scales[s] * (left[rows] @ b.reshape(-1)[s * stride :][: n * k].reshape(n, k).T)
+
+    return _by_slot(_range(result, m, y_first, n), ranges, first_row, product, accumulate)
 
 
 @kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility, tuning=LoraTuning())
@@ -221,17 +254,22 @@ def lora_nn(
     slots: U32,
     stride: Dim,
     first_row: Place[Dim] = 0,
+    a_skip: Dim = 0,
+    a_first: Place[Dim] = 0,
+    y_skip: Dim = 0,
+    y_first: Place[Dim] = 0,
     accumulate: Flag = False,
     b_type: Word = "f32",
     form: Word = "nn",
 ) -> Any:
     """y[t] (+)= scale[s] b[s]^T a[t], s the slot of row t, b[s] [k, n] at s * stride; other rows are unchanged."""
-    weights = b.reshape(slots, stride)[:, : n * k].reshape(slots, k, n)
-    factor = np.ones(slots) if scale is None else scale.reshape(-1)
-    left = a.reshape(m, k)
-    return _by_slot(
-        y.reshape(m, n), ranges, first_row, lambda s, rows: factor[s] * (left[rows] @ weights[s]), accumulate
-    )
+    result, left = y.copy(), _range(a, m, a_first, k)[1]
+    scales = _scales_of_columns(scale, slots, n, y_skip, y_first)
+
+    def product(s: int, rows: slice) -> Any:
+        return scales[s] * (left[rows] @ b.reshape(-1)[s * stride :][: n * k].reshape(k, n))
+
+    return _by_slot(_range(result, m, y_first, n), ranges, first_row, product, accumulate)
 
 
 @kernel(FILE, grid=tile_grid, variants=THIN, specialise=divisibility, tuning=LoraTuning(("k", "slots")))
@@ -247,14 +285,17 @@ def lora_tn(
     slots: U32,
     stride: Dim,
     first_row: Place[Dim] = 0,
+    a_skip: Dim = 0,
+    a_first: Place[Dim] = 0,
+    b_skip: Dim = 0,
+    b_first: Place[Dim] = 0,
     accumulate: Flag = True,
     b_type: Word = "f32",
     form: Word = "tn",
 ) -> Any:
     """y[s] [m, n] at s * stride (+)= sum over slot s's rows t of a[t, m] b[t, n], a factor's gradient."""
-    result = y.reshape(slots, stride).copy()
-    left, right = a.reshape(-1, m), b.reshape(-1, n)
+    result, left, right = y.reshape(-1).copy(), _range(a, k, a_first, m)[1], _range(b, k, b_first, n)[1]
     for slot, (start, stop) in enumerate(_slot_rows(ranges, first_row, k)):
-        product = (left[start:stop].T @ right[start:stop]).reshape(-1)
-        result[slot, : m * n] = product + (result[slot, : m * n] if accumulate else 0)
+        product, own = (left[start:stop].T @ right[start:stop]).reshape(-1), result[slot * stride :][: m * n]
+        own[:] = product + (own if accumulate else 0)
     return result

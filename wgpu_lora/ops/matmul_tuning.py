@@ -11,13 +11,16 @@ import numpy as np
 
 from wgpu_lora.gpu import part
 from wgpu_lora.gpu.kernel import Variants, cdiv
+from wgpu_lora.gpu.tensor import ITEM_BYTES
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.gpu.tunable import Arrays, Constants
 from wgpu_lora.gpu.values import stored
+from wgpu_lora.ops.stack import factor_region, joined, region, sizes, split
 
 FEW_ROWS = 8
 BLOCK = 64  # a part of a product keeps or drops this many columns together, as a block of scales
 CHECKED = 64  # rows, columns and steps of the cut that is checked, approximately
+ROWS_OF = "a y row_scale a_scale h"  # bindings with a row for each of y's
 Operand = Callable[[Constants, np.random.Generator], Arrays]
 TakeColumns = Callable[[Arrays, Constants, np.ndarray], Arrays | None]
 
@@ -58,6 +61,10 @@ def tilings(span: int, *shapes: tuple[int, int], cpu_span: int | None = None) ->
 
 def dense_operand(c: Constants, rng: np.random.Generator) -> Arrays:
     """b of a dense product: [n, k] for nt, [k, n] for nn."""
+    if c["stacked"]:
+        one, name = (c["k"], "n") if c["form"] == "nt" else (c["n"], "k")
+        parts = [region(one * size, ITEM_BYTES[c["b_type"]]) for size in sizes(c, name)]
+        return {"b": stored(rng, c["b_type"], sum(parts))}
     return {"b": stored(rng, c["b_type"], *((c["n"], c["k"]) if c["form"] == "nt" else (c["k"], c["n"])))}
 
 
@@ -74,26 +81,26 @@ class MatmulTuning:
     """
 
     operand: Operand
-    sizes: tuple[str, ...] = ("m", "n", "k")
+    sizes: tuple[str, ...] = ("m", "n", "k", "n1", "n2", "k1", "k2")
     batch: tuple[str, ...] = ("m",)
 
     def work(self, c: Constants) -> float:
-        return float(c["m"] * c["n"] * c["k"])
+        return float(c["m"] * sum(sizes(c, "n")) * sum(sizes(c, "k")))
 
     def cut(self, c: Constants, tiling: Tiling) -> Constants:
-        small = _smaller_factor(_fewer(c, tiling))
-        for skip, first in (("a_skip", "a_first"), ("y_skip", "y_first")):
-            if skip in small:
-                small[skip], small[first] = small[skip] % 4, small[first] % 4
-                small[skip] += 4 if small[skip] < small[first] else 0
-        return small
+        small = _smaller_ranges(_fewer(c, tiling), "ayh")
+        if not c["rank"]:
+            return small
+        return small | {"stride": 4 * cdiv(_factor_values(small), 4) + c["stride"] % 4}
 
     def inputs(self, c: Constants, present: tuple[str, ...], rng: np.random.Generator) -> Arrays:
-        m, width = c["m"], c["n"] + c.get("y_skip", 0)
+        m, width, columns = c["m"], c["n"] + c.get("y_skip", 0), sizes(c, "n")
+        by_columns, by_steps = c["stacked"] and c["form"] == "nt", c["stacked"] and c["form"] == "nn"
+        steps = sum(region(m * k) for k in sizes(c, "k"))
         arrays = {
-            "a": stored(rng, c["a_type"], m, c["k"] + c.get("a_skip", 0)),
-            "y": stored(rng, "f32", m, width),
-            "bias": stored(rng, "f32", width),
+            "a": stored(rng, c["a_type"], *((steps,) if by_steps else (m, c["k"] + c.get("a_skip", 0)))),
+            "y": stored(rng, "f32", *((sum(region(m * n) for n in columns),) if by_columns else (m, width))),
+            "bias": stored(rng, "f32", sum(map(region, columns)) if by_columns else width),
             "row_scale": stored(rng, "f32", m),
             "a_scale": stored(rng, "f32", m),
             "count": np.array([m], np.uint32),
@@ -103,13 +110,19 @@ class MatmulTuning:
         return {name: arrays[name] for name in present if name in arrays}
 
 
-def _smaller_factor(c: Constants) -> Constants:
-    """A smaller call with LoRA's offsets and strides as small as its sizes allow, with the same remainders."""
-    if not c["rank"]:
-        return c
-    small = c | {name: c[name] % 4 for name in ("h_skip", "h_first")}
-    small["h_skip"] += 4 if small["h_skip"] < small["h_first"] else 0
-    return small | {"stride": 4 * cdiv(c["n"] * c["rank"], 4) + c["stride"] % 4}
+def _smaller_ranges(c: Constants, operands: str) -> Constants:
+    """The call with as few columns as possible outside the column ranges of its operands, and the same remainders."""
+    small = dict(c)
+    for skip, first in ((f"{name}_skip", f"{name}_first") for name in operands if f"{name}_skip" in c):
+        small[skip], small[first] = small[skip] % 4, small[first] % 4
+        small[skip] += 4 if small[skip] < small[first] else 0
+    return small
+
+
+def _factor_values(c: Constants) -> int:
+    """The values of a slot's factor, of all parts."""
+    columns, rank = sizes(c, "n"), c["rank"]
+    return sum(factor_region(n * rank) for n in columns) if len(columns) > 1 else columns[0] * rank
 
 
 def _factors(c: Constants, rng: np.random.Generator) -> Arrays:
@@ -131,7 +144,7 @@ class LoraTuning:
         return float(c["m"] * c["n"] * c["k"])
 
     def cut(self, c: Constants, tiling: Tiling) -> Constants:
-        small = _fewer(c, tiling)
+        small = _smaller_ranges(_fewer(c, tiling), "aby")
         return {**small, "stride": 4 * cdiv(_slot_values(small), 4) + c["stride"] % 4}
 
     def inputs(self, c: Constants, present: tuple[str, ...], rng: np.random.Generator) -> Arrays:
@@ -139,12 +152,14 @@ class LoraTuning:
         m, n, k, slots = c["m"], c["n"], c["k"], c["slots"]
         stacked = stored(rng, "f32", slots, c["stride"])
         if c["form"] == "tn":
-            arrays = {"a": stored(rng, "f32", k, m), "b": stored(rng, "f32", k, n), "y": stacked}
+            a, b = (stored(rng, "f32", k, size) for size in (m + c["a_skip"], n + c["b_skip"]))
+            arrays = {"a": a, "b": b, "y": stacked}
         else:
-            arrays = {"a": stored(rng, "f32", m, k), "b": stacked, "y": stored(rng, "f32", m, n)}
+            wide = n + c["y_skip"]
+            arrays = {"a": stored(rng, "f32", m, k + c["a_skip"]), "b": stacked, "y": stored(rng, "f32", m, wide)}
+            arrays["scale"] = stored(rng, "f32", slots, wide)
         bounds = np.linspace(0, c[self.batch[0]], slots + 1).astype(np.uint32)
         arrays["ranges"] = np.stack([bounds[:-1], bounds[1:]], axis=1) + np.uint32(c["first_row"])
-        arrays["scale"] = stored(rng, "f32", slots)
         return {name: arrays[name] for name in present}
 
 
@@ -153,11 +168,12 @@ def _slot_values(c: Constants) -> int:
 
 
 def _fewer(c: Constants, tiling: Tiling) -> Constants:
-    """The call with smaller m, n and k of at least two blocks of the tiling each, whose remainders are the same: by the
+    """The call with smaller m, n and k, of each part, of at least two blocks of the tiling each, whose remainders are the same: by the
     blocks, so that the same edges are ragged, and by CHECKED, which covers what `divisibility` asks."""
     rows, columns = block(tiling)
     steps = {"m": rows, "n": columns, "k": tiling.span}
-    return c | {size: part.fewer(c[size], 2 * lcm(CHECKED, step)) for size, step in steps.items()}
+    names = [(name, steps[name[0]]) for name in ("m", "n", "n1", "n2", "k", "k1", "k2") if name in c]
+    return c | {name: part.fewer(c[name], 2 * lcm(CHECKED, step)) for name, step in names}
 
 
 def product_part(columns: TakeColumns) -> part.TakePart:
@@ -168,13 +184,18 @@ def product_part(columns: TakeColumns) -> part.TakePart:
     """
 
     def take(arrays: Arrays, c: Constants) -> part.Part | None:
-        m, n, k = c["m"], c["n"], c["k"]
+        m, n, k = c["m"], sum(sizes(c, "n")), sum(sizes(c, "k"))
         if not part.costly(m * n * k, arrays, n * k):
             return None
         rows = part.picks(m, part.ROWS)
-        arrays, c = part.some_rows(arrays, "a y row_scale a_scale h", m, rows), {**c, "m": rows.size}
-        if "ranges" in arrays:
-            arrays["ranges"], c["first_row"] = _picked_ranges(arrays["ranges"], c["first_row"], m, rows), 0
+        if c["stacked"]:
+            which, counts = ("y", sizes(c, "n")) if c["form"] == "nt" else ("a", sizes(c, "k"))
+            views = split(arrays[which], [m * count for count in counts])
+            picked = {which: joined([view.reshape(m, -1)[rows] for view in views])}
+            arrays = {**part.some_rows({n: a for n, a in arrays.items() if n != which}, ROWS_OF, m, rows), **picked}
+            c = {**c, "m": rows.size}
+            return _of_picked_rows(arrays, c, m, rows)
+        arrays, c = _of_picked_rows(part.some_rows(arrays, ROWS_OF, m, rows), {**c, "m": rows.size}, m, rows)
         blocks = part.picks(cdiv(n, BLOCK), part.COLUMN_BLOCKS)
         each = np.flatnonzero(np.isin(np.arange(n) // BLOCK, blocks))
         b = columns(arrays, c, each)
@@ -192,10 +213,12 @@ def product_part(columns: TakeColumns) -> part.TakePart:
     return take
 
 
-def _picked_ranges(ranges: np.ndarray, first_row: int, count: int, rows: np.ndarray) -> np.ndarray:
-    """The slots' ranges of the picked rows, counted from 0."""
-    here = (ranges.reshape(-1, 2).astype(int) - first_row).clip(0, count)
-    return np.searchsorted(rows, here).astype(np.uint32)
+def _of_picked_rows(arrays: Arrays, c: Constants, count: int, rows: np.ndarray) -> part.Part:
+    """With the slots' ranges of the picked rows, counted from 0."""
+    if "ranges" not in arrays:
+        return arrays, c
+    here = (arrays["ranges"].reshape(-1, 2).astype(int) - c["first_row"]).clip(0, count)
+    return {**arrays, "ranges": np.searchsorted(rows, here).astype(np.uint32)}, {**c, "first_row": 0}
 
 
 def _factor_columns(factor: np.ndarray, c: Constants, columns: np.ndarray) -> np.ndarray:

@@ -194,5 +194,5 @@ class Optimizer:
         for module in self.adapters.modules(slot):
             for which in "AB":
                 factor = self.adapters.factors[module, which]
-                first, blocks = factor.offset // BLOCK, factor.stride // BLOCK
-                yield f"{module}.{which}.{state.name}", factor, first + slot * blocks, blocks
+                first = (factor.offset + slot * factor.stride) // BLOCK
+                yield f"{module}.{which}.{state.name}", factor, first, factor.blocks

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -69,6 +69,21 @@ class Weight(FrozenMatrix, Protocol):
         """Yields (tensor, random content), with W of standard deviation of about 0.02, for benchmarks."""
 
 
+@runtime_checkable
+class Stacking(Weight, Protocol):
+    """A weight that can be stored together with others, so that one dispatch multiplies all of them (see ops.stack)."""
+
+    def stacked(self, others: Sequence[Weight], max_binding: int) -> Sequence[Weight] | None:
+        """The declared matrices, its own first, in shared storages; None if they cannot be multiplied together."""
+
+
+def stacked(weights: Sequence[Weight], max_binding: int) -> Sequence[Weight]:
+    """The declared matrices, which will be multiplied with the same inputs, stored together if their formats can."""
+    first, *others = weights
+    found = first.stacked(others, max_binding) if isinstance(first, Stacking) and others else None
+    return found or weights
+
+
 class BaseFormat(Protocol):
     """A way to store frozen matrices, registered in `registry.BASE_FORMATS`."""
 
@@ -125,8 +140,13 @@ class Loading:
 
 def read(device: Device, tensor: Tensor) -> np.ndarray:
     """The values of a whole allocated tensor, in its shape."""
-    values = device.read(tensor.storage.buffer).view(NUMPY[tensor.dtype])[: tensor.size]
+    values = device.read(tensor.storage.buffer, tensor.nbytes, tensor.byte_offset).view(NUMPY[tensor.dtype])
     return values.reshape(tensor.shape)
+
+
+def write(device: Device, tensor: Tensor, values: np.ndarray, offset: int = 0) -> None:
+    """Writes values to an allocated tensor, from `offset` bytes on."""
+    device.write(tensor.storage.buffer, values, tensor.byte_offset + offset)
 
 
 def scratch_bytes(weights: Iterable[Weight]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,13 +11,15 @@ import numpy as np
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Storage, Tensor, persistent
+from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Storage, Tensor, align, joined, persistent, whole
 from wgpu_lora.names.naming import setting
-from wgpu_lora.ops.half import matmul_operand
-from wgpu_lora.ops.linear import LowRank
+from wgpu_lora.ops.half import gradient_operand, matmul_operand
+from wgpu_lora.ops.linear import FrozenMatrix
+from wgpu_lora.ops.low_rank import LowRank, columns_of, steps_of, tensors_of
 from wgpu_lora.ops.matmul import matmul_nn, matmul_nt
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Shared
+from wgpu_lora.ops.stack import sizes_of
+from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Shared, Weight, read, write
 from wgpu_lora.weights.packed import Packed
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
@@ -69,8 +71,19 @@ class DenseWeight:
                 yield first + start, part.rows(start, stop)
             first += part.shape[0]
 
-    def product(self) -> DenseProduct | None:
-        return DenseProduct(self) if len(self.parts) == 1 else None
+    def stacked(self, others: Sequence[Weight], max_binding: int) -> list[DenseWeight] | None:
+        weights = [self, *(other for other in others if isinstance(other, DenseWeight) and other.dtype == self.dtype)]
+        tensors = [weight.parts[0] for weight in weights]
+        alike = len(weights) == 1 + len(others) and all(len(weight.parts) == 1 for weight in weights)
+        if not alike or sum(align(tensor.nbytes) for tensor in tensors) > max_binding:
+            return None
+        return [DenseWeight((tensor,), self.dtype) for tensor in joined(tensors, f"{tensors[0].name} and others")]
+
+    def product(self, others: Sequence[FrozenMatrix]) -> DenseProduct | None:
+        matrices = [self, *others]
+        tensors = [part for matrix in matrices if isinstance(matrix, DenseWeight) for part in matrix.parts]
+        b = whole(tensors) if len(tensors) == len(matrices) else None
+        return DenseProduct(tuple(part.shape[0] for part in tensors), self.in_features, b, self.dtype) if b else None
 
     def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
         a, scale, kind = matmul_operand(rec, x, self.in_features, keep=True)
@@ -102,10 +115,10 @@ class DenseWeight:
             for start in range(0, part.shape[0], step):
                 stop = min(start + step, part.shape[0])
                 rows = _rows_as(source, name, self.dtype, first + start, first + stop)
-                loading.device.write(part.storage.buffer, rows, start * row_bytes)
+                write(loading.device, part, rows, start * row_bytes)
 
     def values(self, device: Device) -> np.ndarray:
-        parts = (device.read(p.storage.buffer)[: p.nbytes].view(NUMPY[self.dtype]).reshape(p.shape) for p in self.parts)
+        parts = (read(device, part).view(NUMPY[self.dtype]) for part in self.parts)
         return np.concatenate([part.astype(np.float32) for part in parts])
 
     def packed(self, device: Device) -> Packed | None:
@@ -118,9 +131,12 @@ class DenseWeight:
 
 @dataclass(frozen=True)
 class DenseProduct:
-    """The product with a dense matrix of one part, and what LoRA adds."""
+    """The product with dense matrices of these numbers of rows, stored together, and what LoRA adds."""
 
-    weight: DenseWeight
+    outs: tuple[int, ...]
+    in_features: int
+    b: Tensor
+    dtype: str
 
     def adds(self, rec: Recorder, bias: bool) -> bool:
         return True
@@ -128,20 +144,16 @@ class DenseProduct:
     def forward(
         self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool, low: LowRank | None
     ) -> None:
-        (part,) = self.weight.parts
-        out, size_in = part.shape
-        a, scale, kind = matmul_operand(rec, x, size_in, keep=True)
-        shape = {"m": x.size // size_in, "n": out, "k": size_in, "a_type": kind, "b_type": self.weight.dtype}
-        added = (low.tensors, low.constants) if low else ((), {})
-        rec.dispatch(matmul_nt, a, part, y, bias, None, scale, *added[0], accumulate=accumulate, **shape, **added[1])
+        a, scale, kind = matmul_operand(rec, x, self.in_features, keep=True)
+        shape = {"m": x.size // self.in_features, "k": self.in_features, **sizes_of("n", self.outs)}
+        types = {"a_type": kind, "b_type": self.dtype, "accumulate": accumulate}
+        rec.dispatch(matmul_nt, a, self.b, y, bias, None, scale, *tensors_of(low), **shape, **types, **columns_of(low))
 
     def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool, low: LowRank | None) -> None:
-        (part,) = self.weight.parts
-        out, size_in = part.shape
-        a, scale, kind = matmul_operand(rec, dy, out, keep=False)
-        shape = {"m": dy.size // out, "n": size_in, "k": out, "a_type": kind, "b_type": self.weight.dtype}
-        added = (low.tensors, low.constants) if low else ((), {})
-        rec.dispatch(matmul_nn, a, part, dx, None, None, scale, *added[0], accumulate=accumulate, **shape, **added[1])
+        a, scale, kind = gradient_operand(rec, dy, self.outs)
+        shape = {"m": dx.size // self.in_features, "n": self.in_features, **sizes_of("k", self.outs)}
+        types = {"a_type": kind, "b_type": self.dtype, "accumulate": accumulate}
+        rec.dispatch(matmul_nn, a, self.b, dx, None, None, scale, *tensors_of(low), **shape, **types, **steps_of(low))
 
 
 def _rows_as(source: MatrixSource, name: str, dtype: str, start: int, stop: int) -> np.ndarray:

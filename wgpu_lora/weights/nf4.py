@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, In, InOut, Out, Place, Word, kernel, one_per
+from wgpu_lora.gpu.kernel import U32, Dim, Fixed, In, InOut, Out, Place, Word, kernel, one_per
 from wgpu_lora.gpu.program import Program
-from wgpu_lora.gpu.tensor import Storage, Tensor, align, persistent
-from wgpu_lora.gpu.tunable import Arrays, Constants
-from wgpu_lora.ops.half import matmul_operand
-from wgpu_lora.ops.matmul import FILE, adapted, divisibility, finish, operand, tile_grid
-from wgpu_lora.ops.matmul_tuning import MatmulTuning, product_part, tilings
-from wgpu_lora.ops.linear import LowRank
+from wgpu_lora.gpu.tensor import Storage, Tensor, align, joined, persistent, whole
+from wgpu_lora.ops.linear import FrozenMatrix
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Shared, read
+from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Shared, Weight, read, write
 from wgpu_lora.weights.dense import DTYPES
 from wgpu_lora.weights.nf4_bitsandbytes import BitsAndBytesNF4
 from wgpu_lora.weights.nf4_codes import (
@@ -29,123 +25,13 @@ from wgpu_lora.weights.nf4_codes import (
     NF4_MIDPOINTS,
     PARTS,
     decode_parts,
-    decode_words,
     double_quantize,
     from_words,
     round_trip,
     to_words,
 )
+from wgpu_lora.weights.nf4_products import NF4Product
 from wgpu_lora.weights.packed import Packed
-
-
-def _facts(c: Any) -> dict[str, bool]:
-    """Whether b's rows are whole words, and whole blocks of one scale, and whether the number of rows is even."""
-    words = c.k if c.form == "nt" else c.n
-    return divisibility(c) | {
-        "octets": words % 8 == 0,
-        "blocks": words % BLOCK == 0,
-        "even_k": c.form == "nn" and c.k % 2 == 0,
-    }
-
-
-def _synthetic(c: Constants, rng: np.random.Generator) -> Arrays:
-    """Codes and scales of a random W [out, in], with random padding in the nibbles past the last column."""
-    out, size_in = (c["n"], c["k"]) if c["form"] == "nt" else (c["k"], c["n"])
-    codes = rng.integers(0, 2**32, (-(-size_in // 8), out), np.uint32)
-    return {"codes": codes, "scales": rng.random(-(-out * size_in // BLOCK), np.float32) + np.float32(0.5)}
-
-
-def _columns(arrays: Arrays, c: Constants, columns: np.ndarray) -> Arrays | None:
-    """None if blocks of one scale continue in W's next row."""
-    n, k, codes, scales = c["n"], c["k"], arrays["codes"], arrays["scales"]
-    if (k if c["form"] == "nt" else n) % BLOCK:
-        return None
-    if c["form"] == "nt":
-        return {"codes": codes.reshape(-1, n)[:, columns], "scales": scales.reshape(n, -1)[columns]}
-    words, blocks = columns[::8] // 8, columns[::BLOCK] // BLOCK
-    return {"codes": codes.reshape(-1, k)[words], "scales": scales.reshape(k, -1)[:, blocks]}
-
-
-SHAPES = ((16, 4), (16, 2), (8, 4))  # (rows, columns per lane) of the tilings
-TUNING, PART = MatmulTuning(_synthetic), product_part(_columns)
-
-
-@kernel(
-    FILE,
-    grid=tile_grid,
-    variants=tilings(8, *SHAPES),
-    specialise=_facts,
-    tuning=TUNING,
-    part=PART,
-    lib=("nf4",),
-)
-def nf4_matmul(
-    a: In,
-    codes: Fixed,
-    scales: In,
-    y: InOut,
-    bias: Fixed = None,
-    a_scale: In = None,
-    h: In = None,
-    factor: Fixed = None,
-    ranges: Fixed = None,
-    *,
-    m: Dim,
-    n: Dim,
-    k: Dim,
-    rank: Dim = 0,
-    h_skip: Dim = 0,
-    h_first: Place[Dim] = 0,
-    stride: Dim = 0,
-    first_row: Place[Dim] = 0,
-    accumulate: Flag = False,
-    b_type: Word = "nf4",
-    a_type: Word = "f32",
-    form: Word = "nt",
-) -> Any:
-    """y[m, n] (+)= a_scale[m] sum_k a[m, k] W[n, k] (+ bias[n]) (+ h factor^T, see `adapted`) for an NF4 W[n, k]."""
-    product = operand(a, m, k, a_scale) @ decode_words(codes, scales, n, k).T
-    product = product + adapted(h, factor, ranges, m, n, rank, h_first, stride, first_row, form)
-    return finish(y.reshape(m, n), product, accumulate, bias)
-
-
-@kernel(
-    FILE,
-    grid=tile_grid,
-    variants=tilings(4, *SHAPES, cpu_span=8),
-    specialise=_facts,
-    tuning=TUNING,
-    part=PART,
-    lib=("nf4",),
-)
-def nf4_matmul_backward(
-    a: In,
-    codes: Fixed,
-    scales: In,
-    y: InOut,
-    a_scale: In = None,
-    h: In = None,
-    factor: Fixed = None,
-    ranges: Fixed = None,
-    *,
-    m: Dim,
-    n: Dim,
-    k: Dim,
-    rank: Dim = 0,
-    h_skip: Dim = 0,
-    h_first: Place[Dim] = 0,
-    stride: Dim = 0,
-    first_row: Place[Dim] = 0,
-    accumulate: Flag = False,
-    b_type: Word = "nf4",
-    a_type: Word = "f32",
-    form: Word = "nn",
-) -> Any:
-    """dx[m, n] (+)= a_scale[m] sum_k dy[m, k] W[k, n] (+ h factor, see `adapted`) for an NF4 W[k, n], from the same codes
-    as forward."""
-    product = operand(a, m, k, a_scale) @ decode_words(codes, scales, k, n)
-    product = product + adapted(h, factor, ranges, m, n, rank, h_first, stride, first_row, form)
-    return finish(y.reshape(m, n), product, accumulate)
 
 
 @kernel("nf4_absmax.wgsl.j2", grid=lambda c: one_per(-(-c.size // BLOCK)), lib=("linear", "half"))
@@ -170,13 +56,6 @@ def nf4_encode(
     return result
 
 
-@kernel("nf4_scales.wgsl", grid=lambda c: one_per(c.blocks), lib=("linear",))
-def nf4_scales(absmax_codes: Fixed, nested: Fixed, dynamic: Fixed, scales: Out, *, blocks: U32) -> Any:
-    """scales[b] = dynamic[absmax_codes[b]] * nested[b / 256] + offset, where the offset is nested's last entry."""
-    codes = absmax_codes.reshape(-1)[:blocks].astype(int)
-    return dynamic[codes] * np.repeat(nested[:-1], NESTED_BLOCK)[:blocks] + nested[-1]
-
-
 @dataclass(frozen=True)
 class NF4Weight:
     """4-bit codes with double-quantised constants. Forward and backward read the same codes.
@@ -194,28 +73,36 @@ class NF4Weight:
     stored: bool
     format: ClassVar[str] = NAME
 
-    def decoded_scales(self, rec: Recorder) -> Tensor:
-        # Decoded to one f32 per block, into scratch before each product, or once if the recorder keeps them.
-        blocks, source = self.constants[0].size, self.constants[0].storage
-        if len(self.constants) == 1:
-            return self.constants[0]
-        if rec.kept is None:
-            scales = rec.temp((blocks,), name="scales")
-            rec.dispatch(nf4_scales, *self.constants, scales, blocks=blocks)
-            return scales
-        if source not in rec.kept.tensors:
-            rec.kept.tensors[source] = persistent((blocks,), "f32", "workspace", "scales")
-            rec.kept.program.dispatch(nf4_scales, *self.constants, rec.kept.tensors[source], blocks=blocks)
-        return rec.kept.tensors[source]
+    def stacked(self, others: Sequence[Weight], max_binding: int) -> list[NF4Weight] | None:
+        weights = [self, *(other for other in others if isinstance(other, NF4Weight))]
+        alike = all(len(weight.constants) == len(self.constants) for weight in weights)
+        if len(weights) != 1 + len(others) or not alike:
+            return None
+        if sum(align(weight.codes.nbytes) for weight in weights) > max_binding:
+            return None
+        codes = joined([weight.codes for weight in weights], f"{self.codes.name} and others")
+        constants = [weight.constants for weight in weights]
+        if len(self.constants) == 1:  # they are bound as they are
+            scales = joined([own for (own,) in constants], f"{self.constants[0].name} and others")
+            constants = [(own,) for own in scales]
+        return [replace(w, codes=c, constants=own) for w, c, own in zip(weights, codes, constants, strict=True)]
 
-    def product(self) -> NF4Product:
-        return NF4Product(self)
+    def product(self, others: Sequence[FrozenMatrix]) -> NF4Product | None:
+        matrices = [self, *(other for other in others if isinstance(other, NF4Weight))]
+        codes = whole([matrix.codes for matrix in matrices]) if len(matrices) == 1 + len(others) else None
+        if codes is None:
+            return None
+        blocks = tuple(matrix.constants for matrix in matrices)
+        return NF4Product(tuple(matrix.out_features for matrix in matrices), self.in_features, codes, blocks)
+
+    def _product(self) -> NF4Product:
+        return NF4Product((self.out_features,), self.in_features, self.codes, (self.constants,))
 
     def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
-        NF4Product(self).forward(rec, x, y, bias, accumulate, None)
+        self._product().forward(rec, x, y, bias, accumulate, None)
 
     def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:
-        NF4Product(self).backward(rec, dy, dx, accumulate, None)
+        self._product().backward(rec, dy, dx, accumulate, None)
 
     def storages(self) -> list[Storage]:
         return [t.storage for t in (self.codes, *self.constants)]
@@ -251,7 +138,7 @@ class NF4Weight:
             self._pack(loading, source, name)
             return
         codes, *constants = packed.read()
-        loading.device.write(self.codes.storage.buffer, to_words(codes, packed.shape))
+        write(loading.device, self.codes, to_words(codes, packed.shape))
         self._write_constants(loading.device, *constants)
 
     def _pack(self, loading: Loading, source: MatrixSource, name: str) -> None:
@@ -271,7 +158,7 @@ class NF4Weight:
 
     def _write_constants(self, device: Device, *found: np.ndarray) -> None:
         for tensor, values in zip(self.constants, (*found, DYNAMIC_CODE), strict=False):
-            device.write(tensor.storage.buffer, values)
+            write(device, tensor, values)
 
     def packed(self, device: Device) -> Packed:
         shape = (self.out_features, self.in_features)
@@ -289,33 +176,6 @@ class NF4Weight:
             yield self.constants[2], DYNAMIC_CODE
         scale = self.constants[min(1, len(self.constants) - 1)]
         yield scale, (0.01 + 0.01 * rng.random(scale.shape)).astype(np.float32)
-
-
-@dataclass(frozen=True)
-class NF4Product:
-    """The product with an NF4 matrix, and what LoRA adds."""
-
-    weight: NF4Weight
-
-    def adds(self, rec: Recorder, bias: bool) -> bool:
-        return not (bias and rec.compute_dtype == "f16")  # with scales of x's rows there would be nine bindings
-
-    def forward(
-        self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool, low: LowRank | None
-    ) -> None:
-        out, size_in = self.weight.out_features, self.weight.in_features
-        a, scale, kind = matmul_operand(rec, x, size_in, keep=True)
-        shape = {"m": x.size // size_in, "n": out, "k": size_in, "a_type": kind, "accumulate": accumulate}
-        tensors = a, self.weight.codes, self.weight.decoded_scales(rec), y, bias, scale
-        rec.dispatch(nf4_matmul, *tensors, *(low.tensors if low else ()), **shape, **(low.constants if low else {}))
-
-    def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool, low: LowRank | None) -> None:
-        out, size_in = self.weight.out_features, self.weight.in_features
-        a, scale, kind = matmul_operand(rec, dy, out, keep=False)
-        shape = {"m": dy.size // out, "n": size_in, "k": out, "a_type": kind, "accumulate": accumulate}
-        tensors = a, self.weight.codes, self.weight.decoded_scales(rec), dx, scale
-        added = (low.tensors, low.constants) if low else ((), {})
-        rec.dispatch(nf4_matmul_backward, *tensors, *added[0], **shape, **added[1])
 
 
 class _NF4:

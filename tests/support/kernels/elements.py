@@ -11,7 +11,7 @@ from wgpu_lora.bench import ceiling
 from wgpu_lora.gpu.kernel import cdiv
 from wgpu_lora.gpu.values import stored, widened
 from wgpu_lora.ops import elementwise, embedding, rope
-from wgpu_lora.weights import nf4
+from wgpu_lora.weights import nf4, nf4_products
 from wgpu_lora.weights.nf4_codes import DYNAMIC_CODE
 
 
@@ -111,7 +111,7 @@ add(
     cols=7,
 )
 add(
-    nf4.nf4_scales,
+    nf4_products.nf4_scales,
     lambda rng: {
         "absmax_codes": rng.integers(0, 256, 523, np.uint8),
         "nested": normal(rng, 4),

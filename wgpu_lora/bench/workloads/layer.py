@@ -17,6 +17,7 @@ from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.inputs import StepInputs, Tables
 from wgpu_lora.models.rows import Rows
 from wgpu_lora.models.shapes import cut
+from wgpu_lora.weights.base import write
 from wgpu_lora.weights.nf4 import NF4
 
 # Of each brick: the pass that is timed (None: both), the op, and the op that its time is compared with.
@@ -77,7 +78,7 @@ def of_layer(name: str, context: Context) -> Workload:
     def fill(rng: np.random.Generator) -> None:
         for linear in decoder.layers[0].linears.values():
             for tensor, values in linear.weight.synthetic(rng):
-                device.write(tensor.storage.buffer, values)
+                write(device, tensor, values)
         if adapters:
             fill_adapters(device, adapters, rng)
             adapters.upload_scales(device)

@@ -57,6 +57,10 @@ class Attention:
         each = CacheTensor((self.num_key_value_heads, self.head_dim))
         return {"keys": each, "values": each}
 
+    def stack(self) -> tuple[str, ...]:
+        """The modules that read the same x."""
+        return tuple(f"{self.name}.{module}" for module in ("q_proj", "k_proj", "v_proj"))
+
     def record(self, block: Block, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """Records x [T, hidden_size] -> [T, hidden_size], added to `onto` if given."""
         rec, inputs = block.rec, block.inputs
@@ -74,10 +78,6 @@ class Attention:
 
     def _project(self, block: Block, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, heads, head_dim], and k and v [T, kv_heads, head_dim], in one storage."""
-        modules = [f"{self.name}.{module}" for module in ("q_proj", "k_proj", "v_proj")]
-        shapes = [(x.shape[0], block.layer.linears[module].weight.out_features) for module in modules]
-        parts = block.rec.temps(*shapes, name="qkv")
-        for module, part in zip(modules, parts, strict=True):
-            block.project(x, module, part)
+        parts = block.projects(x, self.stack())
         q, k, v = (part.reshape(part.shape[0], part.shape[1] // self.head_dim, self.head_dim) for part in parts)
         return q, k, v

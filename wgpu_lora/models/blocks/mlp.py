@@ -7,12 +7,16 @@ from wgpu_lora.models.block import Block
 from wgpu_lora.ops.elementwise import swiglu
 
 
+def gated_stack(name: str = "mlp") -> tuple[str, str]:
+    """The modules that read the same x."""
+    return f"{name}.gate_proj", f"{name}.up_proj"
+
+
 def gated_mlp(block: Block, x: Tensor, inner: int, onto: Tensor | None = None, name: str = "mlp") -> Tensor:
-    """Records x [T, hidden_size] -> [T, hidden_size], added to `onto` if given, in row blocks if T x inner is large."""
+    """Records x [T, hidden_size] -> [T, hidden_size], added to `onto` if given, in row blocks if 2 x T x inner is large."""
     y = onto or block.rec.temp(x.shape, name="mlp")
-    for start, stop in block.rec.row_blocks(x.shape[0], inner):
-        rows = x.rows(start, stop)
-        gate, up = (block.project(rows, f"{name}.{module}", None, start) for module in ("gate_proj", "up_proj"))
+    for start, stop in block.rec.row_blocks(x.shape[0], 2 * inner):  # gate and up are in one storage
+        gate, up = block.projects(x.rows(start, stop), gated_stack(name), start)
         activated = swiglu(block.rec, gate, up)
         block.project(activated, f"{name}.down_proj", y.rows(start, stop), start, accumulate=onto is not None)
     return y

@@ -11,7 +11,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models.block import Block
 from wgpu_lora.models.blocks.attention import Attention, KeyRanges
-from wgpu_lora.models.blocks.mlp import gated_mlp
+from wgpu_lora.models.blocks.mlp import gated_mlp, gated_stack
 from wgpu_lora.models.cache import CacheTensor
 from wgpu_lora.models.config import BIAS, MATRIX, ModelConfig, Parameter
 from wgpu_lora.models.fields import boolean, whole
@@ -169,6 +169,9 @@ class Transformer(ModelConfig):
             found["self_attn.k_norm.weight"] = Parameter((self.head_dim,), gguf="attn_k_norm")
         found[f"{MLP_NORM}.weight"] = Parameter((hidden,), gguf="ffn_norm")
         return found
+
+    def stacks(self, index: int) -> Sequence[Sequence[str]]:
+        return self._attention(index).stack(), gated_stack()
 
     def block(self, block: Block, index: int, x: Tensor) -> Tensor:
         rec, eps, inner, attention = block.rec, self.rms_norm_eps, self.intermediate_size, self._attention(index)

@@ -1,0 +1,85 @@
+"""The adapters of a linear layer as ops see them: factors by slot, and which of the batch's rows are whose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.ops.low_rank import LowRank
+from wgpu_lora.ops.stack import ALL_PARTS
+
+
+@dataclass(frozen=True)
+class Factors:
+    """A matrix of each slot, `stride` values apart, and their gradients alike: f32, flat.
+
+    Each slot's matrix is padded to whole blocks of the optimizer, and smaller ranks with zeros, which stay zero.
+    """
+
+    params: Tensor
+    grads: Tensor
+    stride: int
+
+
+@dataclass(frozen=True, eq=False)
+class LoraStack:
+    """The adapters of `size` modules that read the same x, or of one.
+
+    a: of each slot, the A [rank, in] of all modules, one after another: [size * rank, in]. b: the B [out, rank] of each
+    module, at whole blocks of the optimizer. scale: f32 [slots, size * rank], of each of h's columns.
+    """
+
+    a: Factors
+    b: Factors
+    scale: Tensor
+    size: int
+
+
+@dataclass(frozen=True)
+class LoraSlots:
+    """The adapters of one module by slot, and the batch's rows of each slot.
+
+    a: A [rank, in]; b: B [out, rank]. stack, index: the stack, and which of its modules this is.
+    ranges: u32 [slots, 2], the rows [start, stop) of each slot in the batch.
+    draws: u32 [T, 4], dropout keys (see `dropout_apply`); None without dropout.
+    module: number of the module, also a dropout key.
+    first_row: index in the batch of row 0 of x.
+    """
+
+    a: Factors
+    b: Factors
+    stack: LoraStack
+    index: int
+    ranges: Tensor
+    draws: Tensor | None
+    module: int
+    rank: int
+    slots: int
+    first_row: int = 0
+
+    @property
+    def width(self) -> int:
+        """The columns of h: those of all modules of the stack."""
+        return self.stack.scale.shape[1]
+
+    def block(self, start: int, stop: int) -> LoraSlots:
+        """The same adapters for a block of rows [start, stop) of x."""
+        draws = self.draws.rows(start, stop) if self.draws else None
+        return replace(self, draws=draws, first_row=start)
+
+    def whole(self) -> LoraSlots:
+        """All modules of the stack as one, with the rank of all together."""
+        return replace(self, a=self.stack.a, b=self.stack.b, index=0, rank=self.width)
+
+    def of(self, factors: Factors) -> dict[str, int]:
+        """Constants of kernels that read or write a factor."""
+        return {"slots": self.slots, "stride": factors.stride, "first_row": self.first_row}
+
+    def columns(self, operand: str) -> dict[str, int]:
+        """The module's columns of h, as the constants of an operand a, b or y."""
+        return {f"{operand}_skip": self.width - self.rank, f"{operand}_first": self.index * self.rank}
+
+    def low_rank(self, h: Tensor, factors: Factors, parts: str = ALL_PARTS) -> LowRank:
+        """LoRA's second product with h, which frozen products add."""
+        first = self.index * self.rank
+        return LowRank(h, factors.params, factors.stride, self.ranges, self.rank, first, self.first_row, parts)
