@@ -129,6 +129,21 @@ def test_attention_of_gpus(device: Device, case: Case, rng: np.random.Generator)
     check(device, case, rng, offered[:1])
 
 
+PRODUCTS = [c for name in ("lora_nt", "matmul_nt", "nf4_matmul") for c in CASES[name]]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=c.label, marks=[] if c in CORE else pytest.mark.slow) for c in PRODUCTS]
+)
+def test_products_of_few_rows_on_gpus(device: Device, case: Case, rng: np.random.Generator) -> None:
+    """Slices of the contraction, which software drivers are not offered; they may have more rows, too."""
+    size = device.capabilities.subgroup_size
+    if size < 4:
+        pytest.skip("the device has no subgroups")
+    wide = device.capabilities.int64
+    check(device, case, rng, [Tiling("few", size, rows=2, cols=2, span=16, slices=size // 2, wide=wide)])
+
+
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.label) for c in CORE])
 def test_kernel_with_bounds_checks(checked_device: Device, case: Case, rng: np.random.Generator) -> None:
     check(checked_device, case, rng, main_tilings(checked_device, case))

@@ -7,7 +7,7 @@ from typing import Any
 
 LARGEST = 1 << 16  # sanity limit for the sizes in untrusted JSON
 PLAIN = "plain"
-SUBGROUPS = frozenset({"broadcast", "spread"})  # families whose workgroup is one subgroup
+SUBGROUPS = frozenset({"broadcast", "few", "spread"})  # families whose workgroup is one subgroup
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,13 @@ class Capabilities:
 class Tiling:
     """One way to divide a call's work; `tile` in templates. Fields that a kernel does not use keep their defaults.
 
-    family: `broadcast` and `spread`, where a workgroup is one subgroup whose lanes share their loads, or `plain`, where
+    family: `broadcast`, `few` and `spread`, where a workgroup is one subgroup whose lanes share their loads, or `plain`, where
         each thread loads for itself. For matrix products, the file in `shaders/matmul/families/`; for attention,
         `spread` is the directory in `shaders/attention/`, and the others are `rows`.
     lanes: threads per workgroup.
     rows: rows of a workgroup's tile; of a lane, where attention is not spread.
     cols: columns per lane; in attention, columns of a vector; in kernels without columns, vectors per thread.
+    slices: parts of the contraction that a workgroup's lanes compute at the same time, each for the same columns.
     span: contraction steps per round; in attention, rows of the other side per step, or per lane and step.
     wide: whether to use 64-bit loads, which is faster where a driver loads every scalar separately.
     """
@@ -48,6 +49,7 @@ class Tiling:
     rows: int = 1
     cols: int = 1
     span: int = 1
+    slices: int = 1
     wide: bool = False
 
     @property

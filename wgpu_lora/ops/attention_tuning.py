@@ -17,6 +17,7 @@ from wgpu_lora.gpu.values import stored
 CHECKED = 32  # queries and keys of the cut that is checked, approximately
 SPREAD = ((8, 2), (8, 1), (4, 2), (4, 1), (2, 2), (2, 1))  # (rows, stream rows per lane), the most sharing first
 OFFERED = 3  # of these
+FEW_QUERIES = 8  # tokens
 OTHERS = 38  # registers for addresses, loaded vectors and loop counters, as GPU compilers allocate them
 MOST = 192  # registers; with more, a GPU runs too few subgroups at once to hide the latency of loads
 
@@ -55,6 +56,13 @@ def tilings(sums: int, scores: int, kept: int = 0, own_tile: bool = False) -> Va
         plain, size = Tiling("plain", 32), capabilities.subgroup_size
         if size < 4:
             return [plain]
+        if kept and c.rows <= FEW_QUERIES:
+            # In decoding each row is of another sequence, whose cache one workgroup reads once for a key head's group.
+            held = min(size, 8, 1 << (c.group - 1).bit_length())
+            few = [Tiling("spread", size, held, width_of(c.dim, size), span) for span in (2, 1)]
+            found = [one for one in few if capabilities.software or fits(one, capabilities, c)]
+            if found:
+                return [*found, *([plain] if capabilities.software else [])]
         # On a CPU loads dominate, and two queries per lane share them: 12 instead of 23 ms.
         if capabilities.software:
             rows = [Tiling("broadcast", size, rows=rows) for rows in ((2, 1) if own_tile else (1,))]

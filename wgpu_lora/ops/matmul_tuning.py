@@ -31,13 +31,17 @@ def large(c: Any, lanes: int) -> tuple[int, int]:
     return (32, 1) if c.n <= lanes else (32, 2) if c.n < 8 * lanes else (16, 8)
 
 
-def tilings(span: int, *shapes: tuple[int, int], cpu_span: int | None = None) -> Variants:
+def tilings(span: int, *shapes: tuple[int, int], cpu_span: int | None = None, owners: int = 8) -> Variants:
     """Variants with tilings of these (rows, columns per lane), the default first; rounds are multiples of `span` steps.
 
     On CPU drivers with 64-bit integers the default is a `large` tile with rounds of cpu_span steps.
 
     Without subgroups a workgroup has 32 independent lanes. Products of few rows, as in decoding, get tiles of at most
-    that many rows and longer rounds, so that every lane loads part of a.
+    that many rows. On a CPU rounds are longer, so that every lane loads part of a. On a GPU the lanes divide the
+    contraction of a forward product (the family `few`), since its columns alone are work for a few of the GPU's units.
+
+    owners: lanes that own columns then. Those of an NF4 matrix are neighbours in memory; a dense matrix has a row's
+        values side by side, which the slices read together.
     """
 
     def variants(capabilities: Capabilities, c: Any) -> list[Tiling]:
@@ -49,6 +53,12 @@ def tilings(span: int, *shapes: tuple[int, int], cpu_span: int | None = None) ->
         if size not in (4, 8, 16, 32, 64):
             return [plain, replace(plain, cols=2)]
         found = [Tiling("broadcast", size, rows, cols, steps) for rows, cols in chosen]
+        if c.form == "nt" and c.m <= FEW_ROWS and not capabilities.software and size > owners:
+            found = [
+                Tiling("few", size, few, cols, span * max(1, 32 // span // few), size // own)
+                for own, cols in ((owners, 2), (2 * owners, 2), (owners, 4))
+                if own < size
+            ]
         if capabilities.int64:
             wide = [replace(tiling, wide=True) for tiling in found]
             if capabilities.software and (c.form == "tn" or c.m > FEW_ROWS):
@@ -70,7 +80,7 @@ def dense_operand(c: Constants, rng: np.random.Generator) -> Arrays:
 
 def block(tiling: Tiling) -> tuple[int, int]:
     """(rows, columns) of y that a workgroup computes."""
-    return tiling.rows, tiling.lanes * tiling.cols
+    return tiling.rows, tiling.lanes // tiling.slices * tiling.cols
 
 
 @dataclass(frozen=True)
@@ -171,7 +181,7 @@ def _fewer(c: Constants, tiling: Tiling) -> Constants:
     """The call with smaller m, n and k, of each part, of at least two blocks of the tiling each, whose remainders are the same: by the
     blocks, so that the same edges are ragged, and by CHECKED, which covers what `divisibility` asks."""
     rows, columns = block(tiling)
-    steps = {"m": rows, "n": columns, "k": tiling.span}
+    steps = {"m": rows, "n": columns, "k": tiling.span * tiling.slices}
     names = [(name, steps[name[0]]) for name in ("m", "n", "n1", "n2", "k", "k1", "k2") if name in c]
     return c | {name: part.fewer(c[name], 2 * lcm(CHECKED, step)) for name, step in names}
 

@@ -10,6 +10,7 @@ import numpy as np
 from wgpu_lora.bench.check import Checked, check, poison
 from wgpu_lora.bench.stats import Timings, timed
 from wgpu_lora.bench.step import adapter_set, fill_adapters
+from wgpu_lora.bench.traffic import program_bytes
 from wgpu_lora.bench.workload import Context, Extra, Workload
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.choices import NO_CHOICES, Choices
@@ -140,7 +141,21 @@ class Serving(Workload):
     def extra(self, timings: Timings) -> Extra:
         if self._new_tokens == 1:
             return {"first_token_ms": 1e3 * timings.seconds, "prompt_tokens_per_second": self._prompt / timings.seconds}
-        return {"tokens_per_second": self._sequences / timings.seconds}
+        return {"tokens_per_second": self._sequences / timings.seconds, **self._traffic()}
+
+    def _traffic(self) -> Extra:
+        """The dispatches of a decoding step, its estimated bytes, and these relative to the weights that it reads."""
+        assert self._generator is not None, "open() first"
+        recorded, decoder = self._generator.programs, self._context.model.decoder
+        steps = [*recorded.decode.program.dispatches, *recorded.head.dispatches]
+        nbytes = program_bytes(steps, round(self.keys["context"]) * self._sequences)
+        read = decoder.storages() - (set(decoder.embedding.storages()) - set(decoder.head.storages()))
+        weights = sum(storage.nbytes for storage in read)
+        return {
+            "dispatches": float(len(steps)),
+            "estimated_bytes": float(nbytes),
+            "estimated_bytes_per_weight_byte": nbytes / weights,
+        }
 
     def close(self) -> None:
         if self._generator:
