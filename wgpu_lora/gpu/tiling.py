@@ -7,7 +7,7 @@ from typing import Any
 
 LARGEST = 1 << 16  # sanity limit for the sizes in untrusted JSON
 PLAIN = "plain"
-SUBGROUPS = frozenset({"broadcast", "spread"})  # families whose workgroup is one subgroup
+SUBGROUPS = frozenset({"broadcast", "spread", "array"})  # families whose workgroup is one subgroup
 
 
 @dataclass(frozen=True)
