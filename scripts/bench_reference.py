@@ -38,6 +38,7 @@ from wgpu_lora.worker.parent import PROGRAM, Worker, WorkerFailed
 from wgpu_lora.worker.registry import KINDS
 
 SCHEMA = "wgpu-lora-bench-reference/1"
+HALVES = ("bf16", "f16")
 TORCH_DTYPES = ("f32", "bf16", "nf4")
 PACKAGES = ("torch", "transformers", "peft")
 THREADS = ("LP_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -161,7 +162,7 @@ class Comparison:
     rows: Annotated[list[int], "rows per step; a comparison for each number"] = field(default_factory=lambda: [1, 4])
     tokens: Annotated[int, "tokens per row"] = 128
     rank: Annotated[int, "LoRA rank"] = 8
-    ours: Annotated[list[str], "our base formats"] = field(default_factory=lambda: ["f32", "nf4"])
+    ours: Annotated[list[str], "our base formats; nf4+bf16: in bf16"] = field(default_factory=lambda: ["f32", "nf4"])
     torch: Annotated[list[str], "f32, bf16, nf4; speeds relative to the first"] = field(default_factory=lambda: ["f32"])
     torch_device: Annotated[str, "cpu or cuda"] = "cpu"
     device: Annotated[str | None, "our device: index or part of its name, as 'wgpu-lora info' lists them"] = None
@@ -171,7 +172,8 @@ class Comparison:
 
     def check(self) -> None:
         """Raises UserError if it cannot run, before any process starts."""
-        for name, allowed in (("ours", tuple(BASE_FORMATS)), ("torch", TORCH_DTYPES)):
+        ours = [f"{base}{compute}" for base in BASE_FORMATS for compute in ("", *(f"+{half}" for half in HALVES))]
+        for name, allowed in (("ours", tuple(ours)), ("torch", TORCH_DTYPES)):
             for unknown in set(getattr(self, name)) - set(allowed):
                 raise UserError(f"--{name} has {unknown!r}, which is not one of {', '.join(allowed)}.")
         sizes = {"rows": min(self.rows, default=0), "threads": self.threads, "rounds": self.rounds, "steps": self.steps}
@@ -188,12 +190,13 @@ class Comparison:
             raise UserError("--torch-device cuda is not possible: PyTorch finds no such device.")
         shape_config(self.shape, self.layers)
 
-    def side(self, kind: str, base_dtype: str, rows: int, tokens: int) -> Worker:
-        """A side as a worker, `ours` or `torch`."""
+    def side(self, kind: str, dtypes: str, rows: int, tokens: int) -> Worker:
+        """A side as a worker. kind: `ours` or `torch`. dtypes: 'nf4', or with a compute dtype 'nf4+bf16'."""
         jobs = {"ours": ("step", PROGRAM, self.device), "torch": ("torch-step", THEIRS, self.torch_device)}
         job, program, device = jobs[kind]
-        work = asdict(ReferenceWork(self.shape, self.layers, rows, tokens, self.rank, base_dtype, device))
-        threads, name = dict.fromkeys(THREADS, str(self.threads)), f"{kind} {base_dtype}"
+        base, _, compute = dtypes.partition("+")
+        work = asdict(ReferenceWork(self.shape, self.layers, rows, tokens, self.rank, base, device, compute or "f32"))
+        threads, name = dict.fromkeys(THREADS, str(self.threads)), f"{kind} {dtypes}"
         return Worker(job, {**work, "turns": True}, name=name, program=program, environment=threads, asked=True)
 
     def of(self, rows: int) -> list[Record]:
@@ -259,7 +262,7 @@ def measure(asked: Comparison, no_serving: bool, file: Path | None) -> int:
         rows += asked.of(count)
     head = ("step", "side", "s a step", "processed tokens/s", "of torch", "device", "process", "first loss")
     console().print(table(head, map(cells, rows), left=head[:2]))
-    served = [] if no_serving else [asked.serving(dtype) for dtype in asked.ours]
+    served = [] if no_serving else [asked.serving(dtype) for dtype in asked.ours if "+" not in dtype]
     for row in served:
         said = row.get("not_run") or f"prefill {row['prefill']:,.0f}, decode {row['decode']:,.1f} tokens/s"
         line("serving", f"{row['base_dtype']}, {PROMPT} tokens then {NEW}: {said}")

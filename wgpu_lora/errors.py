@@ -1,4 +1,4 @@
-"""Exceptions for errors that the user can fix."""
+"""Exceptions for errors that the user can fix, and warnings."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ class UserError(Exception):
         """The message without what to do, which follows the last colon."""
         sentence = self.lines[0]
         return sentence.rpartition(": ")[0] or sentence
+
+
+class DeviceWarning(UserWarning):
+    """A fault of a device that is worked around. The command line prints it as a line on stderr."""
 
 
 class NotFiniteError(UserError):

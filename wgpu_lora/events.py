@@ -42,6 +42,37 @@ class Tuning:
 
 
 @dataclass(frozen=True)
+class Miscompiled:
+    """A kernel that the device's driver gets wrong in a tiling, which is not used.
+
+    tiling: its fields. nmse: mean squared error relative to the mean square of the float64 reference, and its `limit`;
+        None if it does not compile, for this `reason`.
+    """
+
+    device: str
+    driver: str
+    kernel: str
+    tiling: Mapping[str, Any]
+    nmse: float | None
+    limit: float
+    reason: str = ""
+
+    @property
+    def difference(self) -> str:
+        if self.nmse is None:
+            return f"it does not compile ({self.reason})"
+        return f"NMSE {self.nmse:.2g} against the float64 reference, at most {self.limit:.2g}"
+
+    def __str__(self) -> str:
+        tile = "{rows}x{cols}, span {span}".format_map(self.tiling)
+        tiling = f"{self.tiling['family']} {tile}" + (", 64-bit loads" if self.tiling["wide"] else "")
+        return (
+            f"{self.device} ({self.driver}) gets {self.kernel} wrong in the tiling {tiling}, which is not used: "
+            f"{self.difference}"
+        )
+
+
+@dataclass(frozen=True)
 class Evaluating:
     """Progress of a loss measurement: `rows` of `total` are done; `loss` is set at the end.
 
@@ -96,6 +127,9 @@ class Events:
 
     def tuning(self, tuning: Tuning) -> None:
         """Before each timed tiling, and once at the end if there were any."""
+
+    def miscompiled(self, found: Miscompiled) -> None:
+        """The device gets a kernel wrong; another tiling is used or, if there is none, the job ends with an error."""
 
     def loading(self, model: str, tensor: str, done: int, total: int) -> None:
         """A tensor of the base model has been loaded, the last of `done` out of `total`."""

@@ -9,8 +9,9 @@ from typing import Any
 
 from wgpu_lora.bench.step import TrainingStep, adapter_set
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.kernel import Kernel
-from wgpu_lora.gpu.program import Dispatch, Program
+from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.infer.step import Programs
 from wgpu_lora.models.blocks.transformer import Transformer

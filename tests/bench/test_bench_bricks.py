@@ -27,7 +27,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu import part
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import REGISTRY
-from wgpu_lora.gpu.single import nmse
+from wgpu_lora.gpu.values import nmse
 from wgpu_lora.ops.elementwise import add_forward, swiglu_forward
 
 
@@ -161,7 +161,7 @@ def test_a_brick_times_its_own_kernels_alone(device: Device) -> None:
         "attention": ["attention_forward"],
         "attention_backward": ["attention_backward_kv", "attention_backward_q", "attention_stats"],
         "rmsnorm": ["rmsnorm_backward", "rmsnorm_forward"],
-        "rope": ["rope_rotate"],
+        "rope": ["rope_backward", "rope_forward"],
         "swiglu": ["swiglu_backward", "swiglu_forward"],
     }
     calls = {

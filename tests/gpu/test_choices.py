@@ -27,7 +27,7 @@ def test_the_cache_is_used_again_and_survives_damage(
     tuner = Tuner(device, directory=tmp_path)
     first = tuner.tune([program])
     with monkeypatch.context() as patch:
-        patch.setattr(Tuner, "_measure", lambda *_: pytest.fail("it was measured again"))
+        patch.setattr(Tuner, "_seconds", lambda *_: pytest.fail("it was measured again"))
         assert Tuner(device, directory=tmp_path).tune([program]) == first
     good = tuner.file.path.read_text()
     (entry,) = json.loads(good)["entries"].values()

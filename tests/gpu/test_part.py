@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from wgpu_lora.gpu import part
-from wgpu_lora.gpu.single import widened
+from wgpu_lora.gpu.values import widened
 from wgpu_lora.ops.attention import attention_backward_kv, attention_backward_q, attention_forward
 from wgpu_lora.ops.embedding import embedding_rows
 from wgpu_lora.ops.matmul import matmul_nn, matmul_nt
@@ -50,6 +50,9 @@ def product_constants(kernel: Any, rng: np.random.Generator) -> dict[str, Any]:
     for operand in "ay" if "y_skip" in kernel.constants else "":
         c[f"{operand}_skip"] = skip = rng.integers(9)
         c[f"{operand}_first"] = rng.integers(skip + 1)
+    if rng.integers(2):  # LoRA's product
+        c |= {"rank": rng.integers(1, 5), "h_skip": 3, "h_first": rng.integers(4), "first_row": rng.integers(4)}
+        c["stride"] = c["n"] * c["rank"] + rng.integers(5)
     return {name: value.item() if isinstance(value, np.generic) else value for name, value in c.items()}
 
 

@@ -9,18 +9,19 @@ from typing import Any
 
 import pytest
 from support.events import hearing
-from support.tuning import product
+from support.tuning import product, verdicts
 
 from wgpu_lora.events import Tuning
-from wgpu_lora.gpu import tuner as module
+from wgpu_lora.gpu import cuts
 from wgpu_lora.gpu.choices import Entry, choice_key, nearest, same_shader
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.errors import ShaderError
+from wgpu_lora.gpu.dispatch import Dispatch
+from wgpu_lora.gpu.errors import ShaderError, WrongResults
 from wgpu_lora.gpu.program import Program
-from wgpu_lora.gpu.single import nmse
 from wgpu_lora.gpu.tensor import persistent
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.gpu.tuner import Tuner
+from wgpu_lora.gpu.values import nmse
 from wgpu_lora.ops.elementwise import fill
 from wgpu_lora.ops.matmul import lora_nt
 
@@ -42,15 +43,18 @@ def test_it_times_every_tiling_and_remembers_the_fastest(device: Device, tmp_pat
     assert entry["tiling"] in (fastest[1], entry["seconds"][0][1])
 
 
+@pytest.mark.filterwarnings("ignore::wgpu_lora.errors.DeviceWarning")
 def test_a_wrong_tiling_is_never_chosen(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program, _ = product(device)
     (step,) = program.dispatches
     tilings = step.kernel.tilings(device.capabilities, step.constants)
     wrong = tilings[1]
-    monkeypatch.setattr(module, "nmse", lambda got, want: nmse(got, want) + 1.0)
-    assert Tuner(device, directory=tmp_path).tune([program]) == {}
-    monkeypatch.setattr(module, "nmse", nmse)
-    monkeypatch.setattr(Tuner, "_is_right", lambda _, __, tiling: tiling != wrong)
+    with monkeypatch.context() as patch:
+        patch.setattr(cuts, "nmse", lambda got, want: nmse(got, want) + 1.0)
+        with pytest.raises(WrongResults, match=r"gets matmul_nt wrong in every tiling \(NMSE 1 against"):
+            Tuner(device, directory=tmp_path).tune([program])
+    assert not list(tmp_path.glob("*.json"))
+    monkeypatch.setattr(Tuner, "_verdict", verdicts(lambda tiling: tiling != wrong))
     monkeypatch.setattr(Tuner, "_seconds", lambda _, __, tiling: 0.1 if tiling == wrong else 1.0)
     assert Tuner(device, directory=tmp_path).tune([program]) == {
         choice_key(step.kernel, step.present, step.constants): tilings[0]
@@ -66,6 +70,7 @@ def test_a_family_without_subgroups_is_timed_on_a_cpu(device: Device, monkeypatc
     assert Tuner(device)._tilings(replace(step, kernel=kernel)) == [step.tiling, other]
 
 
+@pytest.mark.filterwarnings("ignore::wgpu_lora.errors.DeviceWarning")
 def test_a_tiling_that_the_driver_cannot_compile_is_left_out(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +121,7 @@ def test_another_batch_of_the_model_is_not_timed(
         return 0.1 if tiling == call.kernel.tilings(device.capabilities, call.constants)[1] else 1.0
 
     monkeypatch.setattr(Tuner, "_seconds", seconds)
-    monkeypatch.setattr(Tuner, "_is_right", lambda *_: True)
+    monkeypatch.setattr(Tuner, "_verdict", verdicts())
     programs = [product(device, m=m)[0] for m in (64, 128, 256)]
     assert tuner.estimate(programs).sizes == 1
     choices = tuner.tune(programs)
@@ -157,11 +162,11 @@ def test_what_is_taken_over_by_another_shader_is_checked(
     assert same_shader(three, near)
     assert not same_shader(three, one)
     tuner, checked = Tuner(device, directory=tmp_path), []
-    call = module.Dispatch(kernel, (), present, lora_call(3)[2], Tiling(), (1, 1, 1))
+    call = Dispatch(kernel, (), present, lora_call(3)[2], Tiling(), (1, 1, 1))
     tiling = kernel.tilings(device.capabilities, call.constants)[1]
     known = {one: replace(entry(1.0), tiling=tiling)}
     for right in (True, False):
-        monkeypatch.setattr(Tuner, "_is_right", lambda _, call, tiling, right=right: checked.append(tiling) or right)
+        monkeypatch.setattr(Tuner, "_verdict", verdicts(lambda tiling, right=right: checked.append(tiling) or right))
         assert (tuner._taken_over(three, call, known) is not None) == right
     assert checked == [tiling, tiling]
     assert tuner._taken_over(three, call, {one: entry(1.0)}) is None  # no tiling of this device
@@ -170,7 +175,7 @@ def test_what_is_taken_over_by_another_shader_is_checked(
 def test_it_says_how_long_it_will_take(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing before anything was timed on the device, then from what a tiling took, up to the limit."""
     monkeypatch.setattr(Tuner, "_seconds", lambda *_: 1.0)
-    monkeypatch.setattr(Tuner, "_is_right", lambda *_: True)
+    monkeypatch.setattr(Tuner, "_verdict", verdicts())
     seen: list[Tuning] = []
     first, other = (product(device, n=n)[0] for n in (20, 600))
     assert Tuner(device, directory=tmp_path).estimate([first]).expected is None
@@ -191,18 +196,40 @@ def test_it_says_how_long_it_will_take(device: Device, tmp_path: Path, monkeypat
 def test_what_was_found_before_an_interrupt_is_kept(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Tuner, "_is_right", lambda *_: True)
+    monkeypatch.setattr(Tuner, "_verdict", verdicts())
 
     def seconds(self: Tuner, call: Any, tiling: Any) -> float:
-        if call.constants["n"] == 20:
+        if call.constants["n"] == 20 and tiling != call.tiling:
             raise KeyboardInterrupt
-        return 1.0
+        return 1.0 if call.constants["n"] == 20 else 1000.0
 
     monkeypatch.setattr(Tuner, "_seconds", seconds)
     small, large = (product(device, n=n)[0] for n in (20, 600))
     with pytest.raises(KeyboardInterrupt):
         Tuner(device, directory=tmp_path).tune([small, large])
     assert Tuner(device, directory=tmp_path).estimate([small, large]).sizes == 1
+
+
+def test_the_time_goes_to_calls_by_their_share_of_a_step(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it was measured, not by multiply-adds alone; every call is timed in its default first."""
+    monkeypatch.setattr(Tuner, "_verdict", verdicts())
+    order: list[tuple[int, bool]] = []
+
+    def seconds(self: Tuner, call: Any, tiling: Any) -> float:
+        order.append((call.constants["n"], tiling == call.tiling))
+        return {20: 30.0, 600: 1.0, 300: 2.0}[call.constants["n"]]
+
+    monkeypatch.setattr(Tuner, "_seconds", seconds)
+    programs = [product(device, n=n)[0] for n in (20, 600, 300)]
+    programs[1].dispatches *= 4  # of a step
+    Tuner(device, directory=tmp_path).tune(programs)
+    assert order[:3] == [(600, True), (300, True), (20, True)]
+    count = len(programs[0].dispatches[0].kernel.tilings(device.capabilities, programs[0].dispatches[0].constants))
+    rest = [n for n, _ in order[3:]]
+    assert rest[: count - 2] == [20] * (count - 2)  # 30 s against 4 and 2
+    assert rest.index(600) < rest.index(300)
 
 
 def test_light_kernels_are_left_alone(device: Device, tmp_path: Path) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from wgpu_lora.gpu import tuner as module
+from wgpu_lora.gpu.cuts import cut_verdict
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.kernel import REGISTRY
 from wgpu_lora.gpu.single import SingleKernel
 from wgpu_lora.gpu.tiling import Tiling
-from wgpu_lora.gpu.tuner import Tuner
 from wgpu_lora.ops.attention import attention_forward
 from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn, matmul_nn, matmul_nt
 from wgpu_lora.ops.matmul_tuning import CHECKED, block
@@ -68,17 +67,18 @@ def test_a_check_of_attention(rows: int, keys: int, tiling: Tiling) -> None:
     assert {**small, "rows": rows, "keys": keys} == full
 
 
+@pytest.mark.filterwarnings("ignore::wgpu_lora.errors.DeviceWarning")
 @pytest.mark.parametrize("lanes", [32, 64])
 @pytest.mark.parametrize("edge", [False, True], ids=["whole blocks", "ragged edge"])
 def test_a_fault_in_some_blocks_of_a_tiling_is_found(
-    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lanes: int, edge: bool
+    device: Device, monkeypatch: pytest.MonkeyPatch, lanes: int, edge: bool
 ) -> None:
     """4800 columns are whole blocks of 64, but not of 128 and 256."""
     tiling, columns = Tiling("plain", lanes, 8, 4, 4), 4 * lanes
     constants = {**matmul_nt.defaults, "m": 8, "n": 4800, "k": 64}
-    call = module.Dispatch(matmul_nt, (), ("a", "b", "y"), constants, Tiling(), (1, 1, 1))
-    tuner, read = Tuner(device, directory=tmp_path), SingleKernel.read
-    assert tuner._is_right(call, tiling)
+    call = Dispatch(matmul_nt, (), ("a", "b", "y"), constants, Tiling(), (1, 1, 1))
+    read = SingleKernel.read
+    assert cut_verdict(device, call, tiling).right
 
     def damaged(self: SingleKernel, name: str) -> Any:
         values = read(self, name)
@@ -87,10 +87,10 @@ def test_a_fault_in_some_blocks_of_a_tiling_is_found(
         return values
 
     monkeypatch.setattr(SingleKernel, "read", damaged)
-    assert not tuner._is_right(call, tiling)
+    assert not cut_verdict(device, call, tiling).right
 
 
-def test_every_heavy_kernel_is_right_on_its_own_sample(device: Device, tmp_path: Path) -> None:
+def test_every_heavy_kernel_is_right_on_its_own_sample(device: Device) -> None:
     """Each sample makes inputs that the kernel's reference and shader agree on: otherwise nothing would be chosen."""
     attention = {"rows": 20, "kv_heads": 2, "group": 2, "dim": 8, "scale": 0.35}
     heavy = {kernel.name: kernel for kernel in REGISTRY.values() if kernel.tuning}
@@ -100,8 +100,7 @@ def test_every_heavy_kernel_is_right_on_its_own_sample(device: Device, tmp_path:
         given[name] = {**attention, **keys}
     assert given.keys() == heavy.keys()
     assert attention_forward.name in heavy
-    tuner = Tuner(device, directory=tmp_path)
     for name, kernel in heavy.items():
         present = tuple(n for n in kernel.bindings if n not in ("row_scale", "a_scale", "count"))
-        call = module.Dispatch(kernel, (), present, given[name], Tiling(), (1, 1, 1))
-        assert tuner._is_right(call, kernel.tilings(device.capabilities, given[name])[0]), name
+        call = Dispatch(kernel, (), present, given[name], Tiling(), (1, 1, 1))
+        assert cut_verdict(device, call, kernel.tilings(device.capabilities, given[name])[0]).right, name

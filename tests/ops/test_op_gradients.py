@@ -14,7 +14,7 @@ from wgpu_lora.ops.elementwise import dropout_apply, swiglu_backward, swiglu_for
 from wgpu_lora.ops.loss import logprob_gradient, softmax_chunk, target_logprobs
 from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn, matmul_nn, matmul_nt
 from wgpu_lora.ops.norm import rmsnorm_backward, rmsnorm_forward
-from wgpu_lora.ops.rope import rope_rotate
+from wgpu_lora.ops.rope import rope_backward, rope_forward
 
 STEP = 1e-5
 RANGES = np.array([(1, 4), (4, 4), (5, 7)], np.uint32)  # rows 0, 4 and 7 belong to no slot
@@ -45,13 +45,16 @@ def test_rmsnorm(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(added, before + gradient)
 
 
-def test_rope(rng: np.random.Generator) -> None:
-    shape = {"rows": 4, "heads": 2, "dim": 6}
+@pytest.mark.parametrize("norm", [False, True])
+def test_rope(rng: np.random.Generator, norm: bool) -> None:
+    shape = {"rows": 4, "heads": 3, "kv_heads": 2, "dim": 6, "eps": 1e-3, "q_first": 0, "k_first": 72}
+    shape |= {"yq_first": 0, "yk_first": 72}
     angle, positions = rng.random((9, 3)), np.array([3, 0, 8, 3], np.uint32)
-    table = np.stack([np.cos(angle), np.sin(angle)], axis=2)
-    x, dy = rng.normal(size=(4, 2, 6)), rng.normal(size=(4, 2, 6))
-    gradient = rope_rotate(dy, positions, table, np.zeros((4, 2, 6)), sign=-1.0, **shape)
-    agree(gradient, lambda x: rope_rotate(x, positions, table, x, **shape), x, dy)
+    at = positions, np.stack([np.cos(angle), np.sin(angle)], axis=2)
+    x, dy = rng.normal(size=(2, 4 * 5 * 6))
+    weights = rng.normal(size=(2, 6)) if norm else (None, None)
+    gradient = rope_backward(dy, *at, x, *weights, np.zeros_like(x) if norm else None, **shape)
+    agree(gradient[1] if norm else gradient, lambda x: rope_forward(x, *at, *weights, **shape)[0], x, dy)
 
 
 def test_swiglu(rng: np.random.Generator) -> None:

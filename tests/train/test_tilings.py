@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.training import golden_arguments
+from support.tuning import verdicts
 
 from wgpu_lora.gpu import tuner as module
 from wgpu_lora.gpu.device import Device
@@ -23,7 +24,7 @@ def test_a_resumed_run_keeps_its_tilings(device: Device, tmp_path: Path, monkeyp
     """Whatever the cache says by then: another tiling rounds differently. The device's next job has its own."""
     monkeypatch.delenv("WGPU_LORA_NO_TUNE")
     monkeypatch.setenv("WGPU_LORA_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(Tuner, "_is_right", lambda *_: True)
+    monkeypatch.setattr(Tuner, "_verdict", verdicts())
     monkeypatch.setattr(Tuner, "_seconds", lambda _, call, tiling: float(tiling == tilings_of(device, call)[0]))
     args = golden_arguments(tmp_path, "qwen3", max_steps=2, save_steps=1)
     model = open_model(args.model, device, "f32")
@@ -35,7 +36,7 @@ def test_a_resumed_run_keeps_its_tilings(device: Device, tmp_path: Path, monkeyp
     assert {step.tiling for step in heavy(job)} <= set(first.values())
     shutil.rmtree(tmp_path / "cache")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-2")
-    monkeypatch.setattr(Tuner, "_measure", lambda *_: pytest.fail("it was tuned again"))
+    monkeypatch.setattr(Tuner, "_seconds", lambda *_: pytest.fail("it was tuned again"))
     again = prepare_job(replace(args, resume=True), model)
     again.train()
     assert again.run.state.tiles == first
@@ -52,7 +53,7 @@ def test_a_job_is_the_same_after_another_with_other_tilings(
 ) -> None:
     """On one model: to the same bits as each alone, and in its own tilings, since many round alike."""
     monkeypatch.delenv("WGPU_LORA_NO_TUNE")
-    monkeypatch.setattr(Tuner, "_is_right", lambda *_: True)
+    monkeypatch.setattr(Tuner, "_verdict", verdicts())
     monkeypatch.setattr(Tuner, "_seconds", lambda _, call, tiling: float(tiling != tilings_of(device, call)[1]))
 
     def trained(name: str, model: LoadedModel, tune: bool) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -22,6 +23,8 @@ CHAINS = ((10, 32), (12, 16), (12, 32), (12, 64), (13, 64))  # (count, unrolling
 COPY_BYTES = 256 << 20  # of each buffer, or a binding's limit: more than any cache
 RUNS = 5
 DISPATCHES = 1024
+NUMPY_SHARE = 0.9  # least FMA ceiling relative to NumPy's matmul on the same cores
+PAUSES = (0, 1, 2, 4, 8)  # seconds before each attempt to reach it
 
 
 @kernel("fma_chains.wgsl.j2", grid=lambda c: one_per(c.size), lib=("linear",))
@@ -91,13 +94,25 @@ class Ceilings:
 @cache
 def measure_ceilings(device: Device) -> Ceilings:
     """The device's ceilings; the first call takes seconds."""
-    numpy = numpy_gflops() if device.info.kind == "software" else None
-    fma = fma_gflops(device)
-    if numpy and fma < numpy:  # other processes use these cores too: try again
-        fma = max(fma, fma_gflops(device))
+    fma, numpy = fma_beside_numpy(device) if device.info.kind == "software" else (fma_gflops(device), None)
     return Ceilings(
         fma, bandwidth_gbs(device), decode_fma_gflops(device), dispatch_seconds(device), numpy, clock_of(device)
     )
+
+
+def fma_beside_numpy(device: Device) -> tuple[float, float]:
+    """GFLOP/s of FMA chains and of NumPy's matmul on the same cores, which other processes may be using.
+
+    Both are measured again, after a pause, while the chains fall short of NumPy. The chains' best counts, and NumPy's
+    rate in the attempt that was best for the chains.
+    """
+    attempts: list[tuple[float, float]] = []
+    for pause in PAUSES:
+        time.sleep(pause)
+        attempts.append((fma_gflops(device), numpy_gflops()))
+        if attempts[-1][0] >= NUMPY_SHARE * attempts[-1][1]:
+            break
+    return max(fma for fma, _ in attempts), max(attempts, key=lambda pair: pair[0] / pair[1])[1]
 
 
 def fma_gflops(device: Device, size: int | None = None, iterations: int = 4096) -> float:

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from wgpu_lora.gpu.compare import errors, read_tensors
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.program import Dispatch, Program
-from wgpu_lora.gpu.single import nmse, widened
-from wgpu_lora.gpu.tensor import NUMPY
-from wgpu_lora.gpu.tunable import Arrays
+from wgpu_lora.gpu.dispatch import Dispatch
+from wgpu_lora.gpu.program import Program
 
 POISON_BYTES = 16 << 20
 
@@ -53,9 +52,11 @@ def check(program: Program, found: Checked | None = None, kernels: Container[str
             program.submit(i, i + 1)
             continue
         seen.add(kind)
-        before = _read(program.device, step)
+        before = read_tensors(program.device, step.present, step.tensors)
         program.submit(i, i + 1)
-        _compare(step, before, _read(program.device, step), found)
+        after = read_tensors(program.device, step.present, step.tensors)
+        for error, in_part in errors(step.kernel, step.constants, before, after):
+            found.add(error, step.kernel.name, in_part)
     return found
 
 
@@ -69,34 +70,3 @@ def _kind(step: Dispatch) -> Any:
     constants = {n: bool(v) if n in step.kernel.places else v for n, v in step.constants.items()}
     tensors = tuple((t.shape, t.dtype) for t in step.tensors)
     return step.kernel.name, step.present, tuple(sorted(constants.items())), tensors
-
-
-def _read(device: Device, step: Dispatch) -> Arrays:
-    """The values of a dispatch's tensors as stored."""
-    found = {}
-    for name, tensor in zip(step.present, step.tensors, strict=True):
-        buffer, offset, _ = tensor.binding()
-        values = device.read(buffer, tensor.nbytes, offset).view(NUMPY[tensor.dtype])
-        found[name] = values.reshape(tensor.shape).copy()
-    return found
-
-
-def _compare(step: Dispatch, before: Arrays, after: Arrays, found: Checked) -> None:
-    kernel, constants, whole = step.kernel, step.constants, after
-    part, part_after = (kernel.part(arrays, constants) if kernel.part else None for arrays in (before, after))
-    if part and part_after:
-        (before, constants), (after, _) = part, part_after
-    given = {name: widened(before[name]) if name in before else None for name in kernel.bindings}
-    with np.errstate(all="ignore"):  # rows that are not written yet
-        result = kernel(**given, **constants)
-    outputs = [name for name in kernel.outputs if name in before]
-    for name, want in zip(outputs, result if isinstance(result, tuple) else (result,), strict=True):
-        got, values = widened(after[name]).reshape(-1), np.asarray(want).reshape(-1)
-        in_part = got.size < whole[name].size
-        if got.dtype == np.uint32:  # packed codes
-            got, values = _nibbles(got), _nibbles(values)
-        found.add(nmse(got, values), kernel.name, in_part)
-
-
-def _nibbles(words: np.ndarray) -> np.ndarray:
-    return (words.astype(np.uint32)[:, None] >> 4 * np.arange(8, dtype=np.uint32)) & 15

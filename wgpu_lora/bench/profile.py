@@ -13,7 +13,8 @@ from typing import Any
 
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bench.step import WARMUP, TrainingStep
-from wgpu_lora.gpu.program import Dispatch, Program
+from wgpu_lora.gpu.dispatch import Dispatch
+from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.timer import Timer
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.words import counted

@@ -20,7 +20,7 @@ Record = dict[str, Any]
 class ReferenceWork:
     """A step of `rows` rows of `tokens` tokens, with a loss on every token and adapters on all linear layers.
 
-    base_dtype: storage type of the frozen weights.
+    base_dtype: storage type of the frozen weights. compute_dtype: of our products' inputs.
     """
 
     shape: str
@@ -30,6 +30,7 @@ class ReferenceWork:
     rank: int
     base_dtype: str
     device: str | int | None = None
+    compute_dtype: str = "f32"
 
 
 def compared(found: Mapping[str, Record], tokens: int, reference: str) -> list[Record]:

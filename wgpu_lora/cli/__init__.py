@@ -6,9 +6,10 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import Annotated
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -34,7 +35,8 @@ from wgpu_lora.cli.recipes import recipes
 from wgpu_lora.cli.report import report
 from wgpu_lora.cli.share import share
 from wgpu_lora.cli.worker import worker
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import DeviceWarning, UserError
+from wgpu_lora.gpu.aborted import explained
 from wgpu_lora.names.naming import COMMAND_LINE, naming
 from wgpu_lora.signals import handled
 
@@ -114,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise KeyboardInterrupt
 
     try:
-        with handled(end), naming(COMMAND_LINE):
+        with handled(end), naming(COMMAND_LINE), _warnings(), explained():
             code = app(list(arguments), prog_name="wgpu-lora", standalone_mode=False)
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -138,6 +140,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if usage is None:
             raise
         return _refuse(usage())
+
+
+@contextmanager
+def _warnings() -> Iterator[None]:
+    """Prints warnings about devices as a line each, and others as Python does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", DeviceWarning)
+        others = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *more: Any, **named: Any) -> None:
+            if issubclass(category, DeviceWarning):
+                _say(f"warning: {message}")
+            else:
+                others(message, category, *more, **named)
+
+        warnings.showwarning = cast("Any", show)
+        yield
 
 
 def _ended(number: signal.Signals) -> int:

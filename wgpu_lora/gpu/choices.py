@@ -1,4 +1,4 @@
-"""The fastest tiling measured on a device, by kernel and size, cached on disk between runs."""
+"""What is known about a device, cached on disk between runs: the fastest tiling by kernel and size, and verdicts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from filelock import FileLock
 from platformdirs import user_cache_dir
@@ -29,6 +29,7 @@ SCHEMA = 3
 REACH = 2  # a choice holds for batches with up to 2^REACH times as many rows, or as few
 Choices = Mapping[str, Tiling]  # by `choice_key`
 NO_CHOICES: Choices = MappingProxyType({})
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,35 @@ class Entry:
             raise ValueError("'kernel' and 'digest' must be strings")
         tiling, like = Tiling.from_json(value["tiling"]), value.get("like")
         return cls(value["kernel"], value["digest"], tiling, timed, float(value["took"]), like and str(like))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a compute pipeline agreed with its kernel's reference.
+
+    nmse: the mean squared error relative to the mean square, and its `limit`; None if it does not compile, for this
+        `reason`.
+    """
+
+    kernel: str
+    digest: str
+    right: bool
+    nmse: float | None
+    limit: float
+    reason: str = ""
+
+    @classmethod
+    def from_json(cls, value: Any) -> Verdict:
+        """Raises ValueError, TypeError, KeyError or AttributeError if `value` is not a verdict."""
+        found, error = cls(**value), value["nmse"]
+        if not isinstance(found.right, bool) or not all(
+            isinstance(text, str) for text in (found.kernel, found.digest, found.reason)
+        ):
+            raise ValueError("a verdict's values have other types")
+        return replace(found, nmse=None if error is None else float(error), limit=float(found.limit))
+
+
+NO_VERDICTS: Mapping[str, Verdict] = MappingProxyType({})
 
 
 def choices_from_json(value: Any) -> dict[str, Tiling]:
@@ -152,23 +182,38 @@ class ChoiceFile:
         """Entries by key, for kernels whose shader digest is still the one in `digests` (by kernel name)."""
         return {k: e for k, e in self._entries().items() if e.digest == digests.get(e.kernel)}
 
+    def verdicts(self) -> dict[str, Verdict]:
+        """All verdicts by key, of earlier shaders too."""
+        return self._section("verdicts", Verdict.from_json)
+
     def _entries(self) -> dict[str, Entry]:
+        return self._section("entries", Entry.from_json)
+
+    def _section(self, name: str, of: Callable[[Any], T]) -> dict[str, T]:
         try:
             content = json.loads(self.path.read_text())
-            entries = content["entries"] if content["schema"] == SCHEMA else {}
-            return {key: Entry.from_json(entry) for key, entry in entries.items()}
+            found = content.get(name, {}) if content["schema"] == SCHEMA else {}
+            return {key: of(value) for key, value in found.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {}
 
-    def add(self, entries: dict[str, Entry], digests: dict[str, str]) -> None:
-        """Adds entries to those that other processes have written. An unwritable cache is ignored."""
+    def add(
+        self, entries: dict[str, Entry], digests: dict[str, str], verdicts: Mapping[str, Verdict] = NO_VERDICTS
+    ) -> None:
+        """Adds to what other processes have written, except about other shaders than those of the digests, by kernel.
+        An unwritable cache is ignored."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(self.path.with_suffix(".lock"), timeout=10):
                 kept = {k: e for k, e in self._entries().items() if digests.get(e.kernel, e.digest) == e.digest}
-                merged = {key: entry.to_json() for key, entry in (kept | entries).items()}
+                old = {k: v for k, v in self.verdicts().items() if digests.get(v.kernel, v.digest) == v.digest}
+                content = {
+                    "schema": SCHEMA,
+                    "entries": {key: entry.to_json() for key, entry in (kept | entries).items()},
+                    "verdicts": {key: asdict(verdict) for key, verdict in (old | dict(verdicts)).items()},
+                }
                 partial = self.path.with_suffix(f".{os.getpid()}.tmp")
-                partial.write_text(json.dumps({"schema": SCHEMA, "entries": merged}, indent=1))
+                partial.write_text(json.dumps(content, indent=1))
                 partial.replace(self.path)
         except (OSError, TimeoutError):
             return

@@ -14,6 +14,7 @@ from wgpu.backends.wgpu_native import ffi, lib
 
 from wgpu_lora.gpu.devices import DeviceInfo, choose
 from wgpu_lora.gpu.errors import OutOfDeviceMemory, ShaderError
+from wgpu_lora.gpu.lost import noticing
 from wgpu_lora.gpu.tiling import Capabilities
 
 WRITE_CHUNK = 16 << 20  # bytes; drivers stage a queued write, so one large write would double a tensor's memory
@@ -110,12 +111,13 @@ class Device:
     # -- buffers ---------------------------------------------------------------------------------------------------
 
     def create_buffer(self, nbytes: int, label: str = "") -> Any:
-        """A zeroed storage buffer of `nbytes` (rounded up to 4). Raises OutOfDeviceMemory."""
+        """A zeroed storage buffer of `nbytes` (rounded up to 4). Raises OutOfDeviceMemory or DeviceLost."""
         size = max(4, (nbytes + 3) & ~3)
         uses = wgpu.BufferUsage
         usage = uses.STORAGE | uses.UNIFORM | uses.COPY_SRC | uses.COPY_DST
         try:
-            buffer = self.raw.create_buffer(label=label, size=size, usage=usage)
+            with noticing(self.info.name):
+                buffer = self.raw.create_buffer(label=label, size=size, usage=usage)
         except (MemoryError, wgpu.GPUValidationError, wgpu.GPUError) as error:
             raise OutOfDeviceMemory(label or "a buffer", size, self.allocated) from error
         self.allocated += size
@@ -132,20 +134,24 @@ class Device:
             chunk = flat[start : start + WRITE_CHUNK]
             if chunk.nbytes % 4:
                 chunk = np.concatenate([chunk, np.zeros(-chunk.nbytes % 4, np.uint8)])
-            self.raw.queue.write_buffer(buffer, offset + start, chunk)
+            with noticing(self.info.name):
+                self.raw.queue.write_buffer(buffer, offset + start, chunk)
             if flat.nbytes > WRITE_CHUNK:
                 self.wait()
 
     def read(self, buffer: Any, nbytes: int | None = None, offset: int = 0) -> np.ndarray:
-        """Copies bytes to the host as uint8, after all submitted work has finished."""
+        """Copies bytes to the host as uint8, after all submitted work has finished. Raises DeviceLost."""
         size = buffer.size - offset if nbytes is None else nbytes
-        data = self.raw.queue.read_buffer(buffer, offset, (size + 3) & ~3)
+        with noticing(self.info.name):
+            data = self.raw.queue.read_buffer(buffer, offset, (size + 3) & ~3)
         return np.frombuffer(data, np.uint8)[:size]
 
     def wait(self) -> None:
-        """Blocks until the queue is empty. (wgpu-py's own on_submitted_work_done_sync raises TypeError.)"""
-        self.raw.queue.submit([])
-        self.raw._poll_wait()
+        """Blocks until the queue is empty. (wgpu-py's own on_submitted_work_done_sync raises TypeError.) Raises
+        DeviceLost."""
+        with noticing(self.info.name):
+            self.raw.queue.submit([self.raw.create_command_encoder().finish()])  # without commands, a loss aborts
+            self.raw._poll_wait()
 
     # -- shaders ---------------------------------------------------------------------------------------------------
 
@@ -155,9 +161,10 @@ class Device:
         if found is None:
             label, text = str(key[0]), source()
             try:
-                compute = {"module": self._module(text, label), "entry_point": "main"}
-                found = self.raw.create_compute_pipeline(label=label, layout="auto", compute=compute)
-                found.bind_layout = found.get_bind_group_layout(0)
+                with noticing(self.info.name):
+                    compute = {"module": self._module(text, label), "entry_point": "main"}
+                    found = self.raw.create_compute_pipeline(label=label, layout="auto", compute=compute)
+                    found.bind_layout = found.get_bind_group_layout(0)
             except wgpu.GPUError as error:
                 raise ShaderError(label, str(error)) from error
             self._pipelines[key] = found
@@ -205,10 +212,9 @@ class Device:
 
     def bind_group(self, pipeline: Any, parts: list[tuple[Any, int, int]]) -> Any:
         """Binds (buffer, offset, size) triples in order."""
-        return self.raw.create_bind_group(
-            layout=pipeline.bind_layout,
-            entries=[
-                {"binding": i, "resource": {"buffer": buffer, "offset": offset, "size": size}}
-                for i, (buffer, offset, size) in enumerate(parts)
-            ],
-        )
+        entries = [
+            {"binding": i, "resource": {"buffer": buffer, "offset": offset, "size": size}}
+            for i, (buffer, offset, size) in enumerate(parts)
+        ]
+        with noticing(self.info.name):
+            return self.raw.create_bind_group(layout=pipeline.bind_layout, entries=entries)

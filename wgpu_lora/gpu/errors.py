@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from wgpu_lora.errors import NoRoomError
+from wgpu_lora.errors import NoRoomError, UserError
+from wgpu_lora.events import Miscompiled
+from wgpu_lora.names.naming import flag, setting
 
 MAX_GROUPS = 65535  # workgroups of a grid in each dimension, WebGPU's limit
 
@@ -47,9 +49,30 @@ class GridTooLarge(DeviceError):
         self.kernel, self.groups, self.limit = kernel, groups, MAX_GROUPS
 
 
+class DeviceLost(UserError):
+    """The device stopped working: its driver was reset, for example by a watchdog, or it was unplugged."""
+
+    def __init__(self, name: str):
+        super().__init__(
+            f"The device {name} was lost, for example because its driver was reset: run it again, and continue an "
+            f"interrupted training run with {setting('resume', True)}; its last checkpoint is intact."
+        )
+
+
 class ShaderError(Exception):
     """A shader does not compile on this device: a bug in the shader or in the driver, which no option works around."""
 
     def __init__(self, label: str, reason: str):
         super().__init__(f"{label} does not compile: {reason}")
         self.label, self.reason = label, reason
+
+
+class WrongResults(UserError):
+    """A device gets a kernel wrong in all tilings, so nothing that uses it can be computed. `found`: the last one."""
+
+    def __init__(self, found: Miscompiled):
+        super().__init__(
+            f"{found.device} ({found.driver}) gets {found.kernel} wrong in every tiling ({found.difference}): update "
+            f"the driver, or choose another device with {flag('device')}."
+        )
+        self.found = found

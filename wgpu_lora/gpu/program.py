@@ -5,36 +5,24 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.choices import NO_CHOICES, Choices, choice_key
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.errors import MAX_GROUPS, GridTooLarge
+from wgpu_lora.gpu.dispatch import Dispatch
+from wgpu_lora.gpu.errors import MAX_GROUPS, GridTooLarge, ShaderError
+from wgpu_lora.gpu.first_run import run_checked, unchecked
 from wgpu_lora.gpu.kernel import Grid, Kernel
+from wgpu_lora.gpu.lost import noticing
 from wgpu_lora.gpu.plan import ArenaPlan, plan_arenas
 from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Storage, Tensor
 from wgpu_lora.gpu.tiling import Tiling
+from wgpu_lora.gpu.verdicts import verdicts_of
 
 SUBMIT_SECONDS = 0.4  # of work per submit, so that watchdogs do not fire and Ctrl-C is prompt
 FIRST_SUBMIT = 24  # dispatches per submit until they have been timed
-
-
-@dataclass(frozen=True)
-class Dispatch:
-    kernel: Kernel
-    tensors: tuple[Tensor, ...]
-    present: tuple[str, ...]
-    constants: dict[str, Any]
-    tiling: Tiling
-    groups: Grid
-    fixed: bool = False  # `build` may not choose another tiling
-
-    @property
-    def dims(self) -> tuple[int, ...]:
-        return tuple(self.constants[name] for name in self.kernel.dims)
 
 
 class Program:
@@ -134,15 +122,7 @@ class Program:
     # -- build and replay ------------------------------------------------------------------------------------------
 
     def _tiled(self, step: Dispatch, choices: Choices) -> Dispatch:
-        """The dispatch with the tiling chosen for its call, or the default."""
-        if step.fixed or step.kernel.tuning is None:
-            return step
-        tilings = step.kernel.tilings(self.device.capabilities, step.constants)
-        tiling = choices.get(choice_key(step.kernel, step.present, step.constants))
-        # A run may be resumed on another device, where tilings for another subgroup size would give wrong results.
-        if tiling is None or tiling not in tilings:
-            tiling = tilings[0]
-        return replace(step, tiling=tiling, groups=step.kernel.groups(step.constants, tiling))
+        return step if step.fixed else step.tiled(verdicts_of(self.device).choose(step, choices))
 
     def build(self, arena: Arena, choices: Choices = NO_CHOICES) -> None:
         """Binds temporaries to the arena, compiles the compute pipelines and creates the bind groups.
@@ -153,6 +133,7 @@ class Program:
 
         Raises:
             ShaderError: a shader does not compile.
+            WrongResults: the device gets a kernel wrong in all tilings.
         """
         self.dispatches = [self._tiled(step, choices) for step in self.dispatches]
         plan = self.plan()
@@ -165,7 +146,10 @@ class Program:
             for values, place in dims.items():
                 table[place, : len(values)] = values
             self.device.write(self._dims_storage().buffer, table)
-        groups: dict[tuple[Any, ...], Any] = {}
+        self._bind()
+
+    def _bind(self) -> None:
+        dims, groups = self._dims(), dict[tuple[Any, ...], Any]()
         self._replay = []
         for step in self.dispatches:
             pipeline = step.kernel.compute_pipeline(self.device, step.present, step.constants, step.tiling)
@@ -179,6 +163,16 @@ class Program:
                 groups[key] = self.device.bind_group(pipeline, parts)
             self._replay.append((pipeline, groups[key], step.groups))
 
+    def retile(self, index: int, tiling: Tiling) -> None:
+        """Uses another tiling in a dispatch, and in all others of its compute pipeline. Raises ShaderError."""
+        before, shader = self.dispatches, self.dispatches[index].shader
+        self.dispatches = [step.tiled(tiling) if step.shader == shader else step for step in before]
+        try:
+            self._bind()
+        except ShaderError:
+            self.dispatches = before
+            raise
+
     def release(self) -> None:
         """Frees the uniform dims, the only buffer that the program allocates itself."""
         if self._uniform and self._uniform.buffer is not None:
@@ -186,7 +180,16 @@ class Program:
             self._uniform.buffer = None
 
     def run(self) -> None:
-        """Submits all dispatches. The second run is timed piece by piece to decide where to split later ones."""
+        """Submits all dispatches. The first run checks kernels that have not been checked on this device; the second is
+        timed piece by piece to decide where to split later ones.
+
+        Raises:
+            WrongResults: the device gets a kernel wrong in all tilings.
+        """
+        if not self._warm and (indices := unchecked(self)):
+            run_checked(self, indices, len(self.dispatches))
+            self._warm = True
+            return
         if self._splits is None:
             # Not the first run, which includes the driver's own compilation.
             splits = self._calibrate()
@@ -217,19 +220,20 @@ class Program:
         return [*splits, len(self._replay)]
 
     def submit(self, start: int, stop: int, timestamps: dict[str, Any] | None = None) -> None:
-        """Submits the dispatches [start, stop) as one compute pass, which may write timestamps."""
-        encoder = self.device.raw.create_command_encoder()
-        compute = encoder.begin_compute_pass(timestamp_writes=timestamps)
-        set_pipeline, set_bind_group = compute.set_pipeline, compute.set_bind_group
-        dispatch, current = compute.dispatch_workgroups, None
-        for pipeline, group, (x, y, z) in self._replay[start:stop]:
-            if pipeline is not current:
-                set_pipeline(pipeline)
-                current = pipeline
-            set_bind_group(0, group)
-            dispatch(x, y, z)
-        compute.end()
-        self.device.raw.queue.submit([encoder.finish()])
+        """Submits the dispatches [start, stop) as one compute pass, which may write timestamps. Raises DeviceLost."""
+        with noticing(self.device.info.name):
+            encoder = self.device.raw.create_command_encoder()
+            compute = encoder.begin_compute_pass(timestamp_writes=timestamps)
+            set_pipeline, set_bind_group = compute.set_pipeline, compute.set_bind_group
+            dispatch, current = compute.dispatch_workgroups, None
+            for pipeline, group, (x, y, z) in self._replay[start:stop]:
+                if pipeline is not current:
+                    set_pipeline(pipeline)
+                    current = pipeline
+                set_bind_group(0, group)
+                dispatch(x, y, z)
+            compute.end()
+            self.device.raw.queue.submit([encoder.finish()])
 
 
 class Arena:

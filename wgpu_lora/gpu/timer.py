@@ -10,6 +10,7 @@ import wgpu
 from wgpu.backends.wgpu_native import lib
 
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.lost import noticing
 from wgpu_lora.gpu.program import Program
 
 QUERIES = 2048  # timestamps per query set; WebGPU allows 4096
@@ -32,9 +33,10 @@ class Timer:
         self.clock = clock_of(device)
         if self.clock == "timestamps":
             self._period = 1e-9 * lib.wgpuQueueGetTimestampPeriod(device.raw.queue._internal)
-            self._set = device.raw.create_query_set(type="timestamp", count=QUERIES)
             usage = wgpu.BufferUsage.QUERY_RESOLVE | wgpu.BufferUsage.COPY_SRC
-            self._resolved = device.raw.create_buffer(size=8 * QUERIES, usage=usage)
+            with noticing(device.info.name):
+                self._set = device.raw.create_query_set(type="timestamp", count=QUERIES)
+                self._resolved = device.raw.create_buffer(size=8 * QUERIES, usage=usage)
 
     def run(self, program: Program) -> float:
         """Runs the program once and returns the total time of its compute passes, in seconds."""
@@ -68,10 +70,11 @@ class Timer:
             program.submit(start, stop, writes)
             if stop - start > 1:
                 self.device.wait()  # as `Program.run` does after each submit
-        encoder = self.device.raw.create_command_encoder()
-        encoder.resolve_query_set(self._set, 0, 2 * len(spans), self._resolved, 0)
-        self.device.raw.queue.submit([encoder.finish()])
-        data = self.device.raw.queue.read_buffer(self._resolved, 0, 16 * len(spans))
+        with noticing(self.device.info.name):
+            encoder = self.device.raw.create_command_encoder()
+            encoder.resolve_query_set(self._set, 0, 2 * len(spans), self._resolved, 0)
+            self.device.raw.queue.submit([encoder.finish()])
+            data = self.device.raw.queue.read_buffer(self._resolved, 0, 16 * len(spans))
         ticks = np.frombuffer(data, np.uint64).reshape(-1, 2).astype(np.int64)
         return [float(t) * self._period for t in ticks[:, 1] - ticks[:, 0]]
 

@@ -7,21 +7,19 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
-
 from wgpu_lora.events import SILENT, Events, Tuning
-from wgpu_lora.gpu.choices import ChoiceFile, Entry, choice_key, nearest, same_shader, shader_digest
+from wgpu_lora.gpu.choices import ChoiceFile, Entry, Verdict, choice_key, nearest, same_shader, shader_digest
+from wgpu_lora.gpu.cuts import cut_verdict, single_call
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.errors import ShaderError
-from wgpu_lora.gpu.program import Dispatch, Program
-from wgpu_lora.gpu.single import SingleKernel, nmse, widened
+from wgpu_lora.gpu.dispatch import Dispatch
+from wgpu_lora.gpu.errors import WrongResults
+from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tiling import PLAIN, Tiling
-from wgpu_lora.gpu.tunable import Constants, Tunable
+from wgpu_lora.gpu.trial import Trial
+from wgpu_lora.gpu.verdicts import verdicts_of
 
 SECONDS = 15.0  # limit of tuning, including compilation
 RUNS = 3  # timed runs per tiling, after two warm-up runs
-GAIN = 0.03  # a tiling replaces the default if it is faster by more than this share
-NMSE = 1e-10  # limit of a tiling's error against the float64 reference
 
 
 def wanted(asked: bool) -> bool:
@@ -47,31 +45,41 @@ class Tuner:
 
     def estimate(self, programs: Iterable[Program]) -> Tuning:
         """How many sizes and tilings `tune` would time for these programs, and in how many seconds; it times none."""
-        calls = self._calls(programs)
+        calls, _ = self._calls(programs)
         return self._estimate(calls, self.file.read(_digests(calls)))
 
     def tune(self, programs: Iterable[Program], events: Events = SILENT) -> dict[str, Tiling]:
         """Choices for every heavy call of the programs, measured now or read from the cache.
 
-        Kernels run on synthetic inputs; the programs themselves are not run. The heaviest calls come first.
+        Kernels run on synthetic inputs; the programs themselves are not run. Each call is timed in its default tiling
+        first, the heaviest first. These times give the calls' shares of a step, by which the other tilings share what
+        is left of the limit.
 
         Args:
             events: receives `tuning` events.
+
+        Raises:
+            WrongResults: the device gets a kernel wrong in all tilings.
         """
-        calls = self._calls(programs)
+        calls, work = self._calls(programs)
         digests = _digests(calls)
         known = self.file.read(digests)
         tuning, begin = self._estimate(calls, known), time.perf_counter()
         fresh: dict[str, Entry] = {}
         try:
-            for key, call in calls.items():
-                if key in known or len(self._tilings(call)) < 2:
-                    continue
-                digest = digests[call.kernel.name]
-                entry = self._taken_over(key, call, known) or self._measure(call, digest, tuning, begin, events)
-                if entry:
-                    fresh[key] = known[key] = entry
-        finally:  # keep the choices made before an interrupt
+            for copying in (True, False):  # calls that cannot copy a choice after all are timed, too
+                self._take_over(calls, known, fresh)
+                trials, ended = self._trials(calls, work, known, copying), False
+                try:
+                    self._time(list(trials.values()), tuning, begin, events)
+                    ended = True
+                finally:  # keep the choices made before an interrupt
+                    kept = {key: trial for key, trial in trials.items() if ended or (trial.is_over and trial.timed)}
+                    found = {key: trial.entry(digests[trial.call.kernel.name]) for key, trial in kept.items()}
+                    known.update(found)
+                    fresh.update(found)
+        finally:
+            verdicts_of(self.device).save()
             if fresh:
                 self.file.add(fresh, digests)
         if tuning.tilings_done:
@@ -86,8 +94,8 @@ class Tuner:
         skipped = capabilities.subgroup_size and capabilities.software
         return [tiling for tiling in tilings if tiling.family != PLAIN or not skipped]
 
-    def _calls(self, programs: Iterable[Program]) -> dict[str, Dispatch]:
-        """One dispatch per key, the heaviest first."""
+    def _calls(self, programs: Iterable[Program]) -> tuple[dict[str, Dispatch], dict[str, float]]:
+        """One dispatch per key, the heaviest first, and the multiply-adds of all dispatches of each key."""
         calls: dict[str, Dispatch] = {}
         work: dict[str, float] = {}
         for program in programs:
@@ -96,91 +104,85 @@ class Tuner:
                     key = choice_key(step.kernel, step.present, step.constants)
                     calls.setdefault(key, step)
                     work[key] = work.get(key, 0.0) + step.kernel.tuning.work(step.constants)
-        return {key: calls[key] for key in sorted(calls, key=lambda k: -work[k])}
+        return {key: calls[key] for key in sorted(calls, key=lambda k: -work[k])}, work
+
+    def _trials(
+        self, calls: dict[str, Dispatch], work: dict[str, float], known: dict[str, Entry], copying: bool = True
+    ) -> dict[str, Trial]:
+        """The calls to time. copying: leave out calls that will copy the choice of one that is timed."""
+        trials: dict[str, Trial] = {}
+        to_be_known = dict(known)
+        for key, call in calls.items():
+            if key in known or len(tilings := self._tilings(call)) < 2:
+                continue
+            like = nearest(call.kernel, key, to_be_known) if copying else None
+            if like in trials:
+                trials[like].work += work[key]
+            elif like is None:
+                trials[key] = Trial(call, tilings, work[key])
+                to_be_known[key] = Entry(call.kernel.name, "", call.tiling, ((0.0, call.tiling),))
+        return trials
 
     def _estimate(self, calls: dict[str, Dispatch], known: dict[str, Entry]) -> Tuning:
-        sizes, tilings, seen = 0, 0, dict(known)
-        for key, call in calls.items():
-            count = len(self._tilings(call))
-            if key not in seen and count > 1 and nearest(call.kernel, key, seen) is None:
-                timed_then = ((0.0, call.tiling),)
-                seen[key] = Entry(call.kernel.name, "", call.tiling, timed_then)  # similar calls will copy it
-                sizes, tilings = sizes + 1, tilings + count
+        trials = self._trials(calls, dict.fromkeys(calls, 0.0), known)
         timed = [(entry.took, len(entry.seconds)) for entry in known.values() if entry.took]
         each = sum(took for took, _ in timed) / max(1, sum(count for _, count in timed)) if timed else None
-        return Tuning(sizes, tilings, self.seconds, each)
+        return Tuning(len(trials), sum(len(trial.tilings) for trial in trials.values()), self.seconds, each)
+
+    def _take_over(self, calls: dict[str, Dispatch], known: dict[str, Entry], fresh: dict[str, Entry]) -> None:
+        for key, call in calls.items():
+            if key not in known and len(self._tilings(call)) > 1 and (entry := self._taken_over(key, call, known)):
+                fresh[key] = known[key] = entry
 
     def _taken_over(self, key: str, call: Dispatch, known: dict[str, Entry]) -> Entry | None:
         """The choice of a similar call, if it is valid and correct for this one."""
         like = nearest(call.kernel, key, known)
         if like is None or (tiling := known[like].tiling) not in self._tilings(call):
             return None
-        if not same_shader(key, like) and not self._is_right(call, tiling):
+        if not same_shader(key, like) and not self._verdict(call, tiling).right:
             return None
         return Entry(call.kernel.name, known[like].digest, tiling, like=like)
 
-    def _measure(self, call: Dispatch, digest: str, tuning: Tuning, begin: float, events: Events) -> Entry | None:
-        """The fastest correct tiling; the default if no time is left, None if no tiling is correct."""
-        tilings = self._tilings(call)
-        started = time.perf_counter()
-        timed: list[tuple[float, Tiling]] = []
-        for done, tiling in enumerate(tilings):
+    def _time(self, trials: list[Trial], tuning: Tuning, begin: float, events: Events) -> None:
+        """Times the default of each call, then always a tiling of the call with the most seconds per tiling so far."""
+        while trials:
+            trial = next((one for one in trials if not one.tried), None) or max(trials, key=lambda one: one.urgency)
             tuning.seconds = time.perf_counter() - begin
             if tuning.seconds + tuning.longest >= tuning.limit:
-                if not done:
-                    return Entry(call.kernel.name, digest, tilings[0])
-                break
-            tuning.kernel = call.kernel.name
+                return
+            tuning.kernel = trial.call.kernel.name
             events.tuning(tuning)
-            if self._is_right(call, tiling):
-                timed.append((self._seconds(call, tiling), tiling))
-            tuning.tilings_done += 1
+            before = trial.compared
+            self._try_next(trial)
             now = time.perf_counter() - begin
+            tuning.tilings_done += 1
+            tuning.sizes_done += trial.compared - before
             tuning.each, tuning.longest = now / tuning.tilings_done, max(tuning.longest, now - tuning.seconds)
-        tuning.sizes_done += 1
-        if not timed:
-            return None
-        best = min(timed, key=lambda pair: pair[0])
-        if timed[0][1] == tilings[0] and best[0] > (1 - GAIN) * timed[0][0]:
-            best = timed[0]
-        took = time.perf_counter() - started
-        return Entry(call.kernel.name, digest, best[1], tuple(timed), took)
+            if trial.is_over:
+                trials.remove(trial)
+
+    def _try_next(self, trial: Trial) -> None:
+        call, tiling, begin = trial.call, trial.tilings[trial.tried], time.perf_counter()
+        trial.tried += 1
+        verdict = self._verdict(call, tiling)
+        if verdict.right:
+            trial.timed.append((self._seconds(call, tiling), tiling))
+            if trial.promising:  # not because the default was timed at a busy moment
+                first = trial.timed[0]
+                trial.timed[0] = min(first[0], self._seconds(call, first[1])), first[1]
+        elif trial.is_over and not trial.timed:
+            raise WrongResults(verdicts_of(self.device).tell(tiling, verdict))
+        trial.took += time.perf_counter() - begin
 
     def _seconds(self, call: Dispatch, tiling: Tiling) -> float:
-        single = self._single(call, call.constants, tiling)
+        single = single_call(self.device, call, call.constants, tiling)
         try:
             return single.seconds(RUNS)
         finally:
             single.free()
 
-    def _is_right(self, call: Dispatch, tiling: Tiling) -> bool:
-        """Whether a tiling compiles and agrees with the float64 reference on a cut of the call."""
-        small = _tuning(call).cut(call.constants, tiling)
-        try:
-            single = self._single(call, small, tiling)
-        except ShaderError:  # other tilings may compile
-            return False
-        try:
-            single.run()
-            arrays = {name: widened(array) for name, array in single.arrays.items()}
-            result = call.kernel(**{name: arrays.get(name) for name in call.kernel.bindings}, **small)
-            wanted = result if isinstance(result, tuple) else (result,)
-            names = [name for name in call.kernel.outputs if name in single.arrays]
-            return all(
-                nmse(widened(single.read(name)).reshape(-1), np.asarray(want).reshape(-1)) <= NMSE
-                for name, want in zip(names, wanted, strict=True)
-            )
-        finally:
-            single.free()
-
-    def _single(self, call: Dispatch, constants: Constants, tiling: Tiling) -> SingleKernel:
-        arrays = _tuning(call).inputs(constants, call.present, np.random.default_rng(0))
-        return SingleKernel(self.device, call.kernel, arrays, constants, tiling)
-
-
-def _tuning(call: Dispatch) -> Tunable:
-    assert call.kernel.tuning is not None, f"{call.kernel.name} is not tuned"
-    return call.kernel.tuning
+    def _verdict(self, call: Dispatch, tiling: Tiling) -> Verdict:
+        return cut_verdict(self.device, call, tiling)
 
 
 def _digests(calls: dict[str, Dispatch]) -> dict[str, str]:

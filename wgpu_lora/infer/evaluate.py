@@ -14,8 +14,10 @@ from wgpu_lora.data import Prepared, Row, pack
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, Events
 from wgpu_lora.gpu.choices import NO_CHOICES, Choices
+from wgpu_lora.gpu.cuts import check_tilings
 from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
 from wgpu_lora.gpu.tensor import Storage, persistent
+from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.models.inputs import Segment, StepInputs, Tables
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
@@ -142,6 +144,8 @@ def evaluate(
     try:
         need = model.bytes_to_load() + missing_bytes(mine) + sum(plan.sizes)
         stack.enter_context(claim(model.device, need, "evaluating"))
+        stack.enter_context(verdicts_of(model.device).telling(events))
+        check_tilings(model.device, [evaluator.program])
         model.load_weights(events)
         begin = time.perf_counter()
         allocate(model.device, mine)

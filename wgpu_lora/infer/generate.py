@@ -10,8 +10,10 @@ import numpy as np
 
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
+from wgpu_lora.gpu.cuts import check_tilings
 from wgpu_lora.gpu.program import Arena, Program, allocate, missing_bytes, release
 from wgpu_lora.gpu.tensor import Storage
+from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.infer.running import Generation, Run, check_requests
 from wgpu_lora.infer.sampling import Sampler
 from wgpu_lora.infer.step import Programs, Step
@@ -68,6 +70,7 @@ class Generator:
         try:
             need = model.bytes_to_load() + missing_bytes(self._owned) + sum(sizes)
             self._claim.enter_context(claim(self.device, need, "generating"))
+            self._claim.enter_context(verdicts_of(self.device).telling(events))
             model.load_weights(events)
             allocate(self.device, self._owned)
             self.arena = Arena(self.device, sizes)
@@ -293,6 +296,7 @@ class Generator:
         """Build a program before its first run; returns whether it was built now."""
         if program in self._built:
             return False
+        check_tilings(self.device, [program])
         program.build(self.arena)
         self._built.add(program)
         return True

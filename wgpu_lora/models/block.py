@@ -9,7 +9,7 @@ from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models.cache import LayerCache
 from wgpu_lora.models.inputs import StepInputs
 from wgpu_lora.ops.linear import Linear, LoraSlots, linear
-from wgpu_lora.ops.norm import rmsnorm
+from wgpu_lora.ops.norm import residual_rmsnorm, rmsnorm
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.weights.base import Weight
 
@@ -54,3 +54,7 @@ class Block:
     def norm(self, x: Tensor, module: str, eps: float) -> Tensor:
         """RMSNorm over the last dimension with the weight of `module`, such as 'input_layernorm'."""
         return rmsnorm(self.rec, x, self.layer.vectors[f"{module}.weight"], eps)
+
+    def residual_norm(self, x: Tensor, branch: Tensor, module: str, eps: float) -> tuple[Tensor, Tensor]:
+        """x + branch, and its `norm`, in one dispatch. `branch` must have no other use."""
+        return residual_rmsnorm(self.rec, x, branch, self.layer.vectors[f"{module}.weight"], eps)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
-from wgpu_lora.ops.embedding import gather_rows, scatter_rows
+from wgpu_lora.ops.embedding import gather_rows
 from wgpu_lora.ops.recorder import Recorder
 
 
@@ -30,11 +30,9 @@ class LayerCache:
     rows: Tensor
     newest: Tensor | None
 
-    def append(self, rec: Recorder, name: str, new: Tensor) -> Tensor:
-        """Stores the step's rows [T, ...] in a per-token tensor; returns the tensor, [batch * capacity, ...]."""
-        cache = self.tensors[name]
-        rec.dispatch(scatter_rows, new, self.rows, cache, rows=new.shape[0], cols=new.size // new.shape[0])
-        return cache
+    def appending(self, *names: str) -> tuple[Tensor, ...]:
+        """Per-token tensors [batch * capacity, ...] by name, and the row of each of the step's rows in them."""
+        return (*(self.tensors[name] for name in names), self.rows)
 
     def replace(self, rec: Recorder, name: str, new: Tensor) -> None:
         """Stores each sequence's last row of the step's rows [T, ...] in a per-sequence tensor, [batch, ...]."""

@@ -171,9 +171,10 @@ def attention(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, kv
     def backward() -> None:
         dy, stats = rec.gradient(y), rec.temp((*q.shape[:2], 2), name="stats")
         rec.dispatch(attention_stats, y, dy, lse, stats, rows=rows * q.shape[1], dim=dim)
-        dq, dk, dv = rec.new_gradient(q), rec.new_gradient(k), rec.new_gradient(v)
-        rec.dispatch(attention_backward_q, q, k, v, dy, stats, ranges, dq, keys=k.shape[0], **shape)
-        rec.dispatch(attention_backward_kv, q, k, v, dy, stats, ranges, dk, dv, **shape)
+        dq, dk, dv = (rec.gradient_target(x)[0] for x in (q, k, v))  # regions of one storage, or of several
+        kept = (rec.again(q), rec.again(k), v, dy, stats, ranges)
+        rec.dispatch(attention_backward_q, *kept, dq, keys=k.shape[0], **shape)
+        rec.dispatch(attention_backward_kv, *kept, dk, dv, **shape)
 
     rec.node(backward, inputs=[q, k, v], outputs=[y])
     return y

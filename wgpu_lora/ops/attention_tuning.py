@@ -10,9 +10,9 @@ import numpy as np
 
 from wgpu_lora.gpu import part
 from wgpu_lora.gpu.kernel import Variants, cdiv
-from wgpu_lora.gpu.single import stored
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.gpu.tunable import Arrays, Constants
+from wgpu_lora.gpu.values import stored
 
 CHECKED = 32  # queries and keys of the cut that is checked, approximately
 SPREAD = ((8, 2), (8, 1), (4, 2), (4, 1), (2, 2), (2, 1))  # (rows, stream rows per lane), the most sharing first

@@ -6,18 +6,36 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, In, InOut, Out, Place, kernel, one_per
+from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, Grid, In, InOut, Out, Place, kernel, one_per
 from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.ops.recorder import Recorder
 
 
-@kernel("swiglu_forward.wgsl", grid=lambda c: one_per(c.size), lib=("linear",))
+def by_quads(c: Any) -> Grid:
+    return one_per(c.size // 4 if c.size % 4 == 0 else c.size)
+
+
+def loads(capabilities: Capabilities, c: Any) -> list[Tiling]:
+    """Loads as wide as the driver wants them (see `Tiling.wide`)."""
+    both = [Tiling(), Tiling(wide=True)] if capabilities.int64 else [Tiling()]
+    return both[::-1] if capabilities.software else both
+
+
+def quads(c: Any) -> dict[str, bool]:
+    return {"quads": c.size % 4 == 0}
+
+
+QUADS: dict[str, Any] = {"grid": by_quads, "lib": ("linear",), "variants": loads, "specialise": quads}
+
+
+@kernel("swiglu_forward.wgsl.j2", **QUADS)
 def swiglu_forward(gate: In, up: In, y: Out, *, size: U32) -> Any:
     """y = silu(gate) * up (Shazeer 2020)."""
     return gate / (1 + np.exp(-gate)) * up
 
 
-@kernel("swiglu_backward.wgsl", grid=lambda c: one_per(c.size), lib=("linear",))
+@kernel("swiglu_backward.wgsl.j2", **QUADS)
 def swiglu_backward(gate: In, up: In, dy: In, dgate: Out, dup: Out, *, size: U32) -> Any:
     """dgate = dy up s (1 + gate (1 - s)), dup = dy gate s, with s = sigmoid(gate)."""
     s = 1 / (1 + np.exp(-gate))
@@ -61,6 +79,7 @@ def swiglu(rec: Recorder, gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, for equal shapes."""
     y = rec.temp(gate.shape, name="swiglu")
     rec.dispatch(swiglu_forward, gate, up, y, size=y.size)
+    rec.cheap(y, lambda y: rec.dispatch(swiglu_forward, gate, up, y, size=y.size))
 
     def backward() -> None:
         dgate, dup = rec.new_gradient(gate), rec.new_gradient(up)

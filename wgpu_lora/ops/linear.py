@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.elementwise import dropout_apply, fill
@@ -25,6 +25,51 @@ class FrozenMatrix(Protocol):
 
     def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:
         """dx (+)= dy W."""
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """LoRA's second product, added by the kernel of a frozen product: h B^T or, backward, dh A (see `matmul.adapted`).
+
+    h: f32 [T, rank]. factor: B or A of each slot, [slots, stride]. ranges, first_row: as in LoraSlots.
+    """
+
+    h: Tensor
+    factor: Tensor
+    ranges: Tensor
+    rank: int
+    first_row: int = 0
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.h, self.factor, self.ranges
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {"rank": self.rank, "stride": self.factor.shape[1], "first_row": self.first_row}
+
+
+class FrozenProduct(Protocol):
+    """The product with a frozen matrix in one dispatch that also adds LoRA's second product."""
+
+    def adds(self, rec: Recorder, bias: bool) -> bool:
+        """Whether the forward product can: its kernel has no more bindings than WebGPU guarantees."""
+
+    def forward(
+        self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool, low: LowRank | None
+    ) -> None:
+        """y (+)= x W^T (+ bias) (+ low)."""
+
+    def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool, low: LowRank | None) -> None:
+        """dx (+)= dy W (+ low)."""
+
+
+@runtime_checkable
+class Fusing(FrozenMatrix, Protocol):
+    """A frozen matrix whose kernels add LoRA's second product. Those of other matrices are added afterwards."""
+
+    def product(self) -> FrozenProduct | None:
+        """None if it takes several dispatches."""
 
 
 W = TypeVar("W", bound=FrozenMatrix, covariant=True)
@@ -90,24 +135,28 @@ def linear(
     weight = layer.weight
     rows, out, size_in = x.size // weight.in_features, weight.out_features, weight.in_features
     y = into or rec.temp((rows, out), name="linear")
-    weight.forward(rec, x, y, layer.bias, accumulate)
-    h = _lora_forward(rec, x, y, lora) if lora else None
+    product = weight.product() if lora and isinstance(weight, Fusing) else None
+    h = _hidden(rec, x, lora, rows, size_in) if lora else None
+    if lora and h and product and product.adds(rec, layer.bias is not None):
+        product.forward(rec, x, y, layer.bias, accumulate, LowRank(h, lora.b, lora.ranges, lora.rank, lora.first_row))
+    else:
+        weight.forward(rec, x, y, layer.bias, accumulate)
+        if lora and h:
+            shape = {"m": rows, "n": out, "k": lora.rank, **lora.of_b()}
+            rec.dispatch(lora_nt, h, lora.b, y, lora.ranges, accumulate=True, **shape)
 
     def backward() -> None:
         dy = rec.gradient(y)
-        dh = None
-        if lora and h:
-            dh = rec.temp((rows, lora.rank), name="dh")
-            rec.dispatch(lora_nn, dy, lora.b, dh, lora.ranges, lora.scale, m=rows, n=lora.rank, k=out, **lora.of_b())
-            rec.dispatch(lora_tn, dy, h, lora.grad_b, lora.ranges, m=out, n=lora.rank, k=rows, **lora.of_b())
-            dropped = _dropped(rec, x, lora)
-            rec.dispatch(lora_tn, dh, dropped, lora.grad_a, lora.ranges, m=lora.rank, n=size_in, k=rows, **lora.of_a())
+        dh = _factor_gradients(rec, rec.again(x), dy, h, lora) if lora and h else None
         if not rec.tracks(x):
             return
         dx, accumulate = rec.gradient_target(x)
+        if lora and dh and product and not lora.draws:
+            product.backward(rec, dy, dx, accumulate, LowRank(dh, lora.a, lora.ranges, lora.rank, lora.first_row))
+            return
         weight.backward(rec, dy, dx, accumulate)
         if lora and dh:
-            _lora_input_gradient(rec, dh, dx, lora, rows, size_in)
+            _input_gradient(rec, dh, dx, lora, rows, size_in)
 
     rec.node(backward, inputs=[x], outputs=[y], trains=lora is not None)
     return y
@@ -122,17 +171,26 @@ def _dropped(rec: Recorder, x: Tensor, lora: LoraSlots) -> Tensor:
     return dropped
 
 
-def _lora_forward(rec: Recorder, x: Tensor, y: Tensor, lora: LoraSlots) -> Tensor:
-    """Adds B h to y; returns h = scale A dropout(x) [T, rank], which B's gradient needs too."""
-    rows, out = y.shape
-    size_in = x.size // rows
+def _hidden(rec: Recorder, x: Tensor, lora: LoraSlots, rows: int, size_in: int) -> Tensor:
+    """h = scale dropout(x) A^T [T, rank], which B's gradient needs too."""
     h, dropped = rec.temp((rows, lora.rank), name="h"), _dropped(rec, x, lora)
     rec.dispatch(lora_nt, dropped, lora.a, h, lora.ranges, lora.scale, m=rows, n=lora.rank, k=size_in, **lora.of_a())
-    rec.dispatch(lora_nt, h, lora.b, y, lora.ranges, m=rows, n=out, k=lora.rank, accumulate=True, **lora.of_b())
     return h
 
 
-def _lora_input_gradient(rec: Recorder, dh: Tensor, dx: Tensor, lora: LoraSlots, rows: int, size_in: int) -> None:
+def _factor_gradients(rec: Recorder, x: Tensor, dy: Tensor, h: Tensor, lora: LoraSlots) -> Tensor:
+    """Accumulates the gradients of A and B; returns dh = scale dy B [T, rank]."""
+    rows = h.shape[0]
+    out, size_in, dh = dy.size // rows, x.size // rows, rec.temp(h.shape, name="dh")
+    rec.dispatch(lora_nn, dy, lora.b, dh, lora.ranges, lora.scale, m=rows, n=lora.rank, k=out, **lora.of_b())
+    rec.dispatch(lora_tn, dy, h, lora.grad_b, lora.ranges, m=out, n=lora.rank, k=rows, **lora.of_b())
+    dropped = _dropped(rec, x, lora)
+    rec.dispatch(lora_tn, dh, dropped, lora.grad_a, lora.ranges, m=lora.rank, n=size_in, k=rows, **lora.of_a())
+    return dh
+
+
+def _input_gradient(rec: Recorder, dh: Tensor, dx: Tensor, lora: LoraSlots, rows: int, size_in: int) -> None:
+    """dx += dropout(dh A), if the kernel of the frozen product does not."""
     shape = {"m": rows, "n": size_in, "k": lora.rank, **lora.of_a()}
     if lora.draws is None:
         rec.dispatch(lora_nn, dh, lora.a, dx, lora.ranges, accumulate=True, **shape)

@@ -20,7 +20,7 @@ from wgpu_lora.ops.matmul_tuning import (
 FILE = "matmul/product.wgsl.j2"
 DENSE = MatmulTuning(dense_operand)
 DENSE_PART = product_part(dense_columns)
-WIDE = tilings(4, (16, 4), (16, 2), (8, 4))
+WIDE = tilings(4, (16, 4), (16, 2), (8, 4), software=(16, 8, 4))
 THIN = tilings(4, (16, 2), (8, 2), (16, 1))
 
 
@@ -34,10 +34,12 @@ def divisibility(c: Any) -> dict[str, bool]:
 
     octets, blocks and even_k describe b's words and scales; formats that have these override them (see `weights.nf4`).
     """
-    rows_of_a = c.m if c.form == "tn" else c.k
+    rows_of_a, rank = c.m if c.form == "tn" else c.k, getattr(c, "rank", 0)
     offsets = [getattr(c, name, 0) for name in ("stride", "a_skip", "a_first")]
+    of_h = [getattr(c, name, 0) for name in ("rank", "h_skip", "h_first")]
     return {
         "quads": rows_of_a % 4 == 0 and all(offset % 4 == 0 for offset in offsets),
+        "low_quads": rank > 0 and all(offset % 4 == 0 for offset in (*of_h, c.stride)),
         "even": c.n % 2 == 0 and all(getattr(c, name, 0) % 2 == 0 for name in ("stride", "y_skip", "y_first")),
         **dict.fromkeys(("octets", "blocks", "even_k"), False),
     }
@@ -56,6 +58,29 @@ def operand(a: np.ndarray, m: int, k: int, a_scale: Any) -> np.ndarray:
     return rows if a_scale is None else rows * np.asarray(a_scale).reshape(-1, 1)
 
 
+def adapted(
+    h: Any,
+    factor: Any,
+    ranges: Any,
+    m: int,
+    n: int,
+    rank: int,
+    h_first: int,
+    stride: int,
+    first_row: int,
+    form: str,
+) -> Any:
+    """LoRA's second product [m, n]: for each slot s, its rows of h[:, h_first ..+ rank] with its factor, [n, rank] (nt)
+    or [rank, n] (nn) at s * stride. `ranges` as in `lora_nt`. 0 without a factor."""
+    if factor is None:
+        return 0
+    low, result = _range(h, m, h_first, rank)[1], np.zeros((m, n))
+    for slot, (start, stop) in enumerate(_slot_rows(ranges, first_row, m)):
+        values = factor.reshape(-1)[slot * stride :][: n * rank]
+        result[start:stop] = low[start:stop] @ (values.reshape(n, rank).T if form == "nt" else values.reshape(rank, n))
+    return result
+
+
 def _range(x: np.ndarray, rows: int, first: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     """Views of (x by rows, its columns [first, first + width))."""
     whole = x.reshape(rows, -1)
@@ -70,6 +95,9 @@ def matmul_nt(
     bias: Fixed = None,
     count: Fixed = None,
     a_scale: In = None,
+    h: In = None,
+    factor: Fixed = None,
+    ranges: Fixed = None,
     *,
     m: Dim,
     n: Dim,
@@ -78,15 +106,22 @@ def matmul_nt(
     a_first: Place[Dim] = 0,
     y_skip: Dim = 0,
     y_first: Place[Dim] = 0,
+    rank: Dim = 0,
+    h_skip: Dim = 0,
+    h_first: Place[Dim] = 0,
+    stride: Dim = 0,
+    first_row: Place[Dim] = 0,
     accumulate: Flag = False,
     b_type: Word = "f32",
     a_type: Word = "f32",
     form: Word = "nt",
 ) -> Any:
-    """y[m, n] (+)= a_scale[m] sum_k a[m, k] b[n, k] (+ bias[n]); tiles entirely past row count[0] are skipped."""
+    """y[m, n] (+)= a_scale[m] sum_k a[m, k] b[n, k] (+ bias[n]) (+ h factor^T, see `adapted`); tiles entirely past row
+    count[0] are skipped."""
     left, (result, part) = _range(a, m, a_first, k)[1], _range(y.copy(), m, y_first, n)
-    left = operand(left, m, k, a_scale)
-    part[:] = finish(part, left @ b.reshape(n, k).T, accumulate, None if bias is None else bias[y_first : y_first + n])
+    product = operand(left, m, k, a_scale) @ b.reshape(n, k).T
+    product = product + adapted(h, factor, ranges, m, n, rank, h_first, stride, first_row, form)
+    part[:] = finish(part, product, accumulate, None if bias is None else bias[y_first : y_first + n])
     return result
 
 
@@ -98,6 +133,9 @@ def matmul_nn(
     row_scale: In = None,
     count: Fixed = None,
     a_scale: In = None,
+    h: In = None,
+    factor: Fixed = None,
+    ranges: Fixed = None,
     *,
     m: Dim,
     n: Dim,
@@ -106,15 +144,22 @@ def matmul_nn(
     a_first: Place[Dim] = 0,
     y_skip: Dim = 0,
     y_first: Place[Dim] = 0,
+    rank: Dim = 0,
+    h_skip: Dim = 0,
+    h_first: Place[Dim] = 0,
+    stride: Dim = 0,
+    first_row: Place[Dim] = 0,
     accumulate: Flag = False,
     b_type: Word = "f32",
     a_type: Word = "f32",
     form: Word = "nn",
 ) -> Any:
-    """y[m, n] (+)= a_scale[m] sum_k a[m, k] b[k, n]; with row_scale, y[m] is scaled by row_scale[m] first."""
+    """y[m, n] (+)= a_scale[m] sum_k a[m, k] b[k, n] (+ h factor, see `adapted`); with row_scale, y[m] is scaled by
+    row_scale[m] first."""
     left, (result, part) = _range(a, m, a_first, k)[1], _range(y.copy(), m, y_first, n)
-    left = operand(left, m, k, a_scale)
-    part[:] = finish(part, left @ b.reshape(k, n), accumulate, None, row_scale)
+    product = operand(left, m, k, a_scale) @ b.reshape(k, n)
+    product = product + adapted(h, factor, ranges, m, n, rank, h_first, stride, first_row, form)
+    part[:] = finish(part, product, accumulate, None, row_scale)
     return result
 
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from wgpu_lora.gpu import part
 from wgpu_lora.gpu.kernel import Variants, cdiv
-from wgpu_lora.gpu.single import stored
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.gpu.tunable import Arrays, Constants
+from wgpu_lora.gpu.values import stored
 
 FEW_ROWS = 8
 BLOCK = 64  # a part of a product keeps or drops this many columns together, as a block of scales
@@ -22,8 +22,11 @@ Operand = Callable[[Constants, np.random.Generator], Arrays]
 TakeColumns = Callable[[Arrays, Constants, np.ndarray], Arrays | None]
 
 
-def tilings(span: int, *shapes: tuple[int, int]) -> Variants:
+def tilings(span: int, *shapes: tuple[int, int], software: tuple[int, int, int] | None = None) -> Variants:
     """Variants with tilings of these (rows, columns per lane), the default first; rounds are multiples of `span` steps.
+
+    software: (rows, columns per lane, steps) of the default on CPU drivers with 64-bit integers, where large tiles are
+        faster although they do not fit the registers, since loads cost much more than moving sums to memory.
 
     Without subgroups a workgroup has 32 independent lanes. Products of few rows, as in decoding, get tiles of at most
     that many rows and longer rounds, so that every lane loads part of a.
@@ -40,6 +43,8 @@ def tilings(span: int, *shapes: tuple[int, int]) -> Variants:
         found = [Tiling("broadcast", size, rows, cols, steps) for rows, cols in chosen]
         if capabilities.int64:
             wide = [replace(tiling, wide=True) for tiling in found]
+            if capabilities.software and software and c.m > FEW_ROWS:
+                wide.insert(0, Tiling("broadcast", size, *software, wide=True))
             found = [*wide, *found] if capabilities.software else [*found, *wide]
         return [*found, plain]
 
@@ -71,7 +76,7 @@ class MatmulTuning:
         return float(c["m"] * c["n"] * c["k"])
 
     def cut(self, c: Constants, tiling: Tiling) -> Constants:
-        small = _fewer(c, tiling)
+        small = _smaller_factor(_fewer(c, tiling))
         for skip, first in (("a_skip", "a_first"), ("y_skip", "y_first")):
             if skip in small:
                 small[skip], small[first] = small[skip] % 4, small[first] % 4
@@ -88,8 +93,26 @@ class MatmulTuning:
             "a_scale": stored(rng, "f32", m),
             "count": np.array([m], np.uint32),
             **self.operand(c, rng),
+            **(_factors(c, rng) if c["rank"] else {}),
         }
-        return {name: arrays[name] for name in present}
+        return {name: arrays[name] for name in present if name in arrays}
+
+
+def _smaller_factor(c: Constants) -> Constants:
+    """A smaller call with LoRA's offsets and strides as small as its sizes allow, with the same remainders."""
+    if not c["rank"]:
+        return c
+    small = c | {name: c[name] % 4 for name in ("h_skip", "h_first")}
+    small["h_skip"] += 4 if small["h_skip"] < small["h_first"] else 0
+    return small | {"stride": 4 * cdiv(c["n"] * c["rank"], 4) + c["stride"] % 4}
+
+
+def _factors(c: Constants, rng: np.random.Generator) -> Arrays:
+    """h, and the factors of two slots that share the rows."""
+    m, stride = c["m"], c["stride"]
+    ranges = np.array([[0, m // 2], [m // 2, m]], np.uint32) + np.uint32(c["first_row"])
+    h, factor = stored(rng, "f32", m, c["rank"] + c["h_skip"]), stored(rng, "f32", 2, stride)
+    return {"h": h, "factor": factor, "ranges": ranges}
 
 
 @dataclass(frozen=True)
@@ -144,12 +167,17 @@ def product_part(columns: TakeColumns) -> part.TakePart:
         if not part.costly(m * n * k, arrays, n * k):
             return None
         rows = part.picks(m, part.ROWS)
-        arrays, c = part.some_rows(arrays, "a y row_scale a_scale", m, rows), {**c, "m": rows.size}
+        arrays, c = part.some_rows(arrays, "a y row_scale a_scale h", m, rows), {**c, "m": rows.size}
+        if "ranges" in arrays:
+            arrays["ranges"], c["first_row"] = _picked_ranges(arrays["ranges"], c["first_row"], m, rows), 0
         blocks = part.picks(cdiv(n, BLOCK), part.COLUMN_BLOCKS)
         each = np.flatnonzero(np.isin(np.arange(n) // BLOCK, blocks))
         b = columns(arrays, c, each)
         if b is None:
             return arrays, c
+        if "factor" in arrays:
+            arrays["factor"] = _factor_columns(arrays["factor"], c, each)
+            c["stride"] = c["rank"] * each.size
         wide = c.get("y_first", 0) + each
         kept = {**arrays, **b, "y": arrays["y"].reshape(rows.size, -1)[:, wide]}
         if "bias" in arrays:
@@ -157,6 +185,20 @@ def product_part(columns: TakeColumns) -> part.TakePart:
         return kept, {**c, "n": each.size, **{name: 0 for name in ("y_skip", "y_first") if name in c}}
 
     return take
+
+
+def _picked_ranges(ranges: np.ndarray, first_row: int, count: int, rows: np.ndarray) -> np.ndarray:
+    """The slots' ranges of the picked rows, counted from 0."""
+    here = (ranges.reshape(-1, 2).astype(int) - first_row).clip(0, count)
+    return np.searchsorted(rows, here).astype(np.uint32)
+
+
+def _factor_columns(factor: np.ndarray, c: Constants, columns: np.ndarray) -> np.ndarray:
+    n, rank = c["n"], c["rank"]
+    values = factor.reshape(-1, c["stride"])[:, : n * rank]
+    if c["form"] == "nt":
+        return values.reshape(-1, n, rank)[:, columns].reshape(len(values), -1)
+    return values.reshape(-1, rank, n)[:, :, columns].reshape(len(values), -1)
 
 
 def dense_columns(arrays: Arrays, c: Constants, columns: np.ndarray) -> Arrays:

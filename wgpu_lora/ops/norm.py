@@ -13,11 +13,13 @@ from wgpu_lora.ops.rows import by_subgroup, row_grid
 
 
 @kernel("rmsnorm_forward.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
-def rmsnorm_forward(x: In, weight: Fixed, y: Out, rstd: Out, *, rows: U32, cols: U32, eps: F32) -> Any:
-    """y[r] = x[r] * rstd[r] * weight, with rstd[r] = 1 / sqrt(mean(x[r]^2) + eps)."""
-    x = x.reshape(rows, cols)
+def rmsnorm_forward(
+    x: In, weight: Fixed, y: Out, rstd: Out, branch: In = None, total: Out = None, *, rows: U32, cols: U32, eps: F32
+) -> Any:
+    """y[r] = x[r] * rstd[r] * weight, with rstd[r] = 1 / sqrt(mean(x[r]^2) + eps); with a branch, of total = x + branch."""
+    x = x.reshape(rows, cols) + (0 if branch is None else branch.reshape(rows, cols))
     rstd = 1 / np.sqrt((x**2).mean(axis=1, keepdims=True) + eps)
-    return x * rstd * weight, rstd.reshape(-1)
+    return (x * rstd * weight, rstd.reshape(-1), *([] if branch is None else [x]))
 
 
 @kernel("rmsnorm_backward.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
@@ -33,16 +35,26 @@ def rmsnorm_backward(
 
 def rmsnorm(rec: Recorder, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divides x [..., cols] by the root mean square of its last dimension and multiplies it by weight [cols]."""
-    cols = weight.size
-    rows = x.size // cols
-    y, rstd = rec.temp(x.shape, name="normed"), rec.temp((rows,), name="rstd")
-    rec.dispatch(rmsnorm_forward, x, weight, y, rstd, rows=rows, cols=cols, eps=eps)
+    return _rmsnorm(rec, x, None, weight, eps)[1]
+
+
+def residual_rmsnorm(rec: Recorder, x: Tensor, branch: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + branch, and its `rmsnorm`. `branch` must have no other use, as in `residual`."""
+    return _rmsnorm(rec, x, branch, weight, eps)
+
+
+def _rmsnorm(rec: Recorder, x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    shape: dict[str, Any] = {"rows": x.size // weight.size, "cols": weight.size}
+    y, rstd = rec.temp(x.shape, name="normed"), rec.temp((shape["rows"],), name="rstd")
+    total = rec.temp(x.shape, name="residual") if branch else x
+    rec.dispatch(rmsnorm_forward, x, weight, y, rstd, branch, total if branch else None, eps=eps, **shape)
+    rec.cheap(y, lambda y: rec.dispatch(rmsnorm_forward, total, weight, y, rec.temp(rstd.shape), eps=eps, **shape))
 
     def backward() -> None:
-        dx, accumulate = rec.gradient_target(x)
-        rec.dispatch(
-            rmsnorm_backward, x, weight, rstd, rec.gradient(y), dx, rows=rows, cols=cols, accumulate=accumulate
-        )
+        dtotal, accumulate = rec.gradient_target(total)
+        rec.dispatch(rmsnorm_backward, total, weight, rstd, rec.gradient(y), dtotal, accumulate=accumulate, **shape)
+        if branch:
+            rec.share_gradient(total, [x, branch])
 
-    rec.node(backward, inputs=[x], outputs=[y])
-    return y
+    rec.node(backward, inputs=[x, *([branch] if branch else [])], outputs=[y, *([total] if branch else [])])
+    return total, y

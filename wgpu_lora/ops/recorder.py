@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.program import Program
-from wgpu_lora.gpu.tensor import ALIGNMENT, Storage, Tensor
+from wgpu_lora.gpu.tensor import ALIGNMENT, Storage, Tensor, align
 
 ALIGNMENT_ROWS = ALIGNMENT // 4  # row blocks of a multiple of this many f32 rows start at aligned offsets
 
@@ -55,9 +57,18 @@ class Recorder:
         self._gradients: dict[Storage, Tensor] = {}
         self._written: dict[Storage, set[int]] = {}  # byte offsets of the row blocks whose gradient is written
         self._tracked: set[Storage] = set()
+        self._cheap: dict[Storage, Callable[[], Tensor]] = {}
 
     def temp(self, shape: tuple[int, ...], dtype: str = "f32", name: str = "temp") -> Tensor:
         return self.program.temp(shape, dtype, name)
+
+    def temps(self, *shapes: tuple[int, ...], name: str = "temp") -> list[Tensor]:
+        """f32 tensors in one storage, each at an aligned offset. They share one gradient, too."""
+        firsts = [0]
+        for shape in shapes:
+            firsts.append(firsts[-1] + align(4 * math.prod(shape)))
+        whole = self.temp((firsts[-1] // 4,), name=name)
+        return [Tensor(shape, "f32", whole.storage, first, name) for shape, first in zip(shapes, firsts, strict=False)]
 
     def dispatch(self, kernel: Kernel, *args: Tensor | None, **constants: Any) -> None:
         self.program.dispatch(kernel, *args, **constants)
@@ -82,6 +93,24 @@ class Recorder:
     def tracks(self, tensor: Tensor) -> bool:
         """Whether the tensor needs a gradient."""
         return tensor.storage in self._tracked
+
+    def cheap(self, y: Tensor, record: Callable[[Tensor], None]) -> None:
+        """Declares that computing y again costs less than keeping it until the backward pass, which then uses `again`.
+
+        record: dispatches the kernel that computes y into the given tensor, from inputs that are kept.
+        """
+
+        def compute() -> Tensor:
+            made = replace(y, storage=Storage(y.storage.nbytes, "activations", y.name, temporary=True))
+            record(made)
+            return made
+
+        self._cheap[y.storage] = cache(compute)
+
+    def again(self, x: Tensor) -> Tensor:
+        """x in a backward pass: computed again, once for all that read it, if it is `cheap`."""
+        compute = self._cheap.get(x.storage)
+        return replace(x, storage=compute().storage) if compute else x
 
     def gradient(self, tensor: Tensor) -> Tensor:
         whole = self._gradients[tensor.storage]

@@ -1,47 +1,195 @@
-"""Rotary position embedding (Su et al. 2021) in the half-split form of Hugging Face checkpoints."""
+"""Rotary position embedding (Su et al. 2021) in the half-split form of Hugging Face checkpoints, of q and k together.
+
+With weights, each head is normalised first (RMSNorm over its dimension, as in Qwen3), in the same dispatch.
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, In, InOut, kernel, one_per
+from wgpu_lora.gpu.kernel import F32, U32, Dim, Fixed, In, InOut, kernel
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.ops.rows import by_subgroup, row_grid
+
+NOWHERE = 0xFFFFFFFF
 
 
-@kernel("rope.wgsl", grid=lambda c: one_per(c.rows * c.heads * (c.dim // 2)), lib=("linear",))
-def rope_rotate(
-    x: In,
+def _turned(x: np.ndarray, positions: np.ndarray, table: np.ndarray, sign: float = 1.0) -> np.ndarray:
+    """x [rows, heads, dim] with each pair (i, i + dim / 2) rotated by sign * its angle at the row's position."""
+    angle = table.reshape(-1, x.shape[2] // 2, 2)[positions.astype(int)]
+    cos, sin = angle[:, None, :, 0], sign * angle[:, None, :, 1]
+    a, b = np.split(x, 2, axis=2)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=2)
+
+
+def _region(flat: np.ndarray, first: int, *shape: int) -> np.ndarray:
+    """A view of some values of a storage."""
+    return flat.reshape(-1)[first : first + math.prod(shape)].reshape(shape)
+
+
+def _stored(new: np.ndarray, rows_of: np.ndarray, cache: np.ndarray) -> np.ndarray:
+    """The cache with new[t] at row rows_of[t], unless that is NOWHERE."""
+    result, index = cache.reshape(-1, new.shape[1] * new.shape[2]).copy(), rows_of.reshape(-1).astype(np.int64)
+    used = index != NOWHERE
+    result[index[used]] = new.reshape(len(new), -1)[used]
+    return result
+
+
+PER_HEAD = row_grid(lambda c: c.rows * (c.heads + c.kv_heads))
+
+
+@kernel("rope_forward.wgsl.j2", grid=PER_HEAD, variants=by_subgroup)
+def rope_forward(
+    x: InOut,
     positions: Fixed,
     table: Fixed,
-    y: InOut,
+    q_weight: Fixed = None,
+    k_weight: Fixed = None,
+    y: InOut = None,
+    cache_k: InOut = None,
+    cache_v: InOut = None,
+    rows_of: Fixed = None,
     *,
-    rows: U32,
+    rows: Dim,
     heads: U32,
+    kv_heads: U32,
     dim: U32,
-    sign: F32 = 1.0,
-    accumulate: Flag = False,
+    q_first: Dim,
+    k_first: Dim,
+    v_first: Dim = 0,
+    yq_first: Dim = 0,
+    yk_first: Dim = 0,
+    eps: F32 = 0.0,
 ) -> Any:
-    """y (+)= x with each pair (i, i + dim/2) rotated by sign * its angle at the row's position."""
-    angle = table.reshape(-1, dim // 2, 2)[positions.astype(int)]
-    cos, sin = angle[:, None, :, 0], sign * angle[:, None, :, 1]
-    a, b = np.split(x.reshape(rows, heads, dim), 2, axis=2)
-    turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=2).reshape(y.shape)
-    return y + turned if accumulate else turned
+    """The heads of q and k, normalised by their weights if there are any, with each pair (i, i + dim / 2) rotated by its
+    angle table[positions[t]]; in x or, if they are bound, y. q, k and v are the values of x from *_first on. With
+    rows_of, row t of k goes to row rows_of[t] of cache_k instead, and that of v to cache_v; 0xffffffff: nowhere."""
+    x, y, found = x.copy(), None if y is None else y.copy(), []
+    for count, weight, name in ((heads, q_weight, "q"), (kv_heads, k_weight, "k")):
+        firsts = {"q": (q_first, yq_first), "k": (k_first, yk_first)}[name]
+        one = _region(x, firsts[0], rows, count, dim)
+        normed = one if weight is None else one / np.sqrt((one**2).mean(axis=2, keepdims=True) + eps) * weight
+        turned = _turned(normed, positions, table)
+        if name == "k" and rows_of is not None:
+            found = [_stored(turned, rows_of, cache_k), _stored(_region(x, v_first, *one.shape), rows_of, cache_v)]
+        elif y is None:
+            one[:] = turned
+        else:
+            _region(y, firsts[1], *one.shape)[:] = turned
+    return (x, *([] if y is None else [y]), *found)
 
 
-def rope(rec: Recorder, x: Tensor, positions: Tensor, table: Tensor, dim: int) -> Tensor:
-    """Rotates x [T, heads, dim]. positions: u32 [T]. table: f32 [positions, dim / 2, 2], cos and sin."""
-    rows = positions.size
-    shape = {"rows": rows, "heads": x.size // (rows * dim), "dim": dim}
-    y = rec.temp(x.shape, name="rotated")
-    rec.dispatch(rope_rotate, x, positions, table, y, **shape)
+@kernel("rope_backward.wgsl.j2", grid=PER_HEAD, variants=by_subgroup)
+def rope_backward(
+    dy: InOut,
+    positions: Fixed,
+    table: Fixed,
+    x: In = None,
+    q_weight: Fixed = None,
+    k_weight: Fixed = None,
+    dx: InOut = None,
+    *,
+    rows: Dim,
+    heads: U32,
+    kv_heads: U32,
+    dim: U32,
+    q_first: Dim,
+    k_first: Dim,
+    yq_first: Dim,
+    yk_first: Dim,
+    eps: F32 = 0.0,
+) -> Any:
+    """The gradients by q and k of `rope_forward`: dy rotated back, in place; with weights, dx = rstd (g - x rstd^2
+    mean(g x)) with g = dy * weight. q and k are the values of x and dx from *_first on, of dy from y*_first on."""
+    dy, dx = dy.copy(), None if dx is None else dx.copy()
+    for count, weight, first, y_first in (
+        (heads, q_weight, q_first, yq_first),
+        (kv_heads, k_weight, k_first, yk_first),
+    ):
+        one = _region(dy, y_first, rows, count, dim)
+        back = _turned(one, positions, table, -1.0)
+        if dx is None:
+            one[:] = back
+            continue
+        of, g = _region(x, first, *one.shape), back * weight
+        rstd = 1 / np.sqrt((of**2).mean(axis=2, keepdims=True) + eps)
+        _region(dx, first, *one.shape)[:] = rstd * (g - of * rstd**2 * (g * of).mean(axis=2, keepdims=True))
+    return dy if dx is None else (dy, dx)
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """RMSNorm of each head of q and of k, before they are rotated. Weights f32 [dim]."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class Appending:
+    """Where rotated keys and values go in generation: the caches [rows, kv_heads, dim], and the row of each token."""
+
+    keys: Tensor
+    values: Tensor
+    rows: Tensor
+
+
+def rope(
+    rec: Recorder,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    positions: Tensor,
+    table: Tensor,
+    norm: HeadNorm | None = None,
+    cache: Appending | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotates q [T, heads, dim] and k [T, kv_heads, dim], normalised first if `norm` is given; returns q, k and v.
+
+    Without a norm, and in generation, they are rotated in place. With a cache, keys and values are stored there, and the
+    caches returned.
+
+    Args:
+        qkv: regions of one storage, without any other use.
+        positions: u32 [T]. table: f32 [positions, dim / 2, 2], cos and sin.
+    """
+    q, k, v = qkv
+    x = _whole(q)
+    assert q.storage is k.storage is v.storage, "q, k and v are in different storages"
+    shape: dict[str, Any] = {"rows": q.shape[0], "heads": q.shape[1], "kv_heads": k.shape[1], "dim": q.shape[2]}
+    shape |= {"q_first": q.byte_offset // 4, "k_first": k.byte_offset // 4, "eps": norm.eps if norm else 0.0}
+    weights = (norm.q, norm.k) if norm else (None, None)
+    if cache:
+        stored = (None, cache.keys, cache.values, cache.rows)
+        rec.dispatch(rope_forward, x, positions, table, *weights, *stored, v_first=v.byte_offset // 4, **shape)
+        return q, cache.keys, cache.values
+    moves = norm is not None and rec.training  # the backward pass of the norm needs its input
+    yq, yk = rec.temps(q.shape, k.shape, name="rotated") if moves else (q, k)
+    y, firsts = _whole(yq), {"yq_first": yq.byte_offset // 4, "yk_first": yk.byte_offset // 4}
+
+    def record(y: Tensor | None) -> None:
+        rec.dispatch(rope_forward, x, positions, table, *weights, y, **firsts, **shape)
+
+    record(y if moves else None)
+    if moves:
+        rec.cheap(y, record)
 
     def backward() -> None:
-        dx, accumulate = rec.gradient_target(x)
-        rec.dispatch(rope_rotate, rec.gradient(y), positions, table, dx, sign=-1.0, accumulate=accumulate, **shape)
+        if not moves:
+            rec.dispatch(rope_backward, rec.gradient(y), positions, table, **firsts, **shape)
+            return
+        for one in (q, k):
+            rec.gradient_target(one)
+        inputs = (rec.gradient(y), positions, table, x, *weights)
+        rec.dispatch(rope_backward, *inputs, rec.gradient(x), **firsts, **shape)
 
-    rec.node(backward, inputs=[x], outputs=[y])
-    return y
+    rec.node(backward, inputs=[q], outputs=[yq])
+    return yq, yk, v
+
+
+def _whole(part: Tensor) -> Tensor:
+    return Tensor((part.storage.nbytes // 4,), part.dtype, part.storage, name=part.name)

@@ -15,6 +15,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.choices import Choices
 from wgpu_lora.gpu.tuner import Tuner, wanted
+from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.names.naming import setting
 from wgpu_lora.share import budget_bytes, claim
 from wgpu_lora.train.memory import Replan, check_memory, options_that_fit
@@ -90,7 +91,8 @@ class Job(Generic[Record]):
 
     def _choose_tilings(self, events: Events) -> Choices:
         tuner = self.tuner()
-        choices = tuner.tune(self.session.programs(), events) if tuner else self.run.state.tiles
+        with verdicts_of(self.session.device).telling(events):
+            choices = tuner.tune(self.session.programs(), events) if tuner else self.run.state.tiles
         for run in self.runs:
             run.state.tiles = choices
         return choices

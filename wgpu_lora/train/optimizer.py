@@ -12,9 +12,9 @@ import numpy as np
 from wgpu_lora.formats.peft import Matrices
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
-from wgpu_lora.gpu.single import widened
 from wgpu_lora.gpu.struct import struct_array, struct_words
 from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, persistent
+from wgpu_lora.gpu.values import widened
 from wgpu_lora.models.lora import AdapterSet, Factor
 from wgpu_lora.ops.optimizer import BLOCK, Clip, gradient_norm, square_sums, update_gate
 from wgpu_lora.train.arguments import TrainingArguments

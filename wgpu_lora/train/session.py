@@ -9,9 +9,11 @@ from typing import Any
 
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.choices import NO_CHOICES, Choices
+from wgpu_lora.gpu.cuts import check_tilings
 from wgpu_lora.gpu.plan import total_by_group
 from wgpu_lora.gpu.program import Arena, Program, allocate, release
 from wgpu_lora.gpu.tensor import Storage
+from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.models.inputs import Tables
 from wgpu_lora.models.load import staging_bytes
 from wgpu_lora.models.loaded import LoadedModel
@@ -125,10 +127,12 @@ class Session:
         """Load the base, then create all other buffers; the programs are built with the tilings in `choices`.
 
         Raises:
-            UserError: the memory is in use.
+            UserError: the memory is in use, or the device gets a kernel wrong in all tilings.
         """
         self.choices = choices
         self._claim.enter_context(claim(self.device, self.needs(), "a training step"))
+        self._claim.enter_context(verdicts_of(self.device).telling(events))
+        check_tilings(self.device, self.programs(), choices)
         self.model.load_weights(events)
         allocate(self.device, self.storages())
         self.arena = Arena(self.device, self._arena_sizes())

@@ -14,6 +14,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import ALIGNMENT, ITEM_BYTES, Storage, Tensor, persistent
 from wgpu_lora.names.naming import setting
 from wgpu_lora.ops.half import matmul_operand
+from wgpu_lora.ops.linear import LowRank
 from wgpu_lora.ops.matmul import matmul_nn, matmul_nt
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Shared
@@ -68,6 +69,9 @@ class DenseWeight:
                 yield first + start, part.rows(start, stop)
             first += part.shape[0]
 
+    def product(self) -> DenseProduct | None:
+        return DenseProduct(self) if len(self.parts) == 1 else None
+
     def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
         a, scale, kind = matmul_operand(rec, x, self.in_features, keep=True)
         shape = {"m": x.size // self.in_features, "k": self.in_features, "a_type": kind, "b_type": self.dtype}
@@ -110,6 +114,34 @@ class DenseWeight:
     def synthetic(self, rng: np.random.Generator) -> Iterator[tuple[Tensor, np.ndarray]]:
         for part in self.parts:
             yield part, (0.02 * rng.standard_normal(part.shape, np.float32)).astype(NUMPY[self.dtype])
+
+
+@dataclass(frozen=True)
+class DenseProduct:
+    """The product with a dense matrix of one part, and what LoRA adds."""
+
+    weight: DenseWeight
+
+    def adds(self, rec: Recorder, bias: bool) -> bool:
+        return True
+
+    def forward(
+        self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool, low: LowRank | None
+    ) -> None:
+        (part,) = self.weight.parts
+        out, size_in = part.shape
+        a, scale, kind = matmul_operand(rec, x, size_in, keep=True)
+        shape = {"m": x.size // size_in, "n": out, "k": size_in, "a_type": kind, "b_type": self.weight.dtype}
+        added = (low.tensors, low.constants) if low else ((), {})
+        rec.dispatch(matmul_nt, a, part, y, bias, None, scale, *added[0], accumulate=accumulate, **shape, **added[1])
+
+    def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool, low: LowRank | None) -> None:
+        (part,) = self.weight.parts
+        out, size_in = part.shape
+        a, scale, kind = matmul_operand(rec, dy, out, keep=False)
+        shape = {"m": dy.size // out, "n": size_in, "k": out, "a_type": kind, "b_type": self.weight.dtype}
+        added = (low.tensors, low.constants) if low else ((), {})
+        rec.dispatch(matmul_nn, a, part, dx, None, None, scale, *added[0], accumulate=accumulate, **shape, **added[1])
 
 
 def _rows_as(source: MatrixSource, name: str, dtype: str, start: int, stop: int) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,8 +14,9 @@ from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Storage, Tensor, align, persistent
 from wgpu_lora.gpu.tunable import Arrays, Constants
 from wgpu_lora.ops.half import matmul_operand
-from wgpu_lora.ops.matmul import FILE, divisibility, finish, operand, tile_grid
+from wgpu_lora.ops.matmul import FILE, adapted, divisibility, finish, operand, tile_grid
 from wgpu_lora.ops.matmul_tuning import MatmulTuning, product_part, tilings
+from wgpu_lora.ops.linear import LowRank
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Shared, read
 from wgpu_lora.weights.dense import DTYPES
@@ -72,7 +73,7 @@ TUNING, PART = MatmulTuning(_synthetic), product_part(_columns)
 @kernel(
     FILE,
     grid=tile_grid,
-    variants=tilings(8, *SHAPES),
+    variants=tilings(8, *SHAPES, software=(16, 8, 8)),
     specialise=_facts,
     tuning=TUNING,
     part=PART,
@@ -85,24 +86,33 @@ def nf4_matmul(
     y: InOut,
     bias: Fixed = None,
     a_scale: In = None,
+    h: In = None,
+    factor: Fixed = None,
+    ranges: Fixed = None,
     *,
     m: Dim,
     n: Dim,
     k: Dim,
+    rank: Dim = 0,
+    h_skip: Dim = 0,
+    h_first: Place[Dim] = 0,
+    stride: Dim = 0,
+    first_row: Place[Dim] = 0,
     accumulate: Flag = False,
     b_type: Word = "nf4",
     a_type: Word = "f32",
     form: Word = "nt",
 ) -> Any:
-    """y[m, n] (+)= a_scale[m] sum_k a[m, k] W[n, k] (+ bias[n]) for an NF4 W[n, k]."""
-    weight = decode_words(codes, scales, n, k)
-    return finish(y.reshape(m, n), operand(a, m, k, a_scale) @ weight.T, accumulate, bias)
+    """y[m, n] (+)= a_scale[m] sum_k a[m, k] W[n, k] (+ bias[n]) (+ h factor^T, see `adapted`) for an NF4 W[n, k]."""
+    product = operand(a, m, k, a_scale) @ decode_words(codes, scales, n, k).T
+    product = product + adapted(h, factor, ranges, m, n, rank, h_first, stride, first_row, form)
+    return finish(y.reshape(m, n), product, accumulate, bias)
 
 
 @kernel(
     FILE,
     grid=tile_grid,
-    variants=tilings(4, *SHAPES),
+    variants=tilings(4, *SHAPES, software=(16, 8, 8)),
     specialise=_facts,
     tuning=TUNING,
     part=PART,
@@ -114,18 +124,28 @@ def nf4_matmul_backward(
     scales: In,
     y: InOut,
     a_scale: In = None,
+    h: In = None,
+    factor: Fixed = None,
+    ranges: Fixed = None,
     *,
     m: Dim,
     n: Dim,
     k: Dim,
+    rank: Dim = 0,
+    h_skip: Dim = 0,
+    h_first: Place[Dim] = 0,
+    stride: Dim = 0,
+    first_row: Place[Dim] = 0,
     accumulate: Flag = False,
     b_type: Word = "nf4",
     a_type: Word = "f32",
     form: Word = "nn",
 ) -> Any:
-    """dx[m, n] (+)= a_scale[m] sum_k dy[m, k] W[k, n] for an NF4 W[k, n], from the same codes as forward."""
-    weight = decode_words(codes, scales, k, n)
-    return finish(y.reshape(m, n), operand(a, m, k, a_scale) @ weight, accumulate)
+    """dx[m, n] (+)= a_scale[m] sum_k dy[m, k] W[k, n] (+ h factor, see `adapted`) for an NF4 W[k, n], from the same codes
+    as forward."""
+    product = operand(a, m, k, a_scale) @ decode_words(codes, scales, k, n)
+    product = product + adapted(h, factor, ranges, m, n, rank, h_first, stride, first_row, form)
+    return finish(y.reshape(m, n), product, accumulate)
 
 
 @kernel("nf4_absmax.wgsl.j2", grid=lambda c: one_per(-(-c.size // BLOCK)), lib=("linear", "half"))
@@ -174,7 +194,7 @@ class NF4Weight:
     stored: bool
     format: ClassVar[str] = NAME
 
-    def _scales(self, rec: Recorder) -> Tensor:
+    def decoded_scales(self, rec: Recorder) -> Tensor:
         # Decoded to one f32 per block, into scratch before each product, or once if the recorder keeps them.
         blocks, source = self.constants[0].size, self.constants[0].storage
         if len(self.constants) == 1:
@@ -188,16 +208,14 @@ class NF4Weight:
             rec.kept.program.dispatch(nf4_scales, *self.constants, rec.kept.tensors[source], blocks=blocks)
         return rec.kept.tensors[source]
 
+    def product(self) -> NF4Product:
+        return NF4Product(self)
+
     def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
-        a, scale, kind = matmul_operand(rec, x, self.in_features, keep=True)
-        shape = {"m": x.size // self.in_features, "n": self.out_features, "k": self.in_features, "a_type": kind}
-        rec.dispatch(nf4_matmul, a, self.codes, self._scales(rec), y, bias, scale, accumulate=accumulate, **shape)
+        NF4Product(self).forward(rec, x, y, bias, accumulate, None)
 
     def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool) -> None:
-        a, scale, kind = matmul_operand(rec, dy, self.out_features, keep=False)
-        shape = {"m": dy.size // self.out_features, "n": self.in_features, "k": self.out_features, "a_type": kind}
-        codes, constants = self.codes, self._scales(rec)
-        rec.dispatch(nf4_matmul_backward, a, codes, constants, dx, scale, accumulate=accumulate, **shape)
+        NF4Product(self).backward(rec, dy, dx, accumulate, None)
 
     def storages(self) -> list[Storage]:
         return [t.storage for t in (self.codes, *self.constants)]
@@ -242,8 +260,9 @@ class NF4Weight:
         found = []
         for first, rows in self.pieces():
             device.write(staging.storage.buffer, source.read_raw(name, first, first + rows))
-            program = Program(device, "pack")
-            self.record_packing(program, staging, absmax, first, rows, DTYPES[source.dtype(name)])
+            program, dtype = Program(device, "pack"), DTYPES[source.dtype(name)]
+            values = replace(staging, shape=(rows, self.in_features), dtype=dtype)
+            self.record_packing(program, values, replace(absmax, shape=(self.blocks(rows),)), first, rows, dtype)
             with loading.running(program):
                 found.append(device.read(absmax.storage.buffer, 4 * self.blocks(rows)).view(np.float32).copy())
         with np.errstate(invalid="ignore"):  # models.audit reports non-finite values
@@ -270,6 +289,33 @@ class NF4Weight:
             yield self.constants[2], DYNAMIC_CODE
         scale = self.constants[min(1, len(self.constants) - 1)]
         yield scale, (0.01 + 0.01 * rng.random(scale.shape)).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class NF4Product:
+    """The product with an NF4 matrix, and what LoRA adds."""
+
+    weight: NF4Weight
+
+    def adds(self, rec: Recorder, bias: bool) -> bool:
+        return not (bias and rec.compute_dtype == "f16")  # with scales of x's rows there would be nine bindings
+
+    def forward(
+        self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool, low: LowRank | None
+    ) -> None:
+        out, size_in = self.weight.out_features, self.weight.in_features
+        a, scale, kind = matmul_operand(rec, x, size_in, keep=True)
+        shape = {"m": x.size // size_in, "n": out, "k": size_in, "a_type": kind, "accumulate": accumulate}
+        tensors = a, self.weight.codes, self.weight.decoded_scales(rec), y, bias, scale
+        rec.dispatch(nf4_matmul, *tensors, *(low.tensors if low else ()), **shape, **(low.constants if low else {}))
+
+    def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool, low: LowRank | None) -> None:
+        out, size_in = self.weight.out_features, self.weight.in_features
+        a, scale, kind = matmul_operand(rec, dy, out, keep=False)
+        shape = {"m": dy.size // out, "n": size_in, "k": out, "a_type": kind, "accumulate": accumulate}
+        tensors = a, self.weight.codes, self.weight.decoded_scales(rec), dx, scale
+        added = (low.tensors, low.constants) if low else ((), {})
+        rec.dispatch(nf4_matmul_backward, *tensors, *added[0], **shape, **added[1])
 
 
 class _NF4:

@@ -9,7 +9,7 @@ import numpy as np
 from support.kernels import NONE, Arrays, add, normal, poison
 from wgpu_lora.bench import ceiling
 from wgpu_lora.gpu.kernel import cdiv
-from wgpu_lora.gpu.single import stored, widened
+from wgpu_lora.gpu.values import stored, widened
 from wgpu_lora.ops import elementwise, embedding, rope
 from wgpu_lora.weights import nf4
 from wgpu_lora.weights.nf4_codes import DYNAMIC_CODE
@@ -24,7 +24,8 @@ for one, inputs, outputs in (
     (elementwise.swiglu_backward, "gate up dy", "dgate dup"),
     (elementwise.add_forward, "a b", "y"),
 ):
-    add(one, lambda rng, i=inputs, o=outputs: several(rng, 4 * 64 + 37, i, o), size=4 * 64 + 37)
+    for size in (4 * 64 + 37, 8 * 64 + 36):  # singly, and by fours
+        add(one, lambda rng, i=inputs, o=outputs, n=size: several(rng, n, i, o), size=size)
 add(
     ceiling.fma_chains,
     lambda rng: {"x": rng.uniform(0.3, 0.7, 67).astype(np.float32), "y": poison(67)},
@@ -50,23 +51,43 @@ drop(29, 37, module=5, accumulate=True)
 drop(7, 64, module=4_000_000_000)
 
 
-def rotate(rows: int, heads: int, dim: int, **flags: Any) -> None:
-    def make(rng: np.random.Generator) -> Arrays:
-        angle = rng.random((11, dim // 2)) * 100
-        table = np.stack([np.cos(angle), np.sin(angle)], axis=2).astype(np.float32)
-        positions = rng.integers(0, 11, rows, np.uint32)
-        return {
-            "x": normal(rng, rows, heads, dim),
-            "positions": positions,
-            "table": table,
-            "y": normal(rng, rows, heads, dim),
-        }
-
-    add(rope.rope_rotate, make, rows=rows, heads=heads, dim=dim, **flags)
+def rotations(rng: np.random.Generator, rows: int, dim: int) -> Arrays:
+    angle = rng.random((11, dim // 2)) * 100
+    turns = np.stack([np.cos(angle), np.sin(angle)], axis=2).astype(np.float32)
+    return {"positions": rng.integers(0, 11, rows, np.uint32), "table": turns}
 
 
-rotate(13, 3, 10, sign=-1.0, accumulate=True)
-rotate(1, 1, 64)
+def rotate(rows: int, heads: int, kv_heads: int, dim: int, norm: bool, append: int = 0) -> None:
+    """Cases of both directions. q, k and v are regions with gaps. append: rows of the caches."""
+    shape = {"rows": rows, "heads": heads, "kv_heads": kv_heads, "dim": dim, "eps": 1e-3 if norm else 0.0}
+    size, k_first = rows * (heads + 2 * kv_heads) * dim + 11, rows * heads * dim + 3
+    shape |= {"q_first": 2, "k_first": k_first, "yq_first": 1 if norm else 2, "yk_first": k_first - norm}
+
+    def some(rng: np.random.Generator, **sizes: int) -> Arrays:
+        arrays = {name: normal(rng, size) for name, size in sizes.items()} | rotations(rng, rows, dim)
+        return arrays | ({name: normal(rng, dim) for name in ("q_weight", "k_weight")} if norm else {})
+
+    def forward(rng: np.random.Generator) -> Arrays:
+        if append:
+            cache = append * kv_heads * dim
+            return some(rng, x=size, cache_k=cache, cache_v=cache) | {"rows_of": some_rows(rng, rows, append)}
+        return some(rng, x=size, **({"y": size} if norm else {}))
+
+    v_first = {"v_first": k_first + rows * kv_heads * dim + 4} if append else {}
+    add(rope.rope_forward, forward, **shape, **v_first)
+    if not append:
+        backward = {"dy": size, "x": size, "dx": size} if norm else {"dy": size}
+        add(rope.rope_backward, lambda rng: some(rng, **backward), **shape)
+
+
+def some_rows(rng: np.random.Generator, rows: int, of: int) -> np.ndarray:
+    return np.where(rng.random(rows) < 0.3, NONE, rng.permutation(of)[:rows]).astype(np.uint32)
+
+
+rotate(13, 3, 2, 10, norm=True)
+rotate(13, 3, 2, 10, norm=True, append=17)
+rotate(5, 2, 1, 64, norm=False, append=9)
+rotate(5, 2, 1, 20, norm=False)
 
 
 def table(b_type: str, rows: int = 29, cols: int = 7, first: int = 3, count: int = 5) -> None:
@@ -75,10 +96,6 @@ def table(b_type: str, rows: int = 29, cols: int = 7, first: int = 3, count: int
         return {"ids": ids, "table": stored(rng, b_type, count, cols), "y": normal(rng, rows, cols)}
 
     add(embedding.embedding_rows, make, rows=rows, cols=cols, first=first, count=count, b_type=b_type)
-
-
-def some_rows(rng: np.random.Generator, rows: int, of: int) -> np.ndarray:
-    return np.where(rng.random(rows) < 0.3, NONE, rng.permutation(of)[:rows]).astype(np.uint32)
 
 
 add(

@@ -68,6 +68,19 @@ product(nf4.nf4_matmul_backward, 17, 72, 36, a_type="bf16", accumulate=True)
 product(nf4.nf4_matmul_backward, 9, 67, 21, a_type="f16", a_scale=True)
 
 
+def adapted(kernel: Kernel, n: int, k: int, rank: int, padding: int = 0, a_scale: bool = False, **flags: Any) -> None:
+    """A product with LoRA's second product inside, of three slots, one of them without rows."""
+    shape = {"m": SLOT_ROWS, "n": n, "k": k, "rank": rank, **flags}
+    shape["stride"] = n * rank + padding
+
+    def make(rng: np.random.Generator) -> Arrays:
+        arrays = synthetic(kernel, rng, shape, "row_scale", "count", *([] if a_scale else ["a_scale"]))
+        factor = rng.standard_normal((3, shape["stride"]), np.float32)
+        return {**arrays, "h": unslotted(arrays["h"]), "factor": factor, "ranges": SLOTS}
+
+    add(kernel, make, **shape)
+
+
 def lora(kernel: Kernel, n: int, k: int, padding: int = 0, scale: bool = False, **flags: Any) -> None:
     shape = {"m": SLOT_ROWS, "n": n, "k": k, "slots": 3, "stride": n * k + padding, **flags}
 
@@ -88,6 +101,12 @@ def lora_gradient(m: int, n: int, padding: int = 0, **flags: Any) -> None:
     add(matmul.lora_tn, make, **shape)
 
 
+adapted(nf4.nf4_matmul, 70, 64, 8, padding=4, h_skip=8, h_first=8)
+adapted(nf4.nf4_matmul, 67, 40, 5, accumulate=True, a_type="f16", a_scale=True)
+adapted(nf4.nf4_matmul_backward, 72, 36, 12, accumulate=True)
+adapted(nf4.nf4_matmul_backward, 67, 21, 7, padding=3, first_row=5)
+adapted(matmul.matmul_nt, 35, 9, 4, y_skip=10, y_first=3, b_type="bf16")
+adapted(matmul.matmul_nn, 70, 52, 8, b_type="bf16", a_skip=12, a_first=4)
 lora(matmul.lora_nt, 7, 52, padding=36, scale=True)
 lora(matmul.lora_nt, 67, 5, accumulate=True)
 lora(matmul.lora_nt, 20, 12, first_row=5)  # the slots' ranges begin before and end after these rows

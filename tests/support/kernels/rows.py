@@ -27,7 +27,10 @@ def normalise(rows: int, cols: int, accumulate: bool) -> None:
         rstd = rng.random(rows, np.float32) + 0.5
         return {**forward(rng), "rstd": rstd, "dy": normal(rng, rows, cols), "dx": normal(rng, rows, cols)}
 
-    add(norm.rmsnorm_forward, forward, rows=rows, cols=cols, eps=1e-6)
+    def forward_of_sum(rng: np.random.Generator) -> Arrays:
+        return {**forward(rng), "branch": normal(rng, rows, cols), "total": poison(rows, cols)}
+
+    add(norm.rmsnorm_forward, forward_of_sum if accumulate else forward, rows=rows, cols=cols, eps=1e-6)
     add(
         norm.rmsnorm_backward,
         lambda rng: {n: a for n, a in backward(rng).items() if n != "y"},

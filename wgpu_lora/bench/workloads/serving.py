@@ -14,7 +14,7 @@ from wgpu_lora.bench.workload import Context, Extra, Workload
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.program import Arena, allocate, missing_bytes, release
-from wgpu_lora.gpu.single import nmse
+from wgpu_lora.gpu.values import nmse
 from wgpu_lora.infer.generate import BUCKETS, Generator
 from wgpu_lora.infer.step import Programs
 from wgpu_lora.models.loaded import LoadedModel

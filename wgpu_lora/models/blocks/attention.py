@@ -12,7 +12,7 @@ from wgpu_lora.models.cache import CacheTensor
 from wgpu_lora.models.rope import RopeTable
 from wgpu_lora.models.rows import Rows
 from wgpu_lora.ops.attention import attention
-from wgpu_lora.ops.rope import rope
+from wgpu_lora.ops.rope import Appending, HeadNorm, rope
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,24 @@ class Attention:
     def record(self, block: Block, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """Records x [T, hidden_size] -> [T, hidden_size], added to `onto` if given."""
         rec, inputs = block.rec, block.inputs
-
-        def heads(x: Tensor, norm: str) -> Tensor:
-            x = x.reshape(x.shape[0], x.shape[1] // self.head_dim, self.head_dim)
-            x = x if self.qk_eps is None else block.norm(x, f"{self.name}.{norm}", self.qk_eps)
-            return rope(rec, x, inputs.positions, inputs.tables[self.rope], self.head_dim)
-
-        q = heads(block.project(x, f"{self.name}.q_proj"), "q_norm")
-        k = heads(block.project(x, f"{self.name}.k_proj"), "k_norm")
-        v = block.project(x, f"{self.name}.v_proj").reshape(*k.shape)
-        if block.cache:
-            k, v = block.cache.append(rec, "keys", k), block.cache.append(rec, "values", v)
+        q, k, v = self._project(block, x)
+        norm = None
+        if self.qk_eps is not None:
+            weights = (block.layer.vectors[f"{self.name}.{name}.weight"] for name in ("q_norm", "k_norm"))
+            norm = HeadNorm(*weights, self.qk_eps)
+        cache = Appending(*block.cache.appending("keys", "values")) if block.cache else None
+        q, k, v = rope(rec, (q, k, v), inputs.positions, inputs.tables[self.rope], norm, cache)
         ranges = inputs.rows[KeyRanges(self.window)]
         y = attention(rec, q, k, v, ranges, self.num_key_value_heads, self.head_dim**-0.5)
         y = y.reshape(y.shape[0], y.shape[1] * y.shape[2])
         return block.project(y, f"{self.name}.o_proj", onto, accumulate=onto is not None)
+
+    def _project(self, block: Block, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [T, heads, head_dim], and k and v [T, kv_heads, head_dim], in one storage."""
+        modules = [f"{self.name}.{module}" for module in ("q_proj", "k_proj", "v_proj")]
+        shapes = [(x.shape[0], block.layer.linears[module].weight.out_features) for module in modules]
+        parts = block.rec.temps(*shapes, name="qkv")
+        for module, part in zip(modules, parts, strict=True):
+            block.project(x, module, part)
+        q, k, v = (part.reshape(part.shape[0], part.shape[1] // self.head_dim, self.head_dim) for part in parts)
+        return q, k, v

@@ -175,8 +175,9 @@ class Transformer(ModelConfig):
         if not rec.training:  # x is not needed again, so the residual is added in place
             attention.record(block, block.norm(x, ATTENTION_NORM, eps), x)
             return gated_mlp(block, block.norm(x, MLP_NORM, eps), inner, x)
-        x = residual(rec, x, attention.record(block, block.norm(x, ATTENTION_NORM, eps)))
-        return residual(rec, x, gated_mlp(block, block.norm(x, MLP_NORM, eps), inner))
+        attended = attention.record(block, block.norm(x, ATTENTION_NORM, eps))
+        x, normed = block.residual_norm(x, attended, MLP_NORM, eps)
+        return residual(rec, x, gated_mlp(block, normed, inner))
 
     def cache(self, index: int) -> dict[str, CacheTensor]:
         return self._attention(index).cache()

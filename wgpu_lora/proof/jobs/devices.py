@@ -9,7 +9,8 @@ import numpy as np
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.devices import DeviceInfo, choose, list_devices, native_version
-from wgpu_lora.gpu.single import SingleKernel, nmse, widened
+from wgpu_lora.gpu.single import SingleKernel
+from wgpu_lora.gpu.values import nmse, widened
 from wgpu_lora.ops.matmul import matmul_nt
 from wgpu_lora.share.ledger import device_key
 from wgpu_lora.worker.child import Port

@@ -28,12 +28,13 @@ def run(
     rank: int = 8,
     base_dtype: str = DEFAULT_FORMAT,
     device: str | int | None = None,
+    compute_dtype: str = "f32",
     steps: int = 3,
     turns: bool = False,
 ) -> Record:
     """steps: number of timed ones, after those that include compilation. turns: wait for requests (`prepare`, `steps`,
     `memory`, `serve`) as JSON lines on standard input, until the input ends."""
-    side = OurSide(ReferenceWork(shape, layers, rows, tokens, rank, base_dtype, device))
+    side = OurSide(ReferenceWork(shape, layers, rows, tokens, rank, base_dtype, device, compute_dtype))
     if turns:
         port.answer(side)
         return {}
@@ -48,7 +49,12 @@ class OurSide:
         self._work = work
         self._model = chosen_model(None, work.shape, work.layers, Device(work.device), work.base_dtype)
         with own_words({**ROW, "per_device_train_batch_size": "rows"}):
-            args = TrainingArguments(per_device_train_batch_size=work.rows, max_length=work.tokens, lora_r=work.rank)
+            args = TrainingArguments(
+                per_device_train_batch_size=work.rows,
+                max_length=work.tokens,
+                lora_r=work.rank,
+                compute_dtype=work.compute_dtype,
+            )
             self._step = TrainingStep.fitting(self._model, args)
 
     def prepare(self) -> Record:

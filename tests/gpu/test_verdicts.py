@@ -1,0 +1,154 @@
+"""Devices whose drivers get kernels wrong: reported, worked around, and never silent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.events import hearing
+from support.tuning import product
+
+from wgpu_lora.errors import DeviceWarning
+from wgpu_lora.events import Miscompiled
+from wgpu_lora.gpu import verdicts as module
+from wgpu_lora.gpu.cuts import check_tilings
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.errors import ShaderError, WrongResults
+from wgpu_lora.gpu.kernel import Kernel
+from wgpu_lora.gpu.program import Arena, Program, allocate, release
+from wgpu_lora.gpu.tensor import persistent
+from wgpu_lora.gpu.tiling import Tiling
+from wgpu_lora.gpu.tuner import Tuner
+from wgpu_lora.gpu.verdicts import Verdicts, verdicts_of
+from wgpu_lora.ops.loss import sum_by_slot
+
+Break = Callable[..., None]
+
+
+@pytest.fixture
+def fresh(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Verdicts]]:
+    """Begins a process: nothing is compiled, and all that is known is in the cache."""
+    monkeypatch.delenv("WGPU_LORA_NO_CHECK")
+
+    def begin() -> Verdicts:
+        device._pipelines.clear()
+        found = Verdicts(device, tmp_path)
+        monkeypatch.setitem(module._OF, device, found)
+        return found
+
+    begin()
+    yield begin
+    device._pipelines.clear()
+
+
+@pytest.fixture
+def broken(device: Device, monkeypatch: pytest.MonkeyPatch) -> Break:
+    """A driver whose shaders of a kernel write nothing, or do not compile, in the tilings chosen by `which`."""
+    compute_pipeline = Kernel.compute_pipeline
+
+    def breaks(name: str, which: Callable[[Tiling], bool] = lambda _: True, compiles: bool = True) -> None:
+        def compile(self: Kernel, device: Device, present: Any, constants: Any, tiling: Tiling) -> Any:
+            if self.name != name or not which(tiling):
+                return compute_pipeline(self, device, present, constants, tiling)
+            if not compiles:
+                raise ShaderError(name, "register allocation failed")
+            text = self.source(present, constants, tiling)
+            body = text.index("{", text.index("fn main("))
+            text = text[: body + 1] + "if (true) { return; }" + text[body + 1 :]
+            return device.compute_pipeline(("broken", name, present, tiling), lambda: text)
+
+        monkeypatch.setattr(Kernel, "compute_pipeline", compile)
+
+    return breaks
+
+
+def sums(device: Device) -> Program:
+    """A built program that sums 1 .. 8 twice."""
+    program = Program(device, "sums")
+    values, ranges, total = (
+        persistent(shape, dtype, "workspace", name)
+        for shape, dtype, name in (((8,), "f32", "values"), ((1, 2), "u32", "ranges"), ((1,), "f32", "total"))
+    )
+    for _ in range(2):
+        program.dispatch(sum_by_slot, values, ranges, total, slots=1)
+    allocate(device, program.persistent_storages())
+    device.write(values.storage.buffer, np.arange(1, 9, dtype=np.float32))
+    device.write(ranges.storage.buffer, np.array([0, 8], np.uint32))
+    program.build(Arena(device))
+    return program
+
+
+def total(device: Device, program: Program) -> float:
+    program.run()
+    return float(device.read(program.dispatches[0].tensors[2].storage.buffer).view(np.float32)[0])
+
+
+def test_a_wrong_default_is_reported_and_another_tiling_used(
+    device: Device, fresh: Callable[[], Verdicts], broken: Break, tmp_path: Path
+) -> None:
+    """Without tuning too, and in the next process by what the cache knows."""
+    program, _ = product(device)
+    (step,) = program.dispatches
+    first, second, *_ = step.kernel.tilings(device.capabilities, step.constants)
+    broken("matmul_nt", lambda tiling: tiling == first)
+    for _ in range(2):
+        heard: list[Miscompiled] = []
+        with fresh().telling(hearing(miscompiled=heard.append)), pytest.warns(DeviceWarning) as warned:
+            check_tilings(device, [program, program])
+        (found,) = heard
+        assert (found.device, found.driver, found.kernel) == (device.info.name, device.info.driver, "matmul_nt")
+        assert found.nmse == pytest.approx(2, abs=1)  # random values instead of the product
+        assert f"gets matmul_nt wrong in the tiling {first.family} {first.rows}x" in str(warned[0].message)
+        assert verdicts_of(device).choose(step, {}) == second
+    allocate(device, program.persistent_storages())
+    program.build(Arena(device))
+    assert program.dispatches[0].tiling == second
+    release(device, program.persistent_storages())
+    (file,) = tmp_path.glob("*.json")
+    kept = json.loads(file.read_text())
+    assert [verdict["right"] for verdict in kept["verdicts"].values()] == [False, True]
+    choices = Tuner(device, directory=tmp_path / "tuned").tune([product(device, k=24)[0]])
+    assert first not in choices.values()
+
+
+def test_no_right_tiling_is_an_error(device: Device, fresh: Callable[[], Verdicts], broken: Break) -> None:
+    program, _ = product(device)
+    broken("matmul_nt", compiles=False)
+    for _ in range(2):
+        fresh()
+        with (
+            pytest.warns(DeviceWarning),
+            pytest.raises(
+                WrongResults,
+                match=r"wrong in every tiling \(it does not compile \(register allocation failed\)\): update the",
+            ),
+        ):
+            check_tilings(device, [program])
+
+
+def test_kernels_that_are_not_tuned_are_checked_in_their_first_run(
+    device: Device, fresh: Callable[[], Verdicts], broken: Break
+) -> None:
+    program = sums(device)
+    first, *others = sum_by_slot.tilings(device.capabilities, program.dispatches[0].constants)
+    if not others:
+        pytest.skip("the device has no subgroups")
+    assert total(device, program) == 72
+    assert verdicts_of(device).of(program.dispatches[0], first)
+    fresh().file.path.unlink()
+    broken("sum_by_slot", lambda tiling: tiling == first)
+    again = sums(device)
+    with pytest.warns(DeviceWarning, match="gets sum_by_slot wrong"):
+        assert total(device, again) == 72
+    assert {step.tiling for step in again.dispatches} == {others[0]}
+    fresh().file.path.unlink()
+    broken("sum_by_slot")
+    never = sums(device)
+    with pytest.warns(DeviceWarning), pytest.raises(WrongResults, match="gets sum_by_slot wrong in every"):
+        never.run()
+    for one in (program, again, never):
+        release(device, one.persistent_storages())

@@ -1,0 +1,55 @@
+"""Compares what a dispatch computed with its kernel's float64 reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.kernel import Kernel
+from wgpu_lora.gpu.tensor import NUMPY, Tensor
+from wgpu_lora.gpu.tunable import Arrays, Constants
+from wgpu_lora.gpu.values import nmse, widened
+
+
+def read_tensors(device: Device, present: Sequence[str], tensors: Sequence[Tensor]) -> Arrays:
+    """The values of a dispatch's tensors as stored."""
+    found = {}
+    for name, tensor in zip(present, tensors, strict=True):
+        buffer, offset, _ = tensor.binding()
+        values = device.read(buffer, tensor.nbytes, offset).view(NUMPY[tensor.dtype])
+        found[name] = values.reshape(tensor.shape).copy()
+    return found
+
+
+def differences(kernel: Kernel, constants: Constants, before: Arrays, after: Arrays) -> Iterator[tuple[Any, Any, bool]]:
+    """(values, reference, whether they are a part) of each output, from the tensors before and after a dispatch.
+
+    Large calls are compared in part (see gpu.part), packed codes by code.
+    """
+    whole = after
+    part, part_after = (kernel.part(arrays, constants) if kernel.part else None for arrays in (before, after))
+    if part and part_after:
+        (before, constants), (after, _) = part, part_after
+    given = {name: widened(before[name]) if name in before else None for name in kernel.bindings}
+    with np.errstate(all="ignore"):  # rows that are not written yet
+        result = kernel(**given, **constants)
+    outputs = [name for name in kernel.outputs if name in before]
+    for name, want in zip(outputs, result if isinstance(result, tuple) else (result,), strict=True):
+        got, values = widened(after[name]).reshape(-1), np.asarray(want).reshape(-1)
+        in_part = got.size < whole[name].size
+        if got.dtype == np.uint32:  # packed codes
+            got, values = _nibbles(got), _nibbles(values)
+        yield got, values, in_part
+
+
+def errors(kernel: Kernel, constants: Constants, before: Arrays, after: Arrays) -> Iterator[tuple[float, bool]]:
+    """(normalised mean squared error, whether it is of a part) of each output."""
+    for got, want, in_part in differences(kernel, constants, before, after):
+        yield nmse(got, want), in_part
+
+
+def _nibbles(words: np.ndarray) -> np.ndarray:
+    return (words.astype(np.uint32)[:, None] >> 4 * np.arange(8, dtype=np.uint32)) & 15

@@ -1,0 +1,34 @@
+"""A call of a kernel on tensors, as programs record it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from wgpu_lora.gpu.kernel import Grid, Kernel
+from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.gpu.tiling import Tiling
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    kernel: Kernel
+    tensors: tuple[Tensor, ...]
+    present: tuple[str, ...]
+    constants: dict[str, Any]
+    tiling: Tiling
+    groups: Grid
+    fixed: bool = False  # `build` may not choose another tiling
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        return tuple(self.constants[name] for name in self.kernel.dims)
+
+    @property
+    def shader(self) -> tuple[Any, ...]:
+        """Everything that its compute pipeline depends on."""
+        compiled = self.kernel.compiled_in(self.constants)
+        return self.kernel.name, self.present, tuple(sorted(compiled.items())), self.tiling
+
+    def tiled(self, tiling: Tiling) -> Dispatch:
+        return replace(self, tiling=tiling, groups=self.kernel.groups(self.constants, tiling))

@@ -1,0 +1,134 @@
+"""The first run of a program, in which kernels whose results have not been checked on this device are checked.
+
+Their inputs are the program's own, so no synthetic ones are needed and nothing is computed twice. Where a kernel is
+wrong in a tiling, the others are tried on the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import numpy as np
+
+from wgpu_lora.gpu import part
+from wgpu_lora.gpu.compare import differences, read_tensors
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.dispatch import Dispatch
+from wgpu_lora.gpu.errors import ShaderError
+from wgpu_lora.gpu.kernel import Kernel
+from wgpu_lora.gpu.tiling import Tiling
+from wgpu_lora.gpu.tunable import Arrays, Constants
+from wgpu_lora.gpu.values import nmse
+from wgpu_lora.gpu.verdicts import Verdicts, verdicts_of
+
+NMSE = 1e-6  # limit of an error on values that may cancel out; of a wrong kernel it is around 1
+CODES = 1e-2  # the same for packed codes, of which values on a threshold may take either
+SMALLEST, LARGEST = 1e-15, 1e15  # root mean square of outputs, and size of values, that f32 computes with
+
+
+class Runnable(Protocol):
+    """A built program. retile: uses another tiling in a dispatch and all others of its compute pipeline."""
+
+    device: Device
+    dispatches: list[Dispatch]
+
+    def submit(self, start: int, stop: int) -> None: ...
+
+    def retile(self, index: int, tiling: Tiling) -> None: ...
+
+
+def unchecked(program: Runnable) -> list[int]:
+    """The dispatches to check in the first run: the first of each compute pipeline without a verdict."""
+    verdicts, found = verdicts_of(program.device), dict[Any, int]()
+    if not verdicts.enabled:
+        return []
+    for index, step in enumerate(program.dispatches):
+        checkable = not step.kernel.tuning and not step.fixed and _affordable(step)
+        if checkable and step.shader not in found and not verdicts.of(step, step.tiling):
+            found[step.shader] = index
+    return list(found.values())
+
+
+def run_checked(program: Runnable, indices: Iterable[int], count: int) -> None:
+    """Runs all `count` dispatches once and checks those at `indices`, ascending.
+
+    Raises:
+        WrongResults: a kernel is wrong in all tilings.
+    """
+    verdicts, done = verdicts_of(program.device), 0
+    try:
+        for index in indices:
+            if done < index:
+                program.submit(done, index)
+            _check(program, index, verdicts)
+            done = index + 1
+    finally:
+        verdicts.save()
+    if done < count:
+        program.submit(done, count)
+
+
+def _check(program: Runnable, index: int, verdicts: Verdicts) -> None:
+    device, step = program.device, program.dispatches[index]
+    kernel = step.kernel
+    tilings = kernel.tilings(device.capabilities, step.constants)
+    before = read_tensors(device, step.present, step.tensors)
+    for tiling in [step.tiling, *(other for other in tilings if other != step.tiling)]:
+        known = verdicts.of(step, tiling)
+        if known and not known.right:
+            continue
+        if tiling != step.tiling:
+            _restore(device, step, before)
+            try:
+                program.retile(index, tiling)
+            except ShaderError as error:
+                verdicts.settle(step, tiling, None, NMSE, error.reason)
+                continue
+        program.submit(index, index + 1)
+        worst = _worst(kernel, step.constants, before, read_tensors(device, step.present, step.tensors))
+        if worst is None:  # these values show nothing
+            return
+        if verdicts.settle(step, tiling, *worst).right:
+            return
+    verdicts.usable(step)  # raises: there is none
+
+
+def _worst(kernel: Kernel, constants: Constants, before: Arrays, after: Arrays) -> tuple[float, float] | None:
+    """The largest error relative to its limit, and the limit; None if f32 cannot compute with the values."""
+    if any(_extreme(array) for array in before.values()):
+        return None
+    found = []
+    try:
+        outputs = list(differences(kernel, constants, before, after))
+    except (IndexError, ValueError):  # inputs in scratch tensors that are larger than the call
+        return None
+    for got, want, _ in outputs:
+        got = got[: want.size]
+        known = want[np.isfinite(want)].astype(np.float64)
+        if got.dtype == np.float64 and 0 < _rms(known) < SMALLEST:
+            return None
+        found.append((nmse(got, want), CODES if got.dtype.kind == "u" else NMSE))
+    return max(found, key=lambda pair: np.nan_to_num(pair[0], nan=np.inf) / pair[1])
+
+
+def _extreme(array: np.ndarray) -> bool:
+    if array.dtype != np.float32:
+        return False
+    return bool(np.abs(array[np.isfinite(array)]).max(initial=0) > LARGEST) or not np.isfinite(array).all()
+
+
+def _rms(values: np.ndarray) -> float:
+    return float(np.sqrt((values**2).mean())) if values.size else 0.0
+
+
+def _restore(device: Device, step: Dispatch, before: Arrays) -> None:
+    for name, tensor in zip(step.present, step.tensors, strict=True):
+        if name in step.kernel.outputs:
+            buffer, offset, _ = tensor.binding()
+            device.write(buffer, before[name], offset)
+
+
+def _affordable(step: Dispatch) -> bool:
+    """Whether a reference takes little time and memory. Of larger calls, those are whose kernels have parts."""
+    return bool(step.kernel.part) or max(tensor.size for tensor in step.tensors) <= part.VALUES

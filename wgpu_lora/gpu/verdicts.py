@@ -1,0 +1,140 @@
+"""Which compute pipelines a device gets right, by comparison with the kernels' float64 references.
+
+Drivers miscompile shaders. Kernels that are tuned are compared on a small call before a program that uses them is built
+(`gpu.cuts`), all others on the values of the first run of a program (`gpu.first_run`), once per device,
+driver and shader. A tiling that is wrong is reported, and not used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+from wgpu_lora.errors import DeviceWarning
+from wgpu_lora.events import Events, Miscompiled
+from wgpu_lora.gpu.choices import ChoiceFile, Choices, Verdict, choice_key, shader_digest
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.dispatch import Dispatch
+from wgpu_lora.gpu.errors import WrongResults
+from wgpu_lora.gpu.kernel import Kernel
+from wgpu_lora.gpu.tiling import Tiling
+
+
+class Verdicts:
+    """The verdicts of a device, from the cache and of this process.
+
+    Args:
+        directory: of the cache, as for `Tuner`.
+
+    Attributes:
+        enabled: whether programs are checked and verdicts kept; WGPU_LORA_NO_CHECK turns it off.
+    """
+
+    def __init__(self, device: Device, directory: Path | None = None):
+        self.device = device
+        self.enabled = not os.environ.get("WGPU_LORA_NO_CHECK")
+        self.file = ChoiceFile(device, directory)
+        self._cached: dict[str, Verdict] | None = None
+        self._fresh: dict[str, Verdict] = {}
+        self._digests: dict[str, str] = {}
+        self._told: set[tuple[str, Tiling]] = set()
+        self._listeners: list[Events] = []
+
+    def of(self, call: Dispatch, tiling: Tiling) -> Verdict | None:
+        """The verdict on a call's compute pipeline, if it is known."""
+        if not self.enabled:
+            return None
+        found = self._all().get(_key(call, tiling))
+        return found if found and found.digest == self._digest(call.kernel) else None
+
+    def settle(self, call: Dispatch, tiling: Tiling, nmse: float | None, limit: float, reason: str = "") -> Verdict:
+        """Notes a measured error, or None and the reason if the pipeline does not compile; `save` keeps it."""
+        right = nmse is not None and nmse <= limit
+        verdict = Verdict(call.kernel.name, self._digest(call.kernel), right, nmse, limit, reason)
+        if self.enabled:
+            self._all()[_key(call, tiling)] = self._fresh[_key(call, tiling)] = verdict
+        if not right:
+            self.tell(tiling, verdict)
+        return verdict
+
+    def usable(self, call: Dispatch) -> list[Tiling]:
+        """The tilings of a call that are not known to be wrong; reports those that precede them.
+
+        Raises:
+            WrongResults: there are none.
+        """
+        kept: list[Tiling] = []
+        for tiling in call.kernel.tilings(self.device.capabilities, call.constants):
+            verdict = self.of(call, tiling)
+            if verdict is None or verdict.right:
+                kept.append(tiling)
+            elif not kept:
+                found = self.tell(tiling, verdict)
+        if not kept:
+            self.save()
+            raise WrongResults(found)
+        return kept
+
+    def choose(self, call: Dispatch, choices: Choices) -> Tiling:
+        """The tiling chosen for a call, or the first usable one. Raises WrongResults."""
+        tilings = self.usable(call)
+        chosen = choices.get(choice_key(call.kernel, call.present, call.constants)) if call.kernel.tuning else None
+        # A run may be resumed on another device, where tilings for another subgroup size would give wrong results.
+        return chosen if chosen in tilings else tilings[0]
+
+    def tell(self, tiling: Tiling, verdict: Verdict) -> Miscompiled:
+        """Reports a wrong tiling, once per process and kernel, to those who listen and as a warning."""
+        info = self.device.info
+        of = tiling.to_json(), verdict.nmse, verdict.limit, verdict.reason
+        found = Miscompiled(info.name, info.driver, verdict.kernel, *of)
+        if (verdict.kernel, tiling) not in self._told:
+            self._told.add((verdict.kernel, tiling))
+            for events in self._listeners:
+                events.miscompiled(found)
+            warnings.warn(f"{found}.", DeviceWarning, stacklevel=3)
+        return found
+
+    @contextmanager
+    def telling(self, events: Events) -> Iterator[None]:
+        """Reports wrong tilings to `events` too."""
+        self._listeners.append(events)
+        try:
+            yield
+        finally:
+            self._listeners.remove(events)
+
+    def save(self) -> None:
+        """Adds the new verdicts to the cache."""
+        if self._fresh:
+            self.file.add({}, {v.kernel: v.digest for v in self._fresh.values()}, self._fresh)
+            self._fresh = {}
+
+    def _all(self) -> dict[str, Verdict]:
+        if self._cached is None:
+            self._cached = self.file.verdicts()
+        return self._cached
+
+    def _digest(self, kernel: Kernel) -> str:
+        if kernel.name not in self._digests:
+            self._digests[kernel.name] = shader_digest(kernel)
+        return self._digests[kernel.name]
+
+
+def _key(call: Dispatch, tiling: Tiling) -> str:
+    compiled = sorted(call.kernel.compiled_in(call.constants).items())
+    return json.dumps([call.kernel.name, call.present, compiled, tiling.to_json()])
+
+
+_OF: WeakKeyDictionary[Device, Verdicts] = WeakKeyDictionary()
+
+
+def verdicts_of(device: Device) -> Verdicts:
+    """The verdicts of a device, which all programs share."""
+    if device not in _OF:
+        _OF[device] = Verdicts(device)
+    return _OF[device]
