@@ -7,7 +7,7 @@ from typing import Any
 
 LARGEST = 1 << 16  # sanity limit for the sizes in untrusted JSON
 PLAIN = "plain"
-SUBGROUPS = frozenset({"broadcast", "spread", "array"})  # families whose workgroup is one subgroup
+SUBGROUPS = frozenset({"broadcast", "spread"})  # families whose workgroup is one subgroup
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,7 @@ class Tiling:
     """One way to divide a call's work; `tile` in templates. Fields that a kernel does not use keep their defaults.
 
     family: `broadcast` and `spread`, where a workgroup is one subgroup whose lanes share their loads, or `plain`, where
-        each thread loads for itself. For matrix products, the file in `shaders/matmul/families/`; for attention,
-        `spread` is the directory in `shaders/attention/`, and the others are `rows`.
+        each thread loads for itself. The file in `shaders/matmul/families/`, or directory in `shaders/attention/`.
     lanes: threads per workgroup.
     rows: rows of a workgroup's tile; of a lane, where attention is not spread.
     cols: columns per lane; in attention, columns of a vector; in kernels without columns, vectors per thread.
