@@ -104,6 +104,8 @@ def _worst(kernel: Kernel, constants: Constants, before: Arrays, after: Arrays) 
     except (IndexError, ValueError):  # inputs in scratch tensors that are larger than the call
         return None
     for got, want, _ in outputs:
+        if not np.issubdtype(want.dtype, np.number):  # there is no reference
+            return None
         got = got[: want.size]
         known = want[np.isfinite(want)].astype(np.float64)
         if got.dtype == np.float64 and 0 < _rms(known) < SMALLEST:
