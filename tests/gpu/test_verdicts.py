@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +31,17 @@ Break = Callable[..., None]
 
 
 @pytest.fixture
-def fresh(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Verdicts]]:
-    """Begins a process: nothing is compiled, and all that is known is in the cache."""
+def fresh(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Verdicts]:
+    """Begins a process: all that is known is in the cache."""
     monkeypatch.delenv("WGPU_LORA_NO_CHECK")
 
     def begin() -> Verdicts:
-        device._pipelines.clear()
         found = Verdicts(device, tmp_path)
         monkeypatch.setitem(module._OF, device, found)
         return found
 
     begin()
-    yield begin
-    device._pipelines.clear()
+    return begin
 
 
 @pytest.fixture
