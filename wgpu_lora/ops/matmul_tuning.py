@@ -22,11 +22,15 @@ Operand = Callable[[Constants, np.random.Generator], Arrays]
 TakeColumns = Callable[[Arrays, Constants, np.ndarray], Arrays | None]
 
 
-def tilings(span: int, *shapes: tuple[int, int], software: tuple[int, int, int] | None = None) -> Variants:
+def tilings(
+    span: int, *shapes: tuple[int, int], software: tuple[int, int, int] | None = None, beside: int = 0
+) -> Variants:
     """Variants with tilings of these (rows, columns per lane), the default first; rounds are multiples of `span` steps.
 
     software: (rows, columns per lane, steps) of the default on CPU drivers with 64-bit integers, where large tiles are
         faster although they do not fit the registers, since loads cost much more than moving sums to memory.
+    beside: registers of a lane besides its sums, without 64-bit loads, by the compilers' table (`make gpu-compilers`).
+        Tilings that need more than a device has are left out.
 
     Without subgroups a workgroup has 32 independent lanes. Products of few rows, as in decoding, get tiles of at most
     that many rows and longer rounds, so that every lane loads part of a.
@@ -41,12 +45,13 @@ def tilings(span: int, *shapes: tuple[int, int], software: tuple[int, int, int] 
         if size not in (4, 8, 16, 32, 64):
             return [plain, replace(plain, cols=2)]
         found = [Tiling("broadcast", size, rows, cols, steps) for rows, cols in chosen]
+        fitting = [tiling for tiling in found if tiling.rows * tiling.cols + beside <= capabilities.registers]
         if capabilities.int64:
             wide = [replace(tiling, wide=True) for tiling in found]
             if capabilities.software and software and c.m > FEW_ROWS:
                 wide.insert(0, Tiling("broadcast", size, *software, wide=True))
-            found = [*wide, *found] if capabilities.software else [*found, *wide]
-        return [*found, plain]
+            fitting = [*wide, *fitting] if capabilities.software else [*fitting, *wide]
+        return [*fitting, plain]
 
     return variants
 
