@@ -31,10 +31,15 @@ def large(c: Any, lanes: int) -> tuple[int, int]:
     return (32, 1) if c.n <= lanes else (32, 2) if c.n < 8 * lanes else (16, 8)
 
 
-def tilings(span: int, *shapes: tuple[int, int], cpu_span: int | None = None, owners: int = 8) -> Variants:
+def tilings(
+    span: int, *shapes: tuple[int, int], cpu_span: int | None = None, owners: int = 8, beside: int = 0
+) -> Variants:
     """Variants with tilings of these (rows, columns per lane), the default first; rounds are multiples of `span` steps.
 
     On CPU drivers with 64-bit integers the default is a `large` tile with rounds of cpu_span steps.
+
+    beside: registers of a lane besides its sums, without 64-bit loads, by the compilers' table (`make gpu-compilers`).
+        Tilings that need more than a device has are left out.
 
     Without subgroups a workgroup has 32 independent lanes. Products of few rows, as in decoding, get tiles of at most
     that many rows. On a CPU rounds are longer, so that every lane loads part of a. On a GPU the lanes divide the
@@ -59,12 +64,13 @@ def tilings(span: int, *shapes: tuple[int, int], cpu_span: int | None = None, ow
                 for own, cols in ((owners, 2), (2 * owners, 2), (owners, 4))
                 if own < size
             ]
+        fitting = [tiling for tiling in found if tiling.rows * tiling.cols + beside <= capabilities.registers]
         if capabilities.int64:
             wide = [replace(tiling, wide=True) for tiling in found]
             if capabilities.software and (c.form == "tn" or c.m > FEW_ROWS):
                 wide.insert(0, Tiling("broadcast", size, *large(c, size), cpu_span or span, wide=True))
-            found = [*wide, *found] if capabilities.software else [*found, *wide]
-        return [*found, plain]
+            fitting = [*wide, *fitting] if capabilities.software else [*fitting, *wide]
+        return [*fitting, plain]
 
     return variants
 

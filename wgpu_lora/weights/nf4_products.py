@@ -115,7 +115,7 @@ def nf4_matmul(
 @kernel(
     FILE,
     grid=tile_grid,
-    variants=tilings(4, *SHAPES, cpu_span=8),
+    variants=tilings(4, *SHAPES, cpu_span=8, beside=68),
     specialise=_facts,
     tuning=TUNING,
     part=PART,
