@@ -1,10 +1,10 @@
-"""A full report on a GPU in one JSON file: bricks, whole training runs, and PyTorch for comparison.
+"""The acceptance test for a GPU in one JSON file: whether its kernels are right, ceilings, bricks, training, PyTorch.
 
 python scripts/bench_gpu.py [--json bench-gpu.json] [--device INDEX|NAME] [--quick]
 
 Each part is a worker's job. A part that cannot run is in the file too, with the reason. The file is rewritten after
-each part, so a later failure loses no results. --quick reduces everything to a few layers, tokens and steps, to check
-that all parts run; its figures are meaningless.
+each part, so a later failure loses no results. --quick reduces everything to a small shape and a few layers, tokens and
+steps, to check that all parts run; its figures are meaningless.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.worker.parent import PROGRAM, Worker, WorkerFailed
 
-SCHEMA = "wgpu-lora-bench-gpu/2"
+SCHEMA = "wgpu-lora-bench-gpu/3"
 SHAPES = ("qwen2.5-0.5b", "qwen2.5-7b")
-PROGRAMS = {"comparison": [sys.executable, str(Path(__file__).resolve().parent / "bench_reference.py"), "worker"]}
+QUICK_SHAPES = ("tiny-qwen3",)
+SCRIPTS = {"comparison": "bench_reference.py", "kernels": "bench_gpu_kernels.py"}  # of jobs that are not the package's
+PROGRAMS = {
+    job: [sys.executable, str(Path(__file__).with_name(file).resolve()), "worker"] for job, file in SCRIPTS.items()
+}
 REFUSED = 2  # exit code of a job that cannot run
 BROKEN = 1  # exit code of a job that ran: a contract is violated, or a training did not finish
 Record = dict[str, Any]
@@ -50,7 +54,12 @@ def parts(device: str | None, quick: bool) -> Iterator[Part]:
     layers, tokens = {"layers": 1} if quick else {}, {"tokens": 32 if quick else 512}
     steps, rounds = {"max_steps": 4 if quick else 12}, {"rounds": 1, "steps": 2} if quick else {}
     less: Record = {**layers, **tokens, "time_limit": 0.2} if quick else {}
-    for shape in SHAPES:
+    shapes = QUICK_SHAPES if quick else SHAPES
+    for shape in shapes:
+        yield Part(
+            f"kernels at {shape}", "kernels", {"shape": shape, **tokens, **({"rounds": 1} if quick else {}), **on}
+        )
+    for shape in shapes:
         pieces = []
         for name in brick_names():
             taken = ("time_limit", *load_contract(name).options)  # a brick refuses any other
@@ -58,11 +67,11 @@ def parts(device: str | None, quick: bool) -> Iterator[Part]:
             pieces.append(Part(f"{name} at {shape}", "bench", {"bricks": [name], "shape": shape, **options, **on}))
         yield Part(f"bricks at {shape}", "bench", {"shape": shape, **less, **on}, pieces=tuple(pieces))
     yield Part("training on the demo", "bench-training", {"recipe": "demo", **(steps if quick else {}), **on})
-    for shape in SHAPES:
+    for shape in shapes:
         options = {"shape": shape, **layers, **tokens, **steps, **on}
         yield Part(f"training at {shape}", "bench-training", options)
     for kind in ("bf16", "nf4"):
-        for shape in SHAPES:
+        for shape in shapes:
             sides = {"rows": [1], "rank": 16, "ours": ["nf4"], "torch": [kind], "torch_device": "cuda"}
             options = {"shape": shape, **layers, **tokens, **sides, **rounds, **on}
             yield Part(f"beside PyTorch + PEFT in {kind} at {shape}", "comparison", options)

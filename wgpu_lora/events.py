@@ -18,7 +18,7 @@ class Tuning:
         each: average seconds per tiling so far, including compilation; None before the first.
         longest: seconds of the slowest tiling so far, used to keep to the limit.
         kernel: name of the current kernel.
-        sizes_done, tilings_done, seconds: so far.
+        sizes_done, tilings_done, seconds: so far. A size is done once its tilings have been compared.
         over: whether this is the last event.
     """
 

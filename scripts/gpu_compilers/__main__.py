@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
+from scripts.gpu_compilers import predictions
 from scripts.gpu_compilers.check import violations
 from scripts.gpu_compilers.devices import GPUS, Gpu
 from scripts.gpu_compilers.places import ROOT, place_of
@@ -44,6 +45,9 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument("--details", action="store_true", help="a line for each compute pipeline")
     parser.add_argument("--json", type=Path, help="write everything to this file")
+    parser.add_argument(
+        "--predictions", type=Path, help="write the default tilings' figures to this file, for bench-gpu"
+    )
     parser.add_argument("--raw", type=Path, help="write what the compilers print to files in this directory")
     parser.add_argument("--check", action="store_true", help="fail if a kernel spills")
     parser.add_argument("--in-root", action="store_true", help="use the root's newer Mesa for all GPUs")
@@ -75,6 +79,9 @@ def main(argv: list[str] | None = None) -> int:
     if given.json:
         content = json.dumps(to_json(answers, asdict(wanted)), indent=1)
         write_bytes_atomic(given.json, content.encode())
+    if given.predictions:
+        content = json.dumps(predictions.to_json(answers), indent=0)
+        write_bytes_atomic(given.predictions, (content + "\n").encode())
     found = violations(answers) if given.check else []
     for sentence in found:
         print(sentence, file=sys.stderr)

@@ -173,4 +173,4 @@ def test_tuning_says_what_it_will_take_and_what_it_took(
         "tuning    3 kernel sizes will be timed on this device, once: about 6 s, before the first step",
         "tuned     2 kernel sizes in 9 s; the other 1, with the least work, keep their defaults",
     ]
-    assert said.err.splitlines() == ["tuning: matmul_nt, size 2 of 3: 3 of 7 s after 3 s, about 4 s left"]
+    assert said.err.splitlines() == ["tuning: matmul_nt, tiling 5 of 12: 3 of 7 s after 3 s, about 4 s left"]

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.tuning import product
 
+from wgpu_lora.gpu import program as module
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.errors import BindingTooLarge, GridTooLarge
 from wgpu_lora.gpu.plan import plan_arenas, total_by_group
@@ -257,3 +259,25 @@ def test_unread_work_is_pruned(device: Device) -> None:
     program.dispatch(add_forward, x, x, y, size=4)
     program.prune()
     assert [step.kernel for step in program.dispatches] == [fill, add_forward]
+
+
+def test_submits_are_short_before_they_have_been_timed(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a watchdog might end a model's first step on a slow device."""
+    program, _ = product(device)
+    (heavy,) = program.dispatches
+    assert heavy.kernel.tuning is not None
+    monkeypatch.setattr(module, "FIRST_WORK", 2.5 * heavy.kernel.tuning.work(heavy.constants))
+    program.dispatch(fill, heavy.tensors[2], size=20)
+    light = program.dispatches[-1]
+    program.dispatches = [heavy] * 5 + [light] * 30
+    allocate(device, program.persistent_storages())
+    program.build(Arena(device))
+    submit, submitted = Program.submit, list[tuple[int, int]]()
+    monkeypatch.setattr(Program, "submit", lambda self, *of: submitted.append(of) or submit(self, *of))
+    for _ in range(2):
+        submitted.clear()
+        program.run()
+        assert submitted == [(0, 2), (2, 4), (4, 28), (28, 35)]
+    submitted.clear()
+    program.run()
+    assert len(submitted) < 4

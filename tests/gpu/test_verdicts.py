@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.cli import QWEN2, SMALL, commands, flags, write_rows
 from support.events import hearing
 from support.tuning import product
 
@@ -30,19 +31,17 @@ Break = Callable[..., None]
 
 
 @pytest.fixture
-def fresh(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Verdicts]]:
-    """Begins a process: nothing is compiled, and all that is known is in the cache."""
+def fresh(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Verdicts]:
+    """Begins a process: all that is known is in the cache."""
     monkeypatch.delenv("WGPU_LORA_NO_CHECK")
 
     def begin() -> Verdicts:
-        device._pipelines.clear()
         found = Verdicts(device, tmp_path)
         monkeypatch.setitem(module._OF, device, found)
         return found
 
     begin()
-    yield begin
-    device._pipelines.clear()
+    return begin
 
 
 @pytest.fixture
@@ -152,3 +151,32 @@ def test_kernels_that_are_not_tuned_are_checked_in_their_first_run(
         never.run()
     for one in (program, again, never):
         release(device, one.persistent_storages())
+
+
+def test_the_command_line_warns_or_refuses(
+    device: Device,
+    fresh: Callable[[], Verdicts],
+    broken: Break,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = commands(device, monkeypatch, capsys, "finetune", "--no-tune")
+    options = flags(**SMALL, model=QWEN2, base_dtype="f32", data=write_rows(tmp_path / "rows.jsonl"))
+    default = sum_by_slot.tilings(device.capabilities, {"slots": 1})[0]
+    broken("sum_by_slot", lambda tiling: tiling == default)
+    warned = run(*options, "--output", tmp_path / "warned")
+    assert warned.code == 0
+    (line,) = [line for line in warned.err.splitlines() if "wrong" in line]
+    assert line.startswith(
+        f"wgpu-lora: warning: {device.info.name} ({device.info.driver}) gets sum_by_slot wrong in the "
+    )
+    record = json.loads((tmp_path / "warned" / "run.json").read_text())
+    assert record["environment"]["device"]["miscompiled"] == [line.removeprefix("wgpu-lora: warning: ")]
+    fresh().file.path.unlink()
+    broken("sum_by_slot")
+    refused = run(*options, "--output", tmp_path / "refused")
+    assert refused.code == 2
+    assert "gets sum_by_slot wrong in every tiling" in refused.err.splitlines()[-1]
+    assert "--device" in refused.err.splitlines()[-1]
+    assert not list(tmp_path.glob("refused/**/*.safetensors"))

@@ -65,7 +65,7 @@ class Bars(Events):
         self.to(f"loading {model}", done, total, " tensors")
 
     def tuning(self, tuning: Tuning) -> None:
-        facts = f"{tuning.kernel}, size {min(tuning.sizes_done + 1, tuning.sizes)} of {tuning.sizes}"
+        facts = f"{tuning.kernel}, tiling {min(tuning.tilings_done + 1, tuning.tilings)} of {tuning.tilings}"
         self.to("tuning", round(tuning.seconds), round(tuning.expected or tuning.limit), " s", facts)
 
     def evaluating(self, evaluating: Evaluating) -> None:

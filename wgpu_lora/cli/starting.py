@@ -50,7 +50,7 @@ class Starting(Events):
         if not self._bar:
             self.close()
             self._bar = Bar("tuning", None, " s")
-        text = f"tuning: {tuning.kernel}, size {tuning.sizes_done + 1} of {tuning.sizes}"
+        text = f"tuning: {tuning.kernel}, tiling {tuning.tilings_done + 1} of {tuning.tilings}"
         self._bar.advance(text, tuning.seconds, tuning.expected or tuning.limit)
 
     def loading(self, model: str, tensor: str, done: int, total: int) -> None:

@@ -35,6 +35,8 @@ class Runnable(Protocol):
 
     def submit(self, start: int, stop: int) -> None: ...
 
+    def submit_in_pieces(self, start: int, stop: int) -> None: ...
+
     def retile(self, index: int, tiling: Tiling) -> None: ...
 
 
@@ -59,14 +61,12 @@ def run_checked(program: Runnable, indices: Iterable[int], count: int) -> None:
     verdicts, done = verdicts_of(program.device), 0
     try:
         for index in indices:
-            if done < index:
-                program.submit(done, index)
+            program.submit_in_pieces(done, index)
             _check(program, index, verdicts)
             done = index + 1
     finally:
         verdicts.save()
-    if done < count:
-        program.submit(done, count)
+    program.submit_in_pieces(done, count)
 
 
 def _check(program: Runnable, index: int, verdicts: Verdicts) -> None:
@@ -104,6 +104,8 @@ def _worst(kernel: Kernel, constants: Constants, before: Arrays, after: Arrays) 
     except (IndexError, ValueError):  # inputs in scratch tensors that are larger than the call
         return None
     for got, want, _ in outputs:
+        if not np.issubdtype(want.dtype, np.number):  # there is no reference
+            return None
         got = got[: want.size]
         known = want[np.isfinite(want)].astype(np.float64)
         if got.dtype == np.float64 and 0 < _rms(known) < SMALLEST:

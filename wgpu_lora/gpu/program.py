@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.gpu.verdicts import verdicts_of
 
 SUBMIT_SECONDS = 0.4  # of work per submit, so that watchdogs do not fire and Ctrl-C is prompt
-FIRST_SUBMIT = 24  # dispatches per submit until they have been timed
+FIRST_SUBMIT, FIRST_WORK = 24, 1 << 32  # dispatches, and multiply-adds, per submit until they have been timed
 
 
 class Program:
@@ -186,14 +186,12 @@ class Program:
         Raises:
             WrongResults: the device gets a kernel wrong in all tilings.
         """
-        if not self._warm and (indices := unchecked(self)):
-            run_checked(self, indices, len(self.dispatches))
+        if not self._warm:  # the first run includes the driver's own compilation: it is not timed
+            run_checked(self, unchecked(self), len(self.dispatches))
             self._warm = True
             return
         if self._splits is None:
-            # Not the first run, which includes the driver's own compilation.
-            splits = self._calibrate()
-            self._splits, self._warm = (splits, True) if self._warm else (None, True)
+            self._splits = self._calibrate()
             return
         for start, stop in self.submits():
             self.submit(start, stop)
@@ -207,8 +205,7 @@ class Program:
 
     def _calibrate(self) -> list[int]:
         splits, spent = [], 0.0
-        for start in range(0, len(self._replay), FIRST_SUBMIT):
-            stop = min(start + FIRST_SUBMIT, len(self._replay))
+        for start, stop in self._pieces(0, len(self._replay)):
             begin = time.perf_counter()
             self.submit(start, stop)
             self.device.wait()
@@ -218,6 +215,25 @@ class Program:
                 spent = 0.0
             spent += took
         return [*splits, len(self._replay)]
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """[start, stop) in pieces that are short on any device."""
+        begin, work = start, 0.0
+        for index in range(start, stop):
+            step = self.dispatches[index]
+            own = step.kernel.tuning.work(step.constants) if step.kernel.tuning else 0.0
+            if index > begin and (index - begin == FIRST_SUBMIT or work + own > FIRST_WORK):
+                yield begin, index
+                begin, work = index, 0.0
+            work += own
+        if begin < stop:
+            yield begin, stop
+
+    def submit_in_pieces(self, start: int, stop: int) -> None:
+        """Submits the dispatches [start, stop) before it is known how long they take, and waits for them."""
+        for piece in self._pieces(start, stop):
+            self.submit(*piece)
+            self.device.wait()
 
     def submit(self, start: int, stop: int, timestamps: dict[str, Any] | None = None) -> None:
         """Submits the dispatches [start, stop) as one compute pass, which may write timestamps. Raises DeviceLost."""

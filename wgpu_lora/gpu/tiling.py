@@ -33,9 +33,9 @@ class Capabilities:
 class Tiling:
     """One way to divide a call's work; `tile` in templates. Fields that a kernel does not use keep their defaults.
 
-    family: `broadcast`, `few` and `spread`, where a workgroup is one subgroup whose lanes share their loads, or `plain`,
-        where each thread loads for itself. For matrix products, the file in `shaders/matmul/families/`; for attention,
-        `spread` is the directory in `shaders/attention/`, and the others are `rows`.
+    family: `broadcast`, `few` and `spread`, where a workgroup is one subgroup whose lanes share their loads, or
+        `plain`, where each thread loads for itself. The file in `shaders/matmul/families/`, or directory in
+        `shaders/attention/`.
     lanes: threads per workgroup.
     rows: rows of a workgroup's tile; of a lane, where attention is not spread.
     cols: columns per lane; in attention, columns of a vector; in kernels without columns, vectors per thread.

@@ -14,7 +14,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.errors import WrongResults
 from wgpu_lora.gpu.program import Program
-from wgpu_lora.gpu.tiling import PLAIN, Tiling
+from wgpu_lora.gpu.tiling import PLAIN, Capabilities, Tiling
 from wgpu_lora.gpu.trial import Trial
 from wgpu_lora.gpu.verdicts import verdicts_of
 
@@ -25,6 +25,11 @@ RUNS = 3  # timed runs per tiling, after two warm-up runs
 def wanted(asked: bool) -> bool:
     """Whether to tune: the user's choice, unless WGPU_LORA_NO_TUNE disables tuning everywhere."""
     return asked and not os.environ.get("WGPU_LORA_NO_TUNE")
+
+
+def skipped(capabilities: Capabilities, tiling: Tiling) -> bool:
+    """Whether a tiling is not worth a trial: `plain` on a CPU with subgroups, always slower, and slow to compile."""
+    return tiling.family == PLAIN and bool(capabilities.subgroup_size) and capabilities.software
 
 
 class Tuner:
@@ -88,11 +93,8 @@ class Tuner:
         return {key: known[key].tiling for key in calls if key in known}
 
     def _tilings(self, call: Dispatch) -> list[Tiling]:
-        capabilities = self.device.capabilities
-        tilings = call.kernel.tilings(capabilities, call.constants)
-        # On a CPU with subgroups, `plain` is always slower, and slow to compile.
-        skipped = capabilities.subgroup_size and capabilities.software
-        return [tiling for tiling in tilings if tiling.family != PLAIN or not skipped]
+        tilings = call.kernel.tilings(self.device.capabilities, call.constants)
+        return [tiling for tiling in tilings if not skipped(self.device.capabilities, tiling)]
 
     def _calls(self, programs: Iterable[Program]) -> tuple[dict[str, Dispatch], dict[str, float]]:
         """One dispatch per key, the heaviest first, and the multiply-adds of all dispatches of each key."""

@@ -42,7 +42,7 @@ class Verdicts:
         self._cached: dict[str, Verdict] | None = None
         self._fresh: dict[str, Verdict] = {}
         self._digests: dict[str, str] = {}
-        self._told: set[tuple[str, Tiling]] = set()
+        self._told: dict[tuple[str, Tiling], Miscompiled] = {}
         self._listeners: list[Events] = []
 
     def of(self, call: Dispatch, tiling: Tiling) -> Verdict | None:
@@ -93,11 +93,16 @@ class Verdicts:
         of = tiling.to_json(), verdict.nmse, verdict.limit, verdict.reason
         found = Miscompiled(info.name, info.driver, verdict.kernel, *of)
         if (verdict.kernel, tiling) not in self._told:
-            self._told.add((verdict.kernel, tiling))
+            self._told[verdict.kernel, tiling] = found
             for events in self._listeners:
                 events.miscompiled(found)
             warnings.warn(f"{found}.", DeviceWarning, stacklevel=3)
         return found
+
+    @property
+    def reported(self) -> list[str]:
+        """What this process has reported, in sentences."""
+        return [f"{found}." for found in self._told.values()]
 
     @contextmanager
     def telling(self, events: Events) -> Iterator[None]:

@@ -44,7 +44,7 @@ def _rows_first(x: np.ndarray) -> np.ndarray:
 @kernel(
     "attention/forward.wgsl.j2",
     grid=_over_queries,
-    variants=tilings(sums=1, scores=1, kept=2, own_tile=True),
+    variants=tilings(sums=1, scores=1, kept=2),
     tuning=TUNING,
     part=some_queries,
 )
@@ -132,7 +132,7 @@ def attention_backward_q(
 @kernel(
     "attention/backward_kv.wgsl.j2",
     grid=_over_keys,
-    variants=tilings(sums=2, scores=2),
+    variants=tilings(sums=2, scores=2, queries=False),
     tuning=TUNING,
     part=one_head,
 )

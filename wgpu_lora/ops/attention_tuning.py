@@ -19,6 +19,7 @@ SPREAD = ((8, 2), (8, 1), (4, 2), (4, 1), (2, 2), (2, 1))  # (rows, stream rows 
 OFFERED = 3  # of these
 FEW_QUERIES = 8  # tokens
 OTHERS = 38  # registers for addresses, loaded vectors and loop counters, as GPU compilers allocate them
+CACHE = 24 << 10  # bytes that a subgroup holds on a CPU, so that they stay in the first cache
 MOST = 192  # registers; with more, a GPU runs too few subgroups at once to hide the latency of loads
 
 
@@ -40,11 +41,11 @@ def _columns(dim: int, lanes: int, width: int) -> int:
     return cdiv(dim, width * lanes) * width
 
 
-def tilings(sums: int, scores: int, kept: int = 0, own_tile: bool = False) -> Variants:
-    """Tilings of a kernel, which differ by the values that a lane of a spread tiling holds.
+def tilings(sums: int, scores: int, kept: int = 0, queries: bool = True) -> Variants:
+    """Tilings of a kernel, which differ by the values that a lane holds.
 
     sums: outputs per held row and column. scores: values per pair of rows. kept: values per held row.
-    own_tile: whether lanes may own several rows, and see several rows of the stream at once.
+    queries: whether the held rows are queries, else keys.
     """
 
     def fits(tiling: Tiling, capabilities: Capabilities, c: Any) -> bool:
@@ -63,11 +64,12 @@ def tilings(sums: int, scores: int, kept: int = 0, own_tile: bool = False) -> Va
             found = [one for one in few if capabilities.software or fits(one, capabilities, c)]
             if found:
                 return [*found, *([plain] if capabilities.software else [])]
-        # On a CPU loads dominate, and two queries per lane share them: 12 instead of 23 ms.
         if capabilities.software:
-            rows = [Tiling("broadcast", size, rows=rows) for rows in ((2, 1) if own_tile else (1,))]
-            wide = [replace(one, wide=True) for one in rows] if capabilities.int64 else []
-            return [*wide, *rows, plain]
+            # There loads take most of the time, and the rows of a lane share them.
+            items = c.rows * c.group if queries else c.rows
+            held = 4 * size * c.dim * (scores + sums)
+            rows = [n for n in (4, 2, 1) if n == 1 or (n * held <= CACHE and (n // 2) * size < items)]
+            return [*(Tiling("broadcast", size, rows=n, wide=capabilities.int64) for n in rows), plain]
         one = Tiling("spread", size, cols=width_of(c.dim, size))
         spread = [replace(one, rows=min(rows, size), span=span) for rows, span in SPREAD]
         return [one for one in spread if fits(one, capabilities, c)][:OFFERED] or spread[-1:]

@@ -22,7 +22,7 @@ from wgpu_lora.ops.stack import ALL_PARTS, by_columns, by_steps, sizes
 FILE = "matmul/product.wgsl.j2"
 DENSE = MatmulTuning(dense_operand)
 DENSE_PART = product_part(dense_columns)
-WIDE = tilings(4, (16, 4), (16, 2), (8, 4), software=(16, 8, 4), owners=4)
+WIDE = tilings(4, (16, 4), (16, 2), (8, 4), owners=4)
 THIN = tilings(4, (16, 2), (8, 2), (16, 1), owners=4)
 
 

@@ -25,13 +25,21 @@ Operand = Callable[[Constants, np.random.Generator], Arrays]
 TakeColumns = Callable[[Arrays, Constants, np.ndarray], Arrays | None]
 
 
+def large(c: Any, lanes: int) -> tuple[int, int]:
+    """(rows, columns per lane) on CPU drivers: a large tile is faster although its sums do not fit the registers, since
+    loads cost much more there than moving sums to memory. Products of few columns get more rows instead."""
+    return (32, 1) if c.n <= lanes else (32, 2) if c.n < 8 * lanes else (16, 8)
+
+
 def tilings(
-    span: int, *shapes: tuple[int, int], software: tuple[int, int, int] | None = None, owners: int = 8
+    span: int, *shapes: tuple[int, int], cpu_span: int | None = None, owners: int = 8, beside: int = 0
 ) -> Variants:
     """Variants with tilings of these (rows, columns per lane), the default first; rounds are multiples of `span` steps.
 
-    software: (rows, columns per lane, steps) of the default on CPU drivers with 64-bit integers, where large tiles are
-        faster although they do not fit the registers, since loads cost much more than moving sums to memory.
+    On CPU drivers with 64-bit integers the default is a `large` tile with rounds of cpu_span steps.
+
+    beside: registers of a lane besides its sums, without 64-bit loads, by the compilers' table (`make gpu-compilers`).
+        Tilings that need more than a device has are left out.
 
     Without subgroups a workgroup has 32 independent lanes. Products of few rows, as in decoding, get tiles of at most
     that many rows. On a CPU rounds are longer, so that every lane loads part of a. On a GPU the lanes divide the
@@ -56,12 +64,13 @@ def tilings(
                 for own, cols in ((owners, 2), (2 * owners, 2), (owners, 4))
                 if own < size
             ]
+        fitting = [tiling for tiling in found if tiling.rows * tiling.cols + beside <= capabilities.registers]
         if capabilities.int64:
             wide = [replace(tiling, wide=True) for tiling in found]
-            if capabilities.software and software and c.m > FEW_ROWS:
-                wide.insert(0, Tiling("broadcast", size, *software, wide=True))
-            found = [*wide, *found] if capabilities.software else [*found, *wide]
-        return [*found, plain]
+            if capabilities.software and (c.form == "tn" or c.m > FEW_ROWS):
+                wide.insert(0, Tiling("broadcast", size, *large(c, size), cpu_span or span, wide=True))
+            fitting = [*wide, *fitting] if capabilities.software else [*fitting, *wide]
+        return [*fitting, plain]
 
     return variants
 
@@ -175,8 +184,8 @@ def _slot_values(c: Constants) -> int:
 
 
 def _fewer(c: Constants, tiling: Tiling) -> Constants:
-    """The call with smaller m, n and k, of each part, of at least two blocks of the tiling each, whose remainders are the same: by the
-    blocks, so that the same edges are ragged, and by CHECKED, which covers what `divisibility` asks."""
+    """The call with smaller m, n and k, of each part, of at least two blocks of the tiling each. The remainders
+    are the same: by the blocks, so that the same edges are ragged, and by CHECKED, which covers what `divisibility` asks."""
     rows, columns = block(tiling)
     steps = {"m": rows, "n": columns, "k": tiling.span * tiling.slices}
     names = [(name, steps[name[0]]) for name in ("m", "n", "n1", "n2", "k", "k1", "k2") if name in c]

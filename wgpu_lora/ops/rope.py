@@ -150,8 +150,8 @@ def rope(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotates q [T, heads, dim] and k [T, kv_heads, dim], normalised first if `norm` is given; returns q, k and v.
 
-    Without a norm, and in generation, they are rotated in place. With a cache, keys and values are stored there, and
-    the caches returned.
+    Without a norm, and in generation, they are rotated in place. With a cache, keys and values are stored there,
+    and the caches returned.
 
     Args:
         qkv: regions of one storage, without any other use.

@@ -13,6 +13,7 @@ from wgpu_lora.bounded import parse_object
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.devices import native_version
+from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.records import Environment, UsedDevice
 from wgpu_lora.train.state import is_number
@@ -78,6 +79,7 @@ def environment(device: Device) -> Environment:
             info.kind,
             device.capabilities.subgroup_size,
             device.options.checked,
+            verdicts_of(device).reported,
         ),
         sys.argv,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class UsedDevice:
-    """The device of a run. kind: discrete, integrated, software ..."""
+    """The device of a run. kind: discrete, integrated, software ... miscompiled: what it gets wrong, in sentences."""
 
     name: str
     driver: str
@@ -66,6 +66,7 @@ class UsedDevice:
     kind: str
     subgroup_size: int
     checked_shaders: bool
+    miscompiled: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

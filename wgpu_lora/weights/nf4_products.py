@@ -67,7 +67,7 @@ TUNING, PART = MatmulTuning(_synthetic), product_part(_columns)
 @kernel(
     FILE,
     grid=tile_grid,
-    variants=tilings(8, *SHAPES, software=(16, 8, 8)),
+    variants=tilings(8, *SHAPES),
     specialise=_facts,
     tuning=TUNING,
     part=PART,
@@ -116,7 +116,7 @@ def nf4_matmul(
 @kernel(
     FILE,
     grid=tile_grid,
-    variants=tilings(4, *SHAPES, software=(16, 8, 8)),
+    variants=tilings(4, *SHAPES, cpu_span=8, beside=68),
     specialise=_facts,
     tuning=TUNING,
     part=PART,
@@ -148,8 +148,8 @@ def nf4_matmul_backward(
     a_type: Word = "f32",
     form: Word = "nn",
 ) -> Any:
-    """dx[m, n] (+)= a_scale[m] sum_k dy[m, k] W[k, n] (+ h factor, see `adapted`) for an NF4 W[k, n], from the same codes
-    as forward. stacked: see ops.stack."""
+    """dx[m, n] (+)= a_scale[m] sum_k dy[m, k] W[k, n] (+ h factor, see `adapted`) for an NF4 W[k, n], from the same
+    codes as forward. stacked: see ops.stack."""
     if stacked:
         c = locals()
         arrays = {name: c.pop(name) for name in nf4_matmul_backward.bindings}
