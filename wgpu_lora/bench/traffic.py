@@ -1,7 +1,7 @@
 """Estimated memory traffic of a recorded program: what each dispatch reads and writes at least, once each.
 
-On a GPU a decoding step takes as long as its bytes. Values that stay in a cache between dispatches are counted each time,
-those that several workgroups read once.
+On a GPU a decoding step takes as long as its bytes. Values that stay in a cache between dispatches are counted each
+time, those that several workgroups read once.
 """
 
 from __future__ import annotations

@@ -97,8 +97,9 @@ def linear(
         if lora and h:
             dh = rec.temp(h.shape, name="dh")
             _gradients_of_b(rec, dy, h, dh, lora)
-            dropped, shape = _dropped(rec, rec.again(x), lora), {"m": lora.rank, "n": size_in, "k": rows, **lora.columns("a")}
-            rec.dispatch(lora_tn, dh, dropped, lora.a.grads, lora.ranges, **shape, **lora.of(lora.a))
+            dropped = _dropped(rec, rec.again(x), lora)
+            shape = {"m": lora.rank, "n": size_in, "k": rows, **lora.columns("a"), **lora.of(lora.a)}
+            rec.dispatch(lora_tn, dh, dropped, lora.a.grads, lora.ranges, **shape)
         if not rec.tracks(x):
             return
         dx, accumulate = rec.gradient_target(x)
@@ -176,8 +177,7 @@ def _dropped(rec: Recorder, x: Tensor, lora: LoraSlots) -> Tensor:
 
 
 def _hidden(rec: Recorder, x: Tensor, lora: LoraSlots) -> Tensor:
-    """h = scale dropout(x) A^T, f32 [T, width of the stack], of which a module has `rank` columns. B's gradient needs it
-    too."""
+    """h = scale dropout(x) A^T, f32 [T, width of the stack], of which a module has `rank` columns."""
     rows = x.shape[0]
     h, dropped = rec.temp((rows, lora.width), name="h"), _dropped(rec, x, lora)
     shape = {"m": rows, "n": lora.rank, "k": x.size // rows, **lora.columns("y"), **lora.of(lora.a)}

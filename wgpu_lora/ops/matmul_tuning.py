@@ -184,8 +184,8 @@ def _slot_values(c: Constants) -> int:
 
 
 def _fewer(c: Constants, tiling: Tiling) -> Constants:
-    """The call with smaller m, n and k, of each part, of at least two blocks of the tiling each, whose remainders are the same: by the
-    blocks, so that the same edges are ragged, and by CHECKED, which covers what `divisibility` asks."""
+    """The call with smaller m, n and k, of each part, of at least two blocks of the tiling each. The remainders
+    are the same: by the blocks, so that the same edges are ragged, and by CHECKED, which covers what `divisibility` asks."""
     rows, columns = block(tiling)
     steps = {"m": rows, "n": columns, "k": tiling.span * tiling.slices}
     names = [(name, steps[name[0]]) for name in ("m", "n", "n1", "n2", "k", "k1", "k2") if name in c]

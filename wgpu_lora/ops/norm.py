@@ -16,7 +16,7 @@ from wgpu_lora.ops.rows import by_subgroup, row_grid
 def rmsnorm_forward(
     x: In, weight: Fixed, y: Out, rstd: Out, branch: In = None, total: Out = None, *, rows: U32, cols: U32, eps: F32
 ) -> Any:
-    """y[r] = x[r] * rstd[r] * weight, with rstd[r] = 1 / sqrt(mean(x[r]^2) + eps); with a branch, of total = x + branch."""
+    """y[r] = x[r] * rstd[r] * weight, with rstd[r] = 1 / sqrt(mean(x[r]^2) + eps); of total = x + branch, if given."""
     x = x.reshape(rows, cols) + (0 if branch is None else branch.reshape(rows, cols))
     rstd = 1 / np.sqrt((x**2).mean(axis=1, keepdims=True) + eps)
     return (x * rstd * weight, rstd.reshape(-1), *([] if branch is None else [x]))

@@ -66,8 +66,8 @@ def rope_forward(
     yk_first: Dim = 0,
     eps: F32 = 0.0,
 ) -> Any:
-    """The heads of q and k, normalised by their weights if there are any, with each pair (i, i + dim / 2) rotated by its
-    angle table[positions[t]]; in x or, if they are bound, y. q, k and v are the values of x from *_first on. With
+    """The heads of q and k, normalised by their weights if there are any, with each pair (i, i + dim / 2) rotated by
+    its angle table[positions[t]]; in x or, if they are bound, y. q, k and v are the values of x from *_first on. With
     rows_of, row t of k goes to row rows_of[t] of cache_k instead, and that of v to cache_v; 0xffffffff: nowhere."""
     x, y, found = x.copy(), None if y is None else y.copy(), []
     for count, weight, name in ((heads, q_weight, "q"), (kv_heads, k_weight, "k")):
@@ -150,8 +150,8 @@ def rope(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotates q [T, heads, dim] and k [T, kv_heads, dim], normalised first if `norm` is given; returns q, k and v.
 
-    Without a norm, and in generation, they are rotated in place. With a cache, keys and values are stored there, and the
-    caches returned.
+    Without a norm, and in generation, they are rotated in place. With a cache, keys and values are stored there,
+    and the caches returned.
 
     Args:
         qkv: regions of one storage, without any other use.

@@ -1,7 +1,7 @@
-"""Stacks: up to three frozen matrices that are multiplied with the same x in one dispatch, and their gradient by x in one.
+"""Stacks: up to three frozen matrices that are multiplied with the same x in one dispatch, and their gradient by x too.
 
-The parts of a stack, such as q, k and v, are regions of one storage: those of y, of the matrix's tensors and of the bias
-begin at multiples of 256 bytes (`Recorder.temps`, `gpu.tensor.joined`), so that each is a tensor of its own, too. LoRA's
+The parts of a stack, such as q, k and v, are regions of one storage: those of y, of the matrix's tensors and of the
+bias begin at multiples of 256 bytes (`Recorder.temps`, `gpu.tensor.joined`), so that each is a tensor. LoRA's
 A of all parts are one matrix [parts * rank, in]; the B [out, rank] of each begin at whole blocks of the optimizer.
 
 Forward, the sizes n, n1 and n2 are the columns of the parts; backward, k, k1 and k2 are the steps of the contraction.
@@ -59,7 +59,7 @@ def joined(parts: Sequence[np.ndarray], item_bytes: int = 4) -> np.ndarray:
 
 
 def by_columns(kernel: Any, arrays: dict[str, Any], c: dict[str, Any], of_b: Mapping[str, Any]) -> np.ndarray:
-    """The reference of a stack's forward product: that of each part. of_b: b's tensors -> (sizes by part, item bytes)."""
+    """The reference of a stack's forward product: that of each part. of_b: b's tensors -> (sizes, item bytes)."""
     ns, m, rank = sizes(c, "n"), c["m"], c["rank"]
     result: np.ndarray = arrays["y"].reshape(-1).copy()
     views = {"y": split(result, [m * n for n in ns])}

@@ -147,8 +147,8 @@ def nf4_matmul_backward(
     a_type: Word = "f32",
     form: Word = "nn",
 ) -> Any:
-    """dx[m, n] (+)= a_scale[m] sum_k dy[m, k] W[k, n] (+ h factor, see `adapted`) for an NF4 W[k, n], from the same codes
-    as forward. stacked: see ops.stack."""
+    """dx[m, n] (+)= a_scale[m] sum_k dy[m, k] W[k, n] (+ h factor, see `adapted`) for an NF4 W[k, n], from the same
+    codes as forward. stacked: see ops.stack."""
     if stacked:
         c = locals()
         arrays = {name: c.pop(name) for name in nf4_matmul_backward.bindings}

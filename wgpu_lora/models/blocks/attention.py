@@ -67,8 +67,8 @@ class Attention:
         q, k, v = self._project(block, x)
         norm = None
         if self.qk_eps is not None:
-            weights = (block.layer.vectors[f"{self.name}.{name}.weight"] for name in ("q_norm", "k_norm"))
-            norm = HeadNorm(*weights, self.qk_eps)
+            q_norm, k_norm = (block.layer.vectors[f"{self.name}.{name}.weight"] for name in ("q_norm", "k_norm"))
+            norm = HeadNorm(q_norm, k_norm, self.qk_eps)
         cache = Appending(*block.cache.appending("keys", "values")) if block.cache else None
         q, k, v = rope(rec, (q, k, v), inputs.positions, inputs.tables[self.rope], norm, cache)
         ranges = inputs.rows[KeyRanges(self.window)]

@@ -13,7 +13,7 @@ def gated_stack(name: str = "mlp") -> tuple[str, str]:
 
 
 def gated_mlp(block: Block, x: Tensor, inner: int, onto: Tensor | None = None, name: str = "mlp") -> Tensor:
-    """Records x [T, hidden_size] -> [T, hidden_size], added to `onto` if given, in row blocks if 2 x T x inner is large."""
+    """Records x [T, hidden_size] -> [T, hidden_size], added to `onto` if given, in row blocks if it is large."""
     y = onto or block.rec.temp(x.shape, name="mlp")
     for start, stop in block.rec.row_blocks(x.shape[0], 2 * inner):  # gate and up are in one storage
         gate, up = block.projects(x.rows(start, stop), gated_stack(name), start)
