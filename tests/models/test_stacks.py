@@ -1,0 +1,120 @@
+"""Modules that read the same x as one product: the same outputs and gradients as one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.program import Arena, Program, allocate, release
+from wgpu_lora.gpu.tensor import persistent
+from wgpu_lora.gpu.values import nmse
+from wgpu_lora.models.block import Block
+from wgpu_lora.models.blocks.transformer import Transformer
+from wgpu_lora.models.decoder import Decoder
+from wgpu_lora.models.inputs import StepInputs, Tables
+from wgpu_lora.models.lora import AdapterSet, SlotSpec
+from wgpu_lora.models.rows import Rows
+from wgpu_lora.models.shapes import shape_config
+from wgpu_lora.ops import matmul_tuning
+from wgpu_lora.ops.elementwise import add_forward
+from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.weights.base import write
+
+TOKENS, RANK = 24, 16
+SLOTS = ((2, 9), (9, 20))  # rows before and behind belong to no slot
+QV = ("self_attn.q_proj", "self_attn.v_proj")
+
+
+def small(stacked: bool, monkeypatch: pytest.MonkeyPatch) -> Transformer:
+    """A has whole blocks of the optimizer, q, k and v have biases."""
+    config = shape_config("tiny-qwen3", 1)
+    assert isinstance(config, Transformer)
+    if not stacked:
+        monkeypatch.setattr(Transformer, "stacks", lambda self, index: ())
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 72, "num_attention_heads": 4}
+    return replace(config, **sizes, num_key_value_heads=2, head_dim=16, attention_bias=True)
+
+
+class Result:
+    """y and dx of a layer's block, gradients by matrix, and the dispatches of linear layers."""
+
+    def __init__(self, device: Device, config: Transformer, targets: Sequence[Sequence[str]], **dtypes: str):
+        rng = np.random.default_rng(0)
+        decoder = Decoder.declare(config, dtypes["base"], "bf16", device.max_binding)
+        paths = [[path for path in config.lora_modules if path.endswith(tuple(names))] for names in targets]
+        specs = [SlotSpec(RANK, {path: 0.5 + slot + i for i, path in enumerate(p)}) for slot, p in enumerate(paths)]
+        self.adapters = adapters = AdapterSet.declare(config, specs, device.max_binding)
+        inputs = StepInputs.declare(config.row_inputs(), TOKENS, len(SLOTS), Tables.declare(config.tables(), TOKENS))
+        program = Program(device)
+        rec = Recorder(program, training=True, compute_dtype=dtypes["compute"])
+        x, dy, dx, y = (persistent((TOKENS, config.hidden_size), "f32", "workspace", name) for name in "abcd")
+        rec.node(lambda: None, inputs=[], outputs=[x], trains=True)
+        out = config.block(Block(rec, decoder.layers[0], inputs, adapters.bind(inputs), None), 0, x)
+        rec.give_gradient(out, dy)
+        rec.backward()
+        for source, into in ((out, y), (rec.gradient(x), dx)):
+            program.dispatch(add_forward, source, source, into, size=source.size)
+        storages = program.persistent_storages() | decoder.storages() | {page.storage for page in adapters.grads}
+        allocate(device, storages | adapters.storages())
+        row = np.arange(TOKENS)
+        rows = Rows(row, 0 * row, row, 0 * row, 0 * row + TOKENS)
+        given = [(inputs.positions, row), (inputs.slot_ranges, np.array(SLOTS))]
+        given += [(tensor, item.values(rows)) for item, tensor in inputs.rows.items()]
+        for tensor, values in given:
+            write(device, tensor, values.astype(np.uint32))
+        for table, tensor in inputs.tables.items():
+            write(device, tensor, table.values(TOKENS))
+        for _, tensor in decoder.vectors():
+            write(device, tensor, 1 + 0.1 * rng.standard_normal(tensor.shape, np.float32))
+        for layer in decoder.layers[0].linears.values():
+            for tensor, values in layer.weight.synthetic(rng):
+                write(device, tensor, values)
+        for tensor in (x, dy):
+            write(device, tensor, rng.standard_normal(tensor.shape, np.float32))
+        adapters.upload_scales(device)
+        for slot, modules in enumerate(paths):
+            shapes = {path: config.lora_modules[path] for path in modules}
+            pairs = {m: (rng.normal(size=(RANK, i)), rng.normal(size=(o, RANK))) for m, (o, i) in shapes.items()}
+            adapters.write(device, slot, {m: (0.1 * a, 0.1 * b) for m, (a, b) in pairs.items()})
+        arena = Arena(device, program.plan().sizes)
+        program.build(arena)
+        program.run()
+        self.found = {name: device.read(t.storage.buffer).view(np.float32) for name, t in (("y", y), ("dx", dx))}
+        for slot in range(len(SLOTS)):
+            for module, pair in adapters.read(device, slot, adapters.grads).items():
+                self.found |= {f"{slot} {module}.{which}": m for which, m in zip("AB", pair, strict=True)}
+        self.names = [step.kernel.name for step in program.dispatches]
+        self.stacked = [step.constants.get("stacked", False) for step in program.dispatches]
+        arena.free()
+        release(device, storages | adapters.storages())
+
+
+@pytest.mark.parametrize(
+    ("targets", "base", "compute", "close"),
+    [((("proj",), ("proj",)), "nf4", "f32", 1e-11), ((QV, ("v_proj", "up_proj")), "f16", "f16", 1e-6)],
+    ids=["all", "some"],
+)
+def test_stacks(
+    device: Device,
+    monkeypatch: pytest.MonkeyPatch,
+    targets: Sequence[Sequence[str]],
+    base: str,
+    compute: str,
+    close: float,
+) -> None:
+    """Also modules that only one slot targets, or none, and gradients with scales of their own."""
+    monkeypatch.setattr(matmul_tuning, "large", lambda c, lanes: (8, 2))  # compiles quickly
+    together = Result(device, small(True, monkeypatch), targets, base=base, compute=compute)
+    alone = Result(device, small(False, monkeypatch), targets, base=base, compute=compute)
+    assert any(together.stacked)
+    assert not any(alone.stacked)
+    assert len(together.names) < len(alone.names)
+    assert together.found.keys() == alone.found.keys()
+    for name, want in alone.found.items():
+        assert (want != 0).any(), name
+        assert nmse(together.found[name], want) < close, name
