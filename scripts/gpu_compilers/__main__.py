@@ -80,8 +80,7 @@ def main(argv: list[str] | None = None) -> int:
         content = json.dumps(to_json(answers, asdict(wanted)), indent=1)
         write_bytes_atomic(given.json, content.encode())
     if given.predictions:
-        content = json.dumps(predictions.to_json(answers), indent=0)
-        write_bytes_atomic(given.predictions, (content + "\n").encode())
+        predictions.write(given.predictions, predictions.to_json(answers))
     found = violations(answers) if given.check else []
     for sentence in found:
         print(sentence, file=sys.stderr)

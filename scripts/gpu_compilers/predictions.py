@@ -1,16 +1,18 @@
 """What compilers made of the default tilings, in a small file, to be put beside measurements of a GPU of the same kind.
 
-`make gpu-compilers GPUS='--predictions scripts/gpu_compilers/predictions.json'` writes it.
+`make gpu-compilers GPUS='--default-only --predictions scripts/gpu_compilers/predictions.json'` writes it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from scripts.gpu_compilers.run import Answers
+from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bench.results import commit
 from wgpu_lora.gpu.device import Device
 
@@ -27,9 +29,10 @@ Predicted = dict[str, Any]
 
 
 def key(call: Mapping[str, Any]) -> str:
-    """A compute pipeline (`recorded.Call.to_json`)."""
-    names = ("kernel", "constants", "bindings", "tiling")
-    return json.dumps([call[name] for name in names], sort_keys=True)
+    """A compute pipeline (`recorded.Call.to_json`), as its kernel and a digest of all that is compiled into it."""
+    compiled = [call[name] for name in ("constants", "bindings", "tiling")]
+    digest = hashlib.sha256(json.dumps(compiled, sort_keys=True).encode()).hexdigest()
+    return f"{call['kernel']} {digest[:12]}"
 
 
 def to_json(answers: Sequence[Answers]) -> Predicted:
@@ -71,3 +74,10 @@ def figures(one: Predicted | None, calls: Iterable[Mapping[str, Any]]) -> list[P
 def read(file: Path = FILE) -> Predicted:
     """The file's content, or no devices if it is missing."""
     return json.loads(file.read_text()) if file.is_file() else {"devices": []}
+
+
+def write(file: Path, predicted: Predicted) -> None:
+    """A line for each device, so that changes can be read."""
+    rest = {name: value for name, value in predicted.items() if name != "devices"}
+    devices = ",\n".join(json.dumps(one) for one in predicted["devices"])
+    write_bytes_atomic(file, f'{json.dumps(rest)[:-1]}, "devices": [\n{devices}\n]}}\n'.encode())

@@ -11,7 +11,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.kernel import REGISTRY
 from wgpu_lora.gpu.single import SingleKernel
-from wgpu_lora.gpu.tiling import Tiling
+from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.ops.attention import attention_forward
 from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn, matmul_nn, matmul_nt
 from wgpu_lora.ops.matmul_tuning import CHECKED, block
@@ -104,3 +104,17 @@ def test_every_heavy_kernel_is_right_on_its_own_sample(device: Device) -> None:
         present = tuple(n for n in kernel.bindings if n not in ("row_scale", "a_scale", "count"))
         call = Dispatch(kernel, (), present, given[name], Tiling(), (1, 1, 1))
         assert cut_verdict(device, call, kernel.tilings(device.capabilities, given[name])[0]).right, name
+
+
+def test_tilings_that_would_spill_are_not_offered() -> None:
+    """By the compilers' table: 64 sums, of a product that needs more registers beside them than Apple's GPUs have."""
+    constants = {**nf4_matmul_backward.defaults, **WHOLE}
+
+    def offered(kernel: Any, registers: int) -> list[tuple[int, int]]:
+        found = kernel.tilings(Capabilities(32, registers=registers), {**kernel.defaults, **constants})
+        return [(tiling.rows, tiling.cols) for tiling in found if tiling.family == "broadcast"]
+
+    assert (16, 4) in offered(nf4_matmul_backward, 256)
+    assert offered(nf4_matmul_backward, 128)
+    assert (16, 4) not in offered(nf4_matmul_backward, 128)
+    assert offered(nf4_matmul, 128) == offered(nf4_matmul, 256)

@@ -18,6 +18,7 @@ from wgpu_lora.bench.workloads import WORKLOADS
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.tuner import Tuner
+from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.share import budget_bytes, claim
 from wgpu_lora.share.refusals import advising
 from wgpu_lora.words import share
@@ -59,7 +60,7 @@ def bench(
     events.measured(header(SCHEMA, context.device, time=now, options=options, ceilings=asdict(ceilings)))
     try:
         for contract in contracts:
-            with own_words(ROW), advising("max_length"):
+            with own_words(ROW), advising("max_length"), verdicts_of(context.device).telling(events):
                 for workload in WORKLOADS[contract.name](context):
                     events.measuring(contract.name, workload.case)
                     results.append(measure(context, contract, workload, ceilings, time_limit))

@@ -11,6 +11,7 @@ from wgpu_lora.ops.elementwise import dropout_apply, fill
 from wgpu_lora.ops.lora import LoraSlots
 from wgpu_lora.ops.low_rank import LowRank
 from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn
+from wgpu_lora.ops.matmul_tuning import FEW_ROWS
 from wgpu_lora.ops.recorder import Recorder
 
 
@@ -40,9 +41,16 @@ class FrozenProduct(Protocol):
         """Whether the forward product adds LoRA's: its kernel has no more bindings than WebGPU guarantees."""
 
     def forward(
-        self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool, low: LowRank | None
+        self,
+        rec: Recorder,
+        x: Tensor,
+        y: Tensor,
+        bias: Tensor | None,
+        accumulate: bool,
+        low: LowRank | None,
+        gated: bool = False,
     ) -> None:
-        """y (+)= x W^T (+ bias) (+ low)."""
+        """y (+)= x W^T (+ bias) (+ low); gated: y = silu of the first matrix's columns times those of the second."""
 
     def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool, low: LowRank | None) -> None:
         """dx (+)= dy W (+ low), summed over the matrices."""
@@ -124,20 +132,16 @@ def linears(
     """
     weights = [layer.weight for layer in layers]
     rows, size_in = x.size // weights[0].in_features, weights[0].in_features
+    together = _together(rec, layers, loras)
     ys = rec.temps(*((rows, weight.out_features) for weight in weights), name="linears")
-    all_ys, biases, of = whole(ys), [layer.bias for layer in layers if layer.bias], [one for one in loras if one]
-    bias = whole(biases) if len(biases) == len(layers) else None
-    product = weights[0].product(weights[1:]) if isinstance(weights[0], Fusing) and len(weights) > 1 else None
-    alike = all(one.stack is of[0].stack and not one.draws for one in of) and (not of or of[0].stack.size == len(of))
-    fits = product and (not biases or bias) and (not of or product.adds(rec, bool(biases)))
-    if not (product and all_ys and alike and fits):
+    all_ys = whole(ys)
+    if not (together and all_ys):
         for layer, lora, y in zip(layers, loras, ys, strict=True):
             linear(rec, x, layer, lora, y)
         return ys
-    stack = of[0].whole() if of else None
-    parts = "".join("1" if one else "0" for one in loras).ljust(3, "1")
+    product, bias, stack = together
     h = _hidden(rec, x, stack) if stack else None
-    product.forward(rec, x, all_ys, bias, False, of[0].low_rank(h, stack.b, parts) if stack and h else None)
+    product.forward(rec, x, all_ys, bias, False, _low_rank(loras, stack, h))
 
     def backward() -> None:
         dys, dh, low = [rec.gradient(y) for y in ys], None, None
@@ -165,6 +169,41 @@ def linears(
 
     rec.node(backward, inputs=[x], outputs=ys, trains=stack is not None)
     return ys
+
+
+def gated_linears(
+    rec: Recorder, x: Tensor, layers: Sequence[Linear[FrozenMatrix]], loras: Sequence[LoraSlots | None]
+) -> Tensor | None:
+    """silu(first layer) * second layer [T, out] in one dispatch, without a backward pass; None if that is not possible.
+
+    It keeps both sums of each output, for which there is room in tiles of few rows.
+    """
+    rows, outs = x.size // layers[0].weight.in_features, {layer.weight.out_features for layer in layers}
+    possible = not rec.training and rec.compute_dtype == "f32" and rows <= FEW_ROWS and len(outs) == 1
+    together = _together(rec, layers, loras) if possible else None
+    if together is None:
+        return None
+    product, bias, stack = together
+    h, y = _hidden(rec, x, stack) if stack else None, rec.temp((rows, *outs), name="gated")
+    product.forward(rec, x, y, bias, False, _low_rank(loras, stack, h), gated=True)
+    return y
+
+
+def _together(
+    rec: Recorder, layers: Sequence[Linear[FrozenMatrix]], loras: Sequence[LoraSlots | None]
+) -> tuple[FrozenProduct, Tensor | None, LoraSlots | None] | None:
+    """The product with all layers, their biases and their adapters; None if they take several dispatches."""
+    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers if layer.bias]
+    of, bias = [one for one in loras if one], whole(biases) if len(biases) == len(layers) else None
+    product = weights[0].product(weights[1:]) if isinstance(weights[0], Fusing) and len(weights) > 1 else None
+    alike = all(one.stack is of[0].stack and not one.draws for one in of) and (not of or of[0].stack.size == len(of))
+    fits = product and (not biases or bias) and (not of or product.adds(rec, bool(biases)))
+    return (product, bias, of[0].whole() if of else None) if product and alike and fits else None
+
+
+def _low_rank(loras: Sequence[LoraSlots | None], stack: LoraSlots | None, h: Tensor | None) -> LowRank | None:
+    parts = "".join("1" if one else "0" for one in loras).ljust(3, "1")
+    return next(one for one in loras if one).low_rank(h, stack.b, parts) if stack and h else None
 
 
 def _dropped(rec: Recorder, x: Tensor, lora: LoraSlots) -> Tensor:

@@ -28,7 +28,8 @@ THIN = tilings(4, (16, 2), (8, 2), (16, 1), owners=4)
 
 def tile_grid(c: Any) -> Grid:
     rows, columns = block(c.tile)
-    tiles = sum(cdiv(n, columns) for n in (c.n, getattr(c, "n1", 0), getattr(c, "n2", 0)))
+    parts = (c.n,) if getattr(c, "gated", False) else (c.n, getattr(c, "n1", 0), getattr(c, "n2", 0))
+    tiles = sum(cdiv(n, columns) for n in parts)
     return (cdiv(c.m, rows), tiles, c.slots if c.form == "tn" else 1)
 
 
@@ -121,13 +122,14 @@ def matmul_nt(
     n2: Dim = 0,
     accumulate: Flag = False,
     stacked: Flag = False,
+    gated: Flag = False,
     adapted_parts: Word = ALL_PARTS,
     b_type: Word = "f32",
     a_type: Word = "f32",
     form: Word = "nt",
 ) -> Any:
     """y[m, n] (+)= a_scale[m] sum_k a[m, k] b[n, k] (+ bias[n]) (+ h factor^T, see `adapted`); tiles entirely past row
-    count[0] are skipped. stacked: see ops.stack."""
+    count[0] are skipped. stacked, gated: see ops.stack."""
     if stacked:
         c = locals()
         arrays = {name: c.pop(name) for name in matmul_nt.bindings}

@@ -112,10 +112,10 @@ class MatmulTuning:
     def inputs(self, c: Constants, present: tuple[str, ...], rng: np.random.Generator) -> Arrays:
         m, width, columns = c["m"], c["n"] + c.get("y_skip", 0), sizes(c, "n")
         by_columns, by_steps = c["stacked"] and c["form"] == "nt", c["stacked"] and c["form"] == "nn"
-        steps = sum(region(m * k) for k in sizes(c, "k"))
+        steps, flat = sum(region(m * k) for k in sizes(c, "k")), by_columns and not c["gated"]
         arrays = {
             "a": stored(rng, c["a_type"], *((steps,) if by_steps else (m, c["k"] + c.get("a_skip", 0)))),
-            "y": stored(rng, "f32", *((sum(region(m * n) for n in columns),) if by_columns else (m, width))),
+            "y": stored(rng, "f32", *((sum(region(m * n) for n in columns),) if flat else (m, width))),
             "bias": stored(rng, "f32", sum(map(region, columns)) if by_columns else width),
             "row_scale": stored(rng, "f32", m),
             "a_scale": stored(rng, "f32", m),
@@ -204,6 +204,8 @@ def product_part(columns: TakeColumns) -> part.TakePart:
         if not part.costly(m * n * k, arrays, n * k):
             return None
         rows = part.picks(m, part.ROWS)
+        if c.get("gated"):
+            return _of_picked_rows(part.some_rows(arrays, ROWS_OF, m, rows), {**c, "m": rows.size}, m, rows)
         if c["stacked"]:
             which, counts = ("y", sizes(c, "n")) if c["form"] == "nt" else ("a", sizes(c, "k"))
             views = split(arrays[which], [m * count for count in counts])

@@ -4,6 +4,8 @@ The parts of a stack, such as q, k and v, are regions of one storage: those of y
 bias begin at multiples of 256 bytes (`Recorder.temps`, `gpu.tensor.joined`), so that each is a tensor. LoRA's
 A of all parts are one matrix [parts * rank, in]; the B [out, rank] of each begin at whole blocks of the optimizer.
 
+With `gated`, there are two parts of the same size, and y is silu of the first times the second, [m, n] (Shazeer 2020).
+
 Forward, the sizes n, n1 and n2 are the columns of the parts; backward, k, k1 and k2 are the steps of the contraction.
 """
 
@@ -61,6 +63,11 @@ def joined(parts: Sequence[np.ndarray], item_bytes: int = 4) -> np.ndarray:
 def by_columns(kernel: Any, arrays: dict[str, Any], c: dict[str, Any], of_b: Mapping[str, Any]) -> np.ndarray:
     """The reference of a stack's forward product: that of each part. of_b: b's tensors -> (sizes, item bytes)."""
     ns, m, rank = sizes(c, "n"), c["m"], c["rank"]
+    if c["gated"]:
+        y = np.zeros(sum(region(m * n) for n in ns))
+        gate, up = split(by_columns(kernel, {**arrays, "y": y}, {**c, "gated": False}, of_b), [m * n for n in ns])
+        found: np.ndarray = gate / (1 + np.exp(-gate)) * up
+        return found.reshape(m, ns[0])
     result: np.ndarray = arrays["y"].reshape(-1).copy()
     views = {"y": split(result, [m * n for n in ns])}
     views |= {name: split(arrays[name], counts, size) for name, (counts, size) in of_b.items()}

@@ -142,11 +142,18 @@ class DenseProduct:
         return True
 
     def forward(
-        self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool, low: LowRank | None
+        self,
+        rec: Recorder,
+        x: Tensor,
+        y: Tensor,
+        bias: Tensor | None,
+        accumulate: bool,
+        low: LowRank | None,
+        gated: bool = False,
     ) -> None:
         a, scale, kind = matmul_operand(rec, x, self.in_features, keep=True)
         shape = {"m": x.size // self.in_features, "k": self.in_features, **sizes_of("n", self.outs)}
-        types = {"a_type": kind, "b_type": self.dtype, "accumulate": accumulate}
+        types = {"a_type": kind, "b_type": self.dtype, "accumulate": accumulate, "gated": gated}
         rec.dispatch(matmul_nt, a, self.b, y, bias, None, scale, *tensors_of(low), **shape, **types, **columns_of(low))
 
     def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool, low: LowRank | None) -> None:

@@ -96,13 +96,14 @@ def nf4_matmul(
     n2: Dim = 0,
     accumulate: Flag = False,
     stacked: Flag = False,
+    gated: Flag = False,
     adapted_parts: Word = ALL_PARTS,
     b_type: Word = "nf4",
     a_type: Word = "f32",
     form: Word = "nt",
 ) -> Any:
     """y[m, n] (+)= a_scale[m] sum_k a[m, k] W[n, k] (+ bias[n]) (+ h factor^T, see `adapted`) for an NF4 W[n, k].
-    stacked: see ops.stack."""
+    stacked, gated: see ops.stack."""
     if stacked:
         c = locals()
         arrays = {name: c.pop(name) for name in nf4_matmul.bindings}
@@ -203,12 +204,19 @@ class NF4Product:
         return scales
 
     def forward(
-        self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool, low: LowRank | None
+        self,
+        rec: Recorder,
+        x: Tensor,
+        y: Tensor,
+        bias: Tensor | None,
+        accumulate: bool,
+        low: LowRank | None,
+        gated: bool = False,
     ) -> None:
         a, scale, kind = matmul_operand(rec, x, self.in_features, keep=True)
         shape = {"m": x.size // self.in_features, "k": self.in_features, **sizes_of("n", self.outs), "a_type": kind}
         tensors = a, self.codes, self._scales(rec), y, bias, scale, *tensors_of(low)
-        rec.dispatch(nf4_matmul, *tensors, accumulate=accumulate, **shape, **columns_of(low))
+        rec.dispatch(nf4_matmul, *tensors, accumulate=accumulate, gated=gated, **shape, **columns_of(low))
 
     def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool, low: LowRank | None) -> None:
         a, scale, kind = gradient_operand(rec, dy, self.outs)

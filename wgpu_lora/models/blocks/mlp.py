@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models.block import Block
-from wgpu_lora.ops.elementwise import swiglu
 
 
 def gated_stack(name: str = "mlp") -> tuple[str, str]:
@@ -16,7 +15,6 @@ def gated_mlp(block: Block, x: Tensor, inner: int, onto: Tensor | None = None, n
     """Records x [T, hidden_size] -> [T, hidden_size], added to `onto` if given, in row blocks if it is large."""
     y = onto or block.rec.temp(x.shape, name="mlp")
     for start, stop in block.rec.row_blocks(x.shape[0], 2 * inner):  # gate and up are in one storage
-        gate, up = block.projects(x.rows(start, stop), gated_stack(name), start)
-        activated = swiglu(block.rec, gate, up)
+        activated = block.gated(x.rows(start, stop), gated_stack(name), start)
         block.project(activated, f"{name}.down_proj", y.rows(start, stop), start, accumulate=onto is not None)
     return y
