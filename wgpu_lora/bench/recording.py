@@ -56,7 +56,7 @@ class ProgramWorkload(Workload):
         self.rec = Recorder(self.forward, training=True, compute_dtype=compute_dtype)
         self.fillers: list[Callable[[np.random.Generator], None]] = []
         self._timed, self._beside = self.forward, self._program("beside")
-        self._beside_seconds: list[float] = []
+        self._beside_seconds: list[tuple[float, float]] = []  # and the share that is added, of each run
         self._arena = Arena(self.device)
 
     def _program(self, name: str) -> Program:
@@ -96,16 +96,24 @@ class ProgramWorkload(Workload):
         self.adopt(gradient)
         self.rec.backward()
 
+    def again(self, record: Callable[[Recorder], Tensor], x: Tensor) -> list[Program]:
+        """Record another forward and backward pass over x, to compare with; returns both programs, which do not run."""
+        programs = [self._program(name) for name in ("forward", "backward")]
+        rec = Recorder(programs[0], training=True, compute_dtype=self.rec.compute_dtype)
+        rec.node(lambda: None, inputs=[], outputs=[x], trains=True)
+        y = record(rec)
+        rec.program = programs[1]
+        rec.new_gradient(y)
+        rec.backward()
+        return programs
+
     def time(
-        self, programs: Iterable[Program], chosen: Callable[[Kernel], bool], beside: Callable[[Kernel], bool]
+        self, programs: Iterable[Program], chosen: Callable[[Kernel], bool], beside: Iterable[Program] = ()
     ) -> None:
-        """Time only the dispatches of chosen kernels; `added_share` is their time relative to those of `beside`."""
+        """Time only the dispatches of chosen kernels; `added_share` is how much more they take than those of `beside`."""
         self._timed = self._program("timed")
-        for step in (step for program in programs for step in program.dispatches):
-            if chosen(step.kernel):
-                self._timed.dispatches.append(step)
-            elif beside(step.kernel):
-                self._beside.dispatches.append(step)
+        for into, recorded in ((self._timed, programs), (self._beside, beside)):
+            into.dispatches += [step for one in recorded for step in one.dispatches if chosen(step.kernel)]
 
     # -- on the device ---------------------------------------------------------------------------------------------
 
@@ -149,15 +157,17 @@ class ProgramWorkload(Workload):
         return found
 
     def run(self) -> float:
-        if self._beside.dispatches:
-            self._beside_seconds.append(self._context.timer.run(self._beside))
-        return self._context.timer.run(self._timed)
+        if not self._beside.dispatches:
+            return self._context.timer.run(self._timed)
+        beside, seconds = (self._context.timer.run(program) for program in (self._beside, self._timed))
+        self._beside_seconds.append((beside, seconds / beside - 1))
+        return seconds
 
     def extra(self, timings: Timings) -> Extra:
         if not self._beside.dispatches:
             return {}
-        beside = Timings.of(self._beside_seconds[-timings.iterations :]).seconds
-        return {"frozen_seconds": beside, "added_share": timings.seconds / beside}
+        beside, added = np.median(self._beside_seconds[-timings.iterations :], axis=0)
+        return {"frozen_seconds": float(beside), "added_share": float(added)}
 
     def close(self) -> None:
         self._arena.free()

@@ -10,27 +10,30 @@ from wgpu_lora.bench.step import adapter_set, fill_adapters
 from wgpu_lora.bench.workload import Context, Workload
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.kernel import Kernel
-from wgpu_lora.models.block import Block
+from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.models.block import Adapters, Block
 from wgpu_lora.models.blocks.attention import KeyRanges
 from wgpu_lora.models.blocks.transformer import Transformer
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.inputs import StepInputs, Tables
 from wgpu_lora.models.rows import Rows
 from wgpu_lora.models.shapes import cut
+from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.weights.base import write
 from wgpu_lora.weights.nf4 import NF4
 
-# Of each brick: the pass that is timed (None: both), the op, and the op that its time is compared with.
-BRICKS: dict[str, tuple[str | None, str, str | None]] = {
-    "nf4_matmul": ("forward", "base", None),
-    "nf4_matmul_backward": ("backward", "base", None),
-    "lora_forward": ("forward", "lora", "base"),
-    "lora_backward": ("backward", "lora", "base"),
-    "attention": ("forward", "attention", None),
-    "attention_backward": ("backward", "attention", None),
-    "rmsnorm": (None, "rmsnorm", None),
-    "rope": (None, "rope", None),
-    "swiglu": (None, "swiglu", None),
+# Of each brick: the pass that is timed (None: both), and the ops. Those with adapters are compared with the same ops
+# without, because the products of adapters are part of the frozen ones.
+BRICKS: dict[str, tuple[str | None, tuple[str, ...]]] = {
+    "nf4_matmul": ("forward", ("base",)),
+    "nf4_matmul_backward": ("backward", ("base",)),
+    "lora_forward": ("forward", ("base", "lora")),
+    "lora_backward": ("backward", ("base", "lora")),
+    "attention": ("forward", ("attention",)),
+    "attention_backward": ("backward", ("attention",)),
+    "rmsnorm": (None, ("rmsnorm",)),
+    "rope": (None, ("rope",)),
+    "swiglu": (None, ("swiglu",)),
 }
 OPS = ("lora", "attention", "rmsnorm", "rope", "swiglu", "add", "fill", "dropout")
 
@@ -49,7 +52,7 @@ def of_layer(name: str, context: Context) -> Workload:
     """
     if not isinstance(context.config, Transformer):
         raise UserError(f"{context.name} has no layers of attention and a gated MLP: choose another shape or model.")
-    (which, op, beside), options = BRICKS[name], load_contract(name).options
+    (which, ops), options = BRICKS[name], load_contract(name).options
     base_dtype = context.base_dtype if "base_dtype" in options else NF4.name
     compute_dtype = context.compute_dtype if "compute_dtype" in options else "f32"
     tokens, rank = context.tokens, context.rank if "rank" in options else None
@@ -59,8 +62,12 @@ def of_layer(name: str, context: Context) -> Workload:
     inputs = StepInputs.declare(config.row_inputs(), tokens, 1, Tables.declare(config.tables(), tokens))
     workload = ProgramWorkload(context, compute_dtype)
     x = workload.tracked((tokens, config.hidden_size))
-    layer = Block(workload.rec, decoder.layers[0], inputs, adapters.bind(inputs) if adapters else {}, None)
-    workload.record_backward(config.block(layer, 0, x))
+
+    def record(rec: Recorder, bound: Adapters) -> Tensor:
+        return config.block(Block(rec, decoder.layers[0], inputs, bound, None), 0, x)
+
+    workload.record_backward(record(workload.rec, adapters.bind(inputs) if adapters else {}))
+    beside = workload.again(lambda rec: record(rec, {}), x) if adapters else []
 
     row = np.arange(tokens)
     rows = Rows(row, 0 * row, row, 0 * row, 0 * row + tokens)
@@ -84,6 +91,9 @@ def of_layer(name: str, context: Context) -> Workload:
             adapters.upload_scales(device)
 
     workload.fillers.append(fill)
-    passes = [program for program in (workload.forward, workload.backward) if which in (None, program.name)]
-    workload.time(passes, lambda kernel: op_of(kernel) == op, lambda kernel: op_of(kernel) == beside)
+    passes, others = (
+        [program for program in programs if which in (None, program.name)]
+        for programs in ((workload.forward, workload.backward), beside)
+    )
+    workload.time(passes, lambda kernel: op_of(kernel) in ops, others)
     return workload
