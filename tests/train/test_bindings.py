@@ -30,8 +30,8 @@ def test_in_training(
     with naming(spelling), pytest.raises(BindingTooLarge) as caught:
         prepare_job(golden_arguments(tmp_path, "qwen2"), load("qwen2", device, "f32")).check_memory()
     error = caught.value
-    assert (error.what, error.limit, error.nbytes > error.limit) == ("logits", 1 << 14, True)
-    fact = f"The tensor 'logits' needs {error.nbytes:,} bytes, but one binding of this device holds at most 16,384"
+    assert (error.what, error.limit, error.nbytes > error.limit) == ("linear", 1 << 14, True)
+    fact = f"The tensor 'linear' needs {error.nbytes:,} bytes, but one binding of this device holds at most 16,384"
     assert str(error) == f"{fact}: lower {options}."
 
 
