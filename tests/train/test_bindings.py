@@ -30,12 +30,12 @@ def test_in_training(
     with naming(spelling), pytest.raises(BindingTooLarge) as caught:
         prepare_job(golden_arguments(tmp_path, "qwen2"), load("qwen2", device, "f32")).check_memory()
     error = caught.value
-    assert (error.what, error.limit, error.nbytes > error.limit) == ("linear", 1 << 14, True)
-    fact = f"The tensor 'linear' needs {error.nbytes:,} bytes, but one binding of this device holds at most 16,384"
+    assert (error.what, error.limit, error.nbytes > error.limit) == ("linears", 1 << 14, True)
+    fact = f"The tensor 'linears' needs {error.nbytes:,} bytes, but one binding of this device holds at most 16,384"
     assert str(error) == f"{fact}: lower {options}."
 
 
-@pytest.mark.parametrize(("limit", "what"), [(1 << 12, "values of 2 sequences of 64 tokens"), (1 << 14, "linear")])
+@pytest.mark.parametrize(("limit", "what"), [(1 << 12, "values of 2 sequences of 64 tokens"), (1 << 14, "linears")])
 def test_in_generation(device: Device, monkeypatch: pytest.MonkeyPatch, limit: int, what: str) -> None:
     model, before = load("qwen2", device, "f32"), device.allocated
     monkeypatch.setattr(device, "max_binding", limit)

@@ -15,7 +15,7 @@ from wgpu_lora.ops.embedding import embed
 from wgpu_lora.ops.linear import Linear
 from wgpu_lora.ops.norm import rmsnorm
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.weights.base import MatrixSource, Shared, Weight, stacked
+from wgpu_lora.weights.base import MatrixSource, Shared, Weight, of_layer, stacked
 from wgpu_lora.weights.dense import DenseWeight
 from wgpu_lora.weights.registry import declare
 
@@ -64,7 +64,9 @@ class Decoder:
                     linears[module] = Linear(weight, vectors.pop(f"{module}.bias", None))
             for stack in config.stacks(i):
                 linears |= _stored_together({module: linears[module] for module in stack}, max_binding)
-            return Layer(path, linears, vectors)
+            weights = of_layer([item.weight for item in linears.values()])
+            pairs = zip(linears.items(), weights, strict=True)
+            return Layer(path, {module: Linear(weight, item.bias) for (module, item), weight in pairs}, vectors)
 
         shape = (config.vocab_size, config.hidden_size)
         embedding = DenseWeight.declare(shape, table_dtype, config.EMBEDDING, max_binding)

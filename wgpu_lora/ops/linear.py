@@ -133,7 +133,7 @@ def linears(
     weights = [layer.weight for layer in layers]
     rows, size_in = x.size // weights[0].in_features, weights[0].in_features
     together = _together(rec, layers, loras)
-    ys = rec.temps(*((rows, weight.out_features) for weight in weights), name="linear")
+    ys = rec.temps(*((rows, weight.out_features) for weight in weights), name="linears")
     all_ys = whole(ys)
     if not (together and all_ys):
         for layer, lora, y in zip(layers, loras, ys, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -22,7 +22,7 @@ class Kept:
 
     def __init__(self, device: Device):
         self.program = Program(device, "kept")
-        self.tensors: dict[Storage, Tensor] = {}  # by their source
+        self.tensors: dict[Storage, Sequence[Tensor]] = {}  # by their source
 
 
 class Recorder:
@@ -57,6 +57,7 @@ class Recorder:
         self._gradients: dict[Storage, Tensor] = {}
         self._written: dict[Storage, set[int]] = {}  # byte offsets of the row blocks whose gradient is written
         self._tracked: set[Storage] = set()
+        self._latest: tuple[Storage, Program, Sequence[Tensor]] | None = None
         self._cheap: dict[Storage, Callable[[], Tensor]] = {}
 
     def temp(self, shape: tuple[int, ...], dtype: str = "f32", name: str = "temp") -> Tensor:
@@ -93,6 +94,12 @@ class Recorder:
     def tracks(self, tensor: Tensor) -> bool:
         """Whether the tensor needs a gradient."""
         return tensor.storage in self._tracked
+
+    def latest(self, source: Storage, compute: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+        """What `compute` records, once until another source is asked for, as the products of a layer do in turn."""
+        if self._latest is None or self._latest[:2] != (source, self.program):
+            self._latest = source, self.program, compute()
+        return self._latest[2]
 
     def cheap(self, y: Tensor, record: Callable[[Tensor], None]) -> None:
         """Declares that computing y again costs less than keeping it until the backward pass, which then uses `again`.

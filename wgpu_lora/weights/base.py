@@ -76,12 +76,21 @@ class Stacking(Weight, Protocol):
     def stacked(self, others: Sequence[Weight], max_binding: int) -> Sequence[Weight] | None:
         """The declared matrices, its own first, in shared storages; None if they cannot be multiplied together."""
 
+    def of_layer(self, others: Sequence[Weight]) -> Sequence[Weight]:
+        """The declared matrices of a layer, its own first, after stacking; they may share what products prepare."""
+
 
 def stacked(weights: Sequence[Weight], max_binding: int) -> Sequence[Weight]:
     """The declared matrices, which will be multiplied with the same inputs, stored together if their formats can."""
     first, *others = weights
     found = first.stacked(others, max_binding) if isinstance(first, Stacking) and others else None
     return found or weights
+
+
+def of_layer(weights: Sequence[Weight]) -> Sequence[Weight]:
+    """All declared matrices of a layer."""
+    first, *others = weights
+    return first.of_layer(others) if isinstance(first, Stacking) else weights
 
 
 class BaseFormat(Protocol):

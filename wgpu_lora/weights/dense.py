@@ -79,6 +79,9 @@ class DenseWeight:
             return None
         return [DenseWeight((tensor,), self.dtype) for tensor in joined(tensors, f"{tensors[0].name} and others")]
 
+    def of_layer(self, others: Sequence[Weight]) -> Sequence[Weight]:
+        return [self, *others]
+
     def product(self, others: Sequence[FrozenMatrix]) -> DenseProduct | None:
         matrices = [self, *others]
         tensors = [part for matrix in matrices if isinstance(matrix, DenseWeight) for part in matrix.parts]

@@ -31,6 +31,7 @@ from wgpu_lora.weights.nf4_codes import (
     to_words,
 )
 from wgpu_lora.weights.nf4_products import NF4Product
+from wgpu_lora.weights.nf4_scales import MATRICES, LayerScales, Scales
 from wgpu_lora.weights.packed import Packed
 
 
@@ -64,6 +65,7 @@ class NF4Weight:
     constants: absmax_codes u8 [blocks], nested f32 [ceil(blocks / 256) + 1] whose last entry is the offset, and dynamic
         f32 [256]; or only absmax f32 [blocks], for checkpoints without double quantisation.
     stored: the file has it in NF4, so it is loaded without requantising.
+    layer, index: the constants that are decoded with its own, and its place among them.
     """
 
     out_features: int
@@ -71,6 +73,8 @@ class NF4Weight:
     codes: Tensor
     constants: tuple[Tensor, ...]
     stored: bool
+    layer: LayerScales | None = None
+    index: int = 0
     format: ClassVar[str] = NAME
 
     def stacked(self, others: Sequence[Weight], max_binding: int) -> list[NF4Weight] | None:
@@ -92,11 +96,29 @@ class NF4Weight:
         codes = whole([matrix.codes for matrix in matrices]) if len(matrices) == 1 + len(others) else None
         if codes is None:
             return None
-        blocks = tuple(matrix.constants for matrix in matrices)
-        return NF4Product(tuple(matrix.out_features for matrix in matrices), self.in_features, codes, blocks)
+        outs, scales = zip(*((matrix.out_features, matrix.scales) for matrix in matrices), strict=True)
+        return NF4Product(outs, self.in_features, codes, scales)
 
     def _product(self) -> NF4Product:
-        return NF4Product((self.out_features,), self.in_features, self.codes, (self.constants,))
+        return NF4Product((self.out_features,), self.in_features, self.codes, (self.scales,))
+
+    @property
+    def scales(self) -> Scales:
+        if len(self.constants) == 1:
+            return Scales(None, 0, self.constants[0])
+        return Scales(self.layer or LayerScales((self.constants,)), self.index)
+
+    def of_layer(self, others: Sequence[Weight]) -> list[Weight]:
+        """The matrices of a layer, its own first, with constants in shared storages where they are double-quantised."""
+        weights = [self, *others]
+        shared = [i for i, weight in enumerate(weights) if isinstance(weight, NF4Weight) and len(weight.constants) > 1]
+        for first in range(0, len(shared), MATRICES):
+            places = shared[first : first + MATRICES]
+            found = [weight for weight in (weights[i] for i in places) if isinstance(weight, NF4Weight)]
+            layer = LayerScales.together([weight.constants for weight in found], found[0].codes.name)
+            for index, (place, weight) in enumerate(zip(places, found, strict=True)):
+                weights[place] = replace(weight, constants=layer.constants[index], layer=layer, index=index)
+        return weights
 
     def forward(self, rec: Recorder, x: Tensor, y: Tensor, bias: Tensor | None, accumulate: bool) -> None:
         self._product().forward(rec, x, y, bias, accumulate, None)

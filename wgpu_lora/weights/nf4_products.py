@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, In, InOut, Out, Place, Word, kernel, one_per
-from wgpu_lora.gpu.program import Program
-from wgpu_lora.gpu.tensor import Tensor, joined, persistent, whole
+from wgpu_lora.gpu.kernel import Dim, Fixed, Flag, In, InOut, Place, Word, kernel
+from wgpu_lora.gpu.tensor import Tensor, whole
 from wgpu_lora.gpu.tunable import Arrays, Constants
 from wgpu_lora.ops.half import gradient_operand, matmul_operand
 from wgpu_lora.ops.low_rank import LowRank, columns_of, steps_of, tensors_of
@@ -18,7 +16,8 @@ from wgpu_lora.ops.matmul import FILE, adapted, divisibility, finish, operand, t
 from wgpu_lora.ops.matmul_tuning import MatmulTuning, product_part, tilings
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.stack import ALL_PARTS, by_columns, by_steps, region, sizes, sizes_of
-from wgpu_lora.weights.nf4_codes import BLOCK, NESTED_BLOCK, decode_words
+from wgpu_lora.weights.nf4_codes import BLOCK, decode_words
+from wgpu_lora.weights.nf4_scales import Scales
 
 
 def _facts(c: Any) -> dict[str, bool]:
@@ -159,49 +158,25 @@ def nf4_matmul_backward(
     return finish(y.reshape(m, n), product, accumulate)
 
 
-@kernel("nf4_scales.wgsl", grid=lambda c: one_per(c.blocks), lib=("linear",))
-def nf4_scales(absmax_codes: Fixed, nested: Fixed, dynamic: Fixed, scales: Out, *, blocks: U32) -> Any:
-    """scales[b] = dynamic[absmax_codes[b]] * nested[b / 256] + offset, where the offset is nested's last entry."""
-    codes = absmax_codes.reshape(-1)[:blocks].astype(int)
-    return dynamic[codes] * np.repeat(nested[:-1], NESTED_BLOCK)[:blocks] + nested[-1]
-
-
 @dataclass(frozen=True)
 class NF4Product:
     """The product with NF4 matrices of these numbers of rows, stored together, and what LoRA adds.
 
-    constants: of each matrix, as in NF4Weight.
+    scales: of each matrix.
     """
 
     outs: tuple[int, ...]
     in_features: int
     codes: Tensor
-    constants: tuple[tuple[Tensor, ...], ...]
+    scales: tuple[Scales, ...]
 
     def adds(self, rec: Recorder, bias: bool) -> bool:
         return not (bias and rec.compute_dtype == "f16")  # with scales of x's rows there would be nine bindings
 
     def _scales(self, rec: Recorder) -> Tensor:
-        # Decoded to one f32 per block, into scratch before each product, or once if the recorder keeps them.
-        blocks, sources = [own[0].size for own in self.constants], [own[0] for own in self.constants]
-        if len(self.constants[0]) == 1:
-            found = whole(sources)
-        elif rec.kept is None:
-            found = whole(self._decoded(rec.program, rec.temps(*((count,) for count in blocks), name="scales")))
-        else:
-            kept = [rec.kept.tensors.get(source.storage) for source in sources]
-            found = whole([one for one in kept if one]) if all(kept) else None
-            if found is None:
-                new = joined([persistent((count,), "f32", "workspace", "scales") for count in blocks], "scales")
-                found = whole(self._decoded(rec.kept.program, new))
-                rec.kept.tensors |= {source.storage: one for source, one in zip(sources, new, strict=True)}
+        found = whole([scales.of(rec) for scales in self.scales])
         assert found is not None, "the scales of a stack are in one storage"
         return found
-
-    def _decoded(self, program: Program, scales: Sequence[Tensor]) -> Sequence[Tensor]:
-        for constants, own in zip(self.constants, scales, strict=True):
-            program.dispatch(nf4_scales, *constants, own, blocks=own.size)
-        return scales
 
     def forward(
         self,

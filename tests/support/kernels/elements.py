@@ -11,7 +11,7 @@ from wgpu_lora.bench import ceiling
 from wgpu_lora.gpu.kernel import cdiv
 from wgpu_lora.gpu.values import stored, widened
 from wgpu_lora.ops import elementwise, embedding, rope
-from wgpu_lora.weights import nf4, nf4_products
+from wgpu_lora.weights import nf4, nf4_scales
 from wgpu_lora.weights.nf4_codes import DYNAMIC_CODE
 
 
@@ -111,14 +111,16 @@ add(
     cols=7,
 )
 add(
-    nf4_products.nf4_scales,
+    nf4_scales.nf4_scales,
     lambda rng: {
-        "absmax_codes": rng.integers(0, 256, 523, np.uint8),
-        "nested": normal(rng, 4),
+        "absmax_codes": rng.integers(0, 256, 768 + 256 + 300, np.uint8),
+        "nested": normal(rng, 64 + 64 + 3),
         "dynamic": DYNAMIC_CODE,
-        "scales": poison(523),
+        "scales": normal(rng, 576 + 64 + 300),
     },
     blocks=523,
+    blocks1=7,
+    blocks2=300,
 )
 
 
