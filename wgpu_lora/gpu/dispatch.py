@@ -26,9 +26,13 @@ class Dispatch:
 
     @property
     def shader(self) -> tuple[Any, ...]:
-        """Everything that its compute pipeline depends on."""
-        compiled = self.kernel.compiled_in(self.constants)
-        return self.kernel.name, self.present, tuple(sorted(compiled.items())), self.tiling
+        """What its compute pipeline depends on; calls whose places differ are alike (`gpu.kernel.Place`)."""
+        return self.kernel.name, self.present, self.alike, self.tiling
+
+    @property
+    def alike(self) -> tuple[tuple[str, Any], ...]:
+        compiled, places = self.kernel.compiled_in(self.constants), self.kernel.places
+        return tuple(sorted((name, bool(value) if name in places else value) for name, value in compiled.items()))
 
     def tiled(self, tiling: Tiling) -> Dispatch:
         return replace(self, tiling=tiling, groups=self.kernel.groups(self.constants, tiling))

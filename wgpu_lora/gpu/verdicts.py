@@ -131,8 +131,7 @@ class Verdicts:
 
 
 def _key(call: Dispatch, tiling: Tiling) -> str:
-    compiled = sorted(call.kernel.compiled_in(call.constants).items())
-    return json.dumps([call.kernel.name, call.present, compiled, tiling.to_json()])
+    return json.dumps([call.kernel.name, call.present, call.alike, tiling.to_json()])
 
 
 _OF: WeakKeyDictionary[Device, Verdicts] = WeakKeyDictionary()

@@ -107,6 +107,8 @@ class MatmulTuning:
         small = _smaller_ranges(_fewer(c, tiling), "ayh")
         if not c["rank"]:
             return small
+        if c["stacked"] and c["form"] == "nt":  # each part has columns of h
+            small["h_skip"] += 4 * cdiv((len(sizes(c, "n")) - 1) * c["rank"], 4)
         return small | {"stride": 4 * cdiv(_factor_values(small), 4) + c["stride"] % 4}
 
     def inputs(self, c: Constants, present: tuple[str, ...], rng: np.random.Generator) -> Arrays:
