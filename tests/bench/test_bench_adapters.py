@@ -20,7 +20,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.share.budget import Budget
 from wgpu_lora.train.session import MemoryPlan, Session
-from wgpu_lora.weights.nf4 import NF4Weight
+from wgpu_lora.weights.nf4_products import NF4Product
 
 SPEEDS = {"together_speedup": 1.0, "short_speedup": 1.3, "eight_of_three": 0.9}
 MEMORY = {
@@ -170,15 +170,15 @@ def test_memory_that_grows_with_the_slots_is_found(device: Device, monkeypatch: 
 
 
 def test_a_base_that_is_read_for_every_slot_is_found(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, made = NF4Weight.forward, Context.session
+    forward, made = NF4Product.forward, Context.session
 
     def by_slot(context: Context, buckets: list[int], slots: int, *rest: Any) -> Session:
-        def repeated(self: NF4Weight, *args: Any) -> None:
+        def repeated(self: NF4Product, *args: Any) -> None:
             for _ in range(slots):
                 forward(self, *args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(NF4Weight, "forward", repeated)
+            patch.setattr(NF4Product, "forward", repeated)
             return made(context, buckets, slots, *rest)
 
     monkeypatch.setattr(Context, "session", by_slot)

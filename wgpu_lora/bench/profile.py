@@ -16,6 +16,7 @@ from wgpu_lora.bench.step import WARMUP, TrainingStep
 from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.timer import Timer
+from wgpu_lora.ops.stack import sizes
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.words import counted
 
@@ -164,12 +165,13 @@ def profile_step(step: TrainingStep, rounds: int = 5, on_round: Callable[[], Non
 
 def _piece(program: Program, dispatch: Dispatch, seconds: float) -> Piece:
     kernel, constants = dispatch.kernel, dispatch.constants
-    operations = 2 * constants["m"] * constants["n"] * constants["k"] if {"m", "n", "k"} <= set(constants) else None
+    product = {"m", "n", "k"} <= set(constants)
+    operations = 2 * constants["m"] * sum(sizes(constants, "n")) * sum(sizes(constants, "k")) if product else None
     # Sizes, without those that have their default: 'm 512, n 1024, k 1024'.
     shape = ", ".join(
-        f"{name} {value}"
-        for name, value in constants.items()
-        if kernel.constants[name] in ("u32", "dim") and value != kernel.defaults.get(name)
+        f"{name} {constants[name]}"
+        for name, kind in kernel.constants.items()
+        if kind in ("u32", "dim") and constants[name] != kernel.defaults.get(name)
     )
     return Piece(program.name, kernel.name, shape, dispatch.groups, seconds, operations)
 
