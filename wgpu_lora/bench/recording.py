@@ -110,7 +110,7 @@ class ProgramWorkload(Workload):
     def time(
         self, programs: Iterable[Program], chosen: Callable[[Kernel], bool], beside: Iterable[Program] = ()
     ) -> None:
-        """Time only the dispatches of chosen kernels; `added_share`: how much more they take than those of `beside`."""
+        """Time only the dispatches of chosen kernels; `added_share` is how much more they take than `beside`'s."""
         self._timed = self._program("timed")
         for into, recorded in ((self._timed, programs), (self._beside, beside)):
             into.dispatches += [step for one in recorded for step in one.dispatches if chosen(step.kernel)]

@@ -19,11 +19,13 @@ from wgpu_lora.ops.matmul_tuning import (
 )
 from wgpu_lora.ops.stack import ALL_PARTS, by_columns, by_steps, sizes
 
+Columns = tuple[np.ndarray, np.ndarray]
 FILE = "matmul/product.wgsl.j2"
 DENSE = MatmulTuning(dense_operand)
 DENSE_PART = product_part(dense_columns)
 WIDE = tilings(4, (16, 4), (16, 2), (8, 4), owners=4)
 THIN = tilings(4, (16, 2), (8, 2), (16, 1), owners=4)
+EVEN = ("stride", "y_skip", "y_first", "b_skip", "b_first")
 
 
 def tile_grid(c: Any) -> Grid:
@@ -31,9 +33,6 @@ def tile_grid(c: Any) -> Grid:
     parts = (c.n,) if getattr(c, "gated", False) else (c.n, getattr(c, "n1", 0), getattr(c, "n2", 0))
     tiles = sum(cdiv(n, columns) for n in parts)
     return (cdiv(c.m, rows), tiles, c.slots if c.form == "tn" else 1)
-
-
-EVEN = ("stride", "y_skip", "y_first", "b_skip", "b_first")
 
 
 def divisibility(c: Any) -> dict[str, bool]:
@@ -88,7 +87,7 @@ def adapted(
     return result
 
 
-def _range(x: np.ndarray, rows: int, first: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+def _range(x: np.ndarray, rows: int, first: int, width: int) -> Columns:
     """Views of (x by rows, its columns [first, first + width))."""
     whole = x.reshape(rows, -1)
     return whole, whole[:, first : first + width]
@@ -191,9 +190,7 @@ def _slot_rows(ranges: np.ndarray, first_row: int, count: int) -> np.ndarray:
     return (ranges.reshape(-1, 2).astype(int) - first_row).clip(0, count)
 
 
-def _by_slot(
-    y: tuple[np.ndarray, np.ndarray], ranges: np.ndarray, first_row: int, product: Any, accumulate: bool
-) -> np.ndarray:
+def _by_slot(y: Columns, ranges: np.ndarray, first_row: int, product: Any, accumulate: bool) -> np.ndarray:
     """y, a `_range`, with the product of each slot's rows; rows without a slot are unchanged."""
     whole, columns = y
     for slot, (start, stop) in enumerate(_slot_rows(ranges, first_row, len(columns))):
@@ -230,9 +227,7 @@ def lora_nt(
 ) -> Any:
     """y[t] (+)= scale[s] b[s] a[t], s the slot of row t, b[s] [n, k] at s * stride; rows without a slot are unchanged.
 
-    `ranges` counts rows of the whole batch; a and y hold those from first_row on. scale[s] has a value for each of y's
-    columns.
-    """
+    `ranges` counts rows of the batch; a and y hold those from first_row on. scale[s] has a value per column of y."""
     result, left = y.copy(), _range(a, m, a_first, k)[1]
     scales = _scales_of_columns(scale, slots, n, y_skip, y_first)
 

@@ -66,7 +66,7 @@ def tilings(
             ]
         fitting = [tiling for tiling in found if tiling.rows * tiling.cols + beside <= capabilities.registers]
         if capabilities.int64:
-            wide = [replace(tiling, wide=True) for tiling in found]
+            wide = [replace(tiling, wide=True) for tiling in (found if capabilities.software else fitting)]
             if capabilities.software and (c.form == "tn" or c.m > FEW_ROWS):
                 wide.insert(0, Tiling("broadcast", size, *large(c, size), cpu_span or span, wide=True))
             fitting = [*wide, *fitting] if capabilities.software else [*fitting, *wide]
