@@ -72,6 +72,17 @@ def test_products_of_any_size(kernel: Any, rng: np.random.Generator) -> None:
         assert smaller["n"] == (min(c["n"], 64 + last) if own_scales else c["n"])
 
 
+@pytest.mark.parametrize("kernel", [matmul_nt, matmul_nn, nf4_matmul, nf4_matmul_backward], ids=lambda k: k.name)
+def test_stacks_of_any_size(kernel: Any, rng: np.random.Generator) -> None:
+    """Some rows of every part, with the slots of these rows."""
+    for _ in range(30):
+        c = {**kernel.defaults, "m": int(rng.integers(1, 9)), "n": int(rng.integers(1, 99)), "k": 24, "stacked": True}
+        c |= {name: int(rng.integers(1, 99)) for name in ("n1", "n2", "k1") if name in c}
+        c |= {"rank": 3, "h_skip": 6, "stride": 4096, "first_row": 2}
+        arrays = kernel.tuning.inputs(c, tuple(n for n in kernel.bindings if n not in ("row_scale", "count")), rng)
+        assert compare(kernel, arrays, c)["m"] == min(c["m"], 3)
+
+
 @pytest.mark.parametrize(
     "kernel", [attention_forward, attention_backward_q, attention_backward_kv], ids=lambda k: k.name
 )

@@ -23,9 +23,14 @@ WHOLE = {"m": 1000, "n": 4864, "k": 896}
 SLOTS = {"slots": 2, "stride": 896 * 16 + 64, "first_row": 5}
 
 
+LOW_RANK = {"stacked": True, "rank": 16, "stride": 128 * 1024, "first_row": 3}  # in a stack
+
+
 CALLS = [
     (matmul_nt, {**WHOLE, "b_type": "bf16", "y_skip": 6, "y_first": 5}),
     (matmul_nn, {**WHOLE, "b_type": "f16", "a_type": "bf16", "a_skip": 8, "a_first": 4}),
+    (nf4_matmul, {**WHOLE, "n1": 200, "n2": 1002, **LOW_RANK, "h_skip": 32, "adapted_parts": "101"}),
+    (nf4_matmul_backward, {**WHOLE, "k1": 200, "k2": 1002, **LOW_RANK}),
     (nf4_matmul, {**WHOLE, "k": 900}),
     (nf4_matmul_backward, {**WHOLE, "n": 904, "k": 4863}),
     (lora_nt, {"m": 1000, "n": 16, "k": 896, **SLOTS}),
@@ -48,7 +53,10 @@ def test_a_check_is_small_and_takes_the_same_paths(kernel: Any, constants: dict[
         full["n"] += more if full["n"] > 16 else 0
         small = kernel.tuning.cut(full, tiling)
         assert kernel.compiled_in(small) == kernel.compiled_in(full)
-        for name, step in zip("mnk", (*block(tiling), tiling.span), strict=True):
+        steps = dict(zip("mnk", (*block(tiling), tiling.span), strict=True))
+        for name, step in (
+            (name, steps[name[0]]) for name in ("m", "n", "n1", "n2", "k", "k1", "k2") if full.get(name)
+        ):
             assert small[name] % step == full[name] % step
             assert small[name] >= min(full[name], 2 * step)
             assert small[name] <= 4 * max(CHECKED, step)
