@@ -119,9 +119,11 @@ def test_parts_that_cannot_run_are_recorded():
     assert "has an unknown kind 'zork': choose one of finetune, " in failed["reason"]
     slow = gpu.run(gpu.Part("slow", "bench", {"bricks": ["load"]}), 0.01)
     assert slow["reason"] == "it took more than 0 s"
-    names = [part.name for part in gpu.parts(None, quick=True)]
-    for shape in ("qwen2.5-0.5b", "qwen2.5-7b"):
-        assert {f"bricks at {shape}", f"training at {shape}", f"beside PyTorch + PEFT in nf4 at {shape}"} <= set(names)
+    for quick, shapes in ((False, ("qwen2.5-0.5b", "qwen2.5-7b")), (True, ("tiny-qwen3",))):
+        names = [part.name for part in gpu.parts(None, quick)]
+        for shape in shapes:
+            parts = ("kernels", "bricks", "training", "beside PyTorch + PEFT in nf4")
+            assert {f"{part} at {shape}" for part in parts} <= set(names)
 
 
 def test_a_refused_part_is_run_in_pieces():
@@ -131,7 +133,7 @@ def test_a_refused_part_is_run_in_pieces():
     assert [(f["part"], f["status"]) for f in found] == [("both", "not run"), ("one", "not run"), ("two", "not run")]
     assert "unknown option 'zork'" in found[1]["reason"]
     assert "lacks 'shape'" in found[2]["reason"]
-    bricks = next(part for part in gpu.parts(None, quick=True) if part.name == "bricks at qwen2.5-7b")
+    bricks = next(part for part in gpu.parts(None, quick=True) if part.name == "bricks at tiny-qwen3")
     options = {piece.options["bricks"][0]: piece.options for piece in bricks.pieces}
     assert options["nf4_matmul"]["tokens"] == 32
     assert "layers" not in options["nf4_matmul"]  # which it refuses
