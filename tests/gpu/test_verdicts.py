@@ -37,7 +37,7 @@ def fresh(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
 
     def begin() -> Verdicts:
         found = Verdicts(device, tmp_path)
-        monkeypatch.setitem(module._OF, device, found)
+        monkeypatch.setattr(device, "verdicts", found)
         return found
 
     begin()

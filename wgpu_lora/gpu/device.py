@@ -99,6 +99,7 @@ class Device:
         self.peak_allocated = 0
         self._pipelines: dict[tuple[Any, ...], Any] = {}
         self._readback: dict[int, Any] = {}
+        self.verdicts: Any = None  # see gpu.verdicts; kept here so that they go with the device
         self.capabilities = Capabilities(
             subgroup_size=self._subgroup_size() if "subgroup" in features else 0,
             f16="shader-f16" in features,

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 from wgpu_lora.errors import DeviceWarning
 from wgpu_lora.events import Events, Miscompiled
@@ -134,11 +133,9 @@ def _key(call: Dispatch, tiling: Tiling) -> str:
     return json.dumps([call.kernel.name, call.present, call.alike, tiling.to_json()])
 
 
-_OF: WeakKeyDictionary[Device, Verdicts] = WeakKeyDictionary()
-
-
 def verdicts_of(device: Device) -> Verdicts:
     """The verdicts of a device, which all programs share."""
-    if device not in _OF:
-        _OF[device] = Verdicts(device)
-    return _OF[device]
+    if device.verdicts is None:
+        device.verdicts = Verdicts(device)
+    found: Verdicts = device.verdicts
+    return found
