@@ -15,7 +15,6 @@ from support.tuning import product
 
 from wgpu_lora.errors import DeviceWarning
 from wgpu_lora.events import Miscompiled
-from wgpu_lora.gpu import verdicts as module
 from wgpu_lora.gpu.cuts import check_tilings
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.errors import ShaderError, WrongResults
