@@ -21,6 +21,7 @@ from support.share import until
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.models.loaded import open_model
 from wgpu_lora.share import Budget, DeviceMemory, Entry, Ledger, claim, device_key, holding
 from wgpu_lora.share.lease import take
@@ -169,10 +170,11 @@ def test_a_failure_leaves_no_lease(at: Path, device: Device, ledger: Ledger) -> 
 
 
 def test_a_device_that_is_gone_holds_nothing(at: Path) -> None:
-    """And what is held keeps no device."""
+    """And neither what is held nor what was found out about a device keeps it."""
     opened = Device()
     gone, ledger = weakref.ref(opened), Ledger(device_key(opened.info))
-    with claim(opened, 1000, "x"):
+    assert verdicts_of(opened).device is opened
+    with claim(opened, 1000, "x", advise=lambda free, device=opened: device.info.name):
         opened.create_buffer(600)
     assert sum(entry.bytes for entry in ledger.read()) >= 600
     del opened

@@ -64,6 +64,7 @@ def take(
         with _unwinding_on_sigterm():
             _wait_for_turn(ledger, entry, budget, wait, events, advise, free)
         threading.Thread(target=_renew, args=(ledger, entry, stop), daemon=True).start()
+        del events, advise, free  # which may refer to the device, whose end ends a lease on what stays there
         yield entry
     finally:
         stop.set()
