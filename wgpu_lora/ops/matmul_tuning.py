@@ -18,6 +18,7 @@ from wgpu_lora.gpu.values import stored
 from wgpu_lora.ops.stack import factor_region, joined, region, sizes, split
 
 FEW_ROWS = 8
+CPU_LANES = 8  # lavapipe's own; with others, its shuffles are slow to run and large tiles slow to compile
 BLOCK = 64  # a part of a product keeps or drops this many columns together, as a block of scales
 CHECKED = 64  # rows, columns and steps of the cut that is checked, approximately
 ROWS_OF = "a y row_scale a_scale h"  # bindings with a row for each of y's
@@ -36,7 +37,7 @@ def tilings(
 ) -> Variants:
     """Variants with tilings of these (rows, columns per lane), the default first; rounds are multiples of `span` steps.
 
-    On CPU drivers with 64-bit integers the default is a `large` tile with rounds of cpu_span steps.
+    On CPU drivers with 64-bit integers and CPU_LANES lanes the default is a `large` tile with rounds of cpu_span steps.
 
     beside: registers of a lane besides its sums, without 64-bit loads, by the compilers' table (`make gpu-compilers`).
         Tilings that need more than a device has are left out.
@@ -67,7 +68,7 @@ def tilings(
         fitting = [tiling for tiling in found if tiling.rows * tiling.cols + beside <= capabilities.registers]
         if capabilities.int64:
             wide = [replace(tiling, wide=True) for tiling in (found if capabilities.software else fitting)]
-            if capabilities.software and (c.form == "tn" or c.m > FEW_ROWS):
+            if capabilities.software and size == CPU_LANES and (c.form == "tn" or c.m > FEW_ROWS):
                 wide.insert(0, Tiling("broadcast", size, *large(c, size), cpu_span or span, wide=True))
             fitting = [*wide, *fitting] if capabilities.software else [*fitting, *wide]
         return [*fitting, plain]
