@@ -23,7 +23,9 @@ from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.ops import matmul_tuning
 from wgpu_lora.ops.elementwise import add_forward
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.weights.base import write
+from wgpu_lora.weights.base import Shared, of_layer, stacked, write
+from wgpu_lora.weights.nf4 import NF4Weight
+from wgpu_lora.weights.registry import declare
 
 TOKENS, RANK = 24, 16
 SLOTS = ((2, 9), (9, 20))  # rows before and behind belong to no slot
@@ -118,3 +120,19 @@ def test_stacks(
     for name, want in alone.found.items():
         assert (want != 0).any(), name
         assert nmse(together.found[name], want) < close, name
+
+
+def test_formats_may_be_mixed_within_a_layer() -> None:
+    """The scales of NF4 matrices are together, whichever format the layer's first matrix has."""
+    shared = Shared(1 << 27)
+    dense, *nf4 = (declare(kind, (64, 64), kind, shared, None) for kind in ("f16", "nf4", "nf4"))
+    first, gate, up = of_layer([dense, *stacked(nf4, shared.max_binding)])
+    assert first is dense
+    assert isinstance(gate, NF4Weight)
+    assert isinstance(up, NF4Weight)
+    assert gate.layer is up.layer
+    assert gate.product([up]) is not None
+    apart = [declare("nf4", (64, 64), "nf4", shared, None) for _ in range(2)]
+    one, two = stacked(apart, shared.max_binding)
+    assert isinstance(one, NF4Weight)
+    assert one.product([two]) is None  # their scales are not

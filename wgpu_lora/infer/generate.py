@@ -67,6 +67,9 @@ class Generator:
         self._owned: set[Storage] = {s for s in programs.storages() - base if s.buffer is None}
         sizes = Arena.sizes_for([program.plan() for program in programs.all()])
         self.arena, self._claim = Arena(self.device), ExitStack()
+        self._built: set[Program] = set()
+        # The adapter and the tokens whose keys and values the cache holds, by sequence.
+        self._held: dict[int, tuple[int | None, np.ndarray]] = {}
         try:
             need = model.bytes_to_load() + missing_bytes(self._owned) + sum(sizes)
             self._claim.enter_context(claim(self.device, need, "generating"))
@@ -74,15 +77,12 @@ class Generator:
             model.load_weights(events)
             allocate(self.device, self._owned)
             self.arena = Arena(self.device, sizes)
+            self.state.upload(self.device)
+            self._build(programs.kept)
+            programs.kept.run()
         except BaseException:
             self.close()
             raise
-        self.state.upload(self.device)
-        self._built: set[Program] = set()
-        # The adapter and the tokens whose keys and values the cache holds, by sequence.
-        self._held: dict[int, tuple[int | None, np.ndarray]] = {}
-        self._build(programs.kept)
-        programs.kept.run()
 
     @property
     def capacity(self) -> int:

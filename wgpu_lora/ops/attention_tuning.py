@@ -59,7 +59,7 @@ def tilings(sums: int, scores: int, kept: int = 0, queries: bool = True) -> Vari
             return [plain]
         if kept and c.rows <= FEW_QUERIES:
             # In decoding each row is of another sequence, whose cache one workgroup reads once for a key head's group.
-            held = min(size, 8, 1 << (c.group - 1).bit_length())
+            held = max(n for n in range(1, min(size, 8) + 1) if c.group % n == 0)
             few = [Tiling("spread", size, held, width_of(c.dim, size), span) for span in (2, 1)]
             found = [one for one in few if capabilities.software or fits(one, capabilities, c)]
             if found:

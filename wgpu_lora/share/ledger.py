@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -135,10 +136,14 @@ class Ledger:
             ) from None
         except OSError as error:
             raise self._unusable(error) from error
+        collects = gc.isenabled()
+        gc.disable()  # which may end other leases of this process, and these wait for the lock
         try:
             yield
         finally:
             self._lock.release()
+            if collects:
+                gc.enable()
 
     def _share_lock(self) -> None:
         """Let other users lock the ledger if they may write to its directory."""

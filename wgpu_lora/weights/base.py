@@ -88,9 +88,15 @@ def stacked(weights: Sequence[Weight], max_binding: int) -> Sequence[Weight]:
 
 
 def of_layer(weights: Sequence[Weight]) -> Sequence[Weight]:
-    """All declared matrices of a layer."""
-    first, *others = weights
-    return first.of_layer(others) if isinstance(first, Stacking) else weights
+    """All declared matrices of a layer, which may be in several formats."""
+    found = list(weights)
+    for kind in dict.fromkeys(map(type, weights)):
+        places = [place for place, weight in enumerate(weights) if type(weight) is kind]
+        first, *others = (weights[place] for place in places)
+        if isinstance(first, Stacking):
+            for place, weight in zip(places, first.of_layer(others), strict=True):
+                found[place] = weight
+    return found
 
 
 class BaseFormat(Protocol):

@@ -97,6 +97,8 @@ class NF4Weight:
         if codes is None:
             return None
         outs, scales = zip(*((matrix.out_features, matrix.scales) for matrix in matrices), strict=True)
+        if any(one.layer is not scales[0].layer for one in scales[1:]):
+            return None
         return NF4Product(outs, self.in_features, codes, scales)
 
     def _product(self) -> NF4Product:

@@ -122,7 +122,7 @@ class Serving(Workload):
             return timed(self._generate)
         if not self._pending:
             times = self._generate()
-            self._pending = list(np.diff(times))  # without the first token, which is the prompt's
+            self._pending = np.diff(times).tolist()  # without the first token, which is the prompt's
         return self._pending.pop()
 
     def _generate(self) -> list[float]:
