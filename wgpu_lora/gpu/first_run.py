@@ -24,6 +24,7 @@ from wgpu_lora.gpu.verdicts import Verdicts, verdicts_of
 
 NMSE = 1e-6  # limit of an error; of a wrong kernel it is around 1
 ROUNDED = 1e-6  # error relative to the largest value of a call that rounding may leave where terms cancel out
+PARTLY = 4  # times as many values are read where only a part is compared
 CODES = 1e-2  # the same for packed codes, of which values on a threshold may take either
 SMALLEST, LARGEST = 1e-15, 1e15  # root mean square of outputs, and size of values, that f32 computes with
 
@@ -152,5 +153,5 @@ def _restore(device: Device, step: Dispatch, before: Arrays) -> None:
 
 
 def _affordable(step: Dispatch) -> bool:
-    """Whether a reference takes little time and memory. Of larger calls, those are whose kernels have parts."""
-    return bool(step.kernel.part) or max(tensor.size for tensor in step.tensors) <= part.VALUES
+    """Whether a reference takes little time, and reading the tensors little memory."""
+    return max(tensor.size for tensor in step.tensors) <= part.VALUES * (PARTLY if step.kernel.part else 1)
