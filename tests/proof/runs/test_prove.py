@@ -39,7 +39,7 @@ def recipe(tmp_path: Path, **changes: Any) -> Path:
     options: dict[str, Any] = {
         "model": QWEN2, "data": str(rows), "eval_data": str(heldout), "output": "unused", "max_length": 16, "lora_r": 4,
         "packing": True, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 24,
-        "save_steps": 20, "learning_rate": 2e-2, "lr_scheduler_type": "constant",
+        "save_steps": 20, "learning_rate": 5e-3, "lr_scheduler_type": "constant",
     }  # fmt: skip
     path = tmp_path / "recipe.toml"
     path.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in (options | changes).items()))
