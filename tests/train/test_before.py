@@ -52,11 +52,12 @@ def is_theirs(device: Device) -> bool:
 
 
 def check_chosen(device: Device, built: list[tuple[Program, Choices]]) -> None:
-    """Tuned calls that there are still used the tilings recorded in their checkpoint."""
+    """Tuned calls that there still are use the tilings recorded in their checkpoint, which are not always the default."""
     steps = [(step, choices) for program, choices in built for step in program.dispatches if step.kernel.tuning]
     known = [(step, choices[key]) for step, choices in steps if (key := of(step)) in choices]
     assert known
     assert all(step.tiling == tiling for step, tiling in known)
+    assert any(step.tiling != step.kernel.tilings(device.capabilities, step.constants)[0] for step, _ in known)
 
 
 def of(step: Dispatch) -> str:
