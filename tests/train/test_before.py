@@ -52,7 +52,7 @@ def is_theirs(device: Device) -> bool:
 
 
 def check_chosen(device: Device, built: list[tuple[Program, Choices]]) -> None:
-    """Tuned calls that there still are use the tilings recorded in their checkpoint, which are not always the default."""
+    """Tuned calls that there still are use the tilings of their checkpoint, which are not always the default."""
     steps = [(step, choices) for program, choices in built for step in program.dispatches if step.kernel.tuning]
     known = [(step, choices[key]) for step, choices in steps if (key := of(step)) in choices]
     assert known
