@@ -115,6 +115,41 @@ def test_a_wrong_default_is_reported_and_another_tiling_used(
     assert first not in choices.values()
 
 
+@pytest.mark.parametrize("in_time", [True, False])
+@pytest.mark.parametrize("checks", ["", "1"])
+@pytest.mark.filterwarnings("ignore::wgpu_lora.errors.DeviceWarning")
+def test_tuning_takes_a_tiling_that_it_would_not_time_if_all_others_are_wrong(
+    device: Device,
+    fresh: Callable[[], Verdicts],
+    broken: Break,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    checks: str,
+    in_time: bool,
+) -> None:
+    """Whether or not programs are checked before they are built, and where time ran out among wrong ones."""
+    if not device.capabilities.subgroup_size or not device.capabilities.software:
+        pytest.skip("the device has no tilings that are not worth timing")
+    monkeypatch.setenv("WGPU_LORA_NO_CHECK", checks)
+    fresh()
+    programs = [product(device, m=m)[0] for m in (64, 128)]
+    monkeypatch.setattr(Tuner, "_seconds", lambda *_: pytest.fail("it was timed"))
+    if not in_time:
+        monkeypatch.setattr(Tuner, "_time", lambda self, trials, *_: [self._try_next(trial) for trial in trials])
+    broken("matmul_nt", lambda tiling: tiling.family != "plain")
+    choices = Tuner(device, directory=tmp_path).tune(programs)
+    assert {tiling.family for tiling in choices.values()} == {"plain"}
+    assert len(choices) == 2
+    assert Tuner(device, directory=tmp_path).tune(programs) == choices
+    check_tilings(device, programs, choices)
+    assert verdicts_of(device).choose(programs[0].dispatches[0], choices).family == "plain"
+    fresh().file.path.unlink()
+    broken("matmul_nt")
+    fresh()
+    with pytest.raises(WrongResults, match="gets matmul_nt wrong in every tiling"):
+        Tuner(device, directory=tmp_path).tune(programs)
+
+
 def test_no_right_tiling_is_an_error(device: Device, fresh: Callable[[], Verdicts], broken: Break) -> None:
     program, _ = product(device)
     broken("matmul_nt", compiles=False)
