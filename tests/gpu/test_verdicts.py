@@ -55,7 +55,7 @@ def broken(device: Device, monkeypatch: pytest.MonkeyPatch) -> Break:
             if self.name != name or not which(tiling):
                 return compute_pipeline(self, device, present, constants, tiling)
             if not compiles:
-                raise ShaderError(name, "register allocation failed")
+                raise ShaderError(name, "register\n  allocation failed\n")
             text = self.source(present, constants, tiling)
             body = text.index("{", text.index("fn main("))
             text = text[: body + 1] + "if (true) { return; }" + text[body + 1 :]
@@ -159,10 +159,36 @@ def test_no_right_tiling_is_an_error(device: Device, fresh: Callable[[], Verdict
             pytest.warns(DeviceWarning),
             pytest.raises(
                 WrongResults,
-                match=r"wrong in every tiling \(it does not compile \(register allocation failed\)\): update the",
+                match=r"\) does not compile matmul_nt \(register allocation failed\): update the driver, or",
             ),
         ):
             check_tilings(device, [program])
+
+
+@pytest.mark.parametrize("checks", ["", "1"])
+def test_kernels_that_are_not_tuned_are_built_in_a_tiling_that_compiles(
+    device: Device, fresh: Callable[[], Verdicts], broken: Break, monkeypatch: pytest.MonkeyPatch, checks: str
+) -> None:
+    monkeypatch.setenv("WGPU_LORA_NO_CHECK", checks)
+    first, *others = sum_by_slot.tilings(device.capabilities, {"slots": 1})
+    if not others:
+        pytest.skip("the device has no subgroups")
+    fresh()
+    broken("sum_by_slot", lambda tiling: tiling == first, compiles=False)
+    with pytest.warns(
+        DeviceWarning, match=r"does not compile sum_by_slot in the tiling .*: register allocation failed"
+    ):
+        program = sums(device)
+    assert {step.tiling for step in program.dispatches} == {others[0]}
+    assert total(device, program) == 72
+    release(device, program.persistent_storages())
+    broken("sum_by_slot", compiles=False)
+    with pytest.warns(DeviceWarning), pytest.raises(WrongResults) as refused:
+        sums(device)
+    assert str(refused.value) == (
+        f"{device.info.name} ({device.info.driver}) does not compile sum_by_slot (register allocation failed): update "
+        "the driver, or choose another device with device."
+    )
 
 
 def test_kernels_that_are_not_tuned_are_checked_in_their_first_run(
@@ -216,6 +242,15 @@ def test_the_command_line_warns_or_refuses(
     assert "gets sum_by_slot wrong in every tiling" in refused.err.splitlines()[-1]
     assert "--device" in refused.err.splitlines()[-1]
     assert not list(tmp_path.glob("refused/**/*.safetensors"))
+    monkeypatch.setenv("WGPU_LORA_NO_CHECK", "1")
+    fresh()
+    broken("add_forward", compiles=False)  # it has no other tiling
+    refused = run(*options, "--output", tmp_path / "uncompiled")
+    assert refused.code == 2
+    assert (
+        f"{device.info.name} ({device.info.driver}) does not compile add_forward (reg" in refused.err.splitlines()[-1]
+    )
+    assert "Traceback" not in refused.err
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from wgpu_lora.events import Events, Miscompiled
 from wgpu_lora.gpu.choices import ChoiceFile, Choices, Verdict, choice_key, shader_digest
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.dispatch import Dispatch
-from wgpu_lora.gpu.errors import WrongResults
+from wgpu_lora.gpu.errors import ShaderError, WrongResults
 from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.tiling import Tiling
 
@@ -41,30 +41,33 @@ class Verdicts:
         self._cached: dict[str, Verdict] | None = None
         self._fresh: dict[str, Verdict] = {}
         self._digests: dict[str, str] = {}
+        self._failed: dict[str, Verdict] = {}  # does not compile: known even where nothing is checked
         self._told: dict[tuple[str, Tiling], Miscompiled] = {}
         self._listeners: list[Events] = []
 
     def of(self, call: Dispatch, tiling: Tiling) -> Verdict | None:
         """The verdict on a call's compute pipeline, if it is known."""
-        if not self.enabled:
-            return None
-        found = self._all().get(_key(call, tiling))
+        found = (self._all() if self.enabled else self._failed).get(_key(call, tiling))
         return found if found and found.digest == self._digest(call.kernel) else None
 
     def settle(self, call: Dispatch, tiling: Tiling, nmse: float | None, limit: float, reason: str = "") -> Verdict:
         """Notes a measured error, or None and the reason if the pipeline does not compile; `save` keeps it."""
         right = nmse is not None and nmse <= limit
         verdict = Verdict(call.kernel.name, self._digest(call.kernel), right, nmse, limit, reason)
+        key = _key(call, tiling)
+        if nmse is None:
+            self._failed[key] = verdict
         if self.enabled:
-            self._all()[_key(call, tiling)] = verdict
+            self._all()[key] = verdict
+            self._fresh.pop(key, None)
             if right:  # others are checked again by every process, since a later version may check better
-                self._fresh[_key(call, tiling)] = verdict
+                self._fresh[key] = verdict
         if not right:
             self.tell(tiling, verdict)
         return verdict
 
     def usable(self, call: Dispatch) -> list[Tiling]:
-        """The tilings of a call that are not known to be wrong; reports those that precede them.
+        """The tilings of a call that are not known to be wrong or not to compile; reports those that precede them.
 
         Raises:
             WrongResults: there are none.
@@ -87,6 +90,17 @@ class Verdicts:
         chosen = choices.get(choice_key(call.kernel, call.present, call.constants)) if call.kernel.tuning else None
         # A run may be resumed on another device, where tilings for another subgroup size would give wrong results.
         return chosen if chosen in tilings else tilings[0]
+
+    def compiled(self, call: Dispatch, choices: Choices) -> Dispatch:
+        """The call in the tiling chosen for it, or the first usable one if that does not compile. Raises WrongResults."""
+        while True:
+            tiled = call.tiled(self.choose(call, choices))
+            try:
+                tiled.kernel.compute_pipeline(self.device, tiled.present, tiled.constants, tiled.tiling)
+            except ShaderError as error:  # it is not chosen again
+                self.settle(call, tiled.tiling, None, 0.0, error.reason)
+            else:
+                return tiled
 
     def tell(self, tiling: Tiling, verdict: Verdict) -> Miscompiled:
         """Reports a wrong tiling, once per process and kernel, to those who listen and as a warning."""
