@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from support.broken import Break
 from support.cli import QWEN2, SMALL, commands, flags, write_rows
 from support.events import hearing
 from support.tuning import product
@@ -18,17 +18,13 @@ from wgpu_lora.events import Miscompiled
 from wgpu_lora.gpu import first_run
 from wgpu_lora.gpu.cuts import check_tilings
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.errors import ShaderError, WrongResults
-from wgpu_lora.gpu.kernel import Kernel
+from wgpu_lora.gpu.errors import WrongResults
 from wgpu_lora.gpu.program import Arena, Program, allocate, release
 from wgpu_lora.gpu.tensor import persistent
-from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.gpu.tuner import Tuner
 from wgpu_lora.gpu.verdicts import Verdicts, verdicts_of
 from wgpu_lora.ops.elementwise import add_forward
 from wgpu_lora.ops.loss import sum_by_slot
-
-Break = Callable[..., None]
 
 
 @pytest.fixture
@@ -43,27 +39,6 @@ def fresh(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
 
     begin()
     return begin
-
-
-@pytest.fixture
-def broken(device: Device, monkeypatch: pytest.MonkeyPatch) -> Break:
-    """A driver whose shaders of a kernel write nothing, or do not compile, in the tilings chosen by `which`."""
-    compute_pipeline = Kernel.compute_pipeline
-
-    def breaks(name: str, which: Callable[[Tiling], bool] = lambda _: True, compiles: bool = True) -> None:
-        def compile(self: Kernel, device: Device, present: Any, constants: Any, tiling: Tiling) -> Any:
-            if self.name != name or not which(tiling):
-                return compute_pipeline(self, device, present, constants, tiling)
-            if not compiles:
-                raise ShaderError(name, "register\n  allocation failed\n")
-            text = self.source(present, constants, tiling)
-            body = text.index("{", text.index("fn main("))
-            text = text[: body + 1] + "if (true) { return; }" + text[body + 1 :]
-            return device.compute_pipeline(("broken", name, present, tiling), lambda: text)
-
-        monkeypatch.setattr(Kernel, "compute_pipeline", compile)
-
-    return breaks
 
 
 def sums(device: Device) -> Program:

@@ -46,9 +46,10 @@ def differences(kernel: Kernel, constants: Constants, before: Arrays, after: Arr
 
 
 def errors(kernel: Kernel, constants: Constants, before: Arrays, after: Arrays) -> Iterator[tuple[float, bool]]:
-    """(normalised mean squared error, whether it is of a part) of each output."""
+    """(normalised mean squared error, whether it is of a part) of each output. NaN: there is nothing to compare
+    with, since no value of the reference is finite."""
     for got, want, in_part in differences(kernel, constants, before, after):
-        yield nmse(got, want), in_part
+        yield nmse(got, want) if np.isfinite(want).any() or not want.size else float("nan"), in_part
 
 
 def _nibbles(words: np.ndarray) -> np.ndarray:

@@ -92,7 +92,8 @@ class Verdicts:
         return chosen if chosen in tilings else tilings[0]
 
     def compiled(self, call: Dispatch, choices: Choices) -> Dispatch:
-        """The call in the tiling chosen for it, or the first usable one if that does not compile. Raises WrongResults."""
+        """The call in the tiling chosen for it, or in the first usable one if that does not compile. Raises
+        WrongResults."""
         while True:
             tiled = call.tiled(self.choose(call, choices))
             try:
@@ -133,6 +134,10 @@ class Verdicts:
         if self._fresh:
             self.file.add({}, {v.kernel: v.digest for v in self._fresh.values()}, self._fresh)
             self._fresh = {}
+
+    def forget(self) -> None:
+        """Forgets what the cache knows, so that everything is compared again."""
+        self._cached = {}
 
     def _all(self) -> dict[str, Verdict]:
         if self._cached is None:
