@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,6 +77,7 @@ def test_a_wrong_default_is_reported_and_another_tiling_used(
         with fresh().telling(hearing(miscompiled=heard.append)), pytest.warns(DeviceWarning) as warned:
             check_tilings(device, [program, program])
         (found,) = heard
+        assert warned[0].filename == __file__  # the call, wherever in the package it is found
         assert (found.device, found.driver, found.kernel) == (device.info.name, device.info.driver, "matmul_nt")
         assert found.nmse == pytest.approx(2, abs=1)  # random values instead of the product
         assert f"gets matmul_nt wrong in the tiling {first.family} {first.rows}x" in str(warned[0].message)
@@ -242,6 +245,30 @@ def test_what_values_of_a_first_run_say(a: float, b: float, error: float, says: 
     after = {**before, "y": before["a"] + before["b"] + error}
     found = first_run._worst(add_forward, {"size": 8}, before, after)
     assert (None if found is None else found[0] <= found[1]) is says
+
+
+def test_what_outputs_hold_before_says_nothing_about_the_values() -> None:
+    """They are of other tensors of the arena: NaN, or so large that every error would be small beside them."""
+    for stale in (np.nan, 1e30, 1e12):
+        before = {"a": np.ones(8), "b": np.ones(8), "y": np.full(8, stale, np.float32)}
+        for y, says in ((2.0, True), (2.1, False)):
+            found = first_run._worst(add_forward, {"size": 8}, before, {**before, "y": np.full(8, y)})
+            assert found is not None
+            assert (found[0] <= found[1]) is says
+
+
+def test_a_broken_reference_is_an_error_that_names_its_kernel() -> None:
+    arrays = {"a": np.ones(8), "b": np.ones(8), "y": np.ones(8)}
+
+    def of(reference: Callable[..., Any]) -> Any:
+        return first_run._worst(replace(add_forward, reference=reference), {"size": 8}, arrays, arrays)
+
+    assert of(lambda **_: None) is None  # it has none
+    with pytest.raises(TypeError, match=r"add_forward returns 2 arrays, but its outputs are \['y'\]"):
+        of(lambda **_: (np.ones(8), np.ones(8)))
+    with pytest.raises(ValueError, match="reshape") as broken:
+        of(lambda a, **_: a.reshape(3, 3))
+    assert broken.value.__notes__ == ["in the float64 reference of add_forward, with {'size': 8}"]
 
 
 def test_a_kernel_that_should_change_nothing_says_nothing() -> None:

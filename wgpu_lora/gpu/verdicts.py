@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.errors import ShaderError, WrongResults
 from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.tiling import Tiling
+
+PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
 
 
 class Verdicts:
@@ -112,7 +115,7 @@ class Verdicts:
             self._told[verdict.kernel, tiling] = found
             for events in self._listeners:
                 events.miscompiled(found)
-            warnings.warn(f"{found}.", DeviceWarning, stacklevel=3)
+            warnings.warn(f"{found}.", DeviceWarning, stacklevel=_level_of_caller())
         return found
 
     @property
@@ -148,6 +151,16 @@ class Verdicts:
         if kernel.name not in self._digests:
             self._digests[kernel.name] = shader_digest(kernel)
         return self._digests[kernel.name]
+
+
+def _level_of_caller() -> int:
+    """The `stacklevel` with which a warning names the line, outside of this package, that called it."""
+    frame, level, found = sys._getframe(1).f_back, 2, 2
+    while frame:
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            found = level + 1
+        frame, level = frame.f_back, level + 1
+    return found
 
 
 def _key(call: Dispatch, tiling: Tiling) -> str:
