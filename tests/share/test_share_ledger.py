@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -10,7 +9,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -42,63 +40,6 @@ def fill(ledger: Ledger, *entries: Entry) -> None:
     """Writes entries as they are, dead ones too."""
     ledger.directory.mkdir(exist_ok=True)
     ledger.path.write_bytes(dump(list(entries)))
-
-
-def test_no_garbage_is_collected_while_a_ledger_is_locked(
-    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From before the lock is taken until no thread holds one: garbage may be a lease, whose end waits for the lock."""
-    share_lock, seen, inside, done = Ledger._share_lock, [], threading.Event(), threading.Event()
-
-    def looking(self: Ledger) -> None:
-        seen.append(gc.isenabled())
-        share_lock(self)
-
-    def other() -> None:
-        with Ledger("other", tmp_path).changing():
-            inside.set()
-            done.wait(60)
-
-    monkeypatch.setattr(Ledger, "_share_lock", looking)
-    thread = threading.Thread(target=other)
-    with ledger.changing():
-        thread.start()
-        inside.wait(60)
-    assert not gc.isenabled()
-    done.set()
-    thread.join()
-    assert gc.isenabled()
-    assert seen == [False, False]
-
-
-def test_what_interrupts_the_taking_of_the_lock_does_not_keep_it(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(_: Ledger) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Ledger, "_share_lock", interrupted)
-        with pytest.raises(KeyboardInterrupt), ledger.changing():
-            pass
-    monkeypatch.setattr(module, "LOCK_SECONDS", 0.0)
-    with Ledger("gpu", ledger.directory).changing():
-        pass
-    assert gc.isenabled()
-
-
-def test_the_free_memory_is_asked_for_before_the_ledger_is_locked(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A driver may take seconds to say it, and others would wait."""
-    monkeypatch.setattr(module, "LOCK_SECONDS", 0.0)
-
-    def free() -> int:
-        with Ledger("gpu", ledger.directory).changing():
-            return 10
-
-    with take(ledger, 5, 10, "x", free=free):
-        pass
 
 
 OTHER_USER = """
