@@ -105,6 +105,11 @@ def outcomes(work: Iterable[Part], timeout: float) -> Iterator[Record]:
             yield from outcomes(part.pieces, timeout)
 
 
+def wrong(outcomes: Iterable[Record]) -> int:
+    """The exit code: 1 if a kernel is wrong. Other parts that fail say so in the report."""
+    return int(any(measured.get("right") is False for found in outcomes for measured in found["results"]))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path("bench-gpu.json"))
@@ -129,7 +134,7 @@ def main() -> int:
         failed = ", exit code 1" if found["status"] == "ran" and found["exit_code"] else ""
         line(found["status"], f"{found['part']}{failed}{why}")
     line("written", str(options.json))
-    return int(any(measured.get("right", True) is False for found in result["parts"] for measured in found["results"]))
+    return wrong(result["parts"])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from support.broken import Break
 from support.events import hearing
 
 from scripts import bench_gpu_kernels
-from scripts.bench_gpu import parts
+from scripts.bench_gpu import parts, wrong
 from scripts.gpu_compilers.compiled import Compiled
 from scripts.gpu_compilers.devices import GPUS
 from scripts.gpu_compilers.predictions import figures, kind_of, nearest, to_json
@@ -30,6 +30,12 @@ def test_correctness_comes_first() -> None:
     assert [part.job for part in whole] == jobs
     assert {part.options["device"] for part in whole} == {"0"}
     assert {part.options.get("shape", "tiny-qwen3") for part in quick} == {"tiny-qwen3"}
+
+
+def test_the_exit_code_says_that_a_kernel_is_wrong() -> None:
+    fine = {"exit_code": 1, "results": [{"kind": "tiling", "right": True}, {"kind": "kernel", "right": None}, {}]}
+    assert wrong([fine, {"exit_code": 2, "results": []}]) == 0
+    assert wrong([fine, {"exit_code": 1, "results": [{"kind": "kernel", "right": False}]}]) == 1
 
 
 @pytest.mark.parametrize(
