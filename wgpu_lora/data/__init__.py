@@ -1,7 +1,7 @@
 """Training data on the CPU: sources of rows, formats, tokenizer and chat template, loss masks, packing.
 
 find -> jsonl, json_array, delimited, parquet, huggingface, given      a name, or rows from Python, to a source
-columns, kinds, messages -> formats -> examples                        its rows to examples
+columns, kinds, messages -> formats, preferences -> examples           its rows to examples
 examples -> empty -> masks -> prepare                                  examples to token ids and labels
 account                                                                counts of rows by outcome
 template -> tokenizer                                                  text to tokens and back
