@@ -16,7 +16,7 @@ from wgpu_lora.data.formats import parse_example, read_examples
 from wgpu_lora.data.given import given_rows, rows_given
 from wgpu_lora.data.masks import UNTRAINED, tokenize_example
 from wgpu_lora.data.packing import batches, epoch_order, pack
-from wgpu_lora.data.prepare import Prepared, Row, prepare
+from wgpu_lora.data.prepare import Prepared, Row, hold_out, prepare
 from wgpu_lora.data.source import Source
 from wgpu_lora.data.tokenizer import StreamDecoder, Tokenizer
 
@@ -32,6 +32,7 @@ __all__ = [
     "epoch_order",
     "given_rows",
     "heldout_data",
+    "hold_out",
     "pack",
     "parse_example",
     "prepare",

@@ -71,8 +71,12 @@ class Account:
     _digest: Any = field(default_factory=hashlib.sha256)
     _seen: set[bytes] = field(default_factory=set)
 
-    def note(self, place: Place, row: dict[str, Any]) -> Problem | None:
-        """Add a row to the digest, and count repeated rows; returns a Problem if the row is not valid UTF-8."""
+    def note(self, place: Place, row: dict[str, Any]) -> bytes | Problem:
+        """Add a row to the digest, and count repeated rows.
+
+        Returns:
+            The row's own digest; a Problem if the row is not valid UTF-8.
+        """
         try:
             text = canonical(row)
         except UnicodeEncodeError:
@@ -84,7 +88,7 @@ class Account:
         if key in self._seen:
             self.repeated.add(place)
         self._seen.add(key)
-        return None
+        return key
 
     def add_bad(self, place: Place, problem: Problem) -> None:
         """Count an unusable row; without `keep_bad`, only the first ones are stored."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from wgpu_lora.assets import DEMO_HELDOUT, DEMO_TRAIN
-from wgpu_lora.data import Prepared, Source, prepare, training_data
+from wgpu_lora.data import Prepared, Source, hold_out, prepare, training_data
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.models.decoder import Decoder
@@ -47,7 +47,8 @@ def with_demo_data(args: TrainingArguments) -> TrainingArguments:
             raise UserError(
                 f"{flag('data')} is missing: give a file of rows, a folder with train.jsonl, or a Hugging Face dataset."
             )
-        args = replace(args, data=str(DEMO_TRAIN), eval_data=args.eval_data or str(DEMO_HELDOUT))
+        heldout = None if args.validation_split else str(DEMO_HELDOUT)
+        args = replace(args, data=str(DEMO_TRAIN), eval_data=args.eval_data or heldout)
     return replace(args, model=args.model or "demo", output=args.output or OUTPUT)
 
 
@@ -111,15 +112,22 @@ def read_run(
     args, length = fit_length(args, model.config.max_position_embeddings)
     args, adapter, initial = adapter_of(args, model.config)
     prepared = _prepare(args, model, training)
+    heldout = _prepare(args, model, held_out) if held_out else None
+    if args.validation_split is not None:
+        if held_out:
+            raise UserError(
+                f"{args.data} has held-out rows of its own, {held_out.name}: leave {flag('validation_split')} out, or "
+                f"name the file to train on with {flag('data')}."
+            )
+        prepared, heldout = hold_out(prepared, args.validation_split, args.seed)
     objective = objective_of(args)
     args, note = fitted(args, group_lengths(prepared, objective), weight, objective.members)
     stream = DataStream(prepared, args)
-    heldout = _prepare(args, model, held_out) if held_out else None
     chosen = {"length": length, "batches": note}
     notes = [f"{label}: {said}" for label, said in chosen.items() if said] + _standing(stream, own)
     if args.eval_steps and not heldout:
-        eval_steps, eval_data = setting("eval_steps", args.eval_steps), flag("eval_data")
-        notes.append(f"note: {eval_steps} does nothing, since no rows are held out (use {eval_data})")
+        use = f"use {flag('eval_data')} or {flag('validation_split')}"
+        notes.append(f"note: {setting('eval_steps', args.eval_steps)} does nothing, since no rows are held out ({use})")
     spec = SlotSpec.of(adapter, initial)
     digests = model.checkpoint.digest(), model.config.digest()
     return AdapterRun(slot, args, adapter, spec, initial, stream, heldout, *digests, name, tuple(notes))
