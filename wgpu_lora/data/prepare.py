@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,11 +19,9 @@ from wgpu_lora.data.files import file_source
 from wgpu_lora.data.formats import EXAMPLES
 from wgpu_lora.data.masks import UNTRAINED, Pair, tokenize_examples
 from wgpu_lora.data.source import Place, Problem, Source
-from wgpu_lora.data.split import held_out, key_of
+from wgpu_lora.data.split import key_of
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.names.naming import setting
-from wgpu_lora.words import counted
 
 _BLOCK_ROWS, _BLOCK_SIZE = 64, 1 << 19  # rows and characters that are tokenised together, at most
 _Read = tuple[Place, dict[str, Any] | Problem, Sample | None, int]
@@ -56,6 +53,7 @@ class Prepared:
     path: name of the data. digest: SHA-256 of the file's bytes or of the rows, hexadecimal.
     parts: number of consecutive rows in a sample. values: one for each sample; empty if the data have none.
     keys: u64 [samples], of the rows that they were made of; equal for equal rows.
+    longest_fork: longest rows of a sample that share the rows of a batch for their common prompt; None for any.
     account: counts of rows by outcome. notes: for the user, about how the data were read.
     trained_tokens, total_tokens: over `rows`.
     """
@@ -71,6 +69,16 @@ class Prepared:
     parts: int = 1
     values: tuple[float, ...] = ()
     keys: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))
+    longest_fork: int | None = 0
+
+    @cached_property
+    def prefixes(self) -> list[int]:
+        """Leading tokens that the second row of each sample shares with the first in a batch; 0 for other rows."""
+        return [common_prefix(rows, self.longest_fork) for rows in self.samples]
+
+    def tokens(self, sample: int) -> int:
+        """Rows that a sample takes in a batch."""
+        return sum(len(row.input_ids) for row in self.samples[sample]) - self.prefixes[sample]
 
     @cached_property
     def samples(self) -> list[list[Row]]:
@@ -89,6 +97,20 @@ class Prepared:
         """One line with counts of rows and tokens."""
         found = self.account.summary(len(self.rows), self.max_length)
         return f"{found}; {self.trained_tokens:,} of {self.total_tokens:,} tokens are trained on"
+
+
+def common_prefix(rows: Sequence[Row], longest: int | None = None) -> int:
+    """Leading tokens that two rows have in common and that predict no trained token.
+
+    It is 0 if there are not two rows, or if one of them is longer than `longest`.
+    """
+    lengths = [len(row.input_ids) for row in rows]
+    if len(rows) != 2 or (longest is not None and max(lengths) > longest):
+        return 0
+    size, (one, other) = min(lengths), rows
+    differing = np.flatnonzero(one.input_ids[:size] != other.input_ids[:size])
+    trained = [np.flatnonzero(row.labels[1:] != UNTRAINED) for row in (one, other)]
+    return min([size - 1, *(int(found[0]) for found in (differing, *trained) if found.size)])
 
 
 def prepare(
@@ -174,39 +196,6 @@ def prepare(
         parts=parts,
         values=tuple(values) if set(values) - {1.0} else (),
         keys=np.array(keys, np.uint64),
-    )
-
-
-def hold_out(prepared: Prepared, amount: float, seed: int) -> tuple[Prepared, Prepared]:
-    """Split samples: (to train on, held out). Equal rows, and the samples made of one row, stay together.
-
-    Args:
-        amount: share or number of the samples to hold out.
-
-    Raises:
-        UserError: there are too few samples.
-    """
-    mask = held_out(prepared.keys, amount, seed)
-    count, total = int(mask.sum()), len(mask)
-    note = f"{count:,} of {counted(total, 'row')} are held out ({setting('validation_split', amount)})"
-    train = _only(prepared, ~mask, notes=(*prepared.notes, note))
-    digest = hashlib.sha256(np.sort(prepared.keys[mask]).tobytes()).hexdigest()
-    source = prepared.account.source
-    return train, _only(prepared, mask, digest=digest, account=Account(source, examples=count), notes=())
-
-
-def _only(prepared: Prepared, mask: np.ndarray, **changes: Any) -> Prepared:
-    """Some of the samples."""
-    chosen = np.flatnonzero(mask).tolist()
-    rows = [row for sample in chosen for row in prepared.samples[sample]]
-    return replace(
-        prepared,
-        rows=rows,
-        values=tuple(prepared.values[sample] for sample in chosen) if prepared.values else (),
-        keys=prepared.keys[mask],
-        trained_tokens=sum(row.trained_tokens for row in rows),
-        total_tokens=sum(len(row.input_ids) for row in rows),
-        **changes,
     )
 
 
