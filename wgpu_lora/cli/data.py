@@ -9,7 +9,8 @@ import typer
 
 from wgpu_lora.cli.commands import Command, Group
 from wgpu_lora.cli.console import Bar, line, print_json
-from wgpu_lora.cli.options import Json, choice
+from wgpu_lora.cli.data_stats import stats
+from wgpu_lora.cli.options import Json, TrainingCommand, choice, training_options
 from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
@@ -19,7 +20,10 @@ DUPLICATES = ("normalized", "exact", "keep")
 REASONS = 5  # that are printed
 EDITS, COLUMNS = "Edits", "Held-out rows"
 
-data = typer.Typer(cls=Group, name="data", help="Prepare training data.", rich_markup_mode=None)
+data = typer.Typer(
+    cls=Group, name="data", help="Prepare training data, and show what is in them.", rich_markup_mode=None
+)
+data.command("stats", cls=TrainingCommand)(training_options(stats))
 
 
 @data.command("prepare", cls=Command)

@@ -10,6 +10,8 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.words import counted
 
+_BLOCK = 1 << 20  # rows that are looked up together
+
 
 def key_of(digest: bytes) -> int:
     """The key of rows that stay together, from a digest of what they have in common."""
@@ -55,7 +57,13 @@ def held_out(keys: np.ndarray, amount: float, seed: int, option: str = "validati
     taken = _taken(sizes, wanted)
     if not len(taken):  # every group is too large
         taken = np.array([np.argmin(sizes)])
-    return np.isin(ranks, ordered[starts[taken]])
+    chosen = ordered[starts[taken]]
+    del ordered, starts, sizes
+    mask = np.empty(rows, bool)
+    for at in range(0, rows, _BLOCK):
+        block = ranks[at : at + _BLOCK]
+        mask[at : at + _BLOCK] = chosen[np.minimum(np.searchsorted(chosen, block), len(chosen) - 1)] == block
+    return mask
 
 
 def _taken(sizes: np.ndarray, wanted: int) -> np.ndarray:
@@ -64,7 +72,7 @@ def _taken(sizes: np.ndarray, wanted: int) -> np.ndarray:
     at, left = 0, wanted
     while left and len(fitting := np.flatnonzero(sizes[at:] <= left)):
         at += int(fitting[0])
-        sums = np.cumsum(sizes[at:], dtype=np.int64)
+        sums = np.cumsum(sizes[at : at + left], dtype=np.int64)  # each has a row
         count = int(np.searchsorted(sums, left, side="right"))
         found.append(np.arange(at, at + count))
         left -= int(sums[count - 1])
