@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.data import chat, write_jsonl
 from support.sources import written
 
@@ -348,7 +351,7 @@ def test_folders_patterns_and_files(tmp_path: Path) -> None:
     (place / "empty.jsonl").write_text("")
     (place / "blank.jsonl").write_text("\n\n")
     (place / "loop").symlink_to(place)
-    os.mkfifo(place / "pipe.jsonl")
+    (place / "pipe.jsonl").symlink_to(os.devnull)
     report = run(tmp_path, place, place / "a.csv", place / "b" / ".." / "a.csv")
     assert [Path(one["name"]).name for one in report["inputs"]] == [
         "a.csv",
@@ -366,9 +369,14 @@ def test_folders_patterns_and_files(tmp_path: Path) -> None:
         "blank.jsonl has no",
     ):
         assert words in notes
-    found = run(tmp_path, f"{place}/**/*.jsonl", exclude=["c.*", "*pipe*"])
-    assert found["rows"]["in"] == 1
-    for name, words in (("nothing.jsonl", "does not exist"), ("*.nothing", "No file matches"), ("", "is empty")):
+    for pattern, rows in (("**/*.jsonl", 1), ("**", 3), ("*", 3), ("[ab]*", 2), ("b", 1)):
+        assert run(tmp_path, f"{place}/{pattern}", exclude=["notes*"])["rows"]["in"] == rows
+    assert run(tmp_path, f"{place}/*", exclude=["c.*", "*/b/*"])["rows"]["in"] == 1
+    for name, words in (
+        ("nothing.jsonl", "does not exist"),
+        ("*.nothing", "No file of rows matches"),
+        ("", "is empty"),
+    ):
         with pytest.raises(UserError, match=words):
             run(tmp_path, name if name in ("", "*.nothing") else tmp_path / name)
 
@@ -443,6 +451,22 @@ def test_nothing_is_left_of_an_interrupted_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="No row is left, of 1 row; nothing was written"):
         prepared(tmp_path, {"text": ""})
     assert os.listdir(tmp_path) == before
+
+
+NAMES = ["messages", "conversations", "prompt", "completion", "chosen", "rejected", "text", "label", "system", "output",
+         "instruction", "input_ids", "labels", "prompt_ids", "tools", "chat_template_kwargs"]  # fmt: skip
+ODD = st.sampled_from(["", "a", "<think>", "[1]", '[{"role": 1}]', None, True, 2, -1.5, [], {}, [[]], {"a": {}}])
+PARTS = st.sampled_from(["role", "from", "content", "value", "type", "text", "thinking", "tool_calls", "weight"])
+ROLES = st.sampled_from(["user", "assistant", "system", "gpt", "text", "thinking"])
+MESSAGE = st.dictionaries(PARTS, ODD | ROLES | st.lists(st.dictionaries(PARTS, ODD | ROLES, max_size=3), max_size=2))
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.lists(st.dictionaries(st.sampled_from(NAMES), ODD | st.lists(MESSAGE | ODD, max_size=3)), min_size=8, max_size=30))
+def test_any_rows_are_accounted_for(rows: list[Any]) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        options = {"strip_system": True, "drop_thinking": True, "enable_thinking": False, "validation_split": 1}
+        prepared(Path(place), *rows, *ROWS[:2], **options)
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

@@ -89,8 +89,9 @@ def measure(job: Job[Any], events: Events = SILENT) -> Projection:
     spent = sum(seconds for _, seconds in taken)
     samples = [sample for step, _ in taken for sample in step.samples]
     timed = sum(positions_of(run.stream, step.micro_batches) for step, _ in taken)
-    stages = {PREPARATION: preparation, COMPILATION: compilation, TRAINING: spent / timed * whole}
-    if heldout:
+    training = args.target_seconds or spent / timed * whole
+    stages = {PREPARATION: preparation, COMPILATION: compilation, TRAINING: training}
+    if heldout and not args.target_seconds:  # which includes held-out losses
         stages[HELDOUT] = heldout * _times(job, total, len(epoch))
     return Projection(stages, len(taken), spent, run.stream.processed_tokens(samples), len(samples))
 

@@ -86,17 +86,30 @@ def _named(name: str, exclude: Sequence[str], found: Inputs) -> Iterator[Path | 
             yield path
         return
     if glob.has_magic(name):
-        found_files = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
-        files = [match for match in found_files if match.is_file() and not matches(match, exclude)]
-        if not files:
-            raise UserError(f"No file matches {name!r}: check the pattern.")
-        yield from files
+        yield from _matching(name, exclude, found)
         return
     if is_hub_id(name):
         yield name
         return
     wrong = "is a link that leads nowhere" if path.is_symlink() else "does not exist"
     raise UserError(f"{name} {wrong}: give files of rows, folders, or patterns such as 'data/*.jsonl'.")
+
+
+def _matching(pattern: str, exclude: Sequence[str], found: Inputs) -> Iterator[Path]:
+    """The files that match a pattern, and those in folders that match it, unless it names files by **."""
+    others, number = [], 0
+    for path in map(Path, sorted(glob.glob(pattern, recursive=True))):
+        if path.is_dir() and "**" not in pattern:
+            yield from _in_folder(path, exclude, found)
+            number += 1
+        elif _is_known(path) and not matches(path, exclude):
+            yield path
+            number += 1
+        elif not path.is_dir() and not matches(path, exclude):
+            others.append(str(path))
+    if not number:
+        raise UserError(f"No file of rows matches {pattern!r}: check the pattern.")
+    _note_others(others, f"that match {pattern!r}", found)
 
 
 def _in_folder(folder: Path, exclude: Sequence[str], found: Inputs) -> Iterator[Path]:
@@ -119,13 +132,21 @@ def _in_folder(folder: Path, exclude: Sequence[str], found: Inputs) -> Iterator[
             path = here / name
             if name.startswith(".") or matches(path, exclude) or (own and name in (REPORT, REJECTED)):
                 continue
-            if bare_name(path).suffix.lower() in SUFFIXES and path.is_file():
+            if _is_known(path):
                 yield path
             else:
                 others.append(str(path.relative_to(folder)))
+    _note_others(others, f"in {folder}", found)
+
+
+def _is_known(path: Path) -> bool:
+    return bare_name(path).suffix.lower() in SUFFIXES and path.is_file()
+
+
+def _note_others(others: Sequence[str], where: str, found: Inputs) -> None:
     if others:
         shown = listed(others[:_SHOWN], max(0, len(others) - _SHOWN))
-        found.notes.append(f"{counted(len(others), 'file')} in {folder} without the suffix of a format: {shown}")
+        found.notes.append(f"{counted(len(others), 'file')} {where} without the suffix of a format: {shown}")
 
 
 def _unreadable(error: OSError) -> None:

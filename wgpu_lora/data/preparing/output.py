@@ -67,6 +67,8 @@ def refuse_output(output: Path, overwrite: bool) -> None:
         if output.is_symlink():
             raise UserError(f"{output} is a link: give {flag('output')} the directory that it leads to.")
         return
+    if output.resolve() in (Path.cwd(), *Path.cwd().parents):
+        raise UserError(f"{output} holds the current directory: give {flag('output')} a directory in it.")
     if not output.is_dir():
         raise UserError(f"{output} is a file: give {flag('output')} a directory.")
     there = {path.name for path in output.iterdir()}
