@@ -18,6 +18,7 @@ from wgpu_lora.cli.bench import bench
 from wgpu_lora.cli.chat import chat
 from wgpu_lora.cli.commands import Command, Group, dashes
 from wgpu_lora.cli.completion import dashed
+from wgpu_lora.cli.data import data
 from wgpu_lora.cli.demo import demo
 from wgpu_lora.cli.evaluate import evaluate
 from wgpu_lora.cli.export import export
@@ -94,6 +95,7 @@ app.command(cls=Command)(prove)
 app.command(cls=Command)(report)
 app.add_typer(bench)
 app.command(cls=Command)(worker)
+app.add_typer(data)
 app.add_typer(export)
 app.add_typer(recipes)
 app.add_typer(share)

@@ -14,7 +14,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names, real_value
 from wgpu_lora.names.allowed import COMPUTE_DTYPES, OVERFLOW
 from wgpu_lora.names.naming import Naming, flag, naming
-from wgpu_lora.train.declared import TYPES, Range, check, kinds, option, require
+from wgpu_lora.train.declared import TYPES, Range, check, check_heldout, kinds, option, require
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.train.own_options import OWN_OPTIONS, as_text, checked
@@ -65,6 +65,9 @@ class TrainingArguments:
     )
     split: str | None = option(None, FILES, "Split of --data to train on, for example train or 'train[:90%]'.")
     eval_split: str | None = option(None, FILES, "Split to hold out, of --eval-data if given, else of --data.")
+    validation_split: float | None = option(
+        None, FILES, "Share (0.1) or number (50) of the rows of --data to hold out, instead of --eval-data; seeded."
+    )
     dataset_config: str | None = option(None, FILES, "Configuration of a Hugging Face dataset that has several.")
     skip_bad_rows: bool = option(
         False, FILES, "Skip rows that cannot be read; they are listed in skipped_rows.jsonl in --output."
@@ -202,6 +205,7 @@ class TrainingArguments:
             if getattr(self, name := OWN_OPTIONS[selected_by]) is not None:
                 kind = registered[getattr(self, selected_by)]
                 object.__setattr__(self, name, checked(kind, self, selected_by))  # comparable when a run is resumed
+        check_heldout(self)
         self.budget()
 
     def budget(self) -> int | None:

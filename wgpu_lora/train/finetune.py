@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from wgpu_lora.assets import DEMO_HELDOUT, DEMO_TRAIN
-from wgpu_lora.data import Prepared, Source, prepare, training_data
+from wgpu_lora.data import Prepared, Sample, Source, hold_out, prepare, training_data
+from wgpu_lora.data.columns import RowFormats
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.models.decoder import Decoder
@@ -47,7 +48,8 @@ def with_demo_data(args: TrainingArguments) -> TrainingArguments:
             raise UserError(
                 f"{flag('data')} is missing: give a file of rows, a folder with train.jsonl, or a Hugging Face dataset."
             )
-        args = replace(args, data=str(DEMO_TRAIN), eval_data=args.eval_data or str(DEMO_HELDOUT))
+        heldout = None if args.validation_split else str(DEMO_HELDOUT)
+        args = replace(args, data=str(DEMO_TRAIN), eval_data=args.eval_data or heldout)
     return replace(args, model=args.model or "demo", output=args.output or OUTPUT)
 
 
@@ -99,6 +101,25 @@ def read_run(
     Raises:
         UserError: the data or the adapter cannot be read, or do not fit the model.
     """
+    sources = sources_of(args, rows)
+    args, length = fit_length(args, model.config.max_position_embeddings)
+    args, adapter, initial = adapter_of(args, model.config)
+    prepared, heldout = read_rows(args, model, sources)
+    objective = objective_of(args)
+    args, note = fitted(args, group_lengths(prepared, objective), weight, objective.members)
+    stream = DataStream(prepared, args)
+    chosen = {"length": length, "batches": note}
+    notes = [f"{label}: {said}" for label, said in chosen.items() if said] + _standing(stream, own)
+    if args.eval_steps and not heldout:
+        use = f"use {flag('eval_data')} or {flag('validation_split')}"
+        notes.append(f"note: {setting('eval_steps', args.eval_steps)} does nothing, since no rows are held out ({use})")
+    spec = SlotSpec.of(adapter, initial)
+    digests = model.checkpoint.digest(), model.config.digest()
+    return AdapterRun(slot, args, adapter, spec, initial, stream, heldout, *digests, name, tuple(notes))
+
+
+def sources_of(args: TrainingArguments, rows: Mapping[str, Source] | None = None) -> tuple[Source, Source | None]:
+    """The sources of training and held-out rows. Raises UserError if they cannot be found."""
     assert args.data is not None
     training, held_out = training_data(
         args.data,
@@ -108,21 +129,33 @@ def read_run(
         dataset_config=args.dataset_config,
         given=rows,
     )
-    args, length = fit_length(args, model.config.max_position_embeddings)
-    args, adapter, initial = adapter_of(args, model.config)
-    prepared = _prepare(args, model, training)
-    objective = objective_of(args)
-    args, note = fitted(args, group_lengths(prepared, objective), weight, objective.members)
-    stream = DataStream(prepared, args)
-    heldout = _prepare(args, model, held_out) if held_out else None
-    chosen = {"length": length, "batches": note}
-    notes = [f"{label}: {said}" for label, said in chosen.items() if said] + _standing(stream, own)
-    if args.eval_steps and not heldout:
-        eval_steps, eval_data = setting("eval_steps", args.eval_steps), flag("eval_data")
-        notes.append(f"note: {eval_steps} does nothing, since no rows are held out (use {eval_data})")
-    spec = SlotSpec.of(adapter, initial)
-    digests = model.checkpoint.digest(), model.config.digest()
-    return AdapterRun(slot, args, adapter, spec, initial, stream, heldout, *digests, name, tuple(notes))
+    if held_out and args.validation_split is not None:
+        raise UserError(
+            f"{args.data} has held-out rows of its own, {held_out.name}: leave {flag('validation_split')} out, or name "
+            f"the file to train on with {flag('data')}."
+        )
+    return training, held_out
+
+
+def read_rows(
+    args: TrainingArguments,
+    model: LoadedModel,
+    sources: tuple[Source, Source | None],
+    formats: RowFormats[Sample] | None = None,
+) -> tuple[Prepared, Prepared | None]:
+    """Training rows, and held-out rows if there are any.
+
+    Args:
+        formats: instead of those of the objective.
+
+    Raises:
+        UserError: rows cannot be read, or there are too few to hold some out.
+    """
+    training, held_out = sources
+    prepared = _prepare(args, model, training, formats)
+    if args.validation_split is not None:
+        return hold_out(prepared, args.validation_split, args.seed)
+    return prepared, _prepare(args, model, held_out) if held_out else None
 
 
 def _standing(stream: DataStream, own: Collection[str]) -> list[str]:
@@ -179,7 +212,9 @@ def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int
     )
 
 
-def _prepare(args: TrainingArguments, model: LoadedModel, source: Source) -> Prepared:
+def _prepare(
+    args: TrainingArguments, model: LoadedModel, source: Source, formats: RowFormats[Sample] | None = None
+) -> Prepared:
     objective = objective_of(args)
     prepared = prepare(
         source,
@@ -190,7 +225,7 @@ def _prepare(args: TrainingArguments, model: LoadedModel, source: Source) -> Pre
         chat_template_kwargs=args.template_kwargs(),
         vocab_size=model.config.vocab_size,
         skip_bad_rows=args.skip_bad_rows,
-        formats=formats_of(objective),
+        formats=formats or formats_of(objective),
         parts=objective.parts,
     )
     return replace(prepared, longest_fork=model.config.longest_fork())

@@ -16,6 +16,7 @@ class TrainingOptions(TypedDict, total=False):
     eval_data: str | Path | Iterable[Mapping[str, Any]] | None
     split: str | None
     eval_split: str | None
+    validation_split: float | None
     dataset_config: str | None
     skip_bad_rows: bool
     device: str | int | None
