@@ -19,6 +19,7 @@ from wgpu_lora.share import budget_bytes
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import OUTPUT, PLAN, TrainingArguments
 from wgpu_lora.train.batching import fitted
+from wgpu_lora.train.frozen import frozen_adapter, starting_at_reference
 from wgpu_lora.train.initial import adapter_of
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.length import fit_length, shortened
@@ -109,20 +110,22 @@ def read_run(
         given=rows,
     )
     args, length = fit_length(args, model.config.max_position_embeddings)
+    objective = objective_of(args)
+    reference = frozen_adapter(objective.reference_path, model.config) if objective.reference_path else None
+    args, begins = starting_at_reference(args, objective)
     args, adapter, initial = adapter_of(args, model.config)
     prepared = _prepare(args, model, training)
-    objective = objective_of(args)
-    args, note = fitted(args, group_lengths(prepared, objective), weight, objective.members)
+    args, note = fitted(args, group_lengths(prepared), weight, objective.parts)
     stream = DataStream(prepared, args)
     heldout = _prepare(args, model, held_out) if held_out else None
-    chosen = {"length": length, "batches": note}
+    chosen = {"length": length, "batches": note, "adapter": begins}
     notes = [f"{label}: {said}" for label, said in chosen.items() if said] + _standing(stream, own)
     if args.eval_steps and not heldout:
         eval_steps, eval_data = setting("eval_steps", args.eval_steps), flag("eval_data")
         notes.append(f"note: {eval_steps} does nothing, since no rows are held out (use {eval_data})")
     spec = SlotSpec.of(adapter, initial)
     digests = model.checkpoint.digest(), model.config.digest()
-    return AdapterRun(slot, args, adapter, spec, initial, stream, heldout, *digests, name, tuple(notes))
+    return AdapterRun(slot, args, adapter, spec, initial, stream, heldout, *digests, name, tuple(notes), reference)
 
 
 def _standing(stream: DataStream, own: Collection[str]) -> list[str]:
@@ -161,7 +164,7 @@ def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int
         batch_tokens: maximum tokens of a batch that slots share.
     """
     args = runs[0].args
-    heldout = [length for run in runs if run.heldout for length in group_lengths(run.heldout, run.stream.objective)]
+    heldout = [length for run in runs if run.heldout for length in group_lengths(run.heldout)]
     buckets = runs[0].stream.buckets() if batch_tokens is None else quarters(batch_tokens)
     return Session(
         model,
@@ -176,20 +179,28 @@ def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int
         objectives=[run.stream.objective for run in runs],
         optim=args.optim,
         eval_tokens=max([buckets[-1], *heldout]) if heldout else 0,
+        references={run.slot: run.reference.spec for run in runs if run.reference},
+        mismatched=max(
+            stream.longest_mismatched
+            for run in runs
+            for stream in (run.stream, *([DataStream(run.heldout, run.args)] if run.heldout else []))
+        ),
     )
 
 
 def _prepare(args: TrainingArguments, model: LoadedModel, source: Source) -> Prepared:
     objective = objective_of(args)
+    cut = objective.cut()
     return prepare(
         source,
         model.tokenizer,
         max_length=args.length,
-        completion_only_loss=args.completion_only_loss,
+        completion_only_loss=args.completion_only_loss or cut is not None,
         on_overflow="drop" if args.on_overflow == "drop" else "truncate",
         chat_template_kwargs=args.template_kwargs(),
         vocab_size=model.config.vocab_size,
         skip_bad_rows=args.skip_bad_rows,
         formats=formats_of(objective),
         parts=objective.parts,
+        cut=cut,
     )
