@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from golden import adapters
 from golden.models import CONFIGS, save
-from golden.preferences import ARCHITECTURE, preferences
 from golden.quant import is_clear_cut, quantize
 from golden.training import golden
 from safetensors.numpy import load_file, save_file
@@ -62,6 +61,8 @@ def main(output: Path) -> None:
         save_file(golden(architecture, directory), output / "golden" / f"{architecture}.safetensors")
         print(architecture, "done", flush=True)
     save_file(peft_adapters(output), output / "golden" / "peft.safetensors")
+    from golden.preferences import ARCHITECTURE, preferences  # needs TRL
+
     initial = load_file(output / "golden" / f"{ARCHITECTURE}.safetensors")
     save_file(preferences(output / "models", initial), output / "golden" / "preferences.safetensors")
 

@@ -43,7 +43,14 @@ CASES: dict[str, dict[str, Any]] = {
     **{f"cpo-{name}": {"objective": "cpo", "loss_type": name} for name in ("hinge", "ipo")},
     **{f"cpo-{name}": {"objective": "cpo", "loss_type": name, **SMOOTHED} for name in ("sigmoid", "simpo")},
 }
-METRICS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected")
+METRICS = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+)
 Arrays = dict[str, np.ndarray]
 Pair = dict[str, list[int]]
 
@@ -54,10 +61,8 @@ def preferences(models: Path, initial: Arrays) -> Arrays:
     base = load(models / ARCHITECTURE)
     rows = pairs(base.config.vocab_size)
     out = {f"{name}.{i}": np.array(ids, np.int32) for i, row in enumerate(rows) for name, ids in row.items()}
-    start = {
-        name.removeprefix("adapter."): value for name, value in initial.items() if name.split(".")[2:3] and name.split(".")[2] in TARGETS
-        and name.startswith("adapter.")
-    }  # fmt: skip
+    own = [name.removeprefix("adapter.") for name in initial if name.startswith("adapter.")]
+    start = {name: initial[f"adapter.{name}"] for name in own if name.split(".")[1] in TARGETS}
     for name, options in CASES.items():
         out |= {f"{name}.{key}": value for key, value in train(base, rows, start, options).items()}
     return out
@@ -74,10 +79,11 @@ def pairs(vocab: int) -> list[Pair]:
 
 def labelled(rows: list[Pair]) -> list[dict[str, Any]]:
     """Every other pair's chosen answer as desirable, the other pairs' rejected one as undesirable."""
+    answers = [row["rejected_ids" if i % 2 else "chosen_ids"] for i, row in enumerate(rows)]
     return [
-        {"prompt_ids": row["prompt_ids"], "completion_ids": row["rejected_ids" if i % 2 else "chosen_ids"], "label": not i % 2}
-        for i, row in enumerate(rows)
-    ]  # fmt: skip
+        {"prompt_ids": row["prompt_ids"], "completion_ids": answer, "label": not i % 2}
+        for i, (row, answer) in enumerate(zip(rows, answers, strict=True))
+    ]
 
 
 def train(base: PreTrainedModel, rows: list[Pair], start: Arrays, options: dict[str, Any]) -> Arrays:
@@ -85,7 +91,9 @@ def train(base: PreTrainedModel, rows: list[Pair], start: Arrays, options: dict[
     model, parameters = adapted(base, start, frozen="reference_adapter" in options)
     objective = options["objective"]
     trainer = {"dpo": dpo, "kto": kto, "cpo": cpo, "orpo": cpo}[objective](model, options)
-    optimizer = torch.optim.AdamW(parameters.values(), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=EPSILON, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        parameters.values(), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=EPSILON, weight_decay=0.01
+    )
     found: dict[str, list[float]] = defaultdict(list)
     for step in range(STEPS):
         numbers = [(i + step * BATCH) % PAIRS for i in range(BATCH)]
@@ -107,7 +115,7 @@ def train(base: PreTrainedModel, rows: list[Pair], start: Arrays, options: dict[
 def adapted(
     base: PreTrainedModel, start: Arrays, frozen: bool
 ) -> tuple[torch.nn.Module, dict[str, torch.nn.Parameter]]:
-    """The model with the initial adapter; with `frozen`, also with TRL's reference adapter, whose B is twice as large."""
+    """The model with the initial adapter and, with `frozen`, TRL's reference adapter, whose B is twice as large."""
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=[*TARGETS], task_type="CAUSAL_LM")
     model = get_peft_model(copy.deepcopy(base), config)
     if frozen:

@@ -65,7 +65,7 @@ def words_and_adapters(directory: Path, template: str | None = None) -> Path:
 def save_golden_adapter(
     architecture: str, directory: Path, scale: float = 1.0, rank: int = 4, modules: Sequence[str] = (), **config: object
 ) -> Path:
-    """The golden adapter as PEFT has it, of some modules or all; with a smaller rank, the first rows and columns of it."""
+    """The golden adapter as PEFT has it, of some modules or all; with a smaller rank, its first rows and columns."""
     tensors = {}
     for name, value in golden(architecture).items():
         if name.startswith("adapter."):

@@ -243,7 +243,10 @@ def test_it_is_trained_logged_and_resumed(device: Device, tmp_path: Path) -> Non
 
 def test_beside_another_objective(device: Device, tmp_path: Path) -> None:
     """In one pipeline with shared batches, each adapter is the same as when trained alone."""
-    alone = [job(tmp_path / "pairwise"), job(tmp_path / "sft", objective="sft", data=str(rows(tmp_path / "plain.jsonl")))]
+    alone = [
+        job(tmp_path / "pairwise"),
+        job(tmp_path / "sft", objective="sft", data=str(rows(tmp_path / "plain.jsonl"))),
+    ]
     for one in alone:
         one.train()
     tasks = [

@@ -1,4 +1,4 @@
-"""The losses of preference objectives in float64: their slopes are differences of their values, and nothing overflows."""
+"""The losses of preference objectives in float64: slopes are differences of values, and nothing overflows."""
 
 from __future__ import annotations
 

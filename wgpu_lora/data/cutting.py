@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 from wgpu_lora.data.masks import UNTRAINED
 
@@ -32,9 +32,14 @@ class Cut:
         return ids[first:stop], labels[first:stop]
 
 
-def prompt_tokens(labels: list[int]) -> int:
+def prompt_tokens(labels: Iterable[int]) -> int:
     """The number of tokens before the first trained one."""
-    return next((i for i, label in enumerate(labels) if label != UNTRAINED), len(labels))
+    count = 0
+    for label in labels:
+        if label != UNTRAINED:
+            break
+        count += 1
+    return count
 
 
 def unusable(pairs: list[tuple[list[int], list[int]]], cut: list[tuple[list[int], list[int]]]) -> str | None:
@@ -43,7 +48,7 @@ def unusable(pairs: list[tuple[list[int], list[int]]], cut: list[tuple[list[int]
         if all(label == UNTRAINED for label in labels[1:]):
             return "the prompt fills the whole length, so that nothing of the answer is left"
     if len(cut) > 1 and all(row == cut[0] for row in cut[1:]):
-        said: Literal["the chosen and the rejected answer"] = "the chosen and the rejected answer"
         shortened = any(len(row[0]) > len(short[0]) for row, short in zip(pairs, cut, strict=True))
-        return f"{said} are equal {'where the length cuts them' if shortened else 'as tokens'}"
+        where = "where the length cuts them" if shortened else "as tokens"
+        return f"the chosen and the rejected answer are equal {where}"
     return None

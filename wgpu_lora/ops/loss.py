@@ -86,9 +86,7 @@ class Targets:
     count: Tensor
 
 
-def token_logprobs(
-    rec: Recorder, hidden: Tensor, head: Table, targets: Targets, into: Tensor | None = None
-) -> Tensor:
+def token_logprobs(rec: Recorder, hidden: Tensor, head: Table, targets: Targets, into: Tensor | None = None) -> Tensor:
     """The log-probability of every target, f32 [R], given hidden states [T, hidden_size]; by default a new tensor.
 
     For a backward pass, set the weights of the tokens' -log p in the loss with `seed`.

@@ -14,10 +14,11 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names, real_value
 from wgpu_lora.names.allowed import COMPUTE_DTYPES, OVERFLOW
 from wgpu_lora.names.naming import Naming, flag, naming
-from wgpu_lora.train.declared import TYPES, Range, check, kinds, option, require
+from wgpu_lora.train.declared import NOT_NEGATIVE, POSITIVE, TYPES, Range, check, kinds, option, require
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.train.own_options import OWN_OPTIONS, as_text, checked, created
+from wgpu_lora.train.preference_options import PREFERENCES, PreferenceOptions
 from wgpu_lora.train.schedule import LR_SCHEDULES
 from wgpu_lora.weights.registry import BASE_FORMATS, DEFAULT_FORMAT
 
@@ -32,22 +33,27 @@ FREE_ON_RESUME = {
 }  # fmt: skip
 # Options that may change to extend a run.
 PLAN = ("num_train_epochs", "max_steps", "target_seconds")
-PATHS = ("data", "eval_data", "model", "output", "init_adapter", "reference_adapter")  # options whose values may be paths
+PATHS = (
+    "data",
+    "eval_data",
+    "model",
+    "output",
+    "init_adapter",
+    "reference_adapter",
+)  # options whose values may be paths
 # Batches by default, unless the data are small (train/batching.py).
 OUTPUT, ROWS_PER_BATCH, ACCUMULATION = "output", 2, 4
 LENGTH = 1024  # tokens per row by default, if the model has as many positions
 # Headings of the options in the command line's help.
 FILES, ADAPTER, OPTIMISATION = "Model, data and device", "Adapter", "Optimisation"
 BATCHES, MEMORY, SAVING = "Length of the run and batches", "Memory", "Logging and saving"
-PREFERENCES = "Preference training (--objective dpo, kto, orpo, cpo)"
 PANELS = (FILES, ADAPTER, OPTIMISATION, PREFERENCES, BATCHES, MEMORY, SAVING)
 LISTS = ("target_modules", "loss_type", "loss_weights")  # which may be given as lists
-POSITIVE, NOT_NEGATIVE = Range(above=0), Range(at_least=0)
 SIZE = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class TrainingArguments:
+class TrainingArguments(PreferenceOptions):
     """Names and meanings are those of TRL, PEFT and transformers, where they have the option."""
 
     data: str | None = option(
@@ -117,58 +123,6 @@ class TrainingArguments:
     optim: str = option("adamw", OPTIMISATION, "The optimizer.", choices=OPTIMIZERS)
     optim_args: str | None = option(
         None, OPTIMISATION, "Options of the optimizer's own, as NAME=VALUE separated by commas."
-    )
-    beta: float = option(
-        0.1, PREFERENCES, "How strongly the policy is kept near the reference; the weight of ORPO's odds ratio.",
-        within=POSITIVE,
-    )
-    loss_type: str | None = option(
-        None,
-        PREFERENCES,
-        "dpo: one or, separated by commas, several of sigmoid, hinge, ipo, exo_pair, nca_pair, robust, sppo_hard, "
-        "apo_zero, apo_down, sft. kto: kto, apo_zero_unpaired. cpo: sigmoid, hinge, ipo, simpo. Default: the first.",
-    )
-    loss_weights: str | None = option(
-        None, PREFERENCES, "dpo: weights of the losses in --loss-type, separated by commas. Default: 1 each."
-    )
-    label_smoothing: float = option(
-        0.0,
-        PREFERENCES,
-        "dpo (robust, exo_pair) and cpo (sigmoid, simpo): probability that a preference is the wrong way round.",
-        within=Range(at_least=0, below=1),
-    )
-    ld_alpha: float | None = option(
-        None,
-        PREFERENCES,
-        "dpo: weight of the tokens that one answer has more than the other. Default: 1.",
-        within=Range(at_least=0, at_most=1),
-    )
-    reference_adapter: str | None = option(
-        None,
-        PREFERENCES,
-        "dpo and kto: PEFT adapter directory that is the frozen reference, and where training starts unless "
-        "--init-adapter is given. Default: the base model alone.",
-    )
-    precompute_ref_log_probs: bool = option(
-        False, PREFERENCES, "dpo and kto: compute the reference once before training instead of in every step."
-    )
-    cpo_alpha: float = option(
-        1.0, PREFERENCES, "cpo: weight of the chosen answers' negative log-likelihood.", within=NOT_NEGATIVE
-    )
-    simpo_gamma: float = option(0.5, PREFERENCES, "cpo (simpo): target reward margin.", within=NOT_NEGATIVE)
-    desirable_weight: float = option(1.0, PREFERENCES, "kto: weight of desirable answers.", within=NOT_NEGATIVE)
-    undesirable_weight: float = option(1.0, PREFERENCES, "kto: weight of undesirable answers.", within=NOT_NEGATIVE)
-    max_prompt_length: int | None = option(
-        None, PREFERENCES, "Maximum tokens of a prompt; a longer one loses its beginning.", within=POSITIVE
-    )
-    max_completion_length: int | None = option(
-        None, PREFERENCES, "Maximum tokens of an answer; a longer one loses its end.", within=POSITIVE
-    )
-    truncation_mode: str = option(
-        "keep_start",
-        PREFERENCES,
-        "What is kept of a row that is then still longer than --max-length.",
-        choices=("keep_start", "keep_end"),
     )
     weight_decay: float = option(0.0, OPTIMISATION, "Decoupled weight decay.", within=NOT_NEGATIVE)
     adam_beta1: float = option(0.9, OPTIMISATION, "Decay of AdamW's first moment.", within=Range(at_least=0, below=1))

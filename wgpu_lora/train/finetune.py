@@ -114,10 +114,10 @@ def read_run(
     reference = frozen_adapter(objective.reference_path, model.config) if objective.reference_path else None
     args, begins = starting_at_reference(args, objective)
     args, adapter, initial = adapter_of(args, model.config)
-    prepared = _prepare(args, model, training)
+    prepared = prepared_for(args, model, training)
     args, note = fitted(args, group_lengths(prepared), weight, objective.parts)
     stream = DataStream(prepared, args)
-    heldout = _prepare(args, model, held_out) if held_out else None
+    heldout = prepared_for(args, model, held_out) if held_out else None
     chosen = {"length": length, "batches": note, "adapter": begins}
     notes = [f"{label}: {said}" for label, said in chosen.items() if said] + _standing(stream, own)
     if args.eval_steps and not heldout:
@@ -188,7 +188,8 @@ def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int
     )
 
 
-def _prepare(args: TrainingArguments, model: LoadedModel, source: Source) -> Prepared:
+def prepared_for(args: TrainingArguments, model: LoadedModel, source: Source) -> Prepared:
+    """The samples that the objective trains on. Raises UserError."""
     objective = objective_of(args)
     cut = objective.cut()
     return prepare(

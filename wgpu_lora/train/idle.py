@@ -40,8 +40,8 @@ def idle(given: Collection[str], args: TrainingArguments) -> list[str]:
         f"with {setting('save_steps', 0)} there is one checkpoint, at the end",
     )
     if args.objective != "sft" and objective_of(args).cut():
-        chosen = setting("objective", args.objective)
-        say(("completion_only_loss",), True, f"{chosen} is about answers only")
+        of = setting("objective", args.objective)
+        say(("completion_only_loss",), True, f"{of} is about answers only")
     for name, kinds in (("optim", OPTIMIZERS), ("objective", OBJECTIVES)):
         chosen: str = getattr(args, name)
         read, others = _options(kinds[chosen]), {option for kind in kinds.values() for option in _options(kind)}

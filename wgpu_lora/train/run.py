@@ -10,8 +10,8 @@ from wgpu_lora.data import Prepared
 from wgpu_lora.formats.peft import AdapterConfig, Matrices
 from wgpu_lora.models.lora import SlotSpec
 from wgpu_lora.train.arguments import FREE_ON_RESUME, TrainingArguments
-from wgpu_lora.train.output import Log
 from wgpu_lora.train.frozen import FrozenAdapter
+from wgpu_lora.train.output import Log
 from wgpu_lora.train.state import RunState
 from wgpu_lora.train.stream import DataStream
 

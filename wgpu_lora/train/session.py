@@ -116,10 +116,10 @@ class Session:
         sizes, rest = [*self.steps], (self.tables, self.compute_dtype)
         longest = [self.heldout.tokens] if self.heldout else []
         if any(objective.reference for objective in self._objectives):
-            buckets = [*sizes, *longest, *([mismatched] if mismatched > max(sizes) else [])]
+            buckets = [*sizes, *longest, *([mismatched] if mismatched > max([*sizes, *longest]) else [])]
             self.frozen = Scorer(self.model, self.references, buckets, *rest, "reference")
         if any(objective.mismatched for objective in self._objectives):
-            self.current = Scorer(self.model, self.adapters, [max(mismatched, *sizes)], *rest, "mismatched")
+            self.current = Scorer(self.model, self.adapters, [max([mismatched, *sizes, *longest])], *rest, "mismatched")
 
     def _scorers(self) -> list[Scorer]:
         return [scorer for scorer in (self.frozen, self.current) if scorer]
@@ -203,8 +203,9 @@ class Session:
     def estimated(self, batches: Sequence[Sequence[Group]]) -> list[list[Group]]:
         """The batches of a step with what `Objective.estimate` makes of their mismatched rows, by slot."""
         rows: dict[int, list[Segment]] = {}
-        for group in (group for batch in batches for group in batch if group.mismatched):
-            rows.setdefault(group.slot, []).append(group.mismatched)
+        for group in (group for batch in batches for group in batch):
+            if group.mismatched:
+                rows.setdefault(group.slot, []).append(group.mismatched)
         shared = {}
         for slot, segments in rows.items():
             assert self.current is not None
@@ -227,7 +228,9 @@ class Session:
         live = [o for o in self._objectives if o.reference and (o.mismatched or not o.precomputes)]
         if self.frozen and not live:
             held = self.references.storages() if self.references else set()
-            release(self.device, (self.frozen.storages() | held) - self.model.decoder.storages() - self.tables.storages())
+            release(
+                self.device, (self.frozen.storages() | held) - self.model.decoder.storages() - self.tables.storages()
+            )
 
     def place_reference(self, slot: int, matrices: Matrices) -> None:
         """Upload the frozen adapter that a slot is compared with."""

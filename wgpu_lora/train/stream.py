@@ -143,10 +143,8 @@ class DataStream:
         # The examples of a sample have the same dropout, so that a prompt that they share does.
         draws = [None if epoch is None else self._draws(epoch, rows[0].index, len(row.input_ids)) for row in rows]
         labels = [row.input_ids if whole and not number else row.labels for number, row in enumerate(rows)]
-        context = tuple(
-            prompt_targets(row.labels) if whole and not number else 0 for number, row in enumerate(rows)
-        )
-        segments = [Segment(r.input_ids, l, slot, d) for r, l, d in zip(rows, labels, draws, strict=True)]
+        context = tuple(prompt_targets(row.labels) if whole and not number else 0 for number, row in enumerate(rows))
+        segments = [Segment(r.input_ids, own, slot, d) for r, own, d in zip(rows, labels, draws, strict=True)]
         value = self.prepared.value(sample)
         return Group(tuple(segments), slot, weight, value, self.references.get(sample), context=context)
 

@@ -14,7 +14,8 @@ from wgpu_lora.data import Source
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names
 from wgpu_lora.names.naming import IN_FILE, flag, naming, renamed
-from wgpu_lora.train.arguments import PREFERENCES, TrainingArguments, from_values
+from wgpu_lora.train.arguments import TrainingArguments, from_values
+from wgpu_lora.train.preference_options import PREFERENCES
 from wgpu_lora.train.resume import found_from
 
 # Keys of an [[adapter]] table, and the corresponding training options.

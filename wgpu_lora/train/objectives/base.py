@@ -167,8 +167,8 @@ class Objective:
     unit: what the loss is averaged over. parts: examples per sample, which stay in one batch. reference: whether it
     needs the log-probabilities of its answers under a frozen reference: the base model alone, or another adapter.
     whole: whether it also needs the log-probabilities of the first example's prompt. mismatched: whether it needs those
-    of prompts with other samples' answers (`Objective.estimate`). valued: whether it reads the value of each token's row
-    (`Sample.value`). metrics: values logged beside the loss.
+    of prompts with other samples' answers (`Objective.estimate`). valued: whether it reads the value of each token's
+    row (`Sample.value`). metrics: values logged beside the loss.
     """
 
     formats: ClassVar[RowFormats[Sample]] = EXAMPLES

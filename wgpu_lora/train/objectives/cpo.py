@@ -57,10 +57,12 @@ def cpo_scores(
     slope[:, :, 0] = cpo_slopes(*given)[:, None] * rate * (1, -1)
     slope[:, 0, 1] = -alpha * shared
     logged = np.zeros((7, stride))
-    logged[:, :size] = used * np.stack(
-        [*(beta * logps.T), difference > 0, beta * difference, *logps.T, nll]
+    logged[:, :size] = used * np.stack([*(beta * logps.T), difference > 0, beta * difference, *logps.T, nll])
+    return (
+        np.where(used[:, None, None], factor[:, None, None] * slope, 0),
+        used * (cpo_losses(*given) + alpha * nll),
+        logged,
     )
-    return np.where(used[:, None, None], factor[:, None, None] * slope, 0), used * (cpo_losses(*given) + alpha * nll), logged
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,7 @@ LOSSES = (
 )  # fmt: skip
 
 
-def dpo_losses(
-    c: Any, r: Any, lengths: Any, nll: Any, weights: dict[str, float], beta: float, smoothing: float
-) -> Any:
+def dpo_losses(c: Any, r: Any, lengths: Any, nll: Any, weights: dict[str, float], beta: float, smoothing: float) -> Any:
     """The weighted sum of the losses. c, r [G]: log-ratios of chosen and rejected; lengths [G, 2]; nll [G]."""
     a, b, h = beta * c, beta * r, beta * (c - r)
     mean = c / lengths[:, 0] - r / lengths[:, 1]
@@ -38,7 +36,8 @@ def dpo_losses(
             "exo_pair": sigmoid(h) * (log_sigmoid(h) - np.log1p(-smoothing))
             + sigmoid(-h) * (log_sigmoid(-h) - np.log(smoothing)),
             "nca_pair": -log_sigmoid(a) - 0.5 * log_sigmoid(-a) - 0.5 * log_sigmoid(-b),
-            "robust": (smoothing * log_sigmoid(-h) - (1 - smoothing) * log_sigmoid(h)) / (1 - 2 * np.float64(smoothing)),
+            "robust": (smoothing * log_sigmoid(-h) - (1 - smoothing) * log_sigmoid(h))
+            / (1 - 2 * np.float64(smoothing)),
             "sppo_hard": (c - 0.5 / beta) ** 2 + (r + 0.5 / beta) ** 2,
             "apo_zero": sigmoid(-a) + sigmoid(b),
             "apo_down": sigmoid(a) + sigmoid(-h),
@@ -69,7 +68,9 @@ def dpo_slopes(c: Any, r: Any, lengths: Any, weights: dict[str, float], beta: fl
         "apo_down": (beta * (sigmoid(a) * sigmoid(-a) - bell), beta * bell),
         "sft": (none, none),
     }
-    return np.stack([sum(weight * both[name][i] for name, weight in weights.items() if weight) + none for i in (0, 1)], 1)
+    return np.stack(
+        [sum(weight * both[name][i] for name, weight in weights.items() if weight) + none for i in (0, 1)], 1
+    )
 
 
 @kernel("objectives/dpo.wgsl", **BY_GROUP)
@@ -134,7 +135,7 @@ class DPO(Referenced, Pairs):
             )
         if "exo_pair" in names and not self.label_smoothing:
             raise UserError(
-                f"{setting('loss_type', 'exo_pair')} needs a {flag('label_smoothing')} greater than 0, for example 1e-3."
+                f"{setting('loss_type', 'exo_pair')} needs a {flag('label_smoothing')} greater than 0, such as 1e-3."
             )
         if "robust" in names and self.label_smoothing >= 0.5:
             raise UserError(
@@ -151,7 +152,7 @@ class DPO(Referenced, Pairs):
                 raise ValueError
         except ValueError:
             raise UserError(
-                f"{flag('loss_weights')} must be numbers of 0 or more, not all 0, separated by commas, not {text!r:.80}."
+                f"{flag('loss_weights')} must be numbers of at least 0, not all 0, with commas, not {text!r:.80}."
             ) from None
         return found
 
@@ -168,7 +169,8 @@ class DPO(Referenced, Pairs):
 
     def inputs(self, sums: Tensor, scoring: Scoring) -> list[Tensor]:
         groups = scoring.groups
-        assert groups is not None and groups.reference is not None
+        assert groups is not None
+        assert groups.reference is not None
         return [sums, groups.members, groups.reference, groups.weights, groups.shared]
 
     def constants(self) -> dict[str, Any]:

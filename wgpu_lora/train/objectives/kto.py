@@ -91,7 +91,8 @@ class KTO(Referenced):
 
     def inputs(self, sums: Tensor, scoring: Scoring) -> list[Tensor]:
         groups = scoring.groups
-        assert groups is not None and groups.reference is not None
+        assert groups is not None
+        assert groups.reference is not None
         return [sums, groups.reference, groups.weights, groups.values, groups.shared]
 
     def constants(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Sums of log-probabilities over the segments of groups, and the weights of tokens from a loss's derivatives by them."""
+"""Sums of log-probabilities over the segments of groups, and tokens' weights from a loss's derivatives by them."""
 
 from __future__ import annotations
 
