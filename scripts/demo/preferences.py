@@ -2,9 +2,8 @@
 
     python scripts/demo/preferences.py OUTPUT
 
-writes OUTPUT/train.jsonl and OUTPUT/valid.jsonl, from the demo's training and held-out rows. A pair's rejected answer has
-one line (the filter, the map or the reduction) of another row's answer, and does not pass the row's check by being the
-same function: the line differs.
+writes OUTPUT/train.jsonl and OUTPUT/valid.jsonl, from the demo's training and held-out rows. A rejected answer has
+one line (the filter, the map or the reduction) of another row's answer.
 """
 
 from __future__ import annotations

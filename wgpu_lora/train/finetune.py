@@ -192,7 +192,7 @@ def prepared_for(args: TrainingArguments, model: LoadedModel, source: Source) ->
     """The samples that the objective trains on. Raises UserError."""
     objective = objective_of(args)
     cut = objective.cut()
-    return prepare(
+    prepared = prepare(
         source,
         model.tokenizer,
         max_length=args.length,
@@ -205,3 +205,4 @@ def prepared_for(args: TrainingArguments, model: LoadedModel, source: Source) ->
         parts=objective.parts,
         cut=cut,
     )
+    return replace(prepared, longest_fork=model.config.longest_fork())

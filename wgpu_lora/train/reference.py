@@ -78,11 +78,11 @@ class Scorer:
         """Where the programs run; each is built before its first use."""
         self._arena, self._choices = arena, choices
 
-    def logprobs(self, segments: Sequence[Segment]) -> list[np.ndarray]:
-        """The log-probabilities of each segment's targets, f32."""
-        found: dict[int, np.ndarray] = {}
-        lengths = [len(segment.input_ids) for segment in segments]
-        for together in pack(lengths, range(len(segments)), max(self.passes)):
+    def logprobs(self, samples: Sequence[Sequence[Segment]]) -> list[list[np.ndarray]]:
+        """The log-probabilities of the targets of each segment, f32. A sample's segments stay in one batch."""
+        found: dict[int, list[np.ndarray]] = {}
+        lengths = [sum(segment.tokens for segment in segments) for segments in samples]
+        for together in pack(lengths, range(len(samples)), max(self.passes)):
             need = sum(lengths[i] for i in together)
             size = min(tokens for tokens in self.passes if tokens >= need)
             one = self.passes[size]
@@ -90,8 +90,11 @@ class Scorer:
                 assert self._arena is not None, "use() first"
                 one.program.build(self._arena, self._choices)
                 self._built.add(size)
-            places = one.inputs.upload(self.device, [replace(segments[i], draws=None) for i in together])
+            segments = [replace(segment, draws=None) for i in together for segment in samples[i]]
+            places = iter(one.inputs.upload(self.device, segments))
             one.program.run()
             values = self.device.read(one.logprobs.storage.buffer).view(np.float32)
-            found |= {i: values[start:stop].copy() for i, (start, stop) in zip(together, places, strict=True)}
-        return [found[i] for i in range(len(segments))]
+            for i in together:
+                spans = [next(places) for _ in samples[i]]
+                found[i] = [values[start:stop].copy() for start, stop in spans]
+        return [found[i] for i in range(len(samples))]

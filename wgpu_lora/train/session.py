@@ -194,10 +194,9 @@ class Session:
     def referenced(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with the log-probabilities of their answers under their reference, if they need them."""
         open = [i for i, g in enumerate(groups) if self._objectives[g.slot].reference and g.reference is None]
-        known, scores = list(groups), iter(self._frozen_logprobs([s for i in open for s in groups[i].segments]))
-        for i in open:
-            objective = self._objectives[groups[i].slot]
-            known[i] = replace(groups[i], reference=objective.sums([next(scores) for _ in groups[i].segments]))
+        known = list(groups)
+        for i, logprobs in zip(open, self._frozen_logprobs([groups[i].segments for i in open]), strict=True):
+            known[i] = replace(groups[i], reference=self._objectives[groups[i].slot].sums(logprobs))
         return known
 
     def estimated(self, batches: Sequence[Sequence[Group]]) -> list[list[Group]]:
@@ -210,18 +209,23 @@ class Session:
         for slot, segments in rows.items():
             assert self.current is not None
             objective = self._objectives[slot]
-            policy = [objective.sums([values])[0] for values in self.current.logprobs(segments)]
-            reference = [objective.sums([values])[0] for values in self._frozen_logprobs(segments)]
+            single = [[segment] for segment in segments]
+            policy = [objective.sums(logprobs)[0] for logprobs in self.current.logprobs(single)]
+            reference = [objective.sums(logprobs)[0] for logprobs in self._frozen_logprobs(single)]
             shared[slot] = objective.estimate(policy, reference)
         return [[replace(g, shared=shared[g.slot]) if g.mismatched else g for g in batch] for batch in batches]
 
-    def _frozen_logprobs(self, segments: Sequence[Segment]) -> list[np.ndarray]:
-        """Log-probabilities of segments' targets under the references of their slots."""
-        if not segments:
+    def _frozen_logprobs(self, samples: Sequence[Sequence[Segment]]) -> list[list[np.ndarray]]:
+        """Log-probabilities of samples' targets under the references of their slots."""
+        if not samples:
             return []
         assert self.frozen is not None
         slots = self._frozen_slots
-        return self.frozen.logprobs([replace(s, slot=None if s.slot is None else slots.get(s.slot)) for s in segments])
+
+        def frozen(segment: Segment) -> Segment:
+            return replace(segment, slot=None if segment.slot is None else slots.get(segment.slot))
+
+        return self.frozen.logprobs([[frozen(segment) for segment in segments] for segments in samples])
 
     def release_references(self) -> None:
         """Free what only the reference passes need, if no step has any: all references have been precomputed."""

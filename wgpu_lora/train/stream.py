@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from wgpu_lora.data import Prepared, batches, epoch_order
+from wgpu_lora.data import Prepared, Row, batches, epoch_order
 from wgpu_lora.data.cutting import prompt_tokens
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.train.arguments import TrainingArguments
@@ -140,11 +140,11 @@ class DataStream:
     def group(self, sample: int, weight: float, slot: int, epoch: int | None = None) -> Group:
         """A sample as a group of a batch; `epoch` keys its dropout, None turns dropout off."""
         rows, whole = self.prepared.samples[sample], self.objective.whole
-        # The examples of a sample have the same dropout, so that a prompt that they share does.
-        draws = [None if epoch is None else self._draws(epoch, rows[0].index, len(row.input_ids)) for row in rows]
+        prefixes = [0] * (len(rows) - 1) + [self.prepared.prefixes[sample]]
         labels = [row.input_ids if whole and not number else row.labels for number, row in enumerate(rows)]
         context = tuple(prompt_targets(row.labels) if whole and not number else 0 for number, row in enumerate(rows))
-        segments = [Segment(r.input_ids, own, slot, d) for r, own, d in zip(rows, labels, draws, strict=True)]
+        made = zip(rows, labels, self._draws(epoch, rows), prefixes, strict=True)
+        segments = [Segment(row.input_ids, own, slot, drawn, prefix) for row, own, drawn, prefix in made]
         value = self.prepared.value(sample)
         return Group(tuple(segments), slot, weight, value, self.references.get(sample), context=context)
 
@@ -166,11 +166,15 @@ class DataStream:
         answers = [len(row.labels) - prompt for row, prompt in zip(self.prepared.rows, prompts, strict=True)]
         return min(self.args.length, max(prompts) + max(answers))
 
-    def _draws(self, epoch: int, row: int, length: int) -> np.ndarray | None:
+    def _draws(self, epoch: int | None, rows: Sequence[Row]) -> list[np.ndarray | None]:
+        """Dropout keys of each row of a sample, the same at the same position, so that a common prompt has the same."""
+        if epoch is None or not self.args.lora_dropout:
+            return [None] * len(rows)
+        return [self._keys(epoch, rows[0].index, len(row.input_ids)) for row in rows]
+
+    def _keys(self, epoch: int, row: int, length: int) -> np.ndarray:
         """Dropout keys, a function of seed, epoch, row and token only, so that packing does not change them."""
         p = self.args.lora_dropout
-        if not p:
-            return None
         keys = np.random.SeedSequence([self.args.seed, epoch, row]).generate_state(2)
         draws = np.empty((length, 4), np.uint32)
         draws[:, 0] = keys[0]
@@ -206,7 +210,7 @@ class DataStream:
 
 def group_lengths(prepared: Prepared) -> list[int]:
     """Tokens of each sample in a batch."""
-    return [sum(len(row.input_ids) for row in rows) for rows in prepared.samples]
+    return [prepared.tokens(sample) for sample in range(len(prepared.samples))]
 
 
 def prompt_targets(labels: np.ndarray) -> int:

@@ -16,6 +16,7 @@ from wgpu_lora.data.formats import EXAMPLES
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import NUMPY, Tensor, persistent
 from wgpu_lora.models.inputs import Segment
+from wgpu_lora.models.placing import extend
 from wgpu_lora.ops.recorder import Recorder
 
 
@@ -41,7 +42,7 @@ class Group:
 
     @property
     def tokens(self) -> int:
-        return sum(len(segment.input_ids) for segment in self.segments)
+        return sum(segment.tokens for segment in self.segments)
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class Scoring:
                     values[self.weights][start:stop] = group.weight
                     if self.values:
                         values[self.values][start:stop] = group.value
-                    _extend(values[self.ranges][group.slot], start, stop)
+                    extend(values[self.ranges][group.slot], start, stop)
             if self.groups:
                 self._upload_group(values, at, group, place)
         for tensor, array in values.items():
@@ -136,12 +137,7 @@ class Scoring:
         if tensors.reference:
             assert group.reference is not None, "the group's reference is not known"
             values[tensors.reference][at] = group.reference
-        _extend(values[tensors.ranges][group.slot], at, at + 1)
-
-
-def _extend(span: np.ndarray, start: int, stop: int) -> None:
-    """Extend [start, stop), empty at first, by the range that follows it."""
-    span[:] = (start if span[1] == 0 else min(span[0], start), max(span[1], stop))
+        extend(values[tensors.ranges][group.slot], at, at + 1)
 
 
 @dataclass(frozen=True)
