@@ -16,6 +16,7 @@ from wgpu_lora.cli.several import as_rows, show_losses
 from wgpu_lora.errors import NotFiniteError
 from wgpu_lora.events import Evaluating
 from wgpu_lora.names.allowed import OVERFLOW
+from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.words import counted
 
@@ -51,6 +52,13 @@ def evaluate(
         bool | None, typer.Option(help="Compute the loss on answers only. Default: as in training, else on.")
     ] = None,
     enable_thinking: Annotated[bool | None, typer.Option(help="Passed to the chat template.")] = None,
+    objective: Annotated[
+        str | None,
+        choice(
+            "Whose loss to measure. Default: that of the adapter's training if it reads such rows, else sft.",
+            OBJECTIVES,
+        ),
+    ] = None,
     device: Device = None,
     base_dtype: BaseDtype = DEFAULT_FORMAT,
     as_json: Json = False,
@@ -69,7 +77,8 @@ def evaluate(
     several = compare or len(adapters) > 1
     if several:
         slots_of(adapters, compare)  # before anything is opened
-    options: dict[str, Any] = {"split": split, "dataset_config": dataset_config, "skip_bad_rows": skip_bad_rows}
+    options: dict[str, Any] = {"objective": objective}
+    options |= {"split": split, "dataset_config": dataset_config, "skip_bad_rows": skip_bad_rows}
     given: dict[str, Any] = {
         "max_length": max_length,
         "on_overflow": on_overflow,
@@ -106,7 +115,10 @@ def evaluate(
             device_facts = {"name": info.name, "driver": info.driver, "backend": info.backend}
             print_json(asdict(found) | {"device": device_facts})
         else:
-            line("loss", f"{found.loss:.6f}, perplexity {found.perplexity:.4f}")
+            after = "" if found.perplexity is None else f", perplexity {found.perplexity:.4f}"
+            line("loss", f"{found.loss:.6f}{after}")
+            for name, value in found.metrics.items():
+                line("metric", f"{name} {value:.6f}")
             tokens, over = counted(found.tokens, "trained token"), counted(found.rows, "row")
             line("over", f"{tokens} in {over}, in {found.seconds:.1f} s")
     if not as_json:

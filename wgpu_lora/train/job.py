@@ -102,6 +102,9 @@ class Job(Generic[Record]):
         try:
             for run in self.runs:
                 run.place(self.session)
+            for run in self.runs:
+                run.precompute(self.session, events)
+            self.session.release_references()
             return self.finish(events)
         except (OSError, SafetensorError) as error:  # safetensors raises its own error if the disk is full
             reason = getattr(error, "strerror", None) or error
