@@ -69,7 +69,7 @@ class Asserted(Problem):
 
 
 @dataclass(frozen=True)
-class Tested(Problem):
+class HumanEval(Problem):
     """A row of HumanEval's form: the beginning of a function, and `test`, which defines `check(candidate)`."""
 
     test: str
@@ -99,7 +99,7 @@ def _name(task: Any) -> str:
     return "" if task is None else str(task)[:80]
 
 
-def _tested(row: Any) -> Tested:
+def _human_eval(row: Any) -> HumanEval:
     prompt, test, entry_point = row["prompt"], row["test"], row["entry_point"]
     if not entry_point.isidentifier() or keyword.iskeyword(entry_point):
         raise UserError(f"'entry_point' is {entry_point!r:.60}, but must be the name of a function.")
@@ -114,7 +114,7 @@ def _tested(row: Any) -> Tested:
         raise UserError("'test' does not define check(candidate).")
     if not any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(tree)):
         raise UserError("'test' has no assert, so any answer would pass.")
-    return Tested(_name(row["task_id"]), prompt, test, entry_point)
+    return HumanEval(_name(row["task_id"]), prompt, test, entry_point)
 
 
 def _asserted(row: Any, prompt: Any) -> Asserted:
@@ -128,7 +128,7 @@ def _asserted(row: Any, prompt: Any) -> Asserted:
 
 FORMATS: RowFormats[Problem] = RowFormats(
     (
-        RowFormat({"prompt": TEXT, "test": TEXT, "entry_point": TEXT}, _tested, {"task_id": ANYTHING}),
+        RowFormat({"prompt": TEXT, "test": TEXT, "entry_point": TEXT}, _human_eval, {"task_id": ANYTHING}),
         RowFormat(
             {"messages": MESSAGES, "check": TEXT}, lambda row: _asserted(row, row["messages"]), {"task_id": ANYTHING}
         ),

@@ -38,6 +38,8 @@ def run(
             given, named = plain.dump(list(args)), plain.dump(kwargs)
         except plain.NotPlainError as error:
             raise UntestableError(f"the test gives the answer {error}") from None
+        if odd := _opaque([plain.load(given), plain.load(named)]):
+            raise UntestableError(f"the test gives the answer {odd}, which is not plain data")
         send("call", json.dumps([given, named]))
         kind, said = json.loads(read())
         if kind == "raised":
@@ -64,6 +66,15 @@ def run(
     except BaseException as error:
         return send("failed", _where(error, job["test"]) + describe(error).removesuffix("AssertionError: "))
     send("passed", "")
+
+
+def _opaque(value: Any) -> plain.Opaque | None:
+    """The first object in plain data that is none."""
+    if isinstance(value, plain.Opaque):
+        return value
+    parts = [*value, *value.values()] if isinstance(value, dict) else value
+    inner = parts if isinstance(parts, list | tuple | set | frozenset) else ()
+    return next((found for part in inner if (found := _opaque(part))), None)
 
 
 def completed(prompt: str) -> str:
