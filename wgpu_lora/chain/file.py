@@ -12,6 +12,7 @@ from wgpu_lora.bounded import read_toml
 from wgpu_lora.chain.stage import Stage
 from wgpu_lora.chain.stages import STAGES
 from wgpu_lora.errors import UserError
+from wgpu_lora.names.naming import IN_FILE, naming
 from wgpu_lora.train.recipes import find_recipe
 from wgpu_lora.words import listed
 
@@ -68,9 +69,10 @@ def read_chain(name: str, output: str | None = None, device: str | None = None) 
         if value is not None and not (isinstance(value, str) and value.strip()):
             raise UserError(f"{where}: '{key}' is {value!r:.60}, but must be text.")
     made: dict[str, Link] = {}
-    for number, table in enumerate(tables, 1):
-        link = _link(f"{where}, stage {number}", table, Path(place), made, {"model": model, "device": device})
-        made[link.name] = link
+    with naming(IN_FILE):
+        for number, table in enumerate(tables, 1):
+            link = _link(f"{where}, stage {number}", table, Path(place), made, {"model": model, "device": device})
+            made[link.name] = link
     return Chain(path, Path(place), tuple(made.values()))
 
 
