@@ -34,6 +34,7 @@ from wgpu_lora.cli.prove import prove
 from wgpu_lora.cli.push import push
 from wgpu_lora.cli.recipes import recipes
 from wgpu_lora.cli.report import report
+from wgpu_lora.cli.run import run_chain
 from wgpu_lora.cli.share import share
 from wgpu_lora.cli.worker import worker
 from wgpu_lora.errors import DeviceWarning, UserError
@@ -99,6 +100,7 @@ app.add_typer(data)
 app.add_typer(export)
 app.add_typer(recipes)
 app.add_typer(share)
+app.command("run", cls=Command)(run_chain)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

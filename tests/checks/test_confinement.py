@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support.confinement import TRY, UNGUARDED, blocks, confined, nothing_left, returned
 
-from wgpu_lora.demo.check import run_check
-from wgpu_lora.demo.confine import parent, seccomp
-from wgpu_lora.demo.confine.parent import OUTPUT, confinement
+from wgpu_lora.checks.confine import parent, seccomp
+from wgpu_lora.checks.confine.parent import OUTPUT, confinement
+from wgpu_lora.checks.run import run_check
 
 pytestmark = confined
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wgpu_lora.bounded import printable
-from wgpu_lora.demo.confine import plain
+from wgpu_lora.checks.confine import plain
 from wgpu_lora.errors import UserError
 
 MAX_CHECK = 1 << 16  # characters

@@ -1,8 +1,8 @@
 """The confined process: gives up all access, reports which confinement it has, then reads an answer and calls it.
 
-argv has a JSON object with modules to import first and limits. The job arrives on stdin once the process is confined:
-the answer, and calls with literal arguments. The expected results are not in this process, so an answer cannot pass by
-finding or changing anything here.
+argv has a JSON object with modules to import first and limits. The job arrives on stdin once the process is confined,
+as lines of JSON: the answer, then calls with literal arguments. The expected results are not in this process, so an
+answer cannot pass by finding or changing anything here. A row's own test runs in another such process (tester.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from wgpu_lora.demo.confine import namespaces, plain, seccomp
+from wgpu_lora.checks.confine import namespaces, plain, seccomp, tester
 
 try:
     import resource
@@ -25,6 +25,7 @@ except ImportError:  # Windows
 
 SHOWN = 300  # characters of an exception's text
 FILES = 8
+_unread = bytearray()
 GUARDED = {"os", "socket", "subprocess", "shutil", "ctypes", "tempfile", "pty", "signal", "winreg", "_winapi"}
 
 
@@ -38,7 +39,10 @@ def main() -> None:
             _send("broken", _describe(error))
             raise
         job = json.loads(_read())
-        _serve(job["code"], job["calls"])
+        if "test" in job:
+            tester.run(job, _send, _read, _describe)
+        else:
+            _serve(job["code"])
         code = 0
     finally:
         os._exit(code)
@@ -94,7 +98,7 @@ def _guard() -> None:
     sys.addaudithook(hook)
 
 
-def _serve(code: str, calls: list[tuple[str, str, str]]) -> None:
+def _serve(code: str) -> None:
     try:
         compiled = compile(code, "<answer>", "exec")
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
@@ -107,18 +111,25 @@ def _serve(code: str, calls: list[tuple[str, str, str]]) -> None:
         return _send("failed", reason)
     if not any(callable(value) for name, value in list(space.items()) if name != "__builtins__"):
         return _send("failed", "defines no function")
-    for name, args, kwargs in calls:
-        value, reason = _attempt(lambda: _call(space, name, plain.load(args), plain.load(kwargs)))  # noqa: B023
+    while line := _read():
+        name, args, kwargs, whole = json.loads(line)
+        value, reason = _attempt(lambda: _call(space, name, args, kwargs, whole))  # noqa: B023
         if reason is None:
             _send("value", value)
         else:
             _send("raised", reason)
 
 
-def _call(space: dict[str, Any], name: str, args: list[Any], kwargs: dict[str, Any]) -> str:
+def _call(space: dict[str, Any], name: str, args: str, kwargs: str, whole: bool) -> str:
+    """A function's value, encoded; `whole`: [value, the arguments after the call, None if they did not change]."""
     if name not in space:
         raise NameError(f"name '{name}' is not defined")
-    return plain.dump(space[name](*args, **kwargs))
+    given, named = plain.load(args), plain.load(kwargs)
+    value = space[name](*given, **named)
+    if not whole:
+        return plain.dump(value)
+    same = plain.dump(given) == args and plain.dump(named) == kwargs
+    return plain.dump([value, None if same else [given, named]])
 
 
 def _attempt(run: Callable[[], Any]) -> tuple[Any, str | None]:
@@ -144,10 +155,13 @@ def _describe(error: BaseException) -> str:
 
 
 def _read() -> bytes:
-    data = b""
-    while chunk := os.read(0, 1 << 16):
-        data += chunk
-    return data
+    """The next line of stdin; empty at its end."""
+    while b"\n" not in _unread and (chunk := os.read(0, 1 << 16)):
+        _unread.extend(chunk)
+    end = _unread.find(b"\n") + 1 or len(_unread)
+    line = bytes(_unread[:end])
+    del _unread[:end]
+    return line
 
 
 def _send(kind: str, what: Any) -> None:

@@ -12,7 +12,7 @@ import platform
 import signal
 from contextlib import suppress
 
-from wgpu_lora.demo.confine.seccomp import prctl
+from wgpu_lora.checks.confine.seccomp import prctl
 
 CLONE_NEWUSER = 0x10000000
 CLONE = {

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 from support.confinement import TRY, UNGUARDED, confined
 
+from wgpu_lora.checks.confine import parent
+from wgpu_lora.checks.run import run_check
 from wgpu_lora.cli import main
-from wgpu_lora.demo.check import run_check
-from wgpu_lora.demo.confine import parent
 from wgpu_lora.errors import UserError
 
 pytestmark = confined
 
 IMPORTS = """
 import json, os, sys
-from wgpu_lora.demo.check import run_check
-from wgpu_lora.demo.confine.parent import confinement
+from wgpu_lora.checks.run import run_check
+from wgpu_lora.checks.confine.parent import confinement
 """
 # A filter that refuses a system call (where its first argument is as given), as a container's would.
 REFUSE = """
@@ -55,7 +55,7 @@ def test_the_filter_holds_where_namespaces_are_refused() -> None:
             )
         """)
     code = f"""
-        from wgpu_lora.demo.confine import parent
+        from wgpu_lora.checks.confine import parent
         parent.ENTRY = {UNGUARDED!r}
         print(confinement().namespaces, run_check({answer!r}, f"assert f({{os.getpid()}}) == {{{{}}}}").passed)
         """

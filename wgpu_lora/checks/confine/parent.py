@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -27,7 +28,7 @@ MEMORY = 512 << 20  # of address space
 LISTENER = "answer-listener"  # name of the thread that reads
 OUTPUT = 1 << 18  # bytes; the demo's answers return a few hundred
 START = 60.0  # seconds for it to become confined
-ENTRY = "import sys; sys.path.append(sys.argv.pop(1)); from wgpu_lora.demo.confine.child import main; main()"
+ENTRY = "import sys; sys.path.append(sys.argv.pop(1)); from wgpu_lora.checks.confine.child import main; main()"
 # Modules that an answer can import. They are imported before the process is confined and can no longer open files.
 IMPORTABLE = (
     "abc array base64 binascii bisect calendar cmath codecs collections contextlib copy dataclasses datetime decimal "
@@ -65,6 +66,10 @@ class EndedError(Exception):
     """The process ended, timed out, or sent invalid or too much data; the text says why."""
 
 
+class TimedOutError(EndedError):
+    """The process exceeded its time."""
+
+
 @dataclass(frozen=True)
 class Confinement:
     """How a process is confined. refused: why it has no seccomp filter, None if it has one."""
@@ -82,6 +87,13 @@ class Confinement:
         if self.refused:
             return self.refused
         return None if "AS" in self.limits else "address space cannot be limited"
+
+    @property
+    def unenforced(self) -> list[str]:
+        """What the system does not enforce, of: files, network, other processes, memory. Time always is."""
+        places = {"files": "mount", "network": "network", "other processes": "PID"}
+        found = [what for what, kind in places.items() if self.refused and kind not in self.namespaces]
+        return found + ([] if "AS" in self.limits else ["memory"])
 
     def __str__(self) -> str:
         parts = [] if self.refused else ["a seccomp filter"]
@@ -103,6 +115,8 @@ def confinement(allow_unconfined: bool = False) -> Confinement:
 class Process:
     """A confined process for one answer: `send` the answer and the calls, then get the results in order with `next`.
 
+    Or `start` it, and `say` one line after the other.
+
     Raises:
         UserError: the process cannot be confined, and `allow_unconfined` is not given.
     """
@@ -111,6 +125,7 @@ class Process:
         config = {"modules": modules_for(code), "cpu": math.ceil(timeout) + 1, "memory": MEMORY}
         self.timeout = timeout
         self.waits = False  # whether another process waits for the confined one
+        self.parsed = False  # whether Python can parse the answer, for callers
         self._flooded = False
         self._popen = subprocess.Popen(
             [sys.executable, "-I", "-S", "-B", "-W", "ignore", "-c", ENTRY, str(ROOT), json.dumps(config)],
@@ -125,6 +140,9 @@ class Process:
         self._rest = bytearray()
         self._reader = threading.Thread(target=self._listen, name=LISTENER, daemon=True)
         self._reader.start()
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name=LISTENER, daemon=True)
+        self._writer.start()
         try:
             self.confinement = self._started(allow_unconfined)
         except BaseException:
@@ -139,16 +157,23 @@ class Process:
 
     def send(self, code: str, calls: Sequence[tuple[str, str, str]]) -> None:
         """Send the answer, and the calls as (name, arguments, keyword arguments). The time limit starts here."""
-        assert self._popen.stdin
+        self.start({"code": code})
+        for call in calls:
+            self.say([*call, False])
+        self._lines.put(b"")
+
+    def start(self, job: dict[str, str]) -> None:
+        """Send the job; the time limit starts here."""
         self._wait_until(self.timeout)
-        try:
-            self._popen.stdin.write(json.dumps({"code": code, "calls": calls}).encode())
-            self._popen.stdin.close()
-        except OSError:
-            return  # the process has ended, which `next` reports
+        self.say(job)
+
+    def say(self, what: Any) -> None:
+        """Send a line of JSON, without waiting until it is read; if the process has ended, `next` reports that."""
+        self._lines.put(json.dumps(what).encode() + b"\n")
 
     def next(self) -> tuple[str, str]:
-        """The next message: ("parsed", ""), ("value", JSON of plain data), or ("raised" or "failed", reason).
+        """The next message: ("parsed", ""), ("value", JSON of plain data), ("raised" or "failed", reason), and those of
+        a test (tester.py).
 
         Raises:
             EndedError: the process ended or exceeded its time.
@@ -171,7 +196,7 @@ class Process:
                     raise queue.Empty
                 chunk = self._chunks.get(timeout=left)
             except queue.Empty:
-                raise EndedError(f"no answer in {self._seconds:g} s") from None
+                raise TimedOutError(f"no answer in {self._seconds:g} s") from None
             if not chunk:
                 raise EndedError(self._end())
             self._rest += chunk
@@ -195,13 +220,12 @@ class Process:
         else:
             self._popen.kill()
         self._popen.wait()
-        self._reader.join(1.0)  # unconfined children may still hold the pipe
-        for stream in (self._popen.stdin, *(() if self._reader.is_alive() else (self._popen.stdout,))):
-            assert stream
-            try:
-                stream.close()
-            except OSError:
-                continue
+        self._lines.put(b"")
+        for thread in (self._writer, self._reader):  # unconfined children may still hold the pipes
+            thread.join(1.0)
+        assert self._popen.stdout
+        if not self._reader.is_alive():
+            self._popen.stdout.close()
 
     def _ended_by_waiting(self) -> bool:
         """Have the waiting process kill the confined one; returns whether it ended.
@@ -234,6 +258,16 @@ class Process:
                 "(allow_unconfined=True)."
             )
         return confinement
+
+    def _write(self) -> None:
+        """Write lines until an empty one, then close; in a thread, since an answer may stop reading."""
+        assert self._popen.stdin
+        with suppress(OSError):
+            while line := self._lines.get():
+                self._popen.stdin.write(line)
+                self._popen.stdin.flush()
+        with suppress(OSError):
+            self._popen.stdin.close()
 
     def _listen(self) -> None:
         assert self._popen.stdout

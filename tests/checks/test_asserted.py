@@ -7,12 +7,12 @@ from functools import partial
 
 import pytest
 
-from wgpu_lora.demo import check as demo_check
-from wgpu_lora.demo.asserts import parse_check
+from wgpu_lora.checks import run as check_run
+from wgpu_lora.checks.asserts import parse_check
 from wgpu_lora.errors import UserError
 
 # Also where nothing can be confined: what confines has tests of its own.
-run_check = partial(demo_check.run_check, allow_unconfined=True)
+run_check = partial(check_run.run_check, allow_unconfined=True)
 RIGHT = "def double(x):\n    return 2 * x"
 CHECK = "assert double(4) == 8\nassert double(0) == 0"
 

@@ -13,9 +13,9 @@ import psutil
 import pytest
 from support.confinement import blocks, confined
 
-from wgpu_lora.demo.check import run_check
-from wgpu_lora.demo.confine import plain
-from wgpu_lora.demo.confine.parent import ENTRY
+from wgpu_lora.checks.confine import plain
+from wgpu_lora.checks.confine.parent import ENTRY
+from wgpu_lora.checks.run import run_check
 
 pytestmark = confined
 
