@@ -11,7 +11,7 @@ import typer
 
 from wgpu_lora.bounded import printable
 from wgpu_lora.cli.console import Bar, TensorBar, line, print_json
-from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Json, Model, choice
+from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Goal, InRunLog, Json, Model, Notes, choice
 from wgpu_lora.cli.several import as_rows, show_losses
 from wgpu_lora.errors import NotFiniteError
 from wgpu_lora.events import Evaluating
@@ -53,6 +53,9 @@ def evaluate(
     enable_thinking: Annotated[bool | None, typer.Option(help="Passed to the chat template.")] = None,
     device: Device = None,
     base_dtype: BaseDtype = DEFAULT_FORMAT,
+    goal: Goal = None,
+    notes: Notes = None,
+    run_log: InRunLog = True,
     as_json: Json = False,
 ) -> int:
     """Measure loss and perplexity on data.
@@ -70,6 +73,7 @@ def evaluate(
     if several:
         slots_of(adapters, compare)  # before anything is opened
     options: dict[str, Any] = {"split": split, "dataset_config": dataset_config, "skip_bad_rows": skip_bad_rows}
+    options |= {"goal": goal, "notes": notes, "run_log": run_log}
     given: dict[str, Any] = {
         "max_length": max_length,
         "on_overflow": on_overflow,

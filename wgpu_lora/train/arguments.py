@@ -14,6 +14,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names, real_value
 from wgpu_lora.names.allowed import COMPUTE_DTYPES, OVERFLOW
 from wgpu_lora.names.naming import Naming, flag, naming
+from wgpu_lora.track.report_to import HELP, trackers_of
 from wgpu_lora.train.declared import TYPES, Range, check, kinds, option, require
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
@@ -27,7 +28,7 @@ FREE_ON_RESUME = {
     "data", "split", "dataset_config", "skip_bad_rows", "model",  # their contents are compared by digest
     "tune",  # a resumed run keeps its tilings
     "logging_steps", "save_steps", "save_total_limit", "eval_data", "eval_split",
-    "eval_steps", "eval_on_start",
+    "eval_steps", "eval_on_start", "goal", "notes", "run_log", "report_to",
 }  # fmt: skip
 # Options that may change to extend a run.
 PLAN = ("num_train_epochs", "max_steps", "target_seconds")
@@ -188,6 +189,10 @@ class TrainingArguments:
         0, SAVING, "Steps between measurements of the held-out loss; 0 means after every epoch.", within=NOT_NEGATIVE
     )
     eval_on_start: bool = option(True, SAVING, "Also measure the held-out loss before the first step.")
+    report_to: str | None = option(None, SAVING, HELP)
+    goal: str | None = option(None, SAVING, "What the run is for, in the run log ('wgpu-lora runs').")
+    notes: str | None = option(None, SAVING, "Notes on the run, in the run log.")
+    run_log: bool = option(True, SAVING, "Record the run in the run log.")
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -203,6 +208,7 @@ class TrainingArguments:
                 kind = registered[getattr(self, selected_by)]
                 object.__setattr__(self, name, checked(kind, self, selected_by))  # comparable when a run is resumed
         self.budget()
+        trackers_of(self.report_to)
 
     def budget(self) -> int | None:
         """memory_budget in bytes."""
@@ -276,7 +282,7 @@ def named(values: Mapping[str, Any], where: str, *more: str) -> dict[str, Any]:
 
 def _typed(name: str, value: Any, parts: list[str], where: str) -> Any:
     allowed: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "bool": bool}
-    if name == "target_modules" and isinstance(value, list | tuple):
+    if name in ("target_modules", "report_to") and isinstance(value, list | tuple):
         value = ",".join(map(str, value))
     if name == "device" and type(value) is int:
         value = str(value)
