@@ -111,7 +111,7 @@ def _data(record: RunRecord) -> dict[str, str]:
 def _result(record: RunRecord) -> dict[str, str]:
     state = record.state
     moments = [(getattr(state, f"{key}_eval_loss"), text) for key, text in MOMENTS]
-    heldout = ", ".join(f"{_number(loss)} {text}" for loss, text in moments if loss is not None or text != "at best")
+    heldout = ", ".join(f"{_number(loss)} {text}" for loss, text in moments if loss is not None or text == "after")
     return {
         "steps": f"{state.step:,} of {state.total_steps:,} ({record.outcome})",
         "trained tokens": f"{state.tokens:,}",
