@@ -25,7 +25,7 @@ class UserError(Exception):
 
 
 class DeviceWarning(UserWarning):
-    """A fault of a device that is worked around. The command line prints it as a line on stderr."""
+    """A fault of a device that is worked around, or slow. The command line prints it as a line on stderr."""
 
 
 class TrackingWarning(UserWarning):

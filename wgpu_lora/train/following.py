@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -11,10 +13,11 @@ from pathlib import Path
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bounded import read_json
 from wgpu_lora.data import Prepared
-from wgpu_lora.errors import UserError
+from wgpu_lora.errors import DeviceWarning, UserError
 from wgpu_lora.events import Events
 from wgpu_lora.gpu.devices import DeviceInfo
 from wgpu_lora.track.entry import HELD_OUT, STOPPED, TRAINING, DataFile, Losses, run_name
+from wgpu_lora.track.hardware.sampler import Sampler
 from wgpu_lora.track.recording import Recording, device_facts, given_options, status_of
 from wgpu_lora.track.remote import Remote
 from wgpu_lora.track.report_to import trackers_of
@@ -34,11 +37,15 @@ class Followed(Follower):
 
     run: Run
     recording: Recording
+    sampler: Sampler
     group: str | None
     over: bool = False
     trackers: list[Remote] = field(default_factory=list)
 
+    _sampled: float = field(default_factory=time.monotonic)
+
     def placed(self) -> None:
+        self.sampler.start()
         write_bytes_atomic(self.run.directory / FILE, (json.dumps({"id": self.recording.entry.id}) + "\n").encode())
         entry, run = self.recording.entry, self.run
         name = entry.name + (f" {run.name}" if run.name else "")
@@ -47,6 +54,12 @@ class Followed(Follower):
             entry.id, name, where, self.group, masked(run.args.notes), masked(entry.config), run.state.step
         )
         self.trackers = [Remote(tracker, tracked) for tracker in trackers_of(run.args.report_to)]
+
+    def status(self) -> dict[str, float]:
+        begin, self._sampled = self._sampled, time.monotonic()
+        if said := self.sampler.warning():
+            warnings.warn(said, DeviceWarning, stacklevel=2)
+        return self.sampler.since(begin)
 
     def logged(self, line: Mapping[str, float]) -> None:
         for tracker in self.trackers:
@@ -105,9 +118,10 @@ def following(runs: Sequence[Run], device: DeviceInfo, home: Path) -> Iterator[F
     home: directory of the job's record.
     """
     followed: list[Followed] = []
+    sampler = Sampler(device)
     try:
         for run in runs:
-            run.follower = one = _begun(run, device, home)
+            run.follower = one = _begun(run, device, home, sampler)
             followed.append(one)
         yield Following(followed)
     except BaseException as error:
@@ -115,11 +129,12 @@ def following(runs: Sequence[Run], device: DeviceInfo, home: Path) -> Iterator[F
             one.fail(error)
         raise
     finally:
+        sampler.stop()
         for run in runs:
             run.follower = Follower()
 
 
-def _begun(run: Run, device: DeviceInfo, home: Path) -> Followed:
+def _begun(run: Run, device: DeviceInfo, home: Path, sampler: Sampler) -> Followed:
     args = run.args
     recording = Recording.of(
         "finetune",
@@ -137,7 +152,7 @@ def _begun(run: Run, device: DeviceInfo, home: Path) -> Followed:
         eval_data=_file(run.heldout) if run.heldout else None,
         outputs=[str(run.directory.resolve())],
     )
-    return Followed(run, recording, recording.entry.pipeline and home.resolve().name)
+    return Followed(run, recording, sampler, recording.entry.pipeline and home.resolve().name)
 
 
 def _file(prepared: Prepared) -> DataFile:

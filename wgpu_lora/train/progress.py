@@ -201,5 +201,6 @@ class Progress:
         state.pending, state.pending_tokens, state.pending_processed_tokens, state.pending_seconds = [], 0, 0, 0.0
 
     def _log(self, line: dict[str, Any]) -> None:
+        line |= self.run.follower.status()
         self.run.log.write(line)
         self.events.logged(line, self.run.name)

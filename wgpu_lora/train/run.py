@@ -24,6 +24,10 @@ class Follower:
     def placed(self) -> None:
         """Called once the run's directory is its own."""
 
+    def status(self) -> dict[str, float]:
+        """The status of the hardware since the last call, by keys of the log."""
+        return {}
+
     def end(self, record: RunRecord) -> None:
         """Called when the run has ended and its results are written."""
 
