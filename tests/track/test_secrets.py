@@ -19,6 +19,7 @@ SECRET = "s3cr3t-Value_42"
         f"wgpu-lora --api-key {SECRET} --max-steps 3",
         f"https://user:{SECRET}@host/path",
         f"https://{SECRET}@host/path",
+        f"postgres://user:a@{SECRET}@host/base",
         f"https://host/file?access_token={SECRET}&x=1",
         f"https://bucket/file?X-Amz-Signature={SECRET}",
         f"WANDB_API_KEY={SECRET} wgpu-lora finetune",
@@ -41,7 +42,9 @@ def test_masked(value: object) -> None:
 def test_values_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_SERVICE_TOKEN", SECRET)
     monkeypatch.setenv("SSH_AUTH_SOCK", "/tmp/socket")
-    assert masked([f"note {SECRET}!", "/tmp/socket"]) == [f"note {MASK}!", "/tmp/socket"]
+    monkeypatch.setenv("AWS_SECRET", "wJalr/K7MDENG/bPx")
+    given = [f"note {SECRET}!", "/tmp/socket", "x wJalr/K7MDENG/bPx", "not text: \udcff"]
+    assert masked(given) == [f"note {MASK}!", "/tmp/socket", f"x {MASK}", "not text: \\udcff"]
 
 
 def test_what_is_no_secret_stays() -> None:

@@ -87,8 +87,8 @@ class Recording:
             return
         try:
             self._log.append(facts)
-        except OSError as error:
-            why = error.strerror or "it is locked by another process"
+        except (OSError, NotImplementedError) as error:  # the latter where a file system has no locks
+            why = getattr(error, "strerror", None) or "it cannot be locked"
             warnings.warn(
                 f"the run log {self._log.path} cannot be written ({why}), so this run is not in it: fix that, or set "
                 "WGPU_LORA_DATA_DIR to another directory",

@@ -23,7 +23,7 @@ from wgpu_lora.track.trackers.base import Tracked
 
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from wgpu_lora.track.child import main; main()"
 LIMIT = 120.0  # seconds that a message may take: the run does not wait for it
-END_LIMIT = 30.0  # seconds that a message may take at the end, when the run does wait
+END_LIMIT = 60.0  # seconds that a message may take at the end, when the run does wait
 _TICK = 0.05
 
 

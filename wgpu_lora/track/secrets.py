@@ -17,7 +17,7 @@ _VARIABLE = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWD|PASSWORD|KEY|CREDENTIALS?
 _VALUE = r"\"[^\"]*\"|'[^']*'|[^\s&;,\"']+"
 _OPTION = re.compile(rf"--?{_NAME}", re.IGNORECASE)
 _PATTERNS = (
-    (re.compile(r"(?<=://)[^\s/@]*@"), f"{MASK}@"),  # user and password of a URL
+    (re.compile(r"(?<=://)[^\s/?#]*@"), f"{MASK}@"),  # user and password of a URL
     (
         re.compile(rf"(?<![\w.-])(-*{_NAME}[\"']?\s*[=:]\s*)({_VALUE})", re.IGNORECASE),
         rf"\1{MASK}",
@@ -65,6 +65,7 @@ def _masked(value: Any, known: list[str]) -> Any:
 
 
 def _text(text: str, known: list[str]) -> str:
+    text = text.encode("utf-8", "backslashreplace").decode()  # arguments may be any bytes
     for secret in known:
         text = text.replace(secret, MASK)
     for pattern, by in _PATTERNS:
@@ -76,4 +77,4 @@ def _of_environment() -> list[str]:
     """The longest first, since one may contain another."""
     found = {value for name, value in os.environ.items() if _VARIABLE.search(name.upper()) and len(value) >= SHORTEST}
     # A path or a number is not a secret, and would mask what everything else is about.
-    return sorted((value for value in found if not value.isdigit() and os.sep not in value), key=len, reverse=True)
+    return sorted((value for value in found if not (value.isdigit() or os.path.isabs(value))), key=len, reverse=True)

@@ -14,6 +14,8 @@ from wgpu_lora.train.records import RunRecord
 # Options whose values are local paths: the card only shows their last part.
 PATHS = ("data", "eval_data", "output", "model", "init_adapter")
 
+# Options that the card leaves out: they do not affect the adapter, and remarks are for the run log.
+OWN = ("resume", "goal", "notes", "run_log", "report_to")
 MOMENTS = (("first", "before"), ("last", "after"), ("best", "at best"))
 USE = """With wgpu-lora, on any GPU:
 
@@ -72,7 +74,7 @@ Trained with wgpu-lora {environment.versions["wgpu-lora"]} on {device.name}
 {_better(record)}
 ## Options
 
-{table({name: value for name, value in said.items() if name != "resume"})}
+{table({name: value for name, value in said.items() if name not in OWN})}
 
 ## Digests
 
