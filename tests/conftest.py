@@ -36,7 +36,9 @@ def _directory_of_shares() -> str:
 
 
 shares = os.environ.get(SHARES) if "PYTEST_XDIST_WORKER" in os.environ else None
-os.environ["WGPU_LORA_SHARE_DIR"] = tempfile.mkdtemp(dir=shares or _directory_of_shares())  # not the user's own ledger
+# Neither the user's own ledger nor the user's own run log.
+os.environ["WGPU_LORA_SHARE_DIR"] = tempfile.mkdtemp(dir=shares or _directory_of_shares())
+os.environ["WGPU_LORA_DATA_DIR"] = tempfile.mkdtemp(dir=shares or os.environ[SHARES])
 # A shell's background jobs ignore SIGINT, and under nohup SIGHUP is ignored: what runs here is to hear both.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if hasattr(signal, "SIGHUP"):

@@ -141,6 +141,9 @@ class Events:
     def step(self, result: StepResult) -> bool | None:
         """After each optimizer step of each adapter; True ends the run."""
 
+    def logged(self, line: Mapping[str, float], adapter: str | None) -> None:
+        """A line of log.jsonl has been written. adapter: its name in a pipeline."""
+
     def saved(self, directory: Path, step: int, adapter: str | None) -> None:
         """A checkpoint has been written. adapter: its name in a pipeline."""
 

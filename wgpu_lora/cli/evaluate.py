@@ -13,7 +13,19 @@ import typer
 from wgpu_lora.bounded import printable
 from wgpu_lora.cli.answering import MaxNewTokens, Seed, TopP
 from wgpu_lora.cli.console import Bar, TensorBar, line, print_json
-from wgpu_lora.cli.options import Adapter, AllowUnconfined, BaseDtype, Device, Json, Model, choice, refuse_idle
+from wgpu_lora.cli.options import (
+    Adapter,
+    AllowUnconfined,
+    BaseDtype,
+    Device,
+    Goal,
+    InRunLog,
+    Json,
+    Model,
+    Notes,
+    choice,
+    refuse_idle,
+)
 from wgpu_lora.cli.several import as_rows, show_losses
 from wgpu_lora.errors import NotFiniteError
 from wgpu_lora.events import Evaluating
@@ -89,6 +101,9 @@ def evaluate(
     allow_unconfined: AllowUnconfined = False,
     device: Device = None,
     base_dtype: BaseDtype = DEFAULT_FORMAT,
+    goal: Goal = None,
+    notes: Notes = None,
+    run_log: InRunLog = True,
     as_json: Json = False,
 ) -> int:
     """Measure loss and perplexity on data, or pass@k of answers with unit checks.
@@ -130,6 +145,7 @@ def evaluate(
         slots_of(adapters, compare)  # before anything is opened
     options: dict[str, Any] = {"objective": objective}
     options |= {"split": split, "dataset_config": dataset_config, "skip_bad_rows": skip_bad_rows}
+    options |= {"goal": goal, "notes": notes, "run_log": run_log}
     given: dict[str, Any] = {
         "max_length": max_length,
         "on_overflow": on_overflow,

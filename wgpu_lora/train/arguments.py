@@ -14,6 +14,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names, real_value
 from wgpu_lora.names.allowed import COMPUTE_DTYPES, OVERFLOW
 from wgpu_lora.names.naming import Naming, flag, naming
+from wgpu_lora.track.report_to import HELP, trackers_of
 from wgpu_lora.train.declared import NOT_NEGATIVE, POSITIVE, TYPES, Range, check, check_heldout, kinds, option, require
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
@@ -28,8 +29,8 @@ FREE_ON_RESUME = {
     "data", "split", "dataset_config", "skip_bad_rows", "model",  # their contents are compared by digest
     "tune",  # a resumed run keeps its tilings
     "logging_steps", "save_steps", "save_total_limit", "eval_data", "eval_split",
-    "eval_steps", "eval_on_start",
     "reference_adapter",  # its digest is compared
+    "eval_steps", "eval_on_start", "goal", "notes", "run_log", "report_to",
 }  # fmt: skip
 # Options that may change to extend a run.
 PLAN = ("num_train_epochs", "max_steps", "target_seconds")
@@ -48,7 +49,7 @@ LENGTH = 1024  # tokens per row by default, if the model has as many positions
 FILES, ADAPTER, OPTIMISATION = "Model, data and device", "Adapter", "Optimisation"
 BATCHES, MEMORY, SAVING = "Length of the run and batches", "Memory", "Logging and saving"
 PANELS = (FILES, ADAPTER, OPTIMISATION, PREFERENCES, BATCHES, MEMORY, SAVING)
-LISTS = ("target_modules", "loss_type", "loss_weights")  # which may be given as lists
+LISTS = ("target_modules", "report_to", "loss_type", "loss_weights")  # which may be given as lists
 SIZE = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
 
@@ -200,6 +201,10 @@ class TrainingArguments(PreferenceOptions):
         0, SAVING, "Steps between measurements of the held-out loss; 0 means after every epoch.", within=NOT_NEGATIVE
     )
     eval_on_start: bool = option(True, SAVING, "Also measure the held-out loss before the first step.")
+    report_to: str | None = option(None, SAVING, HELP)
+    goal: str | None = option(None, SAVING, "What the run is for, in the run log ('wgpu-lora runs').")
+    notes: str | None = option(None, SAVING, "Notes on the run, in the run log.")
+    run_log: bool = option(True, SAVING, "Record the run in the run log.")
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -218,6 +223,7 @@ class TrainingArguments(PreferenceOptions):
         if self.objective != "sft":
             created(OBJECTIVES[self.objective], self, "objective")  # checks options that depend on each other
         self.budget()
+        trackers_of(self.report_to)
 
     def budget(self) -> int | None:
         """memory_budget in bytes."""

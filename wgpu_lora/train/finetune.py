@@ -16,6 +16,7 @@ from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.share import budget_bytes
+from wgpu_lora.track.report_to import check_libraries
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import OUTPUT, PLAN, TrainingArguments
 from wgpu_lora.train.batching import fitted
@@ -72,6 +73,8 @@ def prepare_job(
         UserError: the data, the model, the options or the device are unsuitable.
     """
     args = with_demo_data(args)
+    if not planning:
+        check_libraries(args.report_to)
     if not (planning or args.resume):
         refuse_used(args.directory)  # before reading data, and again under the lock
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)

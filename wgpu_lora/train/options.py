@@ -77,3 +77,7 @@ class TrainingOptions(TypedDict, total=False):
     save_total_limit: int
     eval_steps: int
     eval_on_start: bool
+    report_to: str | list[str] | None
+    goal: str | None
+    notes: str | None
+    run_log: bool

@@ -22,7 +22,6 @@ from wgpu_lora.train.initial import adapter_of
 from wgpu_lora.train.objectives import OBJECTIVES, objective_of
 from wgpu_lora.train.records import RUN
 from wgpu_lora.train.resume import found_from
-from wgpu_lora.train.rows import prepared_for
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.stream import DataStream
 
@@ -74,24 +73,19 @@ def _said(options: Any) -> dict[str, Any]:
 
 
 def evaluate_objective(
-    model: LoadedModel,
-    source: Source,
-    adapter: str | Path | None,
-    given: Mapping[str, Any],
-    events: Events = SILENT,
-) -> tuple[dict[str, float], Prepared]:
-    """The loss and the metrics of an adapter, or of the base model alone, on the samples of a source.
+    model: LoadedModel, prepared: Prepared, args: TrainingArguments, events: Events = SILENT
+) -> dict[str, float]:
+    """The loss and the metrics of an adapter (`init_adapter`), or of the base model alone, on samples.
 
     Args:
-        given: options of training: the objective's, and those that say how rows are encoded.
+        args: the objective and its options.
 
     Raises:
-        UserError: the data, the options or the adapter are unsuitable, or the device has no room.
+        UserError: the options or the adapter are unsuitable, or the device has no room.
     """
-    args = from_values({**given, "init_adapter": None if adapter is None else str(adapter)}, "evaluate")
     objective, config = objective_of(args), model.config
     args, shape, matrices = adapter_of(args, config)
-    stream = DataStream(prepared_for(args, model, source), args)
+    stream = DataStream(prepared, args)
     frozen = frozen_adapter(objective.reference_path, config) if objective.reference_path else None
     session = Session(
         model,
@@ -114,4 +108,4 @@ def evaluate_objective(
             found = heldout_loss(session, stream, 0, lambda rows: events.evaluating(replace(at, rows=rows)))
         finally:
             session.close()
-    return found, stream.prepared
+    return found

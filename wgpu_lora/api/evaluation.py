@@ -1,9 +1,10 @@
-"""evaluate and evaluate_several."""
+"""Evaluation from Python: the loss of data, with or without adapters."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,12 @@ from wgpu_lora.infer import Evaluation
 from wgpu_lora.infer import evaluate as evaluate_rows
 from wgpu_lora.infer.named import BASE, check_directory, on_device, slots_of
 from wgpu_lora.models.loaded import LoadedModel, open_model
+from wgpu_lora.track.entry import HELD_OUT, DataFile, Losses, run_name
+from wgpu_lora.track.recording import device_facts, given_options, recorded, remarks
+from wgpu_lora.train.arguments import from_values
 from wgpu_lora.train.length import check_rows, fit_rows
 from wgpu_lora.train.preferred import evaluate_objective, objective_options, reads
+from wgpu_lora.train.rows import prepared_for
 
 
 def evaluate(
@@ -34,6 +39,9 @@ def evaluate(
     completion_only_loss: bool | None = None,
     enable_thinking: bool | None = None,
     objective: str | None = None,
+    goal: str | None = None,
+    notes: str | None = None,
+    run_log: bool = True,
     events: Events | None = None,
     progress_bar: bool | None = None,
     **before: Any,
@@ -51,6 +59,7 @@ def evaluate(
             else truncate, True, and no value for the chat template.
         objective: whose loss and metrics to measure. By default that of the adapter's training if it reads such rows,
             with the same options (beta, reference_adapter, ...), else sft.
+        goal, notes, run_log: what the run log says about the evaluation, and whether it is recorded there.
         events: receives `loading` and `evaluating`.
         progress_bar: whether to show progress; by default, on a terminal and in a notebook.
 
@@ -69,10 +78,12 @@ def evaluate(
     source = _source(data, split, dataset_config)
     if chosen["objective"] != "sft":
         opened = model if isinstance(model, LoadedModel) else open_model(str(model))
-        return _preferred(opened, source, adapter, given, skip_bad_rows, chosen, told, progress_bar)
+        with remarks(goal, notes, run_log):
+            return _preferred(BASE, opened, source, adapter, given, skip_bad_rows, chosen, told, progress_bar)
     opened, prepared = _heldout(model, source, adapters, given, skip_bad_rows)
     slots = {BASE: 0 if adapters else None}
-    return _measured(opened, prepared, adapters, slots, told, progress_bar)[BASE]
+    with remarks(goal, notes, run_log):
+        return _measured(opened, prepared, adapters, slots, told, progress_bar)[BASE]
 
 
 def evaluate_several(
@@ -89,6 +100,9 @@ def evaluate_several(
     completion_only_loss: bool | None = None,
     enable_thinking: bool | None = None,
     objective: str | None = None,
+    goal: str | None = None,
+    notes: str | None = None,
+    run_log: bool = True,
     events: Events | None = None,
     progress_bar: bool | None = None,
     **before: Any,
@@ -117,22 +131,25 @@ def evaluate_several(
     if any(options["objective"] != "sft" for options in chosen.values()):
         opened = model if isinstance(model, LoadedModel) else open_model(str(model))
         usual = next(options for options in chosen.values() if options["objective"] != "sft")
-        return {
-            name: _preferred(
-                opened,
-                _source(data, split, dataset_config),
-                path,
-                given,
-                skip_bad_rows,
-                chosen[name] if path is not None or objective else usual,
-                told,
-                progress_bar,
-            )
-            for name, path in names.items()
-        }
+        with remarks(goal, notes, run_log):
+            return {
+                name: _preferred(
+                    name,
+                    opened,
+                    _source(data, split, dataset_config),
+                    path,
+                    given,
+                    skip_bad_rows,
+                    chosen[name] if path is not None or objective else usual,
+                    told,
+                    progress_bar,
+                )
+                for name, path in names.items()
+            }
     source = _source(data, split, dataset_config)
     opened, prepared = _heldout(model, source, directories, given, skip_bad_rows)
-    return _measured(opened, prepared, directories, slots, told, progress_bar)
+    with remarks(goal, notes, run_log):
+        return _measured(opened, prepared, directories, slots, told, progress_bar)
 
 
 def _listeners(where: str, events: Events | None, before: dict[str, Any]) -> tuple[Events, ...]:
@@ -155,8 +172,34 @@ def _measured(
     with Bars(progress_bar) as bars, on_device(model, directories) as loaded:
         for name, slot in slots.items():
             events = _OfAll(len(found), len(slots), bars, *told)
-            found[name] = evaluate_rows(model, prepared, loaded, slot, events=events)
+            with _recorded(model, prepared, name, None if slot is None else directories[slot]) as entry:
+                found[name] = one = evaluate_rows(model, prepared, loaded, slot, events=events)
+                _note(entry, one)
     return {name: replace(one, data=prepared.summary()) for name, one in found.items()}
+
+
+def _recorded(
+    model: LoadedModel, prepared: Prepared, name: str, adapter: str | Path | None, objective: str = "sft"
+) -> AbstractContextManager[dict[str, Any]]:
+    """An evaluation in the run log."""
+    quant = model.decoder.base_dtype
+    config = {"model": model.name, "adapter": adapter and str(adapter), "max_length": prepared.max_length}
+    return recorded(
+        "evaluate",
+        run_name(quant, adapter is not None, False, "evaluate", "f32"),
+        objective="evaluate",
+        adapter=None if name == BASE else name,
+        device=device_facts(model.device.info),
+        config=given_options({**config, "base_dtype": quant, "objective": objective}),
+        data=DataFile(prepared.path, prepared.digest),
+    )
+
+
+def _note(entry: dict[str, Any], found: Evaluation) -> None:
+    """The results of an evaluation, in its entry of the run log."""
+    entry["losses"] = Losses(HELD_OUT, final=found.loss)
+    entry |= {"tokens": found.tokens, "seconds": round(found.seconds, 3)}
+    entry["results"] = {"perplexity": found.perplexity, "rows": found.rows, **found.metrics}
 
 
 def _objective(source: Source, adapter: str | Path | None, objective: str | None) -> dict[str, Any]:
@@ -168,6 +211,7 @@ def _objective(source: Source, adapter: str | Path | None, objective: str | None
 
 
 def _preferred(
+    name: str,
     model: LoadedModel,
     source: Source,
     adapter: str | Path | None,
@@ -180,13 +224,16 @@ def _preferred(
     """The loss and the metrics of an objective other than sft."""
     rows = fit_rows(given, [] if adapter is None else [adapter], model.config.max_position_embeddings)
     encoding = {name: getattr(rows, name) for name in ("max_length", "on_overflow", "enable_thinking")}
-    begin = time.perf_counter()
-    with Bars(progress_bar) as bars:
-        options = {**chosen, **encoding, "skip_bad_rows": skip_bad_rows}
-        found, prepared = evaluate_objective(model, source, adapter, options, Passing(bars, *told))
-    seconds, name = time.perf_counter() - begin, chosen["objective"]
-    facts = prepared.trained_tokens, len(prepared.rows), seconds, prepared.max_length, prepared.summary()
-    return Evaluation(found.pop("loss"), None, *facts, name, found)
+    options = {**chosen, **encoding, "skip_bad_rows": skip_bad_rows, "init_adapter": adapter and str(adapter)}
+    args = from_values(options, "evaluate")
+    prepared, begin = prepared_for(args, model, source), time.perf_counter()
+    with Bars(progress_bar) as bars, _recorded(model, prepared, name, adapter, args.objective) as entry:
+        found = evaluate_objective(model, prepared, args, Passing(bars, *told))
+        seconds = time.perf_counter() - begin
+        facts = prepared.trained_tokens, len(prepared.rows), seconds, prepared.max_length, prepared.summary()
+        one = Evaluation(found.pop("loss"), None, *facts, args.objective, found)
+        _note(entry, one)
+    return one
 
 
 class _OfAll(Passing):
