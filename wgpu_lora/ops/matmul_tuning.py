@@ -36,7 +36,7 @@ def large(c: Any, lanes: int) -> tuple[int, int]:
 
 
 def narrow(count: int) -> tuple[int, int]:
-    """(values of a tile, vectors of the others per lane) where there are few values, as of LoRA's ranks, on CPU drivers."""
+    """(ranks of a tile, values of the other side per lane) of a product where one side has few, on CPU drivers."""
     tile = 16 if count % 16 == 0 else 8 * cdiv(count, 8 * cdiv(count, 32))
     return (tile, 8 if tile <= 16 else 4)
 
