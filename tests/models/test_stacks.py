@@ -64,7 +64,7 @@ class Result:
         storages = program.persistent_storages() | decoder.storages() | {page.storage for page in adapters.grads}
         allocate(device, storages | adapters.storages())
         row = np.arange(TOKENS)
-        rows = Rows(row, 0 * row, row, 0 * row, 0 * row + TOKENS)
+        rows = Rows.causal(row, 0 * row, row, 0 * row, 0 * row + TOKENS)
         given = [(inputs.positions, row), (inputs.slot_ranges, np.array(SLOTS))]
         given += [(tensor, item.values(rows)) for item, tensor in inputs.rows.items()]
         for tensor, values in given:

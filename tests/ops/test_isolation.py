@@ -25,7 +25,7 @@ def test_a_nan_stays_in_its_segment(device: Device, kernel: Kernel, software: bo
     rng = np.random.default_rng(0)
     start = np.where(np.arange(ROWS) < CUT, 0, CUT)
     stop = np.where(np.arange(ROWS) < CUT, CUT, ROWS)
-    ranges = np.stack([start, np.arange(ROWS) + 1, stop, start * 0], axis=1).astype(np.uint32)
+    ranges = np.stack([start, np.arange(ROWS) + 1, stop, np.arange(ROWS)], axis=1).astype(np.uint32)
     arrays = {
         name: rng.standard_normal((ROWS, DIM)).astype(np.float32)
         for name in ("q", "k", "v", "dy", "y", "dq", "dk", "dv")

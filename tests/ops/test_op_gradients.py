@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.kernels.attention import packed
+from support.kernels.attention import forked, packed
 
 from wgpu_lora.ops.attention import attention_backward_kv, attention_backward_q, attention_forward, attention_stats
 from wgpu_lora.ops.elementwise import dropout_apply, swiglu_backward, swiglu_forward
@@ -66,7 +66,9 @@ def test_swiglu(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("group", [1, 2, 4])
 @pytest.mark.parametrize(
-    "ranges", [packed(5), packed(3, 1, 2), packed(2, 5, window=3)], ids=["one", "packed", "window"]
+    "ranges",
+    [packed(5), packed(3, 1, 2), packed(2, 5, window=3), forked((2, 2, 1), (1, 1, 2))],
+    ids=["one", "packed", "window", "forked"],
 )
 def test_attention(rng: np.random.Generator, ranges: np.ndarray, group: int) -> None:
     rows, kv_heads, dim = len(ranges), 2, 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -50,6 +50,7 @@ class Prepared:
 
     path: name of the data. digest: SHA-256 of the file's bytes or of the rows, hexadecimal.
     parts: number of consecutive rows in a sample. values: one for each sample; empty if the data have none.
+    longest_fork: longest rows of a sample that share the rows of a batch for their common prompt; None for any.
     account: counts of rows by outcome. notes: for the user, about how the data were read.
     trained_tokens, total_tokens: over `rows`.
     """
@@ -64,6 +65,16 @@ class Prepared:
     notes: tuple[str, ...] = ()
     parts: int = 1
     values: tuple[float, ...] = ()
+    longest_fork: int | None = 0
+
+    @cached_property
+    def prefixes(self) -> list[int]:
+        """Leading tokens that the second row of each sample shares with the first in a batch; 0 for other rows."""
+        return [common_prefix(rows, self.longest_fork) for rows in self.samples]
+
+    def tokens(self, sample: int) -> int:
+        """Rows that a sample takes in a batch."""
+        return sum(len(row.input_ids) for row in self.samples[sample]) - self.prefixes[sample]
 
     @cached_property
     def samples(self) -> list[list[Row]]:
@@ -82,6 +93,20 @@ class Prepared:
         """One line with counts of rows and tokens."""
         found = self.account.summary(len(self.rows), self.max_length)
         return f"{found}; {self.trained_tokens:,} of {self.total_tokens:,} tokens are trained on"
+
+
+def common_prefix(rows: Sequence[Row], longest: int | None = None) -> int:
+    """Leading tokens that two rows have in common and that predict no trained token.
+
+    It is 0 if there are not two rows, or if one of them is longer than `longest`.
+    """
+    lengths = [len(row.input_ids) for row in rows]
+    if len(rows) != 2 or (longest is not None and max(lengths) > longest):
+        return 0
+    size, (one, other) = min(lengths), rows
+    differing = np.flatnonzero(one.input_ids[:size] != other.input_ids[:size])
+    trained = [np.flatnonzero(row.labels[1:] != UNTRAINED) for row in (one, other)]
+    return min([size - 1, *(int(found[0]) for found in (differing, *trained) if found.size)])
 
 
 def prepare(

@@ -129,7 +129,7 @@ class Step:
         rows = base + positions
         write(device, inputs.ids, padded(ids, self.tokens, 0))
         write(device, self.cache_rows, padded(rows, self.tokens, NOWHERE))
-        inputs.place(device, Rows(positions, sequences, rows, base, np.zeros_like(base)))
+        inputs.place(device, Rows.causal(positions, sequences, rows, base, np.zeros_like(base)))
         slot_ranges = np.zeros(inputs.slot_ranges.shape, np.int64)
         of_rows = np.array([-1 if slot is None else slot for slot in slots])[sequences]
         for slot in range(slot_ranges.shape[0]):

@@ -112,6 +112,11 @@ class ModelConfig(ABC):
         """The inputs that blocks need for each batch, besides ids and positions, such as key ranges."""
         return ()
 
+    def longest_fork(self) -> int | None:
+        """Tokens of the longest sequence that may share rows with another (`models.placing`), None for any. Blocks must
+        then use no order of rows but positions and key ranges."""
+        return 0
+
     def tables(self) -> Sequence[Table]:
         """The tables that blocks need and that only depend on positions, such as rotary angles."""
         return ()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, persistent
+from wgpu_lora.models.placing import Placing, extend
 from wgpu_lora.models.rows import NOWHERE, RowInput, Rows, Table
 from wgpu_lora.ops.loss import Targets
 
@@ -24,12 +25,20 @@ class Segment:
     labels: unshifted, -100 where no log-probability is needed, as in transformers; None if it is needed nowhere.
     slot: whose adapter applies; None for the base alone.
     draws: u32 [len, 4], dropout keys; None without dropout.
+    prefix: how many leading tokens, draws included, are those of the segment before, whose rows it shares. No
+        log-probabilities may be needed there but those of other tokens.
     """
 
     input_ids: np.ndarray
     labels: np.ndarray | None = None
     slot: int | None = 0
     draws: np.ndarray | None = None
+    prefix: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """The rows that the segment adds to a batch."""
+        return len(self.input_ids) - self.prefix
 
 
 class Tables(dict[Table, Tensor]):
@@ -109,42 +118,34 @@ class StepInputs:
         Tokens are predicted from their own segment only. The rest of the batch is padding.
         """
         size = self.tokens
-        ids, positions = np.zeros(size, np.uint32), np.zeros(size, np.int64)
-        row = np.arange(size, dtype=np.int64)
-        first, last, numbers = row.copy(), row + 1, row.copy()
-        draws = np.zeros((size, 4), np.uint32)
+        ids, draws = np.zeros(size, np.uint32), np.zeros((size, 4), np.uint32)
         draws[:, 3] = np.float32(1).view(np.uint32)
         slots = self.slot_ranges.shape[0]
         slot_ranges, places = np.zeros((slots, 2), np.uint32), np.zeros((len(segments), 2), np.int64)
-        rows, targets = [], []
-        at = count = 0
         owners = [slots if segment.slot is None else segment.slot for segment in segments]
-        for number in sorted(range(len(segments)), key=owners.__getitem__):
+        order = sorted(range(len(segments)), key=owners.__getitem__)
+        placing = Placing(size)
+        targets, target_rows, count = [], [], 0
+        for number, rows in zip(order, placing.add([segments[i] for i in order]), strict=True):
             segment = segments[number]
-            length = len(segment.input_ids)
-            stop = at + length
-            assert stop <= size, f"{stop} tokens do not fit a batch of {size}"
-            ids[at:stop], positions[at:stop] = segment.input_ids, np.arange(length)
-            first[at:stop], last[at:stop], numbers[at:stop] = at, stop, at
+            ids[rows] = segment.input_ids
             if segment.draws is not None:
-                draws[at:stop] = segment.draws
-            picked = np.zeros(0, np.int64) if segment.labels is None else np.flatnonzero(segment.labels[1:] != -100)
+                draws[rows] = segment.draws
+            picked = np.zeros(0, np.int64)
             if segment.labels is not None:
-                rows.append(at + picked)
+                picked = np.flatnonzero(segment.labels[1:] != -100)
+                target_rows.append(rows[picked])
                 targets.append(segment.labels[1:][picked])
             if segment.slot is not None:
-                slot_ranges[segment.slot] = (
-                    at if slot_ranges[segment.slot, 1] == 0 else slot_ranges[segment.slot, 0],
-                    stop,
-                )
+                extend(slot_ranges[segment.slot], rows.min(), rows.max() + 1)
             places[number] = count, count + picked.size
-            at, count = stop, count + picked.size
+            count += picked.size
         write(device, self.ids, ids)
-        self.place(device, Rows(positions, numbers, row, first, last))
+        self.place(device, placing.rows)
         write(device, self.slot_ranges, slot_ranges)
         if self.draws:
             write(device, self.draws, draws)
-        write(device, self.targets.rows, _padded(rows, size, NOWHERE))
+        write(device, self.targets.rows, _padded(target_rows, size, NOWHERE))
         write(device, self.targets.ids, _padded(targets, size, 0))
         write(device, self.targets.count, np.array([count]))
         return places

@@ -19,14 +19,24 @@ class Rows:
     positions: position in the sequence.
     sequences: index of the sequence.
     keys: row in per-token state (`models.cache`); without state, the row of the batch.
-    first, last: the rows [first, last) in per-token state that belong to the sequence; in generation, last is 0.
+    first, stop: the token sees the rows [first, stop) in per-token state.
+    since, last: of the rows [since, last), those that are not in [first, keys) see the token. In generation, last is 0.
     """
 
     positions: np.ndarray
     sequences: np.ndarray
     keys: np.ndarray
     first: np.ndarray
+    stop: np.ndarray
+    since: np.ndarray
     last: np.ndarray
+
+    @classmethod
+    def causal(
+        cls, positions: np.ndarray, sequences: np.ndarray, keys: np.ndarray, first: np.ndarray, last: np.ndarray
+    ) -> Rows:
+        """Rows that see [first, keys]. last: one past the last row of the sequence."""
+        return cls(positions, sequences, keys, first, keys + 1, keys, last)
 
     @cached_property
     def previous(self) -> np.ndarray:

@@ -152,7 +152,9 @@ def attention_backward_kv(
     dim: U32,
     scale: F32,
 ) -> Any:
-    """dk = ds^T q and dv = p^T dy, summed over the query heads that share a key head."""
+    """dk = ds^T q and dv = p^T dy, summed over the query heads that share a key head.
+
+    Key t is seen by the queries [ranges[t].w, ranges[t].z) without [ranges[t].x, t)."""
     qs, _, dys, p, ds = _score_gradients(q, k, v, dy, stats, ranges, rows, rows, kv_heads, group, dim, scale)
     dk, dv = np.einsum("hgts,hgtd->shd", ds, qs), np.einsum("hgts,hgtd->shd", p, dys)
     return dk, dv
@@ -161,7 +163,8 @@ def attention_backward_kv(
 def attention(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, kv_heads: int, scale: float) -> Tensor:
     """Attention of q [T, heads, dim] over k and v [S, kv_heads, dim]. Training requires S = T.
 
-    ranges [T, 4] u32: first key, one past the last key, one past the last query that sees key t, unused.
+    ranges [T, 4] u32: first key, one past the last key; one past the last query that sees key t, and the first. All
+    queries between these see key t, except rows [first key, t).
     """
     rows, dim = q.shape[0], q.shape[2]
     shape: Shape = {"rows": rows, "kv_heads": kv_heads, "group": q.shape[1] // kv_heads, "dim": dim, "scale": scale}

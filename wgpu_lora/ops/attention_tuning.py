@@ -97,7 +97,7 @@ class AttentionTuning:
         rows, heads = c["rows"], c["kv_heads"] * c["group"]
         keys = c.get("keys", rows)
         last = np.arange(1, rows + 1) + (keys - rows)
-        ranges = np.stack([np.zeros(rows), last, np.full(rows, rows), np.zeros(rows)], axis=1)
+        ranges = np.stack([np.zeros(rows), last, np.full(rows, rows), np.arange(rows)], axis=1)
         stats = np.stack([np.full((rows, heads), 4.0), np.zeros((rows, heads))], axis=2)
         shapes = {
             **dict.fromkeys(("q", "y", "dy", "dq"), (rows, heads, c["dim"])),

@@ -181,7 +181,7 @@ def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int
 
 def _prepare(args: TrainingArguments, model: LoadedModel, source: Source) -> Prepared:
     objective = objective_of(args)
-    return prepare(
+    prepared = prepare(
         source,
         model.tokenizer,
         max_length=args.length,
@@ -193,3 +193,4 @@ def _prepare(args: TrainingArguments, model: LoadedModel, source: Source) -> Pre
         formats=formats_of(objective),
         parts=objective.parts,
     )
+    return replace(prepared, longest_fork=model.config.longest_fork())

@@ -10,7 +10,8 @@ from functools import cached_property
 
 import numpy as np
 
-from wgpu_lora.data import Prepared, batches, epoch_order
+from wgpu_lora.data import Prepared, Row, batches, epoch_order
+from wgpu_lora.data.prepare import common_prefix
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.objectives import objective_of
@@ -119,17 +120,26 @@ class DataStream:
     def group(self, sample: int, weight: float, slot: int, epoch: int | None = None) -> Group:
         """A sample as a group of a batch; `epoch` keys its dropout, None turns dropout off."""
         rows = self.prepared.samples[sample]
-        draws = [None if epoch is None else self._draws(epoch, row.index, len(row.input_ids)) for row in rows]
-        segments = [Segment(r.input_ids, r.labels, slot, d) for r, d in zip(rows, draws, strict=True)]
+        prefixes = [0] * (len(rows) - 1) + [self.prepared.prefixes[sample]]
+        draws = self._draws(epoch, rows)
+        made = list(zip(rows, draws, prefixes, strict=True))
+        segments = [Segment(row.input_ids, row.labels, slot, drawn, prefix) for row, drawn, prefix in made]
         if self.objective.reference:
-            segments += [Segment(row.input_ids, row.labels, None) for row in rows]
+            segments += [Segment(row.input_ids, row.labels, None, prefix=prefix) for row, _, prefix in made]
         return Group(tuple(segments), slot, weight, self.prepared.value(sample))
 
-    def _draws(self, epoch: int, row: int, length: int) -> np.ndarray | None:
+    def _draws(self, epoch: int | None, rows: Sequence[Row]) -> list[np.ndarray | None]:
+        """Dropout keys of each row of a sample. A common prompt has the same, whether its rows are shared or not."""
+        if epoch is None or not self.args.lora_dropout:
+            return [None] * len(rows)
+        draws = [self._keys(epoch, row.index, len(row.input_ids)) for row in rows]
+        common = common_prefix(rows)
+        draws[-1][:common] = draws[0][:common]
+        return [*draws]
+
+    def _keys(self, epoch: int, row: int, length: int) -> np.ndarray:
         """Dropout keys, a function of seed, epoch, row and token only, so that packing does not change them."""
         p = self.args.lora_dropout
-        if not p:
-            return None
         keys = np.random.SeedSequence([self.args.seed, epoch, row]).generate_state(2)
         draws = np.empty((length, 4), np.uint32)
         draws[:, 0] = keys[0]
@@ -166,7 +176,7 @@ class DataStream:
 def group_lengths(prepared: Prepared, objective: Objective) -> list[int]:
     """Tokens of each sample in a batch, including a reference pass."""
     passes = 2 if objective.reference else 1
-    return [passes * sum(len(row.input_ids) for row in rows) for rows in prepared.samples]
+    return [passes * prepared.tokens(sample) for sample in range(len(prepared.samples))]
 
 
 def quarters(most: int) -> list[int]:

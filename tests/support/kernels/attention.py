@@ -15,7 +15,20 @@ def packed(*segments: int, window: int = NONE) -> np.ndarray:
     rows, start = [], 0
     for length in segments:
         stop = start + length
-        rows += [(max(start, t + 1 - window), t + 1, min(stop, t + window), 0) for t in range(start, stop)]
+        rows += [(max(start, t + 1 - window), t + 1, min(stop, t + window), t) for t in range(start, stop)]
+        start = stop
+    return u32(*rows)
+
+
+def forked(*pairs: tuple[int, int, int]) -> np.ndarray:
+    """Ranges of pairs of sequences with a common prefix: (own rows of one, common rows, own rows of the other)."""
+    rows, start = [], 0
+    for one, common, other in pairs:
+        fork, end = start + one, start + one + common
+        stop = end + other
+        rows += [(t, end, t + 1, start) for t in range(start, fork)]
+        rows += [(fork, t + 1, stop, start) for t in range(fork, end)]
+        rows += [(fork, t + 1, stop, t) for t in range(end, stop)]
         start = stop
     return u32(*rows)
 
@@ -56,6 +69,7 @@ attend(packed(5, 1, 20, 11), 37, kv_heads=2, group=3, dim=10)
 attend(packed(19, window=4), 19, kv_heads=1, group=4, dim=64)
 attend(packed(7, 16, window=3), 23, kv_heads=3, group=1, dim=20)
 attend(packed(2, 1, window=2), 3, kv_heads=1, group=2, dim=4)
+attend(forked((3, 6, 5), (9, 1, 2)), 26, kv_heads=2, group=2, dim=12)
 attend(cached(5, 37, window=30), 37, kv_heads=2, group=2, dim=6, backward=False)
 add(
     attention.attention_stats,

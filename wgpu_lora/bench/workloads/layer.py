@@ -70,7 +70,7 @@ def of_layer(name: str, context: Context) -> Workload:
     beside = workload.again(lambda rec: record(rec, {}), x) if adapters else []
 
     row = np.arange(tokens)
-    rows = Rows(row, 0 * row, row, 0 * row, 0 * row + tokens)
+    rows = Rows.causal(row, 0 * row, row, 0 * row, 0 * row + tokens)
     workload.adopt(inputs.positions, row)
     workload.adopt(inputs.slot_ranges, np.array([[0, tokens]]))
     for item, tensor in inputs.rows.items():

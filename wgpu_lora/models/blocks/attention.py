@@ -30,7 +30,7 @@ class KeyRanges:
         if self.window is not None:
             first = np.maximum(first, rows.keys - self.window + 1)
             last = np.minimum(last, rows.keys + self.window)
-        return np.stack([first, rows.keys + 1, last, 0 * first], axis=1)
+        return np.stack([first, rows.stop, last, rows.since], axis=1)
 
     def padding(self, values: np.ndarray) -> np.ndarray:
         # Padding sees no keys. Its empty range starts where the last row's does, because a subgroup visits all keys

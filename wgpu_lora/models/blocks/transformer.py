@@ -188,6 +188,9 @@ class Transformer(ModelConfig):
     def row_inputs(self) -> Sequence[KeyRanges]:
         return [KeyRanges(window) for window in sorted(set(self.sliding_windows), key=lambda w: w or 0)]
 
+    def longest_fork(self) -> int | None:
+        return min((window for window in self.sliding_windows if window is not None), default=None)
+
     def tables(self) -> Sequence[RopeTable]:
         return [self._rope]
 

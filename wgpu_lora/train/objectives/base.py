@@ -14,6 +14,7 @@ from wgpu_lora.data.formats import EXAMPLES
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import NUMPY, Tensor, persistent
 from wgpu_lora.models.inputs import Segment
+from wgpu_lora.models.placing import extend
 from wgpu_lora.ops.recorder import Recorder
 
 
@@ -31,7 +32,7 @@ class Group:
 
     @property
     def tokens(self) -> int:
-        return sum(len(segment.input_ids) for segment in self.segments)
+        return sum(segment.tokens for segment in self.segments)
 
 
 @dataclass(frozen=True)
@@ -100,18 +101,13 @@ class Scoring:
                     values[self.weights][start:stop] = group.weight
                     if self.values:
                         values[self.values][start:stop] = group.value
-                    _extend(values[self.ranges][group.slot], start, stop)
+                    extend(values[self.ranges][group.slot], start, stop)
             if self.groups:
                 values[self.groups.members][at] = place
                 values[self.groups.weights][at], values[self.groups.values][at] = group.weight, group.value
-                _extend(values[self.groups.ranges][group.slot], at, at + 1)
+                extend(values[self.groups.ranges][group.slot], at, at + 1)
         for tensor, array in values.items():
             device.write(tensor.storage.buffer, array)
-
-
-def _extend(span: np.ndarray, start: int, stop: int) -> None:
-    """Extend [start, stop), empty at first, by the range that follows it."""
-    span[:] = (start if span[1] == 0 else min(span[0], start), max(span[1], stop))
 
 
 @dataclass(frozen=True)
