@@ -22,6 +22,7 @@ from wgpu_lora.models.rows import Rows
 from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.ops import matmul_tuning
 from wgpu_lora.ops.elementwise import add_forward
+from wgpu_lora.ops.linear import Fusing
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.weights.base import Shared, of_layer, stacked, write
 from wgpu_lora.weights.nf4 import NF4Weight
@@ -136,3 +137,14 @@ def test_formats_may_be_mixed_within_a_layer() -> None:
     one, two = stacked(apart, shared.max_binding)
     assert isinstance(one, NF4Weight)
     assert one.product([two]) is None  # their scales are not
+
+
+def test_a_matrix_of_a_stack_is_multiplied_alone_without_what_lies_behind_it() -> None:
+    shared = Shared(1 << 27)
+    for kind in ("f16", "nf4"):
+        first, _ = stacked([declare(kind, (20, 24), kind, shared, None) for _ in range(2)], shared.max_binding)
+        assert isinstance(first, Fusing)
+        product: Any = first.product(())
+        own: Any = first
+        matrix, of = (product.codes, own.codes) if kind == "nf4" else (product.b, own.parts[0])
+        assert matrix.size == of.size, kind  # as the reference takes it
