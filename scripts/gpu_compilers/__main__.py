@@ -88,9 +88,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--compute-dtype", choices=("f32", "bf16", "f16"), default="f32")
     parser.add_argument("--default-only", action="store_true", help="leave out tilings that only the tuner chooses")
     parser.add_argument("--kernel", action="append", default=[], help="part of a name; repeatable (default: all)")
-    parser.add_argument(
-        "--tiling", type=tiling, help="another tiling for tuned kernels, as JSON; see gpu/tiling.py"
-    )
+    parser.add_argument("--tiling", type=tiling, help="another tiling for tuned kernels, as JSON; see gpu/tiling.py")
     parser.add_argument("--details", action="store_true", help="a line for each compute pipeline")
     parser.add_argument("--json", type=writable, help="write everything to this file")
     parser.add_argument(

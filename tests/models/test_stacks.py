@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.errors import BindingTooLarge
 from wgpu_lora.gpu.program import Arena, Program, allocate, release
 from wgpu_lora.gpu.tensor import persistent
 from wgpu_lora.gpu.values import nmse
@@ -148,3 +149,16 @@ def test_a_matrix_of_a_stack_is_multiplied_alone_without_what_lies_behind_it() -
         own: Any = first
         matrix, of = (product.codes, own.codes) if kind == "nf4" else (product.b, own.parts[0])
         assert matrix.size == of.size, kind  # as the reference takes it
+
+
+def test_a_stack_of_adapters_that_exceeds_a_binding_is_modules_apart() -> None:
+    config, binding = shape_config("tiny-qwen3", 1), 512 << 10  # B of gate and up takes 384 KiB each
+    gate, up = (f"{config.path(0)}.mlp.{name}_proj" for name in ("gate", "up"))
+    spec = SlotSpec(64, dict.fromkeys(config.lora_modules, 1.0))
+    assert (gate, up) in AdapterSet.declare(config, [spec], 1 << 27).scales
+    adapters = AdapterSet.declare(config, [spec], binding)
+    assert {(gate,), (up,)} <= adapters.scales.keys()
+    assert {len(modules) for modules in adapters.scales} == {1, 3}  # q, k and v fit
+    assert max(page.nbytes for page in adapters.params) <= binding
+    with pytest.raises(BindingTooLarge, match=r"gate_proj\.lora_B' needs 786,432 bytes.*fewer adapters"):
+        AdapterSet.declare(config, [spec, spec], binding)
