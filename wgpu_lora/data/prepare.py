@@ -13,6 +13,7 @@ import numpy as np
 
 from wgpu_lora.data.account import Account
 from wgpu_lora.data.columns import RowFormats
+from wgpu_lora.data.cutting import Cut, unusable
 from wgpu_lora.data.empty import without_empty_answers
 from wgpu_lora.data.examples import Example, Sample, Tokens
 from wgpu_lora.data.files import file_source
@@ -125,6 +126,7 @@ def prepare(
     skip_bad_rows: bool = False,
     formats: RowFormats[Sample] = EXAMPLES,
     parts: int = 1,
+    cut: Cut | None = None,
 ) -> Prepared:
     """Read, tokenise and mask the rows of a source or a file.
 
@@ -134,6 +136,8 @@ def prepare(
         vocab_size: rows of the model's embedding; by default the size of the tokenizer's vocabulary.
         skip_bad_rows: skip unusable rows, and keep them in the account.
         formats, parts: the accepted formats of rows, and the number of examples that they give per sample.
+        cut: how longer rows are cut, by default at the end. With it, a row that it leaves without an answer or a pair
+            that it makes equal is an error, like a row that cannot be read.
 
     Raises:
         UserError: the source cannot be read, rows are invalid (with their places) or have a token outside of the
@@ -167,6 +171,11 @@ def prepare(
                 else:
                     wrong = wrong or _outside(expanded, vocab_size)
                     pairs += expanded
+            if cut and sample and not wrong:
+                whole, pairs = pairs, _shorter(pairs, cut, max_length, on_overflow == "drop")
+                wrong = unusable(whole, pairs) if all(len(ids) <= max_length for ids, _ in pairs) else None
+                if pairs != whole and not wrong:
+                    account.cut.add(place)
             if wrong:
                 account.add_bad(place, Problem(wrong, row))
             if wrong or sample is None:
@@ -197,6 +206,11 @@ def prepare(
         values=tuple(values) if set(values) - {1.0} else (),
         keys=np.array(keys, np.uint64),
     )
+
+
+def _shorter(pairs: list[Pair], cut: Cut, max_length: int, drop: bool) -> list[Pair]:
+    """The rows of a sample as `cut` leaves them; those that are to be dropped may still be too long."""
+    return [cut(ids, labels, len(ids) if drop else max_length) for ids, labels in pairs]
 
 
 def _kept(pairs: list[Pair], place: Place, account: Account, max_length: int, drop: bool) -> Iterator[Row]:

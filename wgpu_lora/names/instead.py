@@ -13,9 +13,13 @@ SENTENCES: tuple[tuple[str, str], ...] = (
         "push_to_hub_model_id",
     ),
     (
+        "does not exist here: {report_to=wandb}, tensorboard or trackio reports to a tracker, whose own environment "
+        "variables apply",
+        "run_name wandb wandb_project wandb_run_name wandb_entity use_wandb tensorboard trackio_space_id project",
+    ),
+    (
         "does not exist here: log.jsonl in the {output} directory has all steps, and 'wgpu-lora report DIR' plots them",
-        "report_to run_name logging_dir wandb wandb_project wandb_run_name wandb_entity use_wandb tensorboard "
-        "use_swanlab swanlab_project use_mlflow trackio_space_id project plot_loss",
+        "logging_dir use_swanlab swanlab_project use_mlflow plot_loss",
     ),
     (
         "does not exist here: sums and adapters are float32; {compute_dtype=bf16} rounds activations, and "

@@ -62,6 +62,9 @@ class Range:
         return f"x>{self.above:g}" if self.above is not None else f"x>={self.at_least:g}"
 
 
+POSITIVE, NOT_NEGATIVE = Range(above=0), Range(at_least=0)
+
+
 def option(
     default: Any,
     panel: str,

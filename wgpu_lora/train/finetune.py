@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from wgpu_lora.assets import DEMO_HELDOUT, DEMO_TRAIN
-from wgpu_lora.data import Prepared, Sample, Source, hold_out, prepare, training_data
-from wgpu_lora.data.columns import RowFormats
+from wgpu_lora.data import Source
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.models.decoder import Decoder
@@ -17,16 +16,19 @@ from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.share import budget_bytes
+from wgpu_lora.track.report_to import check_libraries
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import OUTPUT, PLAN, TrainingArguments
 from wgpu_lora.train.batching import fitted
+from wgpu_lora.train.frozen import frozen_adapter, starting_at_reference
 from wgpu_lora.train.initial import adapter_of
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.length import fit_length, shortened
 from wgpu_lora.train.memory import check_adapters
-from wgpu_lora.train.objectives import formats_of, objective_of
+from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.resume import plan_of, refuse_used, resume_note
+from wgpu_lora.train.rows import read_rows, sources_of
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun
 from wgpu_lora.train.stream import DataStream, group_lengths, quarters
@@ -71,6 +73,8 @@ def prepare_job(
         UserError: the data, the model, the options or the device are unsuitable.
     """
     args = with_demo_data(args)
+    if not planning:
+        check_libraries(args.report_to)
     if not (planning or args.resume):
         refuse_used(args.directory)  # before reading data, and again under the lock
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
@@ -103,59 +107,21 @@ def read_run(
     """
     sources = sources_of(args, rows)
     args, length = fit_length(args, model.config.max_position_embeddings)
+    objective = objective_of(args)
+    reference = frozen_adapter(objective.reference_path, model.config) if objective.reference_path else None
+    args, begins = starting_at_reference(args, objective)
     args, adapter, initial = adapter_of(args, model.config)
     prepared, heldout = read_rows(args, model, sources)
-    objective = objective_of(args)
-    args, note = fitted(args, group_lengths(prepared, objective), weight, objective.members)
+    args, note = fitted(args, group_lengths(prepared), weight, objective.parts)
     stream = DataStream(prepared, args)
-    chosen = {"length": length, "batches": note}
+    chosen = {"length": length, "batches": note, "adapter": begins}
     notes = [f"{label}: {said}" for label, said in chosen.items() if said] + _standing(stream, own)
     if args.eval_steps and not heldout:
         use = f"use {flag('eval_data')} or {flag('validation_split')}"
         notes.append(f"note: {setting('eval_steps', args.eval_steps)} does nothing, since no rows are held out ({use})")
     spec = SlotSpec.of(adapter, initial)
     digests = model.checkpoint.digest(), model.config.digest()
-    return AdapterRun(slot, args, adapter, spec, initial, stream, heldout, *digests, name, tuple(notes))
-
-
-def sources_of(args: TrainingArguments, rows: Mapping[str, Source] | None = None) -> tuple[Source, Source | None]:
-    """The sources of training and held-out rows. Raises UserError if they cannot be found."""
-    assert args.data is not None
-    training, held_out = training_data(
-        args.data,
-        args.eval_data,
-        split=args.split,
-        eval_split=args.eval_split,
-        dataset_config=args.dataset_config,
-        given=rows,
-    )
-    if held_out and args.validation_split is not None:
-        raise UserError(
-            f"{args.data} has held-out rows of its own, {held_out.name}: leave {flag('validation_split')} out, or name "
-            f"the file to train on with {flag('data')}."
-        )
-    return training, held_out
-
-
-def read_rows(
-    args: TrainingArguments,
-    model: LoadedModel,
-    sources: tuple[Source, Source | None],
-    formats: RowFormats[Sample] | None = None,
-) -> tuple[Prepared, Prepared | None]:
-    """Training rows, and held-out rows if there are any.
-
-    Args:
-        formats: instead of those of the objective.
-
-    Raises:
-        UserError: rows cannot be read, or there are too few to hold some out.
-    """
-    training, held_out = sources
-    prepared = _prepare(args, model, training, formats)
-    if args.validation_split is not None:
-        return hold_out(prepared, args.validation_split, args.seed)
-    return prepared, _prepare(args, model, held_out) if held_out else None
+    return AdapterRun(slot, args, adapter, spec, initial, stream, heldout, *digests, name, tuple(notes), reference)
 
 
 def _standing(stream: DataStream, own: Collection[str]) -> list[str]:
@@ -194,7 +160,7 @@ def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int
         batch_tokens: maximum tokens of a batch that slots share.
     """
     args = runs[0].args
-    heldout = [length for run in runs if run.heldout for length in group_lengths(run.heldout, run.stream.objective)]
+    heldout = [length for run in runs if run.heldout for length in group_lengths(run.heldout)]
     buckets = runs[0].stream.buckets() if batch_tokens is None else quarters(batch_tokens)
     return Session(
         model,
@@ -209,23 +175,10 @@ def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int
         objectives=[run.stream.objective for run in runs],
         optim=args.optim,
         eval_tokens=max([buckets[-1], *heldout]) if heldout else 0,
+        references={run.slot: run.reference.spec for run in runs if run.reference},
+        mismatched=max(
+            stream.longest_mismatched
+            for run in runs
+            for stream in (run.stream, *([DataStream(run.heldout, run.args)] if run.heldout else []))
+        ),
     )
-
-
-def _prepare(
-    args: TrainingArguments, model: LoadedModel, source: Source, formats: RowFormats[Sample] | None = None
-) -> Prepared:
-    objective = objective_of(args)
-    prepared = prepare(
-        source,
-        model.tokenizer,
-        max_length=args.length,
-        completion_only_loss=args.completion_only_loss,
-        on_overflow="drop" if args.on_overflow == "drop" else "truncate",
-        chat_template_kwargs=args.template_kwargs(),
-        vocab_size=model.config.vocab_size,
-        skip_bad_rows=args.skip_bad_rows,
-        formats=formats or formats_of(objective),
-        parts=objective.parts,
-    )
-    return replace(prepared, longest_fork=model.config.longest_fork())

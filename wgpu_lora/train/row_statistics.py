@@ -14,9 +14,9 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.batching import fitted
-from wgpu_lora.train.finetune import read_rows, sources_of
 from wgpu_lora.train.length import fit_length, shortened
 from wgpu_lora.train.objectives import formats_of, objective_of
+from wgpu_lora.train.rows import read_rows, sources_of
 from wgpu_lora.train.stream import DataStream, group_lengths
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
@@ -112,9 +112,8 @@ def row_statistics(args: TrainingArguments, model: LoadedModel) -> RowStatistics
 
 def choice_of(args: TrainingArguments, whole: Prepared) -> Choice:
     """What options make of rows that were not cut. Raises UserError if no row is left."""
-    objective = objective_of(args)
     rows = shortened(whole, args)
-    filled, _ = fitted(args, group_lengths(rows, objective), members=objective.members)
+    filled, _ = fitted(args, group_lengths(rows), members=objective_of(args).parts)
     stream = DataStream(rows, filled)
     epoch = stream.epoch(0)
     batches = [batch for step in epoch for batch in step]

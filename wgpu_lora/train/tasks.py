@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names
 from wgpu_lora.names.naming import IN_FILE, flag, naming, renamed
 from wgpu_lora.train.arguments import TrainingArguments, from_values
+from wgpu_lora.train.preference_options import PREFERENCES
 from wgpu_lora.train.resume import found_from
 
 # Keys of an [[adapter]] table, and the corresponding training options.
@@ -23,6 +24,7 @@ OPTIONS = {
     "alpha": "lora_alpha",
     "dropout": "lora_dropout",
     "epochs": "num_train_epochs",
+    **{f.name: f.name for f in fields(TrainingArguments) if f.metadata["panel"] == PREFERENCES},
     **{
         name: name
         for name in ("objective", "objective_args", "target_modules", "learning_rate", "max_steps", "max_length")
