@@ -196,6 +196,10 @@ def test_lists_of_losses_and_options_of_other_objectives() -> None:
         "completion_only_loss does nothing: objective='dpo' is about answers only.",
         "simpo_gamma does nothing: objective='dpo' does not use it.",
     ]
+    cpo = from_values({"objective": "cpo", "loss_type": "ipo"}, "recipe")
+    assert idle(("simpo_gamma", "label_smoothing", "beta"), cpo) == [
+        f"{name} does nothing: loss_type='ipo' does not use it." for name in ("simpo_gamma", "label_smoothing")
+    ]
     assert [said.split()[0] for said in idle(given, TrainingArguments())] == ["beta", "ld_alpha", "simpo_gamma"]
 
 

@@ -53,8 +53,8 @@ SIZE = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([kmgt]?)(i?)b?\s*", re
 
 
 @dataclass(frozen=True)
-class TrainingArguments(PreferenceOptions):
-    """Names and meanings are those of TRL, PEFT and transformers, where they have the option."""
+class GeneralOptions:
+    """The options of every run."""
 
     data: str | None = option(
         None,
@@ -197,6 +197,11 @@ class TrainingArguments(PreferenceOptions):
         0, SAVING, "Steps between measurements of the held-out loss; 0 means after every epoch.", within=NOT_NEGATIVE
     )
     eval_on_start: bool = option(True, SAVING, "Also measure the held-out loss before the first step.")
+
+
+@dataclass(frozen=True)
+class TrainingArguments(PreferenceOptions, GeneralOptions):  # fields: those of the last base first
+    """Names and meanings are those of TRL, PEFT and transformers, where they have the option."""
 
     def __post_init__(self) -> None:
         for item in fields(self):

@@ -25,6 +25,7 @@ from wgpu_lora.train.job import Job
 from wgpu_lora.train.length import fit_length, shortened
 from wgpu_lora.train.memory import check_adapters
 from wgpu_lora.train.objectives import formats_of, objective_of
+from wgpu_lora.train.objectives.base import Objective
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.resume import plan_of, refuse_used, resume_note
 from wgpu_lora.train.session import Session
@@ -118,7 +119,7 @@ def read_run(
     args, note = fitted(args, group_lengths(prepared), weight, objective.parts)
     stream = DataStream(prepared, args)
     heldout = prepared_for(args, model, held_out) if held_out else None
-    chosen = {"length": length, "batches": note, "adapter": begins}
+    chosen = {"length": length, "batches": note, "adapter": begins, "note": _unreferenced(args, objective)}
     notes = [f"{label}: {said}" for label, said in chosen.items() if said] + _standing(stream, own)
     if args.eval_steps and not heldout:
         eval_steps, eval_data = setting("eval_steps", args.eval_steps), flag("eval_data")
@@ -126,6 +127,14 @@ def read_run(
     spec = SlotSpec.of(adapter, initial)
     digests = model.checkpoint.digest(), model.config.digest()
     return AdapterRun(slot, args, adapter, spec, initial, stream, heldout, *digests, name, tuple(notes), reference)
+
+
+def _unreferenced(args: TrainingArguments, objective: Objective) -> str:
+    """A note on the reference of a run that starts from an adapter; '' if there is nothing to say."""
+    if not objective.reference or objective.reference_path or not args.init_adapter:
+        return ""
+    advice = setting("reference_adapter", args.init_adapter)
+    return f"the reference is the base model alone, not the initial adapter (that would be {advice})"
 
 
 def _standing(stream: DataStream, own: Collection[str]) -> list[str]:
