@@ -166,8 +166,8 @@ SENTENCES: tuple[tuple[str, str], ...] = (
         "is not supported",
         "neftune_noise_alpha noisy_embedding_alpha label_smoothing_factor lr_scheduler_kwargs num_cycles "
         "cosine_min_lr_ratio min_lr min_lr_ratio lr_end rope_scaling rope_theta ema reward_model num_generations "
-        "f_divergence_type use_weighting discopop_tau sync_ref_model use_liger liger use_liger_kernel enable_liger_kernel compute_metrics callbacks preprocess_logits_for_metrics "
-        "model_parallel curriculum",
+        "f_divergence_type use_weighting discopop_tau sync_ref_model use_liger liger use_liger_kernel "
+        "enable_liger_kernel compute_metrics callbacks preprocess_logits_for_metrics model_parallel curriculum",
     ),
     (
         "is not needed: a run is never overwritten, so choose another {output}, or continue with {resume}",
