@@ -95,6 +95,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt_ids": [1], "chosen_ids": [], "rejected_ids": [2]}, "'chosen_ids' is an empty list; give at least one"),
     ({"chosen": "b", "rejected": "c"}, f"'chosen' and 'rejected' {NO_PROMPT}"),
     ({"chosen": chat("a", "b"), "rejected": chat("c", "b")}, f"'chosen' and 'rejected' {NO_PROMPT}"),
+    (
+        {"question": "a", "chosen": "the b", "rejected": "the c"},
+        "the row has no 'prompt'; rename 'question' to 'prompt'",
+    ),
     ({"prompt": "a", "chosen": "b", "rejected": None}, "'rejected' is null, but must be a string or a list"),
     ({"prompt": "a", "chosen": "b"}, "the row fits no format: its keys are 'prompt', 'chosen', but the formats need"),
     ({"chosen": chat("a", "b"), "rejected": "c"}, "'chosen' is a list and 'rejected' a string, but both must be"),

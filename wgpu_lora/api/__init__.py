@@ -9,8 +9,8 @@ from typing import Any, Unpack, cast
 
 from wgpu_lora.api.ask import answer, compare, generate
 from wgpu_lora.api.bars import Bars
+from wgpu_lora.api.evaluation import evaluate, evaluate_several
 from wgpu_lora.api.listeners import Callback, listeners
-from wgpu_lora.api.measure import evaluate, evaluate_several
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.api.plain import plain
 from wgpu_lora.api.signatures import listing

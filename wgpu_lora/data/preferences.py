@@ -21,6 +21,7 @@ from typing import Any
 from wgpu_lora.data.columns import Fields, RowFormat, RowFormats
 from wgpu_lora.data.examples import Completion, Conversation, Sample, Tokens
 from wgpu_lora.data.formats import CHAT_COLUMNS, answer_to, conversation
+from wgpu_lora.data.guesses import renaming
 from wgpu_lora.data.kinds import FLAG, TEXT_OR_MESSAGES, TOKENS
 from wgpu_lora.data.values import kind_of
 from wgpu_lora.errors import UserError
@@ -60,6 +61,8 @@ def _implicit(row: Fields) -> Sample:
     if not shared:
         raise UserError("'chosen' and 'rejected' do not begin alike, so there is no prompt; give it as 'prompt'.")
     if isinstance(chosen, str):
+        if advice := renaming([*row.given], [["prompt", "chosen", "rejected"]]):
+            raise UserError(f"the row has no 'prompt'; {advice}.")
         return Sample(tuple(Completion(text[:shared], text[shared:]) for text in (chosen, rejected)))
     pair = conversation(row, chosen, shared), conversation(row, rejected, shared)
     for name, example in zip(("chosen", "rejected"), pair, strict=True):

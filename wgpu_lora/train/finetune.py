@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from wgpu_lora.assets import DEMO_HELDOUT, DEMO_TRAIN
-from wgpu_lora.data import Prepared, Source, prepare, training_data
+from wgpu_lora.data import Source
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.models.decoder import Decoder
@@ -16,6 +16,7 @@ from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.share import budget_bytes
+from wgpu_lora.track.report_to import check_libraries
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import OUTPUT, PLAN, TrainingArguments
 from wgpu_lora.train.batching import fitted
@@ -24,10 +25,11 @@ from wgpu_lora.train.initial import adapter_of
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.length import fit_length, shortened
 from wgpu_lora.train.memory import check_adapters
-from wgpu_lora.train.objectives import formats_of, objective_of
+from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.objectives.base import Objective
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.resume import plan_of, refuse_used, resume_note
+from wgpu_lora.train.rows import read_rows, sources_of
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun
 from wgpu_lora.train.stream import DataStream, group_lengths, quarters
@@ -49,7 +51,8 @@ def with_demo_data(args: TrainingArguments) -> TrainingArguments:
             raise UserError(
                 f"{flag('data')} is missing: give a file of rows, a folder with train.jsonl, or a Hugging Face dataset."
             )
-        args = replace(args, data=str(DEMO_TRAIN), eval_data=args.eval_data or str(DEMO_HELDOUT))
+        heldout = None if args.validation_split else str(DEMO_HELDOUT)
+        args = replace(args, data=str(DEMO_TRAIN), eval_data=args.eval_data or heldout)
     return replace(args, model=args.model or "demo", output=args.output or OUTPUT)
 
 
@@ -71,6 +74,8 @@ def prepare_job(
         UserError: the data, the model, the options or the device are unsuitable.
     """
     args = with_demo_data(args)
+    if not planning:
+        check_libraries(args.report_to)
     if not (planning or args.resume):
         refuse_used(args.directory)  # before reading data, and again under the lock
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
@@ -101,29 +106,20 @@ def read_run(
     Raises:
         UserError: the data or the adapter cannot be read, or do not fit the model.
     """
-    assert args.data is not None
-    training, held_out = training_data(
-        args.data,
-        args.eval_data,
-        split=args.split,
-        eval_split=args.eval_split,
-        dataset_config=args.dataset_config,
-        given=rows,
-    )
+    sources = sources_of(args, rows)
     args, length = fit_length(args, model.config.max_position_embeddings)
     objective = objective_of(args)
     reference = frozen_adapter(objective.reference_path, model.config) if objective.reference_path else None
     args, begins = starting_at_reference(args, objective)
     args, adapter, initial = adapter_of(args, model.config)
-    prepared = prepared_for(args, model, training)
+    prepared, heldout = read_rows(args, model, sources)
     args, note = fitted(args, group_lengths(prepared), weight, objective.parts)
     stream = DataStream(prepared, args)
-    heldout = prepared_for(args, model, held_out) if held_out else None
     chosen = {"length": length, "batches": note, "adapter": begins, "note": _unreferenced(args, objective)}
     notes = [f"{label}: {said}" for label, said in chosen.items() if said] + _standing(stream, own)
     if args.eval_steps and not heldout:
-        eval_steps, eval_data = setting("eval_steps", args.eval_steps), flag("eval_data")
-        notes.append(f"note: {eval_steps} does nothing, since no rows are held out (use {eval_data})")
+        use = f"use {flag('eval_data')} or {flag('validation_split')}"
+        notes.append(f"note: {setting('eval_steps', args.eval_steps)} does nothing, since no rows are held out ({use})")
     spec = SlotSpec.of(adapter, initial)
     digests = model.checkpoint.digest(), model.config.digest()
     return AdapterRun(slot, args, adapter, spec, initial, stream, heldout, *digests, name, tuple(notes), reference)
@@ -195,23 +191,3 @@ def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int
             for stream in (run.stream, *([DataStream(run.heldout, run.args)] if run.heldout else []))
         ),
     )
-
-
-def prepared_for(args: TrainingArguments, model: LoadedModel, source: Source) -> Prepared:
-    """The samples that the objective trains on. Raises UserError."""
-    objective = objective_of(args)
-    cut = objective.cut()
-    prepared = prepare(
-        source,
-        model.tokenizer,
-        max_length=args.length,
-        completion_only_loss=args.completion_only_loss or cut is not None,
-        on_overflow="drop" if args.on_overflow == "drop" else "truncate",
-        chat_template_kwargs=args.template_kwargs(),
-        vocab_size=model.config.vocab_size,
-        skip_bad_rows=args.skip_bad_rows,
-        formats=formats_of(objective),
-        parts=objective.parts,
-        cut=cut,
-    )
-    return replace(prepared, longest_fork=model.config.longest_fork())

@@ -16,6 +16,7 @@ class TrainingOptions(TypedDict, total=False):
     eval_data: str | Path | Iterable[Mapping[str, Any]] | None
     split: str | None
     eval_split: str | None
+    validation_split: float | None
     dataset_config: str | None
     skip_bad_rows: bool
     device: str | int | None
@@ -62,6 +63,10 @@ class TrainingOptions(TypedDict, total=False):
     save_total_limit: int
     eval_steps: int
     eval_on_start: bool
+    report_to: str | list[str] | None
+    goal: str | None
+    notes: str | None
+    run_log: bool
     beta: float
     loss_type: str | list[str] | None
     loss_weights: str | list[float] | None

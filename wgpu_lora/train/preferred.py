@@ -16,7 +16,6 @@ from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.share import claim
 from wgpu_lora.train.arguments import TrainingArguments, from_values
 from wgpu_lora.train.checkpoint import METADATA
-from wgpu_lora.train.finetune import prepared_for
 from wgpu_lora.train.frozen import frozen_adapter
 from wgpu_lora.train.heldout import heldout_loss
 from wgpu_lora.train.initial import adapter_of
@@ -74,24 +73,19 @@ def _said(options: Any) -> dict[str, Any]:
 
 
 def evaluate_objective(
-    model: LoadedModel,
-    source: Source,
-    adapter: str | Path | None,
-    given: Mapping[str, Any],
-    events: Events = SILENT,
-) -> tuple[dict[str, float], Prepared]:
-    """The loss and the metrics of an adapter, or of the base model alone, on the samples of a source.
+    model: LoadedModel, prepared: Prepared, args: TrainingArguments, events: Events = SILENT
+) -> dict[str, float]:
+    """The loss and the metrics of an adapter (`init_adapter`), or of the base model alone, on samples.
 
     Args:
-        given: options of training: the objective's, and those that say how rows are encoded.
+        args: the objective and its options.
 
     Raises:
-        UserError: the data, the options or the adapter are unsuitable, or the device has no room.
+        UserError: the options or the adapter are unsuitable, or the device has no room.
     """
-    args = from_values({**given, "init_adapter": None if adapter is None else str(adapter)}, "evaluate")
     objective, config = objective_of(args), model.config
     args, shape, matrices = adapter_of(args, config)
-    stream = DataStream(prepared_for(args, model, source), args)
+    stream = DataStream(prepared, args)
     frozen = frozen_adapter(objective.reference_path, config) if objective.reference_path else None
     session = Session(
         model,
@@ -114,4 +108,4 @@ def evaluate_objective(
             found = heldout_loss(session, stream, 0, lambda rows: events.evaluating(replace(at, rows=rows)))
         finally:
             session.close()
-    return found, stream.prepared
+    return found

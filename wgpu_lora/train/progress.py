@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from wgpu_lora.events import Events, StepResult
+from wgpu_lora.events import SILENT, Events, StepResult
 from wgpu_lora.train.objectives.base import Group
 from wgpu_lora.train.optimizer import SlotUpdate, StepReport
 from wgpu_lora.train.session import Session
@@ -29,6 +29,7 @@ class Progress:
     session: Session
     eval_steps: int = 0
     ended: str | None = None
+    events: Events = SILENT
     _durations: list[float] = field(default_factory=list)
     _last_line: dict[str, Any] = field(default_factory=dict)
 
@@ -112,7 +113,7 @@ class Progress:
         state = self.run.state
         state.seconds += time.perf_counter() - begin
         if found:
-            self.run.log.write({"step": 0, "epoch": 0.0, **found, "seconds": round(state.seconds, 4)})
+            self._log({"step": 0, "epoch": 0.0, **found, "seconds": round(state.seconds, 4)})
 
     def measure_heldout(self, events: Events) -> None:
         begin = time.perf_counter()
@@ -196,5 +197,10 @@ class Progress:
             "processed_tokens_per_second": round(state.pending_processed_tokens / max(state.pending_seconds, 1e-9), 2),
             "seconds": round(state.seconds, 4),
         }
-        self.run.log.write(entry)
+        self._log(entry)
         state.pending, state.pending_tokens, state.pending_processed_tokens, state.pending_seconds = [], 0, 0, 0.0
+
+    def _log(self, line: dict[str, Any]) -> None:
+        line |= self.run.follower.status()
+        self.run.log.write(line)
+        self.events.logged(line, self.run.name)

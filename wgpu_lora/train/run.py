@@ -12,10 +12,25 @@ from wgpu_lora.models.lora import SlotSpec
 from wgpu_lora.train.arguments import FREE_ON_RESUME, TrainingArguments
 from wgpu_lora.train.frozen import FrozenAdapter
 from wgpu_lora.train.output import Log
+from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.state import RunState
 from wgpu_lora.train.stream import DataStream
 
 LOGGING_STEPS, SHORT = 10, 100  # runs of at most SHORT steps log every step
+
+
+class Follower:
+    """Follows a run in its job; this one does not."""
+
+    def placed(self) -> None:
+        """Called once the run's directory is its own."""
+
+    def status(self) -> dict[str, float]:
+        """The status of the hardware since the last call, by keys of the log."""
+        return {}
+
+    def end(self, record: RunRecord) -> None:
+        """Called when the run has ended and its results are written."""
 
 
 @dataclass
@@ -42,6 +57,7 @@ class Run:
     resumed_from: Path | None = None
     weights_sha256: str | None = None  # of the base, once loaded
     log: Log = field(init=False, repr=False, compare=False)  # once the run has started
+    follower: Follower = field(default_factory=Follower, repr=False, compare=False)  # while its job runs
 
     @property
     def adapter_name(self) -> str:

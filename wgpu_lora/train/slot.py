@@ -117,6 +117,7 @@ class AdapterRun(Run):
             if self.args.target_seconds:
                 self.state.total_steps = max(self.state.total_steps, UNTIMED_STEPS)
         self.log = Log(self.directory / output.LOG, self.state.step if self.resumed_from else None)
+        self.follower.placed()
 
     def precompute(self, session: Session, events: Events = SILENT) -> None:
         """Compute the reference of all samples, if the objective does so before training (`Objective.precomputes`)."""
@@ -243,4 +244,5 @@ class AdapterRun(Run):
         record = record_of(self, session, stop_reason, stop_signal)
         record.write(self.directory)
         write_card(self.directory, record)
+        self.follower.end(record)
         return record

@@ -30,6 +30,7 @@ OPTIONS = {
         for name in ("objective", "objective_args", "target_modules", "learning_rate", "max_steps", "max_length")
     },
     **{name: name for name in ("eval_data", "split", "eval_split", "dataset_config", "init_adapter")},
+    "validation_split": "validation_split",
 }
 KEYS = {option: key for key, option in OPTIONS.items()}
 OWN = ("data", "checkpoint", "name", "weight")
@@ -63,6 +64,8 @@ class AdapterTask:
                 f"The adapter {self.name} of weight {self.weight:g} has less than one batch per step: set "
                 f"{flag('gradient_accumulation_steps')} to at least {math.ceil(1 / self.weight)}, or raise the weight."
             )
+        if {"eval_data", "eval_split"} & self.options.keys():  # its own held-out rows take precedence
+            base = replace(base, validation_split=None)
         own = from_values(self.options, f"The adapter {self.name}", base, renamed(KEYS, IN_FILE))
         batches = round(given * self.weight) if given else None
         return replace(own, data=self.data, output=self.checkpoint, gradient_accumulation_steps=batches)

@@ -79,7 +79,7 @@ class Trainer:
     _asked: bool = False  # whether `events.step` stopped it
 
     def __post_init__(self) -> None:
-        self.all = [Progress(run, self.session, self.policy.eval_steps) for run in self.runs]
+        self.all = [Progress(run, self.session, self.policy.eval_steps, events=self.events) for run in self.runs]
 
     def train(self) -> dict[int, RunRecord]:
         """Train to the end and write all results; returns `records`.
