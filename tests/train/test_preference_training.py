@@ -234,6 +234,22 @@ def test_evaluating_an_adapter_as_it_was_trained(device: Device, tmp_path: Path,
     assert json.loads(capsys.readouterr().out)["objective"] == "sft"
 
 
+def test_a_prompt_is_mismatched_with_another_answer(tmp_path: Path) -> None:
+    """That of the sample before it in the step or, in a step of one, of the next in the data; cut to the length."""
+    rows = [{"prompt_ids": [i] * 3, "completion_ids": [10 + i] * (1 + i), "label": True} for i in range(4)]
+    data = str(written(tmp_path / "labelled.jsonl", rows))
+    stream = job(tmp_path / "a", objective="kto", data=data, max_length=6, max_steps=1).run.stream
+    groups = [group for batch in stream.heldout_groups([[0, 2], [3]], 0) for group in batch]
+    found = [group.mismatched for group in (*groups, stream.heldout_groups([[3]], 0)[0][0])]
+    expected = [([0] * 3, [13] * 3), ([2] * 3, [10]), ([3] * 3, [12] * 3), ([3] * 3, [10])]
+    assert stream.longest_mismatched == 6
+    for segment, (prompt, answer) in zip(found, expected, strict=True):
+        assert segment is not None
+        assert segment.labels is not None
+        assert segment.input_ids.tolist() == prompt + answer
+        assert segment.labels.tolist() == [-100] * 3 + answer
+
+
 def test_labelled_rows_and_their_log(device: Device, tmp_path: Path) -> None:
     """KTO with held-out rows; a step without undesirable answers logs nothing about them."""
     rows = [{"prompt_ids": [i], "completion_ids": [5, i, 7], "label": i != 3} for i in range(4)]
