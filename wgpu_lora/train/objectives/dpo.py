@@ -16,7 +16,7 @@ from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.train.objectives.base import Scoring
 from wgpu_lora.train.objectives.logistic import log_sigmoid, sigmoid
 from wgpu_lora.train.objectives.members import factors
-from wgpu_lora.train.objectives.preference import BY_GROUP, Pairs
+from wgpu_lora.train.objectives.preference import BY_GROUP, Pairs, unused_by
 from wgpu_lora.train.objectives.referenced import Referenced
 
 LOSSES = (
@@ -155,6 +155,10 @@ class DPO(Referenced, Pairs):
                 f"{flag('loss_weights')} must be numbers of at least 0, not all 0, with commas, not {text!r:.80}."
             ) from None
         return found
+
+    def idle(self) -> dict[str, str]:
+        smoothed = {"robust", "exo_pair"} & set(self.losses)
+        return {} if smoothed else {"label_smoothing": unused_by(self.loss_type or LOSSES[0])}
 
     @property
     def verbose_weight(self) -> float:
