@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from wgpu_lora.data import Prepared
 from wgpu_lora.errors import DeviceWarning, UserError
 from wgpu_lora.events import Events
 from wgpu_lora.gpu.devices import DeviceInfo
-from wgpu_lora.track.entry import HELD_OUT, STOPPED, TRAINING, DataFile, Losses, run_name
+from wgpu_lora.track.entry import FAILED, HELD_OUT, STOPPED, TRAINING, DataFile, Losses, run_name
 from wgpu_lora.track.hardware.sampler import Sampler
 from wgpu_lora.track.recording import Recording, device_facts, given_options, status_of
 from wgpu_lora.track.remote import Remote
@@ -24,6 +25,7 @@ from wgpu_lora.track.report_to import trackers_of
 from wgpu_lora.track.secrets import masked
 from wgpu_lora.track.trackers.base import Tracked
 from wgpu_lora.train.checkpoint import BEST
+from wgpu_lora.train.ending import STOP_TEXT
 from wgpu_lora.train.output import read_log
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.run import Follower, Run
@@ -76,6 +78,7 @@ class Followed(Follower):
             steps=state.step,
             tokens=state.tokens,
             outputs=[str(place.resolve()) for place in outputs],
+            error=STOP_TEXT[record.stop_reason] if status == FAILED else None,
         )
         self._close(status)
 
@@ -168,9 +171,13 @@ def _id_in(directory: Path) -> str | None:
 
 
 def losses_of(run: Run) -> Losses:
-    """The held-out losses or, if no rows are held out, the logged training losses: first, lowest and last."""
+    """The held-out losses or, if no rows are held out, the logged training losses: first, lowest and last.
+
+    Steps that are not logged yet count like a line.
+    """
     state = run.state
     if run.heldout:
         return Losses(HELD_OUT, state.first_eval_loss, state.best_eval_loss, state.last_eval_loss)
     logged = [line["loss"] for line in read_log(run.log.path) if "loss" in line] if run.log.path.is_file() else []
+    logged += [statistics.fmean(state.pending)] if state.pending else []
     return Losses(TRAINING, logged[0], min(logged), logged[-1]) if logged else Losses(TRAINING)
