@@ -121,7 +121,7 @@ class Remote:
                 if "error" in answer:
                     self._failure = str(masked(answer["error"]))
                     return
-                self.place = answer["place"] or self.place
+                self.place = str(masked(answer["place"] or self.place))
                 self._since = time.monotonic()
                 self._answered += 1
         if self._answered < self._asked:

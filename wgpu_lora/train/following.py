@@ -15,7 +15,7 @@ from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bounded import read_json
 from wgpu_lora.data import Prepared
 from wgpu_lora.errors import DeviceWarning, UserError
-from wgpu_lora.events import Events
+from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.devices import DeviceInfo
 from wgpu_lora.track.entry import FAILED, HELD_OUT, STOPPED, TRAINING, DataFile, Losses, run_name
 from wgpu_lora.track.hardware.sampler import Sampler
@@ -40,10 +40,12 @@ class Followed(Follower):
     run: Run
     recording: Recording
     sampler: Sampler
+    events: Events
     group: str | None
     over: bool = False
     trackers: list[Remote] = field(default_factory=list)
 
+    _shown: set[str] = field(default_factory=set)
     _sampled: float = field(default_factory=time.monotonic)
 
     def placed(self) -> None:
@@ -66,6 +68,14 @@ class Followed(Follower):
     def logged(self, line: Mapping[str, float]) -> None:
         for tracker in self.trackers:
             tracker.log(metrics_of(line), int(line["step"]))
+        self._show()
+
+    def _show(self) -> None:
+        """Tell, once, where each tracker shows the run."""
+        for tracker in self.trackers:
+            if tracker.place and tracker.place not in self._shown:
+                self._shown.add(tracker.place)
+                self.events.tracked(tracker.name, tracker.place, self.run.name)
 
     def end(self, record: RunRecord) -> None:
         state, self.over = record.state, True
@@ -92,6 +102,7 @@ class Followed(Follower):
     def _close(self, status: str) -> None:
         for tracker in self.trackers:
             tracker.finish(status)
+        self._show()
 
 
 class Following(Events):
@@ -115,7 +126,7 @@ def metrics_of(line: Mapping[str, float]) -> dict[str, float]:
 
 
 @contextmanager
-def following(runs: Sequence[Run], device: DeviceInfo, home: Path) -> Iterator[Following]:
+def following(runs: Sequence[Run], device: DeviceInfo, home: Path, events: Events = SILENT) -> Iterator[Following]:
     """Follow the runs of a job in the block. What is still running when an exception leaves it has failed.
 
     home: directory of the job's record.
@@ -124,7 +135,7 @@ def following(runs: Sequence[Run], device: DeviceInfo, home: Path) -> Iterator[F
     sampler = Sampler(device)
     try:
         for run in runs:
-            run.follower = one = _begun(run, device, home, sampler)
+            run.follower = one = _begun(run, device, home, sampler, events)
             followed.append(one)
         yield Following(followed)
     except BaseException as error:
@@ -137,7 +148,7 @@ def following(runs: Sequence[Run], device: DeviceInfo, home: Path) -> Iterator[F
             run.follower = Follower()
 
 
-def _begun(run: Run, device: DeviceInfo, home: Path, sampler: Sampler) -> Followed:
+def _begun(run: Run, device: DeviceInfo, home: Path, sampler: Sampler, events: Events) -> Followed:
     args = run.args
     recording = Recording.of(
         "finetune",
@@ -155,7 +166,7 @@ def _begun(run: Run, device: DeviceInfo, home: Path, sampler: Sampler) -> Follow
         eval_data=_file(run.heldout) if run.heldout else None,
         outputs=[str(run.directory.resolve())],
     )
-    return Followed(run, recording, sampler, recording.entry.pipeline and home.resolve().name)
+    return Followed(run, recording, sampler, events, recording.entry.pipeline and home.resolve().name)
 
 
 def _file(prepared: Prepared) -> DataFile:
