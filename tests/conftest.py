@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.broken import Break, breaking
 
 from wgpu_lora.gpu.device import Device, DeviceOptions
 
@@ -54,6 +55,12 @@ def device() -> Device:
 def checked_device() -> Device:
     """The same with the driver's own bounds checks in every shader."""
     return Device(options=replace(DeviceOptions.from_environment(), checked=True))
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Break:
+    """Breaks kernels of the device: `broken(name, which tilings, compiles=True)`."""
+    return breaking(monkeypatch)
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from support import SCRIPTS
 from tokenizers import Tokenizer
 
 from wgpu_lora.assets import DEMO_HELDOUT, DEMO_MODEL, DEMO_TRAIN
-from wgpu_lora.demo.asserts import Outcome, parse_check
-from wgpu_lora.demo.check import run_check
-from wgpu_lora.demo.confine import plain
+from wgpu_lora.checks.asserts import Outcome, parse_check
+from wgpu_lora.checks.confine import plain
+from wgpu_lora.checks.run import run_check
 
 sys.path.insert(0, str(SCRIPTS))
 leaks = importlib.import_module("demo.leaks")

@@ -15,7 +15,7 @@ from support.gguf_models import DEMO, make_adapter, read, small, values
 
 from wgpu_lora.export import mix
 from wgpu_lora.export.gguf_adapter import export_adapter
-from wgpu_lora.export.gguf_model import export_model
+from wgpu_lora.export.gguf_model import export_model, export_models
 from wgpu_lora.export.merge import MergedModel, merge_adapter
 from wgpu_lora.formats.checkpoint import Checkpoint
 from wgpu_lora.formats.peft import read_adapter
@@ -248,3 +248,18 @@ def test_an_adapter_merges_into_a_gguf_file(tmp_path: Path) -> None:
     for name in one.names():
         np.testing.assert_array_equal(one.read_f32(name), other.read_f32(name))  # the made weights are f16 anyway
     assert load_config(tmp_path / "other").num_key_value_heads == 2
+
+
+def test_several_types_at_once_are_those_of_one_by_one(tmp_path: Path) -> None:
+    model = small(tmp_path / "model", "qwen3")
+    adapter = make_adapter(tmp_path / "adapter", model)
+    kinds = ("q4_k_m", "q5_k_m", "q6_k")
+    tensors: list[str] = []
+    events = hearing(written=lambda name, done, total: tensors.append(name))
+    found = export_models(model, {kind: tmp_path / f"{kind}.gguf" for kind in kinds}, adapter, events=events)
+    assert len(tensors) == len(set(tensors))
+    for kind in kinds:
+        alone = export_model(model, tmp_path / "alone.gguf", kind, adapter)
+        assert alone == found[kind]
+        assert (tmp_path / f"{kind}.gguf").read_bytes() == (tmp_path / "alone.gguf").read_bytes()
+        (tmp_path / "alone.gguf").unlink()

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from wgpu_lora.demo.confine import plain, seccomp
-from wgpu_lora.demo.confine.parent import LISTENER, Process
+from wgpu_lora.checks.confine import plain, seccomp
+from wgpu_lora.checks.confine.parent import LISTENER, Process
 
 confined = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() not in seccomp.ARCHITECTURES,
@@ -23,7 +23,7 @@ confined = pytest.mark.skipif(
 )
 # Python's audit hook taken away, as an attack would, so that the kernel's means stand alone.
 UNGUARDED = (
-    "import sys; sys.path.append(sys.argv.pop(1)); from wgpu_lora.demo.confine import child; "
+    "import sys; sys.path.append(sys.argv.pop(1)); from wgpu_lora.checks.confine import child; "
     "child._guard = lambda: None; child.main()"
 )
 # For an answer: `tried` tries many things by name and says what came of each, in place of raising.

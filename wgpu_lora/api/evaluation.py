@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -19,7 +20,10 @@ from wgpu_lora.infer.named import BASE, check_directory, on_device, slots_of
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.track.entry import HELD_OUT, DataFile, Losses, run_name
 from wgpu_lora.track.recording import device_facts, given_options, recorded, remarks
+from wgpu_lora.train.arguments import from_values
 from wgpu_lora.train.length import check_rows, fit_rows
+from wgpu_lora.train.preferred import evaluate_objective, objective_options, reads
+from wgpu_lora.train.rows import prepared_for
 
 
 def evaluate(
@@ -34,6 +38,7 @@ def evaluate(
     on_overflow: str | None = None,
     completion_only_loss: bool | None = None,
     enable_thinking: bool | None = None,
+    objective: str | None = None,
     goal: str | None = None,
     notes: str | None = None,
     run_log: bool = True,
@@ -52,6 +57,8 @@ def evaluate(
             positions if that is smaller; the result states it.
         on_overflow, completion_only_loss, enable_thinking: as in training. By default as in the adapter's training,
             else truncate, True, and no value for the chat template.
+        objective: whose loss and metrics to measure. By default that of the adapter's training if it reads such rows,
+            with the same options (beta, reference_adapter, ...), else sft.
         goal, notes, run_log: what the run log says about the evaluation, and whether it is recorded there.
         events: receives `loading` and `evaluating`.
         progress_bar: whether to show progress; by default, on a terminal and in a notebook.
@@ -64,8 +71,15 @@ def evaluate(
     if adapter is not None:
         check_directory(adapter)
     adapters = [] if adapter is None else [adapter]
-    source = _source(data, split, dataset_config)
+    data = data if isinstance(data, str | Path) else list(data)
     given = _given(max_length, on_overflow, completion_only_loss, enable_thinking)
+    source = _source(data, split, dataset_config)
+    chosen = _objective(source, adapter, objective)
+    source = _source(data, split, dataset_config)
+    if chosen["objective"] != "sft":
+        opened = model if isinstance(model, LoadedModel) else open_model(str(model))
+        with remarks(goal, notes, run_log):
+            return _preferred(BASE, opened, source, adapter, given, skip_bad_rows, chosen, told, progress_bar)
     opened, prepared = _heldout(model, source, adapters, given, skip_bad_rows)
     slots = {BASE: 0 if adapters else None}
     with remarks(goal, notes, run_log):
@@ -85,6 +99,7 @@ def evaluate_several(
     on_overflow: str | None = None,
     completion_only_loss: bool | None = None,
     enable_thinking: bool | None = None,
+    objective: str | None = None,
     goal: str | None = None,
     notes: str | None = None,
     run_log: bool = True,
@@ -109,8 +124,29 @@ def evaluate_several(
     told = _listeners("evaluate_several()", events, before)
     slots = slots_of(adapters, include_base)
     directories = list(adapters.values())
-    source = _source(data, split, dataset_config)
+    data = data if isinstance(data, str | Path) else list(data)
     given = _given(max_length, on_overflow, completion_only_loss, enable_thinking)
+    names = {BASE: None, **adapters} if include_base else adapters
+    chosen = {name: _objective(_source(data, split, dataset_config), path, objective) for name, path in names.items()}
+    if any(options["objective"] != "sft" for options in chosen.values()):
+        opened = model if isinstance(model, LoadedModel) else open_model(str(model))
+        usual = next(options for options in chosen.values() if options["objective"] != "sft")
+        with remarks(goal, notes, run_log):
+            return {
+                name: _preferred(
+                    name,
+                    opened,
+                    _source(data, split, dataset_config),
+                    path,
+                    given,
+                    skip_bad_rows,
+                    chosen[name] if path is not None or objective else usual,
+                    told,
+                    progress_bar,
+                )
+                for name, path in names.items()
+            }
+    source = _source(data, split, dataset_config)
     opened, prepared = _heldout(model, source, directories, given, skip_bad_rows)
     with remarks(goal, notes, run_log):
         return _measured(opened, prepared, directories, slots, told, progress_bar)
@@ -138,14 +174,12 @@ def _measured(
             events = _OfAll(len(found), len(slots), bars, *told)
             with _recorded(model, prepared, name, None if slot is None else directories[slot]) as entry:
                 found[name] = one = evaluate_rows(model, prepared, loaded, slot, events=events)
-                entry["losses"] = Losses(HELD_OUT, final=one.loss)
-                entry |= {"tokens": one.tokens, "seconds": round(one.seconds, 3)}
-                entry["results"] = {"perplexity": one.perplexity, "rows": one.rows}
+                _note(entry, one)
     return {name: replace(one, data=prepared.summary()) for name, one in found.items()}
 
 
 def _recorded(
-    model: LoadedModel, prepared: Prepared, name: str, adapter: str | Path | None
+    model: LoadedModel, prepared: Prepared, name: str, adapter: str | Path | None, objective: str = "sft"
 ) -> AbstractContextManager[dict[str, Any]]:
     """An evaluation in the run log."""
     quant = model.decoder.base_dtype
@@ -156,9 +190,50 @@ def _recorded(
         objective="evaluate",
         adapter=None if name == BASE else name,
         device=device_facts(model.device.info),
-        config=given_options({**config, "base_dtype": quant}),
+        config=given_options({**config, "base_dtype": quant, "objective": objective}),
         data=DataFile(prepared.path, prepared.digest),
     )
+
+
+def _note(entry: dict[str, Any], found: Evaluation) -> None:
+    """The results of an evaluation, in its entry of the run log."""
+    entry["losses"] = Losses(HELD_OUT, final=found.loss)
+    entry |= {"tokens": found.tokens, "seconds": round(found.seconds, 3)}
+    entry["results"] = {"perplexity": found.perplexity, "rows": found.rows, **found.metrics}
+
+
+def _objective(source: Source, adapter: str | Path | None, objective: str | None) -> dict[str, Any]:
+    """The objective to evaluate and its options: as given, else that of the adapter if it reads such rows, else sft."""
+    chosen = objective_options(adapter, objective)
+    if objective is None and chosen["objective"] != "sft" and not reads(chosen["objective"], source):
+        return {"objective": "sft"}
+    return chosen
+
+
+def _preferred(
+    name: str,
+    model: LoadedModel,
+    source: Source,
+    adapter: str | Path | None,
+    given: Mapping[str, Any],
+    skip_bad_rows: bool,
+    chosen: Mapping[str, Any],
+    told: Sequence[Events],
+    progress_bar: bool | None,
+) -> Evaluation:
+    """The loss and the metrics of an objective other than sft."""
+    rows = fit_rows(given, [] if adapter is None else [adapter], model.config.max_position_embeddings)
+    encoding = {name: getattr(rows, name) for name in ("max_length", "on_overflow", "enable_thinking")}
+    options = {**chosen, **encoding, "skip_bad_rows": skip_bad_rows, "init_adapter": adapter and str(adapter)}
+    args = from_values(options, "evaluate")
+    prepared, begin = prepared_for(args, model, source), time.perf_counter()
+    with Bars(progress_bar) as bars, _recorded(model, prepared, name, adapter, args.objective) as entry:
+        found = evaluate_objective(model, prepared, args, Passing(bars, *told))
+        seconds = time.perf_counter() - begin
+        facts = prepared.trained_tokens, len(prepared.rows), seconds, prepared.max_length, prepared.summary()
+        one = Evaluation(found.pop("loss"), None, *facts, args.objective, found)
+        _note(entry, one)
+    return one
 
 
 class _OfAll(Passing):

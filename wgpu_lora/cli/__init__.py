@@ -18,6 +18,7 @@ from wgpu_lora.cli.bench import bench
 from wgpu_lora.cli.chat import chat
 from wgpu_lora.cli.commands import Command, Group, dashes
 from wgpu_lora.cli.completion import dashed
+from wgpu_lora.cli.data import data
 from wgpu_lora.cli.demo import demo
 from wgpu_lora.cli.evaluate import evaluate
 from wgpu_lora.cli.export import export
@@ -33,6 +34,7 @@ from wgpu_lora.cli.prove import prove
 from wgpu_lora.cli.push import push
 from wgpu_lora.cli.recipes import recipes
 from wgpu_lora.cli.report import report
+from wgpu_lora.cli.run import run_chain
 from wgpu_lora.cli.runs import runs
 from wgpu_lora.cli.share import share
 from wgpu_lora.cli.worker import worker
@@ -96,9 +98,11 @@ app.command(cls=Command)(report)
 app.command(cls=Command)(runs)
 app.add_typer(bench)
 app.command(cls=Command)(worker)
+app.add_typer(data)
 app.add_typer(export)
 app.add_typer(recipes)
 app.add_typer(share)
+app.command("run", cls=Command)(run_chain)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

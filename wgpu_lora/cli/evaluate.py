@@ -5,19 +5,38 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from wgpu_lora.bounded import printable
+from wgpu_lora.cli.answering import MaxNewTokens, Seed, TopP
 from wgpu_lora.cli.console import Bar, TensorBar, line, print_json
-from wgpu_lora.cli.options import Adapter, BaseDtype, Device, Goal, InRunLog, Json, Model, Notes, choice
+from wgpu_lora.cli.options import (
+    Adapter,
+    AllowUnconfined,
+    BaseDtype,
+    Device,
+    Goal,
+    InRunLog,
+    Json,
+    Model,
+    Notes,
+    choice,
+    refuse_idle,
+)
 from wgpu_lora.cli.several import as_rows, show_losses
 from wgpu_lora.errors import NotFiniteError
 from wgpu_lora.events import Evaluating
 from wgpu_lora.names.allowed import OVERFLOW
+from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.words import counted
+
+OF_LOSSES = ("objective", "max_length", "on_overflow", "completion_only_loss", "skip_bad_rows")
+OF_CHECKS = ("samples", "temperature", "top_p", "max_new_tokens", "seed", "batch_size", "timeout", "completion",
+             "output", "allow_unconfined")  # fmt: skip
 
 
 class _Shown(TensorBar):
@@ -33,6 +52,7 @@ class _Shown(TensorBar):
 
 
 def evaluate(
+    ctx: typer.Context,
     data: Annotated[str, typer.Option(help="File of rows, folder with valid.jsonl or test.jsonl, or hub id.")],
     split: Annotated[str | None, typer.Option(help="Split of --data; its validation split by default.")] = None,
     dataset_config: Annotated[str | None, typer.Option(help="Configuration of a dataset that has several.")] = None,
@@ -51,6 +71,34 @@ def evaluate(
         bool | None, typer.Option(help="Compute the loss on answers only. Default: as in training, else on.")
     ] = None,
     enable_thinking: Annotated[bool | None, typer.Option(help="Passed to the chat template.")] = None,
+    objective: Annotated[
+        str | None,
+        choice(
+            "Whose loss to measure. Default: that of the adapter's training if it reads such rows, else sft.",
+            OBJECTIVES,
+        ),
+    ] = None,
+    pass_at_k: Annotated[
+        str | None,
+        typer.Option(help="Run the unit checks of rows instead, and estimate pass@k for these k.", metavar="K,K..."),
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Answers per row and adapter. [1<=x<=10000]")] = 1,
+    temperature: Annotated[
+        float | None, typer.Option(help="As in generate. Default: 0 for one sample, else 0.8. [x>=0]")
+    ] = None,
+    top_p: TopP = 1.0,
+    max_new_tokens: MaxNewTokens = 512,
+    seed: Seed = 0,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Answers generated at a time; by default as many as fit, up to 16. [x>=1]")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that a check may take. [0<x<=3600]")] = 5.0,
+    completion: Annotated[
+        bool,
+        typer.Option("--completion", help="Continue HumanEval's prompts as text, without the chat template."),
+    ] = False,
+    output: Annotated[Path | None, typer.Option(help="File for all answers and their outcomes, as JSONL.")] = None,
+    allow_unconfined: AllowUnconfined = False,
     device: Device = None,
     base_dtype: BaseDtype = DEFAULT_FORMAT,
     goal: Goal = None,
@@ -58,11 +106,34 @@ def evaluate(
     run_log: InRunLog = True,
     as_json: Json = False,
 ) -> int:
-    """Measure loss and perplexity on data.
+    """Measure loss and perplexity on data, or pass@k of answers with unit checks.
 
     Several adapters are loaded together and evaluated one after the other. By default, rows are encoded as in the
-    adapter's training, according to its run.json.
+    adapter's training, according to its run.json. With --pass-at-k, rows have HumanEval's fields (prompt, test,
+    entry_point), or a prompt and a check with asserts; answers run in confined processes.
     """
+    if pass_at_k is None:
+        refuse_idle(ctx, OF_CHECKS, "without --pass-at-k")
+    else:
+        refuse_idle(ctx, OF_LOSSES, "with --pass-at-k")
+        from wgpu_lora.cli.passing import evaluate_checks
+
+        chosen = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
+        return evaluate_checks(
+            data,
+            split,
+            dataset_config,
+            pass_at_k,
+            samples,
+            {**chosen, "enable_thinking": enable_thinking},
+            adapter or [],
+            compare,
+            model,
+            output,
+            {"batch": batch_size, "timeout": timeout, "completion": completion, "allow_unconfined": allow_unconfined},
+            (device, base_dtype),
+            as_json,
+        )
     from wgpu_lora.api import evaluate as measure
     from wgpu_lora.api import evaluate_several, load
     from wgpu_lora.infer.named import BASE, model_of, named_adapters, slots_of
@@ -72,7 +143,8 @@ def evaluate(
     several = compare or len(adapters) > 1
     if several:
         slots_of(adapters, compare)  # before anything is opened
-    options: dict[str, Any] = {"split": split, "dataset_config": dataset_config, "skip_bad_rows": skip_bad_rows}
+    options: dict[str, Any] = {"objective": objective}
+    options |= {"split": split, "dataset_config": dataset_config, "skip_bad_rows": skip_bad_rows}
     options |= {"goal": goal, "notes": notes, "run_log": run_log}
     given: dict[str, Any] = {
         "max_length": max_length,
@@ -110,7 +182,10 @@ def evaluate(
             device_facts = {"name": info.name, "driver": info.driver, "backend": info.backend}
             print_json(asdict(found) | {"device": device_facts})
         else:
-            line("loss", f"{found.loss:.6f}, perplexity {found.perplexity:.4f}")
+            after = "" if found.perplexity is None else f", perplexity {found.perplexity:.4f}"
+            line("loss", f"{found.loss:.6f}{after}")
+            for name, value in found.metrics.items():
+                line("metric", f"{name} {value:.6f}")
             tokens, over = counted(found.tokens, "trained token"), counted(found.rows, "row")
             line("over", f"{tokens} in {over}, in {found.seconds:.1f} s")
     if not as_json:

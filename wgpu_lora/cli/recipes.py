@@ -14,7 +14,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.words import counted
 
 recipes = typer.Typer(
-    cls=Group, name="recipes", help="Training set-ups included in the package.", rich_markup_mode=None
+    cls=Group, name="recipes", help="Training set-ups and chains included in the package.", rich_markup_mode=None
 )
 
 
@@ -41,10 +41,15 @@ def show(
     ],
 ) -> int:
     """Print a recipe, with what it reproduces and what it needs."""
+    from wgpu_lora.bounded import read_toml
+    from wgpu_lora.chain.file import read_chain
     from wgpu_lora.train.recipes import find_recipe, recipe_arguments
 
     path = find_recipe(name)
-    recipe_arguments(path)
+    if path.exists() and "stage" in read_toml(path, "The recipe"):
+        read_chain(name)
+    else:
+        recipe_arguments(path)
     print(path.read_text(encoding="utf-8"), end="", flush=True)
     return 0
 

@@ -10,10 +10,10 @@ from typing import Any
 from wgpu_lora.api import answer, load
 from wgpu_lora.assets import DEMO_HELDOUT
 from wgpu_lora.atomic import write_bytes_atomic
+from wgpu_lora.checks.asserts import parse_check
+from wgpu_lora.checks.confine.parent import Confinement, confinement
+from wgpu_lora.checks.run import run_check
 from wgpu_lora.data import read_jsonl
-from wgpu_lora.demo.asserts import parse_check
-from wgpu_lora.demo.check import run_check
-from wgpu_lora.demo.confine.parent import Confinement, confinement
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType, Keys
 from wgpu_lora.export.gguf_model import Written, check_expressible
 from wgpu_lora.export.merge import check_finite, scaled_factors
 from wgpu_lora.formats.gguf.order import to_neighbours
-from wgpu_lora.formats.gguf.write import Tensors, new_gguf, refuse_existing, write_tensors
+from wgpu_lora.formats.gguf.write import Pieces, Tensors, new_gguf, refuse_existing, write_tensors
 from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.models.files import config_of
 from wgpu_lora.models.gguf import gguf_names
@@ -37,19 +37,19 @@ def export_adapter(model: Path, adapter: Path, output: Path) -> Written:
         factor_b = to_neighbours(factor_b, heads) if heads else factor_b
         for letter, factor in (("a", a), ("b", factor_b)):
             check_finite(factor, f"lora_{letter} of {own}")
-            tensors[f"{names[own]}.lora_{letter}"] = (factor.shape, GGMLQuantizationType.F32, _whole(factor))
+            tensors[f"{names[own]}.lora_{letter}"] = (factor.shape, [GGMLQuantizationType.F32], _whole(factor))
             count += factor.size
     with new_gguf(output, form.name) as writer:
         writer.add_type("adapter")
         writer.add_name(adapter.absolute().name)
         writer.add_string(Keys.Adapter.TYPE, "lora")
         writer.add_float32(Keys.Adapter.LORA_ALPHA, float(alpha))
-        write_tensors(writer, tensors)
+        write_tensors([writer], tensors)
     return Written(output.stat().st_size, 4 * count, count)
 
 
-def _whole(factor: np.ndarray) -> Callable[[], Iterator[np.ndarray]]:
-    def pieces() -> Iterator[np.ndarray]:
-        yield np.ascontiguousarray(factor, np.float32)
+def _whole(factor: np.ndarray) -> Pieces:
+    def pieces() -> Iterator[list[np.ndarray]]:
+        yield [np.ascontiguousarray(factor, np.float32)]
 
     return pieces

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -61,45 +62,68 @@ def export_model(
         UserError: a file cannot be read, the adapter does not fit, llama.cpp does not support the model, or `output`
             exists.
     """
-    if kind not in mix.FILE_TYPES:
-        raise UserError(f"{setting('quantize', kind)} is not known: choose one of {', '.join(mix.FILE_TYPES)}.")
-    refuse_existing(output)
+    return export_models(model, {kind: output}, adapter, name, events)[kind]
+
+
+def export_models(
+    model: Path,
+    outputs: Mapping[str, Path],
+    adapter: Path | None = None,
+    name: str | None = None,
+    events: Events = SILENT,
+) -> dict[str, Written]:
+    """Writes files of several kinds, reading and merging each tensor once.
+
+    Args:
+        outputs: a file by kind, one of `mix.FILE_TYPES`.
+
+    The other arguments, and errors, are those of `export_model`. Files appear one after the other, at the end.
+    """
+    for kind in outputs:
+        if kind not in mix.FILE_TYPES:
+            raise UserError(f"{setting('quantize', kind)} is not known: choose one of {', '.join(mix.FILE_TYPES)}.")
+    for output in outputs.values():
+        refuse_existing(output)
     merged = MergedModel(model, adapter)
     config = merged.config
     check_expressible(config, model)
     vocabulary = read_vocabulary(merged.tokenizer, config, model)
     done = count(1)
 
-    def packed(own: str, target: GGMLQuantizationType) -> Iterator[np.ndarray]:
+    def packed(own: str, targets: Sequence[GGMLQuantizationType]) -> Iterator[list[np.ndarray]]:
         item = config.parameters[own]
         size = item.shape[0] // item.gguf_heads if item.gguf_heads else 1  # rows of a head
         for values in merged.pieces(own, size):
-            _check_range(values, own, target)
-            yield pack(to_neighbours(values, len(values) // size) if item.gguf_heads else values, target)
+            for target in targets:
+                _check_range(values, own, target)
+            ordered = to_neighbours(values, len(values) // size) if item.gguf_heads else values
+            of_type = {target: pack(ordered, target) for target in dict.fromkeys(targets)}
+            yield [of_type[target] for target in targets]
         events.written(own, next(done), len(merged.shapes))
 
     form, names, tensors = config.gguf(), gguf_names(config), Tensors()
     for own, shape in merged.shapes.items():
-        target = mix.tensor_type(config, kind, names[own], shape)
-        tensors[names[own]] = (shape, target, partial(packed, own, target))
+        targets = [mix.tensor_type(config, kind, names[own], shape) for kind in outputs]
+        tensors[names[own]] = (shape, targets, partial(packed, own, targets))
     for stated, values in form.tensors(config).items():
-        tensors[stated] = (values.shape, GGMLQuantizationType.F32, partial(iter, [values]))
-    with new_gguf(output, form.name) as writer:
-        total = sum(prod(shape) for shape in merged.shapes.values())
-        finetune = adapter.absolute().name if adapter else ""
-        file_type = mix.FILE_TYPES[kind].number
-        _write_general(
-            writer,
-            name or (model.absolute().stem if is_gguf(model) else model.absolute().name),
-            file_type,
-            total,
-            finetune,
-        )
-        form.write(config, writer)
-        write_vocabulary(writer, vocabulary)
-        write_tensors(writer, tensors)
-    tensor_bytes = sum(nbytes(shape, target) for shape, target, _ in tensors.values())
-    return Written(output.stat().st_size, tensor_bytes, total, (*form.notes(config), *vocabulary.notes))
+        whole = [values] * len(outputs)
+        tensors[stated] = (values.shape, [GGMLQuantizationType.F32] * len(outputs), partial(iter, [whole]))
+    total = sum(prod(shape) for shape in merged.shapes.values())
+    finetune = adapter.absolute().name if adapter else ""
+    own_name = name or (model.absolute().stem if is_gguf(model) else model.absolute().name)
+    with ExitStack() as stack:
+        writers = [stack.enter_context(new_gguf(output, form.name)) for output in outputs.values()]
+        for writer, kind in zip(writers, outputs, strict=True):
+            _write_general(writer, own_name, mix.FILE_TYPES[kind].number, total, finetune)
+            form.write(config, writer)
+            write_vocabulary(writer, vocabulary)
+        write_tensors(writers, tensors)
+    notes = (*form.notes(config), *vocabulary.notes)
+    found = {}
+    for number, (kind, output) in enumerate(outputs.items()):
+        tensor_bytes = sum(nbytes(shape, targets[number]) for shape, targets, _ in tensors.values())
+        found[kind] = Written(output.stat().st_size, tensor_bytes, total, notes)
+    return found
 
 
 def check_expressible(config: ModelConfig, model: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from wgpu_lora.atomic import file_digest
@@ -36,6 +36,21 @@ def card_of_merged(model: str, adapter: Path, dtype: str) -> str:
     training = _HEADER.sub("", _own_card(adapter))
     title = f"# {rows['base']}, an adapter merged in"
     return f"{header(base, 'transformers', ['wgpu-lora'])}\n{title}\n\n{table(rows)}\n{training}"
+
+
+def card_of_repository(title: str, model: str, adapters: Sequence[Path], files: Sequence[Path]) -> str:
+    """The card of a repository of adapters, each in a folder, and GGUF files: digests, then the adapters' cards."""
+    base = hub_id(model)
+    rows: dict[str, object] = {"base": base or Path(model).name}
+    rows |= {f"{path.name}/, SHA-256 of {WEIGHTS}": file_digest(path / WEIGHTS) for path in adapters}
+    rows |= {f"{path.name}, SHA-256": file_digest(path) for path in files}
+    tags = ["lora", "wgpu-lora", *(["gguf"] if files else [])]
+    parts = [f"{header(base, 'peft', tags)}\n# {title}\n\n{table(rows)}\n"]
+    for path in adapters:
+        text = _HEADER.sub("", _own_card(path)).strip()
+        lowered = re.sub(r"^(#+ )", r"#\1", text, flags=re.MULTILINE)
+        parts.append(f"## {path.name}/\n\n{lowered}\n")
+    return "\n".join(parts)
 
 
 def _own_card(adapter: Path) -> str:

@@ -47,6 +47,17 @@ def resolve_model(model: str) -> Path:
     return _download(model)
 
 
+def cached_model(model: str) -> Path | None:
+    """The directory of a hub id in the cache; None if it is not there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=ALLOW_PATTERNS, local_files_only=True))
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError):
+        return None
+
+
 def stated_name(model: str) -> str:
     """The base model's name to write into files: a hub id unchanged, a path made absolute."""
     return str(Path(model).expanduser().resolve()) if model != "demo" and Path(model).expanduser().exists() else model

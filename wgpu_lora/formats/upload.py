@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -88,6 +89,32 @@ def prepare(directory: Path, include: list[str] | None = None, exclude: list[str
         card = card_of_files(directory.resolve().name, kind, weights)
     files = {name: (path, path.stat().st_size) for name, path in chosen.items()}
     return Upload(directory, kind, files, reasons, card, tuple(notes))
+
+
+def joined(folders: Mapping[str, Upload], roots: Sequence[Upload], card: Path | None = None) -> Upload:
+    """Several uploads as one.
+
+    Args:
+        folders: uploads by the folder that they become; roots: those whose files stay at the root.
+        card: the card at the root.
+
+    Raises:
+        UserError: two files would have the same path.
+    """
+    files: dict[str, tuple[Path, int]] = {}
+    reasons: dict[str, str] = {}
+    for folder, upload in (*folders.items(), *(("", upload) for upload in roots)):
+        for name, found in upload.files.items():
+            place = f"{folder}/{name}" if folder else name
+            if name == CARD and not folder:
+                continue  # its place is the card's
+            if place in files:
+                raise UserError(f"{files[place][0]} and {found[0]} would both be {place}: rename one of them.")
+            files[place], reasons[place] = found, upload.reasons[name]
+    if card:
+        files[CARD], reasons[CARD] = (card, card.stat().st_size), "model card"
+    notes = tuple(f"{folder}: {note}" for folder, upload in folders.items() for note in upload.notes)
+    return Upload(Path(), "adapters and GGUF files", files, reasons, None, notes)
 
 
 def _files(directory: Path) -> dict[str, Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from wgpu_lora.infer.generate import Generator
 from wgpu_lora.infer.named import on_device
 from wgpu_lora.infer.prompt import Prompt, chat_prompt
 from wgpu_lora.infer.reply import Reply
+from wgpu_lora.infer.sampling import Sampler
 from wgpu_lora.infer.settings import Settings
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
@@ -63,6 +64,8 @@ def answer_slots(
     batch: int | None = None,
     names: Sequence[str] = (),
     streamed: bool = False,
+    seeds: Sequence[int] | None = None,
+    plain: bool = False,
     events: Events = SILENT,
 ) -> list[Answer]:
     """Answer prompts[i] with the adapter of directories[slots[i]], or with the base model alone if that is None.
@@ -71,6 +74,8 @@ def answer_slots(
         batch: prompts that run at a time; by default as many as fit on the device, up to 16.
         names: of the adapters, if `prompts` repeats each prompt once for each of them, in this order.
         streamed: whether `events.text` receives the answer piece by piece; for a single prompt.
+        seeds: of each prompt's draws, instead of the settings' seed for all.
+        plain: whether prompts are texts to be continued, without the chat template.
         events: receives `loading`, `text`, `answering` and, after each batch, `answered`.
 
     Raises:
@@ -79,7 +84,8 @@ def answer_slots(
     if batch is not None and (type(batch) is not int or batch < 1):
         raise UserError(f"A batch of {batch!r:.40} prompts is not possible: use a batch of at least one.")
     tokenizer = tokenizer_of(model)
-    ids = prompt_ids(tokenizer, prompts, settings)
+    ids = prompt_ids(tokenizer, prompts, settings, plain)
+    samplers = [settings.sampler] * len(ids) if seeds is None else [replace(settings.sampler, seed=s) for s in seeds]
     found: list[Answer] = []
     done = 0
     with (
@@ -89,7 +95,9 @@ def answer_slots(
         for start in range(0, len(ids), generator.batch):
             part = slice(start, start + generator.batch)
             made = [Reply(tokenizer, len(one), settings.stop) for one in ids[part]]
-            for _, piece in replies(generator, made, ids[part], slots[part], settings, streamed):
+            for _, piece in replies(
+                generator, made, ids[part], slots[part], settings, streamed, samplers=samplers[part]
+            ):
                 if streamed and piece:
                     events.text(piece)
                 tokens = done + sum(len(reply.generation.token_ids) for reply in made)
@@ -141,7 +149,11 @@ def open_generator(
         size = (size + 1) // 2
 
 
-def prompt_ids(tokenizer: Tokenizer, prompts: Sequence[Prompt], settings: Settings) -> list[list[int]]:
+def prompt_ids(
+    tokenizer: Tokenizer, prompts: Sequence[Prompt], settings: Settings, plain: bool = False
+) -> list[list[int]]:
+    if plain:
+        return [tokenizer.opening + tokenizer.encode(str(prompt)) for prompt in prompts]
     return [chat_prompt(tokenizer, prompt, settings.system, **settings.template_kwargs) for prompt in prompts]
 
 
@@ -159,19 +171,28 @@ def replies(
     streamed: bool = True,
     reuse: bool = False,
     stopped: Callable[[], bool] = lambda: False,
+    samplers: Sequence[Sampler] | None = None,
 ) -> Iterator[tuple[int, str]]:
     """Generate replies to a batch of prompts, yielding (prompt's number, piece of text) after every token.
 
     Args:
         streamed: if false, and there is no stop string, the pieces are empty.
         reuse, stopped: see Generator.tokens.
+        samplers: of each prompt, instead of the settings' for all.
     """
     assert len(ids) <= generator.batch
     read = streamed or bool(settings.stop)
     results = [reply.generation for reply in made]
     stop_ids = made[0].stop_ids
     tokens = generator.tokens(
-        ids, slots, results, settings.sampler, settings.max_new_tokens, stop_ids, reuse=reuse, stopped=stopped
+        ids,
+        slots,
+        results,
+        samplers or settings.sampler,
+        settings.max_new_tokens,
+        stop_ids,
+        reuse=reuse,
+        stopped=stopped,
     )
     for number, token in tokens:
         yield number, made[number].push(token) if read else ""

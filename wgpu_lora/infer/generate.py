@@ -131,7 +131,7 @@ class Generator:
         prompts: Sequence[Sequence[int]],
         slots: Sequence[int | None] | None,
         results: Sequence[Generation],
-        sampler: Sampler,
+        sampler: Sampler | Sequence[Sampler],
         max_new_tokens: int,
         stop_ids: Collection[int] = (),
         reuse: bool = False,
@@ -140,6 +140,7 @@ class Generator:
         """Like `generate`, but yields (prompt's number, token id) as soon as a token is sampled.
 
         Args:
+            sampler: of all prompts, or one for each.
             results: one per prompt, filled in here. The caller can end a sequence by setting its stop reason.
             reuse: continue from the cache's previous contents. Keys computed in a batch and one by one differ in
                 rounding.
@@ -154,8 +155,9 @@ class Generator:
         for start in range(0, len(order), self.batch):
             together = order[start : start + self.batch]
             ids = [np.asarray(prompts[i], np.int64) for i in together]
-            run = Run(together, ids, [chosen[i] for i in together], [results[i] for i in together])
-            yield from self._generate(run, sampler, max_new_tokens, frozenset(stop_ids), reuse, stopped)
+            samplers = [sampler if isinstance(sampler, Sampler) else sampler[i] for i in together]
+            run = Run(together, ids, [chosen[i] for i in together], [results[i] for i in together], samplers)
+            yield from self._generate(run, max_new_tokens, frozenset(stop_ids), reuse, stopped)
 
     def next_logits(self, prompts: Sequence[Sequence[int]], slots: Sequence[int | None]) -> np.ndarray:
         """Logits f32 [prompts, vocab] of the token after each of at most `batch` prompts, which are ordered by slot."""
@@ -184,7 +186,6 @@ class Generator:
     def _generate(
         self,
         run: Run,
-        sampler: Sampler,
         max_new_tokens: int,
         stop_ids: frozenset[int],
         reuse: bool,
@@ -207,7 +208,7 @@ class Generator:
                 logits = self.state.read_logits(self.device)
                 going = []
                 for i in live:
-                    token = run.extend(i, logits[i], sampler, max_new_tokens, stop_ids, self.capacity)
+                    token = run.extend(i, logits[i], max_new_tokens, stop_ids, self.capacity)
                     if token is not None:
                         yield run.numbers[i], token
                     if run.results[i].stop_reason is None:

@@ -40,6 +40,7 @@ class Run:
     prompts: list[np.ndarray]
     slots: list[int | None]
     results: list[Generation]
+    samplers: list[Sampler]
 
     def length(self, index: int) -> int:
         return self.prompts[index].size + len(self.results[index].token_ids)
@@ -52,13 +53,12 @@ class Run:
         self,
         index: int,
         logits: np.ndarray,
-        sampler: Sampler,
         max_new_tokens: int,
         stop_ids: frozenset[int],
         capacity: int,
     ) -> int | None:
         """Add a token to a sequence; returns it, or None for a stop token. The last token ends the sequence."""
-        result = self.results[index]
+        result, sampler = self.results[index], self.samplers[index]
         before = self.ids(index).tolist() if sampler.repetition_penalty != 1 else ()
         token = sampler(logits, self.length(index), before)
         if token in stop_ids:

@@ -83,8 +83,8 @@ SENTENCES: tuple[tuple[str, str], ...] = (
     ),
     (
         "does not exist here: {eval_data} names a file of held-out rows, {eval_split=SPLIT} a split of a dataset, "
-        "such as 'train[90%:]'",
-        "val_set_size val_size test_size validation_split validation_split_percentage val_split",
+        "such as 'train[90%:]', and {validation_split} a share of the rows",
+        "validation_split_percentage eval_set_size",
     ),
     (
         "does not exist here: shorten the file, for example with 'head -n 1000'",

@@ -42,6 +42,7 @@ ALIASES: dict[tuple[str, ...], str] = {
     "data_dir data_files train_path",
     ("split",): "dataset_split dataset_train_split train_split",
     ("eval_split",): "dataset_test_split dataset_eval_split test_split",
+    ("validation_split",): "val_set_size val_size test_size val_split eval_ratio",
     ("dataset_config",): "dataset_config_name dataset_subset",
     ("eval_data",): "eval_dataset validation_file valid_file eval_file val_file val_data valid_data eval_path "
     "validation_data val_dataset",

@@ -80,7 +80,7 @@ class Job(Generic[Record]):
                     run.prepare_directory()
                 device = self.session.device
                 device.peak_allocated = device.allocated  # of this run only
-                self.session.allocate(events, self._choose_tilings(events))
+                self.session.allocate(events, self.choose_tilings(events))
                 return self._train(events)
             finally:
                 self.session.close()
@@ -95,7 +95,8 @@ class Job(Generic[Record]):
         args = self.run.args
         return Tuner(self.session.device) if wanted(args.tune) and not args.resume else None
 
-    def _choose_tilings(self, events: Events) -> Choices:
+    def choose_tilings(self, events: Events) -> Choices:
+        """The tilings of the run's kernels, timed unless they are known. Raises UserError if a kernel has none."""
         tuner = self.tuner()
         with verdicts_of(self.session.device).telling(events):
             choices = tuner.tune(self.session.programs(), events) if tuner else self.run.state.tiles
@@ -107,6 +108,9 @@ class Job(Generic[Record]):
         try:
             for run in self.runs:
                 run.place(self.session)
+            for run in self.runs:
+                run.precompute(self.session, events)
+            self.session.release_references()
             return self.finish(events)
         except (OSError, SafetensorError) as error:  # safetensors raises its own error if the disk is full
             reason = getattr(error, "strerror", None) or error

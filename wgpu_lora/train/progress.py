@@ -75,7 +75,7 @@ class Progress:
         processed, units = stream.processed_tokens(step.samples), stream.units(step.samples)
         loss = report.loss_sum / units
         sums = self.session.totals.read_metrics(self.session.device, self.run.slot, stream.objective)
-        metrics = {name: value / units for name, value in sums.items()}
+        metrics = stream.objective.logged(sums, units)
         state.step += 1
         state.epoch, state.index = (step.epoch + 1, 0) if step.last_of_epoch else (step.epoch, step.index + 1)
         state.tokens += tokens

@@ -59,6 +59,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
         names = ", ".join(sorted(p.stem for p in asset_dir("recipes").glob("*.toml")))
         raise UserError(f"The recipe {path} does not exist: give a TOML file, or the name of a bundled one ({names}).")
     values = read_toml(path, "The recipe")
+    if isinstance(values.get("stage"), list):
+        raise UserError(f"{path} is a chain of stages, not a recipe: run it with 'wgpu-lora run {path}'.")
     nested = [key for key, value in values.items() if isinstance(value, dict)]
     if nested:
         raise UserError(f"The recipe {path} has a table [{nested[0]}]: recipes are flat, one option per line.")

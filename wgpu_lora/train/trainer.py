@@ -156,7 +156,7 @@ class Trainer:
     def _accumulate(self, batches: list[list[Group]]) -> None:
         """Accumulate losses and gradients without an update."""
         self.session.begin()
-        for groups in batches:
+        for groups in self.session.estimated(batches):
             self.session.accumulate(groups)
 
     def _batches(self, chosen: list[Progress]) -> list[list[Group]]:

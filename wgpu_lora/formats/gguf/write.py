@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import numpy as np
 from gguf import GGUFWriter
@@ -18,8 +19,9 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.formats.gguf.types import nbytes
 from wgpu_lora.names.naming import flag
 
-# Name -> (shape, type, the bytes in pieces).
-Tensors = dict[str, tuple[tuple[int, ...], GGMLQuantizationType, Callable[[], Iterator[np.ndarray]]]]
+# Name -> (shape, its type in each file, pieces: the bytes for each file).
+Pieces = Callable[[], Iterator[Sequence[np.ndarray]]]
+Tensors = dict[str, tuple[tuple[int, ...], Sequence[GGMLQuantizationType], Pieces]]
 
 
 def refuse_existing(output: Path) -> None:
@@ -62,18 +64,29 @@ def new_gguf(output: Path, architecture: str) -> Iterator[GGUFWriter]:
         raise
 
 
-def write_tensors(writer: GGUFWriter, tensors: Tensors) -> None:
-    """Writes the header, the metadata and the tensors, piece by piece."""
-    for name, (shape, kind, _) in tensors.items():
-        writer.add_tensor_info(name, shape, np.dtype(np.float32), nbytes(shape, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
+def write_tensors(writers: Sequence[GGUFWriter], tensors: Tensors) -> None:
+    """Writes the headers, the metadata and the tensors of several files at once, piece by piece."""
+    for number, writer in enumerate(writers):
+        for name, (shape, kinds, _) in tensors.items():
+            size = nbytes(shape, kinds[number])
+            writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=kinds[number])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        file = _file(writer)
+        writer.write_padding(file, file.tell())
+    for name, (shape, kinds, pieces) in tensors.items():
+        written = [0] * len(writers)
+        for piece in pieces():
+            for number, (writer, values) in enumerate(zip(writers, piece, strict=True)):
+                written[number] += _file(writer).write(np.ascontiguousarray(values).data)
+        for writer, count, kind in zip(writers, written, kinds, strict=True):
+            if count != nbytes(shape, kind):
+                raise ValueError(f"{name}: got {count} bytes, expected {nbytes(shape, kind)}")
+            writer.write_padding(_file(writer), count)
+
+
+def _file(writer: GGUFWriter) -> BinaryIO:
     assert writer.fout is not None
     (file,) = writer.fout
-    writer.write_padding(file, file.tell())
-    for name, (shape, kind, pieces) in tensors.items():
-        written = sum(file.write(np.ascontiguousarray(piece).data) for piece in pieces())
-        if written != nbytes(shape, kind):
-            raise ValueError(f"{name}: got {written} bytes, expected {nbytes(shape, kind)}")
-        writer.write_padding(file, written)
+    return cast("BinaryIO", file)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from wgpu_lora.demo.asserts import parse_check
-from wgpu_lora.demo.confine.parent import confinement
+from wgpu_lora.checks.asserts import parse_check
+from wgpu_lora.checks.confine.parent import confinement
 from wgpu_lora.errors import UserError
 from wgpu_lora.proof.context import Proof
 from wgpu_lora.proof.finding import Finding, NotRun

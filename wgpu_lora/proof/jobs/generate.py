@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from wgpu_lora.checks.run import run_check
 from wgpu_lora.data import UNTRAINED, Row, Tokenizer
 from wgpu_lora.data.examples import Conversation
-from wgpu_lora.demo.check import run_check
 from wgpu_lora.demo.compare import BATCH, NEW_TOKENS
 from wgpu_lora.infer import Generator
 from wgpu_lora.infer.answer import tokenizer_of

@@ -1,0 +1,192 @@
+"""A chain of the product's own stages, from rows to the list of an upload."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cli import share_device
+from support.data import write_jsonl
+from support.events import hearing
+from support.gguf_models import small
+
+from wgpu_lora.atomic import file_digest
+from wgpu_lora.chain.file import read_chain
+from wgpu_lora.chain.run import ChainWatch, run, standings
+from wgpu_lora.cli import main
+from wgpu_lora.errors import UserError
+from wgpu_lora.events import Events, Passing
+from wgpu_lora.formats.peft import WEIGHTS
+from wgpu_lora.gpu.device import Device
+
+CHAIN = """
+model = "{tmp}/model"
+[[stage]]
+kind = "finetune"
+name = "sft"
+data = "{tmp}/rows.jsonl"
+recipe = "{tmp}/recipe.toml"
+max_steps = 4
+save_steps = 2
+[[stage]]
+kind = "finetune"
+name = "more"
+data = "{tmp}/rows.jsonl"
+recipe = "{tmp}/recipe.toml"
+init_adapter = "{{sft}}"
+max_steps = 2
+[[stage]]
+kind = "merge"
+adapter = "{{more}}"
+[[stage]]
+kind = "gguf"
+adapter = "{{more}}"
+quantize = ["q8_0", "f16"]
+stem = "tiny"
+[[stage]]
+kind = "cards"
+title = "Tiny"
+adapters = ["{{sft}}", "{{more}}"]
+files_of = ["{{gguf}}"]
+[[stage]]
+kind = "push"
+repo = "me/tiny"
+adapters = ["{{sft}}", "{{more}}"]
+files_of = ["{{gguf}}"]
+card = "{{cards}}"
+"""
+RECIPE = """
+max_length = 16
+per_device_train_batch_size = 1
+gradient_accumulation_steps = 1
+lora_r = 4
+learning_rate = 1e-2
+logging_steps = 1
+"""
+
+
+def made(place: Path) -> Path:
+    small(place / "model", "qwen2")
+    write_jsonl(place / "rows.jsonl", *({"input_ids": [i + 1, *range(5, 12)]} for i in range(6)))
+    (place / "recipe.toml").write_text(RECIPE)
+    (place / "chain.toml").write_text(CHAIN.format(tmp=place))
+    return place / "chain.toml"
+
+
+class KilledError(BaseException):
+    pass
+
+
+class Killed(ChainWatch):
+    """Ends the first run as if it were killed, after its third step."""
+
+    def training(self, job: Any) -> Any:
+        def step(result: Any) -> None:
+            if result.step == 3:
+                raise KilledError
+
+        class Block(Passing):
+            def __enter__(self) -> Events:
+                return self
+
+            def __exit__(self, *exception: object) -> None:
+                pass
+
+        return Block(hearing(step=step))
+
+
+def test_from_rows_to_an_upload(tmp_path: Path, device: Device, monkeypatch: Any, capsys: Any) -> None:
+    share_device(device, monkeypatch)
+    path = made(tmp_path)
+    chain = read_chain(str(path), str(tmp_path / "out"))
+    with pytest.raises(KilledError):
+        run(chain, Killed())
+    assert [one.why for one in standings(chain)][:2] == ["it was interrupted", "'sft' runs before it"]
+    assert main(["run", str(path), "--output", str(chain.output)]) == 0
+    said = capsys.readouterr().out
+    assert "resumed" in said
+    assert "dry run   " in said
+    assert not [one for one in standings(chain) if one.why]
+    pushed = json.loads((chain.output / "push" / "push.json").read_text())
+    assert (pushed["repo"], pushed["private"], pushed["uploaded"]) == ("me/tiny", True, None)
+    files = pushed["files"]
+    assert {"README.md", "sft/README.md", "sft/adapter_model.safetensors", "more/adapter_config.json"} <= files.keys()
+    assert {"tiny-q8_0.gguf", "tiny-f16.gguf"} <= files.keys()
+    assert not [name for name in files if "run.json" in name or "last" in name]
+    card = (chain.output / "cards" / "README.md").read_text()
+    assert all(files[name]["sha256"] in card for name in ("tiny-q8_0.gguf", "sft/adapter_model.safetensors"))
+    assert (chain.output / "merge" / "model.safetensors").exists()
+    # A card that is written by hand is uploaded, and trains nothing again.
+    (chain.output / "sft" / "README.md").write_text("By hand.\n")
+    assert {one.link.name: one.why for one in standings(chain) if one.why} == {
+        "cards": "README.md changed",
+        "push": "'cards' runs before it",
+    }
+    assert main(["run", str(path), "--output", str(chain.output), "--list"]) == 0
+    assert "up to date" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ("max_steps = 2", "max_stepz = 2", "stage 2 ('more') has an unknown option 'max_stepz': did you mean"),
+        ("max_steps = 2", 'output = "x"', "stage 2 ('more') has the option 'output', which the chain chooses"),
+        ("learning_rate = 1e-2", "learning_rate = -1", "learning_rate"),
+        ('"f16"]', '"f17"]', "'f17' is no type of GGUF files"),
+        ('"me/tiny"', '"a/b/c"', "'a/b/c' is not a valid name"),
+        ('stem = "tiny"', 'stem = "../x"', "'stem' is '../x'"),
+    ],
+)
+def test_mistakes(tmp_path: Path, capsys: Any, before: str, after: str, words: str) -> None:
+    path = made(tmp_path)
+    for file in (path, tmp_path / "recipe.toml"):
+        file.write_text(file.read_text().replace(before, after))
+    assert main(["run", str(path), "--output", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr()
+    assert (said.err.count("\n"), words in said.err, said.out) == (1, True, ""), said.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_chain_is_no_recipe(tmp_path: Path, capsys: Any) -> None:
+    path = made(tmp_path)
+    assert main(["finetune", "--recipe", str(path), "--data", str(tmp_path / "rows.jsonl")]) == 2
+    assert "is a chain of stages, not a recipe: run it with 'wgpu-lora run" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"has no \[\[stage\]\] table"):
+        read_chain(str(tmp_path / "recipe.toml"))
+
+
+@pytest.mark.rare
+def test_processes_killed_at_random(tmp_path: Path) -> None:
+    """SIGKILL or SIGINT after a random time, until a run ends by itself: the same adapters as without."""
+    path = made(tmp_path)
+    command = [sys.executable, "-m", "wgpu_lora", "run", str(path), "--output"]
+    environment = os.environ | {"WGPU_LORA_NO_TUNE": "1"}
+    begun = time.monotonic()
+    assert subprocess.run([*command, str(tmp_path / "whole")], env=environment, capture_output=True).returncode == 0
+    whole, rng = time.monotonic() - begun, random.Random(0)
+    ends = []
+    for attempt in range(40):
+        process = subprocess.Popen([*command, str(tmp_path / "out")], env=environment, stdout=subprocess.DEVNULL)
+        try:
+            ends.append(process.wait(whole * rng.uniform(0.1, 0.5) * (1 + attempt / 4)))
+        except subprocess.TimeoutExpired:
+            process.send_signal(rng.choice([signal.SIGKILL, signal.SIGINT]))
+            ends.append(process.wait(60))
+        assert ends[-1] in (0, -9, 130), ends
+        if ends[-1] == 0:
+            break
+    assert ends[-1] == 0
+    assert len(ends) > 2
+    for name in ("sft", "more"):
+        assert file_digest(tmp_path / "whole" / name / WEIGHTS) == file_digest(tmp_path / "out" / name / WEIGHTS)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
+        path.name for path in (tmp_path / "whole").iterdir()
+    )

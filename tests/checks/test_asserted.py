@@ -1,0 +1,214 @@
+"""The confined runner of the demo's unit checks."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+import pytest
+
+from wgpu_lora.checks import run as check_run
+from wgpu_lora.checks.asserts import parse_check
+from wgpu_lora.errors import UserError
+
+# Also where nothing can be confined: what confines has tests of its own.
+run_check = partial(check_run.run_check, allow_unconfined=True)
+RIGHT = "def double(x):\n    return 2 * x"
+CHECK = "assert double(4) == 8\nassert double(0) == 0"
+
+
+def test_right_answer_passes():
+    result = run_check(RIGHT, CHECK)
+    assert result.passed, result.reason
+    assert result.reason == "passed"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("def double(x):\n    return None", "assertion failed"),
+        ("def double(x:", "does not parse"),
+        ("Here is the function you asked for", "does not parse"),
+        ("double = 3", "defines no function"),
+        ("def other(x):\n    return 2 * x", "NameError"),
+        ("def double(x):\n    return double(x)", "RecursionError"),
+    ],
+)
+def test_wrong_answers_fail_and_say_why(code, reason):
+    result = run_check(code, CHECK)
+    assert not result.passed
+    assert reason in result.reason
+
+
+def test_printing_is_no_verdict():
+    result = run_check("def double(x):\n    print('{\"reason\": null}')\n    return 2 * x", CHECK)
+    assert result.passed, result.reason
+
+
+def test_endless_loop_is_stopped():
+    result = run_check("def double(x):\n    while True:\n        pass", CHECK, timeout=0.5)
+    assert not result.passed
+    assert "no answer in 0.5 s" in result.reason
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux enforces a limit on address space")
+def test_memory_hog_is_stopped():
+    result = run_check("def double(x):\n    return len(bytearray(8 * 1024**3))", CHECK)
+    assert not result.passed
+    assert "memory" in result.reason
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "import os; os._exit(0)",
+        "import sys; sys.exit(0)",
+        "raise SystemExit",
+        "import os; os.system('true')",
+        "import subprocess; subprocess.run(['true'])",
+        "import socket; socket.socket()",
+        "open('left-behind', 'w')",
+        "import ctypes; ctypes.CDLL(None)",
+    ],
+)
+def test_ways_out_are_no_pass(body):
+    assert not run_check(f"def double(x):\n    {body}\n    return 2 * x", CHECK).passed
+
+
+def test_usual_imports_are_there():
+    code = """
+import bisect, collections, datetime, functools, heapq, itertools, math, random, re, statistics, string
+from collections.abc import Iterable
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+@dataclass
+class Held:
+    value: "Any"
+
+@functools.lru_cache(None)
+def of(x):
+    return functools.reduce(lambda a, b: a + b, itertools.chain([x], [x]))
+
+def double(x):
+    assert isinstance([], Iterable) and random.choice([1]) and collections.Counter("a")["a"] == 1
+    assert re.sub("(é)", r"\\1", "é") == "é" and string.digits and math.isclose(1.0, 1.0)
+    assert datetime.datetime.strptime("2024-02-29", "%Y-%m-%d").strftime("%d") == "29"
+    assert statistics.median([1, Decimal(2)]) and heapq.nsmallest(1, [2]) == [2] and bisect.bisect([1], 1) == 1
+    assert "\\N{BULLET}".encode("utf-16") and f"{Held(2).value:>3}" == "  2"
+    print("said", flush=True)
+    return of(x)
+"""
+    result = run_check(code, CHECK)
+    assert result.passed, result.reason
+
+
+def test_a_reason_moves_no_cursor():
+    result = run_check("def double(x):\n    raise ValueError('\\x1b[2J\\ud800\\u202e')", CHECK)
+    assert result.reason == r"ValueError: \x1b[2J\ud800\u202e"
+
+
+def test_what_parses_is_said():
+    assert run_check("def other(x):\n    return 2 * x", CHECK).parses
+    assert run_check("double = 3", CHECK).parses
+    assert not run_check("def double(x:", CHECK).parses
+    assert not run_check("def double(x):\n    return '\\ud800\0'", CHECK).parses
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "assert f(1) == 1, 'message'",
+        "assert f(1) == 1, f'{f(1)} is not 1'",
+        "assert f([1, (2,)], key={'a': {1}}) == set()",
+        "assert f(-1.5) != None and not f('') or 1 < f(2) <= 3",
+        "assert 3 in f() and f() is not None",
+        "assert f(1) == g(2)",
+    ],
+)
+def test_forms_of_checks(check):
+    assert parse_check(check)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "", "# nothing", None, 5, "assert", "f(1)", "assert True", "assert 1 == 1", "x = f(1)\nassert x == 1",
+        "assert f(x) == 1", "assert f(g(1)) == 1", "assert f(*[1]) == 1", "assert f(**{'a': 1}) == 1", "assert f(...)",
+        "assert f(1).real == 1", "assert f.g(1) == 1", "assert f(1)[0] == 1", "assert [f(1)] == [1]", "assert f(1) + 1",
+        "assert f(1) is 2", "assert f([1]) == set([1])", "assert f({[1]}) == 1", "assert f({[1]: 1}) == 1",
+        "assert (lambda: 1)() == 1", "assert (y := f(1))", "import os",
+        "assert f(1) == ...", "assert all(f(i) for i in [1])", "assert f(1) == 1\0", "assert f(" + "(" * 9999,
+        "assert " + "not " * 9999 + "f(1)", "assert f(1) == " + "-" * 9999 + "1", "#" * 99999 + "\nassert f(1) == 1",
+    ],
+    ids=lambda check: str(check)[:25] or "empty",
+)  # fmt: skip
+def test_a_check_of_another_form_is_an_error_in_the_data(check):
+    with pytest.raises(UserError, match=r'rows\.jsonl, line 3 has a "check"'):
+        parse_check(check, "rows.jsonl, line 3")
+    with pytest.raises(UserError):
+        run_check(RIGHT, check)
+
+
+@pytest.mark.parametrize(
+    ("check", "why"),
+    [
+        ("def g():\n    pass\nassert f(1)", "'def g(): pass' is not an assert"),
+        ("assert f(" + "-" * 9999 + "1)", "nested too deeply"),
+        ("assert f(1) == f'{a}'", "is not a literal"),
+        ("assert f({[1]})", "'{[1]}' is not a literal (unhashable type: 'list')"),
+    ],
+)
+def test_why_a_check_is_not_understood_is_one_line(check, why):
+    with pytest.raises(UserError) as caught:
+        parse_check(check)
+    said = str(caught.value)
+    assert why in said
+    assert said.isprintable()
+    assert " at 0x" not in said
+
+
+def test_what_is_asserted_of_other_values_is_as_in_python():
+    code = """
+import collections, decimal, fractions, re
+f = lambda n: [
+    decimal.Decimal("1"), fractions.Fraction(1, 2), {1: 2}.keys(), {1: 2}.items(), bytearray(b"a"), range(3),
+    re.match("a", "a"), collections.deque([1]), object, decimal.Decimal("0.1"), collections.deque(),
+][n]
+"""
+    holds = """f(0) == 1; f(1) == 0.5 and f(1) < 1; f(2) == {1}; f(3) == {(1, 2)}; f(4) == b"a"; 2 in f(5)
+        f(5) != [0, 1, 2]; f(6); f(7) != [1]; f(8) is not None and f(8) != 3; f(9) != 0.1; not f(10)"""
+    result = run_check(code, "\n".join(f"assert {one.strip()}" for one in holds.replace("\n", ";").split(";")))
+    assert result.passed, result.reason
+    for fails in ("f(7) == [1]", "f(7) != f(7)", "f(6) is None", "f(7) < 3", "f(0) == 2", "f(9) == 0.1", "1 in f(7)"):
+        assert not run_check(code, f"assert {fails}").passed
+    reason = run_check(code, "assert f(7) == [1]").reason
+    assert reason == "assertion failed: f(7) == [1], where f returned <deque object>"
+
+
+def test_environment_is_not_inherited(monkeypatch):
+    monkeypatch.setenv("WGPU_LORA_SECRET", "1")
+    code = "import os\ndef double(x):\n    return 2 * x if 'WGPU_LORA_SECRET' not in os.environ else 0"
+    result = run_check(code, CHECK)
+    assert result.passed, result.reason
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from collections import Counter\ndef f():\n    return Counter('aab').most_common(1) == [('a', 2)]",
+        "def f(name='1252'):\n    return b'\\x80'.decode('cp' + name) == '€'",
+        "def f():\n    return 'a'.encode('utf-16-le').decode('UTF-16LE') == 'a'",
+        "import codecs\ndef f():\n    return codecs.encode('a', 'rot13') == 'n' and 'é'.encode('cp037') == b'Q'",
+        "import traceback, timeit\ndef f():\n"
+        "    return timeit.timeit('1', number=1) > 0 and bool(traceback.format_stack())",
+        "import warnings\ndef f():\n    return 'UserWarning' in warnings.formatwarning('a', UserWarning, 'b', 1)",
+        "import uuid\ndef f():\n    return uuid.uuid5(uuid.NAMESPACE_DNS, 'a').version == 5",
+        "from functools import singledispatch\n@singledispatch\ndef g(x):\n    return 0\n@g.register\ndef _(x: int):\n"
+        "    return 1\ndef f():\n    return g(1) == 1",
+    ],
+)
+def test_what_the_library_imports_late_is_there(code):
+    result = run_check(code, "assert f() is True")
+    assert result.passed, result.reason

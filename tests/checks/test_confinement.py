@@ -1,0 +1,256 @@
+"""The confined process: its filter, its bounds of time, memory and output, and systems that cannot confine."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import platform
+import struct
+import textwrap
+import time
+import tracemalloc
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from support.confinement import TRY, UNGUARDED, blocks, confined, nothing_left, returned
+
+from wgpu_lora.checks.confine import parent, seccomp
+from wgpu_lora.checks.confine.parent import OUTPUT, confinement
+from wgpu_lora.checks.run import run_check
+
+pytestmark = confined
+
+
+@pytest.fixture(autouse=True)
+def all_is_as_before() -> Iterator[None]:
+    with nothing_left():
+        yield
+
+
+@pytest.fixture
+def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parent, "ENTRY", UNGUARDED)
+
+
+def test_this_system_confines() -> None:
+    found = confinement()
+    assert found.missing is None
+    assert {"CPU", "AS", "NPROC", "FSIZE", "NOFILE"} <= set(found.limits)
+    assert "a seccomp filter" in str(found)
+
+
+# -- the filter -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("unguarded")
+def test_every_system_call_but_those_allowed_is_refused() -> None:
+    code = TRY + textwrap.dedent("""
+        def attack(allowed):
+            open_ = []
+            for number in [n for n in range(0, 700) if n not in allowed] + [2**30 - 1]:
+                ctypes.set_errno(0)
+                if libc.syscall(ctypes.c_long(number), 0, 0, 0, 0, 0, 0) != -1 or ctypes.get_errno() != 1:
+                    open_.append(number)
+            return open_
+        """)
+    column = seccomp.ARCHITECTURES[platform.machine()][0]
+    allowed = [
+        n[column] for n in (*seccomp.ALLOWED.values(), *seccomp.NOT_EXECUTABLE.values()) if n[column] is not None
+    ]
+    # uretprobe and uprobe: newer kernels pass them by every filter; outside of a probe they end the caller.
+    assert returned(code, [*allowed, 335, 336]) == []
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="needs an x86-64 processor, of which x32 is a part")
+@pytest.mark.usefixtures("unguarded")
+def test_calls_of_another_architecture_end_it() -> None:
+    result = run_check(TRY + "def attack():\n    return sys_(0x40000000 + 39)", "assert attack() != 0")
+    assert "SIGSYS" in result.reason
+
+
+@pytest.mark.usefixtures("unguarded")
+def test_memory_cannot_be_made_executable() -> None:
+    code = TRY + textwrap.dedent("""
+        def attack():
+            libc.mmap.restype = ctypes.c_void_p
+            libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+            place = libc.mmap(None, 4096, 3, 0x22, -1, 0)
+            assert place not in (None, 2**64 - 1)
+            return [libc.mmap(None, 4096, prot, 0x22, -1, 0) for prot in (4, 5, 7)], libc.mprotect(
+                ctypes.c_void_p(place), ctypes.c_size_t(4096), 5)
+        """)
+    assert returned(code) == ([2**64 - 1] * 3, -1)
+
+
+@pytest.mark.parametrize("machine", list(seccomp.ARCHITECTURES))
+def test_the_program_of_each_architecture(machine: str) -> None:
+    """Run here by its rules, so that the other architecture's is tested too."""
+    code = seccomp.program(machine)
+    steps = [struct.unpack_from("=HBBI", code, at) for at in range(0, len(code), 8)]
+    column, own = seccomp.ARCHITECTURES[machine]
+
+    def verdict(number: int, architecture: int = own, third: int = 0) -> int:
+        data, held, at = {0: number, 4: architecture, 32: third}, 0, 0
+        while True:
+            what, if_so, if_not, value = steps[at]
+            if what == seccomp.RETURN:
+                return value
+            if what == seccomp.LOAD:
+                held = data[value]
+            else:
+                true = {0x15: held == value, 0x35: held >= value, 0x45: bool(held & value)}[what]
+                at += if_so if true else if_not
+            at += 1
+
+    allowed = {n[column] for n in seccomp.ALLOWED.values()} - {None}
+    guarded = {n[column] for n in seccomp.NOT_EXECUTABLE.values()}
+    for number in range(600):
+        assert (verdict(number) == seccomp.ALLOW) == (number in allowed | guarded)
+        assert (verdict(number, third=4) == seccomp.ALLOW) == (number in allowed)
+        assert verdict(number, 0x40000003) == seccomp.KILL  # i386
+        assert verdict(number + 0x40000000) == seccomp.KILL  # x32
+    with pytest.raises(OSError, match="no seccomp filter for riscv64"):
+        seccomp.program("riscv64")
+
+
+@pytest.mark.skipif(
+    not ctypes.util.find_library("seccomp"), reason="libseccomp, which the filter is compared with, is not installed"
+)
+def test_numbers_are_libseccomps() -> None:
+    resolve = ctypes.CDLL(ctypes.util.find_library("seccomp")).seccomp_syscall_resolve_name_arch
+    for column, architecture in seccomp.ARCHITECTURES.values():
+        for name, numbers in (seccomp.ALLOWED | seccomp.NOT_EXECUTABLE).items():
+            found = resolve(ctypes.c_uint32(architecture), name.encode())
+            assert numbers[column] == (found if found >= 0 else None), name
+
+
+# -- time, memory and output ------------------------------------------------------------------------------------------
+
+# What becomes of it stands after =>, where it is always the same.
+FLOODS = blocks(r"""
+### stdout => wrote more than
+import os
+while True:
+    os.write(1, b'x' * 10**7)
+### lines => something other
+import os
+while True:
+    os.write(1, b'\n' * 65536)
+### little by little =>
+import os
+while True:
+    os.write(1, b'[')
+### values =>
+import os
+while True:
+    os.write(1, b'["value", "1"]\n' * 999)
+### sys.__stdout__ => wrote more than
+import sys
+while True:
+    sys.__stdout__.write('x' * 10**6)
+### stderr => no answer in 0.7 s
+import os
+while True:
+    os.write(2, b'x' * 10**7)
+### print => no answer in 0.7 s
+while True:
+    print('x' * 10**6)
+### nested on the channel => something other
+import os
+os.write(1, b'[' * 100000 + b'\n')
+### nested in a value => nested
+import os
+os.write(1, b'["value", "' + b'[' * 60000 + b'"]\n')
+### nested reason => something other
+import os
+os.write(1, b'["raised", ' + b'[' * 900 + b']' * 900 + b']\n')
+### digits => data that are not plain
+import os
+os.write(1, b'["value", "' + b'9' * 99999 + b'"]\n')
+### nested => nested more than 32 deep
+x = []
+for _ in range(10**5):
+    x = [x]
+return x
+### cyclic => nested more than 32 deep
+x = []
+x.append(x)
+return x
+### doubling => more than 10,000 values
+x = []
+for _ in range(30):
+    x = [x, x]
+return x
+### long => more than 10,000 values
+return [0] * 10**6
+### huge str => more than 32,768 characters
+return 'x' * 10**7
+### huge int => more than 32,768 characters
+return 1 << 10**8
+### colliding keys => set of more than 1,000
+return {i * (2**61 - 1) for i in range(1500)}
+### memory => out of memory
+return bytearray(8 * 1024**3)
+### memory by and by => out of memory
+x = []
+while True:
+    x.append(bytes(10**6))
+### recursion => RecursionError
+return f(n)
+### deep stack =>
+import sys
+sys.setrecursionlimit(10**9)
+return f(n)
+### loop => no answer in 0.7 s
+while True:
+    pass
+### one instruction => no answer in 0.7 s
+return 3 ** 10**9
+### backtracking => no answer in 0.7 s
+import re
+return bool(re.match(r'(a+)+b', 'a' * 60))
+### sleep => no answer in 0.7 s
+import time
+time.sleep(99)
+### swallowing => no answer in 0.7 s
+while True:
+    try:
+        while True: pass
+    except BaseException: pass
+### signals =>
+import signal
+for s in range(1, 65):
+    try:
+        signal.signal(s, signal.SIG_IGN)
+    except (OSError, ValueError): pass
+while True: pass
+### crash => SIGSEGV
+import ctypes
+return ctypes.string_at(1)
+### abort => ended without an answer
+import os
+os.abort()
+""")
+
+
+@pytest.mark.usefixtures("unguarded")
+def test_floods_and_hogs_end_in_time_and_cost_no_memory() -> None:
+    def attack(name: str, body: str) -> tuple[str, float]:
+        begin = time.monotonic()
+        timeout = 0.7 if name.endswith(("=>", " s")) else 10.0  # the others end of themselves
+        code = "def f(n):\n" + textwrap.indent(body, "    ")
+        result = run_check(code, "assert f(1) == 5\nassert f(2) == 5", timeout=timeout)
+        assert not result.passed
+        return result.reason, time.monotonic() - begin
+
+    tracemalloc.start()
+    try:
+        with ThreadPoolExecutor(6) as pool:
+            found = list(pool.map(attack, FLOODS.keys(), FLOODS.values()))
+        assert tracemalloc.get_traced_memory()[1] < 64 * OUTPUT
+    finally:
+        tracemalloc.stop()
+    for name, (reason, seconds) in zip(FLOODS, found, strict=True):
+        assert name.partition("=>")[2].strip() in reason, name
+        assert seconds < (5.0 if name.endswith(("=>", " s")) else 10.0), name

@@ -1,0 +1,175 @@
+"""pass@k: the estimator, rows with checks, the code in answers, and the command."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from math import comb
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.chat import TEMPLATE
+from support.cli import commands
+from support.confinement import confined
+from support.data import write_jsonl
+from support.models import words_and_adapters
+
+from wgpu_lora.checks import samples
+from wgpu_lora.checks.estimate import parse_ks, pass_at_k
+from wgpu_lora.checks.problems import Asserted, HumanEval, code_of, read_problems
+from wgpu_lora.checks.samples import measure, seed_of
+from wgpu_lora.data.files import file_source
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.infer.answer import Answer
+from wgpu_lora.infer.settings import Settings
+
+HUMAN = {"task_id": "T/0", "prompt": "def f(x):\n", "test": "def check(c):\n    assert c(1) == 2", "entry_point": "f",
+         "canonical_solution": "    return x + 1"}  # fmt: skip
+OWN = {"messages": [{"role": "user", "content": "w5"}], "check": "assert f(1) == 2"}
+
+
+def test_the_estimator_is_that_of_binomials() -> None:
+    for n, c, k in [
+        (1, 0, 1),
+        (1, 1, 1),
+        (5, 2, 1),
+        (5, 2, 5),
+        (10, 3, 4),
+        (10, 0, 10),
+        (200, 3, 100),
+        (10_000, 7, 999),
+    ]:
+        exact = 1 - Fraction(comb(n - c, k), comb(n, k))
+        assert pass_at_k(n, c, k) == pytest.approx(float(exact), rel=1e-12), (n, c, k)
+
+
+def test_values_of_k() -> None:
+    assert parse_ks("5, 1,1", 5) == [1, 5]
+    assert parse_ks(2, 2) == [2]
+    for text, count, words in (
+        ("1,5", 4, "needs at least 5 samples per row"),
+        ("0", 4, "must be numbers from 1"),
+        ("a", 4, "must be numbers such as 1,5"),
+        ("", 4, "must be numbers such as 1,5"),
+        ("1", 0, "must be from 1 to 10,000"),
+    ):
+        with pytest.raises(UserError, match=words):
+            parse_ks(text, count)
+
+
+def test_rows(tmp_path: Path) -> None:
+    chat = {"messages": [*OWN["messages"], {"role": "assistant", "content": "x"}], "check": OWN["check"]}
+    rows = write_jsonl(
+        tmp_path / "a.jsonl", HUMAN, OWN, chat, {"prompt": "w1", "check": "assert f(2) == 2", "task_id": 7}
+    )
+    human, own, again, plain = read_problems(file_source(rows))
+    assert isinstance(human, HumanEval)
+    assert isinstance(own, Asserted)
+    assert [p.name for p in (human, own, again, plain)] == ["T/0", "line 2", "line 3", "7"]
+    assert own.prompt == again.prompt == OWN["messages"]
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"prompt": "w1", "completion": "x"}, "the row has no check"),
+        ({**HUMAN, "test": None}, "the row has no check"),
+        ({**HUMAN, "test": "def check(c): pass"}, "has no assert"),
+        ({**HUMAN, "test": "assert 1"}, "does not define check"),
+        ({**HUMAN, "test": "def ("}, "cannot be parsed"),
+        ({**HUMAN, "entry_point": "f()"}, "must be the name of a function"),
+        ({**HUMAN, "prompt": "def f(:"}, "is not Python code"),
+        ({**OWN, "check": "print(1)"}, "is not an assert"),
+    ]
+    for row, words in bad:
+        with pytest.raises(UserError, match=words) as found:
+            read_problems(file_source(write_jsonl(tmp_path / "b.jsonl", OWN, row)))
+        assert "b.jsonl, line 2" in str(found.value)
+
+
+def test_the_code_in_an_answer() -> None:
+    block = "Here:\n```python\nimport math\n```\nand\n```py\ndef f(x):\n    return 1\n```\nbye"
+    assert code_of(block, {"f"}) == "def f(x):\n    return 1\n"
+    assert code_of(block, {"g"}) == "import math\n"
+    assert code_of("```\ndef f(): 1\n", {"f"}) == "def f(): 1\n"
+    assert code_of("<think>```\nx\n```</think>def f(): 1", {"f"}) == "def f(): 1"
+    human = HumanEval("", "import math\ndef g(): 3\ndef f(x):\n    'doc'", "", "f")
+    assert human.program("\n    return 1", True) == human.prompt + "\n    return 1"
+    assert (
+        human.program("```\ndef f(x):\n    return g()\n```", False) == f"{human.prompt}\n\ndef f(x):\n    return g()\n"
+    )
+    assert human.program("```\n    return 1\n```", False) == f"{human.prompt}\n    return 1\n"
+    assert human.program("return 1", False) == f"{human.prompt}\n    return 1"
+    assert "```python\nimport math" in str(human.asked(False))
+
+
+@confined
+def test_samples_are_checked_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of answers that are given here: two samples of two rows, before and after."""
+    texts = {"base": ["def f(x): return 2", "def f(x): return 3", "    return x", "    import os; os._exit(0)"],
+             "a": ["```\ndef f(x): return x + 1\n```", "def f(x):", "    return x + 1", "    return 2"]}  # fmt: skip
+    asked: list[Any] = []
+
+    def answer(model: Any, prompts: Any, *_: Any, names: Any, seeds: Any, plain: bool, events: Any, **__: Any) -> None:
+        asked.append((plain, seeds))
+        for number in range(len(prompts)):
+            of, who = divmod(number, len(names))
+            text = texts[names[who]][of + 2 * plain]
+            events.answered(of, names[who], Answer(prompts[number], text, [1], "stop", 1.0))
+            events.answering(number, len(prompts), number)
+
+    class Tokens:
+        has_chat_template = False
+
+    monkeypatch.setattr(samples, "answer_slots", answer)
+    monkeypatch.setattr(samples, "tokenizer_of", lambda model: Tokens())
+    problems = read_problems(file_source(write_jsonl(tmp_path / "rows.jsonl", OWN, HUMAN)))
+    warm = Settings(temperature=1.0, seed=3)
+    slots = {"base": None, "a": 0}
+    found = measure(None, problems, [1, 2], 2, warm, {"a": tmp_path}, slots)  # type: ignore[arg-type]
+    assert found.completion
+    assert found.rates["base"].pass_at_k == {1: 0.25, 2: 0.5}
+    assert found.rates["a"].pass_at_k == {1: 0.75, 2: 1.0}
+    assert found.rates["base"].outcomes == {"passed": 1, "failed": 2, "timeout": 0, "error": 1}
+    assert [(one.row, one.sample, one.adapter) for one in found.samples][:3] == [
+        (0, 0, "base"),
+        (0, 0, "a"),
+        (0, 1, "base"),
+    ]
+    seeds = [seed_of(3, 0, s) for s in (0, 0, 1, 1)], [seed_of(3, 1, s) for s in (0, 0, 1, 1)]
+    assert sorted(asked) == [(False, seeds[0]), (True, seeds[1])]
+    assert len({one.seed for one in found.samples}) == 4
+
+
+@confined
+def test_the_command(tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    made = words_and_adapters(tmp_path, TEMPLATE)
+    run = commands(device, monkeypatch, capsys)
+    rows = write_jsonl(tmp_path / "rows.jsonl", {**HUMAN, "prompt": "def w5(x):\n", "entry_point": "w5"}, OWN)
+    ask = ["evaluate", "--data", rows, "--adapter", made / "a", "--compare", "--samples", 2, "--max-new-tokens", 3]
+    outputs = []
+    for number in range(2):
+        output = tmp_path / f"{number}.jsonl"
+        code, out, err = run(*ask, "--pass-at-k", "1,2", "--seed", 5, "--json", "--output", output)
+        assert code == 0, err
+        outputs.append(output.read_text())
+    assert outputs[0] == outputs[1]
+    answers = [json.loads(row) for row in outputs[0].splitlines()]
+    assert [(a["adapter"], a["sample"]) for a in answers[:4]] == [("base", 0), ("a", 0), ("base", 1), ("a", 1)]
+    assert {a["outcome"] for a in answers} == {"failed"}
+    assert len({a["response"] for a in answers}) > 4
+    found = json.loads(out)
+    assert [(r["name"], r["pass_at_k"]) for r in found["results"]] == [
+        ("base", {"1": 0, "2": 0}),
+        ("a", {"1": 0, "2": 0}),
+    ]
+    assert found["settings"]["temperature"] == 0.8
+    assert found["confinement"]["not_enforced"] == []
+    for more, words in (
+        (["--pass-at-k", "3"], "needs at least 3 samples per row"),
+        (["--pass-at-k", "1", "--temperature", "0"], "all 2 samples of a row are equal"),
+        (["--pass-at-k", "1", "--max-length", "9"], "--max-length does nothing"),
+        ([], "--samples and --max-new-tokens do nothing"),
+        (["--pass-at-k", "1", "--timeout", "0"], "--timeout must be"),
+        (["--pass-at-k", "1", "--output", rows], "already exists"),
+    ):
+        code, _, err = run(*ask, *more)
+        assert (code, err.count("\n"), words in err) == (2, 1, True), err

@@ -1,0 +1,123 @@
+"""The interface of a stage, and how its options are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self, get_type_hints
+
+from wgpu_lora.errors import UserError
+from wgpu_lora.events import SILENT, Events
+from wgpu_lora.formats.hub import cached_model, hub_id, resolve_model
+from wgpu_lora.names.aliases import advice
+from wgpu_lora.strict_json import in_words, typed
+from wgpu_lora.words import listed
+
+if TYPE_CHECKING:
+    from wgpu_lora.train.finetune import FinetuneJob
+
+
+class EndedEarlyError(Exception):
+    """A stage was interrupted or failed, and has said why. code: the exit code."""
+
+    def __init__(self, code: int):
+        super().__init__(f"exit code {code}")
+        self.code = code
+
+
+class Watch:
+    """How a stage's progress is shown; override what is of interest."""
+
+    def reading(self, text: str, done: float, total: float | None) -> None:
+        """Progress in megabytes."""
+
+    def tensors(self, text: str, total: int) -> AbstractContextManager[Events]:
+        """A listener to tensors that are written."""
+        return nullcontext(SILENT)
+
+    def training(self, job: FinetuneJob) -> AbstractContextManager[Events]:
+        return nullcontext(SILENT)
+
+    def trained(self, record: Any) -> None:
+        """The record of a run that has ended."""
+
+    def said(self, label: str, text: str) -> None:
+        """A line about the stage's result."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a chain. Its fields are its options, under the names in the file.
+
+    resumes: whether `run` continues what an interrupted one has left; outdated outputs are then kept under another
+        name, since they took long. Others write to a new directory, which replaces the outdated one.
+    """
+
+    resumes: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], where: str) -> Self:
+        """A stage with these options. Raises UserError, which begins with `where`."""
+        known, hints = {field.name: field for field in fields(cls)}, get_type_hints(cls)
+        found = {}
+        for name, value in values.items():
+            if name not in known:
+                otherwise = f"its options are {listed([*known])}."
+                raise UserError(f"{where} has no option '{name:.60}': {advice(name, known, otherwise)}")
+            try:
+                found[name] = typed(hints[name], value, name)
+            except ValueError:
+                raise UserError(f"{where}: '{name}' is {value!r:.60}, but must be {in_words(hints[name])}.") from None
+        for name, field in known.items():
+            if name not in found and field.default is MISSING and field.default_factory is MISSING:
+                raise UserError(f"{where} needs the option '{name}': add it.")
+        return cls(**found)
+
+    @classmethod
+    def takes(cls) -> list[str]:
+        """The names of its options."""
+        return [field.name for field in fields(cls)]
+
+    def facts(self) -> dict[str, Any]:
+        """What the result depends on beside files; JSON."""
+        return asdict(self)
+
+    def files(self, download: bool) -> Iterator[Path]:
+        """The files that it reads, and directories whose files it reads; they need not exist yet.
+
+        Args:
+            download: whether a model of the hub may be downloaded.
+
+        Raises:
+            UserError: they cannot be found.
+        """
+        yield from ()
+
+    def run(self, output: Path, watch: Watch, resuming: bool) -> None:
+        """Write the results into `output`, which does not exist unless `resuming`.
+
+        Raises:
+            UserError: an input is missing or wrong.
+            EndedEarlyError: it was interrupted, or failed.
+        """
+        raise NotImplementedError
+
+    def outputs(self, output: Path) -> Iterator[Path]:
+        """The files that must stay as they are."""
+        yield from (path for path in sorted(output.rglob("*")) if path.is_file() and not path.name.startswith("."))
+
+
+def model_files(model: str, download: bool) -> Iterator[Path]:
+    """The files of a model; of a hub id, those in the cache unless it may be downloaded. Raises UserError."""
+    found = resolve_model(model) if download or not hub_id(model) else cached_model(model) or Path(model)
+    if not found.exists():
+        yield found
+        return
+    if found.is_file():
+        yield found
+        return
+    yield from (
+        path for path in sorted(found.iterdir()) if path.suffix in (".safetensors", ".json", ".jinja", ".model", ".txt")
+    )

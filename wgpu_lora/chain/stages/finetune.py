@@ -1,0 +1,89 @@
+"""Training of an adapter: a recipe, with any option of `finetune`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from wgpu_lora.chain.stage import EndedEarlyError, Stage, Watch, model_files
+from wgpu_lora.data import training_data
+from wgpu_lora.data.files import FileSource
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.peft import CONFIG, WEIGHTS
+from wgpu_lora.train.arguments import FREE_ON_RESUME, TrainingArguments
+from wgpu_lora.train.recipes import gather
+
+# Options that do not change the result; of those that are free on resuming, the others name what does.
+WITHOUT_EFFECT = FREE_ON_RESUME - {
+    "data",
+    "split",
+    "dataset_config",
+    "skip_bad_rows",
+    "model",
+    "eval_data",
+    "eval_split",
+}
+
+
+@dataclass(frozen=True)
+class Finetune(Stage):
+    """recipe: a recipe's name or file; given: options over those of the recipe; where: for messages."""
+
+    resumes: ClassVar[bool] = True
+
+    recipe: str | None
+    given: Mapping[str, Any]
+    where: str
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], where: str) -> Self:
+        given = {name: value for name, value in values.items() if name != "recipe"}
+        for name in ("output", "resume"):
+            if name in given:
+                raise UserError(f"{where} has the option '{name}', which the chain chooses: leave it out.")
+        stage = cls(values.get("recipe"), given, where)
+        if not stage.arguments().data:
+            raise UserError(f"{where} has no 'data': name a file, a folder or an earlier stage in braces.")
+        return stage
+
+    @classmethod
+    def takes(cls) -> list[str]:
+        return ["recipe", *(field.name for field in fields(TrainingArguments))]
+
+    def arguments(self, **more: Any) -> TrainingArguments:
+        return gather({**self.given, **more}, self.recipe, self.where, demo=False)[0]
+
+    def facts(self) -> dict[str, Any]:
+        return {name: value for name, value in self.arguments().as_dict().items() if name not in WITHOUT_EFFECT}
+
+    def files(self, download: bool) -> Iterator[Path]:
+        args = self.arguments()
+        yield from model_files(args.model or "demo", download)
+        places = [Path(place) for place in (args.data, args.eval_data) if place]
+        if all(place.exists() for place in places):
+            for source in training_data(args.data or "", args.eval_data, split=args.split, eval_split=args.eval_split):
+                if source:
+                    yield source.file if isinstance(source, FileSource) else Path(source.path)
+        else:  # not there yet, or of the hub
+            yield from places
+        for place in (args.init_adapter, getattr(args, "reference_adapter", None)):
+            if place:
+                yield from (Path(place, file) for file in (WEIGHTS, CONFIG))
+
+    def run(self, output: Path, watch: Watch, resuming: bool) -> None:
+        from wgpu_lora.train import checkpoint
+        from wgpu_lora.train.ending import exit_code
+        from wgpu_lora.train.finetune import prepare_job
+
+        resume = {"resume": True} if resuming and checkpoint.newest(output) else {}
+        job = prepare_job(self.arguments(output=str(output), **resume))
+        with watch.training(job) as events:
+            record = job.train(events)
+        watch.trained(record)
+        if code := exit_code(record.stop_reason, record.signal):
+            raise EndedEarlyError(code)
+
+    def outputs(self, output: Path) -> Iterator[Path]:
+        yield from (output / WEIGHTS, output / CONFIG)  # cards may be edited, and runs extended

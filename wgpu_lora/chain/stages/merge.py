@@ -1,0 +1,29 @@
+"""A standalone model from a base and an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from wgpu_lora.chain.stage import Stage, Watch, model_files
+from wgpu_lora.export.merge import merge_adapter
+from wgpu_lora.formats.hub import resolve_model
+from wgpu_lora.formats.peft import CONFIG, WEIGHTS
+from wgpu_lora.models.files import config_of
+
+
+@dataclass(frozen=True)
+class Merge(Stage):
+    adapter: str
+    model: str = "demo"
+    dtype: str = "bf16"
+
+    def files(self, download: bool) -> Iterator[Path]:
+        yield from model_files(self.model, download)
+        yield from (Path(self.adapter, file) for file in (WEIGHTS, CONFIG))
+
+    def run(self, output: Path, watch: Watch, resuming: bool) -> None:
+        base = resolve_model(self.model)
+        with watch.tensors("merging", len(config_of(base).parameter_shapes())) as events:
+            merge_adapter(base, Path(self.adapter), output, self.dtype, name=self.model, events=events)

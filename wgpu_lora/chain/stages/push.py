@@ -1,0 +1,72 @@
+"""One upload of several adapters and files to a repository of the Hugging Face hub, or a list of what it would hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from wgpu_lora.atomic import file_digest, write_bytes_atomic
+from wgpu_lora.chain.stage import Stage, Watch
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.cards import CARD
+from wgpu_lora.formats.push import check_name
+from wgpu_lora.formats.push import push as send
+from wgpu_lora.formats.upload import Upload, joined, prepare
+
+RESULT = "push.json"
+
+
+@dataclass(frozen=True)
+class Push(Stage):
+    """adapters: directories that become folders of the repository; files_of: directories of GGUF files, at its root;
+    card: a directory with the repository's card. private: a repository that is created."""
+
+    repo: str
+    adapters: list[str] = field(default_factory=list)
+    files_of: list[str] = field(default_factory=list)
+    card: str | None = None
+    private: bool = True
+    dry_run: bool = True
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], where: str) -> Self:
+        stage = super().of(values, where)
+        check_name(stage.repo)
+        if not (stage.adapters or stage.files_of):
+            raise UserError(f"{where} uploads nothing: give 'adapters' or 'files_of'.")
+        return stage
+
+    def files(self, download: bool) -> Iterator[Path]:
+        if self.card:
+            yield Path(self.card, CARD)
+        for place in (*map(Path, self.adapters), *map(Path, self.files_of)):
+            yield from (path for path, _ in prepare(place).files.values()) if place.is_dir() else [place]
+
+    def run(self, output: Path, watch: Watch, resuming: bool) -> None:
+        upload = self._upload()
+        output.mkdir()
+        files = {
+            name: {"bytes": size, "sha256": file_digest(path)} for name, (path, size) in sorted(upload.files.items())
+        }
+        for name, facts in files.items():
+            watch.said("file", f"{name}, {facts['bytes']:,} bytes: {upload.reasons[name]}")
+        for note in upload.notes:
+            watch.said("note", note)
+        count = f"{len(files)} files, {upload.nbytes:,} bytes"
+        if self.dry_run:
+            address = None
+            made = "private" if self.private else "public"
+            watch.said("dry run", f"{count} to {self.repo} ({made} if created); nothing was uploaded")
+        else:
+            address = send(upload, self.repo, private=self.private)
+            watch.said("uploaded", f"{count}: {address}")
+        result = {"repo": self.repo, "private": self.private, "uploaded": address, "files": files}
+        write_bytes_atomic(output / RESULT, (json.dumps(result, indent=1) + "\n").encode())
+
+    def _upload(self) -> Upload:
+        folders = {Path(place).name: prepare(Path(place)) for place in self.adapters}
+        roots = [prepare(Path(place)) for place in self.files_of]
+        return joined(folders, roots, Path(self.card, CARD) if self.card else None)

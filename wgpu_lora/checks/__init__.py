@@ -1,0 +1,1 @@
+"""Answers checked by running them: unit checks in confined processes, and pass@k."""

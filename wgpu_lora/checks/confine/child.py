@@ -1,0 +1,170 @@
+"""The confined process: gives up all access, reports which confinement it has, then reads an answer and calls it.
+
+argv has a JSON object with modules to import first and limits. The job arrives on stdin once the process is confined,
+as lines of JSON: the answer, then calls with literal arguments. The expected results are not in this process, so an
+answer cannot pass by finding or changing anything here. A row's own test runs in another such process (tester.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import types
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from wgpu_lora.checks.confine import namespaces, plain, seccomp, tester
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+SHOWN = 300  # characters of an exception's text
+FILES = 8
+_unread = bytearray()
+GUARDED = {"os", "socket", "subprocess", "shutil", "ctypes", "tempfile", "pty", "signal", "winreg", "_winapi"}
+
+
+def main() -> None:
+    """Never returns."""
+    code = 1
+    try:
+        try:
+            _send("confined", _confine(json.loads(sys.argv[1])))
+        except Exception as error:
+            _send("broken", _describe(error))
+            raise
+        job = json.loads(_read())
+        if "test" in job:
+            tester.run(job, _send, _read, _describe)
+        else:
+            _serve(job["code"])
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _confine(config: dict[str, Any]) -> dict[str, Any]:
+    """Confine this process; returns {"namespaces": those entered, "limits": those set, "filter": None or an error}."""
+    for name in config["modules"]:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    entered = namespaces.enter() if sys.platform == "linux" else []
+    sys.path.clear()
+    sys.path_importer_cache.clear()
+    sys.argv[:] = [""]
+    os.environ.clear()  # including what Python itself set
+    sys.stdout = sys.stderr  # /dev/null
+    limits = _limit(config["cpu"], config["memory"])
+    refused = None
+    try:
+        seccomp.load()
+    except OSError as error:
+        refused = str(error)
+    _guard()
+    return {"namespaces": entered, "limits": limits, "filter": refused}
+
+
+def _limit(cpu: int, memory: int) -> list[str]:
+    if resource is None:
+        return []
+    wanted = {"CPU": cpu, "AS": memory, "NPROC": 0, "FSIZE": 0, "CORE": 0, "NOFILE": FILES, "MEMLOCK": 0, "MSGQUEUE": 0}
+    done = []
+    for name, value in wanted.items():
+        with suppress(AttributeError, ValueError, OSError):
+            kind = getattr(resource, f"RLIMIT_{name}")
+            hard = resource.getrlimit(kind)[1]
+            least = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(kind, (least, least))
+            done.append(name)
+    return done
+
+
+def _guard() -> None:
+    """Have Python refuse files, sockets and processes.
+
+    Without the filter, this is the only protection against accidents; with it, it turns a refused system call into an
+    exception. It does not stop an attack.
+    """
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" or event.partition(".")[0] in GUARDED:
+            raise PermissionError(event)
+
+    sys.addaudithook(hook)
+
+
+def _serve(code: str) -> None:
+    try:
+        compiled = compile(code, "<answer>", "exec")
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        return _send("failed", f"does not parse: {_describe(error)}")
+    _send("parsed", "")
+    module = sys.modules["answer"] = types.ModuleType("answer")
+    space = module.__dict__
+    reason = _attempt(lambda: exec(compiled, space))[1]
+    if reason is not None:
+        return _send("failed", reason)
+    if not any(callable(value) for name, value in list(space.items()) if name != "__builtins__"):
+        return _send("failed", "defines no function")
+    while line := _read():
+        name, args, kwargs, whole = json.loads(line)
+        value, reason = _attempt(lambda: _call(space, name, args, kwargs, whole))  # noqa: B023
+        if reason is None:
+            _send("value", value)
+        else:
+            _send("raised", reason)
+
+
+def _call(space: dict[str, Any], name: str, args: str, kwargs: str, whole: bool) -> str:
+    """A function's value, encoded; `whole`: [value, the arguments after the call, None if they did not change]."""
+    if name not in space:
+        raise NameError(f"name '{name}' is not defined")
+    given, named = plain.load(args), plain.load(kwargs)
+    value = space[name](*given, **named)
+    if not whole:
+        return plain.dump(value)
+    same = plain.dump(given) == args and plain.dump(named) == kwargs
+    return plain.dump([value, None if same else [given, named]])
+
+
+def _attempt(run: Callable[[], Any]) -> tuple[Any, str | None]:
+    """(result, None), or (None, the reason of the failure)."""
+    try:
+        return run(), None
+    except plain.NotPlainError as error:
+        return None, f"returned {error}"
+    except MemoryError:
+        return None, "out of memory"
+    except BaseException as error:
+        return None, _describe(error)
+
+
+def _describe(error: BaseException) -> str:
+    try:
+        text = str(error)[:SHOWN]
+    except BaseException:
+        text = ""
+    if isinstance(error, SyntaxError):
+        return text
+    return f"{type(error).__name__}: {text}"
+
+
+def _read() -> bytes:
+    """The next line of stdin; empty at its end."""
+    while b"\n" not in _unread and (chunk := os.read(0, 1 << 16)):
+        _unread.extend(chunk)
+    end = _unread.find(b"\n") + 1 or len(_unread)
+    line = bytes(_unread[:end])
+    del _unread[:end]
+    return line
+
+
+def _send(kind: str, what: Any) -> None:
+    data = json.dumps([kind, what]).encode() + b"\n"
+    while data:
+        data = data[os.write(1, data) :]
