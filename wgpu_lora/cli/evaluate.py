@@ -112,28 +112,32 @@ def evaluate(
     adapter's training, according to its run.json. With --pass-at-k, rows have HumanEval's fields (prompt, test,
     entry_point), or a prompt and a check with asserts; answers run in confined processes.
     """
+    options: dict[str, Any]
     if pass_at_k is None:
         refuse_idle(ctx, OF_CHECKS, "without --pass-at-k")
     else:
         refuse_idle(ctx, OF_LOSSES, "with --pass-at-k")
         from wgpu_lora.cli.passing import evaluate_checks
+        from wgpu_lora.track.recording import remarks
 
         chosen = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
-        return evaluate_checks(
-            data,
-            split,
-            dataset_config,
-            pass_at_k,
-            samples,
-            {**chosen, "enable_thinking": enable_thinking},
-            adapter or [],
-            compare,
-            model,
-            output,
-            {"batch": batch_size, "timeout": timeout, "completion": completion, "allow_unconfined": allow_unconfined},
-            (device, base_dtype),
-            as_json,
-        )
+        options = {"batch": batch_size, "timeout": timeout, "completion": completion}
+        with remarks(goal, notes, run_log):
+            return evaluate_checks(
+                data,
+                split,
+                dataset_config,
+                pass_at_k,
+                samples,
+                {**chosen, "enable_thinking": enable_thinking},
+                adapter or [],
+                compare,
+                model,
+                output,
+                {**options, "allow_unconfined": allow_unconfined},
+                (device, base_dtype),
+                as_json,
+            )
     from wgpu_lora.api import evaluate as measure
     from wgpu_lora.api import evaluate_several, load
     from wgpu_lora.infer.named import BASE, model_of, named_adapters, slots_of
@@ -143,7 +147,7 @@ def evaluate(
     several = compare or len(adapters) > 1
     if several:
         slots_of(adapters, compare)  # before anything is opened
-    options: dict[str, Any] = {"objective": objective}
+    options = {"objective": objective}
     options |= {"split": split, "dataset_config": dataset_config, "skip_bad_rows": skip_bad_rows}
     options |= {"goal": goal, "notes": notes, "run_log": run_log}
     given: dict[str, Any] = {

@@ -100,7 +100,7 @@ class Watcher(Starting):
     def __init__(self, job: FinetuneJob):
         super().__init__(job)
         self._run = job.run
-        self._device = job.session.device
+        self._session = job.session
         self._training = Bar("training", None)
         self._quiet = not is_terminal(sys.stderr)
         self._first = True
@@ -167,7 +167,7 @@ class Watcher(Starting):
         """The second line on a terminal: the trend of the loss, memory, and the hardware."""
         from wgpu_lora.train.memory import readable
 
-        allocated = readable(self._device.allocated)
+        allocated = readable(self._session.device.allocated)
         return "  ".join(filter(None, [self._trend.bars(), f"{allocated} on the device", self._hardware]))
 
     def _remaining(self, result: StepResult) -> str:

@@ -44,6 +44,8 @@ def evaluate_checks(
     from wgpu_lora.infer.prompt_file import check_new, kept_on_failure, to_jsonl
     from wgpu_lora.infer.settings import settings_of
     from wgpu_lora.models.loaded import open_model
+    from wgpu_lora.track.entry import DataFile, run_name
+    from wgpu_lora.track.recording import device_facts, given_options, recorded
     from wgpu_lora.train.length import fit_rows
 
     # Check everything before a model is opened.
@@ -66,9 +68,17 @@ def evaluate_checks(
         limit = opened.config.max_position_embeddings
         settings["enable_thinking"] = fit_rows({}, list(adapters.values()), limit).enable_thinking
     found: list[Sample] = []
+    name = run_name(opened.decoder.base_dtype, bool(adapters), False, "pass-at-k", "f32")
+    config = {"model": opened.name, "adapters": {one: str(place) for one, place in adapters.items()}}
+    facts: dict[str, Any] = {
+        "device": device_facts(opened.device.info),
+        "config": given_options({**config, **settings, **options, "samples": samples, "pass_at_k": pass_at_k}),
+        "data": DataFile(data),
+    }
     with (
         Bar("loading", opened.tensors_to_load()) as bar,
         kept_on_failure(output, lambda: [one.as_dict() for one in found], _note),
+        recorded("evaluate", name, objective="pass-at-k", **facts) as entry,
     ):
         rates = measure(
             opened,
@@ -82,6 +92,11 @@ def evaluate_checks(
             events=_Shown(bar),
             **options,
         )
+        entry["seconds"], entry["outputs"] = round(rates.seconds, 3), [str(output.resolve())] if output else []
+        entry["results"] = {
+            name: {f"pass@{k}": share for k, share in rate.pass_at_k.items()} | {"rows": rate.rows}
+            for name, rate in rates.rates.items()
+        }
         if output:
             write_new_bytes(output, to_jsonl([one.as_dict() for one in rates.samples]), "--output")
     if as_json:
