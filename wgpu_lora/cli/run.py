@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wgpu_lora.chain.run import ChainWatch
+from wgpu_lora.chain.watch import ChainWatch
 from wgpu_lora.cli.completion import RECIPE
 from wgpu_lora.cli.console import Bar, TensorBar, console, duration, line, table
 from wgpu_lora.cli.options import Device
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 def run_chain(
     chain: Annotated[
-        str, typer.Argument(help="TOML file of stages, or the name of a bundled one.", autocompletion=RECIPE)
+        str,
+        typer.Argument(
+            metavar="CHAIN", help="TOML file of stages, or the name of a bundled one.", autocompletion=RECIPE
+        ),
     ],
     output: Annotated[str | None, typer.Option(help="Directory of all results; by default, the file's.")] = None,
     start: Annotated[
