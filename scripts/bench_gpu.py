@@ -3,8 +3,8 @@
 python scripts/bench_gpu.py [--json bench-gpu.json] [--device INDEX|NAME] [--quick]
 
 Each part is a worker's job. A part that cannot run is in the file too, with the reason. The file is rewritten after
-each part, so a later failure loses no results. --quick reduces everything to a small shape and a few layers, tokens and
-steps, to check that all parts run; its figures are meaningless.
+each part, so a later failure loses no results. The exit code is 1 if a kernel is wrong. --quick reduces everything to a
+small shape and a few layers, tokens and steps, to check that all parts run; its figures are meaningless.
 """
 
 from __future__ import annotations
@@ -105,6 +105,11 @@ def outcomes(work: Iterable[Part], timeout: float) -> Iterator[Record]:
             yield from outcomes(part.pieces, timeout)
 
 
+def wrong(outcomes: Iterable[Record]) -> int:
+    """The exit code: 1 if a kernel is wrong. Other parts that fail say so in the report."""
+    return int(any(measured.get("right") is False for found in outcomes for measured in found["results"]))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path("bench-gpu.json"))
@@ -129,7 +134,7 @@ def main() -> int:
         failed = ", exit code 1" if found["status"] == "ran" and found["exit_code"] else ""
         line(found["status"], f"{found['part']}{failed}{why}")
     line("written", str(options.json))
-    return 0
+    return wrong(result["parts"])
 
 
 if __name__ == "__main__":

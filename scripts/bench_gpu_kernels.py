@@ -2,15 +2,17 @@
 
 Heavy kernels are compared on a small call in every tiling that the tuner may choose. All kernels are compared in a
 training step, and timed in it; the step alternates with a tuned one. What compilers predict (scripts/gpu_compilers) is
-beside the measurements.
+beside the measurements. A kernel that is wrong is reported by name, and the rest measured all the same.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,11 @@ from wgpu_lora.bench.check import Checked
 from wgpu_lora.bench.profile import profile_step
 from wgpu_lora.bench.step import WARMUP, TrainingStep, chosen_model
 from wgpu_lora.cli import main as command_line
+from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.cuts import NMSE, cut_verdict
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.dispatch import Dispatch
+from wgpu_lora.gpu.errors import WrongResults
 from wgpu_lora.gpu.tuner import Tuner, skipped
 from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.strict_json import typed
@@ -51,7 +55,7 @@ class Work:
 
 
 class ByKernel(Checked):
-    """The largest error of each kernel."""
+    """The largest error of each kernel; NaN if its inputs never let it be compared."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,8 +63,8 @@ class ByKernel(Checked):
 
     def add(self, nmse: float, kernel: str, part: bool) -> None:
         super().add(nmse, kernel, part)
-        before = self.worst.get(kernel, 0.0)
-        self.worst[kernel] = before if nmse <= before else nmse  # a NaN is the worst
+        before = self.worst.get(kernel, math.nan)
+        self.worst[kernel] = before if math.isnan(nmse) else nmse if math.isnan(before) else max(before, nmse)
 
 
 def tilings(device: Device, work: Work) -> Iterator[Record]:
@@ -80,26 +84,49 @@ def _compared(device: Device, call: Call) -> Record:
 
 
 def step(device: Device, work: Work) -> Iterator[Record]:
-    """All kernels of a training step in their default tilings: errors on random values, and times; then the step beside
-    the same step with tuned tilings."""
+    """All kernels of a training step in their default tilings that are right: errors on random values, and times; then
+    the step beside the same step with tuned tilings.
+
+    Raises:
+        WrongResults: a kernel is wrong in all tilings, so there is nothing more to measure.
+    """
     model = chosen_model(None, work.shape, 1, device)
     args = TrainingArguments(per_device_train_batch_size=1, max_length=work.tokens, lora_r=work.rank)
-    one, found = TrainingStep.fitting(model, args), ByKernel()
-    tuned = TrainingStep(model, args)
-    choices = Tuner(device).tune(tuned.session.programs())
-    try:
-        one.allocate()
+    found, verdicts = ByKernel(), verdicts_of(device)
+    with ExitStack() as stack:
+
+        def begun() -> TrainingStep:
+            step = TrainingStep.fitting(model, args)
+            stack.callback(step.close)
+            return step
+
+        one = begun()
+        try:
+            one.allocate()
+        except WrongResults as error:  # the others can be compared all the same
+            yield _wrong(error)
+            verdicts.enabled = False
+            one = begun()
+            one.allocate()
         one.check(np.random.default_rng(0), found)
         for kernel, nmse in found.worst.items():
-            yield {"kind": "kernel", "kernel": kernel, "right": nmse <= NMSE, "nmse": nmse, "limit": NMSE}
+            right = None if math.isnan(nmse) else nmse <= NMSE
+            reason = "" if right is not None else "its inputs are not finite"
+            yield {"kind": "kernel", "kernel": kernel, "right": right, "nmse": nmse, "limit": NMSE, "reason": reason}
+        verdicts.enabled = False  # that was all that there is to compare, and a wrong kernel can be timed, too
         profile = profile_step(one, work.rounds)
         for group in profile.groups(by_shape=True):
             yield {"kind": "time", "clock": profile.clock, **asdict(group)}
-        tuned.allocate(choices)
+        tuned = TrainingStep(model, args)
+        stack.callback(tuned.close)
+        tuned.allocate(Tuner(device).tune(tuned.session.programs()))
         yield {"kind": "tuning", **_alternating({"default": one, "tuned": tuned}, work.rounds)}
-    finally:
-        one.close()
-        tuned.close()
+
+
+def _wrong(error: WrongResults) -> Record:
+    found = error.found
+    of = {"nmse": found.nmse, "limit": found.limit, "reason": found.reason or str(error)}
+    return {"kind": "kernel", "kernel": found.kernel, "right": False, **of}
 
 
 def _alternating(steps: dict[str, TrainingStep], rounds: int) -> Record:
@@ -118,21 +145,38 @@ def _alternating(steps: dict[str, TrainingStep], rounds: int) -> Record:
 
 
 def kernels(port: Port, *, where: str, **options: Any) -> Ended:
-    """The job; its exit code is 1 if a kernel is wrong."""
+    """The job; its exit code is 1 if a kernel is wrong.
+
+    Raises:
+        UserError: no kernel is wrong, but a part of the job cannot run. What was measured has been reported.
+    """
     work = typed(Work, options, where)
     device = Device(work.device)
-    verdicts_of(device).enabled = False  # everything is compared now, whatever the cache knows
+    verdicts_of(device).enabled = True
+    verdicts_of(device).forget()
     prediction = nearest(device, read())
     if prediction:
         port.measured({"kind": "predicted", **{name: value for name, value in prediction.items() if name != "kernels"}})
-    wrong = list[str]()
+    wrong, refused = list[str](), list[UserError]()
     for records in (tilings(device, work), step(device, work)):
-        for record in records:
+        for record in _until_refused(records, refused):
             port.measured(record)
-            if not record.get("right", True):
+            if record.get("right", True) is False:
                 wrong.append(record["kernel"])
+    if refused and not wrong:
+        raise refused[0]
     names = ", ".join(dict.fromkeys(wrong))
-    return Ended({"wrong": wrong}, int(bool(wrong)), f"these kernels are wrong: {names}" if wrong else "")
+    said = "; ".join([f"these kernels are wrong: {names}", *dict.fromkeys(map(str, refused))])
+    return Ended({"wrong": wrong}, int(bool(wrong)), said if wrong else "")
+
+
+def _until_refused(records: Iterator[Record], refused: list[UserError]) -> Iterator[Record]:
+    try:
+        yield from records
+    except WrongResults as error:
+        yield _wrong(error)
+    except UserError as error:
+        refused.append(error)
 
 
 if __name__ == "__main__":

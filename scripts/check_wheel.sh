@@ -17,7 +17,7 @@ wheel=$(echo "$work"/dist/*.whl)
 
 cd "$work"
 unset PYTHONPATH
-export WGPU_LORA_NO_TUNE=1 WGPU_LORA_SHARE_DIR=$work/share
+export WGPU_LORA_NO_TUNE=1 WGPU_LORA_SHARE_DIR=$work/share WGPU_LORA_DATA_DIR=$work/data
 command=$work/env/bin/wgpu-lora
 where=$("$work/env/bin/python" -c 'import wgpu_lora; print(wgpu_lora.__file__)')
 case $where in "$work"/env/*) ;; *) echo "Something other than the wheel was imported: $where" >&2; exit 1 ;; esac

@@ -61,6 +61,10 @@ def main(output: Path) -> None:
         save_file(golden(architecture, directory), output / "golden" / f"{architecture}.safetensors")
         print(architecture, "done", flush=True)
     save_file(peft_adapters(output), output / "golden" / "peft.safetensors")
+    from golden.preferences import ARCHITECTURE, preferences  # needs TRL
+
+    initial = load_file(output / "golden" / f"{ARCHITECTURE}.safetensors")
+    save_file(preferences(output / "models", initial), output / "golden" / "preferences.safetensors")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.broken import Break, breaking
 
 from wgpu_lora.gpu.device import Device, DeviceOptions
 
@@ -35,7 +36,9 @@ def _directory_of_shares() -> str:
 
 
 shares = os.environ.get(SHARES) if "PYTEST_XDIST_WORKER" in os.environ else None
-os.environ["WGPU_LORA_SHARE_DIR"] = tempfile.mkdtemp(dir=shares or _directory_of_shares())  # not the user's own ledger
+# Neither the user's own ledger nor the user's own run log.
+os.environ["WGPU_LORA_SHARE_DIR"] = tempfile.mkdtemp(dir=shares or _directory_of_shares())
+os.environ["WGPU_LORA_DATA_DIR"] = tempfile.mkdtemp(dir=shares or os.environ[SHARES])
 # A shell's background jobs ignore SIGINT, and under nohup SIGHUP is ignored: what runs here is to hear both.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if hasattr(signal, "SIGHUP"):
@@ -52,6 +55,12 @@ def device() -> Device:
 def checked_device() -> Device:
     """The same with the driver's own bounds checks in every shader."""
     return Device(options=replace(DeviceOptions.from_environment(), checked=True))
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Break:
+    """Breaks kernels of the device: `broken(name, which tilings, compiles=True)`."""
+    return breaking(monkeypatch)
 
 
 @pytest.fixture

@@ -25,7 +25,11 @@ class UserError(Exception):
 
 
 class DeviceWarning(UserWarning):
-    """A fault of a device that is worked around. The command line prints it as a line on stderr."""
+    """A fault of a device that is worked around, or slow. The command line prints it as a line on stderr."""
+
+
+class TrackingWarning(UserWarning):
+    """A run log or a tracker cannot be used, and the run continues without it. Printed as a line, too."""
 
 
 class NotFiniteError(UserError):

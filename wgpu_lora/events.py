@@ -60,16 +60,14 @@ class Miscompiled:
     @property
     def difference(self) -> str:
         if self.nmse is None:
-            return f"it does not compile ({self.reason})"
+            return self.reason
         return f"NMSE {self.nmse:.2g} against the float64 reference, at most {self.limit:.2g}"
 
     def __str__(self) -> str:
         tile = "{rows}x{cols}, span {span}".format_map(self.tiling)
         tiling = f"{self.tiling['family']} {tile}" + (", 64-bit loads" if self.tiling["wide"] else "")
-        return (
-            f"{self.device} ({self.driver}) gets {self.kernel} wrong in the tiling {tiling}, which is not used: "
-            f"{self.difference}"
-        )
+        wrong = f"does not compile {self.kernel}" if self.nmse is None else f"gets {self.kernel} wrong"
+        return f"{self.device} ({self.driver}) {wrong} in the tiling {tiling}, which is not used: {self.difference}"
 
 
 @dataclass(frozen=True)
@@ -142,6 +140,9 @@ class Events:
 
     def step(self, result: StepResult) -> bool | None:
         """After each optimizer step of each adapter; True ends the run."""
+
+    def logged(self, line: Mapping[str, float], adapter: str | None) -> None:
+        """A line of log.jsonl has been written. adapter: its name in a pipeline."""
 
     def saved(self, directory: Path, step: int, adapter: str | None) -> None:
         """A checkpoint has been written. adapter: its name in a pipeline."""

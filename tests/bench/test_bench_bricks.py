@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support import MODELS
 from support.bench import CEILINGS, MINI, mini, result
+from support.broken import Break
 
 from wgpu_lora.bench.ceiling import bandwidth_gbs, decode_fma_gflops, dispatch_seconds, fma_gflops
 from wgpu_lora.bench.check import check
@@ -26,6 +27,7 @@ from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu import part
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.errors import WrongResults
 from wgpu_lora.gpu.kernel import REGISTRY
 from wgpu_lora.gpu.values import nmse
 from wgpu_lora.ops.elementwise import add_forward, swiglu_forward
@@ -200,6 +202,16 @@ def test_ceilings_are_measured(device: Device) -> None:
         1 / dispatch_seconds(device, 4),
     )
     assert all(0 < value < float("inf") for value in found)
+
+
+def test_a_ceiling_is_measured_in_the_tilings_that_compile(device: Device, broken: Break) -> None:
+    before = device.allocated
+    broken("stream_copy", lambda tiling: tiling.cols > 1, compiles=False)
+    assert 0 < bandwidth_gbs(device, 1 << 12) < float("inf")
+    broken("stream_copy", compiles=False)
+    with pytest.raises(WrongResults, match=r"does not compile stream_copy \(register allocation failed\): update"):
+        bandwidth_gbs(device, 1 << 12)
+    assert device.allocated == before
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from wgpu_lora.cli import app, main
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.track.recording import current_remarks
 
 BENCH: Any = typer.main.get_command(app).commands["bench"]  # type: ignore[attr-defined]
 COMMANDS = {"bricks": ["--all"], "training": [], "max-batch": []}  # with options, and what else they need
@@ -41,7 +42,7 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
 
     def note(*arguments: Any, **named: Any) -> Any:
-        found.append(([a for a in arguments if not isinstance(a, Events)], named))
+        found.append(([a for a in arguments if not isinstance(a, Events)], {**named, "said": current_remarks()}))
         return {"rows": [], "runs": [], "summary": [], "projections": []}
 
     command = import_module("wgpu_lora.cli.bench")  # the package has the group by this name

@@ -83,6 +83,16 @@ def test_what_was_measured(device: Device) -> None:
     assert device.max_buffer >= device.max_binding >= 128 << 20
 
 
+def test_a_device_that_does_not_compile_subgroups_has_none(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise ShaderError("subgroup_probe", "unknown builtin")
+
+    monkeypatch.setattr(Device, "compute_pipeline", fails)
+    before = device.allocated
+    assert device._subgroup_size() == (device.options.subgroup_size or 0)
+    assert device.allocated == before
+
+
 @pytest.mark.drivers
 def test_writing_and_reading_back(device: Device, rng: np.random.Generator) -> None:
     before = device.allocated

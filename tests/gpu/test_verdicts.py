@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.broken import Break
 from support.cli import QWEN2, SMALL, commands, flags, write_rows
 from support.events import hearing
 from support.tuning import product
@@ -18,17 +20,13 @@ from wgpu_lora.events import Miscompiled
 from wgpu_lora.gpu import first_run
 from wgpu_lora.gpu.cuts import check_tilings
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.errors import ShaderError, WrongResults
-from wgpu_lora.gpu.kernel import Kernel
+from wgpu_lora.gpu.errors import WrongResults
 from wgpu_lora.gpu.program import Arena, Program, allocate, release
 from wgpu_lora.gpu.tensor import persistent
-from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.gpu.tuner import Tuner
 from wgpu_lora.gpu.verdicts import Verdicts, verdicts_of
 from wgpu_lora.ops.elementwise import add_forward
 from wgpu_lora.ops.loss import sum_by_slot
-
-Break = Callable[..., None]
 
 
 @pytest.fixture
@@ -43,27 +41,6 @@ def fresh(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
 
     begin()
     return begin
-
-
-@pytest.fixture
-def broken(device: Device, monkeypatch: pytest.MonkeyPatch) -> Break:
-    """A driver whose shaders of a kernel write nothing, or do not compile, in the tilings chosen by `which`."""
-    compute_pipeline = Kernel.compute_pipeline
-
-    def breaks(name: str, which: Callable[[Tiling], bool] = lambda _: True, compiles: bool = True) -> None:
-        def compile(self: Kernel, device: Device, present: Any, constants: Any, tiling: Tiling) -> Any:
-            if self.name != name or not which(tiling):
-                return compute_pipeline(self, device, present, constants, tiling)
-            if not compiles:
-                raise ShaderError(name, "register allocation failed")
-            text = self.source(present, constants, tiling)
-            body = text.index("{", text.index("fn main("))
-            text = text[: body + 1] + "if (true) { return; }" + text[body + 1 :]
-            return device.compute_pipeline(("broken", name, present, tiling), lambda: text)
-
-        monkeypatch.setattr(Kernel, "compute_pipeline", compile)
-
-    return breaks
 
 
 def sums(device: Device) -> Program:
@@ -100,6 +77,7 @@ def test_a_wrong_default_is_reported_and_another_tiling_used(
         with fresh().telling(hearing(miscompiled=heard.append)), pytest.warns(DeviceWarning) as warned:
             check_tilings(device, [program, program])
         (found,) = heard
+        assert warned[0].filename == __file__  # the call, wherever in the package it is found
         assert (found.device, found.driver, found.kernel) == (device.info.name, device.info.driver, "matmul_nt")
         assert found.nmse == pytest.approx(2, abs=1)  # random values instead of the product
         assert f"gets matmul_nt wrong in the tiling {first.family} {first.rows}x" in str(warned[0].message)
@@ -115,6 +93,41 @@ def test_a_wrong_default_is_reported_and_another_tiling_used(
     assert first not in choices.values()
 
 
+@pytest.mark.parametrize("in_time", [True, False])
+@pytest.mark.parametrize("checks", ["", "1"])
+@pytest.mark.filterwarnings("ignore::wgpu_lora.errors.DeviceWarning")
+def test_tuning_takes_a_tiling_that_it_would_not_time_if_all_others_are_wrong(
+    device: Device,
+    fresh: Callable[[], Verdicts],
+    broken: Break,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    checks: str,
+    in_time: bool,
+) -> None:
+    """Whether or not programs are checked before they are built, and where time ran out among wrong ones."""
+    if not device.capabilities.subgroup_size or not device.capabilities.software:
+        pytest.skip("the device has no tilings that are not worth timing")
+    monkeypatch.setenv("WGPU_LORA_NO_CHECK", checks)
+    fresh()
+    programs = [product(device, m=m)[0] for m in (64, 128)]
+    monkeypatch.setattr(Tuner, "_seconds", lambda *_: pytest.fail("it was timed"))
+    if not in_time:
+        monkeypatch.setattr(Tuner, "_time", lambda self, trials, *_: [self._try_next(trial) for trial in trials])
+    broken("matmul_nt", lambda tiling: tiling.family != "plain")
+    choices = Tuner(device, directory=tmp_path).tune(programs)
+    assert {tiling.family for tiling in choices.values()} == {"plain"}
+    assert len(choices) == 2
+    assert Tuner(device, directory=tmp_path).tune(programs) == choices
+    check_tilings(device, programs, choices)
+    assert verdicts_of(device).choose(programs[0].dispatches[0], choices).family == "plain"
+    fresh().file.path.unlink()
+    broken("matmul_nt")
+    fresh()
+    with pytest.raises(WrongResults, match="gets matmul_nt wrong in every tiling"):
+        Tuner(device, directory=tmp_path).tune(programs)
+
+
 def test_no_right_tiling_is_an_error(device: Device, fresh: Callable[[], Verdicts], broken: Break) -> None:
     program, _ = product(device)
     broken("matmul_nt", compiles=False)
@@ -124,10 +137,36 @@ def test_no_right_tiling_is_an_error(device: Device, fresh: Callable[[], Verdict
             pytest.warns(DeviceWarning),
             pytest.raises(
                 WrongResults,
-                match=r"wrong in every tiling \(it does not compile \(register allocation failed\)\): update the",
+                match=r"\) does not compile matmul_nt \(register allocation failed\): update the driver, or",
             ),
         ):
             check_tilings(device, [program])
+
+
+@pytest.mark.parametrize("checks", ["", "1"])
+def test_kernels_that_are_not_tuned_are_built_in_a_tiling_that_compiles(
+    device: Device, fresh: Callable[[], Verdicts], broken: Break, monkeypatch: pytest.MonkeyPatch, checks: str
+) -> None:
+    monkeypatch.setenv("WGPU_LORA_NO_CHECK", checks)
+    first, *others = sum_by_slot.tilings(device.capabilities, {"slots": 1})
+    if not others:
+        pytest.skip("the device has no subgroups")
+    fresh()
+    broken("sum_by_slot", lambda tiling: tiling == first, compiles=False)
+    with pytest.warns(
+        DeviceWarning, match=r"does not compile sum_by_slot in the tiling .*: register allocation failed"
+    ):
+        program = sums(device)
+    assert {step.tiling for step in program.dispatches} == {others[0]}
+    assert total(device, program) == 72
+    release(device, program.persistent_storages())
+    broken("sum_by_slot", compiles=False)
+    with pytest.warns(DeviceWarning), pytest.raises(WrongResults) as refused:
+        sums(device)
+    assert str(refused.value) == (
+        f"{device.info.name} ({device.info.driver}) does not compile sum_by_slot (register allocation failed): update "
+        "the driver, or choose another device with device."
+    )
 
 
 def test_kernels_that_are_not_tuned_are_checked_in_their_first_run(
@@ -181,6 +220,15 @@ def test_the_command_line_warns_or_refuses(
     assert "gets sum_by_slot wrong in every tiling" in refused.err.splitlines()[-1]
     assert "--device" in refused.err.splitlines()[-1]
     assert not list(tmp_path.glob("refused/**/*.safetensors"))
+    monkeypatch.setenv("WGPU_LORA_NO_CHECK", "1")
+    fresh()
+    broken("add_forward", compiles=False)  # it has no other tiling
+    refused = run(*options, "--output", tmp_path / "uncompiled")
+    assert refused.code == 2
+    assert (
+        f"{device.info.name} ({device.info.driver}) does not compile add_forward (reg" in refused.err.splitlines()[-1]
+    )
+    assert "Traceback" not in refused.err
 
 
 @pytest.mark.parametrize(
@@ -197,6 +245,30 @@ def test_what_values_of_a_first_run_say(a: float, b: float, error: float, says: 
     after = {**before, "y": before["a"] + before["b"] + error}
     found = first_run._worst(add_forward, {"size": 8}, before, after)
     assert (None if found is None else found[0] <= found[1]) is says
+
+
+def test_what_outputs_hold_before_says_nothing_about_the_values() -> None:
+    """They are of other tensors of the arena: NaN, or so large that every error would be small beside them."""
+    for stale in (np.nan, 1e30, 1e12):
+        before = {"a": np.ones(8), "b": np.ones(8), "y": np.full(8, stale, np.float32)}
+        for y, says in ((2.0, True), (2.1, False)):
+            found = first_run._worst(add_forward, {"size": 8}, before, {**before, "y": np.full(8, y)})
+            assert found is not None
+            assert (found[0] <= found[1]) is says
+
+
+def test_a_broken_reference_is_an_error_that_names_its_kernel() -> None:
+    arrays = {"a": np.ones(8), "b": np.ones(8), "y": np.ones(8)}
+
+    def of(reference: Callable[..., Any]) -> Any:
+        return first_run._worst(replace(add_forward, reference=reference), {"size": 8}, arrays, arrays)
+
+    assert of(lambda **_: None) is None  # it has none
+    with pytest.raises(TypeError, match=r"add_forward returns 2 arrays, but its outputs are \['y'\]"):
+        of(lambda **_: (np.ones(8), np.ones(8)))
+    with pytest.raises(ValueError, match="reshape") as broken:
+        of(lambda a, **_: a.reshape(3, 3))
+    assert broken.value.__notes__ == ["in the float64 reference of add_forward, with {'size': 8}"]
 
 
 def test_a_kernel_that_should_change_nothing_says_nothing() -> None:

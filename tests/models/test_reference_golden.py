@@ -41,6 +41,20 @@ def test_models_and_golden_values(architecture, tmp_path):
     assert_same_numbers(golden(architecture, tmp_path), load_file(FIXTURES / "golden" / f"{architecture}.safetensors"))
 
 
+def test_preference_runs(monkeypatch):
+    pytest.importorskip("trl")
+    from golden import preferences
+
+    monkeypatch.setattr(preferences, "STEPS", 3)
+    initial = load_file(FIXTURES / "golden" / f"{preferences.ARCHITECTURE}.safetensors")
+    stored = load_file(FIXTURES / "golden" / "preferences.safetensors")
+    live = preferences.preferences(FIXTURES / "models", initial)
+    assert live.keys() == stored.keys()
+    begun = {name: values[:3] if values.shape == (20,) else values for name, values in stored.items()}
+    begun = {name: values for name, values in begun.items() if ".final." not in name}
+    assert_same_numbers({name: live[name] for name in begun}, begun)
+
+
 def test_nf4_matrices():
     from make_golden import nf4_matrices
 

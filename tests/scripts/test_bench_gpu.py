@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.broken import Break
+from support.events import hearing
 
-from scripts.bench_gpu import parts
+from scripts import bench_gpu_kernels
+from scripts.bench_gpu import parts, wrong
 from scripts.gpu_compilers.compiled import Compiled
 from scripts.gpu_compilers.devices import GPUS
 from scripts.gpu_compilers.predictions import figures, kind_of, nearest, to_json
 from scripts.gpu_compilers.run import Answers, Row
+from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tiling import Tiling
+from wgpu_lora.gpu.tuner import Tuner
+from wgpu_lora.gpu.verdicts import Verdicts
 
 
 def test_correctness_comes_first() -> None:
@@ -22,6 +30,12 @@ def test_correctness_comes_first() -> None:
     assert [part.job for part in whole] == jobs
     assert {part.options["device"] for part in whole} == {"0"}
     assert {part.options.get("shape", "tiny-qwen3") for part in quick} == {"tiny-qwen3"}
+
+
+def test_the_exit_code_says_that_a_kernel_is_wrong() -> None:
+    fine = {"exit_code": 1, "results": [{"kind": "tiling", "right": True}, {"kind": "kernel", "right": None}, {}]}
+    assert wrong([fine, {"exit_code": 2, "results": []}]) == 0
+    assert wrong([fine, {"exit_code": 1, "results": [{"kind": "kernel", "right": False}]}]) == 1
 
 
 @pytest.mark.parametrize(
@@ -60,3 +74,27 @@ def test_predictions_are_found_by_pipeline() -> None:
         None,
     ]
     assert figures(None, [used]) == [None]
+
+
+@pytest.mark.filterwarnings("ignore::wgpu_lora.errors.DeviceWarning")
+@pytest.mark.parametrize(("kernel", "compiles"), [("attention_forward", True), ("rmsnorm_forward", False)])
+def test_a_kernel_that_is_wrong_loses_no_other_measurement(
+    device: Device, broken: Break, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str, compiles: bool
+) -> None:
+    broken(kernel, compiles=compiles)
+    monkeypatch.setattr(device, "verdicts", Verdicts(device, tmp_path))
+    monkeypatch.setattr(bench_gpu_kernels, "Device", lambda _: device)
+    monkeypatch.setattr(bench_gpu_kernels, "Tuner", partial(Tuner, seconds=0.0, directory=tmp_path))
+    records: list[dict[str, Any]] = []
+    job = {"shape": "tiny-qwen3", "tokens": 16, "rounds": 1, "candidates": False}
+    ended = bench_gpu_kernels.kernels(hearing(measured=records.append), where="the job", **job)  # type: ignore[arg-type]
+    assert (ended.code, set(ended.result["wrong"])) == (1, {kernel})
+    assert kernel in ended.said
+    kinds = {record["kind"] for record in records}
+    assert "tiling" in kinds
+    if compiles:  # a step can be taken
+        assert {"kernel", "time", "tuning"} <= kinds
+        right = {record["kernel"] for record in records if record["kind"] == "kernel" and record["right"]}
+        assert {"rmsnorm_forward", "nf4_matmul"} <= right
+    else:
+        assert [record["reason"] for record in records if record["kind"] == "kernel"] == ["register allocation failed"]

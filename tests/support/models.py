@@ -63,13 +63,15 @@ def words_and_adapters(directory: Path, template: str | None = None) -> Path:
 
 
 def save_golden_adapter(
-    architecture: str, directory: Path, scale: float = 1.0, rank: int = 4, **config: object
+    architecture: str, directory: Path, scale: float = 1.0, rank: int = 4, modules: Sequence[str] = (), **config: object
 ) -> Path:
-    """The golden adapter as PEFT has it; with a smaller rank, the first rows and columns of it."""
+    """The golden adapter as PEFT has it, of some modules or all; with a smaller rank, its first rows and columns."""
     tensors = {}
     for name, value in golden(architecture).items():
         if name.startswith("adapter."):
             _, layer, module, factor = name.split(".")
+            if modules and module not in modules:
+                continue
             part = value[:rank] if factor == "A" else value[:, :rank] * scale
             tensors[tensor_name(path_of(layer, module), factor)] = np.ascontiguousarray(part, np.float32)
     write_adapter(directory, tensors, AdapterConfig(r=rank, lora_alpha=8, **config))

@@ -8,10 +8,12 @@ import pytest
 from support.models import load
 from support.training import golden_arguments
 
+from wgpu_lora.bench.step import TrainingStep, chosen_model
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.errors import BindingTooLarge
 from wgpu_lora.infer.generate import Generator
 from wgpu_lora.names.naming import COMMAND_LINE, IN_FILE, PYTHON, Naming, naming
+from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.finetune import prepare_job
 
 
@@ -33,6 +35,20 @@ def test_in_training(
     assert (error.what, error.limit, error.nbytes > error.limit) == ("linears", 1 << 14, True)
     fact = f"The tensor 'linears' needs {error.nbytes:,} bytes, but one binding of this device holds at most 16,384"
     assert str(error) == f"{fact}: lower {options}."
+
+
+def test_a_batch_is_limited_by_its_largest_tensor(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """q of Qwen3-0.6B is 128 MiB at 16 rows of 1,024 tokens; with k and v it is twice that."""
+    monkeypatch.setattr(device, "max_binding", 128 << 20)
+    model = chosen_model(None, "qwen3-0.6b", 1, device)
+
+    def peak(rows: int) -> int:
+        args = TrainingArguments(per_device_train_batch_size=rows, max_length=1024)
+        return TrainingStep(model, args).session.memory().peak
+
+    assert 0 < peak(8) < peak(16)
+    with pytest.raises(BindingTooLarge):
+        peak(17)
 
 
 @pytest.mark.parametrize(("limit", "what"), [(1 << 12, "values of 2 sequences of 64 tokens"), (1 << 14, "linears")])

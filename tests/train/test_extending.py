@@ -141,7 +141,7 @@ def test_a_callback_stops_it_early(device: Device, tmp_path: Path) -> None:
     assert train(device, {"output": str(tmp_path / "run"), "resume": True}).stop_reason == "epochs"
 
 
-def test_before_the_first_step(device: Device, tmp_path: Path, finished: Path) -> None:
+def test_before_the_first_step(device: Device, tmp_path: Path, finished: Path, run: Path) -> None:
     """The held-out loss that the card calls "before" is that of the start, never another."""
     state = RunRecord.read(finished).state
     first = read_log(finished / LOG)[0]
@@ -151,7 +151,17 @@ def test_before_the_first_step(device: Device, tmp_path: Path, finished: Path) -
     assert f"| {first['eval_loss']:.4f} before, {state.last_eval_loss:.4f} after" in card
     record = train(device, options(tmp_path, "without", eval_on_start=False))
     assert record.state.first_eval_loss is None
-    assert "not measured before" in (tmp_path / "without" / "README.md").read_text()
+    card = (tmp_path / "without" / "README.md").read_text()
+    assert f"| {state.last_eval_loss:.4f} after" in card
+    assert "before" not in card.partition("## Result")[2].partition("## Options")[0]
+    for file in (WEIGHTS, "checkpoints/step-4/optimizer.safetensors"):  # it changes nothing else
+        assert (tmp_path / "without" / file).read_bytes() == (finished / file).read_bytes()
+    again: list[int | None] = []
+    args, _ = gather({"output": str(run), "resume": True, "num_train_epochs": 2.5}, None, "finetune()")
+    hear = hearing(evaluating=lambda found: again.append(found.step))
+    finetune.prepare_job(args, open_model(str(args.model), device, args.base_dtype)).train(hear)
+    assert again
+    assert 0 not in again  # once for a run, not when it is resumed
 
 
 def test_every_ending_has_one_of_four_words() -> None:

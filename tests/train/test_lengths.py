@@ -31,7 +31,10 @@ def test_a_length_that_nobody_gave(
     code, said, _ = run("finetune", *flags(**small, model=QWEN2, data=data, output=out, eval_steps=1))
     assert code == 0
     assert f"length    rows of at most {POSITIONS} tokens, the number of positions of this model" in said
-    assert "note      --eval-steps 1 does nothing, since no rows are held out (use --eval-data)" in said
+    assert (
+        "note      --eval-steps 1 does nothing, since no rows are held out (use --eval-data or --validation-split)"
+        in said
+    )
     options = json.loads((out / "run.json").read_text())["options"]
     assert (options["max_length"], options["warmup_steps"]) == (POSITIONS, 0)
     assert run("finetune", "--output", out, "--resume", "--max-steps", 3)[0] == 0

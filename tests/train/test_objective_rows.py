@@ -76,13 +76,18 @@ def test_rows_of_datasets(tmp_path: Path) -> None:
     assert lacking.startswith(f"{tmp_path / 'half'}: the columns are 'prompt', 'chosen', 'weight', 'id', but the form")
 
 
+PAIRWISE = ("dpo", "orpo", "cpo")
 NEEDED = "but the formats need prompt_ids, chosen_ids, rejected_ids and weight; prompt, chosen and rejected"
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_what_is_missing_is_named_with_the_formats(tmp_path: Path, name: str) -> None:
-    path = written(tmp_path / name, [{"question": "a", "chosen": "b", "rejected": "c"}])
-    assert f"'question', 'chosen', 'rejected', {NEEDED}; rename 'question' to 'prompt'." in refusal(path, Preferences())
+    path = written(tmp_path / name, [{"question": "a", "completion": "b", "label": "true"}])
+    named = "'question', 'completion', 'label', but the format needs prompt, completion and label"
+    assert f"{named}; rename 'question' to 'prompt'." in refusal(path, Labelled())
+    path = written(path, [{"question": "a", "chosen": "b", "rejected": "c"}])
+    readers = " or ".join(f"objective='{name}'" for name in PAIRWISE)
+    assert f"'chosen', 'rejected', {NEEDED}; use {readers} for such rows." in refusal(path, Preferences())
     one = refusal(written(path, [{"prompt": "a", "label": "true"}]), Labelled())
     assert "'prompt', 'label', but the format needs prompt, completion and label." in one.replace("; rename them", "")
 
@@ -132,8 +137,12 @@ def registered() -> Iterator[None]:
 def test_rows_of_another_objective(tmp_path: Path, registered: None, capsys: pytest.CaptureFixture[str]) -> None:
     """The error names the objectives that read them, as the caller would give the option."""
     path = written(tmp_path / "a.parquet", TEXTS)
-    assert "; use objective='preferences' for such rows." in refusal(path, SFT())
-    assert "; use objective='sft' or objective='labelled' for such rows." in refusal(rows_given(LABELS), Preferences())
+    readers = [*PAIRWISE, "preferences"]
+    said = " or ".join(f"objective='{name}'" for name in readers)
+    assert f"; use {said} for such rows." in refusal(path, SFT())
+    others = "objective='sft' or objective='kto' or objective='labelled'"
+    assert f"; use {others} for such rows." in refusal(rows_given(LABELS), Preferences())
     path = written(tmp_path / "a.csv", TEXTS)
     assert main(["plan", "--model", "tests/fixtures/models/qwen2", "--data", str(path)]) == 2
-    assert "; use --objective preferences for such rows." in capsys.readouterr().err
+    said = " or ".join(f"--objective {name}" for name in readers)
+    assert f"; use {said} for such rows." in capsys.readouterr().err

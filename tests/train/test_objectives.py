@@ -1,4 +1,4 @@
-"""An objective is one file and one line: DPO (Rafailov et al. 2023) is added, trained, logged and resumed."""
+"""An objective is one file and one line: one of pairs, with a reference, is added, trained, logged and resumed."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from wgpu_lora.train.own_options import own_option
 from wgpu_lora.train.pipeline import prepare_pipeline
 from wgpu_lora.train.tasks import AdapterTask
 
-BETA = 0.5
+SCALE = 0.5
 SHADER = """const SIZE: u32 = 1u;
-const BETA: f32 = 0.1;
+const SCALE: f32 = 0.1;
 @group(0) @binding(0) var<storage, read_write> logprobs: array<f32>;
-@group(0) @binding(1) var<storage, read> members: array<array<vec2<u32>, 4>>;
-@group(0) @binding(2) var<storage, read> group_weights: array<f32>;
-@group(0) @binding(3) var<storage, read> values: array<f32>;
-@group(0) @binding(4) var<storage, read_write> weights: array<f32>;
-@group(0) @binding(5) var<storage, read_write> losses: array<f32>;
-@group(0) @binding(6) var<storage, read_write> margins: array<f32>;
-@group(0) @binding(7) var<storage, read_write> accuracy: array<f32>;
+@group(0) @binding(1) var<storage, read> members: array<array<vec2<u32>, 2>>;
+@group(0) @binding(2) var<storage, read> reference: array<vec2<f32>>;
+@group(0) @binding(3) var<storage, read> group_weights: array<f32>;
+@group(0) @binding(4) var<storage, read> values: array<f32>;
+@group(0) @binding(5) var<storage, read_write> weights: array<f32>;
+@group(0) @binding(6) var<storage, read_write> losses: array<f32>;
+@group(0) @binding(7) var<storage, read_write> margins: array<f32>;
 
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) local: u32) {
@@ -55,77 +55,74 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     if (g >= SIZE) { return; }
     losses[g] = 0.0;
     margins[g] = 0.0;
-    accuracy[g] = 0.0;
     if (group_weights[g] == 0.0) { return; }
-    var sums: array<f32, 4>;
-    for (var m = 0u; m < 4u; m++) {
+    var sums: array<f32, 2>;
+    for (var m = 0u; m < 2u; m++) {
         for (var r = members[g][m].x; r < members[g][m].y; r++) { sums[m] += logprobs[r]; }
     }
-    let margin = BETA * ((sums[0] - sums[1]) - (sums[2] - sums[3]));
-    let w = group_weights[g] * values[g] * BETA / (1.0 + exp(margin));
+    let margin = SCALE * ((sums[0] - sums[1]) - (reference[g].x - reference[g].y));
+    let w = group_weights[g] * values[g] * SCALE / (1.0 + exp(margin));
     for (var r = members[g][0].x; r < members[g][0].y; r++) { weights[r] = w; }
     for (var r = members[g][1].x; r < members[g][1].y; r++) { weights[r] = -w; }
     losses[g] = values[g] * log(1.0 + exp(-margin));
     margins[g] = margin;
-    accuracy[g] = select(0.0, 1.0, margin > 0.0);
 }
 """
 
 
-def dpo_reference(
-    logprobs: Any, members: Any, group_weights: Any, values: Any, weights: Any, size: int, beta: float
+def scored_by(
+    logprobs: Any, members: Any, reference: Any, group_weights: Any, values: Any, weights: Any, size: int, scale: float
 ) -> Any:
     weights, losses, margins = weights.copy(), np.zeros(size), np.zeros(size)
     for g in np.flatnonzero(group_weights):
-        spans = members.reshape(size, 4, 2)[g]
-        chosen, rejected, *base = (logprobs[start:stop].sum() for start, stop in spans)
-        margins[g] = beta * ((chosen - rejected) - (base[0] - base[1]))
+        spans, base = members.reshape(size, 2, 2)[g].astype(int), reference.reshape(size, 2)[g]
+        chosen, rejected = (logprobs[start:stop].sum() for start, stop in spans)
+        margins[g] = scale * ((chosen - rejected) - (base[0] - base[1]))
         losses[g] = values[g] * np.log1p(np.exp(-margins[g]))
-        for sign, (start, stop) in zip((1, -1), spans, strict=False):
-            weights[start:stop] = sign * group_weights[g] * values[g] * beta / (1 + np.exp(margins[g]))
-    return weights, losses, margins, (margins > 0).astype(float)
+        for sign, (start, stop) in zip((1, -1), spans, strict=True):
+            weights[start:stop] = sign * group_weights[g] * values[g] * scale / (1 + np.exp(margins[g]))
+    return weights, losses, margins
 
 
 @dataclass(frozen=True)
-class DPO(Preferences):
-    """-log sigmoid(beta (log-ratio of the chosen - log-ratio of the rejected)), ratios to the base alone, times
+class Pairwise(Preferences):
+    """-log sigmoid(scale (log-ratio of the chosen - log-ratio of the rejected)), ratios to the base alone, times
     the row's weight."""
 
-    beta: float = own_option(0.1, "Scale of the log-ratios.", within=Range(above=0))
+    scale: float = own_option(0.1, "Scale of the log-ratios.", within=Range(above=0))
     unit: ClassVar = "group"
     reference: ClassVar[bool] = True
-    metrics: ClassVar[tuple[str, ...]] = ("margin", "accuracy")
+    metrics: ClassVar[tuple[str, ...]] = ("margin",)
     kernels: ClassVar[list[Kernel]] = []
 
     def score(self, rec: Recorder, logprobs: Tensor, scoring: Scoring) -> Score:
         groups = scoring.groups
         assert groups is not None
         weights, size = rec.temp(logprobs.shape, name="weights"), groups.weights.size
-        losses, margins, accuracy = (rec.temp((size,), name=name) for name in ("losses", "margins", "accuracy"))
+        losses, margins = rec.temp((size,), name="losses"), rec.temp((size,), name="margins")
         rec.dispatch(fill, weights, size=weights.size)
-        given = logprobs, groups.members, groups.weights, groups.values
-        made = (weights, losses, margins, accuracy)
-        rec.dispatch(DPO.kernels[0], *given, *made, size=size, beta=self.beta)
-        return Score(weights, losses, {"margin": margins, "accuracy": accuracy})
+        given = logprobs, groups.members, groups.reference, groups.weights, groups.values
+        rec.dispatch(Pairwise.kernels[0], *given, weights, losses, margins, size=size, scale=self.scale)
+        return Score(weights, losses, {"margin": margins})
 
 
 @pytest.fixture(autouse=True)
-def dpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def pairwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Registers it for a test."""
-    (tmp_path / "dpo.wgsl").write_text(SHADER)
+    (tmp_path / "pairwise.wgsl").write_text(SHADER)
 
-    @kernel(str(tmp_path / "dpo.wgsl"), grid=lambda c: one_per(c.size), lib=("linear",))
-    def dpo_scores(
-        logprobs: In, members: Fixed, group_weights: Fixed, values: Fixed, weights: InOut, losses: Out, margins: Out,
-        accuracy: Out, *, size: U32, beta: F32,
+    @kernel(str(tmp_path / "pairwise.wgsl"), grid=lambda c: one_per(c.size), lib=("linear",))
+    def pairwise_scores(
+        logprobs: In, members: Fixed, reference: Fixed, group_weights: Fixed, values: Fixed, weights: InOut,
+        losses: Out, margins: Out, *, size: U32, scale: F32,
     ) -> Any:  # fmt: skip
-        """loss = -log sigmoid(beta margin), and each token's weight in it."""
-        return dpo_reference(logprobs, members, group_weights, values, weights, size, beta)
+        """loss = -log sigmoid(scale margin), and each token's weight in it."""
+        return scored_by(logprobs, members, reference, group_weights, values, weights, size, scale)
 
-    monkeypatch.setattr(DPO, "kernels", [dpo_scores])
-    OBJECTIVES["dpo"] = DPO
+    monkeypatch.setattr(Pairwise, "kernels", [pairwise_scores])
+    OBJECTIVES["pairwise"] = Pairwise
     yield
-    del OBJECTIVES["dpo"], REGISTRY["dpo_scores"]
+    del OBJECTIVES["pairwise"], REGISTRY["pairwise_scores"]
 
 
 def pairs(path: Path, count: int = 6, seed: int = 0) -> Path:
@@ -145,7 +142,7 @@ def job(directory: Path, **changes: Any) -> Job:
     directory.mkdir(exist_ok=True)
     options = {"data": str(pairs(directory / "pairs.jsonl")), "max_steps": 4, "base_dtype": "f32"}
     if "objective" not in changes:
-        options |= {"objective": "dpo", "objective_args": f"beta={BETA}"}
+        options |= {"objective": "pairwise", "objective_args": f"scale={SCALE}"}
     return prepare_job(golden_arguments(directory, "qwen2", **{**options, **changes}))
 
 
@@ -153,7 +150,7 @@ def test_gradients_are_those_of_the_loss(rng: np.random.Generator) -> None:
     """In float64, by the kernels' references: central differences by every hidden value."""
     cols, vocab, rows = 5, 11, 9
     hidden, head, targets = rng.normal(size=(rows, cols)), rng.normal(size=(vocab, cols)), rng.integers(0, vocab, rows)
-    members = np.array([[(0, 2), (2, 5), (5, 7), (7, 9)], [(0, 0)] * 4])
+    members, base = np.array([[(0, 2), (2, 5)], [(0, 0)] * 2]), rng.normal(size=(2, 2))
     count = np.array([rows])
 
     def swept(hidden: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -164,13 +161,13 @@ def test_gradients_are_those_of_the_loss(rng: np.random.Generator) -> None:
         return target_logprobs(state, count, None, rows=rows), state, p @ head
 
     def scored(hidden: np.ndarray) -> Any:
-        return dpo_reference(
-            swept(hidden)[0], members, np.array([0.25, 0.0]), np.array([3.0, 1.0]), np.zeros(rows), 2, BETA
+        return scored_by(
+            swept(hidden)[0], members, base, np.array([0.25, 0.0]), np.array([3.0, 1.0]), np.zeros(rows), 2, SCALE
         )
 
     _, state, dh = swept(hidden)
     got = logprob_gradient(state, scored(hidden)[0], count, head[targets], dh, rows=rows, cols=cols)
-    for i in np.ndindex(5, cols):  # the rows of the adapter; those of the base alone have no weight
+    for i in np.ndindex(5, cols):  # the others belong to no group
         step = np.zeros_like(hidden)
         step[i] = 1e-5
         difference = 0.25 * (scored(hidden + step)[1] - scored(hidden - step)[1]).sum() / 2e-5
@@ -211,11 +208,10 @@ def test_the_device_agrees(device: Device, tmp_path: Path) -> None:
         evaluator.build(arena)
         for sample in step.samples:
             ratios = [logprob(row, 0) - logprob(row, None) for row in run.stream.prepared.samples[sample]]
-            margins.append(BETA * (ratios[0] - ratios[1]))
+            margins.append(SCALE * (ratios[0] - ratios[1]))
     assert max(map(abs, margins)) > 0.01, "the adapter is that of the base"
     assert found["margin"] == pytest.approx(np.mean(margins), rel=1e-4)
     assert found["loss"] == pytest.approx((values * np.log1p(np.exp(-np.array(margins)))).mean(), rel=1e-5)
-    assert found["accuracy"] == np.mean(np.array(margins) > 0)
     norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for pair in gradients.values() for g in pair))
 
     def moved(length: float) -> float:
@@ -239,15 +235,18 @@ def test_it_is_trained_logged_and_resumed(device: Device, tmp_path: Path) -> Non
     resumed = job(tmp_path / "b", **heldout, resume=True).train()
     assert whole.adapter_sha256 == resumed.adapter_sha256
     lines = read_log(tmp_path / "a" / "run" / LOG)
-    assert {"eval_loss", "eval_margin", "eval_accuracy"} <= set(lines[0])
-    assert {"loss", "margin", "accuracy", "grad_norm"} <= set(lines[1])
+    assert {"eval_loss", "eval_margin"} <= set(lines[0])
+    assert {"loss", "margin", "grad_norm"} <= set(lines[1])
     assert lines[-1]["loss"] < lines[1]["loss"]
     assert lines[-1]["margin"] > lines[1]["margin"]
 
 
 def test_beside_another_objective(device: Device, tmp_path: Path) -> None:
     """In one pipeline with shared batches, each adapter is the same as when trained alone."""
-    alone = [job(tmp_path / "dpo"), job(tmp_path / "sft", objective="sft", data=str(rows(tmp_path / "plain.jsonl")))]
+    alone = [
+        job(tmp_path / "pairwise"),
+        job(tmp_path / "sft", objective="sft", data=str(rows(tmp_path / "plain.jsonl"))),
+    ]
     for one in alone:
         one.train()
     tasks = [
@@ -257,11 +256,11 @@ def test_beside_another_objective(device: Device, tmp_path: Path) -> None:
             name,
             options={"objective": name, "init_adapter": one.run.args.init_adapter} | own,
         )
-        for name, one, own in zip(("dpo", "sft"), alone, ({"objective_args": {"beta": BETA}}, {}), strict=True)
+        for name, one, own in zip(("pairwise", "sft"), alone, ({"objective_args": {"scale": SCALE}}, {}), strict=True)
     ]
     shared = golden_arguments(tmp_path, "qwen2", max_steps=4, base_dtype="f32", data=None, init_adapter=None)
     prepare_pipeline(shared, tasks).train()
-    for name in ("dpo", "sft"):
+    for name in ("pairwise", "sft"):
         ours, theirs = read_adapter(tmp_path / f"together-{name}")[1], read_adapter(tmp_path / name / "run")[1]
         for key, pair in ours.items():
             for got, want in zip(pair, theirs[key], strict=True):
@@ -313,11 +312,11 @@ def test_rows_that_lack_something(tmp_path: Path) -> None:
 
 
 def test_one_that_is_not_registered(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"objective must be one of sft, dpo, not kto\."):
-        job(tmp_path / "a", objective="kto")
+    with pytest.raises(UserError, match=r"objective must be one of sft, dpo, kto, orpo, cpo, pairwise, not ppo\."):
+        job(tmp_path / "a", objective="ppo")
 
 
 def test_another_than_the_run_began_with(tmp_path: Path) -> None:
     job(tmp_path / "a", max_steps=1).train()
-    with pytest.raises(UserError, match="objective was 'dpo', not 'sft'"):
+    with pytest.raises(UserError, match="objective was 'pairwise', not 'sft'"):
         job(tmp_path / "a", resume=True, objective="sft", data=str(rows(tmp_path / "plain.jsonl"))).train()

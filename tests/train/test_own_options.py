@@ -18,7 +18,7 @@ from wgpu_lora.train.tasks import task_of
 
 @dataclass(frozen=True)
 class Mine(Objective):
-    beta: float = own_option(0.1, "Scale of the margins.", within=Range(above=0))
+    factor: float = own_option(0.1, "Scale of the margins.", within=Range(above=0))
     loss: str = own_option("hinge", "Loss by margin.", choices=("hinge", "sigmoid"))
     seed: int = 0  # a training option
     least: int = 1
@@ -36,45 +36,45 @@ def args(text: object) -> TrainingArguments:
 
 def test_they_reach_the_objective() -> None:
     assert objective_of(args(None)) == Mine(seed=3)
-    found = args(" centred=true, beta = 2,loss=sigmoid,")
+    found = args(" centred=true, factor = 2,loss=sigmoid,")
     assert objective_of(found) == Mine(2.0, "sigmoid", 3, centred=True)
-    assert found.objective_args == "beta=2.0,loss=sigmoid,centred=true"
-    assert args({"centred": True, "beta": 2, "loss": "sigmoid"}) == found
+    assert found.objective_args == "factor=2.0,loss=sigmoid,centred=true"
+    assert args({"centred": True, "factor": 2, "loss": "sigmoid"}) == found
 
 
 def test_equal_values_are_equal_options() -> None:
     """So that a run can be resumed however they are spelled."""
-    assert args("beta=.50").objective_args == "beta=0.5"
-    assert args("beta=0.1,least=1") == args("") == args(None)
+    assert args("factor=.50").objective_args == "factor=0.5"
+    assert args("factor=0.1,least=1") == args("") == args(None)
 
 
 def test_from_a_recipe_and_an_adapters_table(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
-    recipe.write_text('objective = "mine"\nobjective_args = "beta=0.5"\ndata = "x.jsonl"\n')
+    recipe.write_text('objective = "mine"\nobjective_args = "factor=0.5"\ndata = "x.jsonl"\n')
     base = gather({}, str(recipe), "Here")[0]
     assert objective_of(base) == Mine(0.5, seed=42)
     assert gather({"objective": "sft"}, str(recipe), "Here")[0].objective_args is None  # they are not of that one
     table = {"data": "x.jsonl", "checkpoint": "a"}
-    assert task_of(table, "Here").arguments(base).objective_args == "beta=0.5"
+    assert task_of(table, "Here").arguments(base).objective_args == "factor=0.5"
     assert task_of({**table, "objective": "sft"}, "Here").arguments(base).objective_args is None
-    own = task_of({**table, "objective_args": {"beta": 3}}, "Here").arguments(base)
+    own = task_of({**table, "objective_args": {"factor": 3}}, "Here").arguments(base)
     assert objective_of(own) == Mine(3.0, seed=42)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("beta=0", "--objective-args: 'beta' must be greater than 0, not 0.0."),
-        ("beta=nan", "--objective-args: 'beta' must be a number, not 'nan'."),
+        ("factor=0", "--objective-args: 'factor' must be greater than 0, not 0.0."),
+        ("factor=nan", "--objective-args: 'factor' must be a number, not 'nan'."),
         ("least=0.5", "--objective-args: 'least' must be a whole number, not '0.5'."),
         ("centred=1", "--objective-args: 'centred' must be true or false, not '1'."),
         ("loss=exp", "--objective-args: 'loss' must be one of hinge, sigmoid, not exp."),
-        ("beta", "--objective-args must be NAME=VALUE, separated by commas, not 'beta'."),
-        ("beta=1,beta=2", "--objective-args has 'beta' twice: leave one out."),
+        ("factor", "--objective-args must be NAME=VALUE, separated by commas, not 'factor'."),
+        ("factor=1,factor=2", "--objective-args has 'factor' twice: leave one out."),
         ("seed=1", "--objective-args: --objective mine has no option 'seed' of its own: use --seed."),
         (
             "gamma=1",
-            "--objective-args: --objective mine has no option 'gamma' of its own: choose among beta (Scale of the "
+            "--objective-args: --objective mine has no option 'gamma' of its own: choose among factor (Scale of the "
             "margins; 0.1), loss (Loss by margin; hinge), least (a whole number; 1), centred (true or false; False).",
         ),
     ],

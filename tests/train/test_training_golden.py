@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,11 @@ from support.training import golden_arguments
 
 from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.tensor import Tensor
+from wgpu_lora.models import block
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.loaded import open_model
+from wgpu_lora.ops.linear import linears
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.train.finetune import Job, prepare_job
 from wgpu_lora.train.objectives.base import Group
@@ -56,6 +60,30 @@ def test_gradients_match(device: Device, tmp_path: Path, architecture: str, base
     assert loss == pytest.approx(values[f"loss.{base}"][0], rel=1e-5)
     for name, gradient in gradients.items():
         assert relative(gradient, values[f"grad.{base}.{name}"]) < 2e-5, name
+
+
+@pytest.mark.parametrize(("architecture", "recompute"), [("qwen2", False), ("qwen3", True)])
+def test_gradients_match_where_q_k_and_v_together_exceed_a_binding(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, recompute: bool
+) -> None:
+    """They are products, and rotations, of their own then, with biases (Qwen2) and with norms of heads (Qwen3)."""
+    storages: list[int] = []
+
+    def limited(*args: Any, **options: Any) -> list[Tensor]:
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "max_binding", 256)
+            found = linears(*args, **options)
+        storages.append(len({y.storage for y in found}))
+        return found
+
+    monkeypatch.setattr(block, "linears", limited)
+    job = make_job(device, tmp_path, architecture, "nf4", gradient_checkpointing=recompute)
+    assert set(storages) == {1, 3}  # of gate and up, which are computed in blocks of rows, and of q, k and v
+    loss, gradients = gradients_of(job, device, architecture)
+    values = golden(architecture)
+    assert loss == pytest.approx(values["loss.nf4"][0], rel=1e-5)
+    for name, gradient in gradients.items():
+        assert relative(gradient, values[f"grad.nf4.{name}"]) < 2e-5, name
 
 
 @pytest.mark.parametrize(("kind", "bound"), [("bf16", 4e-2), ("f16", 5e-3)])

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.bench.stats import timed
+from wgpu_lora.events import Miscompiled
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.errors import ShaderError, WrongResults
 from wgpu_lora.gpu.kernel import U32, In, Kernel, Out, kernel, one_per
 from wgpu_lora.gpu.single import SingleKernel
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
@@ -160,14 +162,25 @@ def invocations(device: Device) -> int:
 
 
 def _rate(device: Device, probe: Kernel, x: np.ndarray, **constants: int) -> float:
-    """10^9 values per second, in the fastest of a few runs over all tilings of the probe."""
-    constants, seconds, timer = {"size": x.size, **constants}, [], Timer(device)
+    """10^9 values per second, in the fastest of a few runs over all tilings of the probe that compile.
+
+    Raises:
+        WrongResults: none does.
+    """
+    constants, seconds, timer = {"size": x.size, **constants}, list[float](), Timer(device)
+    info = device.info
     try:
         with claim(device, 2 * x.nbytes + (1 << 16), "measuring the device's ceilings"):
             for tiling in probe.tilings(device.capabilities, constants):
-                single = SingleKernel(device, probe, {"x": x, "y": 0 * x}, constants, tiling)
+                try:
+                    single = SingleKernel(device, probe, {"x": x, "y": 0 * x}, constants, tiling)
+                except ShaderError as error:
+                    failed = Miscompiled(info.name, info.driver, probe.name, tiling.to_json(), None, 0.0, error.reason)
+                    continue
                 seconds += [timer.run(single.program) for _ in range(2 + RUNS)]
                 single.free()
     finally:
         timer.free()
+    if not seconds:
+        raise WrongResults(failed)
     return x.size / min(seconds) / 1e9

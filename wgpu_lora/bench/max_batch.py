@@ -19,6 +19,8 @@ from wgpu_lora.gpu.errors import DeviceError
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.names.naming import flag
 from wgpu_lora.share import budget_bytes
+from wgpu_lora.track.entry import run_name
+from wgpu_lora.track.recording import device_facts, given_options, recorded
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.words import counted
 
@@ -115,6 +117,18 @@ def find_max_batch(model: LoadedModel, batches: Batches, events: Events = SILENT
     found |= {"rows": [], "summary": []}
     events.measured(found["header"])
     memory = "memory" if batches.limit is None else LIMIT
+    name = run_name(model.decoder.base_dtype, True, False, "max-batch", args.compute_dtype)
+    facts = {"device": device_facts(model.device.info), "config": given_options(work)}
+    with recorded("bench max-batch", name, objective="max-batch", **facts) as entry:
+        _search(model, batches, available, memory, events, found)
+        entry["results"] = {"searches": found["summary"]}
+    return found
+
+
+def _search(
+    model: LoadedModel, batches: Batches, available: int | None, memory: str, events: Events, found: Record
+) -> None:
+    """Search with and without gradient checkpointing, adding to the rows and summaries of `found`."""
     for way in (False, True):
 
         def peak(rows: int, way: bool = way) -> int:
@@ -124,7 +138,6 @@ def find_max_batch(model: LoadedModel, batches: Batches, events: Events = SILENT
         found["rows"] += rows
         found["summary"].append(summary)
         events.measured(summary)
-    return found
 
 
 def confirm(

@@ -21,6 +21,8 @@ from wgpu_lora.gpu.tuner import Tuner
 from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.share import budget_bytes, claim
 from wgpu_lora.share.refusals import advising
+from wgpu_lora.track.entry import run_name
+from wgpu_lora.track.recording import device_facts, recorded
 from wgpu_lora.words import share
 
 WHICH = {
@@ -52,9 +54,29 @@ def bench(
     Raises:
         UserError: a brick is unknown, or cannot run on this device.
     """
-    contracts, results = [load_contract(name) for name in names], []
+    contracts = [load_contract(name) for name in names]
     for name in names:
         check_fit(context, name)
+    name = run_name(context.base_dtype, True, False, "bricks", context.compute_dtype)
+    facts = {"device": device_facts(context.device.info), "config": {**context.options(), "bricks": list(names)}}
+    with recorded("bench", name, objective="bricks", **facts) as entry:
+        results, broken = _measured(context, contracts, time_limit, events, ceilings)
+        shown = ("seconds", "gflops", "gbs")
+        measured = {
+            r.label: {name: getattr(r, name) for name in shown} | {"share": r.budget["reached"]} for r in results
+        }
+        entry["results"] = {"bricks": measured, "broken": broken}
+    return results, broken
+
+
+def _measured(
+    context: Context,
+    contracts: Sequence[Contract],
+    time_limit: float | None,
+    events: Events,
+    ceilings: Ceilings | None,
+) -> tuple[list[Result], list[str]]:
+    results = []
     ceilings = ceilings or measure_ceilings(context.device)
     now, options = datetime.now(UTC).isoformat(timespec="seconds"), context.options()
     events.measured(header(SCHEMA, context.device, time=now, options=options, ceilings=asdict(ceilings)))

@@ -6,6 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -27,6 +28,8 @@ from wgpu_lora.events import SILENT, Events, StepResult
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.names.naming import flag, setting
+from wgpu_lora.track.entry import run_name
+from wgpu_lora.track.recording import device_facts, given_options, recorded
 from wgpu_lora.train.arguments import TrainingArguments, from_values
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job, with_demo_data
 from wgpu_lora.train.recipes import gather
@@ -94,8 +97,13 @@ def run_training(
     if repeat < 1:
         raise UserError(f"{flag('repeat')} must be at least 1, not {repeat}.")
     runs: list[Record] = []
-    with own_words(TRAINING), tempfile.TemporaryDirectory(prefix="wgpu-lora-bench-") as place:
+    with (
+        own_words(TRAINING),
+        tempfile.TemporaryDirectory(prefix="wgpu-lora-bench-") as place,
+        ExitStack() as stack,
+    ):
         args, model = _prepared(work, Path(place), opened)
+        entry = stack.enter_context(_recorded(work, args, model))
         for number in range(repeat):
             job = prepare_job(replace(args, output=str(Path(place) / f"run-{number}")), model)
             if not number:
@@ -106,11 +114,23 @@ def run_training(
         spreads = {name: spread([run[name] for run in runs]) for name in SPREAD_OVER}
         summary = {"kind": "summary", "runs": repeat, "spread": spreads}
         events.measured(summary)
+        entry["results"] = {name: found["median"] for name, found in spreads.items()}
         medians = {name: found["median"] or 0.0 for name, found in spreads.items()}
         projections = list(project(medians, head["work"]["samples"], job.run.args, model, shapes))
         for record in projections:
             events.measured(record)
     return {"header": head, "runs": runs, "summary": summary, "projections": projections}
+
+
+def _recorded(work: Work, args: TrainingArguments, model: LoadedModel) -> AbstractContextManager[dict[str, Any]]:
+    """The benchmark in the run log."""
+    return recorded(
+        "bench training",
+        run_name(args.base_dtype, True, args.use_rslora, args.objective, args.compute_dtype),
+        objective=args.objective,
+        device=device_facts(model.device.info),
+        config=given_options(args.as_dict() | {"recipe": work.recipe, "shape": work.shape, "layers": work.layers}),
+    )
 
 
 def _header(work: Work, job: FinetuneJob, model: LoadedModel) -> Record:
@@ -138,7 +158,7 @@ def _prepared(work: Work, place: Path, opened: Device | None) -> tuple[TrainingA
         return _synthetic(work, work.shape, place, opened)
     args = with_demo_data(gather(work.options, work.recipe or "demo", work.where)[0])
     # A resumed run has fewer steps left, and writes to its own directory.
-    args = replace(args, resume=False)
+    args = replace(args, resume=False, run_log=False, report_to=None)
     return args, chosen_model(args.model, None, None, opened or Device(args.device), args.base_dtype)
 
 

@@ -18,6 +18,7 @@ from wgpu_lora.cli.bench import bench
 from wgpu_lora.cli.chat import chat
 from wgpu_lora.cli.commands import Command, Group, dashes
 from wgpu_lora.cli.completion import dashed
+from wgpu_lora.cli.data import data
 from wgpu_lora.cli.demo import demo
 from wgpu_lora.cli.evaluate import evaluate
 from wgpu_lora.cli.export import export
@@ -34,9 +35,10 @@ from wgpu_lora.cli.push import push
 from wgpu_lora.cli.recipes import recipes
 from wgpu_lora.cli.report import report
 from wgpu_lora.cli.run import run_chain
+from wgpu_lora.cli.runs import runs
 from wgpu_lora.cli.share import share
 from wgpu_lora.cli.worker import worker
-from wgpu_lora.errors import DeviceWarning, UserError
+from wgpu_lora.errors import DeviceWarning, TrackingWarning, UserError
 from wgpu_lora.gpu.aborted import explained
 from wgpu_lora.names.naming import COMMAND_LINE, naming
 from wgpu_lora.signals import handled
@@ -93,8 +95,10 @@ app.command(cls=Command)(push)
 app.command(cls=Command)(demo)
 app.command(cls=Command)(prove)
 app.command(cls=Command)(report)
+app.command(cls=Command)(runs)
 app.add_typer(bench)
 app.command(cls=Command)(worker)
+app.add_typer(data)
 app.add_typer(export)
 app.add_typer(recipes)
 app.add_typer(share)
@@ -146,13 +150,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _warnings() -> Iterator[None]:
-    """Prints warnings about devices as a line each, and others as Python does."""
+    """Prints warnings about devices and trackers as a line each, and others as Python does."""
     with warnings.catch_warnings():
-        warnings.simplefilter("always", DeviceWarning)
+        for ours in (DeviceWarning, TrackingWarning):
+            warnings.simplefilter("always", ours)
         others = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *more: Any, **named: Any) -> None:
-            if issubclass(category, DeviceWarning):
+            if issubclass(category, DeviceWarning | TrackingWarning):
                 _say(f"warning: {message}")
             else:
                 others(message, category, *more, **named)

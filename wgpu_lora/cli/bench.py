@@ -15,7 +15,7 @@ from wgpu_lora.cli.bench_options import ComputeDtype, File, Layers, Model, Rank,
 from wgpu_lora.cli.bench_training import max_batch, training
 from wgpu_lora.cli.commands import USED, Command, Group, dashes
 from wgpu_lora.cli.console import Bar, console, is_terminal, line, table
-from wgpu_lora.cli.options import BaseDtype, Device, refuse_idle
+from wgpu_lora.cli.options import BaseDtype, Device, Goal, InRunLog, Notes, refuse_idle
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
@@ -98,6 +98,9 @@ def bricks(
         typer.Option(help="Seconds to measure each case of a brick, instead of its contract's. [x>0]"),
     ] = None,
     json: File = None,
+    goal: Goal = None,
+    notes: Notes = None,
+    run_log: InRunLog = True,
 ) -> int:
     """Measure bricks: correctness first, then time, relative to the device's ceilings.
 
@@ -116,12 +119,14 @@ def bricks(
         raise UserError("--model and --shape are both given: leave one of them out.")
     from wgpu_lora.bench.contract import OPTIONS, brick_names, load_contract
     from wgpu_lora.gpu.tuner import wanted
+    from wgpu_lora.track.recording import remarks
 
     names = brick_names() if everything else list(dict.fromkeys(brick or []))
     taken = {option for name in names for option in load_contract(name).options}
     refuse_idle(ctx, set(OPTIONS) - taken, f"with the brick{'s' * (len(names) > 1)} {', '.join(names)}")
     sizes = {"tokens": tokens, "rank": rank, "compute_dtype": compute_dtype, "tune": wanted(tune)}
-    return _measure(_context(device, shape, model, layers, base_dtype, sizes), names, time_limit, json)
+    with remarks(goal, notes, run_log):
+        return _measure(_context(device, shape, model, layers, base_dtype, sizes), names, time_limit, json)
 
 
 def _context(

@@ -23,7 +23,7 @@ from wgpu_lora.cli.bench_options import (
 )
 from wgpu_lora.cli.console import console, line, table
 from wgpu_lora.cli.finetune import speed
-from wgpu_lora.cli.options import BaseDtype, Device
+from wgpu_lora.cli.options import BaseDtype, Device, Goal, InRunLog, Notes
 from wgpu_lora.events import Events
 from wgpu_lora.train.ending import FINISHED
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
@@ -60,6 +60,9 @@ def training(
     project: Annotated[bool, typer.Option("--project", help="Project to models of 1.5B, 3B, 7B and 13B.")] = False,
     device: Device = None,
     json: File = None,
+    goal: Goal = None,
+    notes: Notes = None,
+    run_log: InRunLog = True,
 ) -> int:
     """Time the whole training loop, repeatedly.
 
@@ -69,6 +72,7 @@ def training(
     from wgpu_lora.bench.results import Writer
     from wgpu_lora.bench.step import training_options
     from wgpu_lora.bench.training import Work, run_training
+    from wgpu_lora.track.recording import remarks
 
     options = {
         "tokens": tokens, "batch": batch, "accumulation": accumulation, "data": data, "model": model, "rank": rank,
@@ -76,7 +80,8 @@ def training(
         "device": device,
     }  # fmt: skip
     work = Work(recipe, shape, layers, training_options(options))
-    found = run_training(work, repeat, _Noted(Writer(json)), shapes=LARGER if project else ())
+    with remarks(goal, notes, run_log):
+        found = run_training(work, repeat, _Noted(Writer(json)), shapes=LARGER if project else ())
     if project:
         console().print(table(PROJECTED, map(_projection, found["projections"]), PROJECTED[:1]))
         line("projected", "memory from each model's plan; time from counted operations at the measured rate")
@@ -100,6 +105,9 @@ def max_batch(
     ] = 600.0,
     device: Device = None,
     json: File = None,
+    goal: Goal = None,
+    notes: Notes = None,
+    run_log: InRunLog = True,
 ) -> int:
     """Find the largest batch of a training step, with and without gradient checkpointing.
 
@@ -109,6 +117,7 @@ def max_batch(
     from wgpu_lora.bench.results import Writer
     from wgpu_lora.bench.step import ROW, chosen_model, own_words
     from wgpu_lora.gpu.device import Device as OpenedDevice
+    from wgpu_lora.track.recording import remarks
     from wgpu_lora.train.arguments import TrainingArguments
 
     with own_words(ROW):
@@ -116,7 +125,8 @@ def max_batch(
     batches = Batches(args, most, memory_limit, time_limit)
     writer = Writer(json)
     opened = chosen_model(model, shape, layers, OpenedDevice(device), base_dtype)
-    found = find_max_batch(opened, batches, _Noted(writer))
+    with remarks(goal, notes, run_log):
+        found = find_max_batch(opened, batches, _Noted(writer))
     console().print(table(BATCHES, map(_batch, found["rows"])))
     if not all(row["warmup"] for row in found["rows"]):
         line("*", "there was only time for the first steps, which include compilation")

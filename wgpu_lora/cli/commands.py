@@ -17,6 +17,7 @@ MAY_BE_EMPTY = {"prompt", "system"}  # an empty prompt has its own error, an emp
 TRUE, FALSE = ("true", "yes"), ("false", "no")
 USED, TYPED = "wgpu_lora.used", "wgpu_lora.typed"  # in a context's `meta`: parameter -> the name and the value given
 ONE = {"data", "eval_data"}  # a second value would silently replace the first
+SEVERAL = {"report_to"}  # several values are a list
 MORE = 4  # maximum sentences about further options of other programs
 OPTIONS = "Options"  # heading of options without one
 DATA = (".jsonl", ".json", ".csv", ".parquet", ".txt")
@@ -164,6 +165,8 @@ class _Called:
         if first != self._name:
             raise UserError(f"--{first} and --{self._name} are the same option: leave one out.")
         before = self._meta[TYPED].setdefault(self._option.dest, value)
+        if before != value and self._option.dest in SEVERAL:
+            value = f"{before},{value}"
         if before != value and self._option.dest in ONE:
             raise UserError(f"{flag(self._option.dest)} takes one value, not both {before} and {value}: leave one out.")
         self._meta[TYPED][self._option.dest] = value

@@ -101,7 +101,7 @@ class Bar:
         """Advance by one, or to a position; the bar appears with the first call.
 
         Args:
-            text, total: replace the current ones. detail: second line on a terminal.
+            text, total: replace the current ones. detail: further lines on a terminal.
         """
         self._text = text or self._text
         self._total = total or self._total
@@ -167,8 +167,8 @@ def _progress(unit: str) -> Any:
         def get_renderables(self) -> Iterable[Any]:
             yield from super().get_renderables()
             for task in self.tasks:
-                if task.fields.get("detail"):
-                    yield Text(task.fields["detail"], no_wrap=True, overflow="ellipsis")
+                for text in filter(None, task.fields.get("detail", "").split("\n")):
+                    yield Text(text, no_wrap=True, overflow="ellipsis")
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=None), Count(), Left())
     return WithDetail(*columns, console=console(stderr=True), transient=True, expand=True)

@@ -59,6 +59,14 @@ INSTEAD: dict[str, tuple[tuple[str, str], ...]] = {
             "benchmark perf speed time",
         ),
         (
+            "use 'wgpu-lora data prepare'",
+            "prepare preprocess prepare-data dedup dedupe deduplicate clean split",
+        ),
+        (
+            "use 'wgpu-lora data stats'",
+            "stats statistics inspect data-stats lengths",
+        ),
+        (
             "use 'hf auth login'; 'wgpu-lora push' uses its login",
             "login auth logout whoami huggingface-login",
         ),

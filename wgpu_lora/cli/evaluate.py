@@ -13,15 +13,28 @@ import typer
 from wgpu_lora.bounded import printable
 from wgpu_lora.cli.answering import MaxNewTokens, Seed, TopP
 from wgpu_lora.cli.console import Bar, TensorBar, line, print_json
-from wgpu_lora.cli.options import Adapter, AllowUnconfined, BaseDtype, Device, Json, Model, choice, refuse_idle
+from wgpu_lora.cli.options import (
+    Adapter,
+    AllowUnconfined,
+    BaseDtype,
+    Device,
+    Goal,
+    InRunLog,
+    Json,
+    Model,
+    Notes,
+    choice,
+    refuse_idle,
+)
 from wgpu_lora.cli.several import as_rows, show_losses
 from wgpu_lora.errors import NotFiniteError
 from wgpu_lora.events import Evaluating
 from wgpu_lora.names.allowed import OVERFLOW
+from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.words import counted
 
-OF_LOSSES = ("max_length", "on_overflow", "completion_only_loss", "skip_bad_rows")
+OF_LOSSES = ("objective", "max_length", "on_overflow", "completion_only_loss", "skip_bad_rows")
 OF_CHECKS = ("samples", "temperature", "top_p", "max_new_tokens", "seed", "batch_size", "timeout", "completion",
              "output", "allow_unconfined")  # fmt: skip
 
@@ -58,6 +71,13 @@ def evaluate(
         bool | None, typer.Option(help="Compute the loss on answers only. Default: as in training, else on.")
     ] = None,
     enable_thinking: Annotated[bool | None, typer.Option(help="Passed to the chat template.")] = None,
+    objective: Annotated[
+        str | None,
+        choice(
+            "Whose loss to measure. Default: that of the adapter's training if it reads such rows, else sft.",
+            OBJECTIVES,
+        ),
+    ] = None,
     pass_at_k: Annotated[
         str | None,
         typer.Option(help="Run the unit checks of rows instead, and estimate pass@k for these k.", metavar="K,K..."),
@@ -81,6 +101,9 @@ def evaluate(
     allow_unconfined: AllowUnconfined = False,
     device: Device = None,
     base_dtype: BaseDtype = DEFAULT_FORMAT,
+    goal: Goal = None,
+    notes: Notes = None,
+    run_log: InRunLog = True,
     as_json: Json = False,
 ) -> int:
     """Measure loss and perplexity on data, or pass@k of answers with unit checks.
@@ -120,7 +143,9 @@ def evaluate(
     several = compare or len(adapters) > 1
     if several:
         slots_of(adapters, compare)  # before anything is opened
-    options: dict[str, Any] = {"split": split, "dataset_config": dataset_config, "skip_bad_rows": skip_bad_rows}
+    options: dict[str, Any] = {"objective": objective}
+    options |= {"split": split, "dataset_config": dataset_config, "skip_bad_rows": skip_bad_rows}
+    options |= {"goal": goal, "notes": notes, "run_log": run_log}
     given: dict[str, Any] = {
         "max_length": max_length,
         "on_overflow": on_overflow,
@@ -157,7 +182,10 @@ def evaluate(
             device_facts = {"name": info.name, "driver": info.driver, "backend": info.backend}
             print_json(asdict(found) | {"device": device_facts})
         else:
-            line("loss", f"{found.loss:.6f}, perplexity {found.perplexity:.4f}")
+            after = "" if found.perplexity is None else f", perplexity {found.perplexity:.4f}"
+            line("loss", f"{found.loss:.6f}{after}")
+            for name, value in found.metrics.items():
+                line("metric", f"{name} {value:.6f}")
             tokens, over = counted(found.tokens, "trained token"), counted(found.rows, "row")
             line("over", f"{tokens} in {over}, in {found.seconds:.1f} s")
     if not as_json:

@@ -6,6 +6,7 @@ import shlex
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +18,7 @@ from wgpu_lora.cli.describing import describe
 from wgpu_lora.cli.ending import CURES, losses
 from wgpu_lora.cli.options import choice
 from wgpu_lora.cli.starting import Starting
+from wgpu_lora.cli.trend import Trend, hardware
 from wgpu_lora.events import Evaluating, StepResult
 from wgpu_lora.installed import program
 from wgpu_lora.train.arguments import ADAPTER, FILES, TrainingArguments
@@ -97,11 +99,13 @@ class Watcher(Starting):
     def __init__(self, job: FinetuneJob):
         super().__init__(job)
         self._run = job.run
+        self._device = job.session.device
         self._training = Bar("training", None)
         self._quiet = not is_terminal(sys.stderr)
         self._first = True
         self._said = 0.0
         self._heldout = ""
+        self._trend, self._hardware = Trend(sys.stderr), ""
         self._recent: deque[tuple[int, int, float]] = deque(maxlen=SMOOTHED)  # (trained, processed, seconds) per step
 
     def __enter__(self) -> Watcher:
@@ -130,7 +134,11 @@ class Watcher(Starting):
             detail = f"measuring the held-out loss: {evaluating.rows:,} of {of}"
             self._training.advance(None, evaluating.step, detail=detail)
 
+    def logged(self, line: Mapping[str, float], adapter: str | None) -> None:
+        self._hardware = hardware(line) or self._hardware
+
     def step(self, result: StepResult) -> None:
+        self._trend.add(result.loss)
         text = result.facts()
         if not self._first:  # the first step includes compilation
             self._recent.append((result.step_tokens, result.step_processed_tokens, result.seconds))
@@ -145,13 +153,21 @@ class Watcher(Starting):
     def _show(self, result: StepResult, text: str) -> None:
         super().close()
         if not self._quiet:
-            self._training.advance(None, result.step, result.total_steps or None, text + self._heldout)
+            detail = f"{text}{self._heldout}\n{self._below()}"
+            self._training.advance(None, result.step, result.total_steps or None, detail)
             return
         evaluated, now = result.eval_loss is not None, time.monotonic()
         if self._first or self._run.logs(result.step, evaluated) or now - self._said >= OFTEN:
             self._said = now
             more = self._remaining(result) + (self._heldout if evaluated else "")
             line("step", f"{result.step}/{result.total_steps}  epoch {result.epoch:.2f}  {text}{more}")
+
+    def _below(self) -> str:
+        """The second line on a terminal: the trend of the loss, memory, and the hardware."""
+        from wgpu_lora.train.memory import readable
+
+        allocated = readable(self._device.allocated)
+        return "  ".join(filter(None, [self._trend.bars(), f"{allocated} on the device", self._hardware]))
 
     def _remaining(self, result: StepResult) -> str:
         """The estimated time of the remaining steps, from the last ones."""

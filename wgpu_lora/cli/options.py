@@ -64,6 +64,9 @@ AllowUnconfined = Annotated[
     bool,
     typer.Option("--allow-unconfined", help="Run the model's code even if this system cannot confine it."),
 ]
+Goal = Annotated[str | None, typer.Option(help="What this is for, in the run log ('wgpu-lora runs').")]
+Notes = Annotated[str | None, typer.Option(help="Notes, in the run log.")]
+InRunLog = Annotated[bool, typer.Option("--run-log/--no-run-log", help="Record this in the run log.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.bounded import printable
-from wgpu_lora.cli.console import OFTEN, console, is_terminal, line
+from wgpu_lora.cli.console import OFTEN, console, duration, is_terminal, line
 from wgpu_lora.cli.describing import describe
 from wgpu_lora.cli.ending import CURES, losses
 from wgpu_lora.cli.starting import Starting
+from wgpu_lora.cli.trend import Trend, hardware
 from wgpu_lora.events import Evaluating, StepResult
 from wgpu_lora.installed import pip_line, program
 from wgpu_lora.train.arguments import TrainingArguments
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
     from wgpu_lora.train.pipeline import PipelineJob
     from wgpu_lora.train.records import PipelineRecord
     from wgpu_lora.train.tasks import AdapterTask
+
+
+RECENT, TREND = 10, 16  # steps that times are averaged over, and bars of a loss
 
 
 def train_pipeline(
@@ -90,6 +96,9 @@ class Table(Starting):
         self._heldout: dict[str, float] = {}
         self._steps = job.state.step
         self._own = {run.adapter_name: job.state.steps.get(run.adapter_name, 0) for run in job.runs}
+        self._trends = {run.adapter_name: Trend(sys.stderr) for run in job.runs}
+        self._seconds: dict[str, deque[float]] = {run.adapter_name: deque(maxlen=RECENT) for run in job.runs}
+        self._device, self._hardware = job.session.device, ""
         self._live: Any = None
 
     def __enter__(self) -> Table:
@@ -104,10 +113,15 @@ class Table(Starting):
         if self._live is None:
             super().evaluating(evaluating)
 
+    def logged(self, line: Mapping[str, float], adapter: str | None) -> None:
+        self._hardware = hardware(line) or self._hardware
+
     def step(self, result: StepResult) -> None:
         assert result.adapter, "a pipeline's adapters have names"
         self._rows[result.adapter] = result
         self._own[result.adapter] = result.step
+        self._trends[result.adapter].add(result.loss)
+        self._seconds[result.adapter].append(result.seconds)
         if result.eval_loss is not None:
             self._heldout[result.adapter] = result.eval_loss
         with suppress(OSError):  # an unwritable stdout does not end a run
@@ -139,15 +153,27 @@ class Table(Starting):
         from rich.table import Table as RichTable
         from rich.text import Text
 
+        from wgpu_lora.train.memory import readable
+
         table = RichTable(box=None, pad_edge=False)
         table.add_column("adapter")
-        for name in ("step", "epoch", "loss", "held-out", "trained", "trained/s", "processed/s", "share of steps"):
+        for name in (
+            "step",
+            "epoch",
+            "loss",
+            "held-out",
+            "trained",
+            "trained/s",
+            "processed/s",
+            "share of steps",
+            "loss so far",
+        ):
             table.add_column(name, justify="right")
         total = max(1, sum(self._own.values()))
         for name, result in self._rows.items():
             share = f"{self._own[name] / total:.0%}"
             if result is None:
-                table.add_row(Text(printable(name)), str(self._own[name]), *[""] * 6, share)
+                table.add_row(Text(printable(name)), str(self._own[name]), *[""] * 6, share, "")
                 continue
             heldout = f"{self._heldout[name]:.4f}" if name in self._heldout else ""
             seconds = max(result.seconds, 1e-9)
@@ -161,5 +187,14 @@ class Table(Starting):
                 f"{result.step_tokens / seconds:,.0f}",
                 f"{result.step_processed_tokens / seconds:,.0f}",
                 share,
+                self._trends[name].bars(TREND),
             )
+        below = [self._remaining(), f"{readable(self._device.allocated)} on the device", self._hardware]
+        table.caption, table.caption_justify = ", ".join(filter(None, below)), "left"
         return table
+
+    def _remaining(self) -> str:
+        """The estimated time of the remaining steps of all adapters, from the last ones."""
+        taken = [(result, self._seconds[name]) for name, result in self._rows.items() if result]
+        left = sum((one.total_steps - one.step) * sum(recent) / len(recent) for one, recent in taken)
+        return f"{duration(left)} left" if left > 0 and len(taken) == len(self._rows) else ""

@@ -10,6 +10,8 @@ from wgpu_lora.cli.console import console, line, print_json
 from wgpu_lora.cli.describing import describe_runs
 from wgpu_lora.cli.finetune import Adapters, AdaptersConfig, BatchTokens, Schedule
 from wgpu_lora.cli.options import Json
+from wgpu_lora.cli.projecting import Measure, PricePerHour, as_facts, show_projection
+from wgpu_lora.errors import UserError
 from wgpu_lora.train.arguments import TrainingArguments
 
 if TYPE_CHECKING:
@@ -23,15 +25,22 @@ def plan(
     adapters_config: AdaptersConfig = None,
     schedule: Schedule = "synchronized",
     batch_tokens: BatchTokens = None,
+    measure: Measure = False,
+    price_per_hour: PricePerHour = None,
     as_json: Json = False,
 ) -> int:
     """Show the memory that a run needs.
 
-    The options are those of 'finetune'. Nothing is allocated.
+    The options are those of 'finetune'. Nothing is allocated, unless --measure is given.
     """
     from wgpu_lora.share import budget_bytes
+    from wgpu_lora.train.measuring import check_price
+    from wgpu_lora.train.measuring import measure as measured
     from wgpu_lora.train.memory import both, readable, ways_to_fit, without_a_way
 
+    check_price(price_per_hour)
+    if price_per_hour is not None and not measure:
+        raise UserError("--price-per-hour does nothing without --measure: give both.")
     job = _prepare(args, adapters, adapters_config, schedule, batch_tokens)
     session, memory = job.session, job.session.memory()
     budget = budget_bytes(session.device.info, args.budget())
@@ -42,6 +51,7 @@ def plan(
     steps = [run.stream.total_steps() for run in job.runs]
     several = bool(adapters or adapters_config)
     named = zip(job.runs, steps, strict=True)
+    projection = measured(job) if measure else None
     if as_json:
         print_json(
             {
@@ -56,6 +66,7 @@ def plan(
                     {"tokens": tokens, "activations": session.steps[tokens].program.plan().nbytes} for tokens in buckets
                 ],
                 "steps": {run.adapter_name: count for run, count in named} if several else steps[0],
+                **({"projection": as_facts(projection, price_per_hour)} if projection else {}),
             }
         )
         return 0
@@ -86,6 +97,8 @@ def plan(
     line("budget", f"{known}{verdict}{advice}")
     for way in ways:
         line("would fit", f"with {way.options}: {both(way.peak)}")
+    if projection:
+        show_projection(projection, price_per_hour)
     return 0
 
 

@@ -52,10 +52,16 @@ def show_losses(losses: Mapping[str, Evaluation]) -> None:
 
     table = Table(box=None, pad_edge=False)
     table.add_column("name", overflow="fold")
-    for title in ("loss", "perplexity", "tokens"):
+    shown = [
+        name for name in ("rewards/accuracies", "rewards/margins") if any(name in f.metrics for f in losses.values())
+    ]
+    titles = shown or ["perplexity"]
+    for title in ("loss", *titles, "tokens"):
         table.add_column(title, justify="right", no_wrap=True)
     for name, found in losses.items():
-        table.add_row(Text(printable(name)), f"{found.loss:.6f}", f"{found.perplexity:.4f}", f"{found.tokens:,}")
+        others = [found.metrics.get(metric) for metric in shown] or [found.perplexity]
+        values = ["" if value is None else f"{value:.4f}" for value in others]
+        table.add_row(Text(printable(name)), f"{found.loss:.6f}", *values, f"{found.tokens:,}")
     console().print(table)
     rows, seconds = next(iter(losses.values())).rows, sum(found.seconds for found in losses.values())
     line("over", f"{rows:,} rows in {seconds:.1f} s")

@@ -1,7 +1,7 @@
 """Training data on the CPU: sources of rows, formats, tokenizer and chat template, loss masks, packing.
 
 find -> jsonl, json_array, delimited, parquet, huggingface, given      a name, or rows from Python, to a source
-columns, kinds, messages -> formats -> examples                        its rows to examples
+columns, kinds, messages -> formats, preferences -> examples           its rows to examples
 examples -> empty -> masks -> prepare                                  examples to token ids and labels
 account                                                                counts of rows by outcome
 template -> tokenizer                                                  text to tokens and back
@@ -14,6 +14,7 @@ from wgpu_lora.data.files import read_jsonl
 from wgpu_lora.data.find import heldout_data, training_data
 from wgpu_lora.data.formats import parse_example, read_examples
 from wgpu_lora.data.given import given_rows, rows_given
+from wgpu_lora.data.holding import hold_out
 from wgpu_lora.data.masks import UNTRAINED, tokenize_example
 from wgpu_lora.data.packing import batches, epoch_order, pack
 from wgpu_lora.data.prepare import Prepared, Row, prepare
@@ -32,6 +33,7 @@ __all__ = [
     "epoch_order",
     "given_rows",
     "heldout_data",
+    "hold_out",
     "pack",
     "parse_example",
     "prepare",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bounded import printable
 from wgpu_lora.data.source import Place, Problem, Source
+from wgpu_lora.data.values import canonical, row_digest
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import flag
 from wgpu_lora.strict_json import to_json
@@ -71,20 +71,24 @@ class Account:
     _digest: Any = field(default_factory=hashlib.sha256)
     _seen: set[bytes] = field(default_factory=set)
 
-    def note(self, place: Place, row: dict[str, Any]) -> Problem | None:
-        """Add a row to the digest, and count repeated rows; returns a Problem if the row is not valid UTF-8."""
+    def note(self, place: Place, row: dict[str, Any]) -> bytes | Problem:
+        """Add a row to the digest, and count repeated rows.
+
+        Returns:
+            The row's own digest; a Problem if the row is not valid UTF-8.
+        """
         try:
-            text = json.dumps(row, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=repr).encode()
+            text = canonical(row)
         except UnicodeEncodeError:
             return Problem("a text has a lone surrogate; write the character out.", ascii(row)[:1000])
         except (ValueError, RecursionError):
             text = repr(place).encode()
         self._digest.update(text + b"\n")
-        key = hashlib.blake2b(text, digest_size=12).digest()
+        key = row_digest(text)
         if key in self._seen:
             self.repeated.add(place)
         self._seen.add(key)
-        return None
+        return key
 
     def add_bad(self, place: Place, problem: Problem) -> None:
         """Count an unusable row; without `keep_bad`, only the first ones are stored."""

@@ -72,14 +72,16 @@ class RowFormats(Generic[T]):
     """The formats of rows that are accepted. A row that fits several is read in the first whose keys are not null.
 
     elsewhere: advice about rows with these keys, which fit no format, such as what accepts them.
+    every: whether tables are read with all their columns, also those that no format uses.
     """
 
     formats: tuple[RowFormat[T], ...]
     elsewhere: Callable[[Sequence[str]], str | None] = field(default=lambda names: None)
+    every: bool = False
 
     @cached_property
     def columns(self) -> dict[str, Kind]:
-        """All columns that the formats use; tables are read with these only."""
+        """All columns that the formats use; tables are read with these only, unless `every`."""
         found: dict[str, Kind] = {}
         for form in self.formats:
             for name, kind in (*form.required.items(), *form.optional.items()):

@@ -11,7 +11,7 @@ from typing import IO, Any
 from wgpu_lora.data.columns import RowFormats
 from wgpu_lora.data.jsonl import MAX_LINE, MAX_SHOWN
 from wgpu_lora.data.opening import opened
-from wgpu_lora.data.source import Place, Problem, Rows
+from wgpu_lora.data.source import NoRowsError, Place, Problem, Rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.words import counted
 
@@ -41,7 +41,7 @@ def read_delimited(path: Path, formats: RowFormats[Any]) -> Rows:
             empty = False
             yield Place("line", line), cells if isinstance(cells, Problem) else _row(names, cells, formats)
     if empty:
-        raise UserError(f"{path} is empty: add a line with the column names, and at least one row.")
+        raise NoRowsError(f"{path} is empty: add a line with the column names, and at least one row.")
 
 
 def _records(file: IO[bytes], path: Path, formats: RowFormats[Any]) -> Iterator[tuple[int, list[str] | Problem]]:

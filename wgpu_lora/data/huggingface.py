@@ -14,7 +14,7 @@ from typing import Any
 from wgpu_lora.data.columns import RowFormats
 from wgpu_lora.data.files import SUFFIXES
 from wgpu_lora.data.parquet import BATCH, known_columns, rows_of
-from wgpu_lora.data.source import Place, Rows
+from wgpu_lora.data.source import NoRowsError, Place, Rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.installed import pip_line
 from wgpu_lora.names.naming import flag
@@ -44,7 +44,7 @@ class HubSource:
     def rows(self, formats: RowFormats[Any]) -> Rows:
         names = known_columns(self.table.column_names, self.path, formats)
         if not self.table.num_rows:
-            raise UserError(f"{self.path} is empty; at least one row is needed.")
+            raise NoRowsError(f"{self.path} is empty; at least one row is needed.")
         # In Arrow format, so that unused columns are not decoded.
         table = self.table.select_columns(names).with_format("arrow")
         with _as_user_error(self.path):

@@ -10,7 +10,7 @@ from typing import IO, Any
 from wgpu_lora.data.columns import RowFormats
 from wgpu_lora.data.jsonl import BOM, MAX_LINE, parse_line, too_long
 from wgpu_lora.data.opening import opened
-from wgpu_lora.data.source import Place, Rows
+from wgpu_lora.data.source import NoRowsError, Place, Rows
 from wgpu_lora.errors import UserError
 
 _CHUNK, _MOST = 1 << 16, 1 << 20
@@ -33,7 +33,7 @@ def read_array(path: Path, formats: RowFormats[Any] | None = None) -> Rows:
         for number, (line, element) in enumerate(_elements(file, path), start=1):
             yield Place("row", number, line), too_long() if element is None else parse_line(element)
     if not number:
-        raise UserError(f"{path} is an empty list; at least one row is needed.")
+        raise NoRowsError(f"{path} is an empty list; at least one row is needed.")
 
 
 def _elements(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes | None]]:

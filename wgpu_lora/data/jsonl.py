@@ -10,7 +10,7 @@ from typing import IO, Any
 from wgpu_lora.bounded import object_of
 from wgpu_lora.data.columns import RowFormats
 from wgpu_lora.data.opening import opened
-from wgpu_lora.data.source import Place, Problem, Rows
+from wgpu_lora.data.source import NoRowsError, Place, Problem, Rows
 from wgpu_lora.data.values import kind_of
 from wgpu_lora.errors import UserError
 
@@ -40,7 +40,7 @@ def read_lines(path: Path, formats: RowFormats[Any]) -> Rows:
             first = False
             yield Place("line", number), row
     if first:
-        raise UserError(f"{path} is empty; at least one row is needed.")
+        raise NoRowsError(f"{path} is empty; at least one row is needed.")
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:

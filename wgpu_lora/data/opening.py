@@ -15,6 +15,13 @@ from wgpu_lora.errors import UserError
 MAX_GROWTH = 200  # largest ratio of decompressed to compressed size
 MIN_GROWN = 64 << 20  # decompressed bytes that are accepted at any ratio
 _GZIP = b"\x1f\x8b"
+_open: dict[Path, IO[bytes]] = {}
+
+
+def position(path: Path) -> int | None:
+    """How many bytes of a file have been read, for progress; None unless it is being read."""
+    file = _open.get(path)
+    return None if file is None or file.closed else file.tell()
 
 
 def bare_name(path: Path) -> Path:
@@ -27,6 +34,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading bytes; errors in reading, also later ones, become UserErrors."""
     try:
         with open(path, "rb") as file:
+            _open[path] = file
             if file.read(2) != _GZIP:
                 file.seek(0)
                 yield file
@@ -39,6 +47,8 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         raise UserError(f"{path} cannot be decompressed ({error}); the file is damaged or truncated.") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}).") from error
+    finally:
+        _open.pop(path, None)
 
 
 class _Bounded(io.RawIOBase):

@@ -8,7 +8,7 @@ from typing import Any
 
 from wgpu_lora.data.columns import RowFormats
 from wgpu_lora.data.jsonl import MAX_LINE, too_long
-from wgpu_lora.data.source import Place, Rows
+from wgpu_lora.data.source import NoRowsError, Place, Rows
 from wgpu_lora.data.values import dense
 from wgpu_lora.errors import UserError
 from wgpu_lora.installed import pip_line
@@ -35,7 +35,7 @@ def read_parquet(path: Path, formats: RowFormats[Any]) -> Rows:
             if rows > MAX_ROWS_A_BYTE * size:
                 raise UserError(f"{path} claims {rows:,} rows in {size:,} bytes, so it is damaged: write it again.")
             if not rows:
-                raise UserError(f"{path} is empty; at least one row is needed.")
+                raise NoRowsError(f"{path} is empty; at least one row is needed.")
             names = known_columns(file.schema_arrow.names, str(path), formats)
             yield from rows_of(file.iter_batches(BATCH, columns=names))
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
@@ -43,12 +43,12 @@ def read_parquet(path: Path, formats: RowFormats[Any]) -> Rows:
 
 
 def known_columns(names: list[str], where: str, formats: RowFormats[Any]) -> list[str]:
-    """The columns of a table that the formats use. Raises UserError if they fit no format or are not unique."""
+    """The columns of a table to read. Raises UserError if they fit no format or are not unique."""
     try:
         formats.check_columns(names)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
-    known = [name for name in names if name in formats.columns]
+    known = [name for name in names if formats.every or name in formats.columns]
     if len(set(known)) < len(known):
         raise UserError(f"{where}: two columns have the same name; rename one.")
     return known

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -12,17 +13,19 @@ import numpy as np
 
 from wgpu_lora.data.account import Account
 from wgpu_lora.data.columns import RowFormats
+from wgpu_lora.data.cutting import Cut, unusable
 from wgpu_lora.data.empty import without_empty_answers
 from wgpu_lora.data.examples import Example, Sample, Tokens
 from wgpu_lora.data.files import file_source
 from wgpu_lora.data.formats import EXAMPLES
 from wgpu_lora.data.masks import UNTRAINED, Pair, tokenize_examples
 from wgpu_lora.data.source import Place, Problem, Source
+from wgpu_lora.data.split import key_of
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
 
 _BLOCK_ROWS, _BLOCK_SIZE = 64, 1 << 19  # rows and characters that are tokenised together, at most
-_Read = tuple[Place, dict[str, Any] | Problem, Sample | None]
+_Read = tuple[Place, dict[str, Any] | Problem, Sample | None, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +53,7 @@ class Prepared:
 
     path: name of the data. digest: SHA-256 of the file's bytes or of the rows, hexadecimal.
     parts: number of consecutive rows in a sample. values: one for each sample; empty if the data have none.
+    keys: u64 [samples], of the rows that they were made of; equal for equal rows.
     longest_fork: longest rows of a sample that share the rows of a batch for their common prompt; None for any.
     account: counts of rows by outcome. notes: for the user, about how the data were read.
     trained_tokens, total_tokens: over `rows`.
@@ -65,6 +69,7 @@ class Prepared:
     notes: tuple[str, ...] = ()
     parts: int = 1
     values: tuple[float, ...] = ()
+    keys: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))
     longest_fork: int | None = 0
 
     @cached_property
@@ -121,6 +126,7 @@ def prepare(
     skip_bad_rows: bool = False,
     formats: RowFormats[Sample] = EXAMPLES,
     parts: int = 1,
+    cut: Cut | None = None,
 ) -> Prepared:
     """Read, tokenise and mask the rows of a source or a file.
 
@@ -130,6 +136,8 @@ def prepare(
         vocab_size: rows of the model's embedding; by default the size of the tokenizer's vocabulary.
         skip_bad_rows: skip unusable rows, and keep them in the account.
         formats, parts: the accepted formats of rows, and the number of examples that they give per sample.
+        cut: how longer rows are cut, by default at the end. With it, a row that it leaves without an answer or a pair
+            that it makes equal is an error, like a row that cannot be read.
 
     Raises:
         UserError: the source cannot be read, rows are invalid (with their places) or have a token outside of the
@@ -145,10 +153,11 @@ def prepare(
     account = Account(source, keep_bad=skip_bad_rows)
     rows: list[Row] = []
     values: list[float] = []
+    keys = array("Q")
     for block in _blocks(source, account, completion_only_loss, formats):
-        examples = [example for _, _, sample in block if sample for example in sample.examples]
+        examples = [example for _, _, sample, _ in block if sample for example in sample.examples]
         found = iter(tokenize_examples(examples, tokenizer, completion_only_loss, chat_template_kwargs))
-        for place, row, sample in block:
+        for place, row, sample, key in block:
             assert sample is None or len(sample.examples) == parts
             pairs: list[Pair] = []
             wrong = None
@@ -162,6 +171,11 @@ def prepare(
                 else:
                     wrong = wrong or _outside(expanded, vocab_size)
                     pairs += expanded
+            if cut and sample and not wrong:
+                whole, pairs = pairs, _shorter(pairs, cut, max_length, on_overflow == "drop")
+                wrong = unusable(whole, pairs) if all(len(ids) <= max_length for ids, _ in pairs) else None
+                if pairs != whole and not wrong:
+                    account.cut.add(place)
             if wrong:
                 account.add_bad(place, Problem(wrong, row))
             if wrong or sample is None:
@@ -173,6 +187,7 @@ def prepare(
             if skip_bad_rows or not account.bad:
                 rows += kept
                 values += [sample.value] * (len(kept) // parts)
+                keys.extend([key] * (len(kept) // parts))
     digest = account.close()
     if not skip_bad_rows:
         account.refuse_bad()
@@ -189,7 +204,13 @@ def prepare(
         notes=source.notes,
         parts=parts,
         values=tuple(values) if set(values) - {1.0} else (),
+        keys=np.array(keys, np.uint64),
     )
+
+
+def _shorter(pairs: list[Pair], cut: Cut, max_length: int, drop: bool) -> list[Pair]:
+    """The rows of a sample as `cut` leaves them; those that are to be dropped may still be too long."""
+    return [cut(ids, labels, len(ids) if drop else max_length) for ids, labels in pairs]
 
 
 def _kept(pairs: list[Pair], place: Place, account: Account, max_length: int, drop: bool) -> Iterator[Row]:
@@ -221,8 +242,8 @@ def _blocks(
     size = 0
     for place, row in source.rows(formats):
         account.examples += 1
-        sample = _sample(place, row, account, completion_only_loss, formats)
-        block.append((place, row, sample))
+        sample, key = _sample(place, row, account, completion_only_loss, formats)
+        block.append((place, row, sample, key))
         size += sum(map(_size, sample.examples)) if sample else 0
         if len(block) >= _BLOCK_ROWS or size >= _BLOCK_SIZE:
             yield block
@@ -233,16 +254,19 @@ def _blocks(
 
 def _sample(
     place: Place, row: dict[str, Any] | Problem, account: Account, completion_only: bool, formats: RowFormats[Sample]
-) -> Sample | None:
-    try:
-        problem = row if isinstance(row, Problem) else account.note(place, row)
-        sample = None if isinstance(row, Problem) or problem else formats.read(row)
-    except UserError as error:
-        problem, sample = Problem(str(error), row), None
-    if problem:
-        account.add_bad(place, problem)
-    if sample is None:
-        return None
+) -> tuple[Sample | None, int]:
+    """The sample of a row, and the row's key."""
+    noted = row if isinstance(row, Problem) else account.note(place, row)
+    sample: Sample | None = None
+    if not isinstance(row, Problem) and not isinstance(noted, Problem):
+        try:
+            sample = formats.read(row)
+        except UserError as error:
+            noted = Problem(str(error), row)
+    if isinstance(noted, Problem):
+        account.add_bad(place, noted)
+        return None, 0
+    assert sample is not None
     examples = []
     for example in sample.examples:
         kept, silent = without_empty_answers(example, completion_only)
@@ -250,9 +274,9 @@ def _sample(
             account.silent.add(place, silent)
         if kept is None:
             account.empty.add(place)
-            return None
+            return None, 0
         examples.append(kept)
-    return replace(sample, examples=tuple(examples))
+    return replace(sample, examples=tuple(examples)), key_of(noted)
 
 
 def _size(example: Example) -> int:

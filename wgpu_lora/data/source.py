@@ -29,6 +29,10 @@ class Problem:
     content: Any = None
 
 
+class NoRowsError(UserError):
+    """A source is empty."""
+
+
 Rows = Iterator[tuple[Place, dict[str, Any] | Problem]]
 
 

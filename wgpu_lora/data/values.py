@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Any
 
 
@@ -21,3 +23,17 @@ def dense(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: dense(item) for key, item in value.items() if item is not None}
     return [dense(item) for item in value] if isinstance(value, list) else value
+
+
+def canonical(row: Any) -> bytes:
+    """A row as JSON in UTF-8 that does not depend on the order of its keys.
+
+    Raises:
+        UnicodeEncodeError: a text has a lone surrogate. ValueError, RecursionError: JSON cannot hold it.
+    """
+    return json.dumps(row, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=repr).encode()
+
+
+def row_digest(text: bytes) -> bytes:
+    """12 bytes that identify a row, by its canonical JSON."""
+    return hashlib.blake2b(text, digest_size=12).digest()

@@ -195,7 +195,10 @@ class Device:
         try:
             for size in (64, 32, 16, 8, 4):
                 code = PROBE.replace("WG", str(size))
-                pipeline = self.compute_pipeline(("subgroup_probe", size), partial(str, code))
+                try:
+                    pipeline = self.compute_pipeline(("subgroup_probe", size), partial(str, code))
+                except ShaderError:  # a driver without subgroups, whatever it says
+                    continue
                 group = self.bind_group(pipeline, [(buffer, 0, buffer.size)])
                 encoder = self.raw.create_command_encoder()
                 one = encoder.begin_compute_pass()

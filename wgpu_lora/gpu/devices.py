@@ -41,6 +41,7 @@ class DeviceInfo:
     kind: str  # discrete | integrated | software | unknown
     features: tuple[str, ...]
     limits: dict[str, int]
+    device_id: int = 0  # of the vendor; 0 if unknown
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -65,6 +66,7 @@ def describe(index: int, adapter: Any) -> DeviceInfo:
         kind=KINDS.get(info["adapter_type"], "unknown"),
         features=tuple(f for f in FEATURES_THAT_MATTER if f in features),
         limits={name: int(adapter.limits[name]) for name in LIMITS_THAT_MATTER},
+        device_id=info["device_id"],
     )
 
 

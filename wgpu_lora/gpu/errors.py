@@ -6,6 +6,7 @@ from wgpu_lora.errors import NoRoomError, UserError
 from wgpu_lora.events import Miscompiled
 from wgpu_lora.names.naming import flag, setting
 
+REASON = 300  # characters of a compiler's message that are reported
 MAX_GROUPS = 65535  # workgroups of a grid in each dimension, WebGPU's limit
 
 
@@ -60,19 +61,25 @@ class DeviceLost(UserError):
 
 
 class ShaderError(Exception):
-    """A shader does not compile on this device: a bug in the shader or in the driver, which no option works around."""
+    """A shader does not compile on this device: a bug in the shader or in the driver. `reason`: what the compiler said,
+    in a line."""
 
     def __init__(self, label: str, reason: str):
-        super().__init__(f"{label} does not compile: {reason}")
-        self.label, self.reason = label, reason
+        said = " ".join(reason.split())
+        self.label, self.reason = label, said if len(said) <= REASON else f"{said[: REASON - 3]}..."
+        super().__init__(f"{label} does not compile: {self.reason}")
 
 
 class WrongResults(UserError):
-    """A device gets a kernel wrong in all tilings, so nothing that uses it can be computed. `found`: the last one."""
+    """A device gets a kernel wrong, or does not compile it, in all tilings, so nothing that uses it can be computed.
+    `found`: the last one."""
 
     def __init__(self, found: Miscompiled):
+        wrong = f"gets {found.kernel} wrong in every tiling ({found.difference})"
+        if found.nmse is None:
+            wrong = f"does not compile {found.kernel} ({found.reason})"
         super().__init__(
-            f"{found.device} ({found.driver}) gets {found.kernel} wrong in every tiling ({found.difference}): update "
-            f"the driver, or choose another device with {flag('device')}."
+            f"{found.device} ({found.driver}) {wrong}: update the driver, or choose another device with "
+            f"{flag('device')}."
         )
         self.found = found

@@ -121,9 +121,6 @@ class Program:
 
     # -- build and replay ------------------------------------------------------------------------------------------
 
-    def _tiled(self, step: Dispatch, choices: Choices) -> Dispatch:
-        return step if step.fixed else step.tiled(verdicts_of(self.device).choose(step, choices))
-
     def build(self, arena: Arena, choices: Choices = NO_CHOICES) -> None:
         """Binds temporaries to the arena, compiles the compute pipelines and creates the bind groups.
 
@@ -132,10 +129,11 @@ class Program:
             choices: tilings of heavy kernels, by call (see `gpu.tuner`); other calls use the default.
 
         Raises:
-            ShaderError: a shader does not compile.
-            WrongResults: the device gets a kernel wrong in all tilings.
+            ShaderError: a shader does not compile in the tiling that the dispatch was recorded with.
+            WrongResults: the device gets a kernel wrong, or does not compile it, in all tilings.
         """
-        self.dispatches = [self._tiled(step, choices) for step in self.dispatches]
+        compiled = verdicts_of(self.device).compiled
+        self.dispatches = [step if step.fixed else compiled(step, choices) for step in self.dispatches]
         plan = self.plan()
         buffers = arena.buffers_for(plan)
         for storage, (number, offset) in plan.places.items():

@@ -23,7 +23,7 @@ class Storage:
     """Bytes counted under `group`. Temporary storages have an `offset` in an arena's buffer, others a buffer each."""
 
     nbytes: int
-    group: str  # base | adapters | optimizer | activations | workspace
+    group: str  # base | adapters | reference | optimizer | activations | workspace
     name: str
     temporary: bool = False
     buffer: Any = None

@@ -7,7 +7,7 @@ from typing import Any
 
 LARGEST = 1 << 16  # sanity limit for the sizes in untrusted JSON
 PLAIN = "plain"
-SUBGROUPS = frozenset({"broadcast", "few", "spread"})  # families whose workgroup is one subgroup
+SUBGROUPS = frozenset({"broadcast", "thin", "few", "spread"})  # families whose workgroup is one subgroup
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Capabilities:
 class Tiling:
     """One way to divide a call's work; `tile` in templates. Fields that a kernel does not use keep their defaults.
 
-    family: `broadcast`, `few` and `spread`, where a workgroup is one subgroup whose lanes share their loads, or
+    family: `broadcast`, `thin`, `few` and `spread`, where a workgroup is one subgroup whose lanes share their loads, or
         `plain`, where each thread loads for itself. The file in `shaders/matmul/families/`, or directory in
-        `shaders/attention/`.
+        `shaders/attention/`. `thin` is `broadcast` with the rows and columns of y exchanged.
     lanes: threads per workgroup.
     rows: rows of a workgroup's tile; of a lane, where attention is not spread.
     cols: columns per lane; in attention, columns of a vector; in kernels without columns, vectors per thread.

@@ -19,6 +19,7 @@ class Trial:
     tilings: the default first. tried: how many of them, in order.
     work: multiply-adds of all calls of the programs that the choice is for.
     timed: (seconds, tiling) of those that are right. took: seconds that this needed.
+    untimed: the first right one, where all that were timed are wrong.
     """
 
     call: Dispatch
@@ -27,10 +28,16 @@ class Trial:
     tried: int = 0
     timed: list[tuple[float, Tiling]] = field(default_factory=list)
     took: float = 0.0
+    untimed: Tiling | None = None
 
     @property
     def is_over(self) -> bool:
         return self.tried == len(self.tilings)
+
+    @property
+    def all_wrong(self) -> bool:
+        """Whether those that were tried are wrong, and no other is known to be right."""
+        return self.tried > 0 and not self.timed and self.untimed is None
 
     @property
     def compared(self) -> bool:
@@ -51,8 +58,8 @@ class Trial:
     def entry(self, digest: str) -> Entry:
         """The fastest tiling, or the default unless it is wrong or slower by more than GAIN."""
         name, timed = self.call.kernel.name, self.timed
-        if not timed:  # there was no time
-            return Entry(name, digest, self.tilings[self.tried])
+        if not timed:  # there was no time, or the driver gets all that are worth timing wrong
+            return Entry(name, digest, self.untimed or self.tilings[0])
         best = min(timed, key=lambda pair: pair[0])
         if timed[0][1] == self.tilings[0] and best[0] > (1 - GAIN) * timed[0][0]:
             best = timed[0]

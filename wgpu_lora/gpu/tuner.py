@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from wgpu_lora.events import SILENT, Events, Tuning
@@ -77,9 +77,12 @@ class Tuner:
                 trials, ended = self._trials(calls, work, known, copying), False
                 try:
                     self._time(list(trials.values()), tuning, begin, events)
+                    for trial in trials.values():
+                        if trial.all_wrong:
+                            self._find_right(trial)
                     ended = True
                 finally:  # keep the choices made before an interrupt
-                    kept = {key: trial for key, trial in trials.items() if ended or (trial.is_over and trial.timed)}
+                    kept = {k: one for k, one in trials.items() if ended or (one.is_over and not one.all_wrong)}
                     found = {key: trial.entry(digests[trial.call.kernel.name]) for key, trial in kept.items()}
                     known.update(found)
                     fresh.update(found)
@@ -92,9 +95,12 @@ class Tuner:
             events.tuning(tuning)
         return {key: known[key].tiling for key in calls if key in known}
 
+    def _usable(self, call: Dispatch) -> Sequence[Tiling]:
+        return call.kernel.tilings(self.device.capabilities, call.constants)
+
     def _tilings(self, call: Dispatch) -> list[Tiling]:
-        tilings = call.kernel.tilings(self.device.capabilities, call.constants)
-        return [tiling for tiling in tilings if not skipped(self.device.capabilities, tiling)]
+        """Those worth timing."""
+        return [tiling for tiling in self._usable(call) if not skipped(self.device.capabilities, tiling)]
 
     def _calls(self, programs: Iterable[Program]) -> tuple[dict[str, Dispatch], dict[str, float]]:
         """One dispatch per key, the heaviest first, and the multiply-adds of all dispatches of each key."""
@@ -139,7 +145,7 @@ class Tuner:
     def _taken_over(self, key: str, call: Dispatch, known: dict[str, Entry]) -> Entry | None:
         """The choice of a similar call, if it is valid and correct for this one."""
         like = nearest(call.kernel, key, known)
-        if like is None or (tiling := known[like].tiling) not in self._tilings(call):
+        if like is None or (tiling := known[like].tiling) not in self._usable(call):
             return None
         if not same_shader(key, like) and not self._verdict(call, tiling).right:
             return None
@@ -166,15 +172,26 @@ class Tuner:
     def _try_next(self, trial: Trial) -> None:
         call, tiling, begin = trial.call, trial.tilings[trial.tried], time.perf_counter()
         trial.tried += 1
-        verdict = self._verdict(call, tiling)
-        if verdict.right:
+        if self._verdict(call, tiling).right:
             trial.timed.append((self._seconds(call, tiling), tiling))
             if trial.promising:  # not because the default was timed at a busy moment
                 first = trial.timed[0]
                 trial.timed[0] = min(first[0], self._seconds(call, first[1])), first[1]
-        elif trial.is_over and not trial.timed:
-            raise WrongResults(verdicts_of(self.device).tell(tiling, verdict))
+        elif trial.is_over and trial.all_wrong:
+            self._find_right(trial)
         trial.took += time.perf_counter() - begin
+
+    def _find_right(self, trial: Trial) -> None:
+        """Takes the first right tiling, untimed, of a call of which those that were tried are wrong. One that is not
+        worth timing is better than none, and whether programs are checked later is up to the user."""
+        call, tried = trial.call, trial.tilings[: trial.tried]
+        for tiling in self._usable(call):
+            if tiling not in tried:
+                tried.append(tiling)
+                if self._verdict(call, tiling).right:
+                    trial.untimed = tiling
+                    return
+        raise WrongResults(verdicts_of(self.device).tell(tried[-1], self._verdict(call, tried[-1])))
 
     def _seconds(self, call: Dispatch, tiling: Tiling) -> float:
         single = single_call(self.device, call, call.constants, tiling)

@@ -9,7 +9,8 @@ def widened(array: np.ndarray) -> np.ndarray:
     """An array as a reference takes it: floats as float64, uint16 read as bf16, integers unchanged."""
     if array.dtype == np.uint16:
         array = (array.astype(np.uint32) << 16).view(np.float32)
-    return array.astype(np.float64) if array.dtype.kind == "f" else array
+    with np.errstate(invalid="ignore"):  # signalling NaNs, in memory that had other values
+        return array.astype(np.float64) if array.dtype.kind == "f" else array
 
 
 def stored(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,9 +20,11 @@ from wgpu_lora.events import Events, Miscompiled
 from wgpu_lora.gpu.choices import ChoiceFile, Choices, Verdict, choice_key, shader_digest
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.dispatch import Dispatch
-from wgpu_lora.gpu.errors import WrongResults
+from wgpu_lora.gpu.errors import ShaderError, WrongResults
 from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.tiling import Tiling
+
+PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
 
 
 class Verdicts:
@@ -41,30 +44,33 @@ class Verdicts:
         self._cached: dict[str, Verdict] | None = None
         self._fresh: dict[str, Verdict] = {}
         self._digests: dict[str, str] = {}
+        self._failed: dict[str, Verdict] = {}  # does not compile: known even where nothing is checked
         self._told: dict[tuple[str, Tiling], Miscompiled] = {}
         self._listeners: list[Events] = []
 
     def of(self, call: Dispatch, tiling: Tiling) -> Verdict | None:
         """The verdict on a call's compute pipeline, if it is known."""
-        if not self.enabled:
-            return None
-        found = self._all().get(_key(call, tiling))
+        found = (self._all() if self.enabled else self._failed).get(_key(call, tiling))
         return found if found and found.digest == self._digest(call.kernel) else None
 
     def settle(self, call: Dispatch, tiling: Tiling, nmse: float | None, limit: float, reason: str = "") -> Verdict:
         """Notes a measured error, or None and the reason if the pipeline does not compile; `save` keeps it."""
         right = nmse is not None and nmse <= limit
         verdict = Verdict(call.kernel.name, self._digest(call.kernel), right, nmse, limit, reason)
+        key = _key(call, tiling)
+        if nmse is None:
+            self._failed[key] = verdict
         if self.enabled:
-            self._all()[_key(call, tiling)] = verdict
+            self._all()[key] = verdict
+            self._fresh.pop(key, None)
             if right:  # others are checked again by every process, since a later version may check better
-                self._fresh[_key(call, tiling)] = verdict
+                self._fresh[key] = verdict
         if not right:
             self.tell(tiling, verdict)
         return verdict
 
     def usable(self, call: Dispatch) -> list[Tiling]:
-        """The tilings of a call that are not known to be wrong; reports those that precede them.
+        """The tilings of a call that are not known to be wrong or not to compile; reports those that precede them.
 
         Raises:
             WrongResults: there are none.
@@ -88,6 +94,18 @@ class Verdicts:
         # A run may be resumed on another device, where tilings for another subgroup size would give wrong results.
         return chosen if chosen in tilings else tilings[0]
 
+    def compiled(self, call: Dispatch, choices: Choices) -> Dispatch:
+        """The call in the tiling chosen for it, or in the first usable one if that does not compile. Raises
+        WrongResults."""
+        while True:
+            tiled = call.tiled(self.choose(call, choices))
+            try:
+                tiled.kernel.compute_pipeline(self.device, tiled.present, tiled.constants, tiled.tiling)
+            except ShaderError as error:  # it is not chosen again
+                self.settle(call, tiled.tiling, None, 0.0, error.reason)
+            else:
+                return tiled
+
     def tell(self, tiling: Tiling, verdict: Verdict) -> Miscompiled:
         """Reports a wrong tiling, once per process and kernel, to those who listen and as a warning."""
         info = self.device.info
@@ -97,7 +115,7 @@ class Verdicts:
             self._told[verdict.kernel, tiling] = found
             for events in self._listeners:
                 events.miscompiled(found)
-            warnings.warn(f"{found}.", DeviceWarning, stacklevel=3)
+            warnings.warn(f"{found}.", DeviceWarning, stacklevel=_level_of_caller())
         return found
 
     @property
@@ -120,6 +138,10 @@ class Verdicts:
             self.file.add({}, {v.kernel: v.digest for v in self._fresh.values()}, self._fresh)
             self._fresh = {}
 
+    def forget(self) -> None:
+        """Forgets what the cache knows, so that everything is compared again."""
+        self._cached = {}
+
     def _all(self) -> dict[str, Verdict]:
         if self._cached is None:
             self._cached = self.file.verdicts()
@@ -129,6 +151,16 @@ class Verdicts:
         if kernel.name not in self._digests:
             self._digests[kernel.name] = shader_digest(kernel)
         return self._digests[kernel.name]
+
+
+def _level_of_caller() -> int:
+    """The `stacklevel` with which a warning names the line, outside of this package, that called it."""
+    frame, level, found = sys._getframe(1).f_back, 2, 2
+    while frame:
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            found = level + 1
+        frame, level = frame.f_back, level + 1
+    return found
 
 
 def _key(call: Dispatch, tiling: Tiling) -> str:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -33,15 +33,18 @@ class Evaluation:
 
     max_length: maximum tokens per row.
     data: a one-line summary of the rows.
+    objective: if it is not sft, the loss is that of the objective, perplexity is None, and `metrics` are its others.
     """
 
     loss: float
-    perplexity: float
+    perplexity: float | None
     tokens: int
     rows: int
     seconds: float
     max_length: int
     data: str = ""
+    objective: str = "sft"
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Evaluator:

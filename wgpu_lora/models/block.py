@@ -53,10 +53,12 @@ class Block:
     def projects(self, x: Tensor, modules: Sequence[str], first_row: int | None = None) -> list[Tensor]:
         """Records several linear layers of the same x, whose results are regions of one storage.
 
-        They take one dispatch if their matrices are stored together (see `ModelConfig.stacks`).
+        They take one dispatch if their matrices are stored together (see `ModelConfig.stacks`). Without a cache, they
+        have a storage each if one would exceed a binding.
         """
         layers = [self.layer.linears[module] for module in modules]
-        return linears(self.rec, x, layers, [self._lora(x, module, first_row) for module in modules])
+        loras = [self._lora(x, module, first_row) for module in modules]
+        return linears(self.rec, x, layers, loras, apart=self.cache is None)
 
     def gated(self, x: Tensor, modules: Sequence[str], first_row: int | None = None) -> Tensor:
         """silu(first module) * second module, in one dispatch for few rows in generation."""

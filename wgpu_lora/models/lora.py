@@ -91,7 +91,10 @@ class AdapterSet:
     numbers: Mapping[str, int]  # of modules, as dropout keys; they do not depend on other slots
 
     @classmethod
-    def declare(cls, config: ModelConfig, specs: Sequence[SlotSpec], max_binding: int) -> AdapterSet:
+    def declare(
+        cls, config: ModelConfig, specs: Sequence[SlotSpec], max_binding: int, group: str = "adapters"
+    ) -> AdapterSet:
+        """group: that their bytes are counted under."""
         slots, rank = len(specs), max(spec.rank for spec in specs)
         shapes = config.lora_modules
         everything = {module: number for number, module in enumerate(shapes)}
@@ -119,10 +122,10 @@ class AdapterSet:
 
         numbers = {module: everything[module] for module in order}
         scales = {
-            modules: persistent((slots, len(modules) * rank), "f32", "adapters", f"scale of {modules[0]}")
+            modules: persistent((slots, len(modules) * rank), "f32", group, f"scale of {modules[0]}")
             for modules in stacks
         }
-        params, grads = pages("params", "adapters"), pages("grads", "optimizer")
+        params, grads = pages("params", group), pages("grads", "optimizer")
         return cls(specs, rank, params, grads, tables, factors, scales, numbers)
 
     def storages(self) -> set[Storage]:

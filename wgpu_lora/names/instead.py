@@ -13,9 +13,13 @@ SENTENCES: tuple[tuple[str, str], ...] = (
         "push_to_hub_model_id",
     ),
     (
+        "does not exist here: {report_to=wandb}, tensorboard or trackio reports to a tracker, whose own environment "
+        "variables apply",
+        "run_name wandb wandb_project wandb_run_name wandb_entity use_wandb tensorboard trackio_space_id project",
+    ),
+    (
         "does not exist here: log.jsonl in the {output} directory has all steps, and 'wgpu-lora report DIR' plots them",
-        "report_to run_name logging_dir wandb wandb_project wandb_run_name wandb_entity use_wandb tensorboard "
-        "use_swanlab swanlab_project use_mlflow trackio_space_id project plot_loss",
+        "logging_dir use_swanlab swanlab_project use_mlflow plot_loss",
     ),
     (
         "does not exist here: sums and adapters are float32; {compute_dtype=bf16} rounds activations, and "
@@ -79,8 +83,8 @@ SENTENCES: tuple[tuple[str, str], ...] = (
     ),
     (
         "does not exist here: {eval_data} names a file of held-out rows, {eval_split=SPLIT} a split of a dataset, "
-        "such as 'train[90%:]'",
-        "val_set_size val_size test_size validation_split validation_split_percentage val_split",
+        "such as 'train[90%:]', and {validation_split} a share of the rows",
+        "validation_split_percentage eval_set_size",
     ),
     (
         "does not exist here: shorten the file, for example with 'head -n 1000'",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
-from wgpu_lora.gpu.tensor import Tensor, whole
+from wgpu_lora.gpu.tensor import Tensor, align, whole
 from wgpu_lora.ops.elementwise import dropout_apply, fill
 from wgpu_lora.ops.lora import LoraSlots
 from wgpu_lora.ops.low_rank import LowRank
@@ -123,15 +123,25 @@ def linear(
 
 
 def linears(
-    rec: Recorder, x: Tensor, layers: Sequence[Linear[FrozenMatrix]], loras: Sequence[LoraSlots | None]
+    rec: Recorder,
+    x: Tensor,
+    layers: Sequence[Linear[FrozenMatrix]],
+    loras: Sequence[LoraSlots | None],
+    apart: bool = False,
 ) -> list[Tensor]:
     """x [T, in] -> the outputs [T, out] of several layers, regions of one storage.
 
     They take one dispatch, and their gradients by x too, if the matrices are stored together and what they multiply is
     the same, as it is without dropout.
+
+    Args:
+        apart: whether the outputs may have a storage, and a dispatch, each. They have if one storage would exceed a
+            binding of the device.
     """
     weights = [layer.weight for layer in layers]
     rows, size_in = x.size // weights[0].in_features, weights[0].in_features
+    if apart and sum(align(4 * rows * weight.out_features) for weight in weights) > rec.program.device.max_binding:
+        return [linear(rec, x, layer, lora) for layer, lora in zip(layers, loras, strict=True)]
     together = _together(rec, layers, loras)
     ys = rec.temps(*((rows, weight.out_features) for weight in weights), name="linears")
     all_ys = whole(ys)

@@ -86,8 +86,8 @@ class Targets:
     count: Tensor
 
 
-def token_logprobs(rec: Recorder, hidden: Tensor, head: Table, targets: Targets) -> Tensor:
-    """The log-probability of every target, f32 [R], given hidden states [T, hidden_size].
+def token_logprobs(rec: Recorder, hidden: Tensor, head: Table, targets: Targets, into: Tensor | None = None) -> Tensor:
+    """The log-probability of every target, f32 [R], given hidden states [T, hidden_size]; by default a new tensor.
 
     For a backward pass, set the weights of the tokens' -log p in the loss with `seed`.
     """
@@ -107,7 +107,7 @@ def token_logprobs(rec: Recorder, hidden: Tensor, head: Table, targets: Targets)
         if dpicked:
             old = rescale if first else None
             rec.dispatch(matmul_nn, logits, part, dpicked, old, count, m=rows, n=cols, k=width, b_type=kind)
-    logprobs = rec.temp((rows,), name="logprobs")
+    logprobs = into or rec.temp((rows,), name="logprobs")
     rec.dispatch(target_logprobs, state, targets.count, logprobs, rows=rows)
 
     def backward() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from wgpu_lora.gpu.kernel import U32, Dim, Fixed, Flag, Grid, In, InOut, Place, Word, cdiv, kernel
 from wgpu_lora.gpu.tensor import ITEM_BYTES
 from wgpu_lora.ops.matmul_tuning import (
+    THIN_TILES,
     LoraTuning,
     MatmulTuning,
     block,
@@ -32,7 +33,8 @@ def tile_grid(c: Any) -> Grid:
     rows, columns = block(c.tile)
     parts = (c.n,) if getattr(c, "gated", False) else (c.n, getattr(c, "n1", 0), getattr(c, "n2", 0))
     tiles = sum(cdiv(n, columns) for n in parts)
-    return (cdiv(c.m, rows), tiles, c.slots if c.form == "tn" else 1)
+    slots = c.slots if c.form == "tn" else 1
+    return (tiles, cdiv(c.m, rows), slots) if c.tile.family == THIN_TILES else (cdiv(c.m, rows), tiles, slots)
 
 
 def divisibility(c: Any) -> dict[str, bool]:
@@ -42,6 +44,8 @@ def divisibility(c: Any) -> dict[str, bool]:
     """
     rows_of_a, rank = [c.m] if c.form == "tn" else sizes(vars(c), "k"), getattr(c, "rank", 0)
     offsets = [getattr(c, name, 0) for name in ("stride", "a_skip", "a_first")]
+    if hasattr(c, "slots"):  # `thin` tiles load b and store y four values at a time, too
+        offsets += [c.n, *(getattr(c, name, 0) for name in ("b_skip", "b_first", "y_skip", "y_first"))]
     of_h = [getattr(c, name, 0) for name in ("rank", "h_skip", "h_first")]
     return {
         "quads": all(offset % 4 == 0 for offset in (*rows_of_a, *offsets)),

@@ -19,6 +19,7 @@ from wgpu_lora.ops.stack import factor_region, joined, region, sizes, split
 
 FEW_ROWS = 8
 CPU_LANES = 8  # lavapipe's own; with others, its shuffles are slow to run and large tiles slow to compile
+THIN_TILES = "thin"  # the family of LoRA's products of few columns
 BLOCK = 64  # a part of a product keeps or drops this many columns together, as a block of scales
 CHECKED = 64  # rows, columns and steps of the cut that is checked, approximately
 ROWS_OF = "a y row_scale a_scale h"  # bindings with a row for each of y's
@@ -29,7 +30,15 @@ TakeColumns = Callable[[Arrays, Constants, np.ndarray], Arrays | None]
 def large(c: Any, lanes: int) -> tuple[int, int]:
     """(rows, columns per lane) on CPU drivers: a large tile is faster although its sums do not fit the registers, since
     loads cost much more there than moving sums to memory. Products of few columns get more rows instead."""
+    if c.form == "tn" and c.m < 8 * lanes:
+        return narrow(c.m)
     return (32, 1) if c.n <= lanes else (32, 2) if c.n < 8 * lanes else (16, 8)
+
+
+def narrow(count: int) -> tuple[int, int]:
+    """(ranks of a tile, values of the other side per lane) of a product where one side has few, on CPU drivers."""
+    tile = 16 if count % 16 == 0 else 8 * cdiv(count, 8 * cdiv(count, 32))
+    return (tile, 8 if tile <= 16 else 4)
 
 
 def tilings(
@@ -70,6 +79,8 @@ def tilings(
             wide = [replace(tiling, wide=True) for tiling in (found if capabilities.software else fitting)]
             if capabilities.software and size == CPU_LANES and (c.form == "tn" or c.m > FEW_ROWS):
                 wide.insert(0, Tiling("broadcast", size, *large(c, size), cpu_span or span, wide=True))
+                if hasattr(c, "slots") and c.n < 8 * size:
+                    wide.insert(0, Tiling(THIN_TILES, size, *narrow(c.n), span, wide=True))
             fitting = [*wide, *fitting] if capabilities.software else [*fitting, *wide]
         return [*fitting, plain]
 
@@ -87,7 +98,8 @@ def dense_operand(c: Constants, rng: np.random.Generator) -> Arrays:
 
 def block(tiling: Tiling) -> tuple[int, int]:
     """(rows, columns) of y that a workgroup computes."""
-    return tiling.rows, tiling.lanes // tiling.slices * tiling.cols
+    tile = tiling.rows, tiling.lanes // tiling.slices * tiling.cols
+    return (tile[1], tile[0]) if tiling.family == THIN_TILES else tile
 
 
 @dataclass(frozen=True)

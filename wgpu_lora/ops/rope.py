@@ -154,22 +154,32 @@ def rope(
     and the caches returned.
 
     Args:
-        qkv: regions of one storage, without any other use.
+        qkv: regions of one storage, or, without a cache, in a storage each; without any other use.
         positions: u32 [T]. table: f32 [positions, dim / 2, 2], cos and sin.
     """
     q, k, v = qkv
-    x = _whole(q)
-    assert q.storage is k.storage is v.storage, "q, k and v are in different storages"
-    shape: dict[str, Any] = {"rows": q.shape[0], "heads": q.shape[1], "kv_heads": k.shape[1], "dim": q.shape[2]}
-    shape |= {"q_first": q.byte_offset // 4, "k_first": k.byte_offset // 4, "eps": norm.eps if norm else 0.0}
-    weights = (norm.q, norm.k) if norm else (None, None)
     if cache:
+        assert q.storage is k.storage is v.storage, "q, k and v are in different storages"
         stored = (None, cache.keys, cache.values, cache.rows)
-        rec.dispatch(rope_forward, x, positions, table, *weights, *stored, v_first=v.byte_offset // 4, **shape)
+        shape = {**_shape(q, k, norm), "v_first": v.byte_offset // 4}
+        rec.dispatch(rope_forward, _whole(q), positions, table, *_weights(norm), *stored, **shape)
         return q, cache.keys, cache.values
+    if q.storage is k.storage:
+        yq, yk = _rotated(rec, q, k, positions, table, norm)
+    else:
+        (yq,), (yk,) = (_rotated(rec, a, b, positions, table, norm) for a, b in ((q, None), (None, k)))
+    return yq, yk, v
+
+
+def _rotated(
+    rec: Recorder, q: Tensor | None, k: Tensor | None, positions: Tensor, table: Tensor, norm: HeadNorm | None
+) -> list[Tensor]:
+    """q and k, or only one, in one storage."""
+    parts = [part for part in (q, k) if part]
+    x, shape, weights = _whole(parts[0]), _shape(q, k, norm), _weights(norm)
     moves = norm is not None and rec.training  # the backward pass of the norm needs its input
-    yq, yk = rec.temps(q.shape, k.shape, name="rotated") if moves else (q, k)
-    y, firsts = _whole(yq), {"yq_first": yq.byte_offset // 4, "yk_first": yk.byte_offset // 4}
+    ys = rec.temps(*(part.shape for part in parts), name="rotated") if moves else parts
+    y, firsts = _whole(ys[0]), {"yq_first": _first(q and ys[0]), "yk_first": _first(k and ys[-1])}
 
     def record(y: Tensor | None) -> None:
         rec.dispatch(rope_forward, x, positions, table, *weights, y, **firsts, **shape)
@@ -182,13 +192,28 @@ def rope(
         if not moves:
             rec.dispatch(rope_backward, rec.gradient(y), positions, table, **firsts, **shape)
             return
-        for one in (q, k):
-            rec.gradient_target(one)
+        for part in parts:
+            rec.gradient_target(part)
         inputs = (rec.gradient(y), positions, table, x, *weights)
         rec.dispatch(rope_backward, *inputs, rec.gradient(x), **firsts, **shape)
 
-    rec.node(backward, inputs=[q], outputs=[yq])
-    return yq, yk, v
+    rec.node(backward, inputs=parts[:1], outputs=ys[:1])
+    return ys
+
+
+def _shape(q: Tensor | None, k: Tensor | None, norm: HeadNorm | None) -> dict[str, Any]:
+    rows, _, dim = (q or k).shape  # type: ignore[union-attr]
+    heads = {"heads": q.shape[1] if q else 0, "kv_heads": k.shape[1] if k else 0}
+    firsts = {"q_first": _first(q), "k_first": _first(k)}
+    return {"rows": rows, "dim": dim, **heads, **firsts, "eps": norm.eps if norm else 0.0}
+
+
+def _weights(norm: HeadNorm | None) -> tuple[Tensor | None, Tensor | None]:
+    return (norm.q, norm.k) if norm else (None, None)
+
+
+def _first(part: Tensor | None) -> int:
+    return part.byte_offset // 4 if part else 0
 
 
 def _whole(part: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ class Children:
         self.environment = {
             "WGPU_LORA_CACHE_DIR": str(cache),
             "WGPU_LORA_SHARE_DIR": str(cache / "share"),
+            "WGPU_LORA_NO_RUN_LOG": "1",
             "MESA_SHADER_CACHE_DIR": str(cache / "mesa"),
             "__GL_SHADER_DISK_CACHE_PATH": str(cache),
             **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(cache / "tmp")),

@@ -30,6 +30,10 @@ PLOTS: dict[str, tuple[str, str, tuple[tuple[str, str, str], ...]]] = {
         "Solid: trained tokens, which count in the loss. Dashed: processed tokens, including prompts.",
         ((TRAINED, "line", ", trained"), (PROCESSED, "dashed", ", processed")),
     ),
+    "Utilisation": ("share of time in use, in %", "Of the device, by all programs.", (("gpu_busy", "line", ""),)),
+    "Power": ("watts", "Dashed: the limit.", (("gpu_power", "line", ""), ("gpu_power_limit", "dashed", ", limit"))),
+    "Temperature": ("degrees Celsius", "", (("gpu_temperature", "line", ""),)),
+    "Memory in use": ("GiB", "Of the device, by all programs.", (("gpu_memory", "line", ""),)),
 }
 FAINT = "Faint lines are the logged values, strong ones their running mean."
 

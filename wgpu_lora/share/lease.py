@@ -99,16 +99,17 @@ def _wait_for_turn(
 
 def _look(ledger: Ledger, entry: Entry, budget: int | None, queue: bool, free: Free) -> Look:
     """Take the memory if there is enough and no other run is ahead; else, with `queue`, take or renew a place."""
+    reported, asked = free(), time.time()  # before the lock is taken, since it may take long
     with ledger.changing() as entries:
         here = [e for e in entries if e.here]
         holders = [e for e in here if e.holds]
         waiting = [e.id for e in here if not e.holds]
         ahead = waiting.index(entry.id) if entry.id in waiting else len(waiting)
         room = budget is None or sum(e.bytes for e in holders) + entry.bytes <= budget
-        reported, now = free(), time.time()
+        now = time.time()
         if reported is not None:  # others may not have allocated what they were just granted
             others = (e for e in holders if (e.host, e.pid) != (entry.host, entry.pid))
-            reported = max(0, reported - sum(e.bytes for e in others if now - e.since < SETTLING))
+            reported = max(0, reported - sum(e.bytes for e in others if asked - e.since < SETTLING))
         short = reported if reported is not None and reported < entry.bytes else None
         granted = room and not ahead and short is None
         if granted or queue:

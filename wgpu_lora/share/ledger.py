@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,31 @@ if TYPE_CHECKING:
 
 LOCK_SECONDS = 30.0  # a change takes milliseconds
 POLL_SECONDS = 0.002
+
+
+class _Uncollected:
+    """Turns garbage collection off while any thread is in the block: it may end other leases of this process, and these
+    would wait for a lock that their own thread holds."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # garbage may be collected in `__enter__`
+        self._inside, self._before = 0, True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = gc.isenabled()
+                gc.disable()
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside and self._before:
+                gc.enable()
+
+
+_UNCOLLECTED = _Uncollected()
 
 
 def share_directory() -> Path:
@@ -125,6 +151,14 @@ class Ledger:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
+        with _UNCOLLECTED:  # before the lock is taken
+            try:
+                self._acquire()
+                yield
+            finally:
+                self._lock.release(force=True)  # also if the lock was taken, but then something raised
+
+    def _acquire(self) -> None:
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock.acquire(timeout=LOCK_SECONDS, poll_interval=POLL_SECONDS)
@@ -136,14 +170,6 @@ class Ledger:
             ) from None
         except OSError as error:
             raise self._unusable(error) from error
-        collects = gc.isenabled()
-        gc.disable()  # which may end other leases of this process, and these wait for the lock
-        try:
-            yield
-        finally:
-            self._lock.release()
-            if collects:
-                gc.enable()
 
     def _share_lock(self) -> None:
         """Let other users lock the ledger if they may write to its directory."""

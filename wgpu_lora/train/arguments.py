@@ -14,10 +14,12 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names, real_value
 from wgpu_lora.names.allowed import COMPUTE_DTYPES, OVERFLOW
 from wgpu_lora.names.naming import Naming, flag, naming
-from wgpu_lora.train.declared import TYPES, Range, check, kinds, option, require
+from wgpu_lora.track.report_to import HELP, trackers_of
+from wgpu_lora.train.declared import NOT_NEGATIVE, POSITIVE, TYPES, Range, check, check_heldout, kinds, option, require
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
-from wgpu_lora.train.own_options import OWN_OPTIONS, as_text, checked
+from wgpu_lora.train.own_options import OWN_OPTIONS, as_text, checked, created
+from wgpu_lora.train.preference_options import PREFERENCES, PreferenceOptions
 from wgpu_lora.train.schedule import LR_SCHEDULES
 from wgpu_lora.weights.registry import BASE_FORMATS, DEFAULT_FORMAT
 
@@ -27,24 +29,32 @@ FREE_ON_RESUME = {
     "data", "split", "dataset_config", "skip_bad_rows", "model",  # their contents are compared by digest
     "tune",  # a resumed run keeps its tilings
     "logging_steps", "save_steps", "save_total_limit", "eval_data", "eval_split",
-    "eval_steps", "eval_on_start",
+    "reference_adapter",  # its digest is compared
+    "eval_steps", "eval_on_start", "goal", "notes", "run_log", "report_to",
 }  # fmt: skip
 # Options that may change to extend a run.
 PLAN = ("num_train_epochs", "max_steps", "target_seconds")
-PATHS = ("data", "eval_data", "model", "output", "init_adapter")  # options whose values may be paths
+PATHS = (
+    "data",
+    "eval_data",
+    "model",
+    "output",
+    "init_adapter",
+    "reference_adapter",
+)  # options whose values may be paths
 # Batches by default, unless the data are small (train/batching.py).
 OUTPUT, ROWS_PER_BATCH, ACCUMULATION = "output", 2, 4
 LENGTH = 1024  # tokens per row by default, if the model has as many positions
 # Headings of the options in the command line's help.
 FILES, ADAPTER, OPTIMISATION = "Model, data and device", "Adapter", "Optimisation"
 BATCHES, MEMORY, SAVING = "Length of the run and batches", "Memory", "Logging and saving"
-PANELS = (FILES, ADAPTER, OPTIMISATION, BATCHES, MEMORY, SAVING)
-POSITIVE, NOT_NEGATIVE = Range(above=0), Range(at_least=0)
+PANELS = (FILES, ADAPTER, OPTIMISATION, PREFERENCES, BATCHES, MEMORY, SAVING)
+LISTS = ("target_modules", "report_to", "loss_type", "loss_weights")  # which may be given as lists
 SIZE = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class TrainingArguments:
+class TrainingArguments(PreferenceOptions):
     """Names and meanings are those of TRL, PEFT and transformers, where they have the option."""
 
     data: str | None = option(
@@ -65,6 +75,9 @@ class TrainingArguments:
     )
     split: str | None = option(None, FILES, "Split of --data to train on, for example train or 'train[:90%]'.")
     eval_split: str | None = option(None, FILES, "Split to hold out, of --eval-data if given, else of --data.")
+    validation_split: float | None = option(
+        None, FILES, "Share (0.1) or number (50) of the rows of --data to hold out, instead of --eval-data; seeded."
+    )
     dataset_config: str | None = option(None, FILES, "Configuration of a Hugging Face dataset that has several.")
     skip_bad_rows: bool = option(
         False, FILES, "Skip rows that cannot be read; they are listed in skipped_rows.jsonl in --output."
@@ -188,6 +201,10 @@ class TrainingArguments:
         0, SAVING, "Steps between measurements of the held-out loss; 0 means after every epoch.", within=NOT_NEGATIVE
     )
     eval_on_start: bool = option(True, SAVING, "Also measure the held-out loss before the first step.")
+    report_to: str | None = option(None, SAVING, HELP)
+    goal: str | None = option(None, SAVING, "What the run is for, in the run log ('wgpu-lora runs').")
+    notes: str | None = option(None, SAVING, "Notes on the run, in the run log.")
+    run_log: bool = option(True, SAVING, "Record the run in the run log.")
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -202,7 +219,11 @@ class TrainingArguments:
             if getattr(self, name := OWN_OPTIONS[selected_by]) is not None:
                 kind = registered[getattr(self, selected_by)]
                 object.__setattr__(self, name, checked(kind, self, selected_by))  # comparable when a run is resumed
+        check_heldout(self)
+        if self.objective != "sft":
+            created(OBJECTIVES[self.objective], self, "objective")  # checks options that depend on each other
         self.budget()
+        trackers_of(self.report_to)
 
     def budget(self) -> int | None:
         """memory_budget in bytes."""
@@ -276,7 +297,7 @@ def named(values: Mapping[str, Any], where: str, *more: str) -> dict[str, Any]:
 
 def _typed(name: str, value: Any, parts: list[str], where: str) -> Any:
     allowed: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "bool": bool}
-    if name == "target_modules" and isinstance(value, list | tuple):
+    if name in LISTS and isinstance(value, list | tuple):
         value = ",".join(map(str, value))
     if name == "device" and type(value) is int:
         value = str(value)

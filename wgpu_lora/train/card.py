@@ -14,6 +14,8 @@ from wgpu_lora.train.records import RunRecord
 # Options whose values are local paths: the card only shows their last part.
 PATHS = ("data", "eval_data", "output", "model", "init_adapter")
 
+# Options that the card leaves out: they do not affect the adapter, and remarks are for the run log.
+OWN = ("resume", "goal", "notes", "run_log", "report_to")
 MOMENTS = (("first", "before"), ("last", "after"), ("best", "at best"))
 USE = """With wgpu-lora, on any GPU:
 
@@ -72,7 +74,7 @@ Trained with wgpu-lora {environment.versions["wgpu-lora"]} on {device.name}
 {_better(record)}
 ## Options
 
-{table({name: value for name, value in said.items() if name != "resume"})}
+{table({name: value for name, value in said.items() if name not in OWN})}
 
 ## Digests
 
@@ -111,7 +113,7 @@ def _data(record: RunRecord) -> dict[str, str]:
 def _result(record: RunRecord) -> dict[str, str]:
     state = record.state
     moments = [(getattr(state, f"{key}_eval_loss"), text) for key, text in MOMENTS]
-    heldout = ", ".join(f"{_number(loss)} {text}" for loss, text in moments if loss is not None or text != "at best")
+    heldout = ", ".join(f"{_number(loss)} {text}" for loss, text in moments if loss is not None or text == "after")
     return {
         "steps": f"{state.step:,} of {state.total_steps:,} ({record.outcome})",
         "trained tokens": f"{state.tokens:,}",

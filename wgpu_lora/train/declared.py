@@ -8,6 +8,7 @@ from dataclasses import Field, dataclass, field
 from typing import Any
 
 from wgpu_lora.bounded import is_name
+from wgpu_lora.data.split import check_split
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import flag
 
@@ -61,6 +62,9 @@ class Range:
         return f"x>{self.above:g}" if self.above is not None else f"x>={self.at_least:g}"
 
 
+POSITIVE, NOT_NEGATIVE = Range(above=0), Range(at_least=0)
+
+
 def option(
     default: Any,
     panel: str,
@@ -98,6 +102,16 @@ def check(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
         require(within.holds(value), name, within.rule(), value, f" (use {flag(hint)})" if hint else "")
     if choices is not None:
         require(value in choices, name, f"must be one of {', '.join(choices)}", value)
+
+
+def check_heldout(args: Any) -> None:
+    """Raise UserError unless at most one of the options that hold rows out is given, and its value is allowed."""
+    if args.validation_split is None:
+        return
+    check_split(args.validation_split)
+    for other in ("eval_data", "eval_split"):
+        if getattr(args, other) is not None:
+            raise UserError(f"{flag('validation_split')} and {flag(other)} both hold rows out: leave one of them out.")
 
 
 def require(fine: bool, name: str, rule: str, value: Any, hint: str = "") -> None:

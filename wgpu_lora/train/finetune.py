@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from wgpu_lora.assets import DEMO_HELDOUT, DEMO_TRAIN
-from wgpu_lora.data import Prepared, Source, prepare, training_data
+from wgpu_lora.data import Source
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.models.decoder import Decoder
@@ -16,16 +16,19 @@ from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.share import budget_bytes
+from wgpu_lora.track.report_to import check_libraries
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import OUTPUT, PLAN, TrainingArguments
 from wgpu_lora.train.batching import fitted
+from wgpu_lora.train.frozen import frozen_adapter, starting_at_reference
 from wgpu_lora.train.initial import adapter_of
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.length import fit_length, shortened
 from wgpu_lora.train.memory import check_adapters
-from wgpu_lora.train.objectives import formats_of, objective_of
+from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.resume import plan_of, refuse_used, resume_note
+from wgpu_lora.train.rows import read_rows, sources_of
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun
 from wgpu_lora.train.stream import DataStream, group_lengths, quarters
@@ -47,7 +50,8 @@ def with_demo_data(args: TrainingArguments) -> TrainingArguments:
             raise UserError(
                 f"{flag('data')} is missing: give a file of rows, a folder with train.jsonl, or a Hugging Face dataset."
             )
-        args = replace(args, data=str(DEMO_TRAIN), eval_data=args.eval_data or str(DEMO_HELDOUT))
+        heldout = None if args.validation_split else str(DEMO_HELDOUT)
+        args = replace(args, data=str(DEMO_TRAIN), eval_data=args.eval_data or heldout)
     return replace(args, model=args.model or "demo", output=args.output or OUTPUT)
 
 
@@ -69,6 +73,8 @@ def prepare_job(
         UserError: the data, the model, the options or the device are unsuitable.
     """
     args = with_demo_data(args)
+    if not planning:
+        check_libraries(args.report_to)
     if not (planning or args.resume):
         refuse_used(args.directory)  # before reading data, and again under the lock
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
@@ -99,30 +105,23 @@ def read_run(
     Raises:
         UserError: the data or the adapter cannot be read, or do not fit the model.
     """
-    assert args.data is not None
-    training, held_out = training_data(
-        args.data,
-        args.eval_data,
-        split=args.split,
-        eval_split=args.eval_split,
-        dataset_config=args.dataset_config,
-        given=rows,
-    )
+    sources = sources_of(args, rows)
     args, length = fit_length(args, model.config.max_position_embeddings)
-    args, adapter, initial = adapter_of(args, model.config)
-    prepared = _prepare(args, model, training)
     objective = objective_of(args)
-    args, note = fitted(args, group_lengths(prepared, objective), weight, objective.members)
+    reference = frozen_adapter(objective.reference_path, model.config) if objective.reference_path else None
+    args, begins = starting_at_reference(args, objective)
+    args, adapter, initial = adapter_of(args, model.config)
+    prepared, heldout = read_rows(args, model, sources)
+    args, note = fitted(args, group_lengths(prepared), weight, objective.parts)
     stream = DataStream(prepared, args)
-    heldout = _prepare(args, model, held_out) if held_out else None
-    chosen = {"length": length, "batches": note}
+    chosen = {"length": length, "batches": note, "adapter": begins}
     notes = [f"{label}: {said}" for label, said in chosen.items() if said] + _standing(stream, own)
     if args.eval_steps and not heldout:
-        eval_steps, eval_data = setting("eval_steps", args.eval_steps), flag("eval_data")
-        notes.append(f"note: {eval_steps} does nothing, since no rows are held out (use {eval_data})")
+        use = f"use {flag('eval_data')} or {flag('validation_split')}"
+        notes.append(f"note: {setting('eval_steps', args.eval_steps)} does nothing, since no rows are held out ({use})")
     spec = SlotSpec.of(adapter, initial)
     digests = model.checkpoint.digest(), model.config.digest()
-    return AdapterRun(slot, args, adapter, spec, initial, stream, heldout, *digests, name, tuple(notes))
+    return AdapterRun(slot, args, adapter, spec, initial, stream, heldout, *digests, name, tuple(notes), reference)
 
 
 def _standing(stream: DataStream, own: Collection[str]) -> list[str]:
@@ -161,7 +160,7 @@ def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int
         batch_tokens: maximum tokens of a batch that slots share.
     """
     args = runs[0].args
-    heldout = [length for run in runs if run.heldout for length in group_lengths(run.heldout, run.stream.objective)]
+    heldout = [length for run in runs if run.heldout for length in group_lengths(run.heldout)]
     buckets = runs[0].stream.buckets() if batch_tokens is None else quarters(batch_tokens)
     return Session(
         model,
@@ -176,21 +175,10 @@ def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int
         objectives=[run.stream.objective for run in runs],
         optim=args.optim,
         eval_tokens=max([buckets[-1], *heldout]) if heldout else 0,
+        references={run.slot: run.reference.spec for run in runs if run.reference},
+        mismatched=max(
+            stream.longest_mismatched
+            for run in runs
+            for stream in (run.stream, *([DataStream(run.heldout, run.args)] if run.heldout else []))
+        ),
     )
-
-
-def _prepare(args: TrainingArguments, model: LoadedModel, source: Source) -> Prepared:
-    objective = objective_of(args)
-    prepared = prepare(
-        source,
-        model.tokenizer,
-        max_length=args.length,
-        completion_only_loss=args.completion_only_loss,
-        on_overflow="drop" if args.on_overflow == "drop" else "truncate",
-        chat_template_kwargs=args.template_kwargs(),
-        vocab_size=model.config.vocab_size,
-        skip_bad_rows=args.skip_bad_rows,
-        formats=formats_of(objective),
-        parts=objective.parts,
-    )
-    return replace(prepared, longest_fork=model.config.longest_fork())

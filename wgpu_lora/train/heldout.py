@@ -21,9 +21,12 @@ def heldout_loss(
     sums = dict.fromkeys(("loss", *stream.objective.metrics), 0.0)
     done = 0
     watch(done)
-    for together in pack(stream.lengths, range(len(stream.lengths)), batch.tokens):
+    packed = pack(stream.lengths, range(len(stream.lengths)), batch.tokens)
+    for together, groups in zip(packed, session.estimated(stream.heldout_groups(packed, slot)), strict=True):
         session.begin()
-        batch.upload([stream.group(sample, 1.0, slot) for sample in together])
+        known = session.referenced(groups)
+        stream.references |= {i: g.reference for i, g in zip(together, known, strict=True) if g.reference}
+        batch.upload(known)
         batch.program.run()
         # Summed in float64: a float32 total over many batches would lose precision.
         sums["loss"] += session.totals.read_loss(session.device, slot)
@@ -32,4 +35,4 @@ def heldout_loss(
         done += len(together) * stream.prepared.parts
         watch(done)
     units = stream.units(range(len(stream.lengths)))
-    return {name: value / units for name, value in sums.items()}
+    return {"loss": sums.pop("loss") / units, **stream.objective.logged(sums, units)}

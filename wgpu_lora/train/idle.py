@@ -8,7 +8,7 @@ from typing import Any
 
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.train.arguments import TrainingArguments
-from wgpu_lora.train.objectives import OBJECTIVES
+from wgpu_lora.train.objectives import OBJECTIVES, objective_of
 from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.train.schedule import LR_SCHEDULES
 
@@ -39,6 +39,9 @@ def idle(given: Collection[str], args: TrainingArguments) -> list[str]:
         args.save_steps == 0,
         f"with {setting('save_steps', 0)} there is one checkpoint, at the end",
     )
+    if args.objective != "sft" and objective_of(args).cut():
+        of = setting("objective", args.objective)
+        say(("completion_only_loss",), True, f"{of} is about answers only")
     for name, kinds in (("optim", OPTIMIZERS), ("objective", OBJECTIVES)):
         chosen: str = getattr(args, name)
         read, others = _options(kinds[chosen]), {option for kind in kinds.values() for option in _options(kind)}

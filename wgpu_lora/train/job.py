@@ -12,12 +12,13 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.events import SILENT, Events
+from wgpu_lora.events import SILENT, Events, Passing
 from wgpu_lora.gpu.choices import Choices
 from wgpu_lora.gpu.tuner import Tuner, wanted
 from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.names.naming import setting
 from wgpu_lora.share import budget_bytes, claim
+from wgpu_lora.train.following import following
 from wgpu_lora.train.memory import Replan, check_memory, options_that_fit
 from wgpu_lora.train.records import PipelineRecord, RunRecord
 from wgpu_lora.train.session import Session
@@ -47,6 +48,10 @@ class Job(Generic[Record]):
         """The directories that the job writes to and locks."""
         return [run.directory for run in self.runs]
 
+    def record_directory(self) -> Path:
+        """Where the record of the job is written."""
+        return self.run.directory
+
     def check_memory(self) -> None:
         """Raise UserError if the device has too little memory, naming options that would make the run fit."""
         args = self.run.args
@@ -69,12 +74,13 @@ class Job(Generic[Record]):
             what = f"finetune {self.directories()[-1]}"
             seconds = args.wait_seconds()
             stack.enter_context(claim(self.session.device, need, what, budget, seconds, events, self._beside))
+            events = Passing(events, stack.enter_context(following(self.runs, info, self.record_directory())))
             try:
                 for run in self.runs:
                     run.prepare_directory()
                 device = self.session.device
                 device.peak_allocated = device.allocated  # of this run only
-                self.session.allocate(events, self._choose_tilings(events))
+                self.session.allocate(events, self.choose_tilings(events))
                 return self._train(events)
             finally:
                 self.session.close()
@@ -89,7 +95,8 @@ class Job(Generic[Record]):
         args = self.run.args
         return Tuner(self.session.device) if wanted(args.tune) and not args.resume else None
 
-    def _choose_tilings(self, events: Events) -> Choices:
+    def choose_tilings(self, events: Events) -> Choices:
+        """The tilings of the run's kernels, timed unless they are known. Raises UserError if a kernel has none."""
         tuner = self.tuner()
         with verdicts_of(self.session.device).telling(events):
             choices = tuner.tune(self.session.programs(), events) if tuner else self.run.state.tiles
@@ -101,6 +108,9 @@ class Job(Generic[Record]):
         try:
             for run in self.runs:
                 run.place(self.session)
+            for run in self.runs:
+                run.precompute(self.session, events)
+            self.session.release_references()
             return self.finish(events)
         except (OSError, SafetensorError) as error:  # safetensors raises its own error if the disk is full
             reason = getattr(error, "strerror", None) or error

@@ -62,7 +62,8 @@ def shortened(prepared: Prepared, args: TrainingArguments) -> Prepared:
         raise UserError(f"{setting('max_length', length)} leaves no row with trained tokens: raise it.")
     values = tuple(prepared.values[number] for number in kept) if prepared.values else ()
     left = [row for rows in kept.values() for row in rows]
-    return replace(prepared, rows=left, values=values, max_length=length)
+    keys = prepared.keys[[*kept]] if len(prepared.keys) else prepared.keys
+    return replace(prepared, rows=left, values=values, max_length=length, keys=keys)
 
 
 def fit_rows(given: Mapping[str, Any], adapters: Sequence[str | Path], positions: int) -> RowOptions:

@@ -16,6 +16,7 @@ class TrainingOptions(TypedDict, total=False):
     eval_data: str | Path | Iterable[Mapping[str, Any]] | None
     split: str | None
     eval_split: str | None
+    validation_split: float | None
     dataset_config: str | None
     skip_bad_rows: bool
     device: str | int | None
@@ -37,6 +38,20 @@ class TrainingOptions(TypedDict, total=False):
     objective_args: str | Mapping[str, Any] | None
     optim: str
     optim_args: str | Mapping[str, Any] | None
+    beta: float
+    loss_type: str | list[str] | None
+    loss_weights: str | list[float] | None
+    label_smoothing: float
+    ld_alpha: float | None
+    reference_adapter: str | Path | None
+    precompute_ref_log_probs: bool
+    cpo_alpha: float
+    simpo_gamma: float
+    desirable_weight: float
+    undesirable_weight: float
+    max_prompt_length: int | None
+    max_completion_length: int | None
+    truncation_mode: str
     weight_decay: float
     adam_beta1: float
     adam_beta2: float
@@ -62,3 +77,7 @@ class TrainingOptions(TypedDict, total=False):
     save_total_limit: int
     eval_steps: int
     eval_on_start: bool
+    report_to: str | list[str] | None
+    goal: str | None
+    notes: str | None
+    run_log: bool

@@ -15,6 +15,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.devices import native_version
 from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.strict_json import to_json
+from wgpu_lora.track.secrets import masked
 from wgpu_lora.train.records import Environment, UsedDevice
 from wgpu_lora.train.state import is_number
 
@@ -81,7 +82,7 @@ def environment(device: Device) -> Environment:
             device.options.checked,
             verdicts_of(device).reported,
         ),
-        sys.argv,
+        masked(sys.argv),
     )
 
 

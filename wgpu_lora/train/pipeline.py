@@ -14,6 +14,7 @@ from wgpu_lora.events import Events
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.share import budget_bytes
+from wgpu_lora.track.report_to import check_libraries
 from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments
 from wgpu_lora.train.checkpoint import sweep_run
 from wgpu_lora.train.ending import FINISHED, OUTCOMES
@@ -50,6 +51,9 @@ class PipelineJob(Job[PipelineRecord]):
     def directories(self) -> list[Path]:
         return apart([*super().directories(), self.home])
 
+    def record_directory(self) -> Path:
+        return self.home
+
     def finish(self, events: Events) -> PipelineRecord:
         policy = make_policy(self.schedule, self.state.policy or None)
         keeper = PipelineKeeper(self.home, self.run.args.save_steps, self.state)
@@ -83,6 +87,8 @@ def prepare_pipeline(
     """
     tasks = named_apart(tasks)
     _check(args, tasks, schedule, batch_tokens)
+    if not planning:
+        check_libraries(args.report_to)
     home = _home(args, tasks)
     per_task = [task.arguments(args) for task in tasks]
     state = PipelineState()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from wgpu_lora.events import Events, StepResult
+from wgpu_lora.events import SILENT, Events, StepResult
 from wgpu_lora.train.objectives.base import Group
 from wgpu_lora.train.optimizer import SlotUpdate, StepReport
 from wgpu_lora.train.session import Session
@@ -29,6 +29,7 @@ class Progress:
     session: Session
     eval_steps: int = 0
     ended: str | None = None
+    events: Events = SILENT
     _durations: list[float] = field(default_factory=list)
     _last_line: dict[str, Any] = field(default_factory=dict)
 
@@ -74,7 +75,7 @@ class Progress:
         processed, units = stream.processed_tokens(step.samples), stream.units(step.samples)
         loss = report.loss_sum / units
         sums = self.session.totals.read_metrics(self.session.device, self.run.slot, stream.objective)
-        metrics = {name: value / units for name, value in sums.items()}
+        metrics = stream.objective.logged(sums, units)
         state.step += 1
         state.epoch, state.index = (step.epoch + 1, 0) if step.last_of_epoch else (step.epoch, step.index + 1)
         state.tokens += tokens
@@ -112,7 +113,7 @@ class Progress:
         state = self.run.state
         state.seconds += time.perf_counter() - begin
         if found:
-            self.run.log.write({"step": 0, "epoch": 0.0, **found, "seconds": round(state.seconds, 4)})
+            self._log({"step": 0, "epoch": 0.0, **found, "seconds": round(state.seconds, 4)})
 
     def measure_heldout(self, events: Events) -> None:
         begin = time.perf_counter()
@@ -196,5 +197,10 @@ class Progress:
             "processed_tokens_per_second": round(state.pending_processed_tokens / max(state.pending_seconds, 1e-9), 2),
             "seconds": round(state.seconds, 4),
         }
-        self.run.log.write(entry)
+        self._log(entry)
         state.pending, state.pending_tokens, state.pending_processed_tokens, state.pending_seconds = [], 0, 0, 0.0
+
+    def _log(self, line: dict[str, Any]) -> None:
+        line |= self.run.follower.status()
+        self.run.log.write(line)
+        self.events.logged(line, self.run.name)

@@ -10,11 +10,27 @@ from wgpu_lora.data import Prepared
 from wgpu_lora.formats.peft import AdapterConfig, Matrices
 from wgpu_lora.models.lora import SlotSpec
 from wgpu_lora.train.arguments import FREE_ON_RESUME, TrainingArguments
+from wgpu_lora.train.frozen import FrozenAdapter
 from wgpu_lora.train.output import Log
+from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.state import RunState
 from wgpu_lora.train.stream import DataStream
 
 LOGGING_STEPS, SHORT = 10, 100  # runs of at most SHORT steps log every step
+
+
+class Follower:
+    """Follows a run in its job; this one does not."""
+
+    def placed(self) -> None:
+        """Called once the run's directory is its own."""
+
+    def status(self) -> dict[str, float]:
+        """The status of the hardware since the last call, by keys of the log."""
+        return {}
+
+    def end(self, record: RunRecord) -> None:
+        """Called when the run has ended and its results are written."""
 
 
 @dataclass
@@ -36,10 +52,12 @@ class Run:
     config_digest: str
     name: str | None = None
     notes: tuple[str, ...] = ()
+    reference: FrozenAdapter | None = None  # that the objective compares the adapter with, instead of the base alone
     state: RunState = field(default_factory=RunState)
     resumed_from: Path | None = None
     weights_sha256: str | None = None  # of the base, once loaded
     log: Log = field(init=False, repr=False, compare=False)  # once the run has started
+    follower: Follower = field(default_factory=Follower, repr=False, compare=False)  # while its job runs
 
     @property
     def adapter_name(self) -> str:
@@ -60,4 +78,5 @@ class Run:
         """What a resumed run must have in common with the run it continues, and the planned length."""
         options = {k: v for k, v in self.args.as_dict().items() if k not in FREE_ON_RESUME and k != "init_adapter"}
         base = {"base": self.base_digest, "config": self.config_digest, "weights": self.weights_sha256}
-        return {"options": options, "data": self.stream.rows_digest(), **base}
+        reference = {"reference": self.reference.digest} if self.reference else {}
+        return {"options": options, "data": self.stream.rows_digest(), **base, **reference}

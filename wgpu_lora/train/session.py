@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from wgpu_lora.events import SILENT, Events
+from wgpu_lora.formats.peft import Matrices
 from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.cuts import check_tilings
 from wgpu_lora.gpu.plan import total_by_group
 from wgpu_lora.gpu.program import Arena, Program, allocate, release
 from wgpu_lora.gpu.tensor import Storage
 from wgpu_lora.gpu.verdicts import verdicts_of
-from wgpu_lora.models.inputs import Tables
+from wgpu_lora.models.inputs import Segment, Tables
 from wgpu_lora.models.load import staging_bytes
 from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.share import claim
 from wgpu_lora.share.refusals import advising
 from wgpu_lora.train.arguments import TrainingArguments
@@ -25,9 +28,10 @@ from wgpu_lora.train.batch import Batch, Totals
 from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.objectives.base import Group, Objective
 from wgpu_lora.train.optimizer import Optimizer
+from wgpu_lora.train.reference import Scorer
 
 ADVISED = ("per_device_train_batch_size", "max_length")  # if a plan exceeds the device's limits
-GROUPS = ("base", "adapters", "optimizer", "activations", "workspace")
+GROUPS = ("base", "adapters", "reference", "optimizer", "activations", "workspace")
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,9 @@ class Session:
         objectives: one per slot; None is the default objective.
         optim: one of OPTIMIZERS.
         eval_tokens: tokens of a held-out batch, 0 for none.
+        references: frozen adapters that objectives compare theirs with, by slot of `adapters`; a slot without one is
+            compared with the base model alone.
+        mismatched: tokens of the longest mismatched row (`DataStream.longest_mismatched`), 0 if there are none.
         positions: length of the longest row.
         compute_dtype: type that the inputs of frozen matmuls are rounded to (see ops.half).
     """
@@ -72,6 +79,8 @@ class Session:
         compute_dtype: str = "f32",
         objectives: Sequence[Objective] | None = None,
         optim: str = TrainingArguments.optim,
+        references: Mapping[int, SlotSpec] | None = None,
+        mismatched: int = 0,
     ):
         self.model = model
         self.compute_dtype = compute_dtype
@@ -88,21 +97,46 @@ class Session:
 
         self.steps = {tokens: batch(tokens, dropout=dropout, recompute=recompute) for tokens in buckets}
         self.heldout = batch(eval_tokens, training=False) if eval_tokens else None
+        self._objectives = chosen
+        self._record_scorers(references or {}, mismatched)
         self.built: set[int] = set()
         self.choices = NO_CHOICES
         self._claim = ExitStack()
         self.arena: Arena | None = None
 
+    def _record_scorers(self, references: Mapping[int, SlotSpec], mismatched: int) -> None:
+        """The programs of frozen passes, if an objective needs them."""
+        self.references: AdapterSet | None = None
+        self.frozen: Scorer | None = None
+        self.current: Scorer | None = None  # of the adapters in training
+        self._frozen_slots = {slot: number for number, slot in enumerate(references)}
+        if references:
+            specs, limit = list(references.values()), self.device.max_binding
+            self.references = AdapterSet.declare(self.model.config, specs, limit, "reference")
+        sizes, rest = [*self.steps], (self.tables, self.compute_dtype)
+        longest = [self.heldout.tokens] if self.heldout else []
+        if any(objective.reference for objective in self._objectives):
+            buckets = [*sizes, *longest, *([mismatched] if mismatched > max([*sizes, *longest]) else [])]
+            self.frozen = Scorer(self.model, self.references, buckets, *rest, "reference")
+        if any(objective.mismatched for objective in self._objectives):
+            self.current = Scorer(self.model, self.adapters, [max([mismatched, *sizes, *longest])], *rest, "mismatched")
+
+    def _scorers(self) -> list[Scorer]:
+        return [scorer for scorer in (self.frozen, self.current) if scorer]
+
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def programs(self) -> list[Program]:
         own = [batch.program for batch in self.steps.values()]
-        return [*own, self.optimizer.program, *([self.heldout.program] if self.heldout else [])]
+        frozen = [program for scorer in self._scorers() for program in scorer.programs()]
+        return [*own, self.optimizer.program, *([self.heldout.program] if self.heldout else []), *frozen]
 
     def storages(self) -> set[Storage]:
         found = self.model.decoder.storages() | self.adapters.storages() | self.optimizer.storages()
         batches = [*self.steps.values(), *([self.heldout] if self.heldout else [])]
-        return found.union(self.totals.storages(), *(batch.storages() for batch in batches))
+        frozen = self.references.storages() if self.references else set()
+        scorers = (scorer.storages() for scorer in self._scorers())
+        return found.union(self.totals.storages(), frozen, *(batch.storages() for batch in batches), *scorers)
 
     def _arena_sizes(self) -> list[int]:
         return Arena.sizes_for([program.plan() for program in self.programs()])
@@ -139,7 +173,11 @@ class Session:
         self.optimizer.program.build(self.arena, choices)
         if self.heldout:
             self.heldout.program.build(self.arena, choices)
+        for scorer in self._scorers():
+            scorer.use(self.arena, choices)
         self.adapters.upload_scales(self.device)
+        if self.references:
+            self.references.upload_scales(self.device)
         self.optimizer.initialise(self.device)
         self.tables.upload(self.device)
 
@@ -150,8 +188,58 @@ class Session:
     def accumulate(self, groups: Sequence[Group]) -> None:
         """Add the losses, metrics and gradients of a batch of groups to the totals since `begin`."""
         batch = self.batch_for(groups)
-        batch.upload(groups)
+        batch.upload(self.referenced(groups))
         batch.program.run()
+
+    def referenced(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups with the log-probabilities of their answers under their reference, if they need them."""
+        open = [i for i, g in enumerate(groups) if self._objectives[g.slot].reference and g.reference is None]
+        known = list(groups)
+        for i, logprobs in zip(open, self._frozen_logprobs([groups[i].segments for i in open]), strict=True):
+            known[i] = replace(groups[i], reference=self._objectives[groups[i].slot].sums(logprobs))
+        return known
+
+    def estimated(self, batches: Sequence[Sequence[Group]]) -> list[list[Group]]:
+        """The batches of a step with what `Objective.estimate` makes of their mismatched rows, by slot."""
+        rows: dict[int, list[Segment]] = {}
+        for group in (group for batch in batches for group in batch):
+            if group.mismatched:
+                rows.setdefault(group.slot, []).append(group.mismatched)
+        shared = {}
+        for slot, segments in rows.items():
+            assert self.current is not None
+            objective = self._objectives[slot]
+            single = [[segment] for segment in segments]
+            policy = [objective.sums(logprobs)[0] for logprobs in self.current.logprobs(single)]
+            reference = [objective.sums(logprobs)[0] for logprobs in self._frozen_logprobs(single)]
+            shared[slot] = objective.estimate(policy, reference)
+        return [[replace(g, shared=shared[g.slot]) if g.mismatched else g for g in batch] for batch in batches]
+
+    def _frozen_logprobs(self, samples: Sequence[Sequence[Segment]]) -> list[list[np.ndarray]]:
+        """Log-probabilities of samples' targets under the references of their slots."""
+        if not samples:
+            return []
+        assert self.frozen is not None
+        slots = self._frozen_slots
+
+        def frozen(segment: Segment) -> Segment:
+            return replace(segment, slot=None if segment.slot is None else slots.get(segment.slot))
+
+        return self.frozen.logprobs([[frozen(segment) for segment in segments] for segments in samples])
+
+    def release_references(self) -> None:
+        """Free what only the reference passes need, if no step has any: all references have been precomputed."""
+        live = [o for o in self._objectives if o.reference and (o.mismatched or not o.precomputes)]
+        if self.frozen and not live:
+            held = self.references.storages() if self.references else set()
+            release(
+                self.device, (self.frozen.storages() | held) - self.model.decoder.storages() - self.tables.storages()
+            )
+
+    def place_reference(self, slot: int, matrices: Matrices) -> None:
+        """Upload the frozen adapter that a slot is compared with."""
+        assert self.references is not None
+        self.references.write(self.device, self._frozen_slots[slot], matrices)
 
     def batch_for(self, groups: Sequence[Group]) -> Batch:
         """The smallest bucket that holds the groups; its compute pipelines are compiled on first use."""

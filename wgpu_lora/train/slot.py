@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from wgpu_lora.data import write_skipped
@@ -21,6 +22,7 @@ from wgpu_lora.train.facts import metadata, record_of
 from wgpu_lora.train.heldout import heldout_loss
 from wgpu_lora.train.initial import SeededMatrices
 from wgpu_lora.train.output import Log
+from wgpu_lora.train.precompute import precompute
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.resume import UNTIMED_STEPS, differs, found_from, nothing_in, refuse_used, set_length
 from wgpu_lora.train.run import Run
@@ -84,6 +86,11 @@ class AdapterRun(Run):
                     f"The {what} of {model} has changed since the run in {self.directory} started: restore it, or "
                     "start a new run."
                 )
+        if before.get("reference") != now.get("reference"):
+            raise UserError(
+                f"The reference adapter of the run in {self.directory} has changed since it started: restore it, or "
+                "start a new run."
+            )
         set_length(self.state, before["options"], self.stream, self.resumed_from)
         self._began_with = before["weights"]
         checkpoint.remove_old(self.directory / checkpoint.STEPS, self.args.save_total_limit)
@@ -95,6 +102,8 @@ class AdapterRun(Run):
             UserError: the checkpoint is damaged, or the base model's weights have changed.
         """
         self.weights_sha256 = session.model.weights_sha256
+        if self.reference:
+            session.place_reference(self.slot, self.reference.matrices)
         if self.resumed_from:
             if self._began_with != self.weights_sha256:
                 raise UserError(
@@ -108,6 +117,15 @@ class AdapterRun(Run):
             if self.args.target_seconds:
                 self.state.total_steps = max(self.state.total_steps, UNTIMED_STEPS)
         self.log = Log(self.directory / output.LOG, self.state.step if self.resumed_from else None)
+        self.follower.placed()
+
+    def precompute(self, session: Session, events: Events = SILENT) -> None:
+        """Compute the reference of all samples, if the objective does so before training (`Objective.precomputes`)."""
+        if not self.stream.objective.precomputes:
+            return
+        streams = [self.stream, *([self.heldout_stream] if self.heldout else [])]
+        for stream in streams:
+            precompute(session, stream, self.slot, events, self.name)
 
     def place_initial(self, session: Session) -> None:
         session.adapters.write(session.device, self.slot, self.initial)
@@ -124,6 +142,11 @@ class AdapterRun(Run):
             initial = read_adapter(str(began))[1] if began else SeededMatrices(self.args, session.model.config)
         session.adapters.write(session.device, self.slot, initial)
         session.optimizer.write_state(session.device, self.slot, {})
+
+    @cached_property
+    def heldout_stream(self) -> DataStream:
+        assert self.heldout
+        return DataStream(self.heldout, self.args)
 
     # -- during ----------------------------------------------------------------------------------------------------
 
@@ -191,7 +214,7 @@ class AdapterRun(Run):
         """
         if not self.heldout or not session.heldout:
             return {}
-        stream = DataStream(self.heldout, self.args)
+        stream = self.heldout_stream
         at = Evaluating(0, len(self.heldout.rows), step=self.state.step, adapter=self.name)
         found = heldout_loss(session, stream, self.slot, lambda rows: events.evaluating(replace(at, rows=rows)))
         loss = found["loss"]
@@ -221,4 +244,5 @@ class AdapterRun(Run):
         record = record_of(self, session, stop_reason, stop_signal)
         record.write(self.directory)
         write_card(self.directory, record)
+        self.follower.end(record)
         return record

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
 from wgpu_lora.data import Prepared, Row, batches, epoch_order
-from wgpu_lora.data.prepare import common_prefix
+from wgpu_lora.data.cutting import prompt_tokens
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.objectives import objective_of
@@ -42,6 +42,7 @@ class DataStream:
     _epochs: dict[int, list[list[list[int]]]] = field(default_factory=dict)
     _total: int | None = None  # cached, since counting steps packs every epoch
     _digest: str | None = None  # cached, since every checkpoint stores it
+    references: dict[int, tuple[float, ...]] = field(default_factory=dict)  # of samples, if they are kept
 
     @cached_property
     def objective(self) -> Objective:
@@ -49,8 +50,8 @@ class DataStream:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Tokens of each sample in a batch, including a reference pass."""
-        return group_lengths(self.prepared, self.objective)
+        """Tokens of each sample in a batch."""
+        return group_lengths(self.prepared)
 
     def epoch(self, number: int) -> list[list[list[int]]]:
         """The optimizer steps of an epoch; the last may have fewer micro-batches."""
@@ -58,7 +59,7 @@ class DataStream:
             args = self.args
             packing, rows, group = args.batching
             order = epoch_order(len(self.lengths), args.seed, number, args.shuffle)
-            longest = args.length * self.objective.members
+            longest = args.length * self.objective.parts
             made = batches(self.lengths, order.tolist(), batch_size=rows, max_length=longest, packing=packing)
             self._epochs = {number: [made[i : i + group] for i in range(0, len(made), group)]}
         return self._epochs[number]
@@ -105,8 +106,9 @@ class DataStream:
         return sum(row.trained_tokens for sample in samples for row in self.prepared.samples[sample])
 
     def processed_tokens(self, samples: Iterable[int]) -> int:
-        """Number of tokens that pass through the model, including prompts and reference passes."""
-        return sum(self.lengths[sample] for sample in samples)
+        """Number of tokens that pass through the model in a step, including prompts and reference passes."""
+        passes = 2 if self.objective.reference and not self.objective.precomputes else 1
+        return passes * sum(self.lengths[sample] for sample in samples)
 
     def units(self, samples: Sequence[int]) -> int:
         """Number of tokens or groups that the loss of these samples is averaged over."""
@@ -115,27 +117,60 @@ class DataStream:
     def groups(self, step: Step, slot: int = 0) -> list[list[Group]]:
         """The micro-batches of a step, weighted so that their losses sum to its mean."""
         weight = 1 / self.units(step.samples)
-        return [[self.group(i, weight, slot, step.epoch) for i in batch] for batch in step.micro_batches]
+        return self._grouped(step.micro_batches, weight, slot, step.epoch)
+
+    def heldout_groups(self, batches: Sequence[Sequence[int]], slot: int) -> list[list[Group]]:
+        """Batches of samples as groups of weight 1, without dropout."""
+        return self._grouped(batches, 1.0, slot, None)
+
+    def _grouped(
+        self, batches: Sequence[Sequence[int]], weight: float, slot: int, epoch: int | None
+    ) -> list[list[Group]]:
+        order = [sample for batch in batches for sample in batch]
+        shared = self.objective.shared([self.prepared.samples[sample] for sample in order])
+        before = dict(zip(order, order[-1:] + order[:-1], strict=True))
+
+        def group(sample: int) -> Group:
+            made = replace(self.group(sample, weight, slot, epoch), shared=shared)
+            return replace(made, mismatched=self._mismatched(sample, before[sample], slot)) if mismatched else made
+
+        mismatched = self.objective.mismatched
+        return [[group(sample) for sample in batch] for batch in batches]
 
     def group(self, sample: int, weight: float, slot: int, epoch: int | None = None) -> Group:
         """A sample as a group of a batch; `epoch` keys its dropout, None turns dropout off."""
-        rows = self.prepared.samples[sample]
+        rows, whole = self.prepared.samples[sample], self.objective.whole
         prefixes = [0] * (len(rows) - 1) + [self.prepared.prefixes[sample]]
-        draws = self._draws(epoch, rows)
-        made = list(zip(rows, draws, prefixes, strict=True))
-        segments = [Segment(row.input_ids, row.labels, slot, drawn, prefix) for row, drawn, prefix in made]
-        if self.objective.reference:
-            segments += [Segment(row.input_ids, row.labels, None, prefix=prefix) for row, _, prefix in made]
-        return Group(tuple(segments), slot, weight, self.prepared.value(sample))
+        labels = [row.input_ids if whole and not number else row.labels for number, row in enumerate(rows)]
+        context = tuple(prompt_targets(row.labels) if whole and not number else 0 for number, row in enumerate(rows))
+        made = zip(rows, labels, self._draws(epoch, rows), prefixes, strict=True)
+        segments = [Segment(row.input_ids, own, slot, drawn, prefix) for row, own, drawn, prefix in made]
+        value = self.prepared.value(sample)
+        return Group(tuple(segments), slot, weight, value, self.references.get(sample), context=context)
+
+    def _mismatched(self, sample: int, other: int, slot: int) -> Segment:
+        """The prompt of a sample with the answer of another, cut to the maximum length."""
+        asked, said = self.prepared.samples[sample][0], self.prepared.samples[other][0]
+        prompt, behind = prompt_tokens(asked.labels), prompt_tokens(said.labels)
+        length = self.args.length
+        ids = np.concatenate([asked.input_ids[:prompt], said.input_ids[behind:]])[:length]
+        labels = np.concatenate([asked.labels[:prompt], said.labels[behind:]])[:length]
+        return Segment(ids, labels, slot)
+
+    @cached_property
+    def longest_mismatched(self) -> int:
+        """Tokens of the longest prompt with the longest answer; 0 if the objective asks for no such rows."""
+        if not self.objective.mismatched:
+            return 0
+        prompts = [prompt_tokens(row.labels) for row in self.prepared.rows]
+        answers = [len(row.labels) - prompt for row, prompt in zip(self.prepared.rows, prompts, strict=True)]
+        return min(self.args.length, max(prompts) + max(answers))
 
     def _draws(self, epoch: int | None, rows: Sequence[Row]) -> list[np.ndarray | None]:
-        """Dropout keys of each row of a sample. A common prompt has the same, whether its rows are shared or not."""
+        """Dropout keys of each row of a sample, the same at the same position, so that a common prompt has the same."""
         if epoch is None or not self.args.lora_dropout:
             return [None] * len(rows)
-        draws = [self._keys(epoch, row.index, len(row.input_ids)) for row in rows]
-        common = common_prefix(rows)
-        draws[-1][:common] = draws[0][:common]
-        return [*draws]
+        return [self._keys(epoch, rows[0].index, len(row.input_ids)) for row in rows]
 
     def _keys(self, epoch: int, row: int, length: int) -> np.ndarray:
         """Dropout keys, a function of seed, epoch, row and token only, so that packing does not change them."""
@@ -169,14 +204,18 @@ class DataStream:
         lengths = sorted(self.lengths)
         packing, rows, _ = self.args.batching
         if packing:
-            return [_rounded(min(rows * self.args.length * self.objective.members, sum(lengths)))]
+            return [_rounded(min(rows * self.args.length * self.objective.parts, sum(lengths)))]
         return quarters(sum(lengths[-rows:]))
 
 
-def group_lengths(prepared: Prepared, objective: Objective) -> list[int]:
-    """Tokens of each sample in a batch, including a reference pass."""
-    passes = 2 if objective.reference else 1
-    return [passes * prepared.tokens(sample) for sample in range(len(prepared.samples))]
+def group_lengths(prepared: Prepared) -> list[int]:
+    """Tokens of each sample in a batch."""
+    return [prepared.tokens(sample) for sample in range(len(prepared.samples))]
+
+
+def prompt_targets(labels: np.ndarray) -> int:
+    """The number of targets before the first trained one, if all tokens but the first are targets."""
+    return prompt_tokens(labels[1:])
 
 
 def quarters(most: int) -> list[int]:

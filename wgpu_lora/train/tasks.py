@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names
 from wgpu_lora.names.naming import IN_FILE, flag, naming, renamed
 from wgpu_lora.train.arguments import TrainingArguments, from_values
+from wgpu_lora.train.preference_options import PREFERENCES
 from wgpu_lora.train.resume import found_from
 
 # Keys of an [[adapter]] table, and the corresponding training options.
@@ -23,11 +24,13 @@ OPTIONS = {
     "alpha": "lora_alpha",
     "dropout": "lora_dropout",
     "epochs": "num_train_epochs",
+    **{f.name: f.name for f in fields(TrainingArguments) if f.metadata["panel"] == PREFERENCES},
     **{
         name: name
         for name in ("objective", "objective_args", "target_modules", "learning_rate", "max_steps", "max_length")
     },
     **{name: name for name in ("eval_data", "split", "eval_split", "dataset_config", "init_adapter")},
+    "validation_split": "validation_split",
 }
 KEYS = {option: key for key, option in OPTIONS.items()}
 OWN = ("data", "checkpoint", "name", "weight")
@@ -61,6 +64,8 @@ class AdapterTask:
                 f"The adapter {self.name} of weight {self.weight:g} has less than one batch per step: set "
                 f"{flag('gradient_accumulation_steps')} to at least {math.ceil(1 / self.weight)}, or raise the weight."
             )
+        if {"eval_data", "eval_split"} & self.options.keys():  # its own held-out rows take precedence
+            base = replace(base, validation_split=None)
         own = from_values(self.options, f"The adapter {self.name}", base, renamed(KEYS, IN_FILE))
         batches = round(given * self.weight) if given else None
         return replace(own, data=self.data, output=self.checkpoint, gradient_accumulation_steps=batches)

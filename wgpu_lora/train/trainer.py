@@ -79,7 +79,7 @@ class Trainer:
     _asked: bool = False  # whether `events.step` stopped it
 
     def __post_init__(self) -> None:
-        self.all = [Progress(run, self.session, self.policy.eval_steps) for run in self.runs]
+        self.all = [Progress(run, self.session, self.policy.eval_steps, events=self.events) for run in self.runs]
 
     def train(self) -> dict[int, RunRecord]:
         """Train to the end and write all results; returns `records`.
@@ -156,7 +156,7 @@ class Trainer:
     def _accumulate(self, batches: list[list[Group]]) -> None:
         """Accumulate losses and gradients without an update."""
         self.session.begin()
-        for groups in batches:
+        for groups in self.session.estimated(batches):
             self.session.accumulate(groups)
 
     def _batches(self, chosen: list[Progress]) -> list[list[Group]]:

@@ -88,6 +88,8 @@ rotate(13, 3, 2, 10, norm=True)
 rotate(13, 3, 2, 10, norm=True, append=17)
 rotate(5, 2, 1, 64, norm=False, append=9)
 rotate(5, 2, 1, 20, norm=False)
+rotate(13, 0, 2, 10, norm=True)  # k in a storage of its own
+rotate(5, 3, 0, 20, norm=False)  # q in a storage of its own
 
 
 def table(b_type: str, rows: int = 29, cols: int = 7, first: int = 3, count: int = 5) -> None:

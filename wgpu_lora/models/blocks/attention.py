@@ -77,7 +77,7 @@ class Attention:
         return block.project(y, f"{self.name}.o_proj", onto, accumulate=onto is not None)
 
     def _project(self, block: Block, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T, heads, head_dim], and k and v [T, kv_heads, head_dim], in one storage."""
+        """q [T, heads, head_dim], and k and v [T, kv_heads, head_dim], in one storage if it fits a binding."""
         parts = block.projects(x, self.stack())
         q, k, v = (part.reshape(part.shape[0], part.shape[1] // self.head_dim, self.head_dim) for part in parts)
         return q, k, v

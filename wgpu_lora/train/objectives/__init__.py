@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     from wgpu_lora.data.examples import Sample
     from wgpu_lora.train.objectives.base import Objective
 
-OBJECTIVES: Registry[type[Objective]] = Registry({"sft": "wgpu_lora.train.objectives.sft:SFT"})
+OBJECTIVES: Registry[type[Objective]] = Registry(
+    {
+        "sft": "wgpu_lora.train.objectives.sft:SFT",
+        "dpo": "wgpu_lora.train.objectives.dpo:DPO",
+        "kto": "wgpu_lora.train.objectives.kto:KTO",
+        "orpo": "wgpu_lora.train.objectives.orpo:ORPO",
+        "cpo": "wgpu_lora.train.objectives.cpo:CPO",
+    }
+)
 
 
 def objective_of(args: Any) -> Objective:

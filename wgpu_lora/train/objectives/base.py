@@ -8,7 +8,9 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from wgpu_lora.data import Row
 from wgpu_lora.data.columns import RowFormats
+from wgpu_lora.data.cutting import Cut
 from wgpu_lora.data.examples import Sample
 from wgpu_lora.data.formats import EXAMPLES
 from wgpu_lora.gpu.device import Device
@@ -20,15 +22,23 @@ from wgpu_lora.ops.recorder import Recorder
 
 @dataclass(frozen=True)
 class Group:
-    """A sample's segments in a batch: its examples with the adapter on and, for a reference pass, also with it off.
+    """A sample's segments in a batch, one for each of its examples.
 
     weight: 1 / the number of units that the optimizer step's loss is averaged over. value: of the sample.
+    reference: the sum of each answer's log-probabilities under the reference; None if it is not known yet.
+    shared: a number that all groups of the step have in common, whose meaning the objective defines.
+    context: the number of targets of each segment that precede its answer; by default none.
+    mismatched: the prompt with another sample's answer, if the objective is `mismatched`.
     """
 
     segments: tuple[Segment, ...]
     slot: int = 0
     weight: float = 1.0
     value: float = 1.0
+    reference: tuple[float, ...] | None = None
+    shared: float = 0.0
+    context: tuple[int, ...] = ()
+    mismatched: Segment | None = None
 
     @property
     def tokens(self) -> int:
@@ -39,14 +49,18 @@ class Group:
 class GroupTensors:
     """The groups of a batch in slot order, at most G.
 
-    members u32 [G, members, 2]: [start, stop) of each segment among the targets. weights, values f32 [G]: of the
-    groups, with weight 0 for padding. ranges u32 [slots, 2]: of G.
+    members u32 [G, members, 2]: [start, stop) of each segment's answer among the targets. starts u32 [G, members]: the
+    first of all targets of each segment. weights, values, shared f32 [G]: of the groups, with weight 0 for padding.
+    ranges u32 [slots, 2]: of G. reference f32 [G, members]: only if the objective has a `reference`.
     """
 
     members: Tensor
+    starts: Tensor
     weights: Tensor
     values: Tensor
+    shared: Tensor
     ranges: Tensor
+    reference: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -72,12 +86,16 @@ class Scoring:
         own = make("token weights", tokens, dtype="f32"), make("token ranges", slots, 2)
         if objective.unit == "token":
             return cls(*own, values=values)
-        size = max(1, tokens // (2 * objective.members))  # a segment has at least two tokens
+        members = objective.parts
+        size = max(1, tokens // (members + 1))  # a prompt of one token at least, and one for each answer
         groups = GroupTensors(
-            members=make("members", size, objective.members, 2),
+            members=make("members", size, members, 2),
+            starts=make("member starts", size, members),
             weights=make("group weights", size, dtype="f32"),
             values=make("group values", size, dtype="f32"),
+            shared=make("shared values", size, dtype="f32"),
             ranges=make("group ranges", slots, 2),
+            reference=make("reference", size, members, dtype="f32") if objective.reference else None,
         )
         return cls(*own, groups, values)
 
@@ -87,8 +105,8 @@ class Scoring:
         return self.groups.ranges if self.groups else self.ranges
 
     def tensors(self) -> list[Tensor]:
-        values = [self.values] if self.values else []
-        return [self.weights, self.ranges, *values, *(vars(self.groups).values() if self.groups else [])]
+        grouped = vars(self.groups).values() if self.groups else []
+        return [tensor for tensor in (self.weights, self.ranges, self.values, *grouped) if tensor is not None]
 
     def upload(self, device: Device, groups: Sequence[Group], places: Sequence[np.ndarray]) -> None:
         """Fill the tensors. places: [start, stop) among R for each segment of each group."""
@@ -103,11 +121,23 @@ class Scoring:
                         values[self.values][start:stop] = group.value
                     extend(values[self.ranges][group.slot], start, stop)
             if self.groups:
-                values[self.groups.members][at] = place
-                values[self.groups.weights][at], values[self.groups.values][at] = group.weight, group.value
-                extend(values[self.groups.ranges][group.slot], at, at + 1)
+                self._upload_group(values, at, group, place)
         for tensor, array in values.items():
             device.write(tensor.storage.buffer, array)
+
+    def _upload_group(self, values: dict[Tensor, np.ndarray], at: int, group: Group, place: np.ndarray) -> None:
+        assert self.groups is not None
+        tensors = self.groups
+        values[tensors.members][at] = place
+        values[tensors.starts][at] = place[:, 0]
+        if group.context:
+            values[tensors.members][at][:, 0] += np.array(group.context, np.uint32)
+        values[tensors.weights][at], values[tensors.values][at] = group.weight, group.value
+        values[tensors.shared][at] = group.shared
+        if tensors.reference:
+            assert group.reference is not None, "the group's reference is not known"
+            values[tensors.reference][at] = group.reference
+        extend(values[tensors.ranges][group.slot], at, at + 1)
 
 
 @dataclass(frozen=True)
@@ -130,22 +160,54 @@ class Objective:
     (`own_option`).
 
     formats: the rows that it reads, by their columns; by default those that are one example.
-    unit: what the loss is averaged over. parts: examples per sample, which stay in one batch. reference: whether each
-    example also passes through the base model alone, in the same batch. valued: whether it reads the value of each
-    token's row (`Sample.value`). metrics: values logged beside the loss.
+    unit: what the loss is averaged over. parts: examples per sample, which stay in one batch. reference: whether it
+    needs the log-probabilities of its answers under a frozen reference: the base model alone, or another adapter.
+    whole: whether it also needs the log-probabilities of the first example's prompt. mismatched: whether it needs those
+    of prompts with other samples' answers (`Objective.estimate`). valued: whether it reads the value of each token's
+    row (`Sample.value`). metrics: values logged beside the loss.
     """
 
     formats: ClassVar[RowFormats[Sample]] = EXAMPLES
     unit: ClassVar[Literal["token", "group"]] = "token"
     parts: ClassVar[int] = 1
     reference: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
     valued: ClassVar[bool] = False
     metrics: ClassVar[tuple[str, ...]] = ()
 
     @property
-    def members(self) -> int:
-        """Segments per group."""
-        return self.parts * (2 if self.reference else 1)
+    def mismatched(self) -> bool:
+        return False
+
+    @property
+    def precomputes(self) -> bool:
+        """Whether the reference is computed before training instead of in every step."""
+        return False
+
+    @property
+    def reference_path(self) -> str | None:
+        """Directory of the adapter that is the reference; None for the base model alone."""
+        return None
+
+    def cut(self) -> Cut | None:
+        """How rows longer than the maximum length are cut; None cuts them at the end."""
+        return None
+
+    def shared(self, samples: Sequence[Sequence[Row]]) -> float:
+        """`Group.shared` of a step with these samples."""
+        return 0.0
+
+    def estimate(self, policy: Sequence[float], reference: Sequence[float]) -> float:
+        """`Group.shared` of a step, from the log-probabilities of its mismatched answers."""
+        raise NotImplementedError
+
+    def sums(self, logprobs: Sequence[np.ndarray]) -> tuple[float, ...]:
+        """The log-probabilities of a group's answers under the reference, given those of their tokens."""
+        return tuple(float(values.sum(dtype=np.float64)) for values in logprobs)
+
+    def logged(self, totals: Mapping[str, float], units: int) -> dict[str, float]:
+        """What is logged, given the sums of the metrics over a step, or over the held-out rows."""
+        return {name: value / units for name, value in totals.items()}
 
     def score(self, rec: Recorder, logprobs: Tensor, scoring: Scoring) -> Score:
         """Record the computation of weights and losses from log-probabilities f32 [R]."""

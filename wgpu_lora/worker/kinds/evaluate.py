@@ -27,6 +27,7 @@ def run(
     on_overflow: str | None = None,
     completion_only_loss: bool | None = None,
     enable_thinking: bool | None = None,
+    objective: str | None = None,
     turns: bool = False,
 ) -> Ended:
     """The result includes the device's facts. The exit code is 1 if the loss is not finite.
@@ -47,6 +48,7 @@ def run(
             on_overflow=on_overflow,
             completion_only_loss=completion_only_loss,
             enable_thinking=enable_thinking,
+            objective=objective,
             events=port,
             progress_bar=False,
         )

@@ -1,0 +1,44 @@
+"""Makes preference pairs from the demo's rows: the answer, and the same answer with one of its three steps wrong.
+
+    python scripts/demo/preferences.py OUTPUT
+
+writes OUTPUT/train.jsonl and OUTPUT/valid.jsonl, from the demo's training and held-out rows. A rejected answer has
+one line (the filter, the map or the reduction) of another row's answer.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+DATA = Path(__file__).parents[2] / "wgpu_lora" / "demo" / "data"
+STEPS = (3, 4, -1)  # lines of an answer: the filter, the map, the reduction
+
+
+def pairs(rows: list[dict], seed: int) -> list[dict]:
+    """A pair for each row."""
+    rng = random.Random(seed)
+    answers = [row["messages"][1]["content"].split("\n") for row in rows]
+    made = []
+    for row, lines in zip(rows, answers, strict=True):
+        step = rng.choice(STEPS)
+        other = rng.choice(sorted({answer[step] for answer in answers if len(answer) == len(lines)} - {lines[step]}))
+        wrong = [*lines]
+        wrong[step] = other
+        prompt, chosen = row["messages"]
+        made.append({"prompt": [prompt], "chosen": [chosen], "rejected": [{**chosen, "content": "\n".join(wrong)}]})
+    return made
+
+
+def main(output: Path) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    for name, source, seed in (("train", "train", 1), ("valid", "heldout", 2)):
+        rows = [json.loads(line) for line in (DATA / f"{source}.jsonl").read_text().splitlines()]
+        lines = "".join(json.dumps(pair) + "\n" for pair in pairs(rows, seed))
+        (output / f"{name}.jsonl").write_text(lines)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

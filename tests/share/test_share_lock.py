@@ -1,0 +1,75 @@
+"""The lock of a ledger: held only while the ledger is changed, and never by a thread that waits for it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+
+import pytest
+
+from wgpu_lora.share import Ledger
+from wgpu_lora.share import ledger as module
+from wgpu_lora.share.lease import take
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return Ledger("gpu", tmp_path)
+
+
+def test_no_garbage_is_collected_while_a_ledger_is_locked(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From before the lock is taken until no thread holds one: garbage may be a lease, whose end waits for the lock."""
+    share_lock, seen, inside, done = Ledger._share_lock, [], threading.Event(), threading.Event()
+
+    def looking(self: Ledger) -> None:
+        seen.append(gc.isenabled())
+        share_lock(self)
+
+    def other() -> None:
+        with Ledger("other", tmp_path).changing():
+            inside.set()
+            done.wait(60)
+
+    monkeypatch.setattr(Ledger, "_share_lock", looking)
+    thread = threading.Thread(target=other)
+    with ledger.changing():
+        thread.start()
+        inside.wait(60)
+    assert not gc.isenabled()
+    done.set()
+    thread.join()
+    assert gc.isenabled()
+    assert seen == [False, False]
+
+
+def test_what_interrupts_the_taking_of_the_lock_does_not_keep_it(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: Ledger) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "_share_lock", interrupted)
+        with pytest.raises(KeyboardInterrupt), ledger.changing():
+            pass
+    monkeypatch.setattr(module, "LOCK_SECONDS", 0.0)
+    with Ledger("gpu", ledger.directory).changing():
+        pass
+    assert gc.isenabled()
+
+
+def test_the_free_memory_is_asked_for_before_the_ledger_is_locked(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver may take seconds to say it, and others would wait."""
+    monkeypatch.setattr(module, "LOCK_SECONDS", 0.0)
+
+    def free() -> int:
+        with Ledger("gpu", ledger.directory).changing():
+            return 10
+
+    with take(ledger, 5, 10, "x", free=free):
+        pass

@@ -1,0 +1,85 @@
+"""Cases of the kernels of preference objectives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from support.kernels import Arrays, add, normal, poison, u32
+from wgpu_lora.gpu.kernel import Kernel
+from wgpu_lora.train.objectives import cpo, dpo, kto, members, orpo
+
+SIZE, STRIDE, ROWS, UNUSED = 67, 128, 1000, 5  # the last groups are padding
+
+
+def spans(rng: np.random.Generator, count: int, context: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Answers' [start, stop) of the groups in use, with gaps that belong to no segment; and where targets begin."""
+    lengths = rng.integers(1, 9, (SIZE, count))
+    before = rng.integers(0, 3, (SIZE, count)) if context else np.zeros((SIZE, count), int)
+    stops = np.cumsum(lengths + 3).reshape(SIZE, count)
+    found = np.stack([stops - lengths, stops], 2)
+    starts = found[:, :, 0] - before
+    found[SIZE - UNUSED :], starts[SIZE - UNUSED :] = 0, 0
+    return u32(found.tolist()), u32(starts.tolist())
+
+
+def summed(count: int, context: bool) -> Any:
+    def make(rng: np.random.Generator) -> Arrays:
+        answers, starts = spans(rng, count, context)
+        logprobs = -(normal(rng, 2 * ROWS) ** 2)
+        sums = poison(SIZE, count, 2)
+        return {"logprobs": logprobs, "members": answers, "starts": starts, "sums": sums}
+
+    return make
+
+
+def spread(count: int, context: bool) -> Any:
+    def make(rng: np.random.Generator) -> Arrays:
+        answers, starts = spans(rng, count, context)
+        slopes, weights = normal(rng, SIZE, count, 2), np.zeros(2 * ROWS, np.float32)
+        return {"slopes": slopes, "members": answers, "starts": starts, "weights": weights}
+
+    return make
+
+
+def scored(kernel: Kernel, logged: int, scale: float = 1.0, **constants: Any) -> None:
+    """A loss by group, of log-probabilities of this scale."""
+    count = 1 if kernel is kto.kto_scores else 2
+
+    def make(rng: np.random.Generator) -> Arrays:
+        sums, weights = -np.abs(normal(rng, SIZE, count, 2)) * np.float32(scale), rng.random(SIZE, np.float32) + 0.5
+        weights[SIZE - UNUSED :], sums[SIZE - UNUSED :] = 0, np.nan
+        given = {
+            "sums": sums,
+            "members": spans(rng, count, False)[0],
+            "reference": (-np.abs(normal(rng, SIZE, count)) * scale).astype(np.float32),
+            "group_weights": weights,
+            "values": np.sign(normal(rng, SIZE)),
+            "shared_values": rng.random(SIZE, np.float32),
+            "slopes": poison(SIZE, count, 2),
+            "losses": poison(SIZE),
+            "metrics": poison(logged, STRIDE),
+        }
+        return {name: given[name] for name in kernel.bindings}
+
+    add(kernel, make, size=SIZE, stride=STRIDE, beta=0.3, **constants)
+
+
+add(members.member_sums, summed(2, True), size=SIZE, count=2, ld_alpha=0.25)
+add(members.member_sums, summed(1, False), size=SIZE, count=1)
+add(members.member_weights, spread(2, True), size=SIZE, count=2, ld_alpha=0.25)
+add(members.member_weights, spread(1, False), size=SIZE, count=1)
+
+# All losses together; and each where the others would hide its extremes, at log-ratios of hundreds.
+scored(dpo.dpo_scores, 6, label_smoothing=0.1, **dict.fromkeys(dpo.LOSSES, 0.7))
+for loss in dpo.LOSSES:
+    scored(dpo.dpo_scores, 6, 1e3, label_smoothing=0.1, **{loss: 1.0})
+for loss in cpo.LOSSES:
+    chosen = {name: name == loss for name in ("hinge", "ipo", "simpo")}
+    scored(cpo.cpo_scores, 7, label_smoothing=0.1, gamma=0.5, alpha=0.7, mean=loss in cpo.MEANS, **chosen)
+scored(cpo.cpo_scores, 7, 1e3, label_smoothing=0.0, gamma=0.5, alpha=0.0)
+for scale in (1.0, 1e4, 1e-3):
+    scored(orpo.orpo_scores, 9, scale)
+for scale in (1.0, 1e3):
+    scored(kto.kto_scores, 7, scale, desirable=1.5, undesirable=0.5)

@@ -1,0 +1,178 @@
+"""runs.jsonl: appended under a lock, mended, folded, and never rewritten."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from wgpu_lora.errors import TrackingWarning, UserError
+from wgpu_lora.track import git, recording
+from wgpu_lora.track.choosing import Filter, find, since
+from wgpu_lora.track.entry import Entry, Losses, Process, run_name
+from wgpu_lora.track.recording import Recording, recorded, remarks
+from wgpu_lora.track.runlog import RunLog, facts_of
+from wgpu_lora.track.table import cells, compared, markdown
+
+
+@pytest.fixture(autouse=True)
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunLog:
+    monkeypatch.setenv("WGPU_LORA_DATA_DIR", str(tmp_path))
+    monkeypatch.delenv("WGPU_LORA_NO_RUN_LOG", raising=False)
+    return RunLog()
+
+
+def entry(number: int = 0, **changes: object) -> Entry:
+    values: dict[str, object] = {"id": f"2026-{number:02}aa", "date": f"2026-01-{number + 1:02}T00:00:00Z"}
+    return Entry(**{**values, "kind": "finetune", "name": "nf4_lora_sft_f32", "objective": "sft", **changes})
+
+
+def test_a_later_line_changes_a_run(log: RunLog) -> None:
+    with recorded("finetune", "nf4_lora_sft_f32", goal="why", config={"lora_r": 4}) as found:
+        (running,) = log.read().entries
+        found["losses"] = Losses("training", 2.0, 0.5, 1.0)
+    first = log.path.read_bytes().splitlines()[0]
+    (entry,) = log.read().entries
+    assert running.status == "running"
+    assert (entry.status, entry.goal, entry.config, entry.improvement) == ("finished", "why", {"lora_r": 4}, 50.0)
+    assert entry.ended
+    assert entry.process == Process.this()
+    assert json.loads(first)["recorded"] == "running"  # history stays
+
+
+def test_what_an_exception_ended(log: RunLog) -> None:
+    for error in (UserError("no --token abcdefgh"), KeyboardInterrupt()):
+        with pytest.raises(type(error)), recorded("bench", "x"):
+            raise error
+    failed, interrupted = log.read().entries
+    assert (failed.status, failed.error) == ("failed", "no --token ***")
+    assert interrupted.status == "interrupted"
+
+
+@pytest.mark.parametrize("torn", [b'{"id": "20', b"\xff\xfe", b'{"id": 3}', b"[1]", '{"id": "ä'.encode()[:-1]])
+def test_a_torn_line_costs_only_itself(log: RunLog, torn: bytes) -> None:
+    log.append(facts_of(entry(0)))
+    before = log.path.read_bytes() + torn
+    log.path.write_bytes(before)
+    log.append(facts_of(entry(1)))
+    assert log.path.read_bytes().startswith(before)  # never rewritten
+    found = log.read()
+    assert [one.id for one in found.entries] == [entry(0).id, entry(1).id]
+    assert found.damaged == 1
+
+
+def test_a_whole_line_without_its_end_is_kept(log: RunLog) -> None:
+    log.append(facts_of(entry(0)))
+    log.path.write_bytes(log.path.read_bytes().rstrip(b"\n"))
+    log.append(facts_of(entry(1)))
+    assert (len(log.read().entries), log.read().damaged) == (2, 0)
+
+
+def test_written_by_many_at_once(log: RunLog) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: RunLog().append(facts_of(entry(number))), range(24)))
+    assert (len(log.read().entries), log.read().damaged) == (24, 0)
+
+
+def test_a_full_disk_leaves_no_half_line(log: RunLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    log.append(facts_of(entry(0)))
+    before = log.path.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("wgpu_lora.track.runlog.os.fsync", full)
+    with pytest.warns(TrackingWarning, match="No space left"):  # once, and the run goes on
+        Recording(entry(1)).end("finished")
+    assert log.path.read_bytes() == before
+
+
+def test_a_killed_run_is_recognised(log: RunLog) -> None:
+    code = "import os; from wgpu_lora.track.recording import Recording as R; R.of('finetune', 'x'); os._exit(9)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+    (killed,) = log.read().entries
+    assert (killed.recorded, killed.status) == ("running", "killed")
+    assert killed.process
+    elsewhere = replace(killed, process=replace(killed.process, host="another"))
+    assert elsewhere.status == "running"  # its processes cannot be seen from here
+
+
+def test_opting_out(log: RunLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    with recorded("bench", "x", asked=False):
+        pass
+    with remarks(log=False), recorded("bench", "x"):
+        pass
+    monkeypatch.setenv("WGPU_LORA_NO_RUN_LOG", "1")
+    with recorded("bench", "x"):
+        pass
+    assert not log.path.exists()
+
+
+def test_git_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert git.git_state() is None
+
+    def run(*command: str) -> str:
+        names = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", *names, *command], capture_output=True, text=True, check=True).stdout.strip()
+
+    run("init")
+    assert git.git_state() is None  # no commit yet
+    run("commit", "--allow-empty", "-m", "x")
+    assert git.git_state() == git.Git(run("rev-parse", "HEAD"), False)
+    (tmp_path / "new").write_text("")
+    assert git.git_state() == git.Git(run("rev-parse", "HEAD"), True)
+    monkeypatch.setenv("PATH", "")
+    assert git.git_state() is None
+    assert recording.git_state() is None
+
+
+def test_names_follow_the_convention() -> None:
+    assert run_name("nf4", True, False, "sft", "f32") == "nf4_lora_sft_f32"
+    assert run_name("bf16", True, True, "dpo", "bf16") == "bf16_rslora_dpo_bf16"
+
+
+def test_filters_and_ids() -> None:
+    found = [
+        entry(0, recorded="failed"),
+        entry(1, recorded="finished", adapter="poet"),
+        entry(2, kind="bench training"),
+    ]
+
+    def ids(**wanted: object) -> list[int]:
+        return [number for number, one in enumerate(found) if Filter(**wanted).holds(one)]
+
+    assert ids(status="failed") == [0]
+    assert ids(kind="bench") == [2]
+    assert ids(name="POE") == [1]
+    assert ids(name="nf4_*_f32") == [0, 1, 2]
+    assert ids(objective="dpo") == []
+    assert ids(since=datetime(2026, 1, 2, tzinfo=UTC)) == [1, 2]
+    at = datetime(2026, 1, 8, tzinfo=UTC)
+    assert since("2d", at) == at - timedelta(days=2)
+    assert find(found, "last") is found[2]
+    assert find(found, "01aa") is found[1]
+    for name, error in (("2026", "stands for 3 runs"), ("nothing", "There is no run"), ("", "There is no run")):
+        with pytest.raises(UserError, match=error):
+            find(found, name)
+    for text in ("soon", "999999w", "2026-13-01"):
+        with pytest.raises(UserError, match="since must be"):
+            since(text)
+
+
+def test_comparison_and_markdown() -> None:
+    one = entry(0, config={"lora_r": 4, "seed": 1}, losses=Losses("held-out", 2.0, 1.0, 1.0))
+    two = entry(1, config={"lora_r": 8, "seed": 1}, losses=Losses("held-out", 2.0, 0.5, 0.5), goal="a|b\nc")
+    rows = {label: values for label, *values in compared(one, two)}
+    assert rows["--lora-r"] == ["4", "8"]
+    assert rows["held-out loss, final"] == ["1.0000", "0.5000"]
+    assert rows["improvement"] == ["+50.00%", "+75.00%"]
+    assert not {"--seed", "kind"} & rows.keys()
+    table = markdown(("a", "b"), [(cells(two)[-1], "1")], ("a",))
+    assert table.splitlines() == ["| a | b |", "| --- | ---: |", "| a\\|b c | 1 |"]

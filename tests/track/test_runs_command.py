@@ -1,0 +1,85 @@
+"""Every finetune, evaluation and benchmark is in the run log, and `wgpu-lora runs` shows it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.cli import QWEN2, ROWS, SMALL, flags, write_rows
+
+import wgpu_lora
+from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
+from wgpu_lora.cli import main
+from wgpu_lora.errors import UserError
+from wgpu_lora.track.runlog import RunLog
+from wgpu_lora.train.following import FILE
+
+
+@pytest.fixture(autouse=True)
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunLog:
+    monkeypatch.setenv("WGPU_LORA_DATA_DIR", str(tmp_path / "data"))
+    return RunLog()
+
+
+def test_runs(log: RunLog, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, output = write_rows(tmp_path / "rows.jsonl", ROWS), tmp_path / "run"
+    given = {**SMALL, "model": QWEN2, "data": rows, "output": output}
+    assert main(["finetune", *flags(**given, eval_data=rows, goal="try", notes="hf_abcdefghijkl")]) == 0
+    assert main(["finetune", *flags(output=output, resume=True, max_steps=3)]) == 0
+    evaluated = {"data": rows, "adapter": output, "max_length": 16}
+    assert main(["evaluate", *flags(**evaluated, goal="check")]) == 0
+    assert main(["evaluate", *flags(**evaluated, run_log=False)]) == 0
+    tuned, measured = log.read().entries
+    assert "hf_abc" not in log.path.read_text()
+    assert (tuned.kind, tuned.name, tuned.status, tuned.goal) == ("finetune", "nf4_lora_sft_f32", "finished", "try")
+    assert (tuned.steps, tuned.losses.of) == (3, "held-out")  # the resumed run is the same
+    assert tuned.resumed
+    assert tuned.id == json.loads((output / FILE).read_text())["id"]
+    state = wgpu_lora.RunRecord.read(output).state
+    found = (tuned.losses.initial, tuned.losses.best, tuned.losses.final, tuned.tokens)
+    assert found == (state.first_eval_loss, state.best_eval_loss, state.last_eval_loss, state.tokens)
+    assert tuned.outputs == [str(output), str(output / "best")]
+    assert tuned.data
+    assert tuned.config["data"] == tuned.data.path == str(rows)
+    assert (measured.kind, measured.goal, measured.status) == ("evaluate", "check", "finished")
+    assert measured.losses.final == pytest.approx(state.last_eval_loss, rel=1e-5)
+    capsys.readouterr()
+    assert main(["runs", "--kind", "finetune", "--status", "finished", "--since", "1h"]) == 0
+    shown = capsys.readouterr().out
+    assert "nf4_lora_sft_f32" in shown
+    assert "evaluate" not in shown
+    assert main(["runs", "--json"]) == 0
+    assert [run["status"] for run in json.loads(capsys.readouterr().out)] == ["finished", "finished"]
+    assert main(["runs", "--markdown"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert main(["runs", tuned.id, "last", "--markdown"]) == 0
+    assert "| goal | try | check |" in capsys.readouterr().out
+    for wrong in (["x"], ["last"] * 3, ["last", "--kind", "bench"], ["--status", "done"], ["--since", "x"]):
+        assert main(["runs", *wrong]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_pipeline_has_an_entry_for_each_adapter(log: RunLog, tmp_path: Path) -> None:
+    rows = str(write_rows(tmp_path / "rows.jsonl", ROWS))
+    adapters = [{"data": rows, "checkpoint": str(tmp_path / name)} for name in ("one", "two")]
+    record = MultiAdapterPipeline(adapters, model=QWEN2, output=str(tmp_path / "all"), **SMALL).train()
+    entries = log.read().entries
+    assert [(one.adapter, one.status, one.steps) for one in entries] == [("one", "finished", 2), ("two", "finished", 2)]
+    assert {one.pipeline for one in entries} == {str(tmp_path / "all")}
+    assert [one.losses.final for one in entries] == [one.losses.train for one in record.adapters]
+
+
+def test_a_run_that_fails_or_is_stopped(log: RunLog, tmp_path: Path) -> None:
+    rows = str(write_rows(tmp_path / "rows.jsonl", ROWS))
+    given = {**SMALL, "data": rows, "progress_bar": False}
+    wgpu_lora.finetune(QWEN2, **given, output=str(tmp_path / "run"), callback=lambda result: True)
+
+    def fail(result: wgpu_lora.StepResult) -> None:
+        raise UserError("no more")
+
+    with pytest.raises(UserError):
+        wgpu_lora.finetune(QWEN2, **given, output=str(tmp_path / "other"), callback=fail)
+    stopped, failed = log.read().entries
+    assert (stopped.status, stopped.losses.of) == ("stopped", "training")
+    assert (failed.status, failed.error) == ("failed", "no more")

@@ -1,0 +1,203 @@
+"""Trackers: what they are told, and that whatever they do, the run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import trackers
+from support.cli import QWEN2, ROWS, SMALL, flags, write_rows
+
+from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
+from wgpu_lora.cli import main
+from wgpu_lora.errors import TrackingWarning, UserError
+from wgpu_lora.track import remote, report_to
+from wgpu_lora.track.remote import Remote
+from wgpu_lora.track.trackers import TRACKERS
+from wgpu_lora.track.trackers.base import Tracked
+from wgpu_lora.train.arguments import TrainingArguments, from_values
+from wgpu_lora.train.following import metrics_of
+from wgpu_lora.train.output import read_log
+
+METRICS = {"train/loss": 1.5, "train/global_step": 1.0}
+
+
+@pytest.fixture
+def tracked(tmp_path: Path) -> Tracked:
+    return Tracked("20260101-000000-abcdef", "nf4_lora_sft_f32", str(tmp_path), config={"lora_r": 4})
+
+
+def start(name: str, tracked: Tracked, monkeypatch: pytest.MonkeyPatch) -> Remote:
+    monkeypatch.setitem(TRACKERS, "fake", getattr(trackers, name))
+    return Remote("fake", tracked)
+
+
+def seen(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / trackers.SEEN).read_text().splitlines()]
+
+
+def test_what_a_tracker_is_told(tracked: Tracked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one = start("Writing", tracked, monkeypatch)
+        one.log({**METRICS, "eval/loss": float("nan")}, 1)
+        one.finish("finished")
+    assert seen(tmp_path) == [
+        {"begin": vars(tracked)},
+        {"step": 1, **METRICS, "eval/loss": None},
+        {"finish": "finished"},
+    ]
+    assert one.place == str(tmp_path)
+
+
+def test_the_end_of_the_input_ends_the_run(tracked: Tracked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = start("Writing", tracked, monkeypatch)
+    assert one._process
+    one._out.put(None)  # as if the run's process had been killed
+    one._process.wait(30)
+    assert seen(tmp_path)[-1] == {"finish": "killed"}
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("RaisingAtStart", "ConnectionError: no route to the server"),
+        ("Raising", "ValueError: no such metric"),
+        ("Exiting", "code 3"),
+        ("Hanging", "not answered for 1 s"),
+        ("HangingAtEnd", "not answered for 1 s"),
+    ],
+)
+def test_a_tracker_that_fails_costs_one_warning(
+    name: str, why: str, tracked: Tracked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "END_LIMIT", 1.0)
+    begin = time.monotonic()
+    with pytest.warns(TrackingWarning, match=why) as found:  # noqa: PT031
+        one = start(name, tracked, monkeypatch)
+        for step in range(1, 2000):  # more than a pipe holds
+            one.log(METRICS, step)
+        one.finish("finished")
+        one.finish("finished")
+    assert len(found) == 1
+    assert time.monotonic() - begin < 30
+    assert one._process
+    assert one._process.poll() is not None
+
+
+def test_a_tracker_that_hangs_during_the_run(tracked: Tracked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "LIMIT", 0.0)
+    one = start("Hanging", tracked, monkeypatch)
+    with pytest.warns(TrackingWarning, match="not answered"):  # noqa: PT031
+        for step in range(3):
+            one.log(METRICS, step)
+            time.sleep(0.01)
+    assert one._process
+    assert one._process.poll() is not None
+
+
+def test_a_process_that_cannot_be_started(tracked: Tracked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    with pytest.warns(TrackingWarning, match="cannot be started"):
+        start("Writing", tracked, monkeypatch).finish("finished")
+
+
+def test_names_of_metrics() -> None:
+    line = {"step": 4, "epoch": 0.5, "loss": 1.0, "learning_rate": 0.1, "eval_loss": 2.0}
+    assert metrics_of(line) == {
+        "train/epoch": 0.5, "train/loss": 1.0, "train/learning_rate": 0.1, "eval/loss": 2.0, "train/global_step": 4
+    }  # fmt: skip
+
+
+def test_the_option() -> None:
+    assert report_to.trackers_of("wandb, jsonl,tensorboard,wandb") == ["wandb", "tensorboard"]
+    assert report_to.trackers_of("none") == report_to.trackers_of("jsonl") == report_to.trackers_of(None) == []
+    assert from_values({"report_to": ["wandb", "trackio"]}, "here").report_to == "wandb,trackio"
+    with pytest.raises(UserError, match="tensorboard, wandb, trackio, jsonl, not 'mlflow'"):
+        TrainingArguments(report_to="wandb,mlflow")
+
+
+def test_a_missing_library_is_said_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Absent(trackers.Writing):
+        module, extra = "wandb_that_is_not_there", "wandb"
+
+    monkeypatch.chdir(tmp_path)
+    Path(Absent.module).mkdir()  # the folder of its runs is not the library
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(TRACKERS, "wandb", Absent)
+    given = {**SMALL, "model": QWEN2, "data": write_rows(tmp_path / "rows.jsonl", ROWS), "output": tmp_path / "run"}
+    assert main(["finetune", *flags(**given), "--report-to", "jsonl", "--report-to", "wandb"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--report-to wandb needs wandb_that_is_not_there, which is not installed: " in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_runs_of_a_pipeline_and_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TRACKERS, "trackio", trackers.Writing)
+    rows = str(write_rows(tmp_path / "rows.jsonl", ROWS))
+    places = [tmp_path / name for name in ("one", "two")]
+    adapters = [{"data": rows, "checkpoint": str(place)} for place in places]
+    options = {**SMALL, "model": QWEN2, "report_to": "trackio", "output": str(tmp_path / "all")}
+    for changes in ({}, {"max_steps": 3, "resume": True}):
+        MultiAdapterPipeline(adapters, **{**options, **changes}).train()
+    for place in places:
+        told = seen(place)
+        first, second = (entry["begin"] for entry in told if "begin" in entry)
+        assert first["id"] == second["id"]
+        assert (first["group"], first["step"], second["step"]) == ("all", 0, 2)
+        assert first["name"] == f"nf4_lora_sft_f32 {place.name}"
+        assert first["config"]["lora_r"] == SMALL["lora_r"]
+        logged = [(entry["step"], entry["train/loss"]) for entry in told if "train/loss" in entry]
+        assert logged == [(line["step"], line["loss"]) for line in read_log(place / "log.jsonl")]
+        assert told[-1] == {"finish": "finished"}
+    assert len({seen(place)[0]["begin"]["id"] for place in places}) == 2
+
+
+# -- the libraries, without a network ----------------------------------------------------------------------------------
+
+
+def report(name: str, tracked: Tracked) -> None:
+    """A run of two steps, and the same run resumed after the first."""
+    pytest.importorskip(TRACKERS[name].module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in (0, 1):
+            one = Remote(name, Tracked(**{**vars(tracked), "step": step}))
+            one.log(METRICS, step + 1)
+            one.finish("finished")
+
+
+def test_tensorboard(tracked: Tracked, tmp_path: Path) -> None:
+    report("tensorboard", tracked)
+    files = list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+    content = b"".join(file.read_bytes() for file in files)
+    assert len(files) == 2
+    assert content.count(b"train/loss") == 2
+
+
+def test_wandb_offline(tracked: Tracked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    report("wandb", tracked)
+    files = sorted((tmp_path / "wandb").glob(f"offline-run-*/run-{tracked.id}.wandb"))
+    assert files
+    assert all(b"train/loss" in file.read_bytes() for file in files)
+
+
+def test_trackio_local(tracked: Tracked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.delenv("TRACKIO_SPACE_ID", raising=False)
+    monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
+    report("trackio", tracked)
+    (database,) = (tmp_path / "trackio").glob("*.db")
+    with sqlite3.connect(database) as connection:
+        found = connection.execute("SELECT run_name, step, metrics FROM metrics ORDER BY step").fetchall()
+    assert [(name, step) for name, step, _ in found] == [(f"{tracked.name} {tracked.id}", step) for step in (1, 2)]
+    assert json.loads(found[0][2])["train/loss"] == METRICS["train/loss"]

@@ -1,0 +1,242 @@
+"""Preference training as a user sees it: resuming, packing, dropout, cutting, memory, and wrong rows and options."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.models import save_golden_adapter
+from support.sources import written
+from support.training import golden_arguments, model_dir
+
+from wgpu_lora.cli import main
+from wgpu_lora.data.cutting import Cut
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.peft import read_adapter
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.train.arguments import TrainingArguments, from_values
+from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.train.idle import idle
+from wgpu_lora.train.job import Job
+from wgpu_lora.train.objectives import objective_of
+from wgpu_lora.train.output import LOG, read_log
+
+
+def pairs(path: Path, count: int = 6, seed: int = 0) -> Path:
+    rng = np.random.default_rng(seed)
+
+    def ids(least: int, most: int) -> list[int]:
+        return rng.integers(0, 301, rng.integers(least, most)).tolist()
+
+    return written(
+        path,
+        [{"prompt_ids": ids(1, 5), "chosen_ids": ids(2, 7), "rejected_ids": ids(2, 7)} for _ in range(count)],
+    )
+
+
+def job(directory: Path, **changes: Any) -> Job[Any]:
+    directory.mkdir(exist_ok=True)
+    options = {"objective": "dpo", "data": str(pairs(directory / "pairs.jsonl")), "max_steps": 4, "base_dtype": "f32"}
+    return prepare_job(golden_arguments(directory, "qwen2", **{**options, **changes}))
+
+
+@pytest.mark.parametrize("precompute", [False, True])
+def test_resuming_gives_the_same_bytes(device: Device, tmp_path: Path, precompute: bool) -> None:
+    """With dropout, held-out rows and a frozen adapter as the reference."""
+    options = {
+        "eval_data": str(pairs(tmp_path / "heldout.jsonl", 3, seed=1)),
+        "lora_dropout": 0.1,
+        "precompute_ref_log_probs": precompute,
+        "reference_adapter": str(save_golden_adapter("qwen2", tmp_path / "frozen", scale=2.0)),
+    }
+    whole = job(tmp_path / "a", **options).train()
+    job(tmp_path / "b", **options, max_steps=2).train()
+    resumed = job(tmp_path / "b", **options, resume=True).train()
+    assert whole.adapter_sha256 == resumed.adapter_sha256
+    lines = read_log(tmp_path / "a" / "run" / LOG)
+    assert {"eval_loss", "eval_rewards/accuracies", "eval_rewards/margins"} <= set(lines[0])
+    assert {"loss", "rewards/chosen", "logps/rejected", "tokens_per_second"} <= set(lines[1])
+    assert (tmp_path / "a" / "run" / "best").is_dir()
+    save_golden_adapter("qwen2", tmp_path / "frozen", scale=3.0)
+    with pytest.raises(UserError, match=r"The reference adapter of the run in .* has changed since it started"):
+        job(tmp_path / "b", **options, max_steps=6, resume=True).train()
+
+
+def test_packing_and_accumulation_do_not_change_the_result(device: Device, tmp_path: Path) -> None:
+    """Six pairs per step, in batches of one or packed, with dropout: the same loss and adapter."""
+    ways: list[dict[str, Any]] = [
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 6},
+        {"per_device_train_batch_size": 6, "packing": True, "precompute_ref_log_probs": True},
+    ]
+    results, losses = [], []
+    shared = {"max_steps": 2, "lora_dropout": 0.2, "loss_type": "sigmoid,sft"}
+    for number, way in enumerate(ways):
+        job(tmp_path / str(number), **shared, **way).train()
+        results.append(read_adapter(tmp_path / str(number) / "run")[1])
+        losses.append([line["loss"] for line in read_log(tmp_path / str(number) / "run" / LOG)])
+    for other, loss in zip(results[1:], losses[1:], strict=True):
+        assert loss == pytest.approx(losses[0], rel=1e-5)
+        for key, pair in results[0].items():
+            for ours, theirs in zip(pair, other[key], strict=True):
+                assert np.abs(ours - theirs).max() < 1e-5
+
+
+def test_a_prompts_tokens_have_the_same_dropout(tmp_path: Path) -> None:
+    stream = job(tmp_path / "a", lora_dropout=0.5).run.stream
+    chosen, rejected = stream.group(3, 1.0, 0, epoch=1).segments
+    shortest = min(len(chosen.input_ids), len(rejected.input_ids))
+    assert chosen.draws is not None
+    assert rejected.draws is not None
+    np.testing.assert_array_equal(chosen.draws[:shortest], rejected.draws[:shortest])
+    assert (stream.group(2, 1.0, 0, epoch=1).segments[0].draws[0] != chosen.draws[0]).any()
+
+
+def test_the_plan_counts_the_reference(tmp_path: Path) -> None:
+    """A frozen adapter takes its parameters, without gradients and optimizer state; the base is there once."""
+    frozen = str(save_golden_adapter("qwen2", tmp_path / "frozen"))
+    plain, alone, frozen_too = (
+        job(tmp_path / name, **options).session.memory().groups
+        for name, options in (
+            ("a", {"objective": "cpo"}), ("b", {}), ("c", {"reference_adapter": frozen}),
+        )
+    )  # fmt: skip
+    assert plain["reference"] == alone["reference"] == 0
+    assert frozen_too["reference"] == plain["adapters"] > 0
+    assert plain["base"] == alone["base"] == frozen_too["base"]
+    assert alone["optimizer"] == frozen_too["optimizer"]
+    assert plain["workspace"] < alone["workspace"]
+
+
+def test_training_starts_from_the_reference(tmp_path: Path) -> None:
+    frozen = save_golden_adapter("qwen2", tmp_path / "frozen", scale=2.0)
+    run = job(tmp_path / "a", reference_adapter=str(frozen), init_adapter=None).run
+    assert f"adapter: starts from the reference adapter {frozen}" in run.notes
+    key = next(iter(run.initial))
+    np.testing.assert_array_equal(run.initial[key][1], read_adapter(frozen)[1][key][1])
+    other = save_golden_adapter("llama", tmp_path / "other")
+    with pytest.raises(UserError, match=r"The adapter .*other does not fit the model: its .* is of shape"):
+        job(tmp_path / "b", reference_adapter=str(other))
+
+
+@pytest.mark.parametrize(
+    ("cut", "length", "ids"),
+    [
+        (Cut(), 9, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (Cut(), 5, [0, 1, 2, 3, 4]),
+        (Cut(mode="keep_end"), 5, [3, 4, 5, 6, 7]),
+        (Cut(prompt=2), 9, [1, 2, 3, 4, 5, 6, 7]),
+        (Cut(answer=2), 9, [0, 1, 2, 3, 4]),
+        (Cut(2, 4), 5, [1, 2, 3, 4, 5]),
+        (Cut(2, 4, "keep_end"), 5, [2, 3, 4, 5, 6]),
+        (Cut(9, 9), 9, [0, 1, 2, 3, 4, 5, 6, 7]),
+    ],
+)
+def test_cutting(cut: Cut, length: int, ids: list[int]) -> None:
+    """A row of three tokens of prompt and five of an answer."""
+    labels = [-100] * 3 + [3, 4, 5, 6, 7]
+    assert cut(list(range(8)), labels, length) == (ids, [labels[i] for i in ids])
+
+
+ROW = {"prompt_ids": [1, 2, 3, 4], "chosen_ids": [5, 6, 7], "rejected_ids": [5, 6, 8]}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "options", "words"),
+    [
+        ({}, {"max_length": 6}, "the chosen and the rejected answer are equal where the length cuts them"),
+        ({}, {"max_completion_length": 2}, "the chosen and the rejected answer are equal where the length cuts them"),
+        ({}, {"max_length": 4}, "the prompt fills the whole length, so that nothing of the answer is left"),
+        ({"rejected_ids": [5, 6, 7]}, {}, "'chosen_ids' and 'rejected_ids' are equal, so there is nothing to prefer."),
+        ({"rejected_ids": None}, {}, "'rejected_ids' must be a list of integers"),
+        ({"rejected_ids": []}, {}, "'rejected_ids' is an empty list; give at least one token."),
+    ],
+)
+def test_rows_that_are_no_pairs(tmp_path: Path, wrong: dict[str, Any], options: dict[str, Any], words: str) -> None:
+    """Each is an error that names its line, or is counted among the skipped rows."""
+    sound = {"prompt_ids": [1], "chosen_ids": [5], "rejected_ids": [6]}
+    data = str(written(tmp_path / "rows.jsonl", [sound, {**ROW, **wrong}, sound]))
+    with pytest.raises(UserError, match=r"rows\.jsonl, line 2: ") as raised:
+        job(tmp_path / "a", data=data, **options)
+    assert words in str(raised.value)
+    account = job(tmp_path / "b", data=data, skip_bad_rows=True, **options).run.stream.prepared.account
+    assert account.examples == 3
+    assert len(account.bad) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"loss_type": "sigmod"}, "loss_type must be one or several of sigmoid, hinge, ipo"),
+        ({"loss_type": "sft,sft"}, "loss_type has 'sft' twice"),
+        ({"loss_type": "exo_pair"}, "loss_type='exo_pair' needs a label_smoothing greater than 0"),
+        ({"loss_type": "robust", "label_smoothing": 0.5}, "needs a label_smoothing less than 0.5, not 0.5"),
+        ({"loss_type": "sft,ipo", "loss_weights": "1"}, "loss_weights has 1 numbers, but loss_type 2 losses"),
+        ({"loss_weights": "high"}, "loss_weights must be numbers of at least 0"),
+        ({"loss_weights": "0"}, "loss_weights must be numbers of at least 0, not all 0"),
+        ({"objective": "kto", "loss_type": "sigmoid"}, "loss_type must be one of kto, apo_zero_unpaired for objective"),
+        ({"objective": "cpo", "loss_type": "sft"}, "loss_type must be one of sigmoid, hinge, ipo, simpo for objective"),
+        ({"beta": 0.0}, "beta must be greater than 0"),
+        ({"ld_alpha": 1.5}, "ld_alpha must be at least 0 and at most 1"),
+    ],
+)
+def test_options_that_are_wrong(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as raised:
+        TrainingArguments(**({"objective": "dpo"} | options))
+    assert words in str(raised.value)
+
+
+def test_lists_of_losses_and_options_of_other_objectives() -> None:
+    args = from_values({"objective": "dpo", "loss_type": ["sigmoid", "sft"], "loss_weights": [0.8, 1]}, "recipe")
+    assert objective_of(args).losses == {"sigmoid": 0.8, "sft": 1.0}  # type: ignore[attr-defined]
+    given = ("ld_alpha", "simpo_gamma", "beta", "completion_only_loss")
+    assert idle(given, args) == [
+        "completion_only_loss does nothing: objective='dpo' is about answers only.",
+        "simpo_gamma does nothing: objective='dpo' does not use it.",
+    ]
+    assert [said.split()[0] for said in idle(given, TrainingArguments())] == ["beta", "ld_alpha", "simpo_gamma"]
+
+
+def test_rows_of_another_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = written(tmp_path / "chat.jsonl", [{"prompt": "a", "completion": "b"}])
+    options = ["--model", str(model_dir("qwen2")), "--data", str(data), "--objective", "dpo"]
+    assert main(["plan", *options]) == 2
+    said = capsys.readouterr().err
+    assert "chat.jsonl, line 1: the row fits no format" in said
+    assert "use --objective sft for such rows." in said
+
+
+def test_evaluating_an_adapter_as_it_was_trained(device: Device, tmp_path: Path, capsys: Any) -> None:
+    """The loss, accuracy and margin on pairs are those of the run; on other rows the usual loss."""
+    heldout = str(pairs(tmp_path / "heldout.jsonl", 3, seed=1))
+    job(tmp_path / "a", eval_data=heldout, beta=0.4, loss_type="ipo").train()
+    line, run = read_log(tmp_path / "a" / "run" / LOG)[-1], str(tmp_path / "a" / "run")
+    options = ["--model", str(model_dir("qwen2")), "--base-dtype", "f32", "--json"]
+    capsys.readouterr()
+    assert main(["evaluate", "--data", heldout, "--adapter", run, *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["objective"], found["perplexity"]) == ("dpo", None)
+    assert found["loss"] == pytest.approx(line["eval_loss"], rel=1e-5)
+    for name, value in found["metrics"].items():
+        assert value == pytest.approx(line[f"eval_{name}"], rel=1e-4, abs=1e-5)
+    assert main(["evaluate", "--data", heldout, "--compare", "--adapter", run, *options]) == 0
+    base, other = json.loads(capsys.readouterr().out)
+    assert base["metrics"]["rewards/margins"] == pytest.approx(0, abs=1e-5)
+    assert other["loss"] == found["loss"]
+    plain = str(written(tmp_path / "plain.jsonl", [{"input_ids": [1, 2, 3]}]))
+    assert main(["evaluate", "--data", plain, "--adapter", run, *options]) == 0
+    assert json.loads(capsys.readouterr().out)["objective"] == "sft"
+
+
+def test_labelled_rows_and_their_log(device: Device, tmp_path: Path) -> None:
+    """KTO with held-out rows; a step without undesirable answers logs nothing about them."""
+    rows = [{"prompt_ids": [i], "completion_ids": [5, i, 7], "label": i != 3} for i in range(4)]
+    data = str(written(tmp_path / "labelled.jsonl", rows))
+    job(tmp_path / "a", objective="kto", data=data, eval_data=data, max_steps=2).train()
+    lines = read_log(tmp_path / "a" / "run" / LOG)
+    assert {"eval_loss", "eval_rewards/margins", "eval_kl"} <= set(lines[0])
+    assert "rewards/rejected" not in lines[1]
+    assert {"rewards/chosen", "rewards/rejected", "rewards/margins", "kl"} <= set(lines[2])
+    assert json.loads((tmp_path / "a" / "run" / "run.json").read_text())["options"]["objective"] == "kto"

@@ -1,0 +1,117 @@
+"""`finetune --validation-split`: rows of --data are held out, the same when a run is resumed and by `data prepare`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cli import QWEN2, SMALL, Run, commands, flags
+from support.data import chat, small_tokenizer, write_jsonl
+
+from wgpu_lora.data import hold_out, prepare
+from wgpu_lora.data.preferences import PAIRS
+from wgpu_lora.data.preparing import Preparation, prepare_files
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.finetune import prepare_job
+
+ROWS: list[dict[str, Any]] = [{"input_ids": [i % 40 + 1, i // 40 + 1, 3, 4, i % 7 + 1]} for i in range(50)]
+TEXTS = [{"prompt": f"{i}", "completion": f"{i} {i}"} for i in range(50)]
+
+
+@pytest.fixture
+def run(device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    return commands(device, monkeypatch, capsys)
+
+
+def options(tmp_path: Path, **changes: Any) -> list[str]:
+    data = write_jsonl(tmp_path / "rows.jsonl", *ROWS)
+    return flags(**SMALL | {"model": QWEN2, "data": data, "output": tmp_path / "out", "tune": False} | changes)
+
+
+def test_a_run_keeps_its_best_adapter_and_its_split(run: Run, tmp_path: Path) -> None:
+    given = options(tmp_path, validation_split=0.2, max_steps=3, eval_steps=1, learning_rate=1e-3)
+    code, said, err = run("finetune", *given)
+    assert code == 0, err
+    assert "rows.jsonl: 50 examples, 40 rows; " in said
+    assert "10 of 50 rows are held out (--validation-split 0.2)" in said
+    assert "held out  rows.jsonl: 10 examples, 10 rows; " in said
+    assert (tmp_path / "out" / "best" / "adapter_model.safetensors").is_file()
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    code, said, _ = run("finetune", "--output", tmp_path / "out", "--resume", "--max-steps", 4)
+    assert code == 0
+    assert "10 of 50 rows are held out" in said
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["eval_data"] == record["eval_data"]
+    code, _, err = run("finetune", "--output", tmp_path / "out", "--resume", "--validation-split", 0.1)
+    assert (code, "--validation-split was 0.2, not 0.1" in err) == (2, True)
+    code, _, err = run("finetune", "--output", tmp_path / "out", "--resume", "--eval-data", tmp_path / "rows.jsonl")
+    assert (code, "both hold rows out: leave one of them out." in err) == (2, True)
+
+
+def test_adapters_of_a_pipeline(run: Run, tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "rows.jsonl", *ROWS)
+    tables = [
+        f'[[adapter]]\ndata = "{data}"\ncheckpoint = "{tmp_path / name}"\n{own}\n'
+        for name, own in (("a", ""), ("b", "validation_split = 5"), ("c", f'eval_data = "{data}"'))
+    ]
+    (tmp_path / "adapters.toml").write_text("".join(tables))
+    config = flags(**SMALL | {"model": QWEN2, "tune": False, "adapters_config": tmp_path / "adapters.toml"})
+    code, said, err = run("plan", *config, "--validation-split", "0.2")
+    assert code == 0, err
+    for words in ("a: rows.jsonl: 10 examples, 10 rows", "b: rows.jsonl: 5 examples", "c: rows.jsonl: 50 examples"):
+        assert f"held out  {words}" in said
+
+
+def test_what_cannot_be_combined(run: Run, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    for more, words in (
+        ({"validation_split": 0.1, "eval_data": rows}, "--validation-split and --eval-data both hold rows out"),
+        ({"validation_split": 0.1, "eval_split": "test"}, "--validation-split and --eval-split both hold rows out"),
+        ({"validation_split": 0}, "--validation-split 0 is neither a share of the rows"),
+        ({"validation_split": 1.5}, "--validation-split 1.5 is neither a share of the rows"),
+        ({"validation_split": 50}, "--validation-split 50 leaves no rows to train on, of 50 rows"),
+        ({"val_set_size": "0.1", "eval_data": rows}, "--validation-split and --eval-data both hold rows out"),
+    ):
+        code, _, err = run("plan", *options(tmp_path, **more))
+        assert (code, words in err.replace(".0 ", " ")) == (2, True), err
+    write_jsonl(tmp_path / "train.jsonl", *ROWS)
+    write_jsonl(tmp_path / "valid.jsonl", *ROWS)
+    code, _, err = run("plan", *options(tmp_path, data=tmp_path, validation_split=0.1))
+    assert (code, "has held-out rows of its own, valid.jsonl: leave --validation-split out" in err) == (2, True)
+
+
+def test_the_split_is_that_of_data_prepare(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", *TEXTS)
+    prepare_files([str(path)], tmp_path / "out", Preparation(validation_split=0.2, seed=7))
+    expected = prepare(tmp_path / "out" / "valid.jsonl", small_tokenizer("chatml"), max_length=64)
+    _, heldout = hold_out(prepare(path, small_tokenizer("chatml"), max_length=64), 0.2, 7)
+    assert [row.input_ids.tolist() for row in heldout.rows] == [row.input_ids.tolist() for row in expected.rows]
+
+
+def test_rows_that_belong_together_stay_together(tmp_path: Path) -> None:
+    """Equal rows, the rows of the turns of a conversation, and the two answers of a pair."""
+    turns = [{"messages": chat(f"{i}", "a", "b", "c")} for i in range(4)]
+    found = prepare(write_jsonl(tmp_path / "a.jsonl", *turns, *turns), small_tokenizer("thinking"), max_length=64)
+    train, heldout = hold_out(found, 4, 1)
+    assert len(heldout.rows) == 4
+    assert not {*heldout.keys} & {*train.keys}
+    pairs = [{"prompt": "a", "chosen": f"{i}", "rejected": "b"} for i in range(5)]
+    path = write_jsonl(tmp_path / "b.jsonl", *pairs)
+    found = prepare(path, small_tokenizer("chatml"), max_length=64, formats=PAIRS, parts=2)
+    train, heldout = hold_out(found, 0.4, 1)
+    assert (len(train.samples), len(heldout.samples)) == (3, 2)
+    assert all(len(rows) == 2 for rows in heldout.samples)
+    assert {row.index for row in [*train.rows, *heldout.rows]} == set(range(10))
+    with pytest.raises(UserError, match="leaves no rows to train on, of 1 row"):
+        hold_out(prepare(write_jsonl(tmp_path / "c.jsonl", TEXTS[0]), small_tokenizer("chatml"), max_length=64), 0.5, 1)
+
+
+def test_plans_of_shorter_rows(tmp_path: Path) -> None:
+    rows = [{"input_ids": [*range(1, 13)], "labels": [-100] * 10 + [11, 12]}, *ROWS]
+    data = write_jsonl(tmp_path / "rows.jsonl", *rows)
+    args = TrainingArguments(model=QWEN2, data=str(data), max_length=16, validation_split=0.2, lora_r=4)
+    job = prepare_job(args, planning=True)
+    assert job.replan({"max_length": 8}) < job.replan({})

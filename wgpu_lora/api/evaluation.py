@@ -1,0 +1,293 @@
+"""Evaluation from Python: the loss of data, with or without adapters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.api.bars import Bars
+from wgpu_lora.api.listeners import listeners
+from wgpu_lora.data import Prepared, Source, heldout_data, prepare, rows_given
+from wgpu_lora.errors import UserError
+from wgpu_lora.events import Evaluating, Events, Passing
+from wgpu_lora.infer import Evaluation
+from wgpu_lora.infer import evaluate as evaluate_rows
+from wgpu_lora.infer.named import BASE, check_directory, on_device, slots_of
+from wgpu_lora.models.loaded import LoadedModel, open_model
+from wgpu_lora.track.entry import HELD_OUT, DataFile, Losses, run_name
+from wgpu_lora.track.recording import device_facts, given_options, recorded, remarks
+from wgpu_lora.train.arguments import from_values
+from wgpu_lora.train.length import check_rows, fit_rows
+from wgpu_lora.train.preferred import evaluate_objective, objective_options, reads
+from wgpu_lora.train.rows import prepared_for
+
+
+def evaluate(
+    model: LoadedModel | str | Path,
+    data: str | Path | Iterable[Mapping[str, Any]],
+    *,
+    split: str | None = None,
+    dataset_config: str | None = None,
+    skip_bad_rows: bool = False,
+    adapter: str | Path | None = None,
+    max_length: int | None = None,
+    on_overflow: str | None = None,
+    completion_only_loss: bool | None = None,
+    enable_thinking: bool | None = None,
+    objective: str | None = None,
+    goal: str | None = None,
+    notes: str | None = None,
+    run_log: bool = True,
+    events: Events | None = None,
+    progress_bar: bool | None = None,
+    **before: Any,
+) -> Evaluation:
+    """Measure the loss and perplexity of data, with or without an adapter.
+
+    Args:
+        data: as in `finetune`: a file, a folder, a Hugging Face dataset, or rows. Of a folder or a dataset, the split
+            in `split`, by default the validation split, else the test split, else all rows.
+        skip_bad_rows: skip rows that cannot be read.
+        max_length: maximum tokens per row; longer rows are truncated or, if `on_overflow` is drop, left out. By
+            default as in the adapter's training, according to its run.json, else 1024 or the model's number of
+            positions if that is smaller; the result states it.
+        on_overflow, completion_only_loss, enable_thinking: as in training. By default as in the adapter's training,
+            else truncate, True, and no value for the chat template.
+        objective: whose loss and metrics to measure. By default that of the adapter's training if it reads such rows,
+            with the same options (beta, reference_adapter, ...), else sft.
+        goal, notes, run_log: what the run log says about the evaluation, and whether it is recorded there.
+        events: receives `loading` and `evaluating`.
+        progress_bar: whether to show progress; by default, on a terminal and in a notebook.
+
+    Raises:
+        UserError: a value is out of range, the data cannot be read or have no trained tokens, or the adapter does not
+            fit.
+    """
+    told = _listeners("evaluate()", events, before)
+    if adapter is not None:
+        check_directory(adapter)
+    adapters = [] if adapter is None else [adapter]
+    data = data if isinstance(data, str | Path) else list(data)
+    given = _given(max_length, on_overflow, completion_only_loss, enable_thinking)
+    source = _source(data, split, dataset_config)
+    chosen = _objective(source, adapter, objective)
+    source = _source(data, split, dataset_config)
+    if chosen["objective"] != "sft":
+        opened = model if isinstance(model, LoadedModel) else open_model(str(model))
+        with remarks(goal, notes, run_log):
+            return _preferred(BASE, opened, source, adapter, given, skip_bad_rows, chosen, told, progress_bar)
+    opened, prepared = _heldout(model, source, adapters, given, skip_bad_rows)
+    slots = {BASE: 0 if adapters else None}
+    with remarks(goal, notes, run_log):
+        return _measured(opened, prepared, adapters, slots, told, progress_bar)[BASE]
+
+
+def evaluate_several(
+    model: LoadedModel | str | Path,
+    data: str | Path | Iterable[Mapping[str, Any]],
+    adapters: Mapping[str, str | Path],
+    *,
+    include_base: bool = True,
+    split: str | None = None,
+    dataset_config: str | None = None,
+    skip_bad_rows: bool = False,
+    max_length: int | None = None,
+    on_overflow: str | None = None,
+    completion_only_loss: bool | None = None,
+    enable_thinking: bool | None = None,
+    objective: str | None = None,
+    goal: str | None = None,
+    notes: str | None = None,
+    run_log: bool = True,
+    events: Events | None = None,
+    progress_bar: bool | None = None,
+    **before: Any,
+) -> dict[str, Evaluation]:
+    """Measure the loss and perplexity of the same data with several adapters, which are loaded together.
+
+    Args:
+        adapters: PEFT adapter directories by name; their ranks and modules may differ.
+        include_base: also evaluate the base model alone, as "base".
+
+    The other arguments are as in `evaluate`.
+
+    Returns:
+        Evaluations by name: "base" first, then the adapters in order.
+
+    Raises:
+        UserError: there is no adapter, one is named "base" beside the base, or as `evaluate`.
+    """
+    told = _listeners("evaluate_several()", events, before)
+    slots = slots_of(adapters, include_base)
+    directories = list(adapters.values())
+    data = data if isinstance(data, str | Path) else list(data)
+    given = _given(max_length, on_overflow, completion_only_loss, enable_thinking)
+    names = {BASE: None, **adapters} if include_base else adapters
+    chosen = {name: _objective(_source(data, split, dataset_config), path, objective) for name, path in names.items()}
+    if any(options["objective"] != "sft" for options in chosen.values()):
+        opened = model if isinstance(model, LoadedModel) else open_model(str(model))
+        usual = next(options for options in chosen.values() if options["objective"] != "sft")
+        with remarks(goal, notes, run_log):
+            return {
+                name: _preferred(
+                    name,
+                    opened,
+                    _source(data, split, dataset_config),
+                    path,
+                    given,
+                    skip_bad_rows,
+                    chosen[name] if path is not None or objective else usual,
+                    told,
+                    progress_bar,
+                )
+                for name, path in names.items()
+            }
+    source = _source(data, split, dataset_config)
+    opened, prepared = _heldout(model, source, directories, given, skip_bad_rows)
+    with remarks(goal, notes, run_log):
+        return _measured(opened, prepared, directories, slots, told, progress_bar)
+
+
+def _listeners(where: str, events: Events | None, before: dict[str, Any]) -> tuple[Events, ...]:
+    told = listeners(where, events, before)
+    if before:
+        raise TypeError(f"{where} got an unexpected keyword argument {next(iter(before))!r}")
+    return told
+
+
+def _measured(
+    model: LoadedModel,
+    prepared: Prepared,
+    directories: Sequence[str | Path],
+    slots: Mapping[str, int | None],
+    told: Sequence[Events],
+    progress_bar: bool | None,
+) -> dict[str, Evaluation]:
+    """The loss of the same rows for each of `slots`, by name."""
+    found: dict[str, Evaluation] = {}
+    with Bars(progress_bar) as bars, on_device(model, directories) as loaded:
+        for name, slot in slots.items():
+            events = _OfAll(len(found), len(slots), bars, *told)
+            with _recorded(model, prepared, name, None if slot is None else directories[slot]) as entry:
+                found[name] = one = evaluate_rows(model, prepared, loaded, slot, events=events)
+                _note(entry, one)
+    return {name: replace(one, data=prepared.summary()) for name, one in found.items()}
+
+
+def _recorded(
+    model: LoadedModel, prepared: Prepared, name: str, adapter: str | Path | None, objective: str = "sft"
+) -> AbstractContextManager[dict[str, Any]]:
+    """An evaluation in the run log."""
+    quant = model.decoder.base_dtype
+    config = {"model": model.name, "adapter": adapter and str(adapter), "max_length": prepared.max_length}
+    return recorded(
+        "evaluate",
+        run_name(quant, adapter is not None, False, "evaluate", "f32"),
+        objective="evaluate",
+        adapter=None if name == BASE else name,
+        device=device_facts(model.device.info),
+        config=given_options({**config, "base_dtype": quant, "objective": objective}),
+        data=DataFile(prepared.path, prepared.digest),
+    )
+
+
+def _note(entry: dict[str, Any], found: Evaluation) -> None:
+    """The results of an evaluation, in its entry of the run log."""
+    entry["losses"] = Losses(HELD_OUT, final=found.loss)
+    entry |= {"tokens": found.tokens, "seconds": round(found.seconds, 3)}
+    entry["results"] = {"perplexity": found.perplexity, "rows": found.rows, **found.metrics}
+
+
+def _objective(source: Source, adapter: str | Path | None, objective: str | None) -> dict[str, Any]:
+    """The objective to evaluate and its options: as given, else that of the adapter if it reads such rows, else sft."""
+    chosen = objective_options(adapter, objective)
+    if objective is None and chosen["objective"] != "sft" and not reads(chosen["objective"], source):
+        return {"objective": "sft"}
+    return chosen
+
+
+def _preferred(
+    name: str,
+    model: LoadedModel,
+    source: Source,
+    adapter: str | Path | None,
+    given: Mapping[str, Any],
+    skip_bad_rows: bool,
+    chosen: Mapping[str, Any],
+    told: Sequence[Events],
+    progress_bar: bool | None,
+) -> Evaluation:
+    """The loss and the metrics of an objective other than sft."""
+    rows = fit_rows(given, [] if adapter is None else [adapter], model.config.max_position_embeddings)
+    encoding = {name: getattr(rows, name) for name in ("max_length", "on_overflow", "enable_thinking")}
+    options = {**chosen, **encoding, "skip_bad_rows": skip_bad_rows, "init_adapter": adapter and str(adapter)}
+    args = from_values(options, "evaluate")
+    prepared, begin = prepared_for(args, model, source), time.perf_counter()
+    with Bars(progress_bar) as bars, _recorded(model, prepared, name, adapter, args.objective) as entry:
+        found = evaluate_objective(model, prepared, args, Passing(bars, *told))
+        seconds = time.perf_counter() - begin
+        facts = prepared.trained_tokens, len(prepared.rows), seconds, prepared.max_length, prepared.summary()
+        one = Evaluation(found.pop("loss"), None, *facts, args.objective, found)
+        _note(entry, one)
+    return one
+
+
+class _OfAll(Passing):
+    """Adds up the rows of several evaluations for one progress display."""
+
+    def __init__(self, before: int, count: int, *to: Events):
+        super().__init__(*to)
+        self._before, self._count = before, count
+
+    def evaluating(self, evaluating: Evaluating) -> None:
+        rows = evaluating.rows + self._before * evaluating.total
+        super().evaluating(replace(evaluating, rows=rows, total=self._count * evaluating.total))
+
+
+def _source(data: str | Path | Iterable[Mapping[str, Any]], split: str | None, config: str | None) -> Source:
+    if isinstance(data, str | Path):
+        return heldout_data(data, split, config)
+    if split:
+        raise UserError("'split' applies to a dataset or a folder, not to rows: leave it out.")
+    return rows_given(data)
+
+
+def _given(
+    max_length: int | None, on_overflow: str | None, completion_only_loss: bool | None, enable_thinking: bool | None
+) -> dict[str, Any]:
+    """The given row options, checked before a model is opened."""
+    given = {
+        "max_length": max_length,
+        "on_overflow": on_overflow,
+        "completion_only_loss": completion_only_loss,
+        "enable_thinking": enable_thinking,
+    }
+    check_rows(given)
+    return given
+
+
+def _heldout(
+    model: LoadedModel | str | Path,
+    source: Source,
+    adapters: Sequence[str | Path],
+    given: Mapping[str, Any],
+    skip_bad_rows: bool,
+) -> tuple[LoadedModel, Prepared]:
+    """The opened model, and the rows to evaluate."""
+    opened = model if isinstance(model, LoadedModel) else open_model(str(model))
+    rows = fit_rows(given, adapters, opened.config.max_position_embeddings)
+    prepared = prepare(
+        source,
+        opened.tokenizer,
+        max_length=rows.max_length,
+        completion_only_loss=rows.completion_only_loss,
+        on_overflow="drop" if rows.on_overflow == "drop" else "truncate",
+        chat_template_kwargs={} if rows.enable_thinking is None else {"enable_thinking": rows.enable_thinking},
+        vocab_size=opened.config.vocab_size,
+        skip_bad_rows=skip_bad_rows,
+    )
+    return opened, prepared

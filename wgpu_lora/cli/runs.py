@@ -1,0 +1,87 @@
+"""wgpu-lora runs: the run log."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from wgpu_lora.bounded import printable
+from wgpu_lora.cli.console import console, line, print_json, table
+from wgpu_lora.cli.options import choice, refuse_idle
+from wgpu_lora.errors import UserError
+from wgpu_lora.names.allowed import RUN_KINDS, RUN_STATUSES
+from wgpu_lora.words import counted
+
+FILTERS = ("status", "kind", "objective", "name", "since", "limit")
+
+
+def runs(
+    ctx: typer.Context,
+    ids: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[ID [ID]]", help="A run to show, or two to compare: an id, its beginning or end, or 'last'."
+        ),
+    ] = None,
+    status: Annotated[str | None, choice("Only runs that ended like this, or are running.", RUN_STATUSES)] = None,
+    kind: Annotated[str | None, choice("Only runs of this kind.", RUN_KINDS)] = None,
+    objective: Annotated[str | None, typer.Option(help="Only runs with this objective, such as sft.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Only runs with this in their name, adapter or goal; may be a pattern with *.")
+    ] = None,
+    since: Annotated[
+        str | None, typer.Option(help="Only runs since this date, such as 2026-11-22, or time ago: 12h, 7d.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Only this many, the newest. [x>=1]")] = None,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table in Markdown.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """List the runs of the run log, show one, or compare two.
+
+    Every finetune, evaluation and benchmark is recorded in runs.jsonl in the user's data directory, unless --no-run-log
+    is given or WGPU_LORA_NO_RUN_LOG is set.
+    """
+    from wgpu_lora.track.choosing import Filter, find
+    from wgpu_lora.track.choosing import since as date
+    from wgpu_lora.track.runlog import RunLog, facts_of
+    from wgpu_lora.track.table import COLUMNS, LEFT, cells, compared, facts, markdown, style
+
+    names = ids or []
+    if as_markdown and as_json:
+        raise UserError("--markdown and --json are both given: leave one of them out.")
+    if len(names) > 2:
+        raise UserError(f"{len(names)} runs are given: give one to show it, or two to compare them.")
+    if names:
+        refuse_idle(ctx, FILTERS, "with the id of a run")
+    if limit is not None and limit < 1:
+        raise UserError(f"--limit must be at least 1, not {limit}.")
+    for option, value, allowed in (("--status", status, RUN_STATUSES), ("--kind", kind, RUN_KINDS)):
+        if value is not None and value not in allowed:
+            raise UserError(f"{option} must be one of {', '.join(allowed)}, not {value!r:.60}.")
+    wanted = Filter(status, kind, objective, name, date(since) if since else None)
+    log = RunLog()
+    found = log.read()
+    chosen = [find(found.entries, one) for one in names] or [one for one in found.entries if wanted.holds(one)]
+    chosen = chosen if names else chosen[-(limit or len(chosen)) :]
+    if as_json:
+        print_json([facts_of(entry) | {"status": entry.status} for entry in chosen])
+        return 0
+    columns: tuple[str, ...] = COLUMNS
+    left: tuple[str, ...] = LEFT
+    styles = [style(entry) for entry in chosen]
+    rows: list[tuple[str, ...]] = [cells(entry) for entry in chosen]
+    if names:
+        columns = left = ("", *(entry.id for entry in chosen))
+        shown = compared(*chosen) if len(names) == 2 else list(facts(chosen[0]).items())
+        rows, styles = [tuple(row) for row in shown], [None] * len(shown)
+    if as_markdown:
+        print(markdown(columns, rows, left), flush=True)
+    elif rows:
+        printed = [[printable(cell) for cell in row] for row in rows]
+        console().print(table(columns, printed, left, styles), markup=False)
+    if not (as_markdown or rows):
+        line("runs", f"none{' of these' if found.entries else ''} in {log.path}")
+    if found.damaged and not as_markdown:
+        line("note", f"{counted(found.damaged, 'line')} of {log.path} cannot be read")
+    return 0

@@ -1,0 +1,175 @@
+"""Files, folders and globs to sources of rows, in an order that does not depend on the file system."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+
+from wgpu_lora.bounded import check_name, check_path
+from wgpu_lora.data.files import SUFFIXES, file_source
+from wgpu_lora.data.huggingface import is_hub_id, is_saved, load_splits
+from wgpu_lora.data.opening import bare_name
+from wgpu_lora.data.source import Source
+from wgpu_lora.errors import UserError
+from wgpu_lora.names.naming import flag
+from wgpu_lora.words import counted, listed
+
+REPORT, REJECTED, SCHEMA = "report.json", "rejected.jsonl", "wgpu-lora-data/1"
+_SHOWN = 5  # names in a note
+
+
+@dataclass
+class Inputs:
+    """sources, with their paths if they are files. notes: on what is not read."""
+
+    sources: list[Source] = field(default_factory=list)
+    paths: list[Path | None] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)  # bytes, 0 if not files
+
+
+def find_inputs(names: Sequence[str], output: Path, exclude: Sequence[str] = ()) -> Inputs:
+    """The sources that are named, each file once.
+
+    Folders are read with all folders in them, in the order of their names; of their files, those with the suffix of a
+    format. Results of earlier preparations in them, and hidden files, are left out.
+
+    Raises:
+        UserError: a name leads to nothing, a file is not supported, or the output would replace an input.
+    """
+    found, seen = Inputs(), dict[tuple[int, int], Path]()
+    place = output.resolve()
+    for name in names:
+        if not name.strip():
+            raise UserError("An input is empty: give a file, a folder or a pattern such as 'data/*.jsonl'.")
+        check_path(name)
+        for path in _named(name, exclude, found):
+            if isinstance(path, str):
+                _add_dataset(path, found)
+                continue
+            check_name(path)
+            if place == path.resolve() or place in path.resolve().parents:
+                raise UserError(f"{path} is in {output}, which would be written: choose another {flag('output')}.")
+            status = path.stat()
+            file = status.st_dev, status.st_ino
+            if file in seen:
+                same = "" if path == seen[file] else f" ({seen[file]} is the same file)"
+                found.notes.append(f"{path} is given more than once{same}; it is read once")
+                continue
+            seen[file] = path
+            found.sizes.append(status.st_size)
+            found.paths.append(path)
+            # Whatever is in an empty file, it has no format.
+            found.sources.append(file_source(path))
+    if not found.sources:
+        why = f" ({'; '.join(found.notes)})" if found.notes else ""
+        raise UserError(f"There is nothing to read in {listed(names)}{why}: give files of rows.")
+    return found
+
+
+def _named(name: str, exclude: Sequence[str], found: Inputs) -> Iterator[Path | str]:
+    """The files of a name; a dataset as text."""
+    path = Path(name)
+    if path.is_dir():
+        if is_saved(path):
+            yield name
+            return
+        yield from _in_folder(path, exclude, found)
+        return
+    if path.exists():
+        if not matches(path, exclude):
+            yield path
+        return
+    if glob.has_magic(name):
+        yield from _matching(name, exclude, found)
+        return
+    if is_hub_id(name):
+        yield name
+        return
+    wrong = "is a link that leads nowhere" if path.is_symlink() else "does not exist"
+    raise UserError(f"{name} {wrong}: give files of rows, folders, or patterns such as 'data/*.jsonl'.")
+
+
+def _matching(pattern: str, exclude: Sequence[str], found: Inputs) -> Iterator[Path]:
+    """The files that match a pattern, and those in folders that match it, unless it names files by **."""
+    others, number = [], 0
+    for path in map(Path, sorted(glob.glob(pattern, recursive=True))):
+        if path.is_dir() and "**" not in pattern:
+            yield from _in_folder(path, exclude, found)
+            number += 1
+        elif _is_known(path) and not matches(path, exclude):
+            yield path
+            number += 1
+        elif not path.is_dir() and not matches(path, exclude):
+            others.append(str(path))
+    if not number:
+        raise UserError(f"No file of rows matches {pattern!r}: check the pattern.")
+    _note_others(others, f"that match {pattern!r}", found)
+
+
+def _in_folder(folder: Path, exclude: Sequence[str], found: Inputs) -> Iterator[Path]:
+    others: list[str] = []
+    walked: set[tuple[int, int]] = set()
+    for place, folders, files in os.walk(folder, followlinks=True, onerror=_unreadable):
+        here = Path(place)
+        status = here.stat()
+        if (status.st_dev, status.st_ino) in walked:  # a link to a folder around it
+            folders.clear()
+            continue
+        walked.add((status.st_dev, status.st_ino))
+        own = is_result(here)
+        if own and here != folder:
+            found.notes.append(f"{here} was written by 'data prepare' and is left out; name it to read it")
+            folders.clear()
+            continue
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(files):
+            path = here / name
+            if name.startswith(".") or matches(path, exclude) or (own and name in (REPORT, REJECTED)):
+                continue
+            if _is_known(path):
+                yield path
+            else:
+                others.append(str(path.relative_to(folder)))
+    _note_others(others, f"in {folder}", found)
+
+
+def _is_known(path: Path) -> bool:
+    return bare_name(path).suffix.lower() in SUFFIXES and path.is_file()
+
+
+def _note_others(others: Sequence[str], where: str, found: Inputs) -> None:
+    if others:
+        shown = listed(others[:_SHOWN], max(0, len(others) - _SHOWN))
+        found.notes.append(f"{counted(len(others), 'file')} {where} without the suffix of a format: {shown}")
+
+
+def _unreadable(error: OSError) -> None:
+    raise UserError(f"{error.filename} cannot be read ({error.strerror}): fix that, or leave it out.") from error
+
+
+def matches(path: str | Path, patterns: Sequence[str]) -> bool:
+    """Whether a path, or its last part, matches one of the glob patterns."""
+    return any(fnmatch(str(path), pattern) or fnmatch(Path(path).name, pattern) for pattern in patterns)
+
+
+def _add_dataset(name: str, found: Inputs) -> None:
+    for source in load_splits(name, None, None).values():
+        found.sources.append(source)
+        found.paths.append(None)
+        found.sizes.append(0)
+
+
+def is_result(folder: Path) -> bool:
+    """Whether a folder was written by `data prepare`."""
+    try:
+        with (folder / REPORT).open("rb") as file:
+            head = file.read(64)
+    except OSError:
+        return False
+    return json.dumps({"schema": SCHEMA})[1:-1].encode() in head

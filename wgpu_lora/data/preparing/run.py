@@ -1,0 +1,264 @@
+"""Prepare files of rows: read, edit, check, remove duplicates, split and write, in constant memory."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wgpu_lora.atomic import write_bytes_atomic
+from wgpu_lora.data.columns import RowFormats
+from wgpu_lora.data.opening import position
+from wgpu_lora.data.preparing import edits
+from wgpu_lora.data.preparing.carried import plain_row
+from wgpu_lora.data.preparing.checks import reason_against
+from wgpu_lora.data.preparing.counts import Counts, OfInput
+from wgpu_lora.data.preparing.duplicates import Duplicates, duplicates
+from wgpu_lora.data.preparing.inputs import REJECTED, REPORT, SCHEMA, Inputs, find_inputs, matches
+from wgpu_lora.data.preparing.kinds import EXAMPLE, FILES, ROWS, TRAIN, VALID, Read, Row, examples_only
+from wgpu_lora.data.preparing.options import Preparation
+from wgpu_lora.data.preparing.output import Lines, encoded, new_directory, refuse_output
+from wgpu_lora.data.source import NoRowsError, Place, Problem
+from wgpu_lora.data.split import held_out, key_of
+from wgpu_lora.data.values import canonical, row_digest
+from wgpu_lora.errors import UserError
+from wgpu_lora.names.naming import flag, setting
+from wgpu_lora.strict_json import to_json
+from wgpu_lora.words import counted
+
+_TOLD = 0.1  # seconds between calls of `watch`
+_SPOOL, _GROUPS, _SEEN = ".spool", ".groups", ".seen"  # temporary files
+
+
+@dataclass(frozen=True)
+class Progress:
+    """bytes read, of all bytes of the files; rows read; the name of the current input."""
+
+    bytes: int
+    total: int
+    rows: int
+    name: str
+
+
+Watch = Callable[[Progress], None]
+
+
+def prepare_files(
+    names: Sequence[str], output: Path, options: Preparation | None = None, watch: Watch = lambda progress: None
+) -> dict[str, Any]:
+    """Prepare the rows of files, folders, glob patterns and datasets, and write them into a new directory.
+
+    The directory has the files of `kinds.FILES` that have rows, `valid.jsonl` with --validation-split, `rejected.jsonl`
+    if rows were rejected, and `report.json`. The same inputs and options give the same bytes.
+
+    Returns:
+        The contents of report.json.
+
+    Raises:
+        UserError: an input cannot be read, no row is left, or the output cannot be written; nothing is written then.
+    """
+    options = options or Preparation()
+    refuse_output(output, options.overwrite)  # before anything is read
+    inputs = find_inputs(names, output, options.exclude)
+    for pattern in options.preferences_from:
+        if not any(matches(source.path, [pattern]) for source in inputs.sources):
+            raise UserError(f"{setting('preferences_from', pattern)} matches none of the inputs: check the pattern.")
+    with new_directory(output, options.overwrite) as place:
+        facts = _Preparing(inputs, options, place, watch).run()
+        text = to_json(facts, indent=1, ensure_ascii=False) + "\n"
+        write_bytes_atomic(place / REPORT, text.encode())
+    return facts
+
+
+class _Preparing:
+    def __init__(self, inputs: Inputs, options: Preparation, place: Path, watch: Watch) -> None:
+        self.inputs, self.options, self.place, self.watch = inputs, options, place, watch
+        self.counts, self.notes = Counts(), list(inputs.notes)
+        self.spool = _SPOOL if options.validation_split is not None else TRAIN
+        names = {kind: self.spool if kind == EXAMPLE else name for kind, name in FILES.items()}
+        self.files = {kind: Lines(place / name) for kind, name in names.items()}
+        self.rejected = Lines(place / REJECTED)
+        self.groups = array("Q")
+        self._told, self._read = time.monotonic(), 0
+
+    def run(self) -> dict[str, Any]:
+        with ExitStack() as stack:
+            repeats = stack.enter_context(duplicates(self.place / _SEEN, self.options))
+            for lines in (*self.files.values(), self.rejected):
+                stack.callback(lines.close)
+            for number in range(len(self.inputs.sources)):
+                self._input(number, repeats)
+        written = self._written()
+        self._check(written)
+        return {
+            "schema": SCHEMA,
+            **self.counts.facts(),
+            "files": {name: lines.facts() for name, lines in written.items()},
+            "options": {name: value for name, value in asdict(self.options).items() if name != "overwrite"},
+            "notes": self.notes,
+        }
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def _input(self, number: int, repeats: Duplicates) -> None:
+        source, path = self.inputs.sources[number], self.inputs.paths[number]
+        self.counts.inputs.append(OfInput(source.path))
+        own = self.options.preferences_from
+        formats = ROWS if not own or matches(source.path, own) else examples_only(own)
+        empty = path is not None and not self.inputs.sizes[number]
+        try:
+            for place, row in () if empty else source.rows(ROWS):
+                self.counts.inputs[-1].rows += 1
+                self._row(number, place, row, formats, repeats)
+                self._tell(number)
+        except NoRowsError:
+            empty = True
+        if empty:
+            self.notes.append(f"{source.path} has no rows")
+        self.notes += source.notes
+        self._read += self.inputs.sizes[number]
+        self._tell(number, last=True)
+
+    def _tell(self, number: int, last: bool = False) -> None:
+        now = time.monotonic()
+        if now - self._told < _TOLD and not last:
+            return
+        self._told, path = now, self.inputs.paths[number]
+        read = self._read + (0 if last or path is None else position(path) or 0)
+        self.watch(Progress(read, sum(self.inputs.sizes), self.counts.rows, self.inputs.sources[number].name))
+
+    def _row(
+        self, number: int, place: Place, row: Row | Problem, formats: RowFormats[Read], repeats: Duplicates
+    ) -> None:
+        if isinstance(row, Problem):
+            self._reject(place, row.reason, row.content)
+            return
+        given = row
+        try:
+            row, edited = self._edited(row)
+            read = formats.read(row)
+            options = self.options
+            wrong = reason_against(read, options.enable_thinking, options.drop_thinking, options.max_characters)
+            row, line = self._encoded(row)
+            repeated = None if wrong else repeats.add(read, number, place.number)
+        except UserError as error:
+            wrong = str(error)
+        except UnicodeEncodeError:
+            wrong = "a text has a lone surrogate; write the character out."
+        except RecursionError:
+            wrong = "nested too deeply to read; a row needs only a few levels."
+        if wrong:
+            self._reject(place, wrong, given)
+            return
+        if repeated:
+            first = self._place(repeated.source, repeated.number)
+            self.counts.repeat(repeated.how, self._place(number, place.number), first, repeated.alike)
+            return
+        self.files[read.kind].add(line)
+        self.counts.inputs[-1].out += 1
+        self.counts.formats[read.format] += 1
+        self.counts.edited.update(edited)
+        if read.kind == EXAMPLE and self.options.validation_split is not None:
+            self.groups.append(self._group(row))
+
+    def _edited(self, row: Row) -> tuple[Row, list[str]]:
+        """The row after the edits, and what was removed."""
+        row, edited = edits.listed_messages(row), []
+        if self.options.strip_system:
+            row, count = edits.without_system(row)
+            edited += ["system messages"] * bool(count)
+        if self.options.drop_thinking:
+            row, count = edits.without_reasoning(row)
+            edited += ["reasoning"] * bool(count)
+        return row, edited
+
+    def _encoded(self, row: Row) -> tuple[Row, bytes]:
+        try:
+            return row, encoded(row)
+        except TypeError:
+            row, dropped = plain_row(row, ROWS.columns)
+            self.counts.dropped_columns.update(dropped)
+            return row, encoded(row)
+
+    def _group(self, row: Row) -> int:
+        """The key of the rows that a row is held out with: those of its group, or those equal to it."""
+        name = self.options.group_by
+        if name is None:
+            return key_of(row_digest(canonical(row)))
+        value = row.get(name)
+        if value is None:
+            self.counts.ungrouped += 1
+            return key_of(row_digest(canonical(row)))
+        return key_of(row_digest(b"group " + canonical(value)))
+
+    def _reject(self, place: Place, reason: str, row: Any) -> None:
+        told = {"file": self.counts.inputs[-1].name, **_at(place), "reason": reason}
+        try:
+            text = to_json({**told, "content": row}, default=repr)
+        except RecursionError:  # too deep to be written
+            text = to_json({**told, "content": None})
+        self.rejected.add(text.encode() + b"\n")
+        self.counts.reject(reason)
+
+    def _place(self, source: int, number: int) -> dict[str, Any]:
+        return {"file": self.counts.inputs[source].name, "number": number}
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def _written(self) -> dict[str, Lines]:
+        """The files with rows, by name; examples are split first."""
+        by_name = {FILES[kind]: lines for kind, lines in self.files.items()}
+        if self.options.validation_split is not None:
+            train, valid = self._split(by_name.pop(TRAIN).rows)
+            by_name = {TRAIN: train, VALID: valid, **by_name}
+        return {name: lines for name, lines in {**by_name, REJECTED: self.rejected}.items() if lines.rows}
+
+    def _split(self, rows: int) -> tuple[Lines, Lines]:
+        share, name = self.options.validation_split, self.options.group_by
+        if not rows:
+            self._refuse_nothing(f"{setting('validation_split', share)} has nothing to split: no row is an example")
+        if name is not None and self.counts.ungrouped == rows:
+            raise UserError(f"No row has {name!r}: give {flag('group_by')} the name of a column, such as 'id'.")
+        if self.counts.ungrouped:
+            self.notes.append(f"{counted(self.counts.ungrouped, 'row')} without {name!r}: each is a group of its own")
+        keys, self.groups = np.frombuffer(self.groups, np.uint64), array("Q")
+        valid = held_out(keys, share or 0.0, self.options.seed)
+        del keys
+        train, held = Lines(self.place / TRAIN), Lines(self.place / VALID)
+        spool = self.place / self.spool
+        with spool.open("rb") as file:
+            for line, is_held in zip(file, valid, strict=True):
+                (held if is_held else train).add(line)
+        for lines in (train, held):
+            lines.close()
+        spool.unlink()
+        return train, held
+
+    def _check(self, written: dict[str, Lines]) -> None:
+        """Check that every row is somewhere, by the lines of the files."""
+        rejected, repeated = self.rejected.rows, sum(self.counts.duplicates.values())
+        out = sum(lines.rows for name, lines in written.items() if name != REJECTED)
+        if not out:
+            self._refuse_nothing("No row is left")
+        found = out + rejected + repeated, sum(one.out for one in self.counts.inputs), self.counts.rejected
+        if found != (self.counts.rows, out, rejected):
+            raise RuntimeError(f"{self.counts.rows} rows were read, but {out}, {rejected} and {repeated} accounted for")
+
+    def _refuse_nothing(self, what: str) -> None:
+        counts = self.counts
+        repeated = sum(counts.duplicates.values())
+        told = [f"{count:,} rejected: {reason}" for reason, count in counts.facts()["reasons"].items()][:5]
+        told += [f"{repeated:,} removed as duplicates"] if repeated else []
+        raise UserError(f"{what}, of {counted(counts.rows, 'row')}; nothing was written.", told)
+
+
+def _at(place: Place) -> dict[str, Any]:
+    """The place of a row: a line of text, or the number of a row, with its first line if it has one."""
+    first = {} if place.line is None else {"line": place.line}
+    return {place.unit: place.number, **first}

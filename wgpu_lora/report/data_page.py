@@ -1,0 +1,153 @@
+"""A self-contained HTML page about the rows of a run: `data stats`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wgpu_lora.atomic import write_bytes_atomic
+from wgpu_lora.errors import UserError
+from wgpu_lora.names.naming import flag
+from wgpu_lora.pages import render
+from wgpu_lora.pages.chart import Chart, Line, line_chart
+from wgpu_lora.report.facts import span
+from wgpu_lora.report.plots import Bar
+from wgpu_lora.train.measuring import Projection
+from wgpu_lora.train.memory import readable
+from wgpu_lora.train.row_statistics import Choice, RowStatistics
+from wgpu_lora.words import share
+
+BINS = 60  # of the histogram
+_BEGIN = b"<!doctype html>"
+
+
+def check_page(page: Path) -> None:
+    """Raise UserError if a path is something other than a page, which is not replaced."""
+    if not page.exists() and not page.is_symlink():
+        return
+    if not page.is_file():
+        raise UserError(f"{page} is not a file: give {flag('page')} another name.")
+    with page.open("rb") as file:
+        if file.read(len(_BEGIN)).lower() not in (_BEGIN, b""):
+            raise UserError(f"{page} exists already and is not a page: give {flag('page')} another name.")
+
+
+def write_page(
+    page: Path,
+    found: RowStatistics,
+    projection: Projection | None = None,
+    price: float | None = None,
+    larger: Sequence[Mapping[str, Any]] = (),
+) -> Path:
+    """Write the page; returns its path.
+
+    Raises:
+        UserError: it cannot be written, or would replace something else.
+    """
+    check_page(page)
+    try:
+        write_bytes_atomic(page, render_page(found, projection, price, larger).encode("utf-8", "replace"))
+    except OSError as error:
+        raise UserError(f"{page} cannot be written ({error.strerror}): give {flag('page')} another name.") from None
+    return page
+
+
+def render_page(
+    found: RowStatistics, projection: Projection | None, price: float | None, larger: Sequence[Mapping[str, Any]]
+) -> str:
+    tokens = {name: f"{length:,}" for name, length in found.quantiles.items()}
+    most = max(found.formats.values(), default=1)
+    facts = {
+        "rows": f"{len(found.lengths):,}",
+        "held-out rows": f"{found.heldout:,}",
+        "tokens": f"{found.total:,}",
+        "trained tokens": f"{found.trained:,} ({share(found.trained / found.total)})",
+    }
+    if found.saved is not None:
+        facts["positions that packing saves"] = f"{found.saved:.1%}, at {found.own.max_length:,} tokens a row"
+    return render(
+        Path(__file__).with_name("data.html.j2"),
+        title=f"Rows of {Path(found.name).name}",
+        summary=found.summary,
+        facts_of=facts,
+        quantiles=(list(tokens), [list(tokens.values())]),
+        lengths=_lengths(found),
+        formats=[Bar.of(name, f"{n:,}", most, [(n, 0, f"{name}: {n:,}")]) for name, n in found.formats.items()],
+        choices=[_row(choice) for choice in found.others],
+        own=_row(found.own),
+        steps=_by_length(found.others, "steps", lambda choice: float(choice.steps)),
+        padding=_by_length(found.others, "per cent", lambda choice: 100 * choice.padding),
+        cut=_cut(found),
+        stages=_stages(projection),
+        costs=_costs(projection, price),
+        timed=projection.timed if projection else 0,
+        larger=[_larger(record, price) for record in larger],
+    )
+
+
+def _lengths(found: RowStatistics) -> Chart:
+    """A histogram of the lengths, as a line."""
+    counts, edges = np.histogram(found.lengths, bins=BINS, range=(0, max(1, found.lengths.max())))
+    points = [(float((a + b) / 2), float(n)) for n, a, b in zip(counts, edges[:-1], edges[1:], strict=True)]
+    return line_chart([Line("rows", points)], "tokens of a row", "rows")
+
+
+def _cut(found: RowStatistics) -> Chart:
+    """The share of the rows that each maximum length cuts."""
+    ordered, count = np.sort(found.lengths), len(found.lengths)
+    lengths = np.unique(np.linspace(0, ordered[-1], 200).astype(int))
+    points = [(float(n), 100 * float(count - np.searchsorted(ordered, n, side="right")) / count) for n in lengths]
+    return line_chart([Line("rows cut", points)], "--max-length", "per cent of the rows")
+
+
+def _by_length(choices: Sequence[Choice], label: str, value: Any) -> Chart:
+    lines = [
+        Line(name, [(float(c.max_length), value(c)) for c in choices if c.packing is packing], colour, marked=True)
+        for colour, (name, packing) in enumerate({"packed": True, "not packed": False}.items())
+    ]
+    return line_chart([line for line in lines if line.points], "--max-length", label)
+
+
+def _row(choice: Choice) -> list[str]:
+    return [
+        f"{choice.max_length:,}",
+        "yes" if choice.packing else "no",
+        f"{choice.cut:,}",
+        f"{choice.lost:,}",
+        f"{choice.trained:.1%}",
+        f"{choice.padding:.1%}",
+        f"{choice.steps:,}",
+    ]
+
+
+def _stages(projection: Projection | None) -> list[Bar]:
+    if projection is None:
+        return []
+    most = max(projection.stages.values())
+    return [
+        Bar.of(stage, span(seconds), most, [(seconds, number, f"{stage}: {seconds:,.2f} s")])
+        for number, (stage, seconds) in enumerate(projection.stages.items())
+    ]
+
+
+def _costs(projection: Projection | None, price: float | None) -> dict[str, str]:
+    if projection is None:
+        return {}
+    cost = {} if price is None else {"cost": f"{projection.cost(price):,.4g}, at {price:g} an hour"}
+    return {"whole run": span(projection.total), **cost}
+
+
+def _larger(record: Mapping[str, Any], price: float | None) -> list[str]:
+    peak = record["peak_planned"]
+    cost = "not asked" if price is None else f"{record['seconds'] / 3600 * price:,.4g}"
+    fits = {True: "yes", False: "no", None: "not known"}[record["fits"]]
+    return [
+        str(record["shape"]),
+        span(record["seconds"]),
+        cost,
+        "not possible" if peak is None else readable(peak),
+        fits,
+    ]

@@ -1,0 +1,68 @@
+"""NVIDIA cards, by NVML (nvidia-ml-py, the extra `nvml`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from wgpu_lora.gpu.devices import DeviceInfo
+from wgpu_lora.track.hardware.base import GIB, Read, Status, scaled
+
+VENDOR = 0x10DE
+TEMPERATURE_GPU = 0  # NVML_TEMPERATURE_GPU
+
+
+def find(info: DeviceInfo) -> Read | None:
+    """The card of the device's PCI id, else of its name; of several, the one that this process runs on."""
+    if info.vendor_id != VENDOR:
+        return None
+    try:
+        nvml: Any = import_module("pynvml")
+    except ImportError:
+        return None
+    try:
+        nvml.nvmlInit()  # for the rest of the process
+        cards = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
+    except nvml.NVMLError:
+        return None
+
+    def asked(function: str, *arguments: Any) -> Any:
+        """What NVML answers; None if the card does not know."""
+        try:
+            return getattr(nvml, function)(*arguments)
+        except nvml.NVMLError:
+            return None
+
+    pci = info.device_id << 16 | VENDOR
+    alike = [card for card in cards if getattr(asked("nvmlDeviceGetPciInfo", card), "pciDeviceId", None) == pci]
+    alike = alike or [card for card in cards if _name(asked("nvmlDeviceGetName", card)) == info.name]
+    if len(alike) > 1:
+        alike = [card for card in alike if os.getpid() in _processes(asked, card)]
+    if len(alike) != 1:
+        return None
+    (card,) = alike
+    return lambda: read(asked, card)
+
+
+def read(asked: Callable[..., Any], card: Any) -> Status:
+    use, memory = asked("nvmlDeviceGetUtilizationRates", card), asked("nvmlDeviceGetMemoryInfo", card)
+    limit = asked("nvmlDeviceGetEnforcedPowerLimit", card)
+    return Status(
+        temperature=asked("nvmlDeviceGetTemperature", card, TEMPERATURE_GPU),
+        busy=None if use is None else use.gpu,
+        power=scaled(asked("nvmlDeviceGetPowerUsage", card), 1e-3),
+        power_limit=scaled(limit, 1e-3),
+        memory=None if memory is None else memory.used / GIB,
+    )
+
+
+def _processes(asked: Callable[..., Any], card: Any) -> set[int]:
+    kinds = ("Graphics", "Compute")
+    found = [asked(f"nvmlDeviceGet{kind}RunningProcesses", card) or [] for kind in kinds]
+    return {one.pid for some in found for one in some}
+
+
+def _name(name: Any) -> str | None:
+    return name.decode(errors="replace") if isinstance(name, bytes) else name

@@ -1,0 +1,145 @@
+"""The run log as tables: a row per run, all facts of one, and the differences of two."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from wgpu_lora.track.choosing import date_of
+from wgpu_lora.track.entry import FAILED, KILLED, Entry
+
+COLUMNS = ("id", "date", "kind", "name", "status", "loss", "improved", "time", "tokens", "goal")
+LEFT = ("id", "date", "kind", "name", "status", "goal")
+NONE = "-"
+OWN = ("output", "resume", "goal", "notes", "run_log")  # options that do not affect results
+
+
+def cells(entry: Entry) -> tuple[str, ...]:
+    """An entry's row, by COLUMNS."""
+    losses = entry.losses
+    shown = [number(loss) for loss in (losses.initial, losses.final) if loss is not None]
+    return (
+        entry.id.rpartition("-")[2],
+        f"{date_of(entry).astimezone():%Y-%m-%d %H:%M}",
+        entry.kind,
+        entry.name + (f" ({entry.adapter})" if entry.adapter else ""),
+        entry.status,
+        " -> ".join(shown) or NONE,
+        NONE if losses.improvement is None else f"{losses.improvement:+.1f}%",
+        NONE if entry.seconds is None else span(entry.seconds),
+        NONE if entry.tokens is None else f"{entry.tokens:,}",
+        entry.goal or "",
+    )
+
+
+def style(entry: Entry) -> str | None:
+    return "red" if entry.status in (FAILED, KILLED) else None
+
+
+def number(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def span(seconds: float) -> str:
+    """A duration: 9.7 s, 12:05 min, 3:12:05 h."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02} h"
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]) -> str:
+    """A table in Markdown."""
+    lines = [columns, ["---" if name in left else "---:" for name in columns], *rows]
+    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").split())
+
+
+def facts(entry: Entry) -> dict[str, str]:
+    """All that is known of a run, by labels; options last."""
+    return {**_origin(entry), **results(entry), **_options(entry)}
+
+
+def compared(before: Entry, after: Entry) -> list[tuple[str, str, str]]:
+    """What differs between two runs: (label, of the first, of the second). Results are there even if they are equal."""
+    shown = []
+    for table, always in ((_origin, False), (_options, False), (results, True)):
+        one, two = table(before), table(after)
+        for label in dict.fromkeys([*one, *two]):
+            values = one.get(label, NONE), two.get(label, NONE)
+            if always or values[0] != values[1]:
+                shown.append((label, *values))
+    return shown
+
+
+def _origin(entry: Entry) -> dict[str, str]:
+    git, data, held = entry.git, entry.data, entry.eval_data
+    return _said(
+        {
+            "id": entry.id,
+            "date": entry.date,
+            "resumed": entry.resumed,
+            "ended": entry.ended,
+            "kind": entry.kind,
+            "name": entry.name,
+            "adapter": entry.adapter,
+            "pipeline": entry.pipeline,
+            "goal": entry.goal,
+            "notes": entry.notes,
+            "command": " ".join(entry.command),
+            "folder": entry.directory,
+            "git": git and git.commit + (" with changes" if git.dirty else ""),
+            "device": ", ".join(entry.device.get(key, "") for key in ("name", "driver", "backend")).strip(", "),
+            "data": data and data.path,
+            "data, SHA-256": data and data.digest,
+            "held-out data": held and held.path,
+            "held-out data, SHA-256": held and held.digest,
+        }
+    )
+
+
+def results(entry: Entry) -> dict[str, str]:
+    losses = entry.losses
+    better = losses.improvement
+    return {"status": entry.status} | _said(
+        {
+            f"{losses.of} loss, initial": losses.initial,
+            f"{losses.of} loss, best": losses.best,
+            f"{losses.of} loss, final": losses.final,
+            "improvement": None if better is None else f"{better:+.2f}%",
+            "time": None if entry.seconds is None else span(entry.seconds),
+            "steps": entry.steps,
+            "tokens": entry.tokens,
+            **flat(entry.results),
+            "outputs": ", ".join(entry.outputs),
+            "error": entry.error,
+        }
+    )
+
+
+def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Nested results by labels: {"a": {"b": 1}} -> {"a, b": 1}."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        label = before + str(name).replace("_", " ")
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{label}, ")
+        elif isinstance(value, list):
+            found |= flat({str(number): item for number, item in enumerate(value, 1)}, f"{label} ")
+        else:
+            found[label] = f"{value:.4g}" if isinstance(value, float) else value
+    return found
+
+
+def _options(entry: Entry) -> dict[str, str]:
+    config = {name: value for name, value in entry.config.items() if name not in OWN}
+    return _said({f"--{name.replace('_', '-')}": value for name, value in sorted(config.items())}, "{!s}")
+
+
+def _said(values: Mapping[str, Any], form: str = "") -> dict[str, str]:
+    """Without what is not known."""
+    shown = {label: value for label, value in values.items() if value not in (None, "")}
+    return {label: form.format(value) if form else number(value) for label, value in shown.items()}

@@ -1,0 +1,176 @@
+"""Follows the runs of a job: their entries in the user's run log, and the trackers that they are reported to."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from wgpu_lora.atomic import write_bytes_atomic
+from wgpu_lora.bounded import read_json
+from wgpu_lora.data import Prepared
+from wgpu_lora.errors import DeviceWarning, UserError
+from wgpu_lora.events import Events
+from wgpu_lora.gpu.devices import DeviceInfo
+from wgpu_lora.track.entry import HELD_OUT, STOPPED, TRAINING, DataFile, Losses, run_name
+from wgpu_lora.track.hardware.sampler import Sampler
+from wgpu_lora.track.recording import Recording, device_facts, given_options, status_of
+from wgpu_lora.track.remote import Remote
+from wgpu_lora.track.report_to import trackers_of
+from wgpu_lora.track.secrets import masked
+from wgpu_lora.track.trackers.base import Tracked
+from wgpu_lora.train.checkpoint import BEST
+from wgpu_lora.train.output import read_log
+from wgpu_lora.train.records import RunRecord
+from wgpu_lora.train.run import Follower, Run
+
+FILE = "tracking.json"  # the id of a directory's run
+
+
+@dataclass
+class Followed(Follower):
+    """A run in the run log."""
+
+    run: Run
+    recording: Recording
+    sampler: Sampler
+    group: str | None
+    over: bool = False
+    trackers: list[Remote] = field(default_factory=list)
+
+    _sampled: float = field(default_factory=time.monotonic)
+
+    def placed(self) -> None:
+        self.sampler.start()
+        write_bytes_atomic(self.run.directory / FILE, (json.dumps({"id": self.recording.entry.id}) + "\n").encode())
+        entry, run = self.recording.entry, self.run
+        name = entry.name + (f" {run.name}" if run.name else "")
+        where = str(run.directory.resolve())
+        tracked = Tracked(
+            entry.id, name, where, self.group, masked(run.args.notes), masked(entry.config), run.state.step
+        )
+        self.trackers = [Remote(tracker, tracked) for tracker in trackers_of(run.args.report_to)]
+
+    def status(self) -> dict[str, float]:
+        begin, self._sampled = self._sampled, time.monotonic()
+        if said := self.sampler.warning():
+            warnings.warn(said, DeviceWarning, stacklevel=2)
+        return self.sampler.since(begin)
+
+    def logged(self, line: Mapping[str, float]) -> None:
+        for tracker in self.trackers:
+            tracker.log(metrics_of(line), int(line["step"]))
+
+    def end(self, record: RunRecord) -> None:
+        state, self.over = record.state, True
+        outputs = [place for place in (self.run.directory, self.run.directory / BEST) if place.is_dir()]
+        status = STOPPED if record.outcome == "stopped early" else record.outcome
+        self.recording.end(
+            status,
+            losses_of(self.run),
+            seconds=round(state.seconds, 3),
+            steps=state.step,
+            tokens=state.tokens,
+            outputs=[str(place.resolve()) for place in outputs],
+        )
+        self._close(status)
+
+    def fail(self, error: BaseException) -> None:
+        """Called when an exception has ended the job before the run."""
+        if not self.over:
+            found = status_of(error)
+            self.recording.end(**found)
+            self._close(found["status"])
+
+    def _close(self, status: str) -> None:
+        for tracker in self.trackers:
+            tracker.finish(status)
+
+
+class Following(Events):
+    """Passes what is logged on to the trackers."""
+
+    def __init__(self, followed: Sequence[Followed]):
+        self._followed = {one.run.name: one for one in followed}
+
+    def logged(self, line: Mapping[str, float], adapter: str | None) -> None:
+        self._followed[adapter].logged(line)
+
+
+def metrics_of(line: Mapping[str, float]) -> dict[str, float]:
+    """A line of the log by the names that transformers reports: train/loss, train/learning_rate, eval/loss."""
+    metrics = {
+        f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": value
+        for name, value in line.items()
+        if name != "step"
+    }
+    return {**metrics, "train/global_step": line["step"]}
+
+
+@contextmanager
+def following(runs: Sequence[Run], device: DeviceInfo, home: Path) -> Iterator[Following]:
+    """Follow the runs of a job in the block. What is still running when an exception leaves it has failed.
+
+    home: directory of the job's record.
+    """
+    followed: list[Followed] = []
+    sampler = Sampler(device)
+    try:
+        for run in runs:
+            run.follower = one = _begun(run, device, home, sampler)
+            followed.append(one)
+        yield Following(followed)
+    except BaseException as error:
+        for one in followed:
+            one.fail(error)
+        raise
+    finally:
+        sampler.stop()
+        for run in runs:
+            run.follower = Follower()
+
+
+def _begun(run: Run, device: DeviceInfo, home: Path, sampler: Sampler) -> Followed:
+    args = run.args
+    recording = Recording.of(
+        "finetune",
+        run_name(args.base_dtype, True, args.use_rslora, args.objective, args.compute_dtype),
+        args.run_log,
+        resumed=_id_in(run.directory) if args.resume else None,
+        objective=args.objective,
+        adapter=run.name,
+        pipeline=str(home.resolve()) if run.name is not None else None,
+        goal=args.goal,
+        notes=args.notes,
+        device=device_facts(device),
+        config=given_options(args.as_dict()),
+        data=_file(run.stream.prepared),
+        eval_data=_file(run.heldout) if run.heldout else None,
+        outputs=[str(run.directory.resolve())],
+    )
+    return Followed(run, recording, sampler, recording.entry.pipeline and home.resolve().name)
+
+
+def _file(prepared: Prepared) -> DataFile:
+    return DataFile(prepared.path, prepared.digest)
+
+
+def _id_in(directory: Path) -> str | None:
+    """The id of a directory's run; None if it has none, or a damaged one."""
+    with suppress(UserError):
+        found = read_json(directory / FILE).get("id")
+        return found if isinstance(found, str) and found.isascii() and 0 < len(found) <= 64 else None
+    return None
+
+
+def losses_of(run: Run) -> Losses:
+    """The held-out losses or, if no rows are held out, the logged training losses: first, lowest and last."""
+    state = run.state
+    if run.heldout:
+        return Losses(HELD_OUT, state.first_eval_loss, state.best_eval_loss, state.last_eval_loss)
+    logged = [line["loss"] for line in read_log(run.log.path) if "loss" in line] if run.log.path.is_file() else []
+    return Losses(TRAINING, logged[0], min(logged), logged[-1]) if logged else Losses(TRAINING)

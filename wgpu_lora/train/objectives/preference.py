@@ -1,0 +1,95 @@
+"""What preference objectives have in common: their rows and options, and how their kernels are recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from wgpu_lora.data import Row
+from wgpu_lora.data.cutting import Cut
+from wgpu_lora.data.preferences import PAIRS
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.kernel import Kernel, one_per
+from wgpu_lora.gpu.tensor import Tensor, align
+from wgpu_lora.names.naming import flag, setting
+from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.train.objectives.base import Objective, Score, Scoring
+from wgpu_lora.train.objectives.members import record_sums, record_weights
+
+PAIR_METRICS = (
+    "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected",
+)  # fmt: skip
+# Of the kernels that compute a loss for each group: `stride` is the number of groups, rounded up so that the metrics,
+# f32 [metrics, stride], are tensors at aligned offsets.
+BY_GROUP: dict[str, Any] = {"grid": lambda c: one_per(c.stride), "lib": ("linear", "logistic")}
+
+
+@dataclass(frozen=True)
+class Preference(Objective):
+    """An objective whose unit is the group, and whose loss depends on the sums of log-probabilities of its answers."""
+
+    unit: ClassVar = "group"
+
+    beta: float = 0.1
+    max_prompt_length: int | None = None
+    max_completion_length: int | None = None
+    truncation_mode: str = "keep_start"
+
+    def cut(self) -> Cut:
+        return Cut(self.max_prompt_length, self.max_completion_length, self.truncation_mode)
+
+    @property
+    def verbose_weight(self) -> float:
+        """The factor of what an answer has more than the other (`ld_alpha`)."""
+        return 1.0
+
+    def score(self, rec: Recorder, logprobs: Tensor, scoring: Scoring) -> Score:
+        groups = scoring.groups
+        assert groups is not None
+        sums = record_sums(rec, logprobs, groups, self.verbose_weight)
+        size, names = groups.weights.size, type(self).metrics
+        stride = align(4 * size) // 4
+        slopes, losses = rec.temp(sums.shape, name="slopes"), rec.temp((size,), name="losses")
+        metrics = rec.temp((len(names), stride), name="metrics")
+        given = self.inputs(sums, scoring)
+        rec.dispatch(self.kernel(), *given, slopes, losses, metrics, size=size, stride=stride, **self.constants())
+        weights = record_weights(rec, slopes, logprobs.shape, groups, self.verbose_weight)
+        logged = {name: metrics.rows(i, i + 1).reshape(stride) for i, name in enumerate(names)}
+        return Score(weights, losses, logged)
+
+    def kernel(self) -> Kernel:
+        """Computes slopes f32 [G, members, 2] by the sums (times the group's weight), losses [G] and metrics."""
+        raise NotImplementedError
+
+    def inputs(self, sums: Tensor, scoring: Scoring) -> list[Tensor]:
+        """The kernel's inputs."""
+        raise NotImplementedError
+
+    def constants(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Pairs(Preference):
+    """Chosen and rejected answers to a prompt."""
+
+    formats: ClassVar = PAIRS
+    parts: ClassVar[int] = 2
+    metrics: ClassVar[tuple[str, ...]] = PAIR_METRICS
+
+    def shared(self, samples: Sequence[Sequence[Row]]) -> float:
+        """Pairs per token of the chosen rows, which turns sums over tokens into the mean over the tokens of a step."""
+        tokens = sum(len(chosen.input_ids) - 1 if self.whole else chosen.trained_tokens for chosen, _ in samples)
+        return len(samples) / max(1, tokens)
+
+
+def one_loss(loss_type: str | None, allowed: Mapping[str, str] | Sequence[str], objective: str) -> str:
+    """The loss type of an objective that takes one; the first by default. Raises UserError."""
+    chosen = loss_type or next(iter(allowed))
+    if chosen not in allowed:
+        raise UserError(
+            f"{flag('loss_type')} must be one of {', '.join(allowed)} for {setting('objective', objective)}, not "
+            f"{chosen!s:.80}."
+        )
+    return chosen

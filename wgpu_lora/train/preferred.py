@@ -1,0 +1,111 @@
+"""The loss of an objective other than SFT on held-out rows, and its metrics, for `evaluate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora.bounded import read_json
+from wgpu_lora.data import Prepared, Source
+from wgpu_lora.errors import UserError
+from wgpu_lora.events import SILENT, Evaluating, Events
+from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.models.lora import AdapterSet, SlotSpec
+from wgpu_lora.share import claim
+from wgpu_lora.train.arguments import TrainingArguments, from_values
+from wgpu_lora.train.checkpoint import METADATA
+from wgpu_lora.train.frozen import frozen_adapter
+from wgpu_lora.train.heldout import heldout_loss
+from wgpu_lora.train.initial import adapter_of
+from wgpu_lora.train.objectives import OBJECTIVES, objective_of
+from wgpu_lora.train.records import RUN
+from wgpu_lora.train.resume import found_from
+from wgpu_lora.train.session import Session
+from wgpu_lora.train.stream import DataStream
+
+BATCH_TOKENS = 1024  # of a batch; more if a single sample is longer
+
+
+def objective_options(adapter: str | Path | None, objective: str | None) -> dict[str, Any]:
+    """The objective to evaluate, and its options as in the adapter's training if that had the same.
+
+    An adapter's records are untrusted: what is not valid in them is ignored.
+    """
+    trained = _trained(Path(adapter)) if adapter is not None else {}
+    chosen = objective or trained.get("objective", "sft")
+    return trained if trained.get("objective") == chosen else {"objective": chosen}
+
+
+def reads(objective: str, source: Source) -> bool:
+    """Whether the first row of a source has the columns of the objective's rows."""
+    formats = OBJECTIVES[objective].formats
+    try:
+        _, row = next(iter(source.rows(formats)))
+    except (UserError, StopIteration):
+        return False
+    return isinstance(row, Mapping) and formats.fits([*row])
+
+
+def _trained(adapter: Path) -> dict[str, Any]:
+    for name in (RUN, METADATA):
+        try:
+            record = read_json(adapter / name)
+            said = _said(record.get("options"))
+            if path := said.get("reference_adapter"):
+                said["reference_adapter"] = found_from(record.get("directory"), path)
+            from_values(said, name)
+        except UserError:
+            continue
+        return said
+    return {}
+
+
+def _said(options: Any) -> dict[str, Any]:
+    """The recorded objective and the options that it reads."""
+    chosen = options.get("objective") if isinstance(options, dict) else None
+    if not isinstance(chosen, str) or chosen not in OBJECTIVES:
+        return {}
+    known = {item.name for item in fields(TrainingArguments)}
+    read = {item.name for item in fields(OBJECTIVES[chosen])} & known
+    return {name: options[name] for name in ("objective", "objective_args", *sorted(read)) if name in options}
+
+
+def evaluate_objective(
+    model: LoadedModel, prepared: Prepared, args: TrainingArguments, events: Events = SILENT
+) -> dict[str, float]:
+    """The loss and the metrics of an adapter (`init_adapter`), or of the base model alone, on samples.
+
+    Args:
+        args: the objective and its options.
+
+    Raises:
+        UserError: the options or the adapter are unsuitable, or the device has no room.
+    """
+    objective, config = objective_of(args), model.config
+    args, shape, matrices = adapter_of(args, config)
+    stream = DataStream(prepared, args)
+    frozen = frozen_adapter(objective.reference_path, config) if objective.reference_path else None
+    session = Session(
+        model,
+        AdapterSet.declare(config, [SlotSpec.of(shape, matrices)], model.device.max_binding),
+        [],
+        positions=max(stream.prepared.lengths),
+        eval_tokens=max(*stream.lengths, min(BATCH_TOKENS, sum(stream.lengths))),
+        compute_dtype=args.compute_dtype,
+        objectives=[objective],
+        references={0: frozen.spec} if frozen else None,
+        mismatched=stream.longest_mismatched,
+    )
+    with claim(model.device, session.needs(), "evaluation"):
+        session.allocate(events)
+        try:
+            session.adapters.write(model.device, 0, matrices)
+            if frozen:
+                session.place_reference(0, frozen.matrices)
+            at = Evaluating(0, len(stream.prepared.rows))
+            found = heldout_loss(session, stream, 0, lambda rows: events.evaluating(replace(at, rows=rows)))
+        finally:
+            session.close()
+    return found
