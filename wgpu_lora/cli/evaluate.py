@@ -133,6 +133,7 @@ def evaluate(
             {"batch": batch_size, "timeout": timeout, "completion": completion, "allow_unconfined": allow_unconfined},
             (device, base_dtype),
             as_json,
+            {"goal": goal, "notes": notes, "log": run_log},
         )
     from wgpu_lora.api import evaluate as measure
     from wgpu_lora.api import evaluate_several, load
