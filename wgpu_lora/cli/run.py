@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,7 @@ from wgpu_lora.cli.completion import RECIPE
 from wgpu_lora.cli.console import Bar, TensorBar, console, duration, line, table
 from wgpu_lora.cli.options import Device
 from wgpu_lora.events import Events
+from wgpu_lora.installed import program
 
 if TYPE_CHECKING:
     from wgpu_lora.chain.file import Chain, Link
@@ -53,8 +55,8 @@ def run_chain(
     try:
         run(found, _Shown(found), start)
     except EndedEarlyError as error:
-        again = f"wgpu-lora run {chain}" + (f" --output {output}" if output else "")
-        line("continue", again, whole=True)
+        again = [program(), "run", chain, *(("--output", output) if output else ())]
+        line("continue", shlex.join(again), whole=True)
         return error.code
     line("finished", f"{len(found.links)} stages; the results are in {found.output}")
     return 0
@@ -117,7 +119,7 @@ class _Shown(ChainWatch):
     def trained(self, record: Any) -> None:
         from wgpu_lora.cli.finetune import report
 
-        report(record)
+        report(record, advice=False)
 
     def said(self, label: str, text: str) -> None:
         self._close()
