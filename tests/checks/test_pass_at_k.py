@@ -154,9 +154,19 @@ def test_the_command(tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyP
         assert code == 0, err
         outputs.append(output.read_text())
     assert outputs[0] == outputs[1]
-    _, logged = RunLog().read().entries
-    assert (logged.status, logged.objective, logged.outputs) == ("finished", "pass-at-k", [str(output)])
-    assert logged.results == {name: {"pass@1": 0.0, "pass@2": 0.0, "rows": 2} for name in ("base", "a")}
+    base, adapted = RunLog().read().entries[-2:]
+    assert (base.adapter, adapted.adapter) == (None, "a")
+    for logged in (base, adapted):
+        assert (logged.status, logged.objective, logged.outputs) == ("finished", "pass-at-k", [str(output)])
+        assert logged.results == {
+            "pass@1": 0.0,
+            "pass@2": 0.0,
+            "rows": 2,
+            "passed": 0,
+            "failed": 4,
+            "timeout": 0,
+            "error": 0,
+        }
     answers = [json.loads(row) for row in outputs[0].splitlines()]
     assert [(a["adapter"], a["sample"]) for a in answers[:4]] == [("base", 0), ("a", 0), ("base", 1), ("a", 1)]
     assert {a["outcome"] for a in answers} == {"failed"}

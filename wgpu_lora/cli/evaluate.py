@@ -118,26 +118,24 @@ def evaluate(
     else:
         refuse_idle(ctx, OF_LOSSES, "with --pass-at-k")
         from wgpu_lora.cli.passing import evaluate_checks
-        from wgpu_lora.track.recording import remarks
 
         chosen = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
-        options = {"batch": batch_size, "timeout": timeout, "completion": completion}
-        with remarks(goal, notes, run_log):
-            return evaluate_checks(
-                data,
-                split,
-                dataset_config,
-                pass_at_k,
-                samples,
-                {**chosen, "enable_thinking": enable_thinking},
-                adapter or [],
-                compare,
-                model,
-                output,
-                {**options, "allow_unconfined": allow_unconfined},
-                (device, base_dtype),
-                as_json,
-            )
+        return evaluate_checks(
+            data,
+            split,
+            dataset_config,
+            pass_at_k,
+            samples,
+            {**chosen, "enable_thinking": enable_thinking},
+            adapter or [],
+            compare,
+            model,
+            output,
+            {"batch": batch_size, "timeout": timeout, "completion": completion, "allow_unconfined": allow_unconfined},
+            (device, base_dtype),
+            as_json,
+            {"goal": goal, "notes": notes, "log": run_log},
+        )
     from wgpu_lora.api import evaluate as measure
     from wgpu_lora.api import evaluate_several, load
     from wgpu_lora.infer.named import BASE, model_of, named_adapters, slots_of
