@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from support.reports import copied, page_of, profile_of
 
 from wgpu_lora.cli import main
 from wgpu_lora.report.facts import compare, costs, losses, verdict
-from wgpu_lora.report.plots import PLOTS
+from wgpu_lora.report.plots import PLOTS, plots
 from wgpu_lora.report.runs import read_runs
 from wgpu_lora.train.objectives import OBJECTIVES
 
@@ -38,6 +39,19 @@ def test_two_runs_on_one_page(runs: Path, tmp_path: Path, capsys: pytest.Capture
     assert set(PLOTS) <= set(page.text)
     assert len(page.views) == len(PLOTS) * 7  # four axes, of which three are logarithmic too
     assert len({view for view in page.views if "linear" in view}) == 4
+
+
+def test_a_device_that_is_held_back_is_named(runs: Path) -> None:
+    (run,) = read_runs([runs / "second"])
+
+    def note(power: float, seconds: float) -> str:
+        status = {"gpu_busy": 100.0, "gpu_power": power, "gpu_power_limit": 300.0}
+        log = [line | status | {"seconds": seconds * number} for number, line in enumerate(run.log)]
+        return next(plot.note for plot in plots([replace(run, log=log)]) if plot.title == "Power")
+
+    assert "second took less than 30% of the limit at full use" in note(80.0, 20.0)
+    assert "took" not in note(100.0, 20.0)
+    assert "took" not in note(80.0, 2.0)
 
 
 def test_what_differs_is_apart_from_what_does_not(runs: Path) -> None:

@@ -78,7 +78,8 @@ def test_the_end_of_the_input_ends_the_run(tracked: Tracked, tmp_path: Path, mon
 def test_a_tracker_that_fails_costs_one_warning(
     name: str, why: str, tracked: Tracked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "END_LIMIT", 1.0)
+    if "Hanging" in name:  # the others answer, however long their processes take to start
+        monkeypatch.setattr(remote, "END_LIMIT", 1.0)
     begin = time.monotonic()
     with pytest.warns(TrackingWarning, match=why) as found:  # noqa: PT031
         one = start(name, tracked, monkeypatch)

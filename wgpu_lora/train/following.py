@@ -18,10 +18,12 @@ from wgpu_lora.errors import DeviceWarning, UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.devices import DeviceInfo
 from wgpu_lora.track.entry import FAILED, HELD_OUT, STOPPED, TRAINING, DataFile, Losses, run_name
+from wgpu_lora.track.git import Git, git_state
 from wgpu_lora.track.hardware.sampler import Sampler
 from wgpu_lora.track.recording import Recording, device_facts, given_options, status_of
 from wgpu_lora.track.remote import Remote
 from wgpu_lora.track.report_to import trackers_of
+from wgpu_lora.track.runlog import wanted
 from wgpu_lora.track.secrets import masked
 from wgpu_lora.track.trackers.base import Tracked
 from wgpu_lora.train.checkpoint import BEST
@@ -133,9 +135,10 @@ def following(runs: Sequence[Run], device: DeviceInfo, home: Path, events: Event
     """
     followed: list[Followed] = []
     sampler = Sampler(device)
+    git = git_state() if any(wanted(run.args.run_log) for run in runs) else None  # once, since it may take a while
     try:
         for run in runs:
-            run.follower = one = _begun(run, device, home, sampler, events)
+            run.follower = one = _begun(run, device, home, git, sampler, events)
             followed.append(one)
         yield Following(followed)
     except BaseException as error:
@@ -148,7 +151,7 @@ def following(runs: Sequence[Run], device: DeviceInfo, home: Path, events: Event
             run.follower = Follower()
 
 
-def _begun(run: Run, device: DeviceInfo, home: Path, sampler: Sampler, events: Events) -> Followed:
+def _begun(run: Run, device: DeviceInfo, home: Path, git: Git | None, sampler: Sampler, events: Events) -> Followed:
     args = run.args
     recording = Recording.of(
         "finetune",
@@ -160,6 +163,7 @@ def _begun(run: Run, device: DeviceInfo, home: Path, sampler: Sampler, events: E
         pipeline=str(home.resolve()) if run.name is not None else None,
         goal=args.goal,
         notes=args.notes,
+        git=git,
         device=device_facts(device),
         config=given_options(args.as_dict()),
         data=_file(run.stream.prepared),
