@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.events import SILENT, Events
 
 if TYPE_CHECKING:
-    from wgpu_lora.chain.file import Link
     from wgpu_lora.train.finetune import FinetuneJob
 
 
@@ -35,11 +35,11 @@ class Watch:
 class ChainWatch(Watch):
     """Also hears which stages run."""
 
-    def stage(self, number: int, link: Link, why: str, seconds: float | None) -> None:
+    def stage(self, number: int, name: str, kind: str, why: str, seconds: float | None) -> None:
         """A stage begins. seconds: that it and those after it took when they last ran, None if not all are known."""
 
-    def skipped(self, number: int, link: Link) -> None:
+    def skipped(self, number: int, name: str, kind: str) -> None:
         """A stage is up to date."""
 
-    def finished(self, number: int, link: Link, seconds: float) -> None:
+    def finished(self, name: str, output: Path, seconds: float) -> None:
         """A stage has run."""
