@@ -1,9 +1,9 @@
-"""Makes preference pairs from the demo's rows: the answer, and the same answer with one of its three steps wrong.
+"""Makes preference pairs from the demo's rows: the answer, and the same answer with two of its three steps wrong.
 
     python scripts/demo/preferences.py OUTPUT
 
 writes OUTPUT/train.jsonl and OUTPUT/valid.jsonl, from the demo's training and held-out rows. A rejected answer has
-one line (the filter, the map or the reduction) of another row's answer.
+two lines (of the filter, the map and the reduction) of other rows' answers.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ def pairs(rows: list[dict], seed: int) -> list[dict]:
     answers = [row["messages"][1]["content"].split("\n") for row in rows]
     made = []
     for row, lines in zip(rows, answers, strict=True):
-        step = rng.choice(STEPS)
-        other = rng.choice(sorted({answer[step] for answer in answers if len(answer) == len(lines)} - {lines[step]}))
         wrong = [*lines]
-        wrong[step] = other
+        for step in rng.sample(STEPS, 2):
+            wrong[step] = rng.choice(sorted({answer[step] for answer in answers} - {lines[step]}))
         prompt, chosen = row["messages"]
         made.append({"prompt": [prompt], "chosen": [chosen], "rejected": [{**chosen, "content": "\n".join(wrong)}]})
     return made
