@@ -13,9 +13,11 @@ import pytest
 from wgpu_lora.chain import run as running
 from wgpu_lora.chain import state as states
 from wgpu_lora.chain.file import Link, read_chain
-from wgpu_lora.chain.run import ChainWatch, run, standings
-from wgpu_lora.chain.stage import EndedEarlyError, Stage, Watch
+from wgpu_lora.chain.run import run, standings
+from wgpu_lora.chain.stage import EndedEarlyError, Stage
 from wgpu_lora.chain.stages import STAGES
+from wgpu_lora.chain.watch import Watch
+from wgpu_lora.chain.watching import ChainWatch
 from wgpu_lora.errors import UserError
 
 RAN: list[str] = []

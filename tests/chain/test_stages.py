@@ -20,7 +20,8 @@ from support.gguf_models import small
 
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.chain.file import read_chain
-from wgpu_lora.chain.run import ChainWatch, run, standings
+from wgpu_lora.chain.run import run, standings
+from wgpu_lora.chain.watching import ChainWatch
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events, Passing

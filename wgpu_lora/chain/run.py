@@ -12,25 +12,13 @@ from pathlib import Path
 from wgpu_lora.atomic import replace_directory, sweep
 from wgpu_lora.chain.digests import MISSING, Digests
 from wgpu_lora.chain.file import Chain, Link, lasting
-from wgpu_lora.chain.stage import Watch
 from wgpu_lora.chain.state import Done, State, inputs_of
+from wgpu_lora.chain.watch import Watch
+from wgpu_lora.chain.watching import ChainWatch
 from wgpu_lora.errors import UserError
 from wgpu_lora.train.job import locked
 
 DIGESTS = "digests.json"
-
-
-class ChainWatch(Watch):
-    """Also hears which stages run."""
-
-    def stage(self, number: int, link: Link, why: str, seconds: float | None) -> None:
-        """A stage begins. seconds: that it and those after it took when they last ran, None if not all are known."""
-
-    def skipped(self, number: int, link: Link) -> None:
-        """A stage is up to date."""
-
-    def finished(self, number: int, link: Link, seconds: float) -> None:
-        """A stage has run."""
 
 
 @dataclass(frozen=True)

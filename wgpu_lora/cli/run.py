@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wgpu_lora.chain.run import ChainWatch
+from wgpu_lora.chain.watching import ChainWatch
 from wgpu_lora.cli.completion import RECIPE
 from wgpu_lora.cli.console import Bar, TensorBar, console, duration, line, table
 from wgpu_lora.cli.options import Device
 from wgpu_lora.events import Events
+from wgpu_lora.installed import program
 
 if TYPE_CHECKING:
     from wgpu_lora.chain.file import Chain, Link
@@ -22,7 +24,10 @@ if TYPE_CHECKING:
 
 def run_chain(
     chain: Annotated[
-        str, typer.Argument(help="TOML file of stages, or the name of a bundled one.", autocompletion=RECIPE)
+        str,
+        typer.Argument(
+            metavar="CHAIN", help="TOML file of stages, or the name of a bundled one.", autocompletion=RECIPE
+        ),
     ],
     output: Annotated[str | None, typer.Option(help="Directory of all results; by default, the file's.")] = None,
     start: Annotated[
@@ -50,8 +55,8 @@ def run_chain(
     try:
         run(found, _Shown(found), start)
     except EndedEarlyError as error:
-        again = f"wgpu-lora run {chain}" + (f" --output {output}" if output else "")
-        line("continue", again, whole=True)
+        again = [program(), "run", chain, *(("--output", output) if output else ())]
+        line("continue", shlex.join(again), whole=True)
         return error.code
     line("finished", f"{len(found.links)} stages; the results are in {found.output}")
     return 0
@@ -114,7 +119,7 @@ class _Shown(ChainWatch):
     def trained(self, record: Any) -> None:
         from wgpu_lora.cli.finetune import report
 
-        report(record)
+        report(record, advice=False)
 
     def said(self, label: str, text: str) -> None:
         self._close()
