@@ -130,6 +130,13 @@ def test_what_has_not_changed_is_skipped(place: Path, monkeypatch: pytest.Monkey
     assert ran(place) == {"second": "text is missing"}  # written anew, as it was
     (out / "third" / "text").write_text("x")
     assert ran(place) == {"third": "text has changed"}
+    damaged = out / "third" / "text"
+    times = damaged.stat()
+    damaged.write_text("Cax")
+    os.utime(damaged, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert ran(place) == {"third": "text has changed"}
+    damaged.touch()
+    assert ran(place) == {}
     assert list(ran(place, "second")) == ["second", "third"]
     monkeypatch.setattr(states, "code_digest", lambda: "other")
     assert set(ran(place).values()) == {"wgpu-lora has changed"}
