@@ -144,6 +144,9 @@ class Events:
     def logged(self, line: Mapping[str, float], adapter: str | None) -> None:
         """A line of log.jsonl has been written. adapter: its name in a pipeline."""
 
+    def tracked(self, tracker: str, place: str, adapter: str | None) -> None:
+        """A tracker shows the run at this path or URL. adapter: its name in a pipeline."""
+
     def saved(self, directory: Path, step: int, adapter: str | None) -> None:
         """A checkpoint has been written. adapter: its name in a pipeline."""
 

@@ -24,6 +24,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.infer.answer import Answer
 from wgpu_lora.infer.settings import Settings
+from wgpu_lora.track.runlog import RunLog
 
 HUMAN = {"task_id": "T/0", "prompt": "def f(x):\n", "test": "def check(c):\n    assert c(1) == 2", "entry_point": "f",
          "canonical_solution": "    return x + 1"}  # fmt: skip
@@ -142,6 +143,7 @@ def test_samples_are_checked_and_counted(tmp_path: Path, monkeypatch: pytest.Mon
 @confined
 def test_the_command(tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     made = words_and_adapters(tmp_path, TEMPLATE)
+    monkeypatch.setenv("WGPU_LORA_DATA_DIR", str(tmp_path / "data"))
     run = commands(device, monkeypatch, capsys)
     rows = write_jsonl(tmp_path / "rows.jsonl", {**HUMAN, "prompt": "def w5(x):\n", "entry_point": "w5"}, OWN)
     ask = ["evaluate", "--data", rows, "--adapter", made / "a", "--compare", "--samples", 2, "--max-new-tokens", 3]
@@ -152,6 +154,19 @@ def test_the_command(tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyP
         assert code == 0, err
         outputs.append(output.read_text())
     assert outputs[0] == outputs[1]
+    base, adapted = RunLog().read().entries[-2:]
+    assert (base.adapter, adapted.adapter) == (None, "a")
+    for logged in (base, adapted):
+        assert (logged.status, logged.objective, logged.outputs) == ("finished", "pass-at-k", [str(output)])
+        assert logged.results == {
+            "pass@1": 0.0,
+            "pass@2": 0.0,
+            "rows": 2,
+            "passed": 0,
+            "failed": 4,
+            "timeout": 0,
+            "error": 0,
+        }
     answers = [json.loads(row) for row in outputs[0].splitlines()]
     assert [(a["adapter"], a["sample"]) for a in answers[:4]] == [("base", 0), ("a", 0), ("base", 1), ("a", 1)]
     assert {a["outcome"] for a in answers} == {"failed"}

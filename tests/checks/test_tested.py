@@ -107,8 +107,12 @@ HOSTILE = blocks(r"""
 """)
 
 
-def run(body: str, test: str = TEST, timeout: float = 5.0, prompt: str = PROMPT) -> CheckResult:
+def run(body: str, test: str = TEST, timeout: float = 30.0, prompt: str = PROMPT) -> CheckResult:
     return run_test(prompt + body, prompt, test, "f", timeout)
+
+
+def seconds_for(name: str) -> float:
+    return 1.0 if name.startswith("timeout") else 30.0
 
 
 def test_a_right_answer_passes() -> None:
@@ -120,7 +124,8 @@ def test_a_right_answer_passes() -> None:
 
 def test_hostile_answers_do_not_pass() -> None:
     with nothing_left(), ThreadPoolExecutor(4) as threads:
-        found = dict(zip(HOSTILE, threads.map(lambda body: run(body, timeout=1.5), HOSTILE.values()), strict=True))
+        results = threads.map(lambda name: run(HOSTILE[name], timeout=seconds_for(name)), HOSTILE)
+        found = dict(zip(HOSTILE, results, strict=True))
     assert [(name, result) for name, result in found.items() if result.outcome != name.partition(":")[0]] == []
     assert all(result.reason for result in found.values())
     assert not Path("/tmp/attack").exists()
@@ -159,6 +164,28 @@ try:
     f({1: [lambda: 1]})
 except Exception:
     assert f([1]) == 1
+### error: the test gives the answer <function object>, which is not plain data, of a test that catches everything
+    return 1
+---
+f([1])
+try:
+    f(lambda: 1)
+except:
+    pass
+### failed: returned more than 10,000 values, of a test that expects an exception
+    return [0] * 100_000
+---
+try:
+    f([1])
+except Exception:
+    pass
+### failed: out of memory, of a test that expects an exception
+    return ' ' * 2 ** 40
+---
+try:
+    f([1])
+except Exception:
+    pass
 ### failed: SystemExit
     return 1
 ---
@@ -189,7 +216,7 @@ assert abs(f([1])) < 1
 @pytest.mark.parametrize("name", ODD)
 def test_tests(name: str) -> None:
     answer, test = ODD[name].split("---\n")
-    found = run(answer, "def check(f):\n" + textwrap.indent(test, "    "), 1.0)
+    found = run(answer, "def check(f):\n" + textwrap.indent(test, "    "), seconds_for(name))
     outcome, words = name.split(", of")[0].split(": ", 1)
     assert (found.outcome, words in found.reason) == (outcome, True), found
 

@@ -217,7 +217,7 @@ def test_what_the_system_refuses_elsewhere(run: Run, data: Path, monkeypatch: py
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied", "somewhere/file")
 
-    monkeypatch.setattr("wgpu_lora.train.finetune.prepare", refuse)
+    monkeypatch.setattr("wgpu_lora.train.rows.prepare", refuse)
     line = refused(run("finetune", *flags(model=QWEN2, data=data, max_length=16)))
     assert line == "wgpu-lora: Permission denied: somewhere/file."
 

@@ -22,6 +22,7 @@ from wgpu_lora.gpu.devices import choose
 from wgpu_lora.share import Ledger, device_key
 from wgpu_lora.share.lease import take
 from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.memory import readable
 from wgpu_lora.train.pipeline import prepare_pipeline
 from wgpu_lora.train.tasks import task_of_pair
 
@@ -122,11 +123,16 @@ def test_the_table(rows: Path) -> None:
     table.step(result(1, eval_loss=2.5))
     table.step(result(2, eval_loss=None))
     stream = io.StringIO()
-    Console(file=stream, width=100).print(table.table())
-    header, first, second = stream.getvalue().splitlines()
+    Console(file=stream, width=120).print(table.table())
+    header, first, second, below = stream.getvalue().splitlines()
     assert header.split()[:6] == ["adapter", "step", "epoch", "loss", "held-out", "trained"]
-    assert first.split() == ["a", "2/4", "0.50", "1.2500", "2.5000", "80", "40", "60", "100%"]
+    assert first.split() == ["a", "2/4", "0.50", "1.2500", "2.5000", "80", "40", "60", "100%", "▁▁"]
     assert second.split() == ["b", "0", "0%"]
+    assert below.strip() == f"{readable(job.session.device.allocated)} on the device"
+    table.logged({"gpu_power": 203.4}, "a")
+    table.step(replace(result(1, eval_loss=None), adapter="b"))
+    assert table.table().caption.startswith("2 s left, ")  # (2 + 3) steps of 0.5 s
+    assert table.table().caption.endswith(", 203 W")
 
 
 def test_interrupt_keeps_everything(

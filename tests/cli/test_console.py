@@ -111,7 +111,7 @@ def test_durations_are_for_people(seconds: float, text: str) -> None:
 
 def job(tensors: int = 1, tuning: Tuning | None = None, logs: bool = False) -> Any:
     model = SimpleNamespace(tensors_to_load=lambda: tensors)
-    session = SimpleNamespace(model=model, programs=list)
+    session = SimpleNamespace(model=model, programs=list, device=SimpleNamespace(allocated=3 << 20))
     tuner = SimpleNamespace(estimate=lambda programs: tuning)
     run = SimpleNamespace(logs=lambda step, heldout: logs, state=SimpleNamespace(step=0))
     run.args, run.stream = SimpleNamespace(target_seconds=None), SimpleNamespace(total_steps=lambda: 50)
@@ -146,8 +146,10 @@ def test_a_terminal_shows_training_before_its_first_step(monkeypatch: pytest.Mon
         assert second.rstrip() == "compiling the kernels of the first step"
         for step, loss in ((1, 2.5), (2, None)):
             watcher.step(StepResult(step, 50, 0.1, 1.0, 1e-3, 1.0, tokens=9, seconds=3.0, eval_loss=loss))
-        first, second = screen(watcher._training)
+            watcher.logged({"gpu_busy": 97.0}, None)
+        first, second, third = screen(watcher._training)
         assert "2/50" in first
+        assert third.split() == ["▁▁", "3.0", "MiB", "on", "the", "device", "97%", "busy"]
         assert second.rstrip().endswith("held-out 2.5000")  # the newest stays in sight
     assert "\x1b[?25h" in stream.getvalue()
 

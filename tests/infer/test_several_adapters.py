@@ -20,7 +20,7 @@ from wgpu_lora.models.loaded import LoadedModel
 
 PROMPT, TOKENS = "w7 w3 w11 w5", 6
 ONE_ANSWER = {"prompt", "text", "token_ids", "stop_reason", "tokens_per_second"}
-ONE_LOSS = {"loss", "perplexity", "tokens", "rows", "seconds", "data", "max_length"}
+ONE_LOSS = {"loss", "perplexity", "tokens", "rows", "seconds", "data", "max_length", "objective", "metrics"}
 
 
 @pytest.fixture(scope="module")

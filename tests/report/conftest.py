@@ -11,6 +11,8 @@ from support.training import model_dir, random_rows
 
 from wgpu_lora.cli import main
 
+STATUS = {"gpu_busy": 97.0, "gpu_power": 203.0, "gpu_power_limit": 355.0, "gpu_temperature": 61.0, "gpu_memory": 3.5}
+
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -21,5 +23,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     common += ["--max-steps", "3", "--logging-steps", "1"]
     for name, more in (("first", []), ("second", ["--eval-data", rows, "--learning-rate", "1e-3"])):
         assert main(["finetune", *common, "--output", str(root / name), *more]) == 0
+    log = root / "second" / "log.jsonl"  # as on a device whose status can be read
+    lines = [json.loads(line) | STATUS for line in log.read_text().splitlines()]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (root / "second" / "profile.json").write_text(json.dumps(profile_of(root / "second")))
     return root

@@ -75,8 +75,13 @@ def test_projected_time_and_cost(run: Run, tmp_path: Path) -> None:
     assert found["stages"][TRAINING] > 0 < found["stages"][HELDOUT]
     page = tmp_path / "page.html"
     more = ["--price-per-hour", 2, "--project", "qwen2.5-0.5b", "--page", page]
-    code, said, err = run("data", "stats", *options(tmp_path, **SMALL), *more)
+    pairs = [{"prompt_ids": [1, n % 40 + 1], "chosen_ids": [2, 3], "rejected_ids": [4]} for n in range(10)]
+    data = write_jsonl(tmp_path / "pairs.jsonl", *pairs)
+    given = SMALL | {"data": data, "objective": "dpo", "precompute_ref_log_probs": True, "validation_split": 2}
+    code, said, err = run("data", "stats", *options(tmp_path, **given), *more)
     assert code == 0, err
+    assert "format    prompt_ids, chosen_ids, rejected_ids: 10 rows" in said
+    assert "precomputed references" in said
     assert "from 5 measured steps; saving is not counted" in said
     assert "projected qwen2.5-0.5b: " in said
     text = page.read_text(encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,8 @@ from support.reports import copied, page_of, profile_of
 
 from wgpu_lora.cli import main
 from wgpu_lora.report.facts import compare, costs, losses, verdict
-from wgpu_lora.report.plots import PLOTS
+from wgpu_lora.report.plots import PLOTS, plots
 from wgpu_lora.report.runs import read_runs
-from wgpu_lora.train.objectives import OBJECTIVES
 
 
 def test_two_runs_on_one_page(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,6 +40,19 @@ def test_two_runs_on_one_page(runs: Path, tmp_path: Path, capsys: pytest.Capture
     assert len({view for view in page.views if "linear" in view}) == 4
 
 
+def test_a_device_that_is_held_back_is_named(runs: Path) -> None:
+    (run,) = read_runs([runs / "second"])
+
+    def note(power: float, seconds: float) -> str:
+        status = {"gpu_busy": 100.0, "gpu_power": power, "gpu_power_limit": 300.0}
+        log = [line | status | {"seconds": seconds * number} for number, line in enumerate(run.log)]
+        return next(plot.note for plot in plots([replace(run, log=log)]) if plot.title == "Power")
+
+    assert "second took less than 30% of the limit at full use" in note(80.0, 20.0)
+    assert "took" not in note(100.0, 20.0)
+    assert "took" not in note(80.0, 2.0)
+
+
 def test_what_differs_is_apart_from_what_does_not(runs: Path) -> None:
     both = read_runs([runs / "first", runs / "second"])
     differing, alike = map(dict, compare(both))
@@ -53,7 +66,7 @@ def test_what_differs_is_apart_from_what_does_not(runs: Path) -> None:
     assert "--lora-alpha" in alike
 
 
-def test_losses_are_compared_where_they_can_be(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_are_compared_where_they_can_be(runs: Path, tmp_path: Path) -> None:
     first, second = read_runs([runs / "first", runs / "second"])
     assert verdict([second]) == verdict([first, second]) == ""
     assert "No run has a held-out loss" in verdict([first, first])
@@ -64,8 +77,7 @@ def test_losses_are_compared_where_they_can_be(runs: Path, tmp_path: Path, monke
     found = read_runs([other])
     assert verdict([second, *found]) == "other has the lowest held-out loss at the end, 0.5000."
     assert verdict([second, *found, *found]).startswith("other and other have the lowest held-out loss")
-    monkeypatch.setitem(OBJECTIVES, "mine", "of:Mine")
-    facts["options"]["objective"] = "mine"
+    facts["options"]["objective"] = "dpo"
     (other / "run.json").write_text(json.dumps(facts))
     said = verdict([second, *read_runs([other])])
     assert said == "The held-out losses are of different objectives, so they cannot be compared."

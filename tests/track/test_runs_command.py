@@ -73,13 +73,18 @@ def test_a_pipeline_has_an_entry_for_each_adapter(log: RunLog, tmp_path: Path) -
 def test_a_run_that_fails_or_is_stopped(log: RunLog, tmp_path: Path) -> None:
     rows = str(write_rows(tmp_path / "rows.jsonl", ROWS))
     given = {**SMALL, "data": rows, "progress_bar": False}
-    wgpu_lora.finetune(QWEN2, **given, output=str(tmp_path / "run"), callback=lambda result: True)
+    rarely = {**given, "logging_steps": 9, "callback": lambda result: True}
+    record = wgpu_lora.finetune(QWEN2, **rarely, output=str(tmp_path / "run"))
 
     def fail(result: wgpu_lora.StepResult) -> None:
         raise UserError("no more")
 
+    diverging = {**given, "learning_rate": 1e38, "max_steps": 4}
+    wgpu_lora.finetune(QWEN2, **diverging, output=str(tmp_path / "third"))
     with pytest.raises(UserError):
         wgpu_lora.finetune(QWEN2, **given, output=str(tmp_path / "other"), callback=fail)
-    stopped, failed = log.read().entries
-    assert (stopped.status, stopped.losses.of) == ("stopped", "training")
+    stopped, diverged, failed = log.read().entries
+    assert (stopped.status, stopped.losses.of, stopped.losses.final) == ("stopped", "training", record.loss)
+    assert diverged.status == "failed"
+    assert diverged.error
     assert (failed.status, failed.error) == ("failed", "no more")

@@ -171,14 +171,16 @@ def test_rows_that_are_no_pairs(tmp_path: Path, wrong: dict[str, Any], options: 
     [
         ({"loss_type": "sigmod"}, "loss_type must be one or several of sigmoid, hinge, ipo"),
         ({"loss_type": "sft,sft"}, "loss_type has 'sft' twice"),
-        ({"loss_type": "exo_pair"}, "loss_type='exo_pair' needs a label_smoothing greater than 0"),
-        ({"loss_type": "robust", "label_smoothing": 0.5}, "needs a label_smoothing less than 0.5, not 0.5"),
+        ({"loss_type": "exo_pair"}, "loss_type='exo_pair' needs a label_smoothing of at least 1e-09 and at"),
+        ({"loss_type": "exo_pair", "label_smoothing": 1 - 1e-9}, "at least 1e-09 and at most 0.999, not 1."),
+        ({"loss_type": "robust", "label_smoothing": 0.5}, "at least 0 and at most 0.499, not 0.5"),
         ({"loss_type": "sft,ipo", "loss_weights": "1"}, "loss_weights has 1 numbers, but loss_type 2 losses"),
         ({"loss_weights": "high"}, "loss_weights must be numbers of at least 0"),
         ({"loss_weights": "0"}, "loss_weights must be numbers of at least 0, not all 0"),
         ({"objective": "kto", "loss_type": "sigmoid"}, "loss_type must be one of kto, apo_zero_unpaired for objective"),
         ({"objective": "cpo", "loss_type": "sft"}, "loss_type must be one of sigmoid, hinge, ipo, simpo for objective"),
-        ({"beta": 0.0}, "beta must be greater than 0"),
+        ({"beta": 0.0}, "beta must be at least 1e-09 and at most 1e+09"),
+        ({"beta": 1e-20, "loss_type": "ipo"}, "beta must be at least 1e-09 and at most 1e+09"),
         ({"ld_alpha": 1.5}, "ld_alpha must be at least 0 and at most 1"),
     ],
 )
@@ -195,6 +197,10 @@ def test_lists_of_losses_and_options_of_other_objectives() -> None:
     assert idle(given, args) == [
         "completion_only_loss does nothing: objective='dpo' is about answers only.",
         "simpo_gamma does nothing: objective='dpo' does not use it.",
+    ]
+    cpo = from_values({"objective": "cpo", "loss_type": "ipo"}, "recipe")
+    assert idle(("simpo_gamma", "label_smoothing", "beta"), cpo) == [
+        f"{name} does nothing: loss_type='ipo' does not use it." for name in ("simpo_gamma", "label_smoothing")
     ]
     assert [said.split()[0] for said in idle(given, TrainingArguments())] == ["beta", "ld_alpha", "simpo_gamma"]
 
@@ -228,6 +234,22 @@ def test_evaluating_an_adapter_as_it_was_trained(device: Device, tmp_path: Path,
     plain = str(written(tmp_path / "plain.jsonl", [{"input_ids": [1, 2, 3]}]))
     assert main(["evaluate", "--data", plain, "--adapter", run, *options]) == 0
     assert json.loads(capsys.readouterr().out)["objective"] == "sft"
+
+
+def test_a_prompt_is_mismatched_with_another_answer(tmp_path: Path) -> None:
+    """That of the sample before it in the step or, in a step of one, of the next in the data; cut to the length."""
+    rows = [{"prompt_ids": [i] * 3, "completion_ids": [10 + i] * (1 + i), "label": True} for i in range(4)]
+    data = str(written(tmp_path / "labelled.jsonl", rows))
+    stream = job(tmp_path / "a", objective="kto", data=data, max_length=6, max_steps=1).run.stream
+    groups = [group for batch in stream.heldout_groups([[0, 2], [3]], 0) for group in batch]
+    found = [group.mismatched for group in (*groups, stream.heldout_groups([[3]], 0)[0][0])]
+    expected = [([0] * 3, [13] * 3), ([2] * 3, [10]), ([3] * 3, [12] * 3), ([3] * 3, [10])]
+    assert stream.longest_mismatched == 6
+    for segment, (prompt, answer) in zip(found, expected, strict=True):
+        assert segment is not None
+        assert segment.labels is not None
+        assert segment.input_ids.tolist() == prompt + answer
+        assert segment.labels.tolist() == [-100] * 3 + answer
 
 
 def test_labelled_rows_and_their_log(device: Device, tmp_path: Path) -> None:

@@ -6,26 +6,35 @@ import json
 from pathlib import Path
 
 import pytest
+from support.data import write_jsonl
+from support.gguf_models import make_adapter
 
-from wgpu_lora.assets import DEMO_TRAIN, asset_dir
+from wgpu_lora.assets import DEMO_MODEL, DEMO_TRAIN, asset_dir
 from wgpu_lora.cli import main
 from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.models.targets import targeted
 from wgpu_lora.train.arguments import from_values
 from wgpu_lora.train.recipes import find_recipe, read_recipe
 
-RECIPES = sorted(path.stem for path in Path(str(asset_dir("recipes"))).glob("*.toml"))
+FILES = sorted(Path(str(asset_dir("recipes"))).glob("*.toml"))
+CHAINS = [path.stem for path in FILES if "[[stage]]" in path.read_text()]
+RECIPES = [path.stem for path in FILES if path.stem not in CHAINS]
+PAIRS = ["persona-dpo"]
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_it_runs_cut_down(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(DEMO_TRAIN.read_text().splitlines(keepends=True)[:4]))
+    if name in PAIRS:
+        write_jsonl(rows, *({"prompt": f"Write {i}", "chosen": "good", "rejected": "bad"} for i in range(4)))
     cut = ["--model", "demo", "--data", str(rows), "--output", str(tmp_path / "run"), "--max-steps", "2"]
     cut += ["--per-device-train-batch-size", "1", "--gradient-accumulation-steps", "1", "--max-length", "64"]
     # One rank, no dropout and no checkpointing: the runs then share their compiled kernels.
     cut += ["--no-packing", "--lora-r", "4", "--lora-dropout", "0", "--no-gradient-checkpointing"]
     cut += ["--target-modules", "all-linear", "--base-dtype", "nf4"]
+    if name in PAIRS:
+        cut += ["--reference-adapter", str(make_adapter(tmp_path / "adapter", DEMO_MODEL))]
     assert main(["finetune", "--recipe", name, *cut]) == 0, capsys.readouterr().err
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert facts["stop_reason"] in ("max steps", "target seconds")
@@ -39,14 +48,27 @@ def test_it_runs_cut_down(tmp_path: Path, capsys: pytest.CaptureFixture[str], na
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_its_header_says_what_a_reader_needs(name: str) -> None:
-    text = find_recipe(name).read_text()
     from_values(read_recipe(find_recipe(name)), name)
+    check_header(name)
+
+
+def check_header(name: str) -> None:
+    text = find_recipe(name).read_text()
     header = text.split("\n", 1)[0]
     assert header.startswith("# ")
     assert len(header) > 40
     if name != "demo":
         assert "# Reproduces:" in text
         assert "# Needs:" in text
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_chains_say_so_too(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    check_header(name)
+    assert main(["recipes", "show", name]) == 0
+    assert capsys.readouterr().out == find_recipe(name).read_text()
+    assert main(["finetune", "--recipe", name]) == 2
+    assert f"run it with 'wgpu-lora run {find_recipe(name)}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -70,7 +92,7 @@ def test_trained_parameters(recipe: str, shape: str, trained: int) -> None:
 def test_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "list"]) == 0
     listed = capsys.readouterr().out
-    assert all(name in listed for name in RECIPES)
+    assert all(name in listed for name in (*RECIPES, *CHAINS))
     assert main(["recipes", "show", "persona-sft"]) == 0
     assert capsys.readouterr().out == find_recipe("persona-sft").read_text()
     assert main(["recipes", "show", "nothing"]) == 2

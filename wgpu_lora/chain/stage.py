@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, get_type_hints
+from typing import Any, ClassVar, Self, get_type_hints
 
+from wgpu_lora.chain.watch import Watch
 from wgpu_lora.errors import UserError
-from wgpu_lora.events import SILENT, Events
 from wgpu_lora.formats.hub import cached_model, hub_id, resolve_model
 from wgpu_lora.names.aliases import advice
 from wgpu_lora.strict_json import in_words, typed
 from wgpu_lora.words import listed
-
-if TYPE_CHECKING:
-    from wgpu_lora.train.finetune import FinetuneJob
 
 
 class EndedEarlyError(Exception):
@@ -25,26 +21,6 @@ class EndedEarlyError(Exception):
     def __init__(self, code: int):
         super().__init__(f"exit code {code}")
         self.code = code
-
-
-class Watch:
-    """How a stage's progress is shown; override what is of interest."""
-
-    def reading(self, text: str, done: float, total: float | None) -> None:
-        """Progress in megabytes."""
-
-    def tensors(self, text: str, total: int) -> AbstractContextManager[Events]:
-        """A listener to tensors that are written."""
-        return nullcontext(SILENT)
-
-    def training(self, job: FinetuneJob) -> AbstractContextManager[Events]:
-        return nullcontext(SILENT)
-
-    def trained(self, record: Any) -> None:
-        """The record of a run that has ended."""
-
-    def said(self, label: str, text: str) -> None:
-        """A line about the stage's result."""
 
 
 @dataclass(frozen=True)

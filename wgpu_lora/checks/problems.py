@@ -6,11 +6,11 @@ import ast
 import keyword
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from wgpu_lora.checks.asserts import parse_check
+from wgpu_lora.checks.asserts import MAX_CHECK, parse_check
 from wgpu_lora.checks.confine.tester import completed
 from wgpu_lora.checks.run import CheckResult, run_check, run_test
 from wgpu_lora.data.account import Account
@@ -86,7 +86,7 @@ class HumanEval(Problem):
         if completion:
             return prompt + text
         code = code_of(text, {self.entry_point})
-        if self.entry_point in _defined(code) or re.search(rf"^def {self.entry_point}\b", code, re.MULTILINE):
+        if _defines(code, {self.entry_point}):
             return f"{completed(prompt)}\n\n{code}"  # with the prompt's imports and other functions
         begun = prompt if prompt.endswith("\n") else f"{prompt}\n"
         return begun + (code if code.startswith((" ", "\t", "\n")) else textwrap.indent(code, "    "))
@@ -101,6 +101,8 @@ def _name(task: Any) -> str:
 
 def _human_eval(row: Any) -> HumanEval:
     prompt, test, entry_point = row["prompt"], row["test"], row["entry_point"]
+    if max(len(prompt), len(test)) > MAX_CHECK:
+        raise UserError(f"'prompt' or 'test' has more than {MAX_CHECK:,} characters.")
     if not entry_point.isidentifier() or keyword.iskeyword(entry_point):
         raise UserError(f"'entry_point' is {entry_point!r:.60}, but must be the name of a function.")
     if not completed(prompt):
@@ -168,24 +170,16 @@ def code_of(text: str, names: set[str]) -> str:
     """The code in an answer: the first code block that defines one of `names`, else the first, else all of it."""
     text = text.rpartition("</think>")[2]
     blocks = [textwrap.dedent(block) if block.startswith((" ", "\t")) else block for block in _blocks(text)]
-    return next((block for block in blocks if names & _defined(block)), next(iter(blocks), text))
+    return next((block for block in blocks if _defines(block, names)), next(iter(blocks), text))
 
 
 def _blocks(text: str) -> Iterator[str]:
     return (found[1] for found in _BLOCK.finditer(text))
 
 
-def _defined(code: str) -> set[str]:
-    """The names of the functions and variables that code defines; none if it does not parse."""
-    try:
-        body = ast.parse(code).body
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return set()
-    found = {one.name for one in body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
-    return found | {
-        target.id
-        for one in body
-        if isinstance(one, ast.Assign)
-        for target in one.targets
-        if isinstance(target, ast.Name)
-    }
+def _defines(code: str, names: Collection[str]) -> bool:
+    """Whether code defines one of the names; by its text, since what a model wrote is only parsed when confined."""
+    either = "|".join(map(re.escape, names))
+    return bool(
+        re.search(rf"^(?:(?:async +)?def|class) +(?:{either})\b|^(?:{either}) *(?::[^=\n]*)?=", code, re.MULTILINE)
+    )

@@ -59,10 +59,6 @@ INSTEAD: dict[str, tuple[tuple[str, str], ...]] = {
             "benchmark perf speed time",
         ),
         (
-            "use 'wgpu-lora data prepare'",
-            "prepare preprocess prepare-data dedup dedupe deduplicate clean split",
-        ),
-        (
             "use 'wgpu-lora data stats'",
             "stats statistics inspect data-stats lengths",
         ),
@@ -95,8 +91,10 @@ INSTEAD: dict[str, tuple[tuple[str, str], ...]] = {
             "memory estimate vram dry-run calc size",
         ),
         (
-            "it is not needed: 'wgpu-lora finetune --data FILE' reads and tokenises rows by itself",
-            "prepare preprocess tokenize tokenise dataset data convert-data",
+            "use 'wgpu-lora data prepare' for duplicates, splits and mixed formats; 'wgpu-lora finetune --data FILE' "
+            "reads and tokenises rows by itself",
+            "prepare preprocess tokenize tokenise dataset convert-data prepare-data dedup dedupe deduplicate clean "
+            "split",
         ),
         (
             "use 'wgpu-lora recipes list', 'wgpu-lora bench --list' or 'wgpu-lora info'",

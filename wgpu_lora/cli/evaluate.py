@@ -112,6 +112,7 @@ def evaluate(
     adapter's training, according to its run.json. With --pass-at-k, rows have HumanEval's fields (prompt, test,
     entry_point), or a prompt and a check with asserts; answers run in confined processes.
     """
+    options: dict[str, Any]
     if pass_at_k is None:
         refuse_idle(ctx, OF_CHECKS, "without --pass-at-k")
     else:
@@ -133,6 +134,7 @@ def evaluate(
             {"batch": batch_size, "timeout": timeout, "completion": completion, "allow_unconfined": allow_unconfined},
             (device, base_dtype),
             as_json,
+            {"goal": goal, "notes": notes, "log": run_log},
         )
     from wgpu_lora.api import evaluate as measure
     from wgpu_lora.api import evaluate_several, load
@@ -143,7 +145,7 @@ def evaluate(
     several = compare or len(adapters) > 1
     if several:
         slots_of(adapters, compare)  # before anything is opened
-    options: dict[str, Any] = {"objective": objective}
+    options = {"objective": objective}
     options |= {"split": split, "dataset_config": dataset_config, "skip_bad_rows": skip_bad_rows}
     options |= {"goal": goal, "notes": notes, "run_log": run_log}
     given: dict[str, Any] = {

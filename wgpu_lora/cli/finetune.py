@@ -21,7 +21,8 @@ from wgpu_lora.cli.starting import Starting
 from wgpu_lora.cli.trend import Trend, hardware
 from wgpu_lora.events import Evaluating, StepResult
 from wgpu_lora.installed import program
-from wgpu_lora.train.arguments import ADAPTER, FILES, TrainingArguments
+from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.general_options import ADAPTER, FILES
 from wgpu_lora.train.policy import POLICIES
 from wgpu_lora.words import counted
 
@@ -99,7 +100,7 @@ class Watcher(Starting):
     def __init__(self, job: FinetuneJob):
         super().__init__(job)
         self._run = job.run
-        self._device = job.session.device
+        self._session = job.session
         self._training = Bar("training", None)
         self._quiet = not is_terminal(sys.stderr)
         self._first = True
@@ -166,7 +167,7 @@ class Watcher(Starting):
         """The second line on a terminal: the trend of the loss, memory, and the hardware."""
         from wgpu_lora.train.memory import readable
 
-        allocated = readable(self._device.allocated)
+        allocated = readable(self._session.device.allocated)
         return "  ".join(filter(None, [self._trend.bars(), f"{allocated} on the device", self._hardware]))
 
     def _remaining(self, result: StepResult) -> str:
@@ -183,8 +184,11 @@ def speed(trained: int, processed: int, seconds: float) -> str:
     return f"{trained / seconds:,.0f} trained, {processed / seconds:,.0f} processed tokens/s"
 
 
-def report(record: RunRecord) -> int:
-    """Print how the run ended and where its adapter is; returns the exit code."""
+def report(record: RunRecord, advice: bool = True) -> int:
+    """Print how the run ended and where its adapter is; returns the exit code.
+
+    advice: whether to print the command that continues an interrupted run.
+    """
     from wgpu_lora.train.ending import STOP_TEXT, exit_code
 
     state, reason, outcome, output = record.state, record.stop_reason, record.outcome, record.directory
@@ -196,7 +200,7 @@ def report(record: RunRecord) -> int:
     if state.best_step and state.best_step < state.step:
         best = f"held-out loss {state.best_eval_loss:.4f} after step {state.best_step:,}"
         line("best", f"{output / 'best'} has the best adapter: {best}")
-    if outcome == "interrupted":
+    if outcome == "interrupted" and advice:
         line("continue", f"{program()} finetune --output {shlex.quote(str(output))} --resume", whole=True)
     if outcome == "failed":
         print(f"wgpu-lora: {STOP_TEXT[reason]}: {CURES}.", file=sys.stderr)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from wgpu_lora.words import counted, listed
 
 if TYPE_CHECKING:
     from wgpu_lora.checks.samples import PassRates, Sample
+    from wgpu_lora.data import Source
+    from wgpu_lora.models.loaded import LoadedModel
 
 WARM = 0.8  # temperature of several samples (Chen et al. 2021 use it for pass@100)
 LONGEST = 3600.0  # seconds of a check
@@ -33,8 +36,9 @@ def evaluate_checks(
     options: Mapping[str, Any],
     opening: tuple[str | None, str],
     as_json: bool,
+    said: Mapping[str, Any],
 ) -> int:
-    """Run the command; options: of `measure`; opening: device and type of the base."""
+    """Run the command; options: of `measure`; opening: device and type of the base; said: for the run log."""
     from wgpu_lora.atomic import write_new_bytes
     from wgpu_lora.checks.estimate import parse_ks
     from wgpu_lora.checks.problems import read_problems
@@ -44,6 +48,7 @@ def evaluate_checks(
     from wgpu_lora.infer.prompt_file import check_new, kept_on_failure, to_jsonl
     from wgpu_lora.infer.settings import settings_of
     from wgpu_lora.models.loaded import open_model
+    from wgpu_lora.track.recording import remarks
     from wgpu_lora.train.length import fit_rows
 
     # Check everything before a model is opened.
@@ -60,13 +65,17 @@ def evaluate_checks(
     adapters = named_adapters(named)
     several = compare or len(adapters) > 1
     slots = slots_of(adapters, compare) if several else {next(iter(adapters), BASE): 0 if adapters else None}
-    problems = read_problems(heldout_data(data, split, dataset_config))
+    source = heldout_data(data, split, dataset_config)
+    problems = read_problems(source)
     opened = open_model(model_of(adapters, model), *opening)
     if settings["enable_thinking"] is None:  # as in training
         limit = opened.config.max_position_embeddings
         settings["enable_thinking"] = fit_rows({}, list(adapters.values()), limit).enable_thinking
     found: list[Sample] = []
+    config = {**settings, "pass_at_k": pass_at_k, "samples": samples, "timeout": options["timeout"]}
     with (
+        remarks(**said),
+        _recorded(opened, source, slots, adapters, config) as entries,
         Bar("loading", opened.tensors_to_load()) as bar,
         kept_on_failure(output, lambda: [one.as_dict() for one in found], _note),
     ):
@@ -82,6 +91,13 @@ def evaluate_checks(
             events=_Shown(bar),
             **options,
         )
+        for name, entry in entries.items():
+            rate = rates.rates[name]
+            entry["tokens"] = sum(len(one.answer.token_ids) for one in rates.samples if one.adapter == name)
+            entry["seconds"] = round(rates.seconds, 3)
+            scores = {f"pass@{k}": value for k, value in rate.pass_at_k.items()}
+            entry["results"] = {**scores, "rows": rate.rows, **rate.outcomes}
+            entry["outputs"] = [str(output.resolve())] if output else []
         if output:
             write_new_bytes(output, to_jsonl([one.as_dict() for one in rates.samples]), "--output")
     if as_json:
@@ -93,6 +109,38 @@ def evaluate_checks(
         if output:
             line("written", f"{counted(len(rates.samples), 'answer')} to {output}")
     return 0
+
+
+@contextmanager
+def _recorded(
+    model: LoadedModel,
+    source: Source,
+    slots: Mapping[str, int | None],
+    adapters: Mapping[str, Path],
+    config: Mapping[str, Any],
+) -> Iterator[dict[str, dict[str, Any]]]:
+    """Entries of the run log by name, for the results."""
+    from wgpu_lora.track.entry import DataFile, run_name
+    from wgpu_lora.track.recording import device_facts, given_options, recorded
+
+    quant = model.decoder.base_dtype
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(
+                recorded(
+                    "evaluate",
+                    run_name(quant, slot is not None, False, "pass-at-k", "f32"),
+                    objective="pass-at-k",
+                    adapter=name if name in adapters else None,
+                    device=device_facts(model.device.info),
+                    config=given_options(
+                        {**config, "model": model.name, "adapter": str(adapters.get(name, "")) or None}
+                    ),
+                    data=DataFile(source.path, source.digest()),
+                )
+            )
+            for name, slot in slots.items()
+        }
 
 
 class _Shown(TensorBar):

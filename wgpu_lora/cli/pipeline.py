@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from wgpu_lora.train.tasks import AdapterTask
 
 
-RECENT, TREND = 10, 16  # steps that times are averaged over, and bars of a loss
+RECENT, TREND = 10, 10  # steps that times are averaged over, and bars of a loss
 
 
 def train_pipeline(
@@ -166,7 +166,7 @@ class Table(Starting):
             "trained/s",
             "processed/s",
             "share of steps",
-            "loss so far",
+            "trend",
         ):
             table.add_column(name, justify="right")
         total = max(1, sum(self._own.values()))

@@ -75,10 +75,10 @@ def runs(
         columns = left = ("", *(entry.id for entry in chosen))
         shown = compared(*chosen) if len(names) == 2 else list(facts(chosen[0]).items())
         rows, styles = [tuple(row) for row in shown], [None] * len(shown)
+    printed = [[printable(cell, "\n") for cell in row] for row in rows]
     if as_markdown:
-        print(markdown(columns, rows, left), flush=True)
+        print(markdown(columns, printed, left), flush=True)
     elif rows:
-        printed = [[printable(cell) for cell in row] for row in rows]
         console().print(table(columns, printed, left, styles), markup=False)
     if not (as_markdown or rows):
         line("runs", f"none{' of these' if found.entries else ''} in {log.path}")

@@ -76,6 +76,9 @@ class Starting(Events):
         if self._bar:
             self._bar.advance(to=evaluating.rows)
 
+    def tracked(self, tracker: str, place: str, adapter: str | None) -> None:
+        line("tracker", f"{f'{adapter}: ' if adapter else ''}{tracker}, {place}")
+
     def close(self) -> None:
         if self._bar:
             self._bar.close()

@@ -46,7 +46,7 @@ class Trend:
 
 def _takes(stream: Any, text: str) -> bool:
     try:
-        text.encode(getattr(stream, "encoding", None) or "ascii")
+        text.encode(getattr(stream, "encoding", None) or "utf-8")
     except (UnicodeEncodeError, LookupError):
         return False
     return True

@@ -122,8 +122,8 @@ SENTENCES: tuple[tuple[str, str], ...] = (
     ),
     (
         "is not needed: training is always LoRA, on an NF4 base (QLoRA) unless {base_dtype} selects another type",
-        "finetuning_type fine_tune_type train_type use_peft use_lora peft lora peft_type task_type stage method "
-        "trainer_type do_train train peft_config lora_config model_init_kwargs rl full_finetuning sft_type "
+        "finetuning_type fine_tune_type train_type use_peft use_lora peft lora peft_type task_type "
+        "trainer_type do_train train peft_config lora_config model_init_kwargs full_finetuning sft_type "
         "training_type",
     ),
     (
@@ -159,12 +159,19 @@ SENTENCES: tuple[tuple[str, str], ...] = (
         "init_lora_weights lora_init init_weights fan_in_fan_out",
     ),
     (
+        "is {objective}: sft, dpo, kto, orpo or cpo",
+        "rl stage method train_mode",
+    ),
+    (
+        "is not needed: the reference is the base model alone or {reference_adapter}",
+        "ref_model reference_model ref_model_name_or_path reference_model_path ref_model_init_kwargs",
+    ),
+    (
         "is not supported",
-        "neftune_noise_alpha noisy_embedding_alpha label_smoothing_factor label_smoothing lr_scheduler_kwargs "
-        "num_cycles cosine_min_lr_ratio min_lr min_lr_ratio lr_end rope_scaling rope_theta ema dpo_beta beta "
-        "ref_model loss_type reward_model num_generations max_prompt_length max_completion_length use_liger liger "
-        "use_liger_kernel enable_liger_kernel compute_metrics callbacks preprocess_logits_for_metrics "
-        "model_parallel curriculum",
+        "neftune_noise_alpha noisy_embedding_alpha label_smoothing_factor lr_scheduler_kwargs num_cycles "
+        "cosine_min_lr_ratio min_lr min_lr_ratio lr_end rope_scaling rope_theta ema reward_model num_generations "
+        "f_divergence_type use_weighting discopop_tau sync_ref_model use_liger liger use_liger_kernel "
+        "enable_liger_kernel compute_metrics callbacks preprocess_logits_for_metrics model_parallel curriculum",
     ),
     (
         "is not needed: a run is never overwritten, so choose another {output}, or continue with {resume}",

@@ -18,6 +18,9 @@ ALIASES: dict[tuple[str, ...], str] = {
     ("adam_beta1",): "beta1 adam_beta_1",
     ("adam_beta2",): "beta2 adam_beta_2",
     ("adam_epsilon",): "adam_eps eps epsilon",
+    ("beta",): "dpo_beta pref_beta rl_beta",
+    ("loss_type",): "dpo_loss_type pref_loss dpo_loss",
+    ("reference_adapter",): "ref_adapter ref_model_adapters",
     ("max_grad_norm",): "gradient_clipping grad_clip clip_grad_norm max_norm",
     ("per_device_train_batch_size", "batch"): "batch_size train_batch_size micro_batch_size per_device_batch_size "
     "device_batch_size per_gpu_train_batch_size mbs",

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from wgpu_lora.pages.chart import COLOURS, Chart, Line, line_chart, parts, smoothed
 from wgpu_lora.report.runs import SPEEDS, Run
+from wgpu_lora.track.hardware.base import Status
+from wgpu_lora.track.hardware.sampler import LOW, SPAN, held_back
 from wgpu_lora.train.memory import readable
 
 KERNELS = 12  # most kernels that are shown
@@ -78,8 +80,20 @@ def plots(runs: Sequence[Run]) -> list[Plot]:
             views += [View(axis, log, line_chart(lines, x_label, label, log)) for log in scales if lines]
         if views:
             faint = any(line.style == "faint" for view in views for line in view.chart.lines)
-            found.append(Plot(title, f"{note} {FAINT if faint else ''}".strip(), views))
+            said = [note, FAINT if faint else "", *(map(_low_power, runs) if title == "Power" else ())]
+            found.append(Plot(title, " ".join(filter(None, said)), views))
     return found
+
+
+def _low_power(run: Run) -> str:
+    """A sentence if a run's device was fully in use for SPAN seconds at a low power; else empty."""
+    begin = None
+    for line in run.log:
+        status = Status(busy=line.get("gpu_busy"), power=line.get("gpu_power"), power_limit=line.get("gpu_power_limit"))
+        begin = (line["seconds"] if begin is None else begin) if held_back(status) else None
+        if begin is not None and line["seconds"] - begin >= SPAN:
+            return f"{run.name} took less than {LOW:.0%} of the limit at full use: it is shared or throttled."
+    return ""
 
 
 def _lines(runs: Sequence[Run], title: str, axis: str) -> Iterator[Line]:

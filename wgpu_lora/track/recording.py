@@ -75,7 +75,7 @@ class Recording:
             **facts,
         )
         logged = asked and said.log
-        return cls(replace(entry, git=git_state()) if wanted(logged) else entry, logged)
+        return cls(replace(entry, git=git_state()) if wanted(logged) and "git" not in facts else entry, logged)
 
     def end(self, status: str, losses: Losses | None = None, **facts: Any) -> None:
         """Log how it ended; `facts` are fields of Entry."""

@@ -18,6 +18,7 @@ from typing import Any
 
 from wgpu_lora.errors import TrackingWarning
 from wgpu_lora.strict_json import to_json
+from wgpu_lora.track.secrets import masked
 from wgpu_lora.track.trackers import TRACKERS
 from wgpu_lora.track.trackers.base import Tracked
 
@@ -118,9 +119,9 @@ class Remote:
             for line in answers:
                 answer = json.loads(line)
                 if "error" in answer:
-                    self._failure = answer["error"]
+                    self._failure = str(masked(answer["error"]))
                     return
-                self.place = answer["place"] or self.place
+                self.place = str(masked(answer["place"] or self.place))
                 self._since = time.monotonic()
                 self._answered += 1
         if self._answered < self._asked:

@@ -62,7 +62,7 @@ class RunLog:
             OSError: the file cannot be written, or is locked for LOCK_SECONDS; it is then as before.
         """
         shown = {name: value if name in DIGESTS else masked(value) for name, value in facts.items()}
-        line = to_json({"schema": SCHEMA, **shown}, ensure_ascii=True).encode() + b"\n"
+        line = to_json({"schema": SCHEMA, **shown}, ensure_ascii=True, default=str).encode() + b"\n"
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (
             FileLock(self.path.with_name(f".{NAME}.lock"), timeout=LOCK_SECONDS),

@@ -8,7 +8,7 @@ import numpy as np
 
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
-from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
+from wgpu_lora.gpu.tensor import Storage, Tensor, joined, persistent
 from wgpu_lora.models.inputs import StepInputs, Tables
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
@@ -22,27 +22,26 @@ class Totals:
     """Sums over a step for each slot: the loss, and metrics by name. f32 [slots] each."""
 
     def __init__(self, objectives: Sequence[Objective]):
-        def make(name: str) -> Tensor:
-            return persistent((len(objectives),), "f32", "optimizer", f"{name} total")
-
-        self.loss = make("loss")
         names = dict.fromkeys(name for objective in objectives for name in objective.metrics)
-        self.metrics = {name: make(name) for name in names}
+        each = [persistent((len(objectives),), "f32", "optimizer", name) for name in ("loss", *names)]
+        self.loss, *others = joined(each, "totals")  # so that all are read at once
+        self.metrics = dict(zip(names, others, strict=True))
 
     def storages(self) -> set[Storage]:
-        return {tensor.storage for tensor in (self.loss, *self.metrics.values())}
+        return {self.loss.storage}
 
     def clear(self, device: Device) -> None:
-        for tensor in (self.loss, *self.metrics.values()):
-            device.write(tensor.storage.buffer, np.zeros(tensor.shape, np.float32))
+        device.write(self.loss.storage.buffer, np.zeros(self.loss.storage.nbytes // 4, np.float32))
 
     def read_loss(self, device: Device, slot: int) -> float:
         return float(device.read(self.loss.storage.buffer).view(np.float32)[slot])
 
     def read_metrics(self, device: Device, slot: int, objective: Objective) -> dict[str, float]:
         """The metrics of the slot's objective."""
-        found = {name: device.read(self.metrics[name].storage.buffer) for name in objective.metrics}
-        return {name: float(values.view(np.float32)[slot]) for name, values in found.items()}
+        if not objective.metrics:
+            return {}
+        values = device.read(self.loss.storage.buffer).view(np.float32)
+        return {name: float(values[self.metrics[name].byte_offset // 4 + slot]) for name in objective.metrics}
 
 
 class Batch:

@@ -26,6 +26,7 @@ from wgpu_lora.train.job import Job
 from wgpu_lora.train.length import fit_length, shortened
 from wgpu_lora.train.memory import check_adapters
 from wgpu_lora.train.objectives import objective_of
+from wgpu_lora.train.objectives.base import Objective
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.resume import plan_of, refuse_used, resume_note
 from wgpu_lora.train.rows import read_rows, sources_of
@@ -114,7 +115,7 @@ def read_run(
     prepared, heldout = read_rows(args, model, sources)
     args, note = fitted(args, group_lengths(prepared), weight, objective.parts)
     stream = DataStream(prepared, args)
-    chosen = {"length": length, "batches": note, "adapter": begins}
+    chosen = {"length": length, "batches": note, "adapter": begins, "note": _unreferenced(args, objective)}
     notes = [f"{label}: {said}" for label, said in chosen.items() if said] + _standing(stream, own)
     if args.eval_steps and not heldout:
         use = f"use {flag('eval_data')} or {flag('validation_split')}"
@@ -122,6 +123,14 @@ def read_run(
     spec = SlotSpec.of(adapter, initial)
     digests = model.checkpoint.digest(), model.config.digest()
     return AdapterRun(slot, args, adapter, spec, initial, stream, heldout, *digests, name, tuple(notes), reference)
+
+
+def _unreferenced(args: TrainingArguments, objective: Objective) -> str:
+    """A note on the reference of a run that starts from an adapter; '' if there is nothing to say."""
+    if not objective.reference or objective.reference_path or not args.init_adapter:
+        return ""
+    advice = setting("reference_adapter", args.init_adapter)
+    return f"the reference is the base model alone, not the initial adapter (that would be {advice})"
 
 
 def _standing(stream: DataStream, own: Collection[str]) -> list[str]:

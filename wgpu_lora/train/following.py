@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,16 +15,19 @@ from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bounded import read_json
 from wgpu_lora.data import Prepared
 from wgpu_lora.errors import DeviceWarning, UserError
-from wgpu_lora.events import Events
+from wgpu_lora.events import SILENT, Events
 from wgpu_lora.gpu.devices import DeviceInfo
-from wgpu_lora.track.entry import HELD_OUT, STOPPED, TRAINING, DataFile, Losses, run_name
+from wgpu_lora.track.entry import FAILED, HELD_OUT, STOPPED, TRAINING, DataFile, Losses, run_name
+from wgpu_lora.track.git import Git, git_state
 from wgpu_lora.track.hardware.sampler import Sampler
 from wgpu_lora.track.recording import Recording, device_facts, given_options, status_of
 from wgpu_lora.track.remote import Remote
 from wgpu_lora.track.report_to import trackers_of
+from wgpu_lora.track.runlog import wanted
 from wgpu_lora.track.secrets import masked
 from wgpu_lora.track.trackers.base import Tracked
 from wgpu_lora.train.checkpoint import BEST
+from wgpu_lora.train.ending import STOP_TEXT
 from wgpu_lora.train.output import read_log
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.run import Follower, Run
@@ -38,10 +42,12 @@ class Followed(Follower):
     run: Run
     recording: Recording
     sampler: Sampler
+    events: Events
     group: str | None
     over: bool = False
     trackers: list[Remote] = field(default_factory=list)
 
+    _shown: set[str] = field(default_factory=set)
     _sampled: float = field(default_factory=time.monotonic)
 
     def placed(self) -> None:
@@ -64,6 +70,14 @@ class Followed(Follower):
     def logged(self, line: Mapping[str, float]) -> None:
         for tracker in self.trackers:
             tracker.log(metrics_of(line), int(line["step"]))
+        self._show()
+
+    def _show(self) -> None:
+        """Tell, once, where each tracker shows the run."""
+        for tracker in self.trackers:
+            if tracker.place and tracker.place not in self._shown:
+                self._shown.add(tracker.place)
+                self.events.tracked(tracker.name, tracker.place, self.run.name)
 
     def end(self, record: RunRecord) -> None:
         state, self.over = record.state, True
@@ -76,6 +90,7 @@ class Followed(Follower):
             steps=state.step,
             tokens=state.tokens,
             outputs=[str(place.resolve()) for place in outputs],
+            error=STOP_TEXT[record.stop_reason] if status == FAILED else None,
         )
         self._close(status)
 
@@ -89,6 +104,7 @@ class Followed(Follower):
     def _close(self, status: str) -> None:
         for tracker in self.trackers:
             tracker.finish(status)
+        self._show()
 
 
 class Following(Events):
@@ -112,16 +128,17 @@ def metrics_of(line: Mapping[str, float]) -> dict[str, float]:
 
 
 @contextmanager
-def following(runs: Sequence[Run], device: DeviceInfo, home: Path) -> Iterator[Following]:
+def following(runs: Sequence[Run], device: DeviceInfo, home: Path, events: Events = SILENT) -> Iterator[Following]:
     """Follow the runs of a job in the block. What is still running when an exception leaves it has failed.
 
     home: directory of the job's record.
     """
     followed: list[Followed] = []
     sampler = Sampler(device)
+    git = git_state() if any(wanted(run.args.run_log) for run in runs) else None  # once, since it may take a while
     try:
         for run in runs:
-            run.follower = one = _begun(run, device, home, sampler)
+            run.follower = one = _begun(run, device, home, git, sampler, events)
             followed.append(one)
         yield Following(followed)
     except BaseException as error:
@@ -134,7 +151,7 @@ def following(runs: Sequence[Run], device: DeviceInfo, home: Path) -> Iterator[F
             run.follower = Follower()
 
 
-def _begun(run: Run, device: DeviceInfo, home: Path, sampler: Sampler) -> Followed:
+def _begun(run: Run, device: DeviceInfo, home: Path, git: Git | None, sampler: Sampler, events: Events) -> Followed:
     args = run.args
     recording = Recording.of(
         "finetune",
@@ -146,13 +163,14 @@ def _begun(run: Run, device: DeviceInfo, home: Path, sampler: Sampler) -> Follow
         pipeline=str(home.resolve()) if run.name is not None else None,
         goal=args.goal,
         notes=args.notes,
+        git=git,
         device=device_facts(device),
         config=given_options(args.as_dict()),
         data=_file(run.stream.prepared),
         eval_data=_file(run.heldout) if run.heldout else None,
         outputs=[str(run.directory.resolve())],
     )
-    return Followed(run, recording, sampler, recording.entry.pipeline and home.resolve().name)
+    return Followed(run, recording, sampler, events, recording.entry.pipeline and home.resolve().name)
 
 
 def _file(prepared: Prepared) -> DataFile:
@@ -168,9 +186,13 @@ def _id_in(directory: Path) -> str | None:
 
 
 def losses_of(run: Run) -> Losses:
-    """The held-out losses or, if no rows are held out, the logged training losses: first, lowest and last."""
+    """The held-out losses or, if no rows are held out, the logged training losses: first, lowest and last.
+
+    Steps that are not logged yet count like a line.
+    """
     state = run.state
     if run.heldout:
         return Losses(HELD_OUT, state.first_eval_loss, state.best_eval_loss, state.last_eval_loss)
     logged = [line["loss"] for line in read_log(run.log.path) if "loss" in line] if run.log.path.is_file() else []
+    logged += [statistics.fmean(state.pending)] if state.pending else []
     return Losses(TRAINING, logged[0], min(logged), logged[-1]) if logged else Losses(TRAINING)

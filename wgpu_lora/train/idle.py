@@ -39,9 +39,12 @@ def idle(given: Collection[str], args: TrainingArguments) -> list[str]:
         args.save_steps == 0,
         f"with {setting('save_steps', 0)} there is one checkpoint, at the end",
     )
-    if args.objective != "sft" and objective_of(args).cut():
+    objective = objective_of(args)
+    if objective.cut():
         of = setting("objective", args.objective)
         say(("completion_only_loss",), True, f"{of} is about answers only")
+    for option, why in objective.idle().items():
+        say((option,), True, why)
     for name, kinds in (("optim", OPTIMIZERS), ("objective", OBJECTIVES)):
         chosen: str = getattr(args, name)
         read, others = _options(kinds[chosen]), {option for kind in kinds.values() for option in _options(kind)}

@@ -74,7 +74,7 @@ class Job(Generic[Record]):
             what = f"finetune {self.directories()[-1]}"
             seconds = args.wait_seconds()
             stack.enter_context(claim(self.session.device, need, what, budget, seconds, events, self._beside))
-            events = Passing(events, stack.enter_context(following(self.runs, info, self.record_directory())))
+            events = Passing(events, stack.enter_context(following(self.runs, info, self.record_directory(), events)))
             try:
                 for run in self.runs:
                     run.prepare_directory()

@@ -16,13 +16,15 @@ from wgpu_lora.events import SILENT, Events
 from wgpu_lora.names.naming import flag
 from wgpu_lora.share import budget_bytes, claim
 from wgpu_lora.train.job import Job
+from wgpu_lora.train.objectives.base import Group
 from wgpu_lora.train.optimizer import SlotUpdate
 from wgpu_lora.train.row_statistics import positions_of
-from wgpu_lora.train.stream import DataStream, Step
+from wgpu_lora.train.stream import Step
 
 WARMUP, STEPS = 2, 5  # steps that measure where to split submits, and steps that are timed
 MOST = 24  # steps in all, if more have to compile
 PREPARATION, COMPILATION, TRAINING, HELDOUT = "loading and tuning", "compilation", "training", "held-out loss"
+REFERENCE = "precomputed references"
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,9 @@ def measure(job: Job[Any], events: Events = SILENT) -> Projection:
         stack.callback(session.close)
         preparation = _seconds(lambda: session.allocate(events, job.choose_tilings(events)))
         run.place_initial(session)
-        compilation, taken = _take(job)
+        if run.reference:
+            session.place_reference(run.slot, run.reference.matrices)
+        compilation, taken, reference = _take(job)
         heldout = _heldout(job)
     epoch = run.stream.epoch(0)
     total = run.stream.total_steps()
@@ -91,37 +95,52 @@ def measure(job: Job[Any], events: Events = SILENT) -> Projection:
     timed = sum(positions_of(run.stream, step.micro_batches) for step, _ in taken)
     training = args.target_seconds or spent / timed * whole
     stages = {PREPARATION: preparation, COMPILATION: compilation, TRAINING: training}
+    if run.stream.objective.precomputes:
+        stages[REFERENCE] = reference * sum(len(d.samples) for d in (run.stream.prepared, run.heldout) if d)
     if heldout and not args.target_seconds:  # which includes held-out losses
         stages[HELDOUT] = heldout * _times(job, total, len(epoch))
     return Projection(stages, len(taken), spent, run.stream.processed_tokens(samples), len(samples))
 
 
-def _take(job: Job[Any]) -> tuple[float, list[tuple[Step, float]]]:
-    """(seconds that compilation adds to the first steps, [(step, seconds) of the others])."""
-    compiling, taken = list[float](), list[tuple[Step, float]]()
+def _take(job: Job[Any]) -> tuple[float, list[tuple[Step, float]], float]:
+    """(seconds that compilation adds to the first steps, [(step, seconds) of the others], seconds to precompute the
+    reference of a sample)."""
+    compiling, references, taken = list[float](), list[float](), list[tuple[Step, float]]()
     built = job.session.built
     for number, step in enumerate(islice(job.run.stream.steps(), MOST)):
         before = len(built)
-        seconds = _seconds(lambda step=step: _step(job, step))  # type: ignore[misc]
+        seconds, reference = _step(job, step)
         if number < WARMUP or len(built) > before:
             compiling.append(seconds)
         else:
             taken.append((step, seconds))
+            references.append(reference / len(step.samples))
         if len(taken) == STEPS:
             break
     if not taken:
         raise UserError(f"No step could be timed, since each of the first {MOST} compiled kernels: this is a bug.")
     each = sum(seconds for _, seconds in taken) / len(taken)
-    return max(0.0, sum(compiling) - len(compiling) * each), taken
+    return max(0.0, sum(compiling) - len(compiling) * each), taken, sum(references) / len(references)
 
 
-def _step(job: Job[Any], step: Step) -> None:
-    """Take a step with a learning rate of 0, which costs as much as any other."""
+def _step(job: Job[Any], step: Step) -> tuple[float, float]:
+    """Take a step with a learning rate of 0, which costs as much as any other; returns its seconds, and those of the
+    reference passes that a run would have made before training."""
     session, run = job.session, job.run
-    session.begin()
-    for groups in run.stream.groups(step, run.slot):
-        session.accumulate(groups)
-    session.optimizer.apply(session.device, {run.slot: SlotUpdate(1, 0.0, run.args)})
+    batches: list[list[Group]] = run.stream.groups(step, run.slot)
+    before = 0.0
+    if run.stream.objective.precomputes:
+        begin = time.perf_counter()
+        batches = [session.referenced(groups) for groups in batches]
+        before = time.perf_counter() - begin
+
+    def take() -> None:
+        session.begin()
+        for groups in session.estimated(batches):
+            session.accumulate(groups)
+        session.optimizer.apply(session.device, {run.slot: SlotUpdate(1, 0.0, run.args)})
+
+    return _seconds(take), before
 
 
 def _heldout(job: Job[Any]) -> float:
@@ -130,12 +149,14 @@ def _heldout(job: Job[Any]) -> float:
     batch = session.heldout
     if batch is None or run.heldout is None:
         return 0.0
-    stream = DataStream(run.heldout, run.args)
+    stream = run.heldout_stream
     batches = pack(stream.lengths, range(len(stream.lengths)), batch.tokens)
+    [groups] = session.estimated(stream.heldout_groups(batches[:1], run.slot))
+    known = session.referenced(groups)  # once in a run
 
     def once() -> None:
         session.begin()
-        batch.upload([stream.group(sample, 1.0, run.slot) for sample in batches[0]])
+        batch.upload(known)
         batch.program.run()
         session.totals.read_loss(session.device, run.slot)
 

@@ -38,20 +38,6 @@ class TrainingOptions(TypedDict, total=False):
     objective_args: str | Mapping[str, Any] | None
     optim: str
     optim_args: str | Mapping[str, Any] | None
-    beta: float
-    loss_type: str | list[str] | None
-    loss_weights: str | list[float] | None
-    label_smoothing: float
-    ld_alpha: float | None
-    reference_adapter: str | Path | None
-    precompute_ref_log_probs: bool
-    cpo_alpha: float
-    simpo_gamma: float
-    desirable_weight: float
-    undesirable_weight: float
-    max_prompt_length: int | None
-    max_completion_length: int | None
-    truncation_mode: str
     weight_decay: float
     adam_beta1: float
     adam_beta2: float
@@ -81,3 +67,17 @@ class TrainingOptions(TypedDict, total=False):
     goal: str | None
     notes: str | None
     run_log: bool
+    beta: float
+    loss_type: str | list[str] | None
+    loss_weights: str | list[float] | None
+    label_smoothing: float
+    ld_alpha: float | None
+    reference_adapter: str | Path | None
+    precompute_ref_log_probs: bool
+    cpo_alpha: float
+    simpo_gamma: float
+    desirable_weight: float
+    undesirable_weight: float
+    max_prompt_length: int | None
+    max_completion_length: int | None
+    truncation_mode: str

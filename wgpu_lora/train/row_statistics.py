@@ -125,7 +125,7 @@ def choice_of(args: TrainingArguments, whole: Prepared) -> Choice:
         lost=len(whole.rows) - len(rows.rows),
         trained=kept / whole.trained_tokens,
         steps=len(epoch),
-        tokens=sum(stream.processed_tokens(batch) for batch in batches),
+        tokens=sum(stream.lengths[sample] for batch in batches for sample in batch),
         positions=positions_of(stream, batches),
     )
 
@@ -133,7 +133,7 @@ def choice_of(args: TrainingArguments, whole: Prepared) -> Choice:
 def positions_of(stream: DataStream, batches: Sequence[Sequence[int]]) -> int:
     """Positions of batches, whose programs are recorded for a few sizes."""
     sizes = stream.buckets()
-    needed = [stream.processed_tokens(batch) for batch in batches]
+    needed = [sum(stream.lengths[sample] for sample in batch) for batch in batches]
     return sum(next((size for size in sizes if size >= tokens), sizes[-1]) for tokens in needed)
 
 

@@ -129,6 +129,8 @@ class DataStream:
         order = [sample for batch in batches for sample in batch]
         shared = self.objective.shared([self.prepared.samples[sample] for sample in order])
         before = dict(zip(order, order[-1:] + order[:-1], strict=True))
+        if len(order) == 1:  # no other sample in the step has an answer
+            before = {order[0]: (order[0] + 1) % len(self.prepared.samples)}
 
         def group(sample: int) -> Group:
             made = replace(self.group(sample, weight, slot, epoch), shared=shared)

@@ -7,6 +7,7 @@ from wgpu_lora.registry import Registry
 
 STAGES: Registry[type[Stage]] = Registry(
     {
+        "prepare": "wgpu_lora.chain.stages.prepare:Prepare",
         "finetune": "wgpu_lora.chain.stages.finetune:Finetune",
         "merge": "wgpu_lora.chain.stages.merge:Merge",
         "gguf": "wgpu_lora.chain.stages.gguf:Gguf",

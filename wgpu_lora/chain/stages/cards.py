@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from wgpu_lora.atomic import write_bytes_atomic
-from wgpu_lora.chain.stage import Stage, Watch
+from wgpu_lora.chain.stage import Stage
+from wgpu_lora.chain.watch import Watch
 from wgpu_lora.formats.cards import CARD, card_of_repository
 from wgpu_lora.formats.peft import CONFIG, WEIGHTS
 

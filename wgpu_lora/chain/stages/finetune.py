@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from wgpu_lora.chain.stage import EndedEarlyError, Stage, Watch, model_files
+from wgpu_lora.chain.stage import EndedEarlyError, Stage, model_files
+from wgpu_lora.chain.watch import Watch
 from wgpu_lora.data import training_data
 from wgpu_lora.data.files import FileSource
 from wgpu_lora.errors import UserError

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from wgpu_lora.chain.stage import Stage, Watch, model_files
+from wgpu_lora.chain.stage import Stage, model_files
+from wgpu_lora.chain.watch import Watch
 from wgpu_lora.errors import UserError
 from wgpu_lora.export.gguf_model import export_models
 from wgpu_lora.export.mix import FILE_TYPES

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from wgpu_lora.chain.stage import Stage, Watch, model_files
+from wgpu_lora.chain.stage import Stage, model_files
+from wgpu_lora.chain.watch import Watch
 from wgpu_lora.export.merge import merge_adapter
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.formats.peft import CONFIG, WEIGHTS

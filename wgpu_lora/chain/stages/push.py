@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from wgpu_lora.atomic import file_digest, write_bytes_atomic
-from wgpu_lora.chain.stage import Stage, Watch
+from wgpu_lora.chain.stage import Stage
+from wgpu_lora.chain.watch import Watch
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.cards import CARD
 from wgpu_lora.formats.push import check_name

@@ -95,6 +95,7 @@ def new_directory(output: Path, overwrite: bool) -> Iterator[Path]:
     with ExitStack() as stack:
         try:
             stack.enter_context(_made(parent))
+            Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".tmp", dir=parent)).rmdir()  # fails if unwritable
             lock = FileLock(parent / f".{output.name}.lock")
             lock.acquire(timeout=0)
             stack.callback((parent / f".{output.name}.lock").unlink, missing_ok=True)

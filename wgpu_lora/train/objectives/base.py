@@ -189,6 +189,10 @@ class Objective:
         """Directory of the adapter that is the reference; None for the base model alone."""
         return None
 
+    def idle(self) -> dict[str, str]:
+        """Options of its own that do nothing beside the others, and why."""
+        return {}
+
     def cut(self) -> Cut | None:
         """How rows longer than the maximum length are cut; None cuts them at the end."""
         return None

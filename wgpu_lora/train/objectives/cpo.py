@@ -11,7 +11,7 @@ from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, In, Kernel, Out, kernel
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.train.objectives.base import Scoring
 from wgpu_lora.train.objectives.logistic import log_sigmoid, sigmoid
-from wgpu_lora.train.objectives.preference import BY_GROUP, PAIR_METRICS, Pairs, one_loss
+from wgpu_lora.train.objectives.preference import BY_GROUP, PAIR_METRICS, Pairs, one_loss, unused_by
 
 LOSSES = ("sigmoid", "hinge", "ipo", "simpo")
 MEANS = ("ipo", "simpo")  # of mean log-probabilities instead of sums
@@ -79,6 +79,12 @@ class CPO(Pairs):
 
     def __post_init__(self) -> None:
         one_loss(self.loss_type, LOSSES, "cpo")
+
+    def idle(self) -> dict[str, str]:
+        chosen = one_loss(self.loss_type, LOSSES, "cpo")
+        unused = ["simpo_gamma"] if chosen != "simpo" else []
+        unused += ["label_smoothing"] if chosen not in ("sigmoid", "simpo") else []
+        return dict.fromkeys(unused, unused_by(chosen))
 
     def kernel(self) -> Kernel:
         return cpo_scores

@@ -84,6 +84,10 @@ class Pairs(Preference):
         return len(samples) / max(1, tokens)
 
 
+def unused_by(loss_type: str) -> str:
+    return f"{setting('loss_type', loss_type)} does not use it"
+
+
 def one_loss(loss_type: str | None, allowed: Mapping[str, str] | Sequence[str], objective: str) -> str:
     """The loss type of an objective that takes one; the first by default. Raises UserError."""
     chosen = loss_type or next(iter(allowed))

@@ -1,0 +1,59 @@
+"""Preparation of rows, as by `data prepare`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from wgpu_lora.chain.stage import Stage
+from wgpu_lora.chain.watch import Watch
+from wgpu_lora.data.preparing import Preparation, prepare_files
+from wgpu_lora.data.preparing.inputs import find_inputs
+from wgpu_lora.data.preparing.run import Progress
+from wgpu_lora.errors import UserError
+from wgpu_lora.words import counted
+
+
+@dataclass(frozen=True)
+class Prepare(Stage):
+    """inputs: files, folders, glob patterns and datasets. The others are the options of `Preparation`."""
+
+    inputs: list[str]
+    exclude: list[str] = field(default_factory=list)
+    preferences_from: list[str] = field(default_factory=list)
+    duplicates: str = Preparation.duplicates
+    near_duplicates: float | None = None
+    strip_system: bool = False
+    drop_thinking: bool = False
+    enable_thinking: bool | None = None
+    max_characters: int | None = None
+    validation_split: float | None = None
+    group_by: str | None = None
+    seed: int = Preparation.seed
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], where: str) -> Self:
+        stage = super().of(values, where)
+        try:
+            stage.preparation()
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
+        return stage
+
+    def preparation(self) -> Preparation:
+        return Preparation(**{name: value for name, value in asdict(self).items() if name != "inputs"})
+
+    def files(self, download: bool) -> Iterator[Path]:
+        found = find_inputs(self.inputs, Path("unwritten"), self.exclude)
+        yield from (path for path in found.paths if path is not None)
+
+    def run(self, output: Path, watch: Watch, resuming: bool) -> None:
+        def tell(progress: Progress) -> None:
+            text = f"preparing {progress.name}: {counted(progress.rows, 'row')}"
+            watch.reading(text, progress.bytes / 1e6, progress.total / 1e6 or None)
+
+        report = prepare_files(self.inputs, output, self.preparation(), tell)
+        for name, facts in report["files"].items():
+            watch.said("rows", f"{facts['rows']:,} in {name}")
