@@ -12,6 +12,7 @@ from support.models import save_golden_adapter
 from support.sources import written
 from support.training import golden_arguments, model_dir
 
+from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.cli import main
 from wgpu_lora.data.cutting import Cut
 from wgpu_lora.errors import UserError
@@ -82,6 +83,20 @@ def test_packing_and_accumulation_do_not_change_the_result(device: Device, tmp_p
         for key, pair in results[0].items():
             for ours, theirs in zip(pair, other[key], strict=True):
                 assert np.abs(ours - theirs).max() < 1e-5
+
+
+def test_a_pipeline_logs_the_metrics_of_each_adapter(device: Device, tmp_path: Path) -> None:
+    """Of different objectives, also in steps in which another adapter measures its held-out loss."""
+    data, heldout = str(pairs(tmp_path / "pairs.jsonl")), str(pairs(tmp_path / "heldout.jsonl", 2, seed=1))
+    own: list[dict[str, Any]] = [{"objective": "dpo", "eval_data": heldout}, {"objective": "orpo"}]
+    tasks = [{"data": data, "checkpoint": str(tmp_path / one["objective"]), "rank": 2, **one} for one in own]
+    options: dict[str, Any] = {"max_length": 16, "max_steps": 2, "eval_steps": 1, "logging_steps": 1}
+    model, output = str(model_dir("qwen2")), str(tmp_path / "pipeline")
+    MultiAdapterPipeline(tasks, model, output=output, schedule="synchronized", base_dtype="f32", **options).train()
+    lines = read_log(tmp_path / "orpo" / LOG)
+    assert len(lines) == 2
+    for line in lines:
+        assert line["loss"] == pytest.approx(line["nll_loss"] - 0.1 * line["log_odds_ratio"], rel=1e-5)
 
 
 def test_a_prompts_tokens_have_the_same_dropout(tmp_path: Path) -> None:
