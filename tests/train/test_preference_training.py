@@ -125,6 +125,13 @@ def test_the_plan_counts_the_reference(tmp_path: Path) -> None:
     assert plain["workspace"] < alone["workspace"]
 
 
+def test_a_token_counts_once(tmp_path: Path) -> None:
+    """Whether the reference is computed in the step or before."""
+    for precompute in (False, True):
+        stream = job(tmp_path / str(precompute), precompute_ref_log_probs=precompute).run.stream
+        assert stream.processed_tokens([0, 1]) == sum(stream.lengths[:2])
+
+
 def test_training_starts_from_the_reference(tmp_path: Path) -> None:
     frozen = save_golden_adapter("qwen2", tmp_path / "frozen", scale=2.0)
     run = job(tmp_path / "a", reference_adapter=str(frozen), init_adapter=None).run
@@ -249,6 +256,9 @@ def test_evaluating_an_adapter_as_it_was_trained(device: Device, tmp_path: Path,
     plain = str(written(tmp_path / "plain.jsonl", [{"input_ids": [1, 2, 3]}]))
     assert main(["evaluate", "--data", plain, "--adapter", run, *options]) == 0
     assert json.loads(capsys.readouterr().out)["objective"] == "sft"
+    labelled = str(written(tmp_path / "l.jsonl", [{"prompt_ids": [1], "completion_ids": [2], "label": True}]))
+    assert main(["evaluate", "--data", labelled, "--adapter", run, *options]) == 2
+    assert "use --objective kto for such rows." in capsys.readouterr().err
 
 
 def test_a_prompt_is_mismatched_with_another_answer(tmp_path: Path) -> None:
