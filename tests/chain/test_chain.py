@@ -12,12 +12,11 @@ import pytest
 
 from wgpu_lora.chain import run as running
 from wgpu_lora.chain import state as states
-from wgpu_lora.chain.file import Link, read_chain
+from wgpu_lora.chain.file import read_chain
 from wgpu_lora.chain.run import run, standings
 from wgpu_lora.chain.stage import EndedEarlyError, Stage
 from wgpu_lora.chain.stages import STAGES
-from wgpu_lora.chain.watch import Watch
-from wgpu_lora.chain.watching import ChainWatch
+from wgpu_lora.chain.watch import ChainWatch, Watch
 from wgpu_lora.errors import UserError
 
 RAN: list[str] = []
@@ -87,8 +86,8 @@ class Noted(ChainWatch):
     def __init__(self) -> None:
         self.why: dict[str, str] = {}
 
-    def stage(self, number: int, link: Link, why: str, seconds: float | None) -> None:
-        self.why[link.name] = why
+    def stage(self, number: int, name: str, kind: str, why: str, seconds: float | None) -> None:
+        self.why[name] = why
 
 
 @pytest.fixture
@@ -131,6 +130,13 @@ def test_what_has_not_changed_is_skipped(place: Path, monkeypatch: pytest.Monkey
     assert ran(place) == {"second": "text is missing"}  # written anew, as it was
     (out / "third" / "text").write_text("x")
     assert ran(place) == {"third": "text has changed"}
+    damaged = out / "third" / "text"
+    times = damaged.stat()
+    damaged.write_text("Cax")
+    os.utime(damaged, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert ran(place) == {"third": "text has changed"}
+    damaged.touch()
+    assert ran(place) == {}
     assert list(ran(place, "second")) == ["second", "third"]
     monkeypatch.setattr(states, "code_digest", lambda: "other")
     assert set(ran(place).values()) == {"wgpu-lora has changed"}

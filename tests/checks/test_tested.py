@@ -164,6 +164,28 @@ try:
     f({1: [lambda: 1]})
 except Exception:
     assert f([1]) == 1
+### error: the test gives the answer <function object>, which is not plain data, of a test that catches everything
+    return 1
+---
+f([1])
+try:
+    f(lambda: 1)
+except:
+    pass
+### failed: returned more than 10,000 values, of a test that expects an exception
+    return [0] * 100_000
+---
+try:
+    f([1])
+except Exception:
+    pass
+### failed: out of memory, of a test that expects an exception
+    return ' ' * 2 ** 40
+---
+try:
+    f([1])
+except Exception:
+    pass
 ### failed: SystemExit
     return 1
 ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 from dataclasses import replace
 from pathlib import Path
@@ -32,11 +33,24 @@ def test_the_cache_is_used_again_and_survives_damage(
     good = tuner.file.path.read_text()
     (entry,) = json.loads(good)["entries"].values()
     odd = [{"x": 3}, {"x": entry, "[1]": entry, '["a", [], [], {}]': entry}, {"x": {**entry, "took": "long"}}]
+    odd += [{"[" * 100_000: entry}, {"x": {**entry, "took": 10**400}}, {"x": {**entry, "took": math.inf}}]
+    odd += [{"x": {**entry, "seconds": [[seconds, entry["tiling"]]]}} for seconds in (10**400, math.nan)]
     damaged = [json.dumps({"schema": SCHEMA, "entries": entries}) for entries in odd]
+    verdict = {"kernel": "x", "digest": "x", "right": True, "nmse": 10**400, "limit": 1.0}
+    damaged += ["[" * 100_000, json.dumps({"schema": SCHEMA, "verdicts": {"x": verdict}})]
+    monkeypatch.setattr(Tuner, "_seconds", lambda *_: 1.0)
     for damage in ("{", "[]", '{"schema": 99, "entries": {}}', *damaged):
         tuner.file.path.write_text(damage)
+        assert tuner.file.verdicts() == {}
         assert Tuner(device, directory=tmp_path).tune([program]).keys() == first.keys()
-    assert json.loads(tuner.file.path.read_text())["schema"] == SCHEMA
+        assert json.loads(tuner.file.path.read_text())["schema"] == SCHEMA
+
+
+def test_a_cache_that_cannot_be_written_leaves_nothing_behind(device: Device, tmp_path: Path) -> None:
+    file = ChoiceFile(device, tmp_path)
+    file.path.mkdir()
+    file.add({}, {})
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".lock"}
 
 
 def test_entries_of_another_shader_are_dropped(device: Device, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def digest_of(value: Any) -> str:
 
 
 class Digests:
-    """SHA-256 of files, kept in a file, so that a large one is read again only if its size, time or number changed."""
+    """SHA-256 of files, kept in a file, so that a large one is read again only if its size, times or number changed."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -47,12 +47,12 @@ class Digests:
         """The digest of a file; "missing" if there is none."""
         try:
             state = path.stat()
-            mark = [state.st_size, state.st_mtime_ns, state.st_ino]
+            mark = [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino]  # a time may be set back
             key = str(path.absolute())
             held = self._known.get(key)
-            if not isinstance(held, list) or held[:3] != mark:
+            if not isinstance(held, list) or held[:-1] != mark:
                 held = self._known[key] = [*mark, file_digest(path)]
-            return str(held[3])
+            return str(held[-1])
         except OSError:
             return MISSING
 
