@@ -68,7 +68,10 @@ def test_without_data_and_model_the_demo_recipe_is_used():
     assert gather({"data": "x.jsonl"}, None, "Here") == (TrainingArguments(data="x.jsonl"), None)
 
 
-@pytest.mark.parametrize("path", sorted(asset_dir("recipes").glob("*.toml")), ids=lambda p: p.stem)
+RECIPES = [path for path in sorted(asset_dir("recipes").glob("*.toml")) if "[[stage]]" not in path.read_text()]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_bundled_recipes_are_valid(path: Path):
     from_values(read_recipe(path), str(path))
 

@@ -33,11 +33,12 @@ class Case:
     spared: Callable[[Tiling], int] | None = None
     vague: dict[str, np.ndarray] = field(default_factory=dict)
     slow: bool = False  # to compile: one tiling is enough
+    note: str = ""  # tells cases of the same constants apart
 
     @property
     def label(self) -> str:
-        parts = [f"{n}{v}" if type(v) is int else n if v is True else v for n, v in self.constants.items() if v]
-        return "-".join([self.kernel.name, *(p for p in parts if isinstance(p, str))])
+        parts = [n if v is True else v if isinstance(v, str) else f"{n}{v:g}" for n, v in self.constants.items() if v]
+        return "-".join(filter(None, [self.kernel.name, *parts, self.note]))
 
     def outputs(self, arrays: Arrays) -> list[str]:
         return [name for name in self.kernel.outputs if name in arrays]
@@ -52,9 +53,10 @@ def add(
     spared: Any = None,
     vague: Any = None,
     slow: bool = False,
+    note: str = "",
     **constants: Any,
 ) -> None:
-    CASES[kernel.name].append(Case(kernel, make, constants, spared, vague or {}, slow))
+    CASES[kernel.name].append(Case(kernel, make, constants, spared, vague or {}, slow, note))
 
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:

@@ -63,7 +63,7 @@ def scored(kernel: Kernel, logged: int, scale: float = 1.0, **constants: Any) ->
         }
         return {name: given[name] for name in kernel.bindings}
 
-    add(kernel, make, size=SIZE, stride=STRIDE, beta=0.3, **constants)
+    add(kernel, make, size=SIZE, stride=STRIDE, beta=0.3, note=f"scale{scale:g}", **constants)
 
 
 add(members.member_sums, summed(2, True), size=SIZE, count=2, ld_alpha=0.25)
