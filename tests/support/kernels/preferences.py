@@ -48,12 +48,17 @@ def scored(kernel: Kernel, logged: int, scale: float = 1.0, **constants: Any) ->
     count = 1 if kernel is kto.kto_scores else 2
 
     def make(rng: np.random.Generator) -> Arrays:
-        sums, weights = -np.abs(normal(rng, SIZE, count, 2)) * np.float32(scale), rng.random(SIZE, np.float32) + 0.5
+        def logs(*shape: int) -> np.ndarray:
+            found = (-np.abs(normal(rng, SIZE, *shape)) * scale).astype(np.float32)
+            # Large ones are multiples of 1/16, whose differences f32 holds: what matters are the losses of small ones.
+            return np.round(16 * found) / 16 if scale > 1 else found
+
+        sums, weights = logs(count, 2), rng.random(SIZE, np.float32) + 0.5
         weights[SIZE - UNUSED :], sums[SIZE - UNUSED :] = 0, np.nan
         given = {
             "sums": sums,
             "members": spans(rng, count, False)[0],
-            "reference": (-np.abs(normal(rng, SIZE, count)) * scale).astype(np.float32),
+            "reference": logs(count),
             "group_weights": weights,
             "values": np.sign(normal(rng, SIZE)),
             "shared_values": rng.random(SIZE, np.float32),
