@@ -212,6 +212,7 @@ def test_killed_anywhere(place: Path, monkeypatch: pytest.MonkeyPatch, module: A
     [
         ('kind = "long"', 'kind = "lang"', "stage 1: 'kind' is 'lang', but must be one of"),
         ('name = "third"', 'name = "second"', "stage 3 has the name 'second', like an earlier one"),
+        ('name = "third"', 'name = "Second"', "stage 3 has the name 'Second', like an earlier one"),
         ('name = "third"', 'name = "../x"', "'name' is '../x', but must be letters"),
         (
             "{second}",

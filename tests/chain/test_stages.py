@@ -142,7 +142,13 @@ def test_from_rows_to_an_upload(tmp_path: Path, device: Device, monkeypatch: Any
         ("max_steps = 2", 'output = "x"', "stage 2 ('more') has the option 'output', which the chain chooses"),
         ("learning_rate = 1e-2", "learning_rate = -1", "learning_rate"),
         ('"f16"]', '"f17"]', "'f17' is no type of GGUF files"),
-        ('"me/tiny"', '"a/b/c"', "'a/b/c' is not a valid name"),
+        ('"me/tiny"', '"a/b/c"', "stage 6 ('push'): 'a/b/c' is not a valid name"),
+        ('kind = "merge"', 'kind = "merge"\ndtype = "f99"', "stage 3 ('merge'): 'dtype' is 'f99', but must be one of"),
+        (
+            'repo = "me/tiny"\nadapters = ["{sft}", "{more}"]',
+            'repo = "me/tiny"\nadapters = ["{sft}/best", "{more}/best"]',
+            "several of 'adapters' would be the folder 'best'",
+        ),
         ('stem = "tiny"', 'stem = "../x"', "'stem' is '../x'"),
     ],
 )

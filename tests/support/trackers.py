@@ -58,3 +58,8 @@ class Hanging(Writing):
 class HangingAtEnd(Writing):
     def finish(self, status: str) -> None:
         time.sleep(600)
+
+
+class Slow(Writing):
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        time.sleep(0.2)

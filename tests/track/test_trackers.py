@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sqlite3
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -18,6 +20,7 @@ from support.events import hearing
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.cli import main
 from wgpu_lora.errors import TrackingWarning, UserError
+from wgpu_lora.signals import handled
 from wgpu_lora.track import remote, report_to
 from wgpu_lora.track.remote import Remote
 from wgpu_lora.track.trackers import TRACKERS
@@ -72,7 +75,7 @@ def test_the_end_of_the_input_ends_the_run(tracked: Tracked, tmp_path: Path, mon
         ("Raising", "ValueError: no such metric"),
         ("Exiting", "code 3"),
         ("Hanging", "not answered for 1 s"),
-        ("HangingAtEnd", "not answered for 1 s"),
+        ("HangingAtEnd", "not answered for 1 s|not taken everything in 1 s"),
     ],
 )
 def test_a_tracker_that_fails_costs_one_warning(
@@ -102,6 +105,28 @@ def test_a_tracker_that_hangs_during_the_run(tracked: Tracked, monkeypatch: pyte
             time.sleep(0.01)
     assert one._process
     assert one._process.poll() is not None
+
+
+def test_a_slow_tracker_does_not_hold_up_the_end(tracked: Tracked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers all the time, but would need minutes."""
+    monkeypatch.setattr(remote, "END_LIMIT", 3.0)
+    one = start("Slow", tracked, monkeypatch)
+    for step in range(1000):
+        one.log(METRICS, step)
+    begin = time.monotonic()
+    with pytest.warns(TrackingWarning, match="not (taken everything in|answered for) 3 s"):
+        one.finish("finished")
+    assert time.monotonic() - begin < 15
+
+
+def test_ctrl_c_ends_the_wait_for_a_tracker(tracked: Tracked, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = start("Hanging", tracked, monkeypatch)
+    one.log(METRICS, 1)
+    received: list[int] = []
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with handled(received.append), pytest.warns(TrackingWarning, match="ended before it had taken everything"):
+        one.finish("finished")
+    assert received == [signal.SIGINT]  # the run learns of it
 
 
 def test_a_process_that_cannot_be_started(tracked: Tracked, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def _link(
     name = table.get("name", kind)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise UserError(f"{where}: 'name' is {name!r:.60}, but must be letters, digits, '-' and '_'.")
-    if name in before:
+    if name.casefold() in map(str.casefold, before):  # some file systems do not tell them apart
         raise UserError(f"{where} has the name '{name}', like an earlier one: give each stage its own 'name'.")
     needs: set[str] = set()
 

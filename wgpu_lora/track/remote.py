@@ -17,6 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from wgpu_lora.errors import TrackingWarning
+from wgpu_lora.signals import handled
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.track.secrets import masked
 from wgpu_lora.track.trackers import TRACKERS
@@ -24,12 +25,12 @@ from wgpu_lora.track.trackers.base import Tracked
 
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from wgpu_lora.track.child import main; main()"
 LIMIT = 120.0  # seconds that a message may take: the run does not wait for it
-END_LIMIT = 60.0  # seconds that a message may take at the end, when the run does wait
+END_LIMIT = 60.0  # seconds for all messages that are left at the end, when the run does wait
 _TICK = 0.05
 
 
 class Remote:
-    """A run in a tracker. No method raises or blocks, except `finish`, for at most END_LIMIT after the last answer."""
+    """A run in a tracker. No method raises or blocks, except `finish`, for at most END_LIMIT."""
 
     def __init__(self, name: str, run: Tracked):
         self.name, self.place = name, ""
@@ -54,14 +55,22 @@ class Remote:
         self.check(LIMIT)
 
     def finish(self, status: str) -> None:
-        """Wait until everything is reported."""
+        """Wait until everything is reported, or the program is asked to end."""
         self._ask({"finish": status})
-        self._since = time.monotonic()
-        while self._alive and self._answered < self._asked:
+        self._since = begun = time.monotonic()
+        signals: list[int] = []
+        with handled(signals.append):
+            while self._alive and self._answered < self._asked:
+                self.check(END_LIMIT)
+                if signals:
+                    self._failure = "it was ended before it had taken everything"
+                elif time.monotonic() - begun > END_LIMIT:  # one that answers slowly
+                    self._failure = f"it has not taken everything in {END_LIMIT:.0f} s"
+                time.sleep(_TICK)
             self.check(END_LIMIT)
-            time.sleep(_TICK)
-        self.check(END_LIMIT)
-        self._end()
+            self._end()
+        for number in signals:  # for the run, which they are also meant for
+            signal.raise_signal(number)
 
     def check(self, limit: float) -> None:
         """Warn, once, and give up if the tracker has failed, or does not answer for so many seconds."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 from wgpu_lora.chain.stage import Stage, model_files
 from wgpu_lora.chain.watch import Watch
-from wgpu_lora.export.merge import merge_adapter
+from wgpu_lora.errors import UserError
+from wgpu_lora.export.merge import DTYPES, merge_adapter
 from wgpu_lora.formats.hub import resolve_model
 from wgpu_lora.formats.peft import CONFIG, WEIGHTS
 from wgpu_lora.models.files import config_of
+from wgpu_lora.words import listed
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,13 @@ class Merge(Stage):
     adapter: str
     model: str = "demo"
     dtype: str = "bf16"
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], where: str) -> Self:
+        stage = super().of(values, where)
+        if stage.dtype not in DTYPES:
+            raise UserError(f"{where}: 'dtype' is {stage.dtype!r:.40}, but must be one of {listed([*DTYPES])}.")
+        return stage
 
     def files(self, download: bool) -> Iterator[Path]:
         yield from model_files(self.model, download)

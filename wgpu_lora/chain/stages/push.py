@@ -35,7 +35,16 @@ class Push(Stage):
     @classmethod
     def of(cls, values: Mapping[str, Any], where: str) -> Self:
         stage = super().of(values, where)
-        check_name(stage.repo)
+        try:
+            check_name(stage.repo)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
+        folders = [Path(place).name.casefold() for place in stage.adapters]
+        for place, folder in zip(stage.adapters, folders, strict=True):
+            if folders.count(folder) > 1:
+                raise UserError(
+                    f"{where}: several of 'adapters' would be the folder '{Path(place).name}': rename all but one."
+                )
         if not (stage.adapters or stage.files_of):
             raise UserError(f"{where} uploads nothing: give 'adapters' or 'files_of'.")
         return stage
