@@ -156,7 +156,9 @@ class DPO(Referenced, Pairs):
         return found
 
     def idle(self) -> dict[str, str]:
-        return {} if SMOOTHED.keys() & self.losses.keys() else {"label_smoothing": unused_by(self.loss_type or LOSSES[0])}
+        return (
+            {} if SMOOTHED.keys() & self.losses.keys() else {"label_smoothing": unused_by(self.loss_type or LOSSES[0])}
+        )
 
     @property
     def verbose_weight(self) -> float:
