@@ -102,6 +102,7 @@ BAD: list[tuple[Any, str]] = [
     ('{"text": "' + "a" * (16 << 20) + '"}', "longer than 16 MiB; split the row into several."),
     ("3", "it is a number, but each row must be one JSON object."),
     ('{"text": "  "}', "the answer is empty."),
+    ('{"text": "a", "x": ' + "9" * 5000 + "}", "a number has too many digits; write it as text."),
     ('{"text": NaN}', "NaN is not valid JSON; use a number or null."),
     ('{"messages": [{"role": "user", "content": "a"}]}', "it has no answer to train on."),
     ('{"input_ids": [1, 2], "labels": [1, -100]}', "it has no answer to train on."),
@@ -122,6 +123,17 @@ def test_rows_that_cannot_be_used_are_rejected(tmp_path: Path) -> None:
         assert reason.startswith(words)
     found = [row["file"] for row in rows_of(tmp_path, "rejected.jsonl")]
     assert set(found) == {str(path)}
+
+
+def test_reasons_are_counted_without_the_details_that_differ(tmp_path: Path) -> None:
+    rows = [{"text": "a" * length} for length in (11, 12)]
+    one = prepared(tmp_path, {"text": "a"}, rows[0], max_characters=10)
+    assert one["reasons"] == {"it has 11 characters, more than 10; split it.": 1}
+    both = prepared(tmp_path, {"text": "a"}, *rows, max_characters=10)
+    assert both["reasons"] == {"it has N characters, more than N; split it.": 2}
+    (tmp_path / "x.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n{"text": "bb\xff"}')
+    found = run(tmp_path, tmp_path / "x.jsonl")
+    assert found["reasons"] == {"not valid UTF-8 (byte N); save the file as UTF-8.": 2}
 
 
 def test_long_rows(tmp_path: Path) -> None:
@@ -229,6 +241,8 @@ def test_system_messages_are_dropped(tmp_path: Path) -> None:
     [
         ("<think>a</think>b", "b"),
         ("a</think>\n\nb", "b"),
+        ("◁think▷a◁/think▷b", "b"),
+        ("< think >a</ think\n>b", "b"),
         ("b <Thinking>a</Thinking> c", "b  c"),
         ("<think>a<think>b</think>c</think>d", "d"),
         ("[THINK]a[/THINK]b", "b"),
@@ -497,5 +511,5 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
     monkeypatch.setattr(Lines, "add", full)
     assert main(["data", "prepare", str(path), "--output", str(tmp_path / "out")]) == 2
-    assert "No space left on device" in capsys.readouterr().err
+    assert "out cannot be written (No space left on device), so nothing was: free space" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["in.jsonl"]

@@ -18,6 +18,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Arena, allocate
 from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.gpu.tuner import Tuner
+from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.ops.matmul import matmul_nt
 
 
@@ -135,4 +136,4 @@ def test_a_tiling_of_another_device_is_not_used(device: Device) -> None:
     (step,) = program.dispatches
     key = choice_key(step.kernel, step.present, step.constants)
     for foreign in (replace(step.tiling, family="broadcast", lanes=128), Tiling()):
-        assert program._tiled(step, {key: foreign}) == step
+        assert verdicts_of(device).compiled(step, {key: foreign}) == step

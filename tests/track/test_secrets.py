@@ -29,6 +29,12 @@ SECRET = "s3cr3t-Value_42"
         "hf_" + SECRET.replace("-", ""),
         "ghp_" + SECRET.replace("-", ""),
         f"sk-{SECRET}",
+        f"PGPASSWORD={SECRET} psql",
+        f"mysql --pwd={SECRET}",
+        f"accessToken: {SECRET}",
+        f"wgpu-lora --password '{SECRET} more' --max-steps 3",
+        "npm_" + SECRET.replace("-", "") * 2,
+        f"-----BEGIN PRIVATE KEY-----\n{SECRET}\n-----END PRIVATE KEY-----",
     ],
 )
 def test_masked(value: object) -> None:
@@ -45,6 +51,11 @@ def test_values_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET", "wJalr/K7MDENG/bPx")
     given = [f"note {SECRET}!", "/tmp/socket", "x wJalr/K7MDENG/bPx", "not text: \udcff"]
     assert masked(given) == [f"note {MASK}!", "/tmp/socket", f"x {MASK}", "not text: \\udcff"]
+
+
+def test_long_texts_take_no_time() -> None:
+    for text in ("a" * 20_000, "_" * 20_000, "a_" * 10_000, "--" * 10_000, "PRIVATE KEY-----" * 2_000):
+        masked(text)
 
 
 def test_what_is_no_secret_stays() -> None:

@@ -76,7 +76,8 @@ def parse_line(line: bytes) -> dict[str, Any] | Problem:
     except RecursionError:
         reason = "nested too deeply to read; a row needs only a few levels."
     except ValueError as error:
-        reason = f"{error}."
+        digits = "set_int_max_str_digits" in str(error)
+        reason = "a number has too many digits; write it as text." if digits else f"{error}."
     else:
         if isinstance(row, dict):
             return row

@@ -10,26 +10,33 @@ from typing import Any
 MASK = "***"
 SHORTEST = 8  # characters of a value in the environment that is taken for a secret
 # Names of options, parameters and variables whose values are secrets. `tokens` and `max_new_tokens` are not.
-_WORDS = r"(?:token|secret|passwd|password|passphrase|api[-_]?key|access[-_]?key|private[-_]?key|credentials?|auth)"
+_WORDS = (
+    r"(?:(?:access|auth)?token|secret|[a-z0-9]{0,16}passw(?:or)?d|pwd|passphrase|api[-_]?key|access[-_]?key"
+    r"|private[-_]?key|credentials?|auth)"
+)
 _NAME = rf"(?:[\w.-]*[-_.])?{_WORDS}(?:[-_](?:id|key|value))?"
-_SECRET_NAME = re.compile(rf"-*{_NAME}", re.IGNORECASE)
-_VARIABLE = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWD|PASSWORD|KEY|CREDENTIALS?|AUTH)(?:_|$)")
+_SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
+_VARIABLE = re.compile(r"(?:^|_)(?:TOKEN|SECRET|[A-Z0-9]*PASSW(?:OR)?D|PWD|KEY|CREDENTIALS?|AUTH)(?:_|$)")
 _VALUE = r"\"[^\"]*\"|'[^']*'|[^\s&;,\"']+"
 _OPTION = re.compile(rf"--?{_NAME}", re.IGNORECASE)
 _PATTERNS = (
     (re.compile(r"(?<=://)[^\s/?#]*@"), f"{MASK}@"),  # user and password of a URL
     (
-        re.compile(rf"(?<![\w.-])(-*{_NAME}[\"']?\s*[=:]\s*)({_VALUE})", re.IGNORECASE),
+        re.compile(rf"(?<![\w.-])({_NAME}[\"']?\s*[=:]\s*)({_VALUE})", re.IGNORECASE),
         rf"\1{MASK}",
     ),
-    (re.compile(rf"(?<![\w-])(--?{_NAME}\s+)(?!-)(\S+)", re.IGNORECASE), rf"\1{MASK}"),
+    (re.compile(rf"(?<![\w-])(--?{_NAME}\s+)(?!-)({_VALUE})", re.IGNORECASE), rf"\1{MASK}"),
     (re.compile(r"([?&](?:sig|signature|x-amz-[\w-]+|key|code)=)[^\s&]+", re.IGNORECASE), rf"\1{MASK}"),
     (re.compile(r"\b((?:bearer|basic)\s+)[\w.~+/=-]{8,}", re.IGNORECASE), rf"\1{MASK}"),
-    # Tokens of well-known services: Hugging Face, OpenAI, GitHub, GitLab, Slack, AWS, Google, PyPI, wandb; and JWTs.
+    (re.compile(r"(?<=PRIVATE KEY-----).*?(?=-----END|\Z)", re.DOTALL), MASK),
+    # Tokens of well-known services: Hugging Face, OpenAI, GitHub, GitLab, Slack, AWS, Google, PyPI, wandb, npm, Docker,
+    # Groq, Replicate, NVIDIA, Stripe; and JWTs.
     (
         re.compile(
             r"(?<![A-Za-z0-9])(?:hf_\w{8,}|sk-[\w-]{8,}|gh[pousr]_\w{8,}|github_pat_\w{8,}|glpat-[\w-]{8,}"
             r"|xox[abeprs]-[\w-]{8,}|A[KS]IA[A-Z0-9]{12,}|AIza[\w-]{20,}|pypi-[\w-]{16,}|wandb_v\d_[\w-]{8,}"
+            r"|ya29\.[\w-]{8,}|npm_\w{16,}|dckr_pat_[\w-]{8,}|gsk_\w{16,}|r8_\w{16,}|nvapi-[\w-]{8,}"
+            r"|[sr]k_(?:live|test)_\w{8,}"
             r"|eyJ[\w-]{8,}\.[\w-]+\.[\w-]*)"
         ),
         MASK,

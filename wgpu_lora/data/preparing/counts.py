@@ -10,7 +10,7 @@ from typing import Any
 EXACT, NORMALIZED, NEAR = "exact", "normalized", "near"
 _SHOWN, _REASONS = 20, 100  # duplicates and reasons that are listed
 _OTHERS = "other reasons"
-_VARYING = re.compile(r"'(?:[^'\\]|\\.)*'|\d[\d,]*")
+_VARYING = re.compile(r"'(?:[^'\\]|\\.)*'|(?<!UTF-)\d[\d,]*")
 
 
 @dataclass
@@ -29,11 +29,12 @@ class Counts:
     """Counts of all inputs.
 
     rows: read. formats: rows written, by the required keys of their format. reasons: rejected rows, by reason without
-    its details. edited: rows from which system messages or reasoning were removed. dropped_columns: values that JSON
-    cannot hold, by column. ungrouped: examples without the column that rows are held out by.
+    its details where they differ. edited: rows from which system messages or reasoning were removed. dropped_columns:
+    values that JSON cannot hold, by column. ungrouped: examples without the column that rows are held out by.
     """
 
     inputs: list[OfInput] = field(default_factory=list)
+    _whole: dict[str, str] = field(default_factory=dict)  # a reason with its details, if all rows have the same
     formats: Counter[str] = field(default_factory=Counter)
     duplicates: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
@@ -54,8 +55,10 @@ class Counts:
         self.inputs[-1].rejected += 1
         kind = _VARYING.sub(lambda found: found[0] if found[0].startswith("'") else "N", reason)
         if kind not in self.reasons and len(self.reasons) >= _REASONS:
-            kind = _OTHERS
+            kind = reason = _OTHERS
         self.reasons[kind] += 1
+        if self._whole.setdefault(kind, reason) != reason:
+            self._whole[kind] = kind
 
     def repeat(self, how: str, this: dict[str, Any], first: dict[str, Any], alike: float | None = None) -> None:
         """Count a duplicate; the first ones are listed."""
@@ -76,7 +79,7 @@ class Counts:
             },
             "duplicates": repeated,
             "formats": _ordered(self.formats),
-            "reasons": _ordered(self.reasons),
+            "reasons": _ordered(Counter({self._whole[kind]: count for kind, count in self.reasons.items()})),
             "edited": _ordered(self.edited),
             "dropped_columns": _ordered(self.dropped_columns),
             "inputs": [vars(one) for one in self.inputs],

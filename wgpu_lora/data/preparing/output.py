@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import re
@@ -21,6 +22,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import flag
 from wgpu_lora.strict_json import to_json
 
+FULL = (errno.ENOSPC, errno.EFBIG, errno.EROFS, getattr(errno, "EDQUOT", errno.ENOSPC))
 WRITTEN = {*FILES.values(), VALID, REPORT, REJECTED}
 
 
@@ -113,6 +115,13 @@ def new_directory(output: Path, overwrite: bool) -> Iterator[Path]:
             place.chmod(0o777 & ~UMASK)  # mkdtemp makes directories private
             refuse_output(output, overwrite)  # it may have been made meanwhile
             replace_directory(place, output.absolute())
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            raise UserError(
+                f"{output} cannot be written ({error.strerror}), so nothing was: free space, or choose another "
+                f"{flag('output')}."
+            ) from error
         finally:
             shutil.rmtree(place, ignore_errors=True)
 

@@ -8,9 +8,9 @@ from wgpu_lora.errors import UserError
 
 FIELDS = ("reasoning_content", "thinking", "reasoning")  # of messages
 _TAGS = "think|thinking|thought|reasoning"
-# As models write them: tags, Mistral's brackets, Cohere's and OpenThoughts' special tokens, Seed's tags.
+# As models write them: tags, Mistral's brackets, Cohere's and OpenThoughts' special tokens, Seed's and Kimi's tags.
 MARKER = re.compile(
-    rf"<(?:seed:)?(?P<close>/)?(?:{_TAGS})>|\[(?P<end>/)?THINK\]|<\|(?P<stop>end_)(?:thinking|of_thought)\|>"
+    rf"[<◁]\s{{,9}}(?:seed:)?(?P<close>/)?\s{{,9}}(?:{_TAGS})\s{{,9}}[>▷]|\[(?P<end>/)?THINK\]|<\|(?P<stop>end_)(?:thinking|of_thought)\|>"
     r"|<\|(?:start_thinking|begin_of_thought)\|>",
     re.IGNORECASE,
 )
