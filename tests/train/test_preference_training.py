@@ -24,6 +24,7 @@ from wgpu_lora.train.idle import idle
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.output import LOG, read_log
+from wgpu_lora.train.records import RUN
 
 
 def pairs(path: Path, count: int = 6, seed: int = 0) -> Path:
@@ -138,6 +139,14 @@ def test_training_starts_from_the_reference(tmp_path: Path) -> None:
     assert f"adapter: starts from the reference adapter {frozen}" in run.notes
     key = next(iter(run.initial))
     np.testing.assert_array_equal(run.initial[key][1], read_adapter(frozen)[1][key][1])
+    (frozen / RUN).write_text(json.dumps({"base_digest": "0" * 64}))
+    config = json.loads((frozen / "adapter_config.json").read_text())
+    stated = config | {"base_model_name_or_path": "someone/qwen2"}  # the same model in another format
+    (frozen / "adapter_config.json").write_text(json.dumps(stated))
+    job(tmp_path / "b", reference_adapter=str(frozen))
+    (frozen / "adapter_config.json").write_text(json.dumps(stated | {"base_model_name_or_path": "someone/other"}))
+    with pytest.raises(UserError, match=r"frozen was trained on another base model, someone/other, not on .*qwen2"):
+        job(tmp_path / "b", reference_adapter=str(frozen))
     other = save_golden_adapter("llama", tmp_path / "other")
     with pytest.raises(UserError, match=r"The adapter .*other does not fit the model: its .* is of shape"):
         job(tmp_path / "b", reference_adapter=str(other))

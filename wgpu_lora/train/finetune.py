@@ -20,7 +20,7 @@ from wgpu_lora.track.report_to import check_libraries
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import OUTPUT, PLAN, TrainingArguments
 from wgpu_lora.train.batching import fitted
-from wgpu_lora.train.frozen import frozen_adapter, starting_at_reference
+from wgpu_lora.train.frozen import check_base, frozen_adapter, starting_at_reference
 from wgpu_lora.train.initial import adapter_of
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.length import fit_length, shortened
@@ -109,7 +109,10 @@ def read_run(
     sources = sources_of(args, rows)
     args, length = fit_length(args, model.config.max_position_embeddings)
     objective = objective_of(args)
-    reference = frozen_adapter(objective.reference_path, model.config) if objective.reference_path else None
+    reference = None
+    if path := objective.reference_path:
+        reference = frozen_adapter(path, model.config)
+        check_base(path, model.name, model.checkpoint.digest())
     args, begins = starting_at_reference(args, objective)
     args, adapter, initial = adapter_of(args, model.config)
     prepared, heldout = read_rows(args, model, sources)

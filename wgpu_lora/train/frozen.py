@@ -6,11 +6,16 @@ import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from wgpu_lora.bounded import read_json
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.hub import stated_name
 from wgpu_lora.formats.peft import Matrices, read_adapter
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.lora import SlotSpec, check_fits
 from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.initial import check_whole
 from wgpu_lora.train.objectives.base import Objective
+from wgpu_lora.train.records import RUN
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,8 @@ class FrozenAdapter:
 
 
 def frozen_adapter(path: str | Path, config: ModelConfig) -> FrozenAdapter:
-    """Read an adapter. Raises UserError if it cannot be read or is of another base model."""
+    """Read an adapter. Raises UserError if it cannot be read, is damaged or does not fit the model."""
+    check_whole(Path(path))
     loaded, matrices = read_adapter(path)
     check_fits(config, matrices, str(path))
     spec, digest = SlotSpec.of(loaded, matrices), hashlib.sha256()
@@ -32,6 +38,24 @@ def frozen_adapter(path: str | Path, config: ModelConfig) -> FrozenAdapter:
         for matrix in matrices[module]:
             digest.update(matrix.tobytes())
     return FrozenAdapter(spec, matrices, digest.hexdigest())
+
+
+def check_base(path: str | Path, model: str, digest: str) -> None:
+    """Raise UserError if an adapter's record is of a run on other weights than these, of a model of another name.
+
+    Under the same name, the weights may be in another format. Adapters of other programs have no record.
+    """
+    try:
+        trained_on = read_json(Path(path) / RUN).get("base_digest")
+    except UserError:
+        return
+    name = read_adapter(path)[0].base_model_name_or_path or ""
+    other = bool(name) and Path(name).name != Path(stated_name(model)).name
+    if other and isinstance(trained_on, str) and trained_on != digest:
+        raise UserError(
+            f"The reference adapter {path} was trained on another base model, {name!s:.200}, not on {model}: use that "
+            "model, or another reference."
+        )
 
 
 def starting_at_reference(args: TrainingArguments, objective: Objective) -> tuple[TrainingArguments, str]:

@@ -34,7 +34,7 @@ def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingAr
     if resumed:
         checkpoint.check(resumed)
     elif args.init_adapter:
-        _check_whole(Path(args.init_adapter))
+        check_whole(Path(args.init_adapter))
     source = resumed or args.init_adapter
     if source:
         loaded, matrices = read_adapter(source)
@@ -59,7 +59,7 @@ def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingAr
     return args, adapter, SeededMatrices(args, config)
 
 
-def _check_whole(directory: Path) -> None:
+def check_whole(directory: Path) -> None:
     """Raise UserError if an adapter has a manifest (as in best/ and epoch-N/) that does not match its files."""
     wrong = damage(directory, ()) if (directory / MANIFEST).exists() else None
     if wrong:
