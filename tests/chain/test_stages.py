@@ -162,6 +162,18 @@ def test_mistakes(tmp_path: Path, capsys: Any, before: str, after: str, words: s
     assert not (tmp_path / "out").exists()
 
 
+def test_an_interrupted_chain_says_how_to_continue(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """In a stage other than training."""
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("wgpu_lora.chain.run.run", interrupted)
+    path = made(tmp_path)
+    assert main(["run", str(path)]) == 130
+    assert f"run {path}" in capsys.readouterr().out
+
+
 def test_the_best_adapter_is_a_result(tmp_path: Path) -> None:
     """A later stage may read it."""
     path = made(tmp_path)
