@@ -11,6 +11,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from scripts.gpu_compilers import predictions
 from scripts.gpu_compilers.check import violations
@@ -20,11 +21,58 @@ from scripts.gpu_compilers.recorded import Wanted
 from scripts.gpu_compilers.report import show, to_json
 from scripts.gpu_compilers.run import Answers, ask
 from wgpu_lora.atomic import write_bytes_atomic
+from wgpu_lora.bench.results import Writer
 from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.models.shapes import SHAPES
 
 DEFAULT_SHAPES = ("qwen2.5-0.5b", "qwen2.5-7b", "qwen3-0.6b", "llama-3.2-1b")
 HEAD_DIMS = (80, 96, 256)  # attention alone: those shapes have heads of 64 and 128
+
+
+def count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def tokens(text: str) -> int:
+    value = count(text)
+    if value < 2:
+        raise argparse.ArgumentTypeError("must be at least 2: the first token predicts the second")
+    return value
+
+
+def head_dim(text: str) -> int:
+    value = count(text)
+    if value % 2:
+        raise argparse.ArgumentTypeError(f"must be even, not {value}: rotary embedding needs pairs")
+    return value
+
+
+def tiling(text: str) -> dict[str, Any]:
+    try:
+        return Tiling.from_json(json.loads(text)).to_json()
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def writable(text: str) -> Path:
+    """A file, which is known to be writable before hours of compiling."""
+    try:
+        Writer(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return Path(text)
+
+
+def directory(text: str) -> Path:
+    try:
+        Path(text).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"the directory {text} cannot be created: {error.strerror}") from error
+    return Path(text)
 
 
 def options() -> argparse.ArgumentParser:
@@ -32,27 +80,25 @@ def options() -> argparse.ArgumentParser:
         "gpu_compilers", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--gpu", action="append", choices=GPUS, help="a GPU; repeatable (default: all)")
-    parser.add_argument("--subgroup-size", type=int, action="append", help="only with this one; repeatable")
+    parser.add_argument("--subgroup-size", type=count, action="append", help="only with this one; repeatable")
     parser.add_argument("--shape", action="append", choices=SHAPES, help=f"repeatable (default: {DEFAULT_SHAPES})")
-    parser.add_argument("--head-dim", type=int, action="append", help=f"attention alone; repeatable ({HEAD_DIMS})")
-    parser.add_argument("--tokens", type=int, default=512, help="of the training step and the prefill")
-    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--head-dim", type=head_dim, action="append", help=f"attention alone; repeatable ({HEAD_DIMS})")
+    parser.add_argument("--tokens", type=tokens, default=512, help="of the training step and the prefill")
+    parser.add_argument("--rank", type=count, default=16)
     parser.add_argument("--compute-dtype", choices=("f32", "bf16", "f16"), default="f32")
     parser.add_argument("--default-only", action="store_true", help="leave out tilings that only the tuner chooses")
     parser.add_argument("--kernel", action="append", default=[], help="part of a name; repeatable (default: all)")
-    parser.add_argument(
-        "--tiling", type=json.loads, help="another tiling for tuned kernels, as JSON; see gpu/tiling.py"
-    )
+    parser.add_argument("--tiling", type=tiling, help="another tiling for tuned kernels, as JSON; see gpu/tiling.py")
     parser.add_argument("--details", action="store_true", help="a line for each compute pipeline")
-    parser.add_argument("--json", type=Path, help="write everything to this file")
+    parser.add_argument("--json", type=writable, help="write everything to this file")
     parser.add_argument(
-        "--predictions", type=Path, help="write the default tilings' figures to this file, for bench-gpu"
+        "--predictions", type=writable, help="write the default tilings' figures to this file, for bench-gpu"
     )
-    parser.add_argument("--raw", type=Path, help="write what the compilers print to files in this directory")
+    parser.add_argument("--raw", type=directory, help="write what the compilers print to files in this directory")
     parser.add_argument("--check", action="store_true", help="fail if a kernel spills")
     parser.add_argument("--in-root", action="store_true", help="use the root's newer Mesa for all GPUs")
     parser.add_argument("--root", type=Path, default=ROOT, help=f"of the newest Debian (default: {ROOT})")
-    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--jobs", type=count, default=2)
     return parser
 
 
@@ -90,8 +136,6 @@ def main(argv: list[str] | None = None) -> int:
 def ask_all(
     gpus: list[Gpu], sizes: list[int] | None, wanted: Wanted, root: Path, in_root: bool, jobs: int, raw: Path | None
 ) -> list[Answers]:
-    if raw:
-        raw.mkdir(parents=True, exist_ok=True)
     places = {gpu.name: place_of(gpu, root, in_root) for gpu in gpus}
     asked = [(gpu, size) for gpu in gpus for size in sizes or gpu.subgroups]
     with ThreadPoolExecutor(jobs) as pool:

@@ -12,12 +12,11 @@ import pytest
 
 from wgpu_lora.chain import run as running
 from wgpu_lora.chain import state as states
-from wgpu_lora.chain.file import Link, read_chain
+from wgpu_lora.chain.file import read_chain
 from wgpu_lora.chain.run import run, standings
 from wgpu_lora.chain.stage import EndedEarlyError, Stage
 from wgpu_lora.chain.stages import STAGES
-from wgpu_lora.chain.watch import Watch
-from wgpu_lora.chain.watching import ChainWatch
+from wgpu_lora.chain.watch import ChainWatch, Watch
 from wgpu_lora.errors import UserError
 
 RAN: list[str] = []
@@ -87,8 +86,8 @@ class Noted(ChainWatch):
     def __init__(self) -> None:
         self.why: dict[str, str] = {}
 
-    def stage(self, number: int, link: Link, why: str, seconds: float | None) -> None:
-        self.why[link.name] = why
+    def stage(self, number: int, name: str, kind: str, why: str, seconds: float | None) -> None:
+        self.why[name] = why
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from support.gguf_models import small
 from wgpu_lora.atomic import file_digest
 from wgpu_lora.chain.file import read_chain
 from wgpu_lora.chain.run import run, standings
-from wgpu_lora.chain.watching import ChainWatch
+from wgpu_lora.chain.watch import ChainWatch
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events, Passing
@@ -207,7 +207,7 @@ def test_processes_killed_at_random(tmp_path: Path) -> None:
     for attempt in range(40):
         process = subprocess.Popen([*command, str(tmp_path / "out")], env=environment, stdout=subprocess.DEVNULL)
         try:
-            ends.append(process.wait(whole * rng.uniform(0.1, 0.5) * (1 + attempt / 4)))
+            ends.append(process.wait(whole * rng.uniform(0.05, 0.25) * (1 + attempt / 4)))
         except subprocess.TimeoutExpired:
             process.send_signal(rng.choice([signal.SIGKILL, signal.SIGINT]))
             ends.append(process.wait(60))
@@ -215,7 +215,7 @@ def test_processes_killed_at_random(tmp_path: Path) -> None:
         if ends[-1] == 0:
             break
     assert ends[-1] == 0
-    assert len(ends) > 2
+    assert len(ends) > 1
     for name in ("sft", "more"):
         assert file_digest(tmp_path / "whole" / name / WEIGHTS) == file_digest(tmp_path / "out" / name / WEIGHTS)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(

@@ -11,6 +11,7 @@ from support.data import chat, small_tokenizer, trained_text
 from support.sources import ids_of, prepared, refused, written
 
 from wgpu_lora.data import rows_given
+from wgpu_lora.data.cutting import Cut
 from wgpu_lora.data.preferences import LABELLED, PAIRS, shared_prompt
 from wgpu_lora.errors import UserError
 
@@ -53,6 +54,18 @@ def test_only_the_answers_are_trained_on() -> None:
     assert trained_text(tokenizer, rejected.labels.tolist()) == ["c 0<|im_end|>"]
 
 
+def test_an_answer_is_all_that_follows_its_prompt() -> None:
+    """As in TRL: with the line break behind the end of the turn, in both answers alike."""
+    tokenizer = small_tokenizer("chatml")
+    [chosen, rejected] = prepared(rows_given(CHATS[:1]), **PAIR, cut=Cut()).rows
+    assert trained_text(tokenizer, chosen.labels.tolist()) == ["b<|im_end|>\n"]
+    assert trained_text(tokenizer, rejected.labels.tolist()) == ["c 0<|im_end|>\n"]
+    turns = [{**CHATS[0], "chosen": chat("", "b", "c", "d")[1:]}]
+    found = prepared(rows_given(turns), **PAIR, cut=Cut())
+    assert trained_text(tokenizer, found.rows[0].labels.tolist())[0].startswith("b<|im_end|>\n<|im_start|>user\nc")
+    assert not found.account.cut.count
+
+
 def test_tokens_as_trl_stores_them(tmp_path: Path) -> None:
     for name in FILES:
         found = prepared(written(tmp_path / name, in_cells(TOKENS) if name == "a.csv" else TOKENS), **PAIR)
@@ -93,6 +106,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"chosen": chat("a", "b"), "rejected": chat("a", "b")}, f"'chosen' and 'rejected' {SAME}"),
     ({"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [2]}, f"'chosen_ids' and 'rejected_ids' {SAME}"),
     ({"prompt_ids": [1], "chosen_ids": [], "rejected_ids": [2]}, "'chosen_ids' is an empty list; give at least one"),
+    ({"prompt": "a", "chosen": "b", "rejected": ""}, "'rejected' is empty, so there is nothing to train on"),
+    ({"prompt": "a", "chosen": " \n", "rejected": "b"}, "'chosen' is empty, so there is nothing to train on"),
+    ({"chosen": "The sky ", "rejected": "The sky is"}, "'chosen' is empty, so there is nothing to train on"),
+    ({"chosen": chat("a", ""), "rejected": chat("a", "b")}, "'chosen' is empty, so there is nothing to train on"),
     ({"chosen": "b", "rejected": "c"}, f"'chosen' and 'rejected' {NO_PROMPT}"),
     ({"chosen": chat("a", "b"), "rejected": chat("c", "b")}, f"'chosen' and 'rejected' {NO_PROMPT}"),
     (

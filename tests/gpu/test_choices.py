@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Arena, allocate
 from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.gpu.tuner import Tuner
+from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.ops.matmul import matmul_nt
 
 
@@ -32,11 +34,24 @@ def test_the_cache_is_used_again_and_survives_damage(
     good = tuner.file.path.read_text()
     (entry,) = json.loads(good)["entries"].values()
     odd = [{"x": 3}, {"x": entry, "[1]": entry, '["a", [], [], {}]': entry}, {"x": {**entry, "took": "long"}}]
+    odd += [{"[" * 100_000: entry}, {"x": {**entry, "took": 10**400}}, {"x": {**entry, "took": math.inf}}]
+    odd += [{"x": {**entry, "seconds": [[seconds, entry["tiling"]]]}} for seconds in (10**400, math.nan)]
     damaged = [json.dumps({"schema": SCHEMA, "entries": entries}) for entries in odd]
+    verdict = {"kernel": "x", "digest": "x", "right": True, "nmse": 10**400, "limit": 1.0}
+    damaged += ["[" * 100_000, json.dumps({"schema": SCHEMA, "verdicts": {"x": verdict}})]
+    monkeypatch.setattr(Tuner, "_seconds", lambda *_: 1.0)
     for damage in ("{", "[]", '{"schema": 99, "entries": {}}', *damaged):
         tuner.file.path.write_text(damage)
+        assert tuner.file.verdicts() == {}
         assert Tuner(device, directory=tmp_path).tune([program]).keys() == first.keys()
-    assert json.loads(tuner.file.path.read_text())["schema"] == SCHEMA
+        assert json.loads(tuner.file.path.read_text())["schema"] == SCHEMA
+
+
+def test_a_cache_that_cannot_be_written_leaves_nothing_behind(device: Device, tmp_path: Path) -> None:
+    file = ChoiceFile(device, tmp_path)
+    file.path.mkdir()
+    file.add({}, {})
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".lock"}
 
 
 def test_entries_of_another_shader_are_dropped(device: Device, tmp_path: Path) -> None:
@@ -121,4 +136,4 @@ def test_a_tiling_of_another_device_is_not_used(device: Device) -> None:
     (step,) = program.dispatches
     key = choice_key(step.kernel, step.present, step.constants)
     for foreign in (replace(step.tiling, family="broadcast", lanes=128), Tiling()):
-        assert program._tiled(step, {key: foreign}) == step
+        assert verdicts_of(device).compiled(step, {key: foreign}) == step

@@ -26,6 +26,12 @@ from wgpu_lora.ops.elementwise import fill
 from wgpu_lora.ops.matmul import lora_nt
 
 
+@pytest.fixture(autouse=True)
+def own_verdicts(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What these tests make fail is forgotten after each."""
+    monkeypatch.setattr(device, "verdicts", None)
+
+
 def test_it_times_every_tiling_and_remembers_the_fastest(device: Device, tmp_path: Path) -> None:
     program, _ = product(device)
     (step,) = program.dispatches

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.errors import BindingTooLarge
 from wgpu_lora.gpu.program import Arena, Program, allocate, release
 from wgpu_lora.gpu.tensor import persistent
 from wgpu_lora.gpu.values import nmse
@@ -22,6 +23,7 @@ from wgpu_lora.models.rows import Rows
 from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.ops import matmul_tuning
 from wgpu_lora.ops.elementwise import add_forward
+from wgpu_lora.ops.linear import Fusing
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.weights.base import Shared, of_layer, stacked, write
 from wgpu_lora.weights.nf4 import NF4Weight
@@ -136,3 +138,27 @@ def test_formats_may_be_mixed_within_a_layer() -> None:
     one, two = stacked(apart, shared.max_binding)
     assert isinstance(one, NF4Weight)
     assert one.product([two]) is None  # their scales are not
+
+
+def test_a_matrix_of_a_stack_is_multiplied_alone_without_what_lies_behind_it() -> None:
+    shared = Shared(1 << 27)
+    for kind in ("f16", "nf4"):
+        first, _ = stacked([declare(kind, (20, 24), kind, shared, None) for _ in range(2)], shared.max_binding)
+        assert isinstance(first, Fusing)
+        product: Any = first.product(())
+        own: Any = first
+        matrix, of = (product.codes, own.codes) if kind == "nf4" else (product.b, own.parts[0])
+        assert matrix.size == of.size, kind  # as the reference takes it
+
+
+def test_a_stack_of_adapters_that_exceeds_a_binding_is_modules_apart() -> None:
+    config, binding = shape_config("tiny-qwen3", 1), 512 << 10  # B of gate and up takes 384 KiB each
+    gate, up = (f"{config.path(0)}.mlp.{name}_proj" for name in ("gate", "up"))
+    spec = SlotSpec(64, dict.fromkeys(config.lora_modules, 1.0))
+    assert (gate, up) in AdapterSet.declare(config, [spec], 1 << 27).scales
+    adapters = AdapterSet.declare(config, [spec], binding)
+    assert {(gate,), (up,)} <= adapters.scales.keys()
+    assert {len(modules) for modules in adapters.scales} == {1, 3}  # q, k and v fit
+    assert max(page.nbytes for page in adapters.params) <= binding
+    with pytest.raises(BindingTooLarge, match=r"gate_proj\.lora_B' needs 786,432 bytes.*fewer adapters"):
+        AdapterSet.declare(config, [spec, spec], binding)

@@ -136,3 +136,31 @@ def test_what_is_missing_is_one_sentence(
     monkeypatch.setattr(places, "ROOT_SCRIPT", script)
     assert command.main(["--gpu", "m1", "--root", str(tmp_path)]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == "debootstrap is missing: install it."
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--tokens", "1"),
+        ("--rank", "0"),
+        ("--jobs", "0"),
+        ("--subgroup-size", "-32"),
+        ("--head-dim", "0"),
+        ("--head-dim", "7"),
+        ("--tiling", "[]"),
+        ("--tiling", '{"rows": 0}'),
+        ("--tiling", '{"row": 1}'),
+        ("--json", "/dev/null/x.json"),
+        ("--predictions", "/dev/null/x.json"),
+        ("--raw", "/dev/null/x"),
+    ],
+    ids="=".join,
+)
+def test_wrong_options_are_refused_before_anything_is_compiled(
+    wrong: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "ask_all", lambda *_: pytest.fail("it was compiled"))
+    with pytest.raises(SystemExit) as ended:
+        command.main([*wrong])
+    assert ended.value.code == 2
+    assert f"argument {wrong[0]}: " in capsys.readouterr().err

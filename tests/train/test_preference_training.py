@@ -12,6 +12,7 @@ from support.models import save_golden_adapter
 from support.sources import written
 from support.training import golden_arguments, model_dir
 
+from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
 from wgpu_lora.cli import main
 from wgpu_lora.data.cutting import Cut
 from wgpu_lora.errors import UserError
@@ -84,6 +85,20 @@ def test_packing_and_accumulation_do_not_change_the_result(device: Device, tmp_p
                 assert np.abs(ours - theirs).max() < 1e-5
 
 
+def test_a_pipeline_logs_the_metrics_of_each_adapter(device: Device, tmp_path: Path) -> None:
+    """Of different objectives, also in steps in which another adapter measures its held-out loss."""
+    data, heldout = str(pairs(tmp_path / "pairs.jsonl")), str(pairs(tmp_path / "heldout.jsonl", 2, seed=1))
+    own: list[dict[str, Any]] = [{"objective": "dpo", "eval_data": heldout}, {"objective": "orpo"}]
+    tasks = [{"data": data, "checkpoint": str(tmp_path / one["objective"]), "rank": 2, **one} for one in own]
+    options: dict[str, Any] = {"max_length": 16, "max_steps": 2, "eval_steps": 1, "logging_steps": 1}
+    model, output = str(model_dir("qwen2")), str(tmp_path / "pipeline")
+    MultiAdapterPipeline(tasks, model, output=output, schedule="synchronized", base_dtype="f32", **options).train()
+    lines = read_log(tmp_path / "orpo" / LOG)
+    assert len(lines) == 2
+    for line in lines:
+        assert line["loss"] == pytest.approx(line["nll_loss"] - 0.1 * line["log_odds_ratio"], rel=1e-5)
+
+
 def test_a_prompts_tokens_have_the_same_dropout(tmp_path: Path) -> None:
     stream = job(tmp_path / "a", lora_dropout=0.5).run.stream
     chosen, rejected = stream.group(3, 1.0, 0, epoch=1).segments
@@ -108,6 +123,13 @@ def test_the_plan_counts_the_reference(tmp_path: Path) -> None:
     assert plain["base"] == alone["base"] == frozen_too["base"]
     assert alone["optimizer"] == frozen_too["optimizer"]
     assert plain["workspace"] < alone["workspace"]
+
+
+def test_a_token_counts_once(tmp_path: Path) -> None:
+    """Whether the reference is computed in the step or before."""
+    for precompute in (False, True):
+        stream = job(tmp_path / str(precompute), precompute_ref_log_probs=precompute).run.stream
+        assert stream.processed_tokens([0, 1]) == sum(stream.lengths[:2])
 
 
 def test_training_starts_from_the_reference(tmp_path: Path) -> None:
@@ -171,14 +193,16 @@ def test_rows_that_are_no_pairs(tmp_path: Path, wrong: dict[str, Any], options: 
     [
         ({"loss_type": "sigmod"}, "loss_type must be one or several of sigmoid, hinge, ipo"),
         ({"loss_type": "sft,sft"}, "loss_type has 'sft' twice"),
-        ({"loss_type": "exo_pair"}, "loss_type='exo_pair' needs a label_smoothing greater than 0"),
-        ({"loss_type": "robust", "label_smoothing": 0.5}, "needs a label_smoothing less than 0.5, not 0.5"),
+        ({"loss_type": "exo_pair"}, "loss_type='exo_pair' needs a label_smoothing of at least 1e-09 and at"),
+        ({"loss_type": "exo_pair", "label_smoothing": 1 - 1e-9}, "at least 1e-09 and at most 0.999, not 1."),
+        ({"loss_type": "robust", "label_smoothing": 0.5}, "at least 0 and at most 0.499, not 0.5"),
         ({"loss_type": "sft,ipo", "loss_weights": "1"}, "loss_weights has 1 numbers, but loss_type 2 losses"),
         ({"loss_weights": "high"}, "loss_weights must be numbers of at least 0"),
         ({"loss_weights": "0"}, "loss_weights must be numbers of at least 0, not all 0"),
         ({"objective": "kto", "loss_type": "sigmoid"}, "loss_type must be one of kto, apo_zero_unpaired for objective"),
         ({"objective": "cpo", "loss_type": "sft"}, "loss_type must be one of sigmoid, hinge, ipo, simpo for objective"),
-        ({"beta": 0.0}, "beta must be greater than 0"),
+        ({"beta": 0.0}, "beta must be at least 1e-09 and at most 1e+09"),
+        ({"beta": 1e-20, "loss_type": "ipo"}, "beta must be at least 1e-09 and at most 1e+09"),
         ({"ld_alpha": 1.5}, "ld_alpha must be at least 0 and at most 1"),
     ],
 )
@@ -232,6 +256,9 @@ def test_evaluating_an_adapter_as_it_was_trained(device: Device, tmp_path: Path,
     plain = str(written(tmp_path / "plain.jsonl", [{"input_ids": [1, 2, 3]}]))
     assert main(["evaluate", "--data", plain, "--adapter", run, *options]) == 0
     assert json.loads(capsys.readouterr().out)["objective"] == "sft"
+    labelled = str(written(tmp_path / "l.jsonl", [{"prompt_ids": [1], "completion_ids": [2], "label": True}]))
+    assert main(["evaluate", "--data", labelled, "--adapter", run, *options]) == 2
+    assert "use --objective kto for such rows." in capsys.readouterr().err
 
 
 def test_a_prompt_is_mismatched_with_another_answer(tmp_path: Path) -> None:

@@ -12,7 +12,15 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.checkpoint import RunState
 from wgpu_lora.train.policy import PATIENCE, POLICIES, Standing, make_policy, policy_state
-from wgpu_lora.train.tasks import check_apart, named_apart, read_tasks, task_of, task_of_pair
+from wgpu_lora.train.tasks import (
+    check_apart,
+    named_apart,
+    read_tasks,
+    request_of,
+    task_of,
+    task_of_pair,
+    tasks_of_request,
+)
 
 
 def test_a_pair() -> None:
@@ -131,6 +139,21 @@ def test_the_command_line_refuses(
 
 def standing(slot: int, now: float | None = None, start: float | None = None) -> Standing:
     return Standing(slot, RunState(last_eval_loss=now, first_eval_loss=start))
+
+
+def test_recorded_paths_are_found_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began = tmp_path / "began"
+    (began / "sft").mkdir(parents=True)
+    for name in ("rows.jsonl", "held.jsonl"):
+        (began / name).touch()
+    options = {"objective": "dpo", "eval_data": "held.jsonl", "init_adapter": "sft", "reference_adapter": "sft"}
+    task = task_of({"data": "rows.jsonl", "checkpoint": str(began / "out" / "a"), **options}, "a")
+    request = {"directory": str(began), "adapters": request_of([task], began / "out")}
+    monkeypatch.chdir(tmp_path)
+    [found] = tasks_of_request(request, began / "out")
+    assert found.data == str(began / "rows.jsonl")
+    paths = {name: str(began / options[name]) for name in ("eval_data", "init_adapter", "reference_adapter")}
+    assert found.options == options | paths
 
 
 def test_turns() -> None:

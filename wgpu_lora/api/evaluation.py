@@ -20,8 +20,9 @@ from wgpu_lora.infer.named import BASE, check_directory, on_device, slots_of
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.track.entry import HELD_OUT, DataFile, Losses, run_name
 from wgpu_lora.track.recording import device_facts, given_options, recorded, remarks
-from wgpu_lora.train.arguments import from_values
+from wgpu_lora.train.arguments import TrainingArguments, from_values
 from wgpu_lora.train.length import check_rows, fit_rows
+from wgpu_lora.train.objectives import formats_of, objective_of
 from wgpu_lora.train.preferred import evaluate_objective, objective_options, reads
 from wgpu_lora.train.rows import prepared_for
 
@@ -289,5 +290,6 @@ def _heldout(
         chat_template_kwargs={} if rows.enable_thinking is None else {"enable_thinking": rows.enable_thinking},
         vocab_size=opened.config.vocab_size,
         skip_bad_rows=skip_bad_rows,
+        formats=formats_of(objective_of(TrainingArguments())),
     )
     return opened, prepared

@@ -13,8 +13,7 @@ from wgpu_lora.atomic import replace_directory, sweep
 from wgpu_lora.chain.digests import MISSING, Digests
 from wgpu_lora.chain.file import Chain, Link, lasting
 from wgpu_lora.chain.state import Done, State, inputs_of
-from wgpu_lora.chain.watch import Watch
-from wgpu_lora.chain.watching import ChainWatch
+from wgpu_lora.chain.watch import ChainWatch, Watch
 from wgpu_lora.errors import UserError
 from wgpu_lora.train.job import locked
 
@@ -76,14 +75,14 @@ def run(chain: Chain, watch: ChainWatch, start: str | None = None) -> None:
             else:
                 why = "asked for" if link.name in forced else _why(link, done, digests)
             if why is None:
-                watch.skipped(number, link)
+                watch.skipped(number, link.name, link.kind)
                 continue
             known = [state.stages[one.name].seconds for one in chain.links[number - 1 :] if one.name in state.stages]
             rest = sum(known) if len(known) == len(chain.links) - number + 1 else None
-            watch.stage(number, link, why, rest)
+            watch.stage(number, link.name, link.kind, why, rest)
             begun = time.monotonic()
             _run(link, state, digests, watch)
-            watch.finished(number, link, time.monotonic() - begun)
+            watch.finished(link.name, link.output, time.monotonic() - begun)
 
 
 def _forced(chain: Chain, start: str | None) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.events import SILENT, Events
@@ -29,3 +30,16 @@ class Watch:
 
     def said(self, label: str, text: str) -> None:
         """A line about the stage's result."""
+
+
+class ChainWatch(Watch):
+    """Also hears which stages run."""
+
+    def stage(self, number: int, name: str, kind: str, why: str, seconds: float | None) -> None:
+        """A stage begins. seconds: that it and those after it took when they last ran, None if not all are known."""
+
+    def skipped(self, number: int, name: str, kind: str) -> None:
+        """A stage is up to date."""
+
+    def finished(self, name: str, output: Path, seconds: float) -> None:
+        """A stage has run."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wgpu_lora.chain.watching import ChainWatch
+from wgpu_lora.chain.watch import ChainWatch
 from wgpu_lora.cli.completion import RECIPE
 from wgpu_lora.cli.console import Bar, TensorBar, console, duration, line, table
 from wgpu_lora.cli.options import Device
@@ -17,7 +18,7 @@ from wgpu_lora.events import Events
 from wgpu_lora.installed import program
 
 if TYPE_CHECKING:
-    from wgpu_lora.chain.file import Chain, Link
+    from wgpu_lora.chain.file import Chain
     from wgpu_lora.chain.run import Standing
     from wgpu_lora.train.finetune import FinetuneJob
 
@@ -86,16 +87,16 @@ class _Shown(ChainWatch):
         self._total = len(chain.links)
         self._bar: Bar | None = None
 
-    def stage(self, number: int, link: Link, why: str, seconds: float | None) -> None:
+    def stage(self, number: int, name: str, kind: str, why: str, seconds: float | None) -> None:
         left = "" if seconds is None else f"; about {duration(seconds)} left, as last time"
-        line("stage", f"{number} of {self._total}: {link.name} ({link.kind}), since {why}{left}")
+        line("stage", f"{number} of {self._total}: {name} ({kind}), since {why}{left}")
 
-    def skipped(self, number: int, link: Link) -> None:
-        line("stage", f"{number} of {self._total}: {link.name} ({link.kind}) is up to date")
+    def skipped(self, number: int, name: str, kind: str) -> None:
+        line("stage", f"{number} of {self._total}: {name} ({kind}) is up to date")
 
-    def finished(self, number: int, link: Link, seconds: float) -> None:
+    def finished(self, name: str, output: Path, seconds: float) -> None:
         self._close()
-        line("done", f"{link.name} in {duration(seconds)}: {link.output}")
+        line("done", f"{name} in {duration(seconds)}: {output}")
 
     def reading(self, text: str, done: float, total: float | None) -> None:
         self._bar = self._bar or Bar(text, total, " MB")

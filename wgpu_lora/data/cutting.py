@@ -12,7 +12,8 @@ KEEP_START, KEEP_END = "keep_start", "keep_end"
 
 @dataclass(frozen=True)
 class Cut:
-    """Limits of a row whose first trained token begins its answer.
+    """Limits of a row whose first trained token begins its answer, which is all that follows, as in TRL: also what a
+    chat template adds behind the end of a turn.
 
     prompt: a longer prompt loses its beginning. answer: a longer answer loses its end. mode: which part a row that is
     then still too long keeps, its beginning (KEEP_START) or its end (KEEP_END).
@@ -25,6 +26,7 @@ class Cut:
     def __call__(self, ids: list[int], labels: list[int], length: int) -> tuple[list[int], list[int]]:
         """A row of at most `length` tokens."""
         asked = prompt_tokens(labels)
+        labels = labels[:asked] + ids[asked:]
         first = max(0, asked - self.prompt) if self.prompt else 0
         stop = min(len(ids), asked + self.answer) if self.answer else len(ids)
         if stop - first > length:

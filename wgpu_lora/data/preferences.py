@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 from wgpu_lora.data.columns import Fields, RowFormat, RowFormats
+from wgpu_lora.data.empty import without_empty_answers
 from wgpu_lora.data.examples import Completion, Conversation, Sample, Tokens
 from wgpu_lora.data.formats import CHAT_COLUMNS, answer_to, conversation
 from wgpu_lora.data.guesses import renaming
@@ -63,8 +64,11 @@ def _implicit(row: Fields) -> Sample:
     if isinstance(chosen, str):
         if advice := renaming([*row.given], [["prompt", "chosen", "rejected"]]):
             raise UserError(f"the row has no 'prompt'; {advice}.")
-        return Sample(tuple(Completion(text[:shared], text[shared:]) for text in (chosen, rejected)))
-    pair = conversation(row, chosen, shared), conversation(row, rejected, shared)
+        pair: tuple[Completion | Conversation, ...] = tuple(
+            Completion(text[:shared], text[shared:]) for text in (chosen, rejected)
+        )
+    else:
+        pair = conversation(row, chosen, shared), conversation(row, rejected, shared)
     for name, example in zip(("chosen", "rejected"), pair, strict=True):
         _refuse_unanswered(example, name)
     return Sample(pair)
@@ -112,6 +116,8 @@ def _refuse_equal(chosen: Any, rejected: Any, suffix: str = "") -> None:
 def _refuse_unanswered(example: Completion | Conversation, name: str) -> None:
     if isinstance(example, Conversation) and not example.trained:
         raise UserError(f"'{name}' has no message of the assistant to train on.")
+    if without_empty_answers(example, True)[0] is None:
+        raise UserError(f"'{name}' is empty, so there is nothing to train on; give an answer or remove the row.")
 
 
 def _columns(kind: Any, *names: str) -> dict[str, Any]:

@@ -174,7 +174,7 @@ def prepare(
             if cut and sample and not wrong:
                 whole, pairs = pairs, _shorter(pairs, cut, max_length, on_overflow == "drop")
                 wrong = unusable(whole, pairs) if all(len(ids) <= max_length for ids, _ in pairs) else None
-                if pairs != whole and not wrong:
+                if [len(ids) for ids, _ in pairs] != [len(ids) for ids, _ in whole] and not wrong:
                     account.cut.add(place)
             if wrong:
                 account.add_bad(place, Problem(wrong, row))

@@ -17,6 +17,7 @@ from filelock import FileLock
 from platformdirs import user_cache_dir
 
 from wgpu_lora.assets import asset_dir
+from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.struct import wgsl_struct
 from wgpu_lora.gpu.tiling import Tiling
@@ -29,6 +30,8 @@ SCHEMA = 3
 REACH = 2  # a choice holds for batches with up to 2^REACH times as many rows, or as few
 Choices = Mapping[str, Tiling]  # by `choice_key`
 NO_CHOICES: Choices = MappingProxyType({})
+# What reading a damaged file raises: JSON may be nested without end, and its integers may have any number of digits.
+DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 T = TypeVar("T")
 
 
@@ -53,12 +56,14 @@ class Entry:
 
     @classmethod
     def from_json(cls, value: Any) -> Entry:
-        """Raises ValueError, TypeError, KeyError or AttributeError if `value` is not an entry."""
+        """Raises one of DAMAGE if `value` is not an entry."""
         timed = tuple((float(seconds), Tiling.from_json(tiling)) for seconds, tiling in value["seconds"])
         if not all(isinstance(value[name], str) for name in ("kernel", "digest")):
             raise ValueError("'kernel' and 'digest' must be strings")
-        tiling, like = Tiling.from_json(value["tiling"]), value.get("like")
-        return cls(value["kernel"], value["digest"], tiling, timed, float(value["took"]), like and str(like))
+        tiling, like, took = Tiling.from_json(value["tiling"]), value.get("like"), float(value["took"])
+        if not all(math.isfinite(seconds) for seconds in (took, *(seconds for seconds, _ in timed))):
+            raise ValueError("times must be finite")
+        return cls(value["kernel"], value["digest"], tiling, timed, took, like and str(like))
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class Verdict:
 
     @classmethod
     def from_json(cls, value: Any) -> Verdict:
-        """Raises ValueError, TypeError, KeyError or AttributeError if `value` is not a verdict."""
+        """Raises one of DAMAGE if `value` is not a verdict."""
         found, error = cls(**value), value["nmse"]
         if not isinstance(found.right, bool) or not all(
             isinstance(text, str) for text in (found.kernel, found.digest, found.reason)
@@ -146,7 +151,7 @@ def nearest(kernel: Kernel, key: str, entries: Mapping[str, Entry]) -> str | Non
             if its != shared or its_rows.keys() != rows.keys():
                 continue
             octaves = max((abs(_octaves(value, its_rows[size])) for size, value in rows.items()), default=0)
-        except (ValueError, TypeError, AttributeError):  # a damaged file
+        except DAMAGE:
             continue
         if octaves <= REACH:
             found.append((not entry.seconds, octaves, its_adapters != adapters, other))
@@ -194,7 +199,7 @@ class ChoiceFile:
             content = json.loads(self.path.read_text())
             found = content.get(name, {}) if content["schema"] == SCHEMA else {}
             return {key: of(value) for key, value in found.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except DAMAGE:
             return {}
 
     def add(
@@ -212,8 +217,6 @@ class ChoiceFile:
                     "entries": {key: entry.to_json() for key, entry in (kept | entries).items()},
                     "verdicts": {key: asdict(verdict) for key, verdict in (old | dict(verdicts)).items()},
                 }
-                partial = self.path.with_suffix(f".{os.getpid()}.tmp")
-                partial.write_text(json.dumps(content, indent=1))
-                partial.replace(self.path)
+                write_bytes_atomic(self.path, json.dumps(content, indent=1).encode())
         except (OSError, TimeoutError):
             return

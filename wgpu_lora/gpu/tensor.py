@@ -82,9 +82,11 @@ def joined(tensors: Sequence[Tensor], name: str) -> list[Tensor]:
 def whole(parts: Sequence[Tensor]) -> Tensor | None:
     """All values from the first of these tensors to the end of the last, flat, with what lies between aligned offsets.
 
-    None if they are not successive regions of one storage.
+    One tensor alone is itself. None if they are not successive regions of one storage.
     """
     first, at = parts[0], parts[0].byte_offset
+    if len(parts) == 1:
+        return first
     for part in parts:
         if (part.storage, part.byte_offset, part.dtype) != (first.storage, at, first.dtype):
             return None

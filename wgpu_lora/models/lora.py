@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import numpy as np
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft import AdapterConfig, Matrices
 from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.errors import BindingTooLarge
 from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
 from wgpu_lora.models.block import Adapters
 from wgpu_lora.models.config import ModelConfig
@@ -94,20 +95,35 @@ class AdapterSet:
     def declare(
         cls, config: ModelConfig, specs: Sequence[SlotSpec], max_binding: int, group: str = "adapters"
     ) -> AdapterSet:
-        """group: that their bytes are counted under."""
+        """group: that their bytes are counted under.
+
+        Raises BindingTooLarge if a factor of one module, of all slots, does not fit a binding.
+        """
         slots, rank = len(specs), max(spec.rank for spec in specs)
         shapes = config.lora_modules
         everything = {module: number for number, module in enumerate(shapes)}
         order = [module for module in everything if any(module in spec.scaling for spec in specs)]
-        limit = max_binding // (4 * BLOCK * PAGE_BLOCKS) * PAGE_BLOCKS
+        limit = max(1, max_binding // (4 * BLOCK * PAGE_BLOCKS)) * PAGE_BLOCKS
         factors: dict[tuple[str, str], Factor] = {}
         used: list[list[int]] = [[]]
-        stacks = list(_stacks(config, order, rank))
+
+        def blocks_of(modules: Sequence[str], which: str) -> dict[str, int]:
+            """Of a slot's matrix."""
+            return {module: -(-rank * shapes[module][which == "A"] // BLOCK) for module in modules}
+
+        def fits(modules: Sequence[str]) -> bool:
+            return all(slots * sum(blocks_of(modules, which).values()) <= limit for which in "AB")
+
+        stacks = list(_stacks(config, order, rank, fits))
         for modules in stacks:
             for which in "AB":
                 of = {m: (rank, shapes[m][1]) if which == "A" else (shapes[m][0], rank) for m in modules}
-                blocks = {module: -(-rows * cols // BLOCK) for module, (rows, cols) in of.items()}
+                blocks = blocks_of(modules, which)
                 each, first = sum(blocks.values()), 0
+                if each * slots > limit:
+                    error = BindingTooLarge(f"{modules[0]}.lora_{which}", 4 * BLOCK * each * slots, max_binding)
+                    error.advise("use fewer adapters at a time, or a lower rank")
+                    raise error
                 if used[-1] and len(used[-1]) + each * slots > limit:
                     used.append([])
                 for module, shape in of.items():
@@ -203,8 +219,11 @@ class AdapterSet:
         return sum(self.specs[slot].rank * sum(config.lora_modules[module]) for module in self.modules(slot))
 
 
-def _stacks(config: ModelConfig, modules: Sequence[str], rank: int) -> Iterator[tuple[str, ...]]:
-    """The modules in order, those of a stack together if their A are whole blocks, so that they are one matrix."""
+def _stacks(
+    config: ModelConfig, modules: Sequence[str], rank: int, fits: Callable[[Sequence[str]], bool]
+) -> Iterator[tuple[str, ...]]:
+    """The modules in order, those of a stack together if their A are whole blocks, so that they are one matrix, and a
+    binding holds them."""
     stacks = {
         f"{config.path(i)}.{first}": [f"{config.path(i)}.{module}" for module in (first, *others)]
         for i in range(config.num_hidden_layers)
@@ -215,6 +234,8 @@ def _stacks(config: ModelConfig, modules: Sequence[str], rank: int) -> Iterator[
     for module in modules:
         whole = rank * config.lora_modules[module][1] % BLOCK == 0
         stack = tuple(one for one in of.get(module, [module]) if one in modules) if whole else (module,)
+        if len(stack) > 1 and not fits(stack):
+            stack = (module,)
         if module not in done:
             yield stack
             done.update(stack)

@@ -9,10 +9,8 @@ from typing import Any
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.formats.cards import CARD, header, table
 from wgpu_lora.formats.hub import hub_id
+from wgpu_lora.train.arguments import PATHS
 from wgpu_lora.train.records import RunRecord
-
-# Options whose values are local paths: the card only shows their last part.
-PATHS = ("data", "eval_data", "output", "model", "init_adapter")
 
 # Options that the card leaves out: they do not affect the adapter, and remarks are for the run log.
 OWN = ("resume", "goal", "notes", "run_log", "report_to")
@@ -132,7 +130,8 @@ def _digests(record: RunRecord) -> dict[str, str]:
 
 
 def _shown(name: str, value: Any) -> Any:
-    return hub_id(str(value)) or Path(str(value)).resolve().name if name in PATHS else value  # resolves '.' to a name
+    return hub_id(str(value)) or Path(str(value)).resolve().name if name in PATHS else value
+    # only the last part of local paths; '.' is resolved to a name
 
 
 def _number(value: float | None) -> str:

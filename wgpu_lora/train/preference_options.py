@@ -17,7 +17,7 @@ class PreferenceOptions:
         0.1,
         PREFERENCES,
         "How strongly the policy is kept near the reference; the weight of ORPO's odds ratio.",
-        within=POSITIVE,
+        within=Range(at_least=1e-9, at_most=1e9),  # squares of 1 / beta are float32 numbers
     )
     loss_type: str | None = option(
         None,

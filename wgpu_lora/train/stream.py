@@ -106,9 +106,9 @@ class DataStream:
         return sum(row.trained_tokens for sample in samples for row in self.prepared.samples[sample])
 
     def processed_tokens(self, samples: Iterable[int]) -> int:
-        """Number of tokens that pass through the model in a step, including prompts and reference passes."""
-        passes = 2 if self.objective.reference and not self.objective.precomputes else 1
-        return passes * sum(self.lengths[sample] for sample in samples)
+        """Number of tokens, including prompts. Each counts once, also if a reference passes over it, too, so that
+        tokens/s tell which way to compute the reference is faster."""
+        return sum(self.lengths[sample] for sample in samples)
 
     def units(self, samples: Sequence[int]) -> int:
         """Number of tokens or groups that the loss of these samples is averaged over."""

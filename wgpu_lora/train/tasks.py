@@ -14,7 +14,7 @@ from wgpu_lora.data import Source
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names
 from wgpu_lora.names.naming import IN_FILE, flag, naming, renamed
-from wgpu_lora.train.arguments import TrainingArguments, from_values
+from wgpu_lora.train.arguments import PATHS, TrainingArguments, from_values
 from wgpu_lora.train.preference_options import PREFERENCES
 from wgpu_lora.train.resume import found_from
 
@@ -177,7 +177,7 @@ def tasks_of_request(request: Mapping[str, Any], home: Path) -> list[AdapterTask
         task = task_of({k: v for k, v in said.items() if k != "options"}, f"The record in {home}")
         began_in, known = request.get("directory"), {k: v for k, v in options.items() if k in OPTIONS.values()}
         known = {**task.options, **known}  # version 0.1.0 stored the objective beside the options
-        known |= {name: found_from(began_in, known[name]) for name in ("eval_data", "init_adapter") if known.get(name)}
+        known |= {name: found_from(began_in, known[name]) for name in PATHS if known.get(name)}
         data = found_from(began_in, task.data) or task.data
         checkpoint = os.path.relpath(os.path.normpath(home / task.checkpoint))
         tasks.append(replace(task, data=data, checkpoint=checkpoint, options=known))

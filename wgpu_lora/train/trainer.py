@@ -133,11 +133,12 @@ class Trainer:
         seconds = time.perf_counter() - begin
         tokens = sum(p.trained_tokens for p in chosen)
         self.step += 1
-        for progress in chosen:
+        advanced = [progress for progress in chosen if reports[progress.run.slot].applied]
+        for progress in advanced:  # all of them first, since held-out losses overwrite the step's totals
             slot = progress.run.slot
-            if reports[slot].applied:
-                progress.advance(reports[slot], updates[slot], seconds * progress.trained_tokens / tokens)
-                self._after(progress)
+            progress.advance(reports[slot], updates[slot], seconds * progress.trained_tokens / tokens)
+        for progress in advanced:
+            self._after(progress)
         bad = [progress for progress in chosen if not reports[progress.run.slot].applied]
         reasons = {p.run.slot: "diverged" if reports[p.run.slot].diverged else "non-finite" for p in bad}
         for progress in bad:

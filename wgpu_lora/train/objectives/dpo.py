@@ -22,6 +22,8 @@ from wgpu_lora.train.objectives.referenced import Referenced
 LOSSES = (
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "sppo_hard", "apo_zero", "apo_down", "sft",
 )  # fmt: skip
+# The label smoothing of losses that divide by 1 - 2 smoothing or take logarithms of it, as far as float32 can.
+SMOOTHED = {"exo_pair": (1e-9, 0.999), "robust": (0.0, 0.499)}
 
 
 def dpo_losses(c: Any, r: Any, lengths: Any, nll: Any, weights: dict[str, float], beta: float, smoothing: float) -> Any:
@@ -133,15 +135,12 @@ class DPO(Referenced, Pairs):
                 f"{flag('loss_weights')} has {len(weights)} numbers, but {flag('loss_type')} {len(names)} losses: give "
                 "one for each."
             )
-        if "exo_pair" in names and not self.label_smoothing:
-            raise UserError(
-                f"{setting('loss_type', 'exo_pair')} needs a {flag('label_smoothing')} greater than 0, such as 1e-3."
-            )
-        if "robust" in names and self.label_smoothing >= 0.5:
-            raise UserError(
-                f"{setting('loss_type', 'robust')} needs a {flag('label_smoothing')} less than 0.5, not "
-                f"{self.label_smoothing:g}."
-            )
+        for name, (least, most) in SMOOTHED.items():
+            if name in names and not least <= self.label_smoothing <= most:
+                raise UserError(
+                    f"{setting('loss_type', name)} needs a {flag('label_smoothing')} of at least {least:g} and at most "
+                    f"{most:g}, not {self.label_smoothing:g}."
+                )
         return dict(zip(names, weights, strict=True))
 
     @staticmethod
@@ -157,8 +156,9 @@ class DPO(Referenced, Pairs):
         return found
 
     def idle(self) -> dict[str, str]:
-        smoothed = {"robust", "exo_pair"} & set(self.losses)
-        return {} if smoothed else {"label_smoothing": unused_by(self.loss_type or LOSSES[0])}
+        return (
+            {} if SMOOTHED.keys() & self.losses.keys() else {"label_smoothing": unused_by(self.loss_type or LOSSES[0])}
+        )
 
     @property
     def verbose_weight(self) -> float:
