@@ -25,7 +25,7 @@ from wgpu_lora.chain.watch import ChainWatch
 from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events, Passing
-from wgpu_lora.formats.peft import WEIGHTS
+from wgpu_lora.formats.peft import CONFIG, WEIGHTS
 from wgpu_lora.gpu.device import Device
 
 CHAIN = """
@@ -160,6 +160,30 @@ def test_mistakes(tmp_path: Path, capsys: Any, before: str, after: str, words: s
     said = capsys.readouterr()
     assert (said.err.count("\n"), words in said.err, said.out) == (1, True, ""), said.err
     assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_chain_says_how_to_continue(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """In a stage other than training."""
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("wgpu_lora.chain.run.run", interrupted)
+    path = made(tmp_path)
+    assert main(["run", str(path)]) == 130
+    assert f"run {path}" in capsys.readouterr().out
+
+
+def test_the_best_adapter_is_a_result(tmp_path: Path) -> None:
+    """A later stage may read it."""
+    path = made(tmp_path)
+    stage, output = read_chain(str(path)).links[0].stage, tmp_path / "sft"
+    assert [found.relative_to(output).as_posix() for found in stage.outputs(output)] == [WEIGHTS, CONFIG]
+    (output / "best").mkdir(parents=True)
+    assert output / "best" / WEIGHTS in list(stage.outputs(output))
+    facts = stage.facts()
+    path.write_text(path.read_text().replace("max_steps = 4", "max_steps = 4\neval_steps = 3", 1))
+    assert read_chain(str(path)).links[0].stage.facts() != facts
 
 
 def test_a_chain_is_no_recipe(tmp_path: Path, capsys: Any) -> None:

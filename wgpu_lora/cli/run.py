@@ -55,10 +55,12 @@ def run_chain(
         return 0
     try:
         run(found, _Shown(found), start)
-    except EndedEarlyError as error:
+    except (EndedEarlyError, KeyboardInterrupt) as error:
         again = [program(), "run", chain, *(("--output", output) if output else ())]
         line("continue", shlex.join(again), whole=True)
-        return error.code
+        if isinstance(error, EndedEarlyError):
+            return error.code
+        raise
     line("finished", f"{len(found.links)} stages; the results are in {found.output}")
     return 0
 

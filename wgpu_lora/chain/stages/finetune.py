@@ -14,6 +14,7 @@ from wgpu_lora.data.files import FileSource
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft import CONFIG, WEIGHTS
 from wgpu_lora.train.arguments import FREE_ON_RESUME, TrainingArguments
+from wgpu_lora.train.checkpoint import BEST
 from wgpu_lora.train.recipes import gather
 
 # Options that do not change the result; of those that are free on resuming, the others name what does.
@@ -25,6 +26,7 @@ WITHOUT_EFFECT = FREE_ON_RESUME - {
     "model",
     "eval_data",
     "eval_split",
+    "eval_steps",  # which adapters may be the best
 }
 
 
@@ -87,4 +89,6 @@ class Finetune(Stage):
             raise EndedEarlyError(code)
 
     def outputs(self, output: Path) -> Iterator[Path]:
-        yield from (output / WEIGHTS, output / CONFIG)  # cards may be edited, and runs extended
+        # Not all files: cards may be edited, and runs extended.
+        places = [output, *(place for place in (output / BEST,) if place.exists())]
+        yield from (place / file for place in places for file in (WEIGHTS, CONFIG))
