@@ -13,7 +13,7 @@ import numpy as np
 
 from wgpu_lora.gpu.tunable import Arrays, Constants
 
-ROWS, COLUMN_BLOCKS, PAGE_BLOCKS = 32, 4, 1024  # kept of a product, or of a page of parameters
+ROWS, COLUMN_BLOCKS, PAGE_BLOCKS = 32, 4, 64  # kept of a product, or of a page of parameters
 PRODUCTS = 1 << 31  # calls with more multiply-adds are cut: about a second of NumPy
 VALUES = 1 << 24  # calls with larger arrays are cut
 Part = tuple[Arrays, Constants]
@@ -48,9 +48,9 @@ def some_blocks(names: str, block: int) -> TakePart:
     """The part of a kernel over a page of parameters: some of its blocks. names: the arrays with values per block."""
 
     def take(arrays: Arrays, c: Constants) -> Part | None:
-        if not costly(0, arrays):
-            return None
         count = c.get("blocks") or c["size"] // block
+        if count <= PAGE_BLOCKS:  # smaller than elsewhere, since such kernels have eight arrays of a page's size
+            return None
         picked = picks(count, PAGE_BLOCKS)
         smaller: dict[str, Any] = {"blocks": picked.size, "size": picked.size * block}
         return some_rows(arrays, names, count, picked), {**c, **{n: v for n, v in smaller.items() if n in c}}
