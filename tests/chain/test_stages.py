@@ -221,3 +221,16 @@ def test_processes_killed_at_random(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
         path.name for path in (tmp_path / "whole").iterdir()
     )
+
+
+def test_a_chain_does_not_read_what_it_writes(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "data").mkdir()
+    rows = write_jsonl(tmp_path / "data" / "rows.jsonl", {"prompt": "a", "completion": "b"})
+    path = tmp_path / "chain.toml"
+    command = ["run", str(path), "--output", str(tmp_path / "data" / "out")]
+    for inputs in ("", "out/*.json", ""):
+        path.write_text(f'[[stage]]\nkind = "prepare"\ninputs = ["{tmp_path}/data/{inputs}"]\n')
+        assert main(command) == 2
+        assert "includes what the chain writes: choose an --output elsewhere" in capsys.readouterr().err
+    path.write_text(f'[[stage]]\nkind = "prepare"\ninputs = ["{rows}"]\n')
+    assert main(command) == 0

@@ -54,6 +54,17 @@ class Prepare(Stage):
             text = f"preparing {progress.name}: {counted(progress.rows, 'row')}"
             watch.reading(text, progress.bytes / 1e6, progress.total / 1e6 or None)
 
+        self._check_place(output.parent.resolve())
         report = prepare_files(self.inputs, output, self.preparation(), tell)
         for name, facts in report["files"].items():
             watch.said("rows", f"{facts['rows']:,} in {name}")
+
+    def _check_place(self, chain: Path) -> None:
+        """Raise UserError if the inputs include the chain's own files, which change with every run."""
+        found = find_inputs(self.inputs, Path("unwritten"), self.exclude)
+        around = [name for name in self.inputs if Path(name).is_dir() and chain.is_relative_to(Path(name).resolve())]
+        own = [str(path) for path in found.paths if path is not None and path.resolve().parent == chain]
+        if around or own:
+            raise UserError(
+                f"{(around or own)[0]} includes what the chain writes: choose an --output elsewhere, or name the files."
+            )
