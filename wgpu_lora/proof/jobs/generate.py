@@ -73,7 +73,7 @@ def answers(
     for request, row, one in zip(requests, rows, made, strict=True):
         text = tokenizer.decode(one.token_ids)
         verdict = run_check(text, row["check"], allow_unconfined=allow_unconfined)
-        found.append({"request": shown(request), "text": text, **asdict(verdict)})
+        found.append({"request": shown(request), "text": text, "passed": verdict.passed, **asdict(verdict)})
     return found
 
 
