@@ -7,6 +7,7 @@ loss of each batch; torch's AdamW takes the steps.
 from __future__ import annotations
 
 import copy
+import json
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,21 +29,9 @@ ARCHITECTURE, TARGETS = "qwen2", ("q_proj", "down_proj")
 RANK, ALPHA, BETA, STEPS, BATCH, PAIRS = 4, 8, 0.3, 20, 4, 8
 LEARNING_RATE, MAX_GRAD_NORM, IGNORE = 2e-3, 1.0, -100
 EPSILON = 1e-5  # so that the sign of a gradient that is almost 0, which is rounding, does not decide a step
-SMOOTHED = {"label_smoothing": 0.1}
+FIXTURES = Path(__file__).resolve().parents[2] / "tests" / "fixtures"
 # Options by the name of the case, with the names of the package's options.
-CASES: dict[str, dict[str, Any]] = {
-    **{f"dpo-{name}": {"objective": "dpo", "loss_type": name} for name in ("sigmoid", "hinge", "ipo", "nca_pair")},
-    **{f"dpo-{name}": {"objective": "dpo", "loss_type": name} for name in ("sppo_hard", "apo_zero", "apo_down")},
-    **{f"dpo-{name}": {"objective": "dpo", "loss_type": name, **SMOOTHED} for name in ("robust", "exo_pair")},
-    "dpo-mpo": {"objective": "dpo", "loss_type": "sigmoid,apo_zero,sft", "loss_weights": "0.8,0.2,1.0"},
-    "dpo-ld": {"objective": "dpo", "loss_type": "sigmoid", "ld_alpha": 0.5},
-    "dpo-frozen": {"objective": "dpo", "loss_type": "sigmoid", "reference_adapter": "frozen"},
-    "kto": {"objective": "kto", "loss_type": "kto", "desirable_weight": 1.5, "undesirable_weight": 0.5},
-    "kto-apo": {"objective": "kto", "loss_type": "apo_zero_unpaired"},
-    "orpo": {"objective": "orpo"},
-    **{f"cpo-{name}": {"objective": "cpo", "loss_type": name} for name in ("hinge", "ipo")},
-    **{f"cpo-{name}": {"objective": "cpo", "loss_type": name, **SMOOTHED} for name in ("sigmoid", "simpo")},
-}
+CASES: dict[str, dict[str, Any]] = json.loads((FIXTURES / "golden" / "preferences.json").read_text())
 METRICS = (
     "rewards/chosen",
     "rewards/rejected",

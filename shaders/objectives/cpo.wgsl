@@ -22,16 +22,7 @@ const SIMPO: bool = false;
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) local: u32) {
     let g = linear_index(group, local);
-    if (g >= STRIDE) { return; }
-    let used = g < SIZE && group_weights[min(g, SIZE - 1u)] != 0.0;
-    if (!used) {
-        if (g < SIZE) {
-            slopes[g] = vec4(0.0);
-            losses[g] = 0.0;
-        }
-        for (var i = 0u; i < 7u; i++) { metrics[i * STRIDE + g] = 0.0; }
-        return;
-    }
+    if (g >= STRIDE || !in_use(g, 7u)) { return; }
     let m = members[g];
     let rate = select(vec2(1.0), 1.0 / vec2<f32>(max(m.yw - m.xz, vec2(1u))), MEAN);
     let logps = rate * sums[g].xz;
@@ -51,11 +42,6 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     let slope = BETA * by_h * rate;
     slopes[g] = group_weights[g] * vec4(slope.x, -ALPHA * shared_values[g], -slope.y, 0.0);
     losses[g] = loss + ALPHA * nll;
-    metrics[g] = BETA * logps.x;
-    metrics[STRIDE + g] = BETA * logps.y;
-    metrics[2u * STRIDE + g] = select(0.0, 1.0, logps.x > logps.y);
-    metrics[3u * STRIDE + g] = BETA * (logps.x - logps.y);
-    metrics[4u * STRIDE + g] = logps.x;
-    metrics[5u * STRIDE + g] = logps.y;
+    log_pair(g, BETA * logps, logps);
     metrics[6u * STRIDE + g] = nll;
 }

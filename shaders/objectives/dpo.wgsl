@@ -27,16 +27,7 @@ const SFT: f32 = 0.0;
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) local: u32) {
     let g = linear_index(group, local);
-    if (g >= STRIDE) { return; }
-    let used = g < SIZE && group_weights[min(g, SIZE - 1u)] != 0.0;
-    if (!used) {
-        if (g < SIZE) {
-            slopes[g] = vec4(0.0);
-            losses[g] = 0.0;
-        }
-        for (var i = 0u; i < 6u; i++) { metrics[i * STRIDE + g] = 0.0; }
-        return;
-    }
+    if (g >= STRIDE || !in_use(g, 6u)) { return; }
     let logps = sums[g].xz;
     let c = logps.x - reference[g].x;
     let r = logps.y - reference[g].y;
@@ -99,10 +90,5 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     }
     slopes[g] = group_weights[g] * vec4(slope.x, nll, slope.y, 0.0);
     losses[g] = loss;
-    metrics[g] = a;
-    metrics[STRIDE + g] = b;
-    metrics[2u * STRIDE + g] = select(0.0, 1.0, a > b);
-    metrics[3u * STRIDE + g] = a - b;
-    metrics[4u * STRIDE + g] = logps.x;
-    metrics[5u * STRIDE + g] = logps.y;
+    log_pair(g, vec2(a, b), logps);
 }

@@ -17,16 +17,7 @@ const LEAST: f32 = 1e-7;
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) local: u32) {
     let g = linear_index(group, local);
-    if (g >= STRIDE) { return; }
-    let used = g < SIZE && group_weights[min(g, SIZE - 1u)] != 0.0;
-    if (!used) {
-        if (g < SIZE) {
-            slopes[g] = vec4(0.0);
-            losses[g] = 0.0;
-        }
-        for (var i = 0u; i < 9u; i++) { metrics[i * STRIDE + g] = 0.0; }
-        return;
-    }
+    if (g >= STRIDE || !in_use(g, 9u)) { return; }
     let m = members[g];
     let rate = 1.0 / vec2<f32>(max(m.yw - m.xz, vec2(1u)));
     let logps = min(rate * sums[g].xz, vec2(0.0));
@@ -37,12 +28,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     let slope = -BETA * sigmoid(-z) / rest * vec2(1.0, -1.0) * rate;
     slopes[g] = group_weights[g] * vec4(slope.x, -shared_values[g], slope.y, 0.0);
     losses[g] = nll - BETA * ratio;
-    metrics[g] = BETA * logps.x;
-    metrics[STRIDE + g] = BETA * logps.y;
-    metrics[2u * STRIDE + g] = select(0.0, 1.0, logps.x > logps.y);
-    metrics[3u * STRIDE + g] = BETA * (logps.x - logps.y);
-    metrics[4u * STRIDE + g] = logps.x;
-    metrics[5u * STRIDE + g] = logps.y;
+    log_pair(g, BETA * logps, logps);
     metrics[6u * STRIDE + g] = nll;
     metrics[7u * STRIDE + g] = ratio;
     metrics[8u * STRIDE + g] = z;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,21 +23,7 @@ from wgpu_lora.train.pipeline import prepare_pipeline
 from wgpu_lora.train.tasks import AdapterTask
 
 TARGETS, STEPS, PAIRS = "q_proj,down_proj", 20, 8
-SMOOTHED = {"label_smoothing": 0.1}
-# As in scripts/golden/preferences.py.
-CASES: dict[str, dict[str, Any]] = {
-    **{f"dpo-{name}": {"objective": "dpo", "loss_type": name} for name in ("sigmoid", "hinge", "ipo", "nca_pair")},
-    **{f"dpo-{name}": {"objective": "dpo", "loss_type": name} for name in ("sppo_hard", "apo_zero", "apo_down")},
-    **{f"dpo-{name}": {"objective": "dpo", "loss_type": name, **SMOOTHED} for name in ("robust", "exo_pair")},
-    "dpo-mpo": {"objective": "dpo", "loss_type": "sigmoid,apo_zero,sft", "loss_weights": "0.8,0.2,1.0"},
-    "dpo-ld": {"objective": "dpo", "loss_type": "sigmoid", "ld_alpha": 0.5},
-    "dpo-frozen": {"objective": "dpo", "loss_type": "sigmoid", "reference_adapter": "frozen"},
-    "kto": {"objective": "kto", "loss_type": "kto", "desirable_weight": 1.5, "undesirable_weight": 0.5},
-    "kto-apo": {"objective": "kto", "loss_type": "apo_zero_unpaired"},
-    "orpo": {"objective": "orpo"},
-    **{f"cpo-{name}": {"objective": "cpo", "loss_type": name} for name in ("hinge", "ipo")},
-    **{f"cpo-{name}": {"objective": "cpo", "loss_type": name, **SMOOTHED} for name in ("sigmoid", "simpo")},
-}
+CASES: dict[str, dict[str, Any]] = json.loads((FIXTURES / "golden" / "preferences.json").read_text())
 
 
 @cache

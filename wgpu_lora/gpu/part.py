@@ -49,7 +49,7 @@ def some_blocks(names: str, block: int) -> TakePart:
 
     def take(arrays: Arrays, c: Constants) -> Part | None:
         count = c.get("blocks") or c["size"] // block
-        if count <= PAGE_BLOCKS:  # smaller than elsewhere, since such kernels have eight arrays of a page's size
+        if count <= PAGE_BLOCKS:  # however small the arrays are, since these kernels have up to five in float64 each
             return None
         picked = picks(count, PAGE_BLOCKS)
         smaller: dict[str, Any] = {"blocks": picked.size, "size": picked.size * block}

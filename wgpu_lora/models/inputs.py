@@ -25,8 +25,8 @@ class Segment:
     labels: unshifted, -100 where no log-probability is needed, as in transformers; None if it is needed nowhere.
     slot: whose adapter applies; None for the base alone.
     draws: u32 [len, 4], dropout keys; None without dropout.
-    prefix: how many leading tokens, draws included, are those of the segment before, whose rows it shares. No
-        log-probabilities may be needed there but those of other tokens.
+    prefix: how many leading tokens, with the same draws, are those of the segment before, whose rows it shares; they
+        predict no labelled token of this segment.
     """
 
     input_ids: np.ndarray

@@ -11,7 +11,7 @@ from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, In, Kernel, Out, kernel
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.train.objectives.base import Scoring
 from wgpu_lora.train.objectives.logistic import log_sigmoid, sigmoid
-from wgpu_lora.train.objectives.preference import BY_GROUP, PAIR_METRICS, Pairs, one_loss, unused_by
+from wgpu_lora.train.objectives.preference import BY_PAIR, PAIR_METRICS, Pairs, one_loss, unused_by
 
 LOSSES = ("sigmoid", "hinge", "ipo", "simpo")
 MEANS = ("ipo", "simpo")  # of mean log-probabilities instead of sums
@@ -37,7 +37,7 @@ def cpo_slopes(difference: Any, loss_type: str, beta: float, smoothing: float, g
     return beta * (smoothing * sigmoid(h) - (1 - smoothing) * sigmoid(-h))
 
 
-@kernel("objectives/cpo.wgsl", **BY_GROUP)
+@kernel("objectives/cpo.wgsl", **BY_PAIR)
 def cpo_scores(
     sums: In, members: Fixed, group_weights: Fixed, shared_values: Fixed, slopes: Out, losses: Out, metrics: Out, *,
     size: U32, stride: U32, beta: F32, label_smoothing: F32, gamma: F32, alpha: F32, mean: Flag = False,

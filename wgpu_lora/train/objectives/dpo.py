@@ -16,7 +16,7 @@ from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.train.objectives.base import Scoring
 from wgpu_lora.train.objectives.logistic import log_sigmoid, sigmoid
 from wgpu_lora.train.objectives.members import factors
-from wgpu_lora.train.objectives.preference import BY_GROUP, Pairs, unused_by
+from wgpu_lora.train.objectives.preference import BY_PAIR, Pairs, unused_by
 from wgpu_lora.train.objectives.referenced import Referenced
 
 LOSSES = (
@@ -75,7 +75,7 @@ def dpo_slopes(c: Any, r: Any, lengths: Any, weights: dict[str, float], beta: fl
     )
 
 
-@kernel("objectives/dpo.wgsl", **BY_GROUP)
+@kernel("objectives/dpo.wgsl", **BY_PAIR)
 def dpo_scores(
     sums: In, members: Fixed, reference: Fixed, group_weights: Fixed, shared_values: Fixed, slopes: Out, losses: Out,
     metrics: Out, *, size: U32, stride: U32, beta: F32, label_smoothing: F32, sigmoid: F32 = 0.0, hinge: F32 = 0.0,

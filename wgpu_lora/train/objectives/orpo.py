@@ -11,7 +11,7 @@ from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, Kernel, Out, kernel
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.train.objectives.base import Scoring
 from wgpu_lora.train.objectives.logistic import log_sigmoid, sigmoid
-from wgpu_lora.train.objectives.preference import BY_GROUP, PAIR_METRICS, Pairs
+from wgpu_lora.train.objectives.preference import BY_PAIR, PAIR_METRICS, Pairs
 
 LEAST = 1e-7  # of 1 - p, as in the shader
 
@@ -22,7 +22,7 @@ def log_odds(logps: Any) -> Any:
     return (logps[:, 0] - logps[:, 1]) - (np.log(rest[:, 0]) - np.log(rest[:, 1]))
 
 
-@kernel("objectives/orpo.wgsl", **BY_GROUP)
+@kernel("objectives/orpo.wgsl", **BY_PAIR)
 def orpo_scores(
     sums: In, members: Fixed, group_weights: Fixed, shared_values: Fixed, slopes: Out, losses: Out, metrics: Out, *,
     size: U32, stride: U32, beta: F32,

@@ -23,6 +23,7 @@ PAIR_METRICS = (
 # Of the kernels that compute a loss for each group: `stride` is the number of groups, rounded up so that the metrics,
 # f32 [metrics, stride], are tensors at aligned offsets.
 BY_GROUP: dict[str, Any] = {"grid": lambda c: one_per(c.stride), "lib": ("linear", "logistic")}
+BY_PAIR: dict[str, Any] = {**BY_GROUP, "lib": (*BY_GROUP["lib"], "pairs")}
 
 
 @dataclass(frozen=True)
