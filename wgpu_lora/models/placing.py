@@ -35,7 +35,15 @@ class Placing:
     def __init__(self, size: int):
         row = np.arange(size, dtype=np.int64)
         self.at, self.size = 0, size
-        self.rows = Rows(0 * row, row.copy(), row, row.copy(), row + 1, row.copy(), row + 1)
+        self.rows = Rows(
+            positions=0 * row,
+            sequences=row.copy(),
+            keys=row,
+            first=row.copy(),
+            stop=row + 1,
+            since=row.copy(),
+            last=row + 1,
+        )
 
     def add(self, sequences: Sequence[Sequenced]) -> Iterator[np.ndarray]:
         """Place sequences behind those already placed; gives the rows of each one's tokens, int64 [len].
