@@ -206,6 +206,7 @@ def report(name: str, tracked: Tracked) -> None:
 
 
 def test_tensorboard(tracked: Tracked, tmp_path: Path) -> None:
+    """Two runs within a second have a file each."""
     report("tensorboard", tracked)
     files = list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
     content = b"".join(file.read_bytes() for file in files)

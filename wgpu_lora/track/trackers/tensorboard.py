@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,8 +17,11 @@ class TensorBoard(Tracker):
         from tensorboardX import SummaryWriter
 
         self.place = str(Path(run.directory) / "tensorboard")
+        # Files are named by the second, and a run that is resumed within it would overwrite the first file.
+        suffix = f".{time.time_ns()}"
         # A resumed run repeats the steps after its checkpoint: TensorBoard then leaves out the first ones.
-        self._writer = SummaryWriter(self.place, purge_step=run.step + 1 if run.step else None)
+        purge = run.step + 1 if run.step else None
+        self._writer = SummaryWriter(self.place, purge_step=purge, filename_suffix=suffix)
         if not run.step:
             self._writer.add_text("config", f"```json\n{json.dumps(run.config, indent=1)}\n```")
 
