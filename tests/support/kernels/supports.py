@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from support.kernels import NONE, Arrays, add, normal, poison, u32
-from wgpu_lora.ops import support
+from wgpu_lora.ops import support, topk
 
 ROWS, KEPT, COLS, FIRST, COUNT = 67, 5, 37, 74, 61
 
@@ -31,3 +31,31 @@ def hiding(rng: np.random.Generator) -> Arrays:
 
 add(support.pick_logits, picking, rows=ROWS, kept=KEPT, cols=COLS, first=FIRST)
 add(support.hide_logits, hiding, rows=ROWS, kept=KEPT, cols=COLS, first=FIRST)
+
+
+def largest(k: int, first: int, cols: int = COLS, tied: bool = False) -> None:
+    """Of the chunk's first row, none is kept; of its second, as many as there is room for."""
+
+    def make(rng: np.random.Generator) -> Arrays:
+        old = min(k, first)
+        values, ids = poison(ROWS, k), np.full((ROWS, k), NONE, np.uint32)
+        values[:COUNT, :old] = normal(rng, COUNT, old)
+        chunk = normal(rng, ROWS, cols)
+        if tied:  # with both zeros, which are equal
+            values, chunk = np.trunc(values), np.trunc(chunk)
+        chunk[0] -= 100
+        chunk[1] += 100
+        chunk[COUNT:] = np.nan
+        for row in ids[:COUNT]:
+            row[:old] = np.sort(rng.permutation(max(1, first))[:old])
+        best = {"best": poison(ROWS, k, value=7.0), "best_ids": np.full((ROWS, k), NONE - 1, np.uint32)}
+        return {"logits": chunk, "count": u32(COUNT), "values": values, "ids": ids, **best}
+
+    add(topk.top_k, make, note="tied" if tied else "", rows=ROWS, k=k, cols=cols, first=first)
+
+
+largest(9, 74)
+largest(9, 74, tied=True)
+largest(40, 0)  # more than the chunk has
+largest(100, 90)  # some of the chunk fill what is left
+largest(9, 0, tied=True)
