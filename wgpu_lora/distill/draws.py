@@ -53,5 +53,5 @@ def _round_keys(seed: int, row: int, positions: np.ndarray) -> np.ndarray:
         x = x * np.uint64(0x9E3779B97F4A7C15)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             x = (x ^ x >> np.uint64(shift)) * np.uint64(factor)
-    x ^= x >> np.uint64(31)
-    return (x >> np.uint64(32)).astype(np.uint32)
+    mixed: np.ndarray = x ^ x >> np.uint64(31)
+    return (mixed >> np.uint64(32)).astype(np.uint32)
