@@ -25,10 +25,10 @@ class Support:
     kept: int
     correction: np.ndarray
 
-    def first(self, positions: int) -> Support:
-        """The first positions, as of a row that was cut."""
+    def part(self, start: int, stop: int) -> Support:
+        """The positions [start, stop)."""
         ids, logits, lse, correction = (
-            array[:positions] for array in (self.ids, self.logits, self.lse, self.correction)
+            array[start:stop] for array in (self.ids, self.logits, self.lse, self.correction)
         )
         return Support(ids, logits, lse, self.kept, correction)
 

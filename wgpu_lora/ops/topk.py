@@ -37,9 +37,9 @@ def top_k(
 ) -> Any:
     """The K largest of a chunk's logits [rows, cols] and the min(K, first) largest before it, ordered by id.
 
-    (values, ids)[r, :min(K, first)] are those of the logits [0, first), by id, and best, best_ids[r, :min(K, first +
-    cols)] become those of [0, first + cols). Of equal ones, those of lower ids. The rest of a row and rows >= count[0] are
-    unchanged.
+    values and ids[r, :min(K, first)] are those of the logits [0, first), by id, and best and best_ids[r, :min(K, first
+    + cols)] become those of [0, first + cols). Of equal ones, those of lower ids. The rest of a row and rows >= count[0]
+    are unchanged.
     """
     result, result_ids = best.reshape(rows, k).copy(), best_ids.reshape(rows, k).copy()
     old, size = min(k, first), min(k, first + cols)
