@@ -21,7 +21,7 @@ from wgpu_lora.strict_json import to_json, typed
 
 CACHE, TABLE = "cache.json", "rows.safetensors"
 SCHEMA = 1
-LOGITS = {"f16": np.float16, "f32": np.float32}
+LOGITS: dict[str, type[np.floating[Any]]] = {"f16": np.float16, "f32": np.float32}
 
 
 @dataclass(frozen=True)
