@@ -66,7 +66,7 @@ class Teachers:
     ):
         self.models: list[LoadedModel] = []  # other than the student
         self._taught, self._device = taught, student.device
-        self._groups: list[_Group] = []
+        self.groups: list[_Group] = []
         models, all_tables = {_key(student): student}, {_key(student): tables}
         for live in taught.values():
             if live.key not in models:
@@ -78,15 +78,15 @@ class Teachers:
         self._tables = [made for key, made in all_tables.items() if key != _key(student)]
         for key, kept in dict.fromkeys((live.key, live.kept) for live in taught.values()):
             mine = {slot: live for slot, live in taught.items() if (live.key, live.kept) == (key, kept)}
-            self._groups.append(_Group(models[key], mine, buckets, all_tables[key], kept, compute_dtype))
+            self.groups.append(_Group(models[key], mine, buckets, all_tables[key], kept, compute_dtype))
 
     def programs(self) -> list[Program]:
-        return [program for group in self._groups for program in group.teacher.programs()]
+        return [program for group in self.groups for program in group.teacher.programs()]
 
     def storages(self) -> set[Storage]:
         found: set[Storage] = set()
         weights = (model.decoder.storages() for model in self.models)
-        return found.union(*weights, *(t.storages() for t in self._tables), *(g.storages() for g in self._groups))
+        return found.union(*weights, *(t.storages() for t in self._tables), *(g.storages() for g in self.groups))
 
     def base_bytes(self, loaded: bool | None = None) -> int:
         """Bytes of the weights that are not the student's; of those that are on the device, if `loaded`."""
@@ -106,7 +106,7 @@ class Teachers:
         """Upload adapters and tables, once everything is allocated."""
         for tables in self._tables:
             tables.upload(self._device)
-        for group in self._groups:
+        for group in self.groups:
             group.place(arena, choices)
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class Teachers:
     def say(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with what their teachers say, if they have one and it is not known."""
         known = list(groups)
-        for one in self._groups:
+        for one in self.groups:
             asked = [i for i, group in enumerate(groups) if group.slot in one.slots and group.teacher is None]
             if not asked:
                 continue
