@@ -17,7 +17,7 @@ from wgpu_lora.models.block import Adapters
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.inputs import StepInputs
 from wgpu_lora.ops.lora import Factors, LoraSlots, LoraStack
-from wgpu_lora.ops.optimizer import BLOCK, NO_SLOT
+from wgpu_lora.ops.optimizer import BLOCK, NO_OWNER
 
 PAGE_BLOCKS = 64  # pages are multiples of this, so that offsets into per-block tables are aligned
 
@@ -78,15 +78,15 @@ class AdapterSet:
     """The adapters of all slots. `declare` allocates nothing; gradients are allocated by the programs that use them.
 
     A page is a flat f32 tensor no larger than a binding. Each slot's matrix is padded to whole blocks of 1024 values,
-    so that a table block -> slot tells the optimizer which slot a value belongs to. Modules that read the same x form a
-    stack: their A, and their B, follow each other in each slot.
+    so that a table block -> owner tells the optimizer which slot a value belongs to, and whether to an A. Modules that
+    read the same x form a stack: their A, and their B, follow each other in each slot.
     """
 
     specs: Sequence[SlotSpec]
     rank: int
     params: tuple[Tensor, ...]
     grads: tuple[Tensor, ...]
-    block_slots: tuple[np.ndarray, ...]  # per page, the slot of each block; NO_SLOT for padding
+    block_owners: tuple[np.ndarray, ...]  # per page, of each block: 2 * slot, + 1 unless of an A; NO_OWNER for padding
     factors: Mapping[tuple[str, str], Factor]  # (module, "A" or "B")
     scales: Mapping[tuple[str, ...], Tensor]  # by the modules of a stack: f32 [slots, modules * rank]
     numbers: Mapping[str, int]  # of modules, as dropout keys; they do not depend on other slots
@@ -130,7 +130,7 @@ class AdapterSet:
                     offset = (len(used[-1]) + first) * BLOCK
                     factors[module, which] = Factor(len(used) - 1, offset, each * BLOCK, shape)
                     first += blocks[module]
-                used[-1] += [slot for slot in range(slots) for _ in range(each)]
+                used[-1] += [2 * slot + (which != "A") for slot in range(slots) for _ in range(each)]
         tables = tuple(_padded(blocks) for blocks in used)
 
         def pages(kind: str, group: str) -> tuple[Tensor, ...]:
@@ -241,7 +241,7 @@ def _stacks(
             done.update(stack)
 
 
-def _padded(block_slots: list[int]) -> np.ndarray:
-    table = np.full(max(1, -(-len(block_slots) // PAGE_BLOCKS)) * PAGE_BLOCKS, NO_SLOT, np.uint32)
-    table[: len(block_slots)] = block_slots
+def _padded(owners: list[int]) -> np.ndarray:
+    table = np.full(max(1, -(-len(owners) // PAGE_BLOCKS)) * PAGE_BLOCKS, NO_OWNER, np.uint32)
+    table[: len(owners)] = owners
     return table

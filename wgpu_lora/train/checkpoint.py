@@ -71,7 +71,7 @@ def write_checkpoint(
     try:
         device, adapters, optimizer = session.device, session.adapters, session.optimizer
         files = adapter_files(adapter_tensors(adapters.read(device, slot), config), config)
-        files[OPTIMIZER] = save(optimizer.read_state(device, slot))
+        files[OPTIMIZER] = save(optimizer.state.read(device, slot))
         files[METADATA] = (to_json(facts["metadata"], indent=1) + "\n").encode()
         files[STATE] = to_json(
             {"schema": SCHEMA, "state": asdict(state), "identity": facts["identity"]}, indent=1
@@ -205,8 +205,8 @@ def restore(directory: Path, session: Session, slot: int) -> None:
     if set(matrices) != expected or any(e.dtype != "F32" for e in read_header(directory / WEIGHTS).values()):
         raise refuse(directory, f"{WEIGHTS} does not have the modules or the dtype of this run")
     stored = {modern(name, expected): values for name, values in stored.items()}
-    wrong = session.optimizer.fault(slot, matrices, stored)
+    wrong = session.optimizer.state.fault(slot, matrices, stored)
     if wrong:
         raise refuse(directory, f"{OPTIMIZER} does not match this run: {wrong}")
     adapters.write(session.device, slot, matrices)
-    session.optimizer.write_state(session.device, slot, stored)
+    session.optimizer.state.write(session.device, slot, stored)

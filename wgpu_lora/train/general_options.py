@@ -97,6 +97,12 @@ class GeneralOptions:
         0.999, OPTIMISATION, "Decay of AdamW's second moment.", within=Range(at_least=0, below=1)
     )
     adam_epsilon: float = option(1e-8, OPTIMISATION, "Added to the root of AdamW's second moment.", within=POSITIVE)
+    loraplus_lr_ratio: float = option(
+        1.0,
+        OPTIMISATION,
+        "LoRA+: the learning rate of the adapter's B matrices is this many times --learning-rate.",
+        within=POSITIVE,
+    )
     max_grad_norm: float = option(
         1.0, OPTIMISATION, "Clip the gradient's global norm to this value; 0 turns clipping off.", within=NOT_NEGATIVE
     )

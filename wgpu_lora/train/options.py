@@ -42,6 +42,7 @@ class TrainingOptions(TypedDict, total=False):
     adam_beta1: float
     adam_beta2: float
     adam_epsilon: float
+    loraplus_lr_ratio: float
     max_grad_norm: float
     per_device_train_batch_size: int | None
     gradient_accumulation_steps: int | None

@@ -28,6 +28,7 @@ from wgpu_lora.train.batch import Batch, Totals
 from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.objectives.base import Group, Objective
 from wgpu_lora.train.optimizer import Optimizer
+from wgpu_lora.train.optimizers.base import UpdateRule
 from wgpu_lora.train.reference import Scorer
 
 ADVISED = ("per_device_train_batch_size", "max_length")  # if a plan exceeds the device's limits
@@ -56,7 +57,7 @@ class Session:
     Args:
         buckets: batch sizes in tokens to record, ascending.
         objectives: one per slot; None is the default objective.
-        optim: one of OPTIMIZERS.
+        optim: the optimizer; AdamW if not given.
         eval_tokens: tokens of a held-out batch, 0 for none.
         references: frozen adapters that objectives compare theirs with, by slot of `adapters`; a slot without one is
             compared with the base model alone.
@@ -78,7 +79,7 @@ class Session:
         eval_tokens: int = 0,
         compute_dtype: str = "f32",
         objectives: Sequence[Objective] | None = None,
-        optim: str = TrainingArguments.optim,
+        optim: UpdateRule | None = None,
         references: Mapping[int, SlotSpec] | None = None,
         mismatched: int = 0,
     ):

@@ -141,7 +141,7 @@ class AdapterRun(Run):
             )
             initial = read_adapter(str(began))[1] if began else SeededMatrices(self.args, session.model.config)
         session.adapters.write(session.device, self.slot, initial)
-        session.optimizer.write_state(session.device, self.slot, {})
+        session.optimizer.state.write(session.device, self.slot, {})
 
     @cached_property
     def heldout_stream(self) -> DataStream:
