@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.formats.peft import Matrices
+from wgpu_lora.formats.peft import PARTS, Matrices
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.struct import struct_array, struct_words
@@ -144,7 +144,7 @@ class Optimizer:
         for state, pages in self.state.items():
             if state.by_parameter:
                 for module, pair in self.adapters.read(device, slot, pages).items():
-                    found |= {f"{module}.{which}.{state.name}": m for which, m in zip("AB", pair, strict=True)}
+                    found |= {f"{module}.{which}.{state.name}": m for which, m in zip(PARTS, pair, strict=False)}
                 continue
             host = [device.read(page.storage.buffer).view(NUMPY[state.dtype]) for page in pages]
             for name, factor, first, blocks in self._spans(state, slot):
@@ -160,9 +160,11 @@ class Optimizer:
             for name, _, _, blocks in self._spans(state, slot):
                 shapes[name] = state, (blocks, state.values)
             if state.by_parameter:
-                for module, pair in matrices.items():
-                    shapes[f"{module}.A.{state.name}"] = state, (rank, pair[0].shape[1])
-                    shapes[f"{module}.B.{state.name}"] = state, (pair[1].shape[0], rank)
+                for module, (a, b, *magnitude) in matrices.items():
+                    shapes[f"{module}.A.{state.name}"] = state, (rank, a.shape[1])
+                    shapes[f"{module}.B.{state.name}"] = state, (b.shape[0], rank)
+                    if magnitude:
+                        shapes[f"{module}.M.{state.name}"] = state, magnitude[0].shape
         if set(stored) != set(shapes):
             return "it holds the state of another optimizer"
         for name, (state, shape) in shapes.items():
@@ -182,9 +184,7 @@ class Optimizer:
             for name, factor, first, blocks in self._spans(state, slot):
                 values = stored.get(name)
                 if state.by_parameter and values is not None:
-                    padded = np.zeros(factor.shape, np.float32)
-                    padded[: values.shape[0], : values.shape[1]] = values
-                    values = padded
+                    values = factor.padded(values)
                 if values is None:
                     values = np.zeros(blocks * state.values, NUMPY[state.dtype])
                 device.write(pages[factor.page].storage.buffer, values, first * state.block_bytes)
@@ -192,7 +192,7 @@ class Optimizer:
     def _spans(self, state: State, slot: int) -> Iterator[tuple[str, Factor, int, int]]:
         """(name, factor, first block, blocks) of each of a slot's matrices."""
         for module in self.adapters.modules(slot):
-            for which in "AB":
+            for which in self.adapters.parts(slot):
                 factor = self.adapters.factors[module, which]
                 first = (factor.offset + slot * factor.stride) // BLOCK
                 yield f"{module}.{which}.{state.name}", factor, first, factor.blocks
