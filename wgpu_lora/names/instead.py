@@ -150,8 +150,8 @@ SENTENCES: tuple[tuple[str, str], ...] = (
         "rank_pattern alpha_pattern loraplus_lr_embedding",
     ),
     (
-        "is not supported: adapters are LoRA or, with {use_rslora}, rank-stabilised LoRA",
-        "use_dora dora use_pissa pissa_init use_badam use_galore loftq_config loftq use_loftq adalora eva_config "
+        "is not supported: adapters are LoRA, with {use_rslora} rank-stabilised LoRA, or with {use_dora} DoRA",
+        "use_pissa pissa_init use_badam use_galore loftq_config loftq use_loftq adalora eva_config "
         "lora_fa corda_config layer_replication use_loreft relora_steps oft",
     ),
     (

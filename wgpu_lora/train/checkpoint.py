@@ -16,17 +16,10 @@ from safetensors.numpy import load_file, save
 from wgpu_lora.atomic import replace_directory, sweep
 from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.adapter_config import AdapterConfig
 from wgpu_lora.formats.checkpoint import read_header
 from wgpu_lora.formats.file_names import TEMPLATE, TOKENIZER
-from wgpu_lora.formats.peft import (
-    CONFIG,
-    WEIGHTS,
-    AdapterConfig,
-    Matrices,
-    adapter_files,
-    read_adapter,
-    tensor_name,
-)
+from wgpu_lora.formats.peft import CONFIG, WEIGHTS, Matrices, adapter_files, read_adapter, tensor_name
 from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.names.naming import flag
 from wgpu_lora.strict_json import to_json
@@ -51,10 +44,12 @@ WRITTEN = re.compile(
 def adapter_tensors(matrices: Matrices, config: AdapterConfig) -> dict[str, np.ndarray]:
     """Tensors with PEFT's names and shapes, each module at its own rank."""
     tensors = {}
-    for module, (a, b) in matrices.items():
+    for module, (a, b, *magnitude) in matrices.items():
         rank = config.rank(module)
         tensors[tensor_name(module, "A")] = np.ascontiguousarray(a[:rank])
         tensors[tensor_name(module, "B")] = np.ascontiguousarray(b[:, :rank])
+        if magnitude:
+            tensors[tensor_name(module, "M")] = magnitude[0]
     return tensors
 
 

@@ -64,6 +64,7 @@ class GeneralOptions:
         0.0, ADAPTER, "Dropout probability of the adapter's input.", within=Range(at_least=0, below=1)
     )
     use_rslora: bool = option(False, ADAPTER, "Scale by alpha / sqrt(r) instead (rsLoRA).")
+    use_dora: bool = option(False, ADAPTER, "Also train a magnitude of each row of the weights (DoRA).")
     target_modules: str = option(
         "all-linear",
         ADAPTER,

@@ -29,6 +29,7 @@ class TrainingOptions(TypedDict, total=False):
     lora_alpha: float
     lora_dropout: float
     use_rslora: bool
+    use_dora: bool
     target_modules: str | list[str]
     learning_rate: float
     lr_scheduler_type: str

@@ -128,7 +128,7 @@ class AdapterRun(Run):
             precompute(session, stream, self.slot, events, self.name)
 
     def place_initial(self, session: Session) -> None:
-        session.adapters.write(session.device, self.slot, self.initial)
+        session.place_initial(self.slot, self.initial)
 
     def _place_first(self, session: Session) -> None:
         """Load the adapter that the run started from, even if resumed; the optimizer's state becomes zero."""
@@ -140,7 +140,7 @@ class AdapterRun(Run):
                 facts.get("directory"), options.get("init_adapter") if isinstance(options, dict) else None
             )
             initial = read_adapter(str(began))[1] if began else SeededMatrices(self.args, session.model.config)
-        session.adapters.write(session.device, self.slot, initial)
+        session.place_initial(self.slot, initial)
         session.optimizer.state.write(session.device, self.slot, {})
 
     @cached_property
