@@ -17,9 +17,8 @@ from wgpu_lora.models.block import Adapters
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.inputs import StepInputs
 from wgpu_lora.ops.lora import Factors, LoraSlots, LoraStack
-from wgpu_lora.ops.optimizer import BLOCK, NO_SLOT
-
-PAGE_BLOCKS = 64  # pages are multiples of this, so that offsets into per-block tables are aligned
+from wgpu_lora.models.parameters import PAGE_BLOCKS, Place, blocks_of, padded_table, read_arrays, write_array
+from wgpu_lora.ops.optimizer import BLOCK
 
 
 def check_fits(config: ModelConfig, matrices: Matrices, adapter: Path | str, model: str = "the model") -> None:
@@ -70,7 +69,7 @@ class Factor:
     @property
     def blocks(self) -> int:
         """Blocks of a slot's matrix."""
-        return -(-self.shape[0] * self.shape[1] // BLOCK)
+        return blocks_of(self.shape)
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ class AdapterSet:
                     factors[module, which] = Factor(len(used) - 1, offset, each * BLOCK, shape)
                     first += blocks[module]
                 used[-1] += [slot for slot in range(slots) for _ in range(each)]
-        tables = tuple(_padded(blocks) for blocks in used)
+        tables = tuple(padded_table(blocks) for blocks in used)
 
         def pages(kind: str, group: str) -> tuple[Tensor, ...]:
             return tuple(persistent((t.size * BLOCK,), "f32", group, f"{kind} {i}") for i, t in enumerate(tables))
@@ -143,6 +142,10 @@ class AdapterSet:
         }
         params, grads = pages("params", group), pages("grads", "optimizer")
         return cls(specs, rank, params, grads, tables, factors, scales, numbers)
+
+    @property
+    def slots(self) -> int:
+        return len(self.specs)
 
     def storages(self) -> set[Storage]:
         """The storages of parameters and scales. Gradients are allocated with the program that writes them."""
@@ -180,7 +183,8 @@ class AdapterSet:
 
     # -- host side -------------------------------------------------------------------------------------------------
 
-    def upload_scales(self, device: Device) -> None:
+    def upload_constants(self, device: Device) -> None:
+        """The scales."""
         for modules, tensor in self.scales.items():
             values = [[spec.scaling.get(module, 0.0) for module in modules] for spec in self.specs]
             device.write(tensor.storage.buffer, np.repeat(np.array(values, np.float32), self.rank, axis=1))
@@ -192,27 +196,23 @@ class AdapterSet:
         """Writes a slot's matrices to `pages` (by default, the parameters), padding their rank with zeros."""
         for module, pair in matrices.items():
             for which, matrix in zip("AB", pair, strict=True):
-                factor = self.factors[module, which]
-                padded = np.zeros(factor.shape, np.float32)
-                padded[: matrix.shape[0], : matrix.shape[1]] = matrix
-                buffer = (pages or self.params)[factor.page].storage.buffer
-                device.write(buffer, padded, 4 * (factor.offset + slot * factor.stride))
+                write_array(device, pages or self.params, self._place(module, which, slot), matrix)
 
     def read(
         self, device: Device, slot: int, pages: Sequence[Tensor] | None = None
     ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Reads a slot's (A [rank, in], B [out, rank]) by module from `pages`, with the slot's own rank."""
-        host = [device.read(page.storage.buffer).view(np.float32) for page in pages or self.params]
-        rank = self.specs[slot].rank
+        found = read_arrays(device, pages or self.params, self.places(slot))
+        return {module: (found[f"{module}.A"], found[f"{module}.B"]) for module in self.modules(slot)}
 
-        def matrix(module: str, which: str) -> np.ndarray:
-            factor = self.factors[module, which]
-            start = factor.offset + slot * factor.stride
-            rows, cols = factor.shape
-            full = host[factor.page][start : start + rows * cols].reshape(rows, cols)
-            return (full[:rank] if which == "A" else full[:, :rank]).copy()
+    def places(self, slot: int) -> dict[str, Place]:
+        return {f"{module}.{which}": self._place(module, which, slot) for module in self.modules(slot) for which in "AB"}
 
-        return {module: (matrix(module, "A"), matrix(module, "B")) for module in self.modules(slot)}
+    def _place(self, module: str, which: str, slot: int) -> Place:
+        factor, rank = self.factors[module, which], self.specs[slot].rank
+        rows, cols = factor.shape
+        own = (rank, cols) if which == "A" else (rows, rank)
+        return Place(factor.page, factor.offset + slot * factor.stride, factor.shape, own)
 
     def trainable(self, slot: int, config: ModelConfig) -> int:
         """The number of trainable parameters of a slot."""
@@ -239,9 +239,3 @@ def _stacks(
         if module not in done:
             yield stack
             done.update(stack)
-
-
-def _padded(block_slots: list[int]) -> np.ndarray:
-    table = np.full(max(1, -(-len(block_slots) // PAGE_BLOCKS)) * PAGE_BLOCKS, NO_SLOT, np.uint32)
-    table[: len(block_slots)] = block_slots
-    return table

@@ -47,15 +47,15 @@ def targeted(target_modules: str, config: ModelConfig) -> list[str]:
                 f"such as {modules[0]}, or name modules, or use '{ALL}'."
             )
         return chosen
-    chosen = set()
+    wanted: set[str] = set()
     for name in names:
         named = [module for module in modules if _ends_with(module, name)]
         named = named or [module for module in modules if config.layer_part(module) == name]
         if not named:
             there = ", ".join((*shortest(modules, config), *config.LAYER_PARTS))
             raise UserError(f"{flag('target_modules')} has no '{name:.40}': choose among {there}, or '{ALL}'.")
-        chosen.update(named)
-    return [module for module in modules if module in chosen]
+        wanted.update(named)
+    return [module for module in modules if module in wanted]
 
 
 def shortest(modules: Collection[str], config: ModelConfig) -> tuple[str, ...]:

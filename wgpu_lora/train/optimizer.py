@@ -1,4 +1,4 @@
-"""An optimizer over an adapter set: its state on the device and in checkpoints, and the update program."""
+"""An optimizer over a set of parameters: its state on the device and in checkpoints, and the update program."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.formats.peft import Matrices
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.struct import struct_array, struct_words
 from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, persistent
 from wgpu_lora.gpu.values import widened
-from wgpu_lora.models.lora import AdapterSet, Factor
+from wgpu_lora.models.parameters import ParameterSet, Place, read_arrays, write_array
 from wgpu_lora.ops.optimizer import BLOCK, Clip, gradient_norm, square_sums, update_gate
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.optimizers import OPTIMIZERS
@@ -57,10 +56,10 @@ class Optimizer:
         name: one of OPTIMIZERS.
     """
 
-    def __init__(self, device: Device, adapters: AdapterSet, total: Tensor, name: str = TrainingArguments.optim):
-        self.adapters, self.total, self.rule = adapters, total, OPTIMIZERS[name]
-        self.slots = len(adapters.specs)
-        blocks = [table.size for table in adapters.block_slots]
+    def __init__(self, device: Device, trained: ParameterSet, total: Tensor, name: str = TrainingArguments.optim):
+        self.trained, self.total, self.rule = trained, total, OPTIMIZERS[name]
+        self.slots = trained.slots
+        blocks = [table.size for table in trained.block_slots]
         self.state = {
             state: tuple(
                 persistent((count * state.values,), state.dtype, "optimizer", f"{state.name} {i}")
@@ -79,7 +78,7 @@ class Optimizer:
         program, all_blocks = self.program, sum(blocks)
         sums, diverged = (program.temp((all_blocks,), name=name) for name in ("square sums", "diverged"))
         spans, first = [], 0
-        for count, grads in zip(blocks, self.adapters.grads, strict=True):
+        for count, grads in zip(blocks, self.trained.grads, strict=True):
             spans.append((first, first + count))
             program.dispatch(square_sums, grads, sums.rows(*spans[-1]), blocks=count)
             first += count
@@ -94,7 +93,7 @@ class Optimizer:
 
     def _page(self, i: int, span: tuple[int, int]) -> Page:
         state = tuple(pages[i] for pages in self.state.values())
-        params, grads = self.adapters.params[i], self.adapters.grads[i]
+        params, grads = self.trained.params[i], self.trained.grads[i]
         block_slots = self.block_slots.rows(*span)
         return Page(span[1] - span[0], params, grads, state, block_slots, self.hyper, self.report)
 
@@ -102,7 +101,7 @@ class Optimizer:
         return self.program.persistent_storages()
 
     def initialise(self, device: Device) -> None:
-        device.write(self.block_slots.storage.buffer, np.concatenate(self.adapters.block_slots))
+        device.write(self.block_slots.storage.buffer, np.concatenate(self.trained.block_slots))
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -138,31 +137,26 @@ class Optimizer:
     # -- what is saved ---------------------------------------------------------------------------------------------
 
     def read_state(self, device: Device, slot: int) -> Arrays:
-        """A slot's state by name. State by parameter has its matrix's shape at the slot's own rank, other state
-        [blocks, values]."""
+        """A slot's state by name. State by parameter has its array's shape, other state [blocks, values]."""
         found: Arrays = {}
         for state, pages in self.state.items():
+            places = self._places(state, slot)
             if state.by_parameter:
-                for module, pair in self.adapters.read(device, slot, pages).items():
-                    found |= {f"{module}.{which}.{state.name}": m for which, m in zip("AB", pair, strict=True)}
+                found |= read_arrays(device, pages, places)
                 continue
             host = [device.read(page.storage.buffer).view(NUMPY[state.dtype]) for page in pages]
-            for name, factor, first, blocks in self._spans(state, slot):
-                values = host[factor.page][first * state.values : (first + blocks) * state.values]
-                found[name] = values.reshape(blocks, state.values).copy()
+            for name, place in places.items():
+                first = place.first // BLOCK * state.values
+                values = host[place.page][first : first + place.blocks * state.values]
+                found[name] = values.reshape(place.blocks, state.values).copy()
         return found
 
-    def fault(self, slot: int, matrices: Matrices, stored: Mapping[str, np.ndarray]) -> str | None:
-        """What is wrong with a slot's stored state, given its matrices; None if it can be loaded."""
-        rank = self.adapters.specs[slot].rank  # of the slot; a module's own may be smaller
+    def fault(self, slot: int, stored: Mapping[str, np.ndarray]) -> str | None:
+        """What is wrong with a slot's stored state; None if it can be loaded."""
         shapes: dict[str, tuple[State, tuple[int, ...]]] = {}
         for state in self.rule.state:
-            for name, _, _, blocks in self._spans(state, slot):
-                shapes[name] = state, (blocks, state.values)
-            if state.by_parameter:
-                for module, pair in matrices.items():
-                    shapes[f"{module}.A.{state.name}"] = state, (rank, pair[0].shape[1])
-                    shapes[f"{module}.B.{state.name}"] = state, (pair[1].shape[0], rank)
+            for name, place in self._places(state, slot).items():
+                shapes[name] = state, place.own if state.by_parameter else (place.blocks, state.values)
         if set(stored) != set(shapes):
             return "it holds the state of another optimizer"
         for name, (state, shape) in shapes.items():
@@ -179,20 +173,15 @@ class Optimizer:
     def write_state(self, device: Device, slot: int, stored: Mapping[str, np.ndarray]) -> None:
         """Upload a slot's state as `read_state` returned it; what is missing in `stored` becomes zero."""
         for state, pages in self.state.items():
-            for name, factor, first, blocks in self._spans(state, slot):
+            for name, place in self._places(state, slot).items():
                 values = stored.get(name)
-                if state.by_parameter and values is not None:
-                    padded = np.zeros(factor.shape, np.float32)
-                    padded[: values.shape[0], : values.shape[1]] = values
-                    values = padded
+                if values is not None and state.by_parameter:
+                    write_array(device, pages, place, values)
+                    continue
                 if values is None:
-                    values = np.zeros(blocks * state.values, NUMPY[state.dtype])
-                device.write(pages[factor.page].storage.buffer, values, first * state.block_bytes)
+                    values = np.zeros(place.blocks * state.values, NUMPY[state.dtype])
+                device.write(pages[place.page].storage.buffer, values, place.first // BLOCK * state.block_bytes)
 
-    def _spans(self, state: State, slot: int) -> Iterator[tuple[str, Factor, int, int]]:
-        """(name, factor, first block, blocks) of each of a slot's matrices."""
-        for module in self.adapters.modules(slot):
-            for which in "AB":
-                factor = self.adapters.factors[module, which]
-                first = (factor.offset + slot * factor.stride) // BLOCK
-                yield f"{module}.{which}.{state.name}", factor, first, factor.blocks
+    def _places(self, state: State, slot: int) -> dict[str, Place]:
+        """The places of a slot's arrays, by the names of their state."""
+        return {f"{name}.{state.name}": place for name, place in self.trained.places(slot).items()}
