@@ -28,7 +28,7 @@ WORST = 1e-5  # of (|value| + root mean square), for any one value
 for package in (wgpu_lora.ops, wgpu_lora.weights, wgpu_lora.train.objectives, wgpu_lora.train.optimizers):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
-for family in ("matmul", "attention", "rows", "elements", "preferences", "bench"):
+for family in ("matmul", "codes", "attention", "rows", "elements", "preferences", "bench"):
     importlib.import_module(f"support.kernels.{family}")
 
 ALL = [case for cases in CASES.values() for case in cases]
@@ -135,7 +135,7 @@ def test_attention_of_gpus(device: Device, case: Case, rng: np.random.Generator)
     check(device, case, rng, offered[:1])
 
 
-PRODUCTS = [c for name in ("lora_nt", "matmul_nt", "nf4_matmul") for c in CASES[name]]
+PRODUCTS = [c for name in ("lora_nt", "matmul_nt", "nf4_matmul", "codes_matmul") for c in CASES[name]]
 
 
 @pytest.mark.parametrize(
