@@ -138,7 +138,7 @@ def test_attention_of_gpus(device: Device, case: Case, rng: np.random.Generator)
     check(device, case, rng, offered[:1])
 
 
-PRODUCTS = [c for name in ("lora_nt", "matmul_nt", "nf4_matmul") for c in CASES[name]]
+PRODUCTS = [c for name in ("lora_nt", "matmul_nt", "nf4_matmul", "codes_matmul") for c in CASES[name]]
 
 
 @pytest.mark.parametrize(

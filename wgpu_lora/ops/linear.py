@@ -64,6 +64,14 @@ class Fusing(FrozenMatrix, Protocol):
         """The product with this matrix and others; None if it takes several dispatches."""
 
 
+@runtime_checkable
+class Trains(FrozenMatrix, Protocol):
+    """A matrix that is trained itself (see ops.trained)."""
+
+    def record_gradients(self, rec: Recorder, x: Tensor, dy: Tensor) -> None:
+        """Adds to the gradients of what is trained of it, from y = x W^T."""
+
+
 W = TypeVar("W", bound=FrozenMatrix, covariant=True)
 
 
@@ -102,6 +110,8 @@ def linear(
 
     def backward() -> None:
         dy, dh = rec.gradient(y), None
+        if isinstance(weight, Trains):
+            weight.record_gradients(rec, rec.again(x), dy)
         if lora and h:
             dh = rec.temp(h.shape, name="dh")
             _gradients_of_b(rec, dy, h, dh, lora)
@@ -118,7 +128,7 @@ def linear(
         if lora and dh:
             _input_gradient(rec, dh, dx, lora, rows, size_in)
 
-    rec.node(backward, inputs=[x], outputs=[y], trains=lora is not None)
+    rec.node(backward, inputs=[x], outputs=[y], trains=lora is not None or isinstance(weight, Trains))
     return y
 
 

@@ -200,7 +200,7 @@ def restore(directory: Path, session: Session, slot: int) -> None:
     if set(matrices) != expected or any(e.dtype != "F32" for e in read_header(directory / WEIGHTS).values()):
         raise refuse(directory, f"{WEIGHTS} does not have the modules or the dtype of this run")
     stored = {modern(name, expected): values for name, values in stored.items()}
-    wrong = session.optimizer.state.fault(slot, matrices, stored)
+    wrong = session.optimizer.state.fault(slot, stored)
     if wrong:
         raise refuse(directory, f"{OPTIMIZER} does not match this run: {wrong}")
     adapters.write(session.device, slot, matrices)

@@ -68,10 +68,14 @@ class GeneralOptions:
     target_modules: str = option(
         "all-linear",
         ADAPTER,
-        "'all-linear', names such as q_proj,v_proj, or a regular expression matched against module paths.",
+        "'all-linear', 'mlp' or 'attention' (all linear layers of that part), names such as q_proj,v_proj, or a regular "
+        "expression matched against module paths.",
     )
     learning_rate: float = option(2e-4, OPTIMISATION, "Peak learning rate.", within=NOT_NEGATIVE)
     lr_scheduler_type: str = option("cosine", OPTIMISATION, "Learning-rate schedule.", choices=LR_SCHEDULES)
+    lr_scheduler_min: float = option(
+        0.0, OPTIMISATION, "Learning rate that decaying schedules end at.", within=NOT_NEGATIVE
+    )
     warmup_ratio: float = option(
         0.03,
         OPTIMISATION,

@@ -33,6 +33,7 @@ class TrainingOptions(TypedDict, total=False):
     target_modules: str | list[str]
     learning_rate: float
     lr_scheduler_type: str
+    lr_scheduler_min: float
     warmup_ratio: float
     warmup_steps: int
     objective: str

@@ -180,9 +180,9 @@ class Session:
             self.heldout.program.build(self.arena, choices)
         for scorer in self._scorers():
             scorer.use(self.arena, choices)
-        self.adapters.upload_scales(self.device)
+        self.adapters.upload_constants(self.device)
         if self.references:
-            self.references.upload_scales(self.device)
+            self.references.upload_constants(self.device)
         if self.norms:
             self.norms.program.build(self.arena, choices)
             self.norms.measure()

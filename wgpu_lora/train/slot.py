@@ -153,7 +153,8 @@ class AdapterRun(Run):
     def rate(self) -> float:
         """The learning rate of the next step."""
         args, total = self.args, self.state.total_steps
-        return learning_rate(args.lr_scheduler_type, args.learning_rate, self.state.step, total, self.warmup(total))
+        kind, least, warmup = args.lr_scheduler_type, args.lr_scheduler_min, self.warmup(total)
+        return learning_rate(kind, args.learning_rate, self.state.step, total, warmup, least)
 
     def warmup(self, total: int) -> int:
         """Warm-up steps out of `total`."""
