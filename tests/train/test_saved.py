@@ -65,8 +65,10 @@ def test_what_is_restored(device: Device, rng: np.random.Generator, saving: Savi
         assert (np.abs(got.reshape(-1) - flat) <= allowed + floor).all()
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize(("dtype", "offload"), WAYS)
+@pytest.mark.parametrize(
+    ("dtype", "offload", "recompute"),
+    [("f32", True, False), ("f32", True, True), ("bf16", False, False), ("f16", True, True)],
+)
 def test_gradients_and_memory(device: Device, tmp_path: Path, dtype: str, offload: bool, recompute: bool) -> None:
     """Gradients differ from PEFT's by what rounding explains, and not at all if activations are only offloaded. The
     device allocates what was planned, and less than with activations in f32."""
