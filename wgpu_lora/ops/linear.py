@@ -98,6 +98,8 @@ def linear(
     weight = layer.weight
     rows, out, size_in = x.size // weight.in_features, weight.out_features, weight.in_features
     y = into or rec.temp((rows, out), name="linear")
+    if not into:
+        rec.save_for_backward(y)
     product = weight.product(()) if lora and isinstance(weight, Fusing) else None
     h = _hidden(rec, x, lora) if lora else None
     if lora and h and product and product.adds(rec, layer.bias is not None):
@@ -154,6 +156,7 @@ def linears(
         return [linear(rec, x, layer, lora) for layer, lora in zip(layers, loras, strict=True)]
     together = _together(rec, layers, loras)
     ys = rec.temps(*((rows, weight.out_features) for weight in weights), name="linears")
+    rec.save_for_backward(*ys)
     all_ys = whole(ys)
     if not (together and all_ys):
         for layer, lora, y in zip(layers, loras, ys, strict=True):
@@ -241,6 +244,7 @@ def _hidden(rec: Recorder, x: Tensor, lora: LoraSlots) -> Tensor:
     h, dropped = rec.temp((rows, lora.width), name="h"), _dropped(rec, x, lora)
     shape = {"m": rows, "n": lora.rank, "k": x.size // rows, **lora.columns("y"), **lora.of(lora.a)}
     rec.dispatch(lora_nt, dropped, lora.a.params, h, lora.ranges, lora.stack.scale, **shape)
+    rec.save_for_backward(h)
     return h
 
 

@@ -25,6 +25,7 @@ from wgpu_lora.train.preference_options import PREFERENCES, PreferenceOptions
 FREE_ON_RESUME = {
     "output", "resume", "device", "memory_budget", "wait",
     "data", "split", "dataset_config", "skip_bad_rows", "model",  # their contents are compared by digest
+    "offload_activations",  # the same values
     "tune",  # a resumed run keeps its tilings
     "logging_steps", "save_steps", "save_total_limit", "eval_data", "eval_split",
     "reference_adapter",  # its digest is compared

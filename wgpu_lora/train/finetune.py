@@ -15,6 +15,7 @@ from wgpu_lora.models.load import table_dtype
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.names.naming import flag, setting
+from wgpu_lora.ops.saved import Saving
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.track.report_to import check_libraries
 from wgpu_lora.train import checkpoint
@@ -85,7 +86,7 @@ def prepare_job(
 
     def replan(changes: Mapping[str, Any]) -> int:
         other = with_options(run, changes)
-        return session_of(declared_as(model, other.args.base_dtype), [other]).memory().peak
+        return session_of(declared_as(model, other.args.base_dtype), [other]).memory().guarded
 
     return FinetuneJob(session_of(model, [run]), [run], replan)
 
@@ -185,6 +186,7 @@ def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int
         dropout=any(run.args.lora_dropout > 0 for run in runs),
         recompute=args.gradient_checkpointing,
         compute_dtype=args.compute_dtype,
+        saving=Saving(args.activation_dtype, args.offload_activations),
         objectives=[run.stream.objective for run in runs],
         optim=optimizer_of(args),
         eval_tokens=max([buckets[-1], *heldout]) if heldout else 0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wgpu_lora.names.allowed import COMPUTE_DTYPES, OVERFLOW
+from wgpu_lora.names.allowed import ACTIVATION_DTYPES, COMPUTE_DTYPES, OVERFLOW
 from wgpu_lora.track.report_to import HELP
 from wgpu_lora.train.declared import NOT_NEGATIVE, POSITIVE, Range, option
 from wgpu_lora.train.objectives import OBJECTIVES
@@ -147,6 +147,17 @@ class GeneralOptions:
     shuffle: bool = option(True, BATCHES, "Shuffle the rows every epoch.")
     gradient_checkpointing: bool = option(
         False, MEMORY, "Recompute activations in the backward pass: less memory, about a third more work."
+    )
+    activation_dtype: str = option(
+        "f32",
+        MEMORY,
+        "Type that activations are stored in for the backward pass: 16 bits take about half the memory.",
+        choices=ACTIVATION_DTYPES,
+    )
+    offload_activations: bool = option(
+        False,
+        MEMORY,
+        "Store activations in the host's memory until the backward pass: less device memory, more time.",
     )
     memory_budget: str | None = option(
         None, MEMORY, "Refuse a run that needs more device memory than this, for example 4GiB."

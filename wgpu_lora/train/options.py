@@ -58,6 +58,8 @@ class TrainingOptions(TypedDict, total=False):
     enable_thinking: bool | None
     shuffle: bool
     gradient_checkpointing: bool
+    activation_dtype: str
+    offload_activations: bool
     memory_budget: str | None
     wait: float | None
     seed: int

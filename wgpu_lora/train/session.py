@@ -22,7 +22,8 @@ from wgpu_lora.models.load import staging_bytes
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.models.norms import Norms, fix_gains
-from wgpu_lora.share import claim
+from wgpu_lora.ops.saved import IN_F32, Saving
+from wgpu_lora.share import claim, is_unified
 from wgpu_lora.share.refusals import advising
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.batch import Batch, Totals
@@ -38,10 +39,16 @@ GROUPS = ("base", "adapters", "reference", "optimizer", "activations", "workspac
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by group during training, and during loading; the peak is the larger of the two."""
+    """Bytes by group during training, and during loading; the peak is the larger of the two.
+
+    host: bytes of offloaded activations in the host's memory, which no group counts.
+    unified: whether the device has no other memory than the host's.
+    """
 
     groups: dict[str, int]
     loading: int
+    host: int = 0
+    unified: bool = False
 
     @property
     def training(self) -> int:
@@ -50,6 +57,16 @@ class MemoryPlan:
     @property
     def peak(self) -> int:
         return max(self.training, self.loading)
+
+    @property
+    def running(self) -> int:
+        """Bytes during training of the memory that the device uses."""
+        return self.training + (self.host if self.unified else 0)
+
+    @property
+    def guarded(self) -> int:
+        """The same, or those during loading if they are more."""
+        return max(self.running, self.loading)
 
 
 class Session:
@@ -65,6 +82,7 @@ class Session:
         mismatched: tokens of the longest mismatched row (`DataStream.longest_mismatched`), 0 if there are none.
         positions: length of the longest row.
         compute_dtype: type that the inputs of frozen matmuls are rounded to (see ops.half).
+        saving: how activations are stored for the backward pass.
     """
 
     @advising(*ADVISED)
@@ -79,6 +97,7 @@ class Session:
         recompute: bool = False,
         eval_tokens: int = 0,
         compute_dtype: str = "f32",
+        saving: Saving = IN_F32,
         objectives: Sequence[Objective] | None = None,
         optim: UpdateRule | None = None,
         references: Mapping[int, SlotSpec] | None = None,
@@ -88,6 +107,8 @@ class Session:
         self.compute_dtype = compute_dtype
         self.adapters = adapters
         self.device = device = model.device
+        if saving.offload:
+            device.check_host_buffers()
         chosen = objectives or [objective_of(TrainingArguments())] * len(adapters.specs)
         self.totals = Totals(chosen)
         self.optimizer = Optimizer(device, adapters, self.totals.loss, optim)
@@ -97,7 +118,7 @@ class Session:
             shared = self.totals, self.tables
             return Batch(model, adapters, tokens, chosen, *shared, compute_dtype=compute_dtype, **options)
 
-        self.steps = {tokens: batch(tokens, dropout=dropout, recompute=recompute) for tokens in buckets}
+        self.steps = {tokens: batch(tokens, dropout=dropout, recompute=recompute, saving=saving) for tokens in buckets}
         self.heldout = batch(eval_tokens, training=False) if eval_tokens else None
         self._objectives = chosen
         self._record_scorers(references or {}, mismatched)
@@ -143,8 +164,8 @@ class Session:
         found |= self.norms.program.persistent_storages() if self.norms else set()
         return found.union(self.totals.storages(), frozen, *(batch.storages() for batch in batches), *scorers)
 
-    def _arena_sizes(self) -> list[int]:
-        return Arena.sizes_for([program.plan() for program in self.programs()])
+    def _arena_sizes(self, on_host: bool = False) -> list[int]:
+        return Arena.sizes_for([program.plan(on_host) for program in self.programs()])
 
     @advising(*ADVISED)
     def memory(self) -> MemoryPlan:
@@ -152,12 +173,13 @@ class Session:
         groups = dict.fromkeys(GROUPS, 0) | total_by_group(self.storages())
         groups["activations"] += sum(self._arena_sizes())
         model = self.model.decoder
-        return MemoryPlan(groups, total_by_group(model.storages())["base"] + staging_bytes(model))
+        host, unified = sum(self._arena_sizes(on_host=True)), is_unified(self.device.info)
+        return MemoryPlan(groups, total_by_group(model.storages())["base"] + staging_bytes(model), host, unified)
 
     def needs(self) -> int:
-        """Maximum bytes that `allocate` adds on the device."""
+        """Maximum bytes that `allocate` adds to the memory that the device uses."""
         plan = self.memory()
-        return plan.training - plan.groups["base"] if self.model.weights_loaded else plan.peak
+        return plan.running - plan.groups["base"] if self.model.weights_loaded else plan.guarded
 
     # -- run -------------------------------------------------------------------------------------------------------
 
@@ -174,7 +196,7 @@ class Session:
         check_tilings(self.device, self.programs(), choices)
         self.model.load_weights(events)
         allocate(self.device, self.storages())
-        self.arena = Arena(self.device, self._arena_sizes())
+        self.arena = Arena(self.device, self._arena_sizes(), self._arena_sizes(on_host=True))
         self.optimizer.program.build(self.arena, choices)
         if self.heldout:
             self.heldout.program.build(self.arena, choices)

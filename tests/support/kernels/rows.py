@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from support.kernels import SLOT_ROWS, SLOTS, Arrays, add, normal, poison, u32, unslotted
+from wgpu_lora.gpu.values import stored
 from wgpu_lora.ops import half, loss, norm, optimizer, support
 from wgpu_lora.train.objectives import sft
 
@@ -118,3 +119,15 @@ def rounded(kind: str, rows: int, cols: int) -> None:
 
 rounded("bf16", 37, 74)
 rounded("f16", 37, 74)
+
+
+def restored(kind: str, rows: int, cols: int) -> None:
+    def make(rng: np.random.Generator) -> Arrays:
+        arrays = {"x": stored(rng, kind, rows, cols), "y": poison(rows, cols)}
+        return {**arrays, "scale": 2.0 ** rng.integers(-90, 90, rows).astype(np.float32)} if kind == "f16" else arrays
+
+    add(half.from_half, make, size=rows * cols, cols=cols, kind=kind)
+
+
+restored("bf16", 37, 74)
+restored("f16", 37, 74)
