@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 
 from support.kernels import NONE, Arrays, add, normal, poison, u32
 from wgpu_lora.ops import support, topk
 
-ROWS, KEPT, COLS, FIRST, COUNT = 67, 5, 37, 74, 61
+ROWS, KEPT, COLS, WIDTH, FIRST, COUNT = 67, 5, 37, 10, 74, 61
 
 
 def kept(rng: np.random.Generator) -> np.ndarray:
@@ -23,6 +24,18 @@ def logits(rng: np.random.Generator) -> np.ndarray:
 
 def picking(rng: np.random.Generator) -> Arrays:
     return {"logits": logits(rng), "ids": kept(rng), "count": u32(COUNT), "picked": poison(ROWS, KEPT, value=7.0)}
+
+
+def gathering(kind: str) -> None:
+    def make(rng: np.random.Generator) -> Arrays:
+        weights, table = normal(rng, ROWS, KEPT), normal(rng, COLS, WIDTH)
+        weights[::5], weights[COUNT:] = 0, np.nan
+        stored = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}[kind]
+        held = table.astype(stored).view(np.uint16 if kind == "bf16" else stored)
+        return {"weights": weights, "ids": kept(rng), "count": u32(COUNT), "table": held, "y": normal(rng, ROWS, WIDTH)}
+
+    constants = {"rows": ROWS, "kept": KEPT, "cols": WIDTH, "first": FIRST, "size": COLS, "b_type": kind}
+    add(support.support_product, make, **constants)
 
 
 def hiding(rng: np.random.Generator) -> Arrays:
@@ -59,3 +72,5 @@ largest(9, 74, tied=True)
 largest(40, 0)  # more than the chunk has
 largest(100, 90)  # some of the chunk fill what is left
 largest(9, 0, tied=True)
+for kind in ("f32", "bf16", "f16"):
+    gathering(kind)
