@@ -173,7 +173,7 @@ def test_a_cache_says_the_same(device: Device, tmp_path: Path, kind: str, error:
     options = {"hard_top1_weight": 0.5}
     live = {"teacher": str(model_dir("qwen2")), "teacher_adapter": frozen(tmp_path), "teacher_top_k": 16}
     found = []
-    for name, teacher in {"live": live, "cache": {"teacher_cache": cached(tmp_path, logits_dtype=kind)}}.items():
+    for name, teacher in {"live": live, "stored": {"teacher_cache": cached(tmp_path, logits_dtype=kind)}}.items():
         made = started(job(tmp_path / name, **options, **teacher, data=str(tmp_path / "kd.jsonl")))
         found.append(measured(made))
         made.session.close()
