@@ -13,12 +13,12 @@ from wgpu_lora.formats.peft import AdapterConfig, Matrices
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.errors import BindingTooLarge
 from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
-from wgpu_lora.models.block import Adapters
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.inputs import StepInputs
-from wgpu_lora.ops.lora import Factors, LoraSlots, LoraStack
 from wgpu_lora.models.parameters import PAGE_BLOCKS, Place, blocks_of, padded_table, read_arrays, write_array
+from wgpu_lora.ops.lora import Factors, LoraSlots, LoraStack
 from wgpu_lora.ops.optimizer import BLOCK
+from wgpu_lora.ops.recorder import Recorder
 
 
 def check_fits(config: ModelConfig, matrices: Matrices, adapter: Path | str, model: str = "the model") -> None:
@@ -151,7 +151,10 @@ class AdapterSet:
         """The storages of parameters and scales. Gradients are allocated with the program that writes them."""
         return {t.storage for t in (*self.params, *self.scales.values())}
 
-    def bind(self, inputs: StepInputs) -> Adapters:
+    def record_use(self, rec: Recorder) -> None:
+        """Nothing: they are read as they are."""
+
+    def bind(self, inputs: StepInputs) -> dict[str, LoraSlots]:
         """The adapters of each module for a batch, for the decoder's forward pass."""
         found = {}
         for modules, scale in self.scales.items():
@@ -206,7 +209,9 @@ class AdapterSet:
         return {module: (found[f"{module}.A"], found[f"{module}.B"]) for module in self.modules(slot)}
 
     def places(self, slot: int) -> dict[str, Place]:
-        return {f"{module}.{which}": self._place(module, which, slot) for module in self.modules(slot) for which in "AB"}
+        return {
+            f"{module}.{which}": self._place(module, which, slot) for module in self.modules(slot) for which in "AB"
+        }
 
     def _place(self, module: str, which: str, slot: int) -> Place:
         factor, rank = self.factors[module, which], self.specs[slot].rank

@@ -28,12 +28,13 @@ FREE_ON_RESUME = {
     "tune",  # a resumed run keeps its tilings
     "logging_steps", "save_steps", "save_total_limit", "eval_data", "eval_split",
     "reference_adapter",  # its digest is compared
+    "rounded_from",  # its loss is measured once
     "eval_steps", "eval_on_start", "goal", "notes", "run_log", "report_to",
 }  # fmt: skip
 # Options that may change to extend a run.
 PLAN = ("num_train_epochs", "max_steps", "target_seconds")
 # Options whose values may be paths.
-PATHS = ("data", "eval_data", "model", "output", "init_adapter", "reference_adapter")
+PATHS = ("data", "eval_data", "model", "output", "init_adapter", "reference_adapter", "rounded_from")
 # Batches by default, unless the data are small (train/batching.py).
 OUTPUT, ROWS_PER_BATCH, ACCUMULATION = "output", 2, 4
 LENGTH = 1024  # tokens per row by default, if the model has as many positions
@@ -56,18 +57,38 @@ class TrainingArguments(PreferenceOptions, GeneralOptions):  # fields: those of 
             )
         if not self.target_modules.strip(" ,"):
             raise UserError(f"{flag('target_modules')} is empty: name at least one module, or use 'all-linear'.")
+        self._check_trained()
         for selected_by, registered in (("objective", OBJECTIVES), ("optim", OPTIMIZERS)):
             if getattr(self, name := OWN_OPTIONS[selected_by]) is not None:
                 kind = registered[getattr(self, selected_by)]
                 object.__setattr__(self, name, checked(kind, self, selected_by))  # comparable when a run is resumed
         check_heldout(self)
         if self.lr_scheduler_min > self.learning_rate:
-            peak, least = setting("learning_rate", self.learning_rate), setting("lr_scheduler_min", self.lr_scheduler_min)
+            peak, least = (
+                setting("learning_rate", self.learning_rate),
+                setting("lr_scheduler_min", self.lr_scheduler_min),
+            )
             raise UserError(f"{least} is more than the peak, {peak}: give a smaller one.")
         if self.objective != "sft":
             created(OBJECTIVES[self.objective], self, "objective")  # checks options that depend on each other
         self.budget()
         trackers_of(self.report_to)
+
+    def _check_trained(self) -> None:
+        """Raise UserError for options that contradict what is trained; of the MLP alone, `target_modules` is that."""
+        stated = setting("train", self.train)
+        if self.train == "mlp":
+            if self.target_modules not in ("all-linear", "mlp"):
+                raise UserError(
+                    f"{stated} contradicts {setting('target_modules', self.target_modules)}: leave one of them out."
+                )
+            object.__setattr__(self, "target_modules", "mlp")
+        for name in ("init_adapter", "reference_adapter"):
+            if self.train == "quant-scales" and getattr(self, name):
+                raise UserError(
+                    f"{stated} trains the base itself, so {flag(name)} cannot be used: merge the adapter first, or "
+                    "leave it out."
+                )
 
     def budget(self) -> int | None:
         """memory_budget in bytes."""

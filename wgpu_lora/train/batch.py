@@ -11,7 +11,7 @@ from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Storage, Tensor, joined, persistent
 from wgpu_lora.models.inputs import StepInputs, Tables
 from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.models.parameters import ParameterSet
 from wgpu_lora.ops.elementwise import add_forward
 from wgpu_lora.ops.loss import seed, sum_by_slot, token_logprobs
 from wgpu_lora.ops.recorder import Recorder
@@ -51,13 +51,13 @@ class Batch:
         objectives: one per slot.
         totals: sums that the program adds losses and metrics to.
         tables: the model's.
-        training: also record the backward pass, which adds to the adapters' gradients.
+        training: also record the backward pass, which adds to the gradients of what is trained.
     """
 
     def __init__(
         self,
         model: LoadedModel,
-        adapters: AdapterSet,
+        trained: ParameterSet,
         tokens: int,
         objectives: Sequence[Objective],
         totals: Totals,
@@ -74,7 +74,8 @@ class Batch:
         self._scoring = {o: Scoring.declare(o, tokens, slots) for o in dict.fromkeys(objectives)}
         self.program = Program(model.device, f"{'train' if training else 'held-out'} {tokens}")
         rec = Recorder(self.program, training, recompute, compute_dtype)
-        hidden = model.decoder.hidden(rec, self.inputs, adapters.bind(self.inputs))
+        trained.record_use(rec)
+        hidden = model.decoder.hidden(rec, self.inputs, trained.bind(self.inputs))
         logprobs = token_logprobs(rec, hidden, model.decoder.head, self.inputs.targets)
         weights = self._score(rec, logprobs, totals)
         if training:

@@ -10,10 +10,12 @@ from wgpu_lora.assets import DEMO_HELDOUT, DEMO_TRAIN
 from wgpu_lora.data import Source
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
+from wgpu_lora.models.constants import ConstantSet
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.load import table_dtype
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
+from wgpu_lora.models.parameters import ParameterSet
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.track.report_to import check_libraries
@@ -33,6 +35,9 @@ from wgpu_lora.train.rows import read_rows, sources_of
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun
 from wgpu_lora.train.stream import DataStream, group_lengths, quarters
+from wgpu_lora.train.subject import Subject
+from wgpu_lora.train.subjects.adapter import Adapter
+from wgpu_lora.train.subjects.quant_scales import QuantScales
 from wgpu_lora.train.trainer import StepKeeper, Trainer
 
 
@@ -114,7 +119,7 @@ def read_run(
         reference = frozen_adapter(path, model.config)
         check_base(path, model.name, model.checkpoint.digest())
     args, begins = starting_at_reference(args, objective)
-    args, adapter, initial = adapter_of(args, model.config)
+    args, subject = subject_of(args, model)
     prepared, heldout = read_rows(args, model, sources)
     args, note = fitted(args, group_lengths(prepared), weight, objective.parts)
     stream = DataStream(prepared, args)
@@ -123,9 +128,8 @@ def read_run(
     if args.eval_steps and not heldout:
         use = f"use {flag('eval_data')} or {flag('validation_split')}"
         notes.append(f"note: {setting('eval_steps', args.eval_steps)} does nothing, since no rows are held out ({use})")
-    spec = SlotSpec.of(adapter, initial)
     digests = model.checkpoint.digest(), model.config.digest()
-    return AdapterRun(slot, args, adapter, spec, initial, stream, heldout, *digests, name, tuple(notes), reference)
+    return AdapterRun(slot, args, subject, stream, heldout, *digests, name, tuple(notes), reference)
 
 
 def _unreferenced(args: TrainingArguments, objective: Objective) -> str:
@@ -165,6 +169,23 @@ def declared_as(model: LoadedModel, base_dtype: str) -> LoadedModel:
     return replace(model, decoder=other, weights_loaded=False)
 
 
+def subject_of(args: TrainingArguments, model: LoadedModel) -> tuple[TrainingArguments, Subject]:
+    """What a run trains, and the options updated to match. Raises UserError if it does not fit the model."""
+    if args.train == "quant-scales":
+        return args, QuantScales.of(args, model)
+    args, adapter, initial = adapter_of(args, model.config)
+    return args, Adapter(args, adapter, SlotSpec.of(adapter, initial), initial)
+
+
+def trained_by(model: LoadedModel, subjects: Sequence[Subject]) -> ParameterSet:
+    """The parameters of these slots."""
+    first, *_ = subjects
+    if isinstance(first, QuantScales):
+        return ConstantSet.declare(first.weights, model.device.max_binding)
+    adapters = [subject for subject in subjects if isinstance(subject, Adapter)]
+    return AdapterSet.declare(model.config, [adapter.spec for adapter in adapters], model.device.max_binding)
+
+
 def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int | None = None) -> Session:
     """The session of the runs, a slot each; other settings are taken from the first run's options.
 
@@ -176,12 +197,12 @@ def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int
     buckets = runs[0].stream.buckets() if batch_tokens is None else quarters(batch_tokens)
     return Session(
         model,
-        AdapterSet.declare(model.config, [run.spec for run in runs], model.device.max_binding),
+        trained_by(model, [run.subject for run in runs]),
         buckets,
         positions=max(
             length for run in runs for data in (run.stream.prepared, run.heldout) if data for length in data.lengths
         ),
-        dropout=any(run.args.lora_dropout > 0 for run in runs),
+        dropout=any(run.args.lora_dropout > 0 and run.args.train != "quant-scales" for run in runs),
         recompute=args.gradient_checkpointing,
         compute_dtype=args.compute_dtype,
         objectives=[run.stream.objective for run in runs],
