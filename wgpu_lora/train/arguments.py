@@ -90,6 +90,11 @@ class TrainingArguments(PreferenceOptions, GeneralOptions):  # fields: those of 
                     "leave it out."
                 )
 
+    def trains(self) -> str:
+        """What is trained, as text."""
+        what = "tables and scales" if self.train == "quant-scales" else f"rank {self.lora_r}"
+        return f"{what} on {self.target_modules}"
+
     def budget(self) -> int | None:
         """memory_budget in bytes."""
         if self.memory_budget is None:

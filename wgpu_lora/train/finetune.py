@@ -39,6 +39,7 @@ from wgpu_lora.train.subject import Subject
 from wgpu_lora.train.subjects.adapter import Adapter
 from wgpu_lora.train.subjects.quant_scales import QuantScales
 from wgpu_lora.train.trainer import StepKeeper, Trainer
+from wgpu_lora.train.unrounded import unrounded
 
 
 @dataclass(repr=False)
@@ -120,14 +121,17 @@ def read_run(
         check_base(path, model.name, model.checkpoint.digest())
     args, begins = starting_at_reference(args, objective)
     args, subject = subject_of(args, model)
+    if args.rounded_from and args.train == "quant-scales":
+        unrounded(args, model.device, model.config)
     prepared, heldout = read_rows(args, model, sources)
     args, note = fitted(args, group_lengths(prepared), weight, objective.parts)
     stream = DataStream(prepared, args)
     chosen = {"length": length, "batches": note, "adapter": begins, "note": _unreferenced(args, objective)}
     notes = [f"{label}: {said}" for label, said in chosen.items() if said] + _standing(stream, own)
-    if args.eval_steps and not heldout:
-        use = f"use {flag('eval_data')} or {flag('validation_split')}"
-        notes.append(f"note: {setting('eval_steps', args.eval_steps)} does nothing, since no rows are held out ({use})")
+    use = f"use {flag('eval_data')} or {flag('validation_split')}"
+    for name in ("eval_steps", "rounded_from"):
+        if (value := getattr(args, name)) and not heldout:
+            notes.append(f"note: {setting(name, value)} does nothing, since no rows are held out ({use})")
     digests = model.checkpoint.digest(), model.config.digest()
     return AdapterRun(slot, args, subject, stream, heldout, *digests, name, tuple(notes), reference)
 

@@ -23,6 +23,7 @@ from wgpu_lora.train.memory import Replan, check_memory, options_that_fit
 from wgpu_lora.train.records import PipelineRecord, RunRecord
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun
+from wgpu_lora.train.unrounded import measure_unrounded
 
 LOCK = ".lock"
 Record = TypeVar("Record", RunRecord, PipelineRecord)  # its result
@@ -79,6 +80,8 @@ class Job(Generic[Record]):
                 for run in self.runs:
                     run.prepare_directory()
                 device = self.session.device
+                for run in self.runs:
+                    measure_unrounded(run, device, self.session.model.config, events)
                 device.peak_allocated = device.allocated  # of this run only
                 self.session.allocate(events, self.choose_tilings(events))
                 return self._train(events)

@@ -191,7 +191,11 @@ class AdapterRun(Run):
         else:
             first = self.state.first_eval_loss
             self.state = RunState(
-                total_steps=self.state.total_steps, tiles=self.state.tiles, first_eval_loss=first, last_eval_loss=first
+                total_steps=self.state.total_steps,
+                tiles=self.state.tiles,
+                unrounded_eval_loss=self.state.unrounded_eval_loss,
+                first_eval_loss=first,
+                last_eval_loss=first,
             )
             self._place_first(session)
         for state, place in kept:
