@@ -129,9 +129,9 @@ def read_run(
     chosen = {"length": length, "batches": note, "adapter": begins, "note": _unreferenced(args, objective)}
     notes = [f"{label}: {said}" for label, said in chosen.items() if said] + _standing(stream, own)
     use = f"use {flag('eval_data')} or {flag('validation_split')}"
-    for name in ("eval_steps", "rounded_from"):
-        if (value := getattr(args, name)) and not heldout:
-            notes.append(f"note: {setting(name, value)} does nothing, since no rows are held out ({use})")
+    for option in ("eval_steps", "rounded_from"):
+        if (value := getattr(args, option)) and not heldout:
+            notes.append(f"note: {setting(option, value)} does nothing, since no rows are held out ({use})")
     digests = model.checkpoint.digest(), model.config.digest()
     return AdapterRun(slot, args, subject, stream, heldout, *digests, name, tuple(notes), reference)
 
