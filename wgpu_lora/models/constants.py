@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -19,8 +19,10 @@ from wgpu_lora.ops.optimizer import BLOCK
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.trained import TrainableMatrix, TrainedMatrix, snap_f16
 from wgpu_lora.weights.base import Weight
+from wgpu_lora.weights.packed import Packed
 
 
+@runtime_checkable
 class ConstantWeight(Weight, Protocol):
     """A weight W made of codes and constants, which may be trained. All of its constants are matrices."""
 
@@ -33,11 +35,13 @@ class ConstantWeight(Weight, Protocol):
     def with_constants(self, constants: Mapping[str, Tensor]) -> TrainableMatrix:
         """The matrix of the same codes with these constants, f32."""
 
+    def packed_with(self, device: Device, constants: Mapping[str, np.ndarray], dtype: str) -> Packed:
+        """The codes with these constants, as files store them. dtype: of the constants, f32 or f16."""
+
 
 def constants_of(weight: Weight) -> ConstantWeight | None:
     """The weight, if it has constants that can be trained."""
-    has = all(hasattr(weight, name) for name in ("constant_shapes", "read_constants", "with_constants"))
-    return weight if has else None  # type: ignore[return-value]
+    return weight if isinstance(weight, ConstantWeight) else None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -10,16 +13,19 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from wgpu_lora.atomic import write_bytes_atomic
+from wgpu_lora.atomic import replace_directory, write_bytes_atomic
 from wgpu_lora.errors import UserError
+from wgpu_lora.export.packed import write_packed
 from wgpu_lora.models.constants import ConstantSet, ConstantWeight, constants_of
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.targets import targeted
 from wgpu_lora.names.naming import setting
 from wgpu_lora.ops.optimizer import MAX_PARAMETER
+from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.subject import CONSTANT_FILES, Damaged
+from wgpu_lora.weights.packed import Packed
 from wgpu_lora.words import counted
 
 SNAPPED_SHARE = 10  # a tenth of the steps
@@ -87,8 +93,31 @@ class QuantScales:
         self._set(session).snap(session.device, last > 0 and step >= total_steps - last)
 
     def write(self, session: Session, slot: int, directory: Path) -> None:
+        """The constants, and the models with them: those of the last step and of best/, in f32 and rounded to f16."""
         for name, content in self.saved(session, slot).items():
             write_bytes_atomic(directory / name, content)
+        found = {"last": self._set(session).read(session.device)}
+        best = directory / checkpoint.BEST / self.files[0]
+        if best.exists():
+            found["best"] = load_file(best)
+        for which, constants in found.items():
+            for dtype in ("f32", "f16"):
+                self._write_model(session.model, constants, dtype, directory / f"{which}-{dtype}")
+
+    def _write_model(
+        self, model: LoadedModel, constants: Mapping[str, np.ndarray], dtype: str, directory: Path
+    ) -> None:
+        """Replaces a directory by the model with these constants."""
+
+        def stored(module: str, weight: ConstantWeight) -> Packed:
+            own = {name: constants[f"{module}.{name}"] for name in weight.constant_shapes()}
+            return weight.packed_with(model.device, own, dtype)
+
+        instead = {f"{module}.weight": partial(stored, module, weight) for module, weight in self.weights.items()}
+        new = directory.with_name(f".{directory.name}.new")
+        shutil.rmtree(new, ignore_errors=True)
+        write_packed(model, new, instead=instead)
+        replace_directory(new, directory)
 
     @staticmethod
     def _set(session: Session) -> ConstantSet:
