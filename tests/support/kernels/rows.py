@@ -9,7 +9,7 @@ import numpy as np
 
 from support.kernels import NONE, SLOT_ROWS, SLOTS, Arrays, add, normal, poison, u32, unslotted
 from wgpu_lora.gpu.struct import struct_array
-from wgpu_lora.ops import half, loss, norm, optimizer
+from wgpu_lora.ops import half, loss, norm, optimizer, support
 from wgpu_lora.train.objectives import sft
 from wgpu_lora.train.optimizers import adamw
 
@@ -44,23 +44,26 @@ normalise(67, 37, True)
 normalise(32771, 3, False)  # more rows than a grid has in one dimension
 
 
-def softmax(first: int, rows: int = 67, cols: int = 37, count: int = 61) -> None:
+def softmax(first: int, rows: int = 67, cols: int = 37, count: int = 61, rate: float = 1.0) -> None:
+    """At another rate, the exponentials are stored apart, some logits are hidden, and all of some rows'."""
+
     def make(rng: np.random.Generator) -> Arrays:
         state = normal(rng, rows, 4) ** 2 if first else poison(rows, 4)
-        targets = rng.integers(0, first + 2 * cols, rows, np.uint32)
-        return {
-            "logits": 5 * normal(rng, rows, cols),
-            "targets": targets,
-            "count": u32(count),
-            "state": state,
-            "rescale": normal(rng, rows),
-        }
+        targets, logits = rng.integers(0, first + 2 * cols, rows, np.uint32), 5 * normal(rng, rows, cols)
+        arrays = {"targets": targets, "count": u32(count), "state": state, "rescale": normal(rng, rows)}
+        if rate != 1:
+            logits[::3, ::5] = logits[7::20] = support.LOWEST
+            targets[::3] = first + 1
+            arrays["apart"] = poison(rows, cols, value=5.0)
+        return {"logits": logits, **arrays}
 
-    add(loss.softmax_chunk, make, rows=rows, cols=cols, first=first)
+    add(loss.softmax_chunk, make, rows=rows, cols=cols, first=first, rate=rate, hidden=rate != 1)
 
 
 softmax(first=37)
 softmax(first=0)
+softmax(first=37, rate=0.5)
+softmax(first=0, rate=0.5)
 
 
 def finished(rng: np.random.Generator, rows: int = 67, cols: int = 37, count: int = 61) -> Arrays:
@@ -70,6 +73,15 @@ def finished(rng: np.random.Generator, rows: int = 67, cols: int = 37, count: in
     state[count:], weights[count:], dh[count:] = np.nan, np.nan, np.nan
     arrays = {"state": state.astype(np.float32), "weights": weights, "count": u32(count)}
     return {**arrays, "head_rows": normal(rng, rows, cols), "dh": dh}
+
+
+def rests(rng: np.random.Generator) -> Arrays:
+    arrays = finished(rng)
+    return {
+        **{n: arrays[n] for n in ("state", "count", "dh")},
+        "rests": arrays["weights"],
+        "total": normal(rng, 67, 37),
+    }
 
 
 def scored(rng: np.random.Generator, rows: int = 67, count: int = 61) -> Arrays:
@@ -86,6 +98,8 @@ def weighted(rng: np.random.Generator, rows: int = 67) -> Arrays:
 
 add(loss.target_logprobs, scored, rows=67)
 add(loss.logprob_gradient, finished, rows=67, cols=37)
+for accumulate in (True, False):
+    add(loss.rest_gradient, rests, rows=67, cols=37, accumulate=accumulate)
 add(sft.sft_loss, weighted, rows=67)
 add(
     loss.sum_by_slot,
