@@ -40,12 +40,18 @@ from wgpu_lora.train.subjects.adapter import Adapter
 from wgpu_lora.train.subjects.quant_scales import QuantScales
 from wgpu_lora.train.teacher import check_caches, live_teacher, with_cached_length
 from wgpu_lora.train.trainer import StepKeeper, Trainer
-from wgpu_lora.train.unrounded import unrounded
+from wgpu_lora.train.unrounded import loss_of, unrounded
 
 
 @dataclass(repr=False)
 class FinetuneJob(Job[RunRecord]):
     """The run of a single adapter, in slot 0."""
+
+    def begin(self, events: Events) -> None:
+        run, session = self.run, self.session
+        if run.args.rounded_from and run.heldout and not run.resumed_from:
+            before = evaluating_session(unrounded(run.args, session.device, session.model.config), run)
+            run.state.unrounded_eval_loss = loss_of(before, run, events)
 
     def finish(self, events: Events) -> RunRecord:
         return Trainer(self.session, self.runs, StepKeeper(self.run), events).train()[self.run.slot]
@@ -202,12 +208,26 @@ def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int
     Args:
         batch_tokens: maximum tokens of a batch that slots share.
     """
+    buckets = runs[0].stream.buckets() if batch_tokens is None else quarters(batch_tokens)
+    return _session(model, runs, trained_by(model, [run.subject for run in runs]), buckets, buckets[-1])
+
+
+def evaluating_session(model: LoadedModel, run: AdapterRun) -> Session:
+    """A session without training, for the held-out loss of a model itself by the objective of a run."""
+    nothing = SlotSpec(1, {next(iter(model.config.lora_modules)): 1.0})  # B is zero
+    trained = AdapterSet.declare(model.config, [nothing], model.device.max_binding)
+    return _session(model, [run], trained, [], max(run.stream.buckets()))
+
+
+def _session(
+    model: LoadedModel, runs: Sequence[AdapterRun], trained: ParameterSet, buckets: list[int], tokens: int
+) -> Session:
+    """tokens: of a held-out batch, at least."""
     args = runs[0].args
     heldout = [length for run in runs if run.heldout for length in group_lengths(run.heldout)]
-    buckets = runs[0].stream.buckets() if batch_tokens is None else quarters(batch_tokens)
     return Session(
         model,
-        trained_by(model, [run.subject for run in runs]),
+        trained,
         buckets,
         positions=max(
             length for run in runs for data in (run.stream.prepared, run.heldout) if data for length in data.lengths
@@ -217,7 +237,7 @@ def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int
         compute_dtype=args.compute_dtype,
         objectives=[run.stream.objective for run in runs],
         optim=args.optim,
-        eval_tokens=max([buckets[-1], *heldout]) if heldout else 0,
+        eval_tokens=max([tokens, *heldout]) if heldout else 0,
         references={run.slot: run.reference.spec for run in runs if run.reference},
         teachers={run.slot: run.teacher for run in runs if run.teacher},
         mismatched=max(

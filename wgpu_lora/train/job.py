@@ -23,7 +23,6 @@ from wgpu_lora.train.memory import Replan, check_memory, options_that_fit
 from wgpu_lora.train.records import PipelineRecord, RunRecord
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun
-from wgpu_lora.train.unrounded import measure_unrounded
 
 LOCK = ".lock"
 Record = TypeVar("Record", RunRecord, PipelineRecord)  # its result
@@ -80,8 +79,7 @@ class Job(Generic[Record]):
                 for run in self.runs:
                     run.prepare_directory()
                 device = self.session.device
-                for run in self.runs:
-                    measure_unrounded(run, device, self.session.model.config, events)
+                self.begin(events)
                 device.peak_allocated = device.allocated  # of this run only
                 self.session.allocate(events, self.choose_tilings(events))
                 return self._train(events)
@@ -122,6 +120,9 @@ class Job(Generic[Record]):
                 f"Writing to {where} failed ({reason}): fix that and continue with {setting('resume', True)}; earlier "
                 "checkpoints are intact."
             ) from error
+
+    def begin(self, events: Events) -> None:
+        """Called before the device's memory is allocated."""
 
     def finish(self, events: Events) -> Record:
         """Train and write the results."""

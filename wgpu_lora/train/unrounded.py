@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.events import SILENT, Events
+from wgpu_lora.events import SILENT, Evaluating, Events
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.names.naming import setting
+from wgpu_lora.share import claim
 from wgpu_lora.train.arguments import TrainingArguments
-from wgpu_lora.train.preferred import evaluate_objective
+from wgpu_lora.train.heldout import heldout_loss
 from wgpu_lora.train.run import Run
+from wgpu_lora.train.session import Session
+from wgpu_lora.train.stream import DataStream
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
 
@@ -32,14 +36,17 @@ def unrounded(args: TrainingArguments, device: Device, config: ModelConfig) -> L
     return model
 
 
-def measure_unrounded(run: Run, device: Device, config: ModelConfig, events: Events = SILENT) -> None:
-    """Set `unrounded_eval_loss`, unless it is known, or nothing is held out. The model is freed again."""
-    args = run.args
-    if not args.rounded_from or not run.heldout or run.state.unrounded_eval_loss is not None or run.state.step:
-        return
-    model = unrounded(args, device, config)
-    try:
-        plain = replace(args, train="lora", target_modules="all-linear", lora_dropout=0.0, resume=False)
-        run.state.unrounded_eval_loss = evaluate_objective(model, run.heldout, plain, events)["loss"]
-    finally:
-        model.unload()
+def loss_of(session: Session, run: Run, events: Events = SILENT) -> float | None:
+    """The loss on a run's held-out rows in a session without training, which is closed; None if it is not finite."""
+    assert run.heldout
+    device, model = session.device, session.model
+    at = Evaluating(0, len(run.heldout.rows))
+    with claim(device, session.needs(), "the model before rounding"):
+        session.allocate(events)
+        try:
+            stream = DataStream(run.heldout, run.args)
+            loss = heldout_loss(session, stream, 0, lambda rows: events.evaluating(replace(at, rows=rows)))["loss"]
+        finally:
+            session.close()
+            model.unload()
+    return loss if math.isfinite(loss) else None
