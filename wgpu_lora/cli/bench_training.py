@@ -1,4 +1,4 @@
-"""wgpu-lora bench training and max-batch: time and memory of whole training runs, and the largest batch."""
+"""wgpu-lora bench training: time and memory of whole training runs."""
 
 from __future__ import annotations
 
@@ -10,23 +10,19 @@ import typer
 from wgpu_lora.cli import completion
 from wgpu_lora.cli.bench_options import (
     BaseDtypeOr,
-    ComputeDtype,
     ComputeDtypeOr,
     File,
     Layers,
     Model,
-    Rank,
     RankOr,
     Shape,
-    Tokens,
     TokensOr,
 )
 from wgpu_lora.cli.console import console, line, table
 from wgpu_lora.cli.finetune import speed
-from wgpu_lora.cli.options import BaseDtype, Device, Goal, InRunLog, Notes
+from wgpu_lora.cli.options import Device, Goal, InRunLog, Notes
 from wgpu_lora.events import Events
 from wgpu_lora.train.ending import FINISHED
-from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
@@ -88,73 +84,10 @@ def training(
     return 0 if all(run["stop_reason"] in FINISHED for run in found["runs"]) else 1
 
 
-def max_batch(
-    model: Model = None,
-    shape: Shape = None,
-    layers: Layers = None,
-    tokens: Tokens = 512,
-    rank: Rank = 16,
-    base_dtype: BaseDtype = DEFAULT_FORMAT,
-    compute_dtype: ComputeDtype = "f32",
-    most: Annotated[
-        int | None, typer.Option("--max-batch", help="Maximum rows; by default, as many as fit. [x>=1]")
-    ] = None,
-    memory_limit: Annotated[int | None, typer.Option(help="Maximum bytes to use. [x>=1]")] = None,
-    time_limit: Annotated[
-        float, typer.Option(help="Seconds to run batches, each with and without checkpointing. [x>0]")
-    ] = 600.0,
-    device: Device = None,
-    json: File = None,
-    goal: Goal = None,
-    notes: Notes = None,
-    run_log: InRunLog = True,
-) -> int:
-    """Find the largest batch of a training step, with and without gradient checkpointing.
-
-    The memory plan gives the upper limit; then steps are trained at several batch sizes up to it.
-    """
-    from wgpu_lora.bench.max_batch import Batches, find_max_batch
-    from wgpu_lora.bench.results import Writer
-    from wgpu_lora.bench.step import ROW, chosen_model, own_words
-    from wgpu_lora.gpu.device import Device as OpenedDevice
-    from wgpu_lora.track.recording import remarks
-    from wgpu_lora.train.arguments import TrainingArguments
-
-    with own_words(ROW):
-        args = TrainingArguments(max_length=tokens, lora_r=rank, base_dtype=base_dtype, compute_dtype=compute_dtype)
-    batches = Batches(args, most, memory_limit, time_limit)
-    writer = Writer(json)
-    opened = chosen_model(model, shape, layers, OpenedDevice(device), base_dtype)
-    with remarks(goal, notes, run_log):
-        found = find_max_batch(opened, batches, _Noted(writer))
-    console().print(table(BATCHES, map(_batch, found["rows"])))
-    if not all(row["warmup"] for row in found["rows"]):
-        line("*", "there was only time for the first steps, which include compilation")
-    for summary in found["summary"]:
-        line("largest", _largest(summary))
-    return 0
-
-
 # -- what is shown -----------------------------------------------------------------------------------------------------
 
 PROJECTED = ("projected for", "memory", "fits here", "operations", "samples/s", "processed tokens/s", "seconds")
-BATCHES = ("batch", "checkpointing", "s per step", "processed tokens/s", "planned", "allocated")
 SPREAD = ("over the runs", "median", "min", "max", "variance", "spread")
-
-
-def _way(record: Record) -> str:
-    return f"{'with' if record['gradient_checkpointing'] else 'without'} gradient checkpointing"
-
-
-def _largest(summary: Record) -> str:
-    planned, confirmed = summary["planned"], summary["confirmed"]
-    why = f" ({summary['why']})" if summary["why"] else ""
-    bound = f"{_way(summary)}, limited by {summary['bounded_by']}{why}"
-    if confirmed == planned:
-        return f"{counted(planned, 'row')} {bound}; {'a step of them ran' if planned else 'not even one fits'}"
-    if summary["not_run"] is None:
-        return f"{counted(confirmed, 'row')} {bound}; {planned:,} by the plan"
-    return f"{counted(planned, 'row')} by the plan, {bound}; {confirmed:,} ran: {summary['not_run']}"
 
 
 def _show_header(record: Record) -> None:
@@ -164,10 +97,6 @@ def _show_header(record: Record) -> None:
         recipe, shape = work["recipe"], work.get("shape")
         name = f"recipe {recipe}" if recipe else f"shape {shape}, {counted(work['layers'], 'layer')}"
         line("work", f"{name}; not counted: {record['excluded']}")
-
-
-def _show_batch(record: Record) -> None:
-    line("measured", f"{counted(record['batch'], 'row')} {_way(record)}: {record['step_seconds']:.4f} s per step")
 
 
 def _show_run(record: Record) -> None:
@@ -201,8 +130,6 @@ class _Noted(Events):
         self._writer.write(record)
         if record["kind"] == "header":
             _show_header(record)
-        elif record["kind"] == "batch":
-            _show_batch(record)
         elif record["kind"] == "run":
             _show_run(record)
         elif "spread" in record:
@@ -221,19 +148,6 @@ def _projection(record: Record) -> tuple[str, ...]:
         f"{record['samples_per_second']:.3g}",
         f"{record['tokens_per_second']:.3g}",
         f"{record['seconds']:,.0f}",
-    )
-
-
-def _batch(row: Record) -> tuple[str, ...]:
-    from wgpu_lora.train.memory import readable
-
-    return (
-        str(row["batch"]),
-        "yes" if row["gradient_checkpointing"] else "no",
-        f"{row['step_seconds']:.4f}{'' if row['warmup'] else '*'}",
-        f"{row['tokens_per_second']:,.0f}",
-        readable(row["planned"]),
-        readable(row["allocated"]),
     )
 
 
