@@ -168,6 +168,8 @@ def confirm(
     """
     begin = time.perf_counter()
     most, bound, why = plan
+    if batches.sizes:
+        most = max((size for size in batches.sizes if size <= most), default=0)
     low, high, late = 0, None, None
     ran: list[Record] = []
     refused: list[Record] = []
@@ -261,10 +263,10 @@ def best(rows: Sequence[Record]) -> Record:
 
     Returns:
         fastest, largest: the rows with the most tokens per second and the most rows; None if none ran.
-        checkpointing: for each batch that ran both ways, the ratios of time and memory, with to without.
+        checkpointing: for each batch that was timed both ways, the ratios of time and memory, with to without.
     """
     ran = [row for row in rows if row["status"] != OOM]
-    ways = {(row["batch"], row["gradient_checkpointing"]): row for row in ran}
+    ways = {(row["batch"], row["gradient_checkpointing"]): row for row in ran if row["warmup"]}
     both = [(ways[batch, False], ways[batch, True]) for batch, way in ways if not way and (batch, True) in ways]
     ratios = [
         {

@@ -72,12 +72,12 @@ def max_batch(
     if any(row["warmup"] == 0 for row in found["rows"]):
         line("*", "there was only time for the first steps, which include compilation")
     for row in found["rows"]:
-        if row["status"] == OOM:
+        if row["status"] == OOM and row["planned"] is None:
             line(OOM, f"{counted(row['batch'], 'row')} {_way(row)}: {row['why']}")
     for summary in found["summary"]:
         line("largest", _largest(summary))
-    for text in _best(found["best"]):
-        line("fastest", text)
+    for label, text in _best(found["best"]):
+        line(label, text)
     return 0
 
 
@@ -106,15 +106,18 @@ def _largest(summary: Record) -> str:
     return f"{counted(planned, 'row')} by the plan, {bound}; {confirmed:,} ran: {summary['not_run']}"
 
 
-def _best(record: Record) -> list[str]:
+def _best(record: Record) -> list[tuple[str, str]]:
     fastest = record["fastest"]
     if not fastest:
         return []
-    said = [f"{counted(fastest['batch'], 'row')} {_way(fastest)}: {fastest['tokens_per_second']:,.0f} tokens/s"]
+    rows = counted(fastest["batch"], "row")
+    said = [("fastest", f"{rows} {_way(fastest)}: {fastest['tokens_per_second']:,.0f} tokens/s")]
     for pair in record["checkpointing"][-1:]:
         time = "" if pair["time"] is None else f"{pair['time']:.2f} times the time and "
         rows = counted(pair["batch"], "row")
-        said.append(f"with gradient checkpointing, {rows} take {time}{pair['memory']:.2f} times the memory")
+        said.append(
+            ("compared", f"with gradient checkpointing, {rows} take {time}{pair['memory']:.2f} times the memory")
+        )
     return said
 
 
