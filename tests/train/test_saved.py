@@ -44,7 +44,7 @@ def test_what_is_restored(device: Device, rng: np.random.Generator, saving: Savi
     assert bool(program.plan(on_host=True).sizes) == saving.offload
     assert spans[kept.storage][1] < forward, "it is not kept itself"
     values = rng.standard_normal((rows, cols), np.float32) * np.float32([[1e-30], [1e-8], [0], [1], [7e4], [1e30]])
-    allocate(device, {x.storage, out.storage})
+    allocate(device, {x.storage, out.storage} | program.persistent_storages())
     arena = Arena(device, plan.sizes, program.plan(on_host=True).sizes)
     try:
         program.build(arena)

@@ -51,7 +51,7 @@ def test_gradients_match_where_q_k_and_v_together_exceed_a_binding(
         storages.append(len({y.storage for y in found}))
         return found
 
-    monkeypatch.setattr(block, "linears", limited)
+    monkeypatch.setattr(block, "adapted_linears", limited)
     job = golden_job(device, tmp_path, architecture, "nf4", gradient_checkpointing=recompute)
     assert set(storages) == {1, 3}  # of gate and up, which are computed in blocks of rows, and of q, k and v
     loss, gradients = gradients_of(job, device, architecture)

@@ -15,7 +15,6 @@ from wgpu_lora.bench.stats import timed
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.tensor import NUMPY
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.loaded import LoadedModel, open_model
@@ -31,6 +30,7 @@ from wgpu_lora.train.initial import SeededMatrices
 from wgpu_lora.train.memory import both, check_adapters
 from wgpu_lora.train.objectives.base import Group
 from wgpu_lora.train.optimizer import Optimizer, SlotUpdate
+from wgpu_lora.train.optimizers import optimizer_of
 from wgpu_lora.train.session import Session
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.words import counted
@@ -150,7 +150,7 @@ class TrainingStep(SlotStep):
             recompute=args.gradient_checkpointing,
             compute_dtype=args.compute_dtype,
             saving=Saving(args.activation_dtype, args.offload_activations),
-            optim=args.optim,
+            optim=optimizer_of(args),
         )
         super().__init__(session, [(0, tokens)] * rows)
         self._initial = SeededMatrices(args, config)
@@ -200,12 +200,7 @@ def fill_update(device: Device, optimizer: Optimizer, rng: np.random.Generator) 
     poison(device, optimizer.report.storage.buffer)
     for tensor, values in optimizer.settings(dict.fromkeys(range(optimizer.slots), EARLY)).items():
         device.write(tensor.storage.buffer, values)
-    for state, pages in optimizer.state.items():
-        draw = rng.standard_normal if state.least is None else rng.random
-        for page in pages:
-            values = draw(page.shape, np.float32) if state.dtype == "f32" else np.zeros(page.shape)
-            values = (values + (state.least or 0)).astype(NUMPY[state.dtype])
-            device.write(page.storage.buffer, values)
+    optimizer.state.fill(device, rng)
 
 
 def synthetic_rows(rows: int, tokens: int, vocab: int) -> np.ndarray:

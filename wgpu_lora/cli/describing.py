@@ -60,6 +60,8 @@ def describe_steps(run: AdapterRun, mark: str) -> None:
     total = stream.total_steps()
     warmup = run.warmup(total)
     rate = f"{args.lr_scheduler_type} from {args.learning_rate:.2e}"
+    falls = LR_SCHEDULES[args.lr_scheduler_type].decay is not None
+    rate += f" to {args.lr_scheduler_min:.2e}" if falls and args.lr_scheduler_min else ""
     rate += f" after {counted(warmup, 'step')} of warm-up" if warmup else ""
     line("steps", f"{mark}{total:,}; {each}; {rate}")
     if total < FEW and not args.resume:

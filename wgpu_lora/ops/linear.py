@@ -64,6 +64,14 @@ class Fusing(FrozenMatrix, Protocol):
         """The product with this matrix and others; None if it takes several dispatches."""
 
 
+@runtime_checkable
+class Trains(FrozenMatrix, Protocol):
+    """A matrix that is trained itself (see ops.trained)."""
+
+    def record_gradients(self, rec: Recorder, x: Tensor, dy: Tensor) -> None:
+        """Adds to the gradients of what is trained of it, from y = x W^T."""
+
+
 W = TypeVar("W", bound=FrozenMatrix, covariant=True)
 
 
@@ -104,6 +112,8 @@ def linear(
 
     def backward() -> None:
         dy, dh = rec.gradient(y), None
+        if isinstance(weight, Trains):
+            weight.record_gradients(rec, rec.again(x), dy)
         if lora and h:
             dh = rec.temp(h.shape, name="dh")
             _gradients_of_b(rec, dy, h, dh, lora)
@@ -120,7 +130,7 @@ def linear(
         if lora and dh:
             _input_gradient(rec, dh, dx, lora, rows, size_in)
 
-    rec.node(backward, inputs=[x], outputs=[y], trains=lora is not None)
+    rec.node(backward, inputs=[x], outputs=[y], trains=lora is not None or isinstance(weight, Trains))
     return y
 
 
@@ -257,3 +267,23 @@ def _input_gradient(rec: Recorder, dh: Tensor, dx: Tensor, lora: LoraSlots, rows
     rec.dispatch(fill, ddropped, size=ddropped.size)  # rows without a slot are added too
     rec.dispatch(lora_nn, dh, lora.a.params, ddropped, lora.ranges, **shape)
     rec.dispatch(dropout_apply, ddropped, lora.draws, dx, rows=rows, cols=size_in, module=lora.module, accumulate=True)
+
+
+def frozen_low_rank(rec: Recorder, x: Tensor, y: Tensor, lora: LoraSlots) -> None:
+    """y += scale (x A^T) B^T by slot, with factors that have no gradient."""
+    rows, size_in, out = x.shape[0], x.size // x.shape[0], y.size // x.shape[0]
+    h = _hidden(rec, x, lora)
+    shape = {"m": rows, "n": out, "k": lora.rank, **lora.columns("a"), **lora.of(lora.b)}
+    rec.dispatch(lora_nt, h, lora.b.params, y, lora.ranges, accumulate=True, **shape)
+
+    def backward() -> None:
+        dh = rec.temp(h.shape, name="dh")
+        shape = {"m": rows, "n": lora.rank, "k": out, **lora.columns("y"), **lora.of(lora.b)}
+        rec.dispatch(lora_nn, rec.gradient(y), lora.b.params, dh, lora.ranges, lora.stack.scale, **shape)
+        dx, accumulate = rec.gradient_target(x)
+        if not accumulate:
+            rec.dispatch(fill, dx, size=dx.size)  # rows without a slot, too
+        _input_gradient(rec, dh, dx, lora, rows, size_in)
+
+    if rec.tracks(x):
+        rec.node(backward, inputs=[x], outputs=[y])

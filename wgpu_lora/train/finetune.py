@@ -28,6 +28,7 @@ from wgpu_lora.train.length import fit_length, shortened
 from wgpu_lora.train.memory import check_adapters
 from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.objectives.base import Objective
+from wgpu_lora.train.optimizers import optimizer_of
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.resume import plan_of, refuse_used, resume_note
 from wgpu_lora.train.rows import read_rows, sources_of
@@ -187,7 +188,7 @@ def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int
         compute_dtype=args.compute_dtype,
         saving=Saving(args.activation_dtype, args.offload_activations),
         objectives=[run.stream.objective for run in runs],
-        optim=args.optim,
+        optim=optimizer_of(args),
         eval_tokens=max([buckets[-1], *heldout]) if heldout else 0,
         references={run.slot: run.reference.spec for run in runs if run.reference},
         mismatched=max(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.events import SILENT, Events
-from wgpu_lora.formats.peft import Matrices
+from wgpu_lora.formats.peft import PARTS, Matrices
 from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.cuts import check_tilings
 from wgpu_lora.gpu.plan import total_by_group
@@ -21,6 +21,7 @@ from wgpu_lora.models.inputs import Segment, Tables
 from wgpu_lora.models.load import staging_bytes
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
+from wgpu_lora.models.norms import Norms, fix_gains
 from wgpu_lora.ops.saved import IN_F32, Saving
 from wgpu_lora.share import claim, is_unified
 from wgpu_lora.share.refusals import advising
@@ -29,6 +30,7 @@ from wgpu_lora.train.batch import Batch, Totals
 from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.objectives.base import Group, Objective
 from wgpu_lora.train.optimizer import Optimizer
+from wgpu_lora.train.optimizers.base import UpdateRule
 from wgpu_lora.train.reference import Scorer
 
 ADVISED = ("per_device_train_batch_size", "max_length")  # if a plan exceeds the device's limits
@@ -73,7 +75,7 @@ class Session:
     Args:
         buckets: batch sizes in tokens to record, ascending.
         objectives: one per slot; None is the default objective.
-        optim: one of OPTIMIZERS.
+        optim: the optimizer; AdamW if not given.
         eval_tokens: tokens of a held-out batch, 0 for none.
         references: frozen adapters that objectives compare theirs with, by slot of `adapters`; a slot without one is
             compared with the base model alone.
@@ -97,7 +99,7 @@ class Session:
         compute_dtype: str = "f32",
         saving: Saving = IN_F32,
         objectives: Sequence[Objective] | None = None,
-        optim: str = TrainingArguments.optim,
+        optim: UpdateRule | None = None,
         references: Mapping[int, SlotSpec] | None = None,
         mismatched: int = 0,
     ):
@@ -120,6 +122,7 @@ class Session:
         self.heldout = batch(eval_tokens, training=False) if eval_tokens else None
         self._objectives = chosen
         self._record_scorers(references or {}, mismatched)
+        self.norms = Norms(model, adapters) if adapters.gains else None
         self.built: set[int] = set()
         self.choices = NO_CHOICES
         self._claim = ExitStack()
@@ -150,6 +153,7 @@ class Session:
     def programs(self) -> list[Program]:
         own = [batch.program for batch in self.steps.values()]
         frozen = [program for scorer in self._scorers() for program in scorer.programs()]
+        own += [self.norms.program] if self.norms else []
         return [*own, self.optimizer.program, *([self.heldout.program] if self.heldout else []), *frozen]
 
     def storages(self) -> set[Storage]:
@@ -157,6 +161,7 @@ class Session:
         batches = [*self.steps.values(), *([self.heldout] if self.heldout else [])]
         frozen = self.references.storages() if self.references else set()
         scorers = (scorer.storages() for scorer in self._scorers())
+        found |= self.norms.program.persistent_storages() if self.norms else set()
         return found.union(self.totals.storages(), frozen, *(batch.storages() for batch in batches), *scorers)
 
     def _arena_sizes(self, on_host: bool = False) -> list[int]:
@@ -197,15 +202,20 @@ class Session:
             self.heldout.program.build(self.arena, choices)
         for scorer in self._scorers():
             scorer.use(self.arena, choices)
-        self.adapters.upload_scales(self.device)
+        self.adapters.upload_constants(self.device)
         if self.references:
-            self.references.upload_scales(self.device)
+            self.references.upload_constants(self.device)
+        if self.norms:
+            self.norms.program.build(self.arena, choices)
+            self.norms.measure()
         self.optimizer.initialise(self.device)
         self.tables.upload(self.device)
 
     def begin(self) -> None:
-        """Zero the totals of a step; the last update has zeroed the gradients."""
+        """Zero the totals of a step, and compute DoRA's norms; the last update has zeroed the gradients."""
         self.totals.clear(self.device)
+        if self.norms:
+            self.norms.program.run()
 
     def accumulate(self, groups: Sequence[Group]) -> None:
         """Add the losses, metrics and gradients of a batch of groups to the totals since `begin`."""
@@ -258,10 +268,18 @@ class Session:
                 self.device, (self.frozen.storages() | held) - self.model.decoder.storages() - self.tables.storages()
             )
 
+    def place_initial(self, slot: int, matrices: Matrices) -> None:
+        """Upload the adapter that a slot starts from. Magnitudes that it lacks are those of its weights."""
+        self.adapters.write(self.device, slot, matrices)
+        if self.adapters.specs[slot].dora and any(len(parts) < len(PARTS) for parts in matrices.values()):
+            assert self.norms is not None
+            self.norms.place_initial(slot)
+
     def place_reference(self, slot: int, matrices: Matrices) -> None:
         """Upload the frozen adapter that a slot is compared with."""
         assert self.references is not None
         self.references.write(self.device, self._frozen_slots[slot], matrices)
+        fix_gains(self.model, self.references)
 
     def batch_for(self, groups: Sequence[Group]) -> Batch:
         """The smallest bucket that holds the groups; its compute pipelines are compiled on first use."""
