@@ -159,7 +159,7 @@ SENTENCES: tuple[tuple[str, str], ...] = (
         "init_lora_weights lora_init init_weights fan_in_fan_out",
     ),
     (
-        "is {objective}: sft, dpo, kto, orpo or cpo",
+        "is {objective}: sft, dpo, kto, orpo, cpo or kd",
         "rl stage method train_mode",
     ),
     (

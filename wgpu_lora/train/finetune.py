@@ -35,6 +35,7 @@ from wgpu_lora.train.rows import read_rows, sources_of
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun
 from wgpu_lora.train.stream import DataStream, group_lengths, quarters
+from wgpu_lora.train.teacher import check_caches, live_teacher, with_cached_length
 from wgpu_lora.train.trainer import StepKeeper, Trainer
 
 
@@ -53,7 +54,8 @@ def with_demo_data(args: TrainingArguments) -> TrainingArguments:
             raise UserError(
                 f"{flag('data')} is missing: give a file of rows, a folder with train.jsonl, or a Hugging Face dataset."
             )
-        heldout = None if args.validation_split else str(DEMO_HELDOUT)
+        cached = args.teacher_cache and not args.eval_teacher_cache  # which has the training rows only
+        heldout = None if args.validation_split or cached else str(DEMO_HELDOUT)
         args = replace(args, data=str(DEMO_TRAIN), eval_data=args.eval_data or heldout)
     return replace(args, model=args.model or "demo", output=args.output or OUTPUT)
 
@@ -109,6 +111,7 @@ def read_run(
         UserError: the data or the adapter cannot be read, or do not fit the model.
     """
     sources = sources_of(args, rows)
+    args = with_cached_length(args)
     args, length = fit_length(args, model.config.max_position_embeddings)
     objective = objective_of(args)
     reference = None
@@ -118,6 +121,8 @@ def read_run(
     args, begins = starting_at_reference(args, objective)
     args, adapter, initial = adapter_of(args, model.config)
     prepared, heldout = read_rows(args, model, sources)
+    cached = check_caches(args, model, prepared, heldout)
+    teacher = live_teacher(args, model)
     args, note = fitted(args, group_lengths(prepared), weight, objective.parts)
     stream = DataStream(prepared, args)
     chosen = {"length": length, "batches": note, "adapter": begins, "note": _unreferenced(args, objective)}
@@ -127,7 +132,10 @@ def read_run(
         notes.append(f"note: {setting('eval_steps', args.eval_steps)} does nothing, since no rows are held out ({use})")
     spec = SlotSpec.of(adapter, initial)
     digests = model.checkpoint.digest(), model.config.digest()
-    return AdapterRun(slot, args, adapter, spec, initial, stream, heldout, *digests, name, tuple(notes), reference)
+    taught = teacher, teacher.digest() if teacher else cached
+    return AdapterRun(
+        slot, args, adapter, spec, initial, stream, heldout, *digests, name, tuple(notes), reference, *taught
+    )
 
 
 def _unreferenced(args: TrainingArguments, objective: Objective) -> str:
@@ -191,6 +199,7 @@ def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int
         optim=optimizer_of(args),
         eval_tokens=max([buckets[-1], *heldout]) if heldout else 0,
         references={run.slot: run.reference.spec for run in runs if run.reference},
+        teachers={run.slot: run.teacher for run in runs if run.teacher},
         mismatched=max(
             stream.longest_mismatched
             for run in runs

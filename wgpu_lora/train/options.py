@@ -86,3 +86,15 @@ class TrainingOptions(TypedDict, total=False):
     max_prompt_length: int | None
     max_completion_length: int | None
     truncation_mode: str
+    teacher_cache: str | Path | None
+    eval_teacher_cache: str | Path | None
+    teacher: str | Path | None
+    teacher_adapter: str | Path | None
+    teacher_base_dtype: str | None
+    teacher_top_k: int
+    temperature: float
+    kd_divergence: str
+    kd_beta: float
+    kd_weight: float
+    hard_top1_weight: float
+    hard_full_weight: float

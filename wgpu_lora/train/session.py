@@ -32,6 +32,7 @@ from wgpu_lora.train.objectives.base import Group, Objective
 from wgpu_lora.train.optimizer import Optimizer
 from wgpu_lora.train.optimizers.base import UpdateRule
 from wgpu_lora.train.reference import Scorer
+from wgpu_lora.train.teachers import LiveTeacher, Teachers
 
 ADVISED = ("per_device_train_batch_size", "max_length")  # if a plan exceeds the device's limits
 GROUPS = ("base", "adapters", "reference", "optimizer", "activations", "workspace")
@@ -79,6 +80,7 @@ class Session:
         eval_tokens: tokens of a held-out batch, 0 for none.
         references: frozen adapters that objectives compare theirs with, by slot of `adapters`; a slot without one is
             compared with the base model alone.
+        teachers: models that objectives learn from, by slot.
         mismatched: tokens of the longest mismatched row (`DataStream.longest_mismatched`), 0 if there are none.
         positions: length of the longest row.
         compute_dtype: type that the inputs of frozen matmuls are rounded to (see ops.half).
@@ -102,6 +104,7 @@ class Session:
         optim: UpdateRule | None = None,
         references: Mapping[int, SlotSpec] | None = None,
         mismatched: int = 0,
+        teachers: Mapping[int, LiveTeacher] | None = None,
     ):
         self.model = model
         self.compute_dtype = compute_dtype
@@ -123,6 +126,8 @@ class Session:
         self._objectives = chosen
         self._record_scorers(references or {}, mismatched)
         self.norms = Norms(model, adapters) if adapters.gains else None
+        sizes = [*self.steps, *([eval_tokens] if eval_tokens else [])]
+        self.teachers = Teachers(model, teachers or {}, sizes, positions, self.tables, compute_dtype)
         self.built: set[int] = set()
         self.choices = NO_CHOICES
         self._claim = ExitStack()
@@ -154,6 +159,7 @@ class Session:
         own = [batch.program for batch in self.steps.values()]
         frozen = [program for scorer in self._scorers() for program in scorer.programs()]
         own += [self.norms.program] if self.norms else []
+        frozen += self.teachers.programs()
         return [*own, self.optimizer.program, *([self.heldout.program] if self.heldout else []), *frozen]
 
     def storages(self) -> set[Storage]:
@@ -162,7 +168,8 @@ class Session:
         frozen = self.references.storages() if self.references else set()
         scorers = (scorer.storages() for scorer in self._scorers())
         found |= self.norms.program.persistent_storages() if self.norms else set()
-        return found.union(self.totals.storages(), frozen, *(batch.storages() for batch in batches), *scorers)
+        others = self.totals.storages() | frozen | self.teachers.storages()
+        return found.union(others, *(batch.storages() for batch in batches), *scorers)
 
     def _arena_sizes(self, on_host: bool = False) -> list[int]:
         return Arena.sizes_for([program.plan(on_host) for program in self.programs()])
@@ -172,14 +179,18 @@ class Session:
         """The exact bytes of every buffer that `allocate` creates. Raises UserError if a tensor cannot be bound."""
         groups = dict.fromkeys(GROUPS, 0) | total_by_group(self.storages())
         groups["activations"] += sum(self._arena_sizes())
-        model = self.model.decoder
+        model, teachers = self.model.decoder, self.teachers
+        weights = total_by_group(model.storages())["base"] + teachers.base_bytes()
+        loading = weights + max(staging_bytes(model), teachers.staging_bytes())
         host, unified = sum(self._arena_sizes(on_host=True)), is_unified(self.device.info)
-        return MemoryPlan(groups, total_by_group(model.storages())["base"] + staging_bytes(model), host, unified)
+        return MemoryPlan(groups, loading, host, unified)
 
     def needs(self) -> int:
         """Maximum bytes that `allocate` adds to the memory that the device uses."""
-        plan = self.memory()
-        return plan.running - plan.groups["base"] if self.model.weights_loaded else plan.guarded
+        plan, teachers = self.memory(), self.teachers
+        loaded = (plan.groups["base"] if self.model.weights_loaded else 0) + teachers.base_bytes(loaded=True)
+        whole = self.model.weights_loaded and all(model.weights_loaded for model in teachers.models)
+        return (plan.running if whole else plan.guarded) - loaded
 
     # -- run -------------------------------------------------------------------------------------------------------
 
@@ -195,6 +206,7 @@ class Session:
         self._claim.enter_context(verdicts_of(self.device).telling(events))
         check_tilings(self.device, self.programs(), choices)
         self.model.load_weights(events)
+        self.teachers.load(events)
         allocate(self.device, self.storages())
         self.arena = Arena(self.device, self._arena_sizes(), self._arena_sizes(on_host=True))
         self.optimizer.program.build(self.arena, choices)
@@ -202,6 +214,7 @@ class Session:
             self.heldout.program.build(self.arena, choices)
         for scorer in self._scorers():
             scorer.use(self.arena, choices)
+        self.teachers.place(self.arena, choices)
         self.adapters.upload_constants(self.device)
         if self.references:
             self.references.upload_constants(self.device)
@@ -220,8 +233,12 @@ class Session:
     def accumulate(self, groups: Sequence[Group]) -> None:
         """Add the losses, metrics and gradients of a batch of groups to the totals since `begin`."""
         batch = self.batch_for(groups)
-        batch.upload(self.referenced(groups))
+        batch.upload(self.known(groups))
         batch.program.run()
+
+    def known(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups with what their objectives need to know of references and teachers."""
+        return self.teachers.say(self.referenced(groups))
 
     def referenced(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with the log-probabilities of their answers under their reference, if they need them."""
@@ -294,6 +311,7 @@ class Session:
 
     def close(self) -> None:
         """Free everything except the base, which other runs may use."""
+        self.teachers.close()
         release(self.device, self.storages() - self.model.decoder.storages())
         if self.arena:
             self.arena.free()
