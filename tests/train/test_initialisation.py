@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ from support.training import golden_arguments, model_dir, random_rows
 from wgpu_lora.errors import UserError
 from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.models.loaded import open_model
+from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.train import initialisation
 from wgpu_lora.train.arguments import TrainingArguments, from_values
 from wgpu_lora.train.finetune import FinetuneJob, prepare_job
 from wgpu_lora.train.initial import SeededMatrices, initial_matrices, weight_of
 from wgpu_lora.train.initialisation import FROM_WEIGHT, INITIALISATIONS, from_weight, largest, offsets, subspace
 from wgpu_lora.train.output import LOG, read_log
+from wgpu_lora.train.pipeline import PipelineJob, prepare_pipeline
+from wgpu_lora.train.tasks import task_of
 from wgpu_lora.weights.registry import base_format
 
 WEIGHTS = "adapter_model.safetensors"
@@ -107,7 +110,6 @@ def options(tmp_path: Path, run: str = "run", **changes: Any) -> TrainingArgumen
         "base_dtype": "nf4",
         "lora_r": 4,
         "lora_alpha": 6,
-        "lora_dropout": 0.1,
         "use_rslora": True,
         "learning_rate": 2e-3,
         "per_device_train_batch_size": 2,
@@ -115,6 +117,7 @@ def options(tmp_path: Path, run: str = "run", **changes: Any) -> TrainingArgumen
         "max_length": 16,
         "packing": False,
         "max_steps": 4,
+        "lr_scheduler_type": "constant",
         "save_steps": 2,
         "logging_steps": 1,
         "tune": False,
@@ -122,44 +125,57 @@ def options(tmp_path: Path, run: str = "run", **changes: Any) -> TrainingArgumen
     return TrainingArguments(**(usual | changes))
 
 
-KINDS: list[dict[str, Any]] = [
-    {"use_dora": True},
-    {"init_lora_weights": "pissa_niter_2"},
-    {"init_lora_weights": "loftq"},
-]
+# A pipeline's adapters, of all kinds beside a plain one.
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "dora": {"use_dora": True, "dropout": 0.1, "rank": 3},
+    "pissa": {"init_lora_weights": "pissa_niter_2", "dropout": 0.1},
+    "loftq": {"init_lora_weights": "loftq"},
+    "olora": {"init_lora_weights": "olora", "target_modules": "q_proj,down_proj"},
+    "gaussian": {"init_lora_weights": "gaussian"},
+}
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: str(next(iter(kind.values()))))
-def test_a_resumed_run_ends_with_the_same_bytes(device: Device, tmp_path: Path, kind: dict[str, Any]) -> None:
-    job_of(device, options(tmp_path, "whole", **kind)).train()
-    job_of(device, options(tmp_path, "cut", max_steps=2, lr_scheduler_type="constant", **kind))
-    job_of(device, options(tmp_path, "first", lr_scheduler_type="constant", max_steps=2, **kind)).train()
-    job_of(device, options(tmp_path, "first", lr_scheduler_type="constant", resume=True, **kind)).train()
-    job_of(device, options(tmp_path, "once", lr_scheduler_type="constant", **kind)).train()
-    first, once = (tmp_path / name for name in ("first", "once"))
-    assert (first / WEIGHTS).read_bytes() == (once / WEIGHTS).read_bytes()
-    state = "checkpoints/step-4/optimizer.safetensors"
-    assert (first / state).read_bytes() == (once / state).read_bytes()
+def pipeline(model: LoadedModel, tmp_path: Path, place: str, start: str = "", **changes: Any) -> PipelineJob:
+    """start: of adapters to continue, as plain ones."""
+    args = replace(options(tmp_path, f"{place}/record"), data=None, lora_dropout=0.0, **changes)
+    data = {"data": str(tmp_path / "rows.jsonl"), "eval_data": str(tmp_path / "rows.jsonl")}
+    tasks = []
+    for name, kind in KINDS.items():
+        own = {"init_adapter": str(tmp_path / start / name)} if start else kind
+        tasks.append(task_of({**data, "checkpoint": str(tmp_path / place / name), **own}, "task"))
+    return prepare_pipeline(args, tasks, model=model)
 
 
-def test_the_first_loss_is_the_bases_and_a_saved_adapter_continues_where_it_was(device: Device, tmp_path: Path) -> None:
-    """Whatever PiSSA and DoRA begin with changes nothing; LoftQ's comes closer to the model in full precision."""
-    first: dict[str, float] = {}
-    held = {"eval_data": str(tmp_path / "rows.jsonl"), "lora_dropout": 0.0}
-    kinds = [{}, *KINDS, {"init_lora_weights": "olora"}, {"init_lora_weights": "gaussian"}]
-    for kind in kinds:
-        name = str(next(iter(kind.values()), "plain"))
-        record = job_of(device, options(tmp_path, name, **held, **kind)).train()
-        assert record.eval_loss is not None
-        assert record.first_eval_loss is not None
-        first[name] = record.first_eval_loss
-        again = options(tmp_path, f"{name}-again", init_adapter=str(tmp_path / name), max_steps=1, **held)
-        again = TrainingArguments(**{**again.as_dict(), "lora_r": 16, "lora_alpha": 32, "use_rslora": False})
-        continued = job_of(device, again).train()
-        assert continued.first_eval_loss == pytest.approx(record.eval_loss, rel=1e-5), name
-    for name in ("True", "pissa_niter_2", "olora", "gaussian"):
+def test_adapters_of_all_kinds_beside_each_other(device: Device, tmp_path: Path) -> None:
+    """They begin as the base, are resumed to the byte, give the results of each alone, and continue where they were."""
+    model = open_model(str(model_dir("qwen2")), device, "nf4")
+    once = pipeline(model, tmp_path, "once")
+    once.train()
+    first = {run.adapter_name: run.state.first_eval_loss for run in once.runs}
+    last = {run.adapter_name: run.state.last_eval_loss for run in once.runs}
+    for name in ("dora", "pissa", "olora", "gaussian"):
         assert first[name] == pytest.approx(first["plain"], rel=1e-5), name
-    assert abs(first["loftq"] / first["plain"] - 1) > 1e-3
+    assert abs(first["loftq"] / first["plain"] - 1) > 1e-4
+    pipeline(model, tmp_path, "cut", max_steps=2).train()
+    pipeline(model, tmp_path, "cut", resume=True).train()
+    for name in KINDS:
+        for file in (WEIGHTS, "last/optimizer.safetensors"):
+            found, want = ((tmp_path / place / name / file).read_bytes() for place in ("cut", "once"))
+            assert found == want, f"{file} of {name}"
+    for name in ("dora", "pissa"):
+        task = task_of({"data": str(tmp_path / "rows.jsonl"), "checkpoint": "x", **KINDS[name]}, "task")
+        args = replace(task.arguments(replace(once.args, data=None)), output=str(tmp_path / "alone" / name))
+        prepare_job(args, model).train()
+        (_, alone), (_, beside) = (read_adapter(tmp_path / place / name) for place in ("alone", "once"))
+        for module, parts in alone.items():
+            for ours, theirs in zip(parts, beside[module], strict=True):
+                np.testing.assert_allclose(ours, theirs, atol=2e-5, err_msg=module)
+    again = pipeline(model, tmp_path, "again", start="once", max_steps=1, lora_r=16, lora_alpha=32.0, use_rslora=False)
+    again.train()
+    for run in again.runs:
+        assert run.state.first_eval_loss == pytest.approx(last[run.adapter_name], rel=1e-5), run.adapter_name
+    model.unload()
 
 
 def test_loftq_restores_what_quantising_took(device: Device, tmp_path: Path) -> None:
@@ -181,7 +197,7 @@ def test_loftq_restores_what_quantising_took(device: Device, tmp_path: Path) -> 
     [
         (
             {"init_lora_weights": "eva"},
-            "init_lora_weights must be one of true, gaussian, orthogonal, pissa, olora, loftq",
+            "must be one of true, gaussian, orthogonal, pissa, olora, loftq",
         ),
         ({"init_lora_weights": "pissa_niter_"}, "must be one of"),
         ({"init_lora_weights": "pissa", "use_dora": True}, "pissa and use_dora cannot be combined"),

@@ -1,7 +1,7 @@
 """How the factors of a new adapter begin, by PEFT's names (--init-lora-weights), one function each.
 
-A function gets a module's shape, or its weight W [out, in], the rank, the scaling s and a generator of the module's own,
-and returns A [rank, in] and B [out, rank]. If they are computed from W, s B A is a part of it.
+A function gets a module's shape, or its weight W [out, in], the rank, the scaling s and a generator of the module's
+own, and returns A [rank, in] and B [out, rank]. If they are computed from W, s B A is a part of it.
 """
 
 from __future__ import annotations
