@@ -151,12 +151,15 @@ SENTENCES: tuple[tuple[str, str], ...] = (
     ),
     (
         "is not supported: adapters are LoRA, with {use_rslora} rank-stabilised LoRA, or with {use_dora} DoRA",
-        "use_pissa pissa_init use_badam use_galore loftq_config loftq use_loftq adalora eva_config "
-        "lora_fa corda_config layer_replication use_loreft relora_steps oft",
+        "use_badam use_galore adalora eva_config lora_fa corda_config layer_replication use_loreft relora_steps oft",
     ),
     (
-        "is not needed: A is initialised as in PEFT's default, and B is zero",
-        "init_lora_weights lora_init init_weights fan_in_fan_out",
+        "is a value of {init_lora_weights}: pissa, pissa_niter_16 or loftq",
+        "use_pissa pissa_init pissa pissa_iter loftq_config loftq use_loftq loftq_bits loftq_iter",
+    ),
+    (
+        "is not needed: all linear layers are stored as [out, in]",
+        "fan_in_fan_out",
     ),
     (
         "is {objective}: sft, dpo, kto, orpo, cpo or kd",

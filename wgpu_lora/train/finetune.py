@@ -22,7 +22,8 @@ from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import OUTPUT, PLAN, TrainingArguments
 from wgpu_lora.train.batching import fitted
 from wgpu_lora.train.frozen import check_base, frozen_adapter, starting_at_reference
-from wgpu_lora.train.initial import adapter_of
+from wgpu_lora.train.initial import adapter_of, check_residual
+from wgpu_lora.train.initialisation import offsets
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.length import fit_length, shortened
 from wgpu_lora.train.memory import check_adapters
@@ -130,7 +131,10 @@ def read_run(
     if args.eval_steps and not heldout:
         use = f"use {flag('eval_data')} or {flag('validation_split')}"
         notes.append(f"note: {setting('eval_steps', args.eval_steps)} does nothing, since no rows are held out ({use})")
+    check_residual(args, model)
     spec = SlotSpec.of(adapter, initial)
+    if offsets(args.init_lora_weights):
+        spec = replace(spec, offset=SlotSpec(spec.rank, spec.scaling))
     digests = model.checkpoint.digest(), model.config.digest()
     taught = teacher, teacher.digest() if teacher else cached
     return AdapterRun(

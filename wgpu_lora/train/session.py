@@ -286,10 +286,17 @@ class Session:
             )
 
     def place_initial(self, slot: int, matrices: Matrices) -> None:
-        """Upload the adapter that a slot starts from. Magnitudes that it lacks are those of its weights."""
-        self.adapters.write(self.device, slot, matrices)
-        if self.adapters.specs[slot].dora and any(len(parts) < len(PARTS) for parts in matrices.values()):
-            assert self.norms is not None
+        """Upload the adapter that a slot starts from, one module at a time, and its offset, if it has one.
+
+        Magnitudes that it lacks are those of its weights.
+        """
+        spec, lacking = self.adapters.specs[slot], False
+        for module, parts in matrices.items():
+            self.adapters.write(self.device, slot, {module: parts})
+            if self.adapters.offset and spec.offset:
+                self.adapters.offset.write(self.device, slot, {module: (parts[0], -parts[1])})
+            lacking |= spec.dora and len(parts) < len(PARTS)
+        if lacking and self.norms:
             self.norms.place_initial(slot)
 
     def place_reference(self, slot: int, matrices: Matrices) -> None:

@@ -161,6 +161,6 @@ class _Group:
     def place(self, arena: Arena, choices: Choices) -> None:
         self.teacher.use(arena, choices)
         if self.adapters:
-            self.adapters.upload_scales(self.teacher.device)
+            self.adapters.upload_constants(self.teacher.device)
             for number, matrices in enumerate(self._matrices):
                 self.adapters.write(self.teacher.device, number, matrices)
