@@ -84,7 +84,7 @@ def _limited(variants: Variants) -> Variants:
         found = [replace(one, span=min(one.span, c.group or one.span)) for one in variants(capabilities, c)]
         if capabilities.software or c.form != "nt":
             return found
-        tables = entries(c.bits) // (2 if c.c_type == "f16" else 1)
+        tables = 8 if c.bits == 2 else entries(c.bits) // (2 if c.c_type == "f16" else 1)  # 2 bits: scaled ones, too
         kept = [one for one in found if one.cols * (one.rows + tables) + BESIDE <= capabilities.registers]
         return kept or found[-1:]
 
