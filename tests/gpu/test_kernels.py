@@ -28,7 +28,7 @@ WORST = 1e-5  # of (|value| + root mean square), for any one value
 for package in (wgpu_lora.ops, wgpu_lora.weights, wgpu_lora.train.objectives, wgpu_lora.train.optimizers):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
-for family in ("matmul", "attention", "rows", "elements", "preferences", "bench"):
+for family in ("matmul", "attention", "rows", "elements", "preferences", "bench", "fit"):
     importlib.import_module(f"support.kernels.{family}")
 
 ALL = [case for cases in CASES.values() for case in cases]

@@ -1,0 +1,18 @@
+// scales[g] = max |w| over the GROUP values of group g, at least 2^-24
+const SIZE: u32 = 4u;
+const GROUP: u32 = 16u;
+const SMALLEST: f32 = 5.9604644775390625e-08; // 2^-24, the smallest positive f16
+
+@group(0) @binding(0) var<storage, read> w: array<f32>;
+@group(0) @binding(1) var<storage, read_write> scales: array<f32>;
+
+@compute @workgroup_size(64)
+fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) local: u32) {
+    let index = linear_index(group, local);
+    if (index >= SIZE) { return; }
+    var top = 0.0;
+    for (var i = index * GROUP; i < (index + 1u) * GROUP; i++) {
+        top = max(top, abs(w[i]));
+    }
+    scales[index] = max(top, SMALLEST);
+}
