@@ -1,6 +1,7 @@
-// scales[g] = max |w| over the GROUP values of group g, at least 2^-24
+// scales[g] = max |w| / LEVELS over the GROUP values of group g, at least 2^-24
 const SIZE: u32 = 4u;
 const GROUP: u32 = 16u;
+const LEVELS: f32 = 1.0;
 const SMALLEST: f32 = 5.9604644775390625e-08; // 2^-24, the smallest positive f16
 
 @group(0) @binding(0) var<storage, read> w: array<f32>;
@@ -14,5 +15,5 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     for (var i = index * GROUP; i < (index + 1u) * GROUP; i++) {
         top = max(top, abs(w[i]));
     }
-    scales[index] = max(top, SMALLEST);
+    scales[index] = max(top / LEVELS, SMALLEST);
 }

@@ -9,7 +9,7 @@ from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.weights.fit_kernels import group_largest, lut_lloyd, lut_rescale, lut_start, round_half
 
 START_ITERATIONS = 4  # of k-means, from the histogram's centres
-ROUNDS, ITERATIONS = 3, 2  # of scales and k-means in turn, and iterations in each
+ROUNDS, ITERATIONS = 2, 2  # of scales and k-means in turn, and iterations in each
 
 
 def record_fit(

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.gpu import part
-from wgpu_lora.gpu.kernel import U32, Fixed, Grid, In, InOut, Out, kernel, one_per
+from wgpu_lora.gpu.kernel import F32, U32, Dim, Fixed, Grid, In, InOut, Out, Place, kernel, one_per
 from wgpu_lora.gpu.part import Part, picks, some_rows
 from wgpu_lora.gpu.tiling import Capabilities, Tiling
 from wgpu_lora.gpu.tunable import Arrays, Constants
 from wgpu_lora.ops.rows import by_subgroup, row_grid
+from wgpu_lora.weights.lowbit_codes import pack, to_words
 
-BINS = 126
+BINS = 64
 SMALLEST = 2.0**-24  # of the positive f16: a scale of 0 would leave values without a quotient
 ON_EDGE = 5e-5  # of a bin: values that close to an edge are in either bin to f32
 NEAR = 4e-6  # of the largest centre: values that close to a threshold are on either side to f32
@@ -50,10 +51,10 @@ def _weighted(c: Constants, w: Any, scales: Any, importance: Any) -> tuple[np.nd
 
 
 @kernel("fit/group_largest.wgsl", grid=lambda c: one_per(c.size), lib=("linear",))
-def group_largest(w: Fixed, scales: Out, *, size: U32, group: U32) -> Any:
-    """scales[g] = max |w| over the `group` values of group g, at least 2^-24, for `size` groups."""
+def group_largest(w: Fixed, scales: Out, *, size: U32, group: U32, levels: F32 = 1.0) -> Any:
+    """scales[g] = max |w| / levels over the `group` values of group g, at least 2^-24, for `size` groups."""
     largest = np.abs(w.reshape(-1)[: size * group].reshape(size, group)).max(axis=1)
-    return np.maximum(largest, SMALLEST)
+    return np.maximum(largest / levels, SMALLEST)
 
 
 @kernel("fit/round_half.wgsl", grid=lambda c: one_per(c.size), lib=("linear",))
@@ -87,7 +88,7 @@ def lut_start(
 ) -> Any:
     """table[r] [2^bits] = the best centres for a histogram of row r's values, in ascending order.
 
-    The bins are of sign(x) sqrt(|x| / max |x|), 63 on either side of 0. Every way to make 2^bits clusters of
+    The bins are of sign(x) sqrt(|x| / max |x|), 32 on either side of 0. Every way to make 2^bits clusters of
     successive bins is considered (dynamic programming; Wang and Song 2011).
     """
     x, weights = _weighted({"rows": rows, "size_in": size_in, "group": group}, w, scales, importance)
@@ -200,3 +201,37 @@ def _nearest(values: np.ndarray, own: np.ndarray) -> tuple[np.ndarray, np.ndarra
     sides = [np.abs(values - between[np.clip(codes + at, 0, between.size - 1)]) for at in (-1, 0)]
     same = np.append(np.diff(own) == 0, False)[np.minimum(codes, own.size - 1)]  # of equal centres either is right
     return codes, (np.minimum(*sides) < NEAR * np.abs(own).max()) & ~same
+
+
+@kernel("fit/lowbit_encode.wgsl.j2", grid=lambda c: one_per(c.rows * -(-c.size_in // 32)), lib=("linear",))
+def lowbit_encode(
+    w: Fixed,
+    codes: InOut,
+    table: In = None,
+    scales: In = None,
+    *,
+    rows: Dim,
+    first: Place[Dim],
+    out: Dim,
+    size_in: Dim,
+    group: U32,
+    bits: U32,
+) -> Any:
+    """codes u32 [word_rows, out], columns from `first` on = the nearest codes of w / scale [rows, in], packed.
+
+    scales: [rows, in / group] or, in group 0, [rows]. Of two table values that are equally near, the lower one
+    is taken. 8 bits are the nearest integers, from -127 to 127.
+    """
+    x = w.reshape(rows, size_in)
+    if scales is not None:
+        x = x / np.repeat(scales.reshape(rows, -1), group or size_in, axis=1)
+    if table is None:
+        found = np.rint(x).clip(-127, 127).astype(np.int8)
+    else:
+        tables = table.reshape(rows, 2**bits)
+        pairs = zip(x, tables, strict=True)
+        chosen = [np.searchsorted((own[1:] + own[:-1]) / 2, values) for values, own in pairs]
+        found = np.stack(chosen).astype(np.uint8)
+    result = codes.reshape(-1, out).copy()
+    result[:, first : first + rows] = to_words(pack(found, bits), size_in, bits)
+    return result
