@@ -47,10 +47,14 @@ def _of_parts(c: Constants) -> dict[str, tuple[list[int], int]]:
 
 
 def _synthetic(c: Constants, rng: np.random.Generator) -> Arrays:
-    """Codes and constants of a random W [out, in], with random padding past the last column."""
-    counts = {name: sum(region(n, size) for n in found) if c["stacked"] else found[0] for name, (found, size) in _of_parts(c).items()}
+    """Codes and constants of a random W [out, in] of values around 1, with random padding past the last column."""
+    counts = {
+        name: sum(region(n, size) for n in found) if c["stacked"] else found[0]
+        for name, (found, size) in _of_parts(c).items()
+    }
     codes = rng.integers(0, 2**32, counts["codes"], np.uint32)
     constants = (rng.random(counts["scales"]) + 0.5) * np.where(rng.random(counts["scales"]) < 0.5, -1, 1)
+    constants /= 64 if c["bits"] == 8 else 1
     return {"codes": codes, "scales": constants.astype(NUMPY[c["c_type"]])}
 
 
@@ -217,7 +221,9 @@ class CodesProduct:
         a, scale, kind = matmul_operand(rec, x, self.in_features, keep=True)
         shape = {"m": x.size // self.in_features, "k": self.in_features, **sizes_of("n", self.outs), "a_type": kind}
         tensors = a, self.codes, self.constants, y, bias, scale, *tensors_of(low)
-        rec.dispatch(codes_matmul, *tensors, accumulate=accumulate, gated=gated, **shape, **self._kind, **columns_of(low))
+        rec.dispatch(
+            codes_matmul, *tensors, accumulate=accumulate, gated=gated, **shape, **self._kind, **columns_of(low)
+        )
 
     def backward(self, rec: Recorder, dy: Tensor, dx: Tensor, accumulate: bool, low: LowRank | None) -> None:
         a, scale, kind = gradient_operand(rec, dy, self.outs)
