@@ -51,14 +51,14 @@ def _weighted(c: Constants, w: Any, scales: Any, importance: Any) -> tuple[np.nd
 
 
 @kernel("fit/group_largest.wgsl", grid=lambda c: one_per(c.size), lib=("linear",))
-def group_largest(w: Fixed, scales: Out, *, size: U32, group: U32, levels: F32 = 1.0) -> Any:
+def group_largest(w: Fixed, scales: Out, *, size: Dim, group: U32, levels: F32 = 1.0) -> Any:
     """scales[g] = max |w| / levels over the `group` values of group g, at least 2^-24, for `size` groups."""
     largest = np.abs(w.reshape(-1)[: size * group].reshape(size, group)).max(axis=1)
     return np.maximum(largest / levels, SMALLEST)
 
 
 @kernel("fit/round_half.wgsl", grid=lambda c: one_per(c.size), lib=("linear",))
-def round_half(x: InOut, *, size: U32) -> Any:
+def round_half(x: InOut, *, size: Dim) -> Any:
     """x rounded to f16."""
     with np.errstate(over="ignore"):
         return x.astype(np.float16)
@@ -81,8 +81,8 @@ def lut_start(
     scales: In = None,
     importance: Fixed = None,
     *,
-    rows: U32,
-    size_in: U32,
+    rows: Dim,
+    size_in: Dim,
     group: U32,
     bits: U32,
 ) -> Any:
@@ -139,11 +139,11 @@ def lut_lloyd(
     scales: In = None,
     importance: Fixed = None,
     *,
-    rows: U32,
-    size_in: U32,
+    rows: Dim,
+    size_in: Dim,
     group: U32,
     bits: U32,
-    iterations: U32,
+    iterations: Dim,
 ) -> Any:
     """table[r] after `iterations` of k-means (Lloyd 1982): each centre becomes the mean of the values nearest to it.
 
@@ -171,8 +171,8 @@ def lut_rescale(
     scales: InOut,
     importance: Fixed = None,
     *,
-    rows: U32,
-    size_in: U32,
+    rows: Dim,
+    size_in: Dim,
     group: U32,
     bits: U32,
 ) -> Any:
