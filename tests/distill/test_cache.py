@@ -10,7 +10,7 @@ import pytest
 from support.cli import write_rows
 from support.models import full_logits, save_golden_adapter, words_model
 
-from wgpu_lora.api.teacher_cache import teacher_cache
+from wgpu_lora.api.caching import teacher_cache
 from wgpu_lora.data import prepare
 from wgpu_lora.distill import plan
 from wgpu_lora.distill.cache import TeacherCache

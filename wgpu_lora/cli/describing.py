@@ -11,6 +11,7 @@ from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
     from wgpu_lora.train.job import Job
+    from wgpu_lora.train.session import MemoryPlan
     from wgpu_lora.train.slot import AdapterRun
 
 FEW = 50  # total steps: with fewer, an adapter hardly changes
@@ -98,10 +99,18 @@ def describe_model(job: Job[Any]) -> None:
     )
 
 
+def note_unified(plan: MemoryPlan) -> None:
+    """Say so if offloading saves nothing."""
+    if plan.host and plan.unified:
+        line("note", "--offload-activations saves nothing here, since the device's memory is the host's")
+
+
 def describe_memory(job: Job[Any]) -> None:
     """Describe the planned memory, and what remains to be tuned."""
     from wgpu_lora.train.memory import both
 
     plan = job.session.memory()
-    line("memory", f"{both(plan.peak)} at peak")
+    beside = f", and {both(plan.host)} in the host's memory" if plan.host else ""
+    line("memory", f"{both(plan.peak)} at peak{beside}")
+    note_unified(plan)
     describe_tuning(job)

@@ -9,7 +9,8 @@ from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import allocate, missing_bytes
 from wgpu_lora.models.config import ModelConfig
-from wgpu_lora.models.lora import AdapterSet, SlotSpec, check_fits
+from wgpu_lora.models.fitting import check_fits
+from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.share import claim
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models.cache import LayerCache
 from wgpu_lora.models.inputs import StepInputs
+from wgpu_lora.ops.adapted import adapted_gated, adapted_linear, adapted_linears
 from wgpu_lora.ops.elementwise import swiglu
-from wgpu_lora.ops.linear import FrozenMatrix, Linear, gated_linears, linear, linears
+from wgpu_lora.ops.linear import FrozenMatrix, Linear
 from wgpu_lora.ops.lora import LoraSlots
 from wgpu_lora.ops.norm import residual_rmsnorm, rmsnorm
 from wgpu_lora.ops.recorder import Recorder
@@ -50,7 +51,8 @@ class Block:
             first_row: if x is a block of rows, the index of its first row in the batch.
             accumulate: add the result to `into`.
         """
-        return linear(self.rec, x, self._linear(module, first_row), self._lora(x, module, first_row), into, accumulate)
+        layer, lora = self._linear(module, first_row), self._lora(x, module, first_row)
+        return adapted_linear(self.rec, x, layer, lora, into, accumulate)
 
     def projects(self, x: Tensor, modules: Sequence[str], first_row: int | None = None) -> list[Tensor]:
         """Records several linear layers of the same x, whose results are regions of one storage.
@@ -60,13 +62,14 @@ class Block:
         """
         layers = [self._linear(module, first_row) for module in modules]
         loras = [self._lora(x, module, first_row) for module in modules]
-        return linears(self.rec, x, layers, loras, apart=self.cache is None)
+        return adapted_linears(self.rec, x, layers, loras, apart=self.cache is None)
 
     def gated(self, x: Tensor, modules: Sequence[str], first_row: int | None = None) -> Tensor:
         """silu(first module) * second module, in one dispatch for few rows in generation."""
         layers = [self._linear(module, first_row) for module in modules]
         loras = [self._lora(x, module, first_row) for module in modules]
-        return gated_linears(self.rec, x, layers, loras) or swiglu(self.rec, *linears(self.rec, x, layers, loras))
+        found = adapted_gated(self.rec, x, layers, loras)
+        return found or swiglu(self.rec, *adapted_linears(self.rec, x, layers, loras))
 
     def _linear(self, module: str, first_row: int | None) -> Linear[FrozenMatrix]:
         """The frozen layer, or that with the matrix that is trained."""

@@ -57,7 +57,7 @@ class ConstantSet:
     grads: tuple[Tensor, ...]
     used: tuple[Tensor, ...]
     snapped: Tensor  # u32 [1]
-    block_slots: tuple[np.ndarray, ...]
+    block_owners: tuple[np.ndarray, ...]
     names: Mapping[str, Place]
 
     @classmethod
@@ -74,15 +74,15 @@ class ConstantSet:
                     used.append(0)
                 names[f"{module}.{name}"] = Place(len(used) - 1, used[-1] * BLOCK, shape, shape)
                 used[-1] += blocks
-        block_slots = tuple(padded_table([0] * count) for count in used)
+        block_owners = tuple(padded_table([0] * count) for count in used)
 
         def pages(kind: str, group: str) -> tuple[Tensor, ...]:
-            sizes = [table.size * BLOCK for table in block_slots]
+            sizes = [table.size * BLOCK for table in block_owners]
             return tuple(persistent((size,), "f32", group, f"{kind} {i}") for i, size in enumerate(sizes))
 
         params, grads, read = pages("constants", "adapters"), pages("grads", "optimizer"), pages("used", "adapters")
         snapped = persistent((1,), "u32", "adapters", "snapped")
-        return cls(weights, params, grads, read, snapped, block_slots, names)
+        return cls(weights, params, grads, read, snapped, block_owners, names)
 
     @property
     def slots(self) -> int:

@@ -14,7 +14,7 @@ from wgpu_lora.gpu.tensor import Storage, Tensor
 from wgpu_lora.models.block import Trained
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.inputs import StepInputs
-from wgpu_lora.ops.optimizer import BLOCK, NO_SLOT
+from wgpu_lora.ops.optimizer import BLOCK, NO_OWNER
 from wgpu_lora.ops.recorder import Recorder
 
 PAGE_BLOCKS = 64  # pages are multiples of this, so that offsets into per-block tables are aligned
@@ -24,13 +24,13 @@ PAGE_BLOCKS = 64  # pages are multiples of this, so that offsets into per-block 
 class Place:
     """Where an array is: its page, and its first value there, at a whole block.
 
-    shape: there, maybe padded with zeros. own: as files have it, its first rows and columns.
+    shape: there, maybe padded with zeros. own: as files have it, its first rows and columns, or a single row [columns].
     """
 
     page: int
     first: int
     shape: tuple[int, int]
-    own: tuple[int, int]
+    own: tuple[int, ...]
 
     @property
     def blocks(self) -> int:
@@ -40,22 +40,22 @@ class Place:
         """The values as they lie in the page."""
         if values.shape == self.shape:
             return np.ascontiguousarray(values, np.float32)
-        found = np.zeros(self.shape, np.float32)
-        found[: values.shape[0], : values.shape[1]] = values
+        found, matrix = np.zeros(self.shape, np.float32), np.atleast_2d(values)
+        found[: matrix.shape[0], : matrix.shape[1]] = matrix
         return found
 
     def cropped(self, page: np.ndarray) -> np.ndarray:
         """The array, from the values of its page."""
-        rows, cols = self.own
+        rows, cols = self.own if len(self.own) == 2 else (1, *self.own)
         values = page[self.first : self.first + math.prod(self.shape)].reshape(self.shape)
-        return values[:rows, :cols].copy()
+        return values[:rows, :cols].reshape(self.own).copy()
 
 
 class ParameterSet(Protocol):
     """The parameters of all slots. Gradients are allocated by the programs that use them.
 
-    params, grads: f32 pages, no larger than a binding. block_slots: per page, the slot of each block of BLOCK values,
-    NO_SLOT for padding.
+    params, grads: f32 pages, no larger than a binding. block_owners: per page, of each block of BLOCK values,
+    2 * slot, + 1 unless it is of an A; NO_OWNER for padding.
     """
 
     @property
@@ -65,7 +65,7 @@ class ParameterSet(Protocol):
     def grads(self) -> tuple[Tensor, ...]: ...
 
     @property
-    def block_slots(self) -> tuple[np.ndarray, ...]: ...
+    def block_owners(self) -> tuple[np.ndarray, ...]: ...
 
     @property
     def slots(self) -> int: ...
@@ -102,8 +102,8 @@ def write_array(device: Device, pages: Sequence[Tensor], place: Place, values: n
     device.write(pages[place.page].storage.buffer, place.padded(values), 4 * place.first)
 
 
-def padded_table(block_slots: list[int]) -> np.ndarray:
-    """The slots of a page's blocks, with NO_SLOT up to a multiple of PAGE_BLOCKS."""
-    table = np.full(max(1, -(-len(block_slots) // PAGE_BLOCKS)) * PAGE_BLOCKS, NO_SLOT, np.uint32)
-    table[: len(block_slots)] = block_slots
+def padded_table(owners: list[int]) -> np.ndarray:
+    """The owners of a page's blocks, with NO_OWNER up to a multiple of PAGE_BLOCKS."""
+    table = np.full(max(1, -(-len(owners) // PAGE_BLOCKS)) * PAGE_BLOCKS, NO_OWNER, np.uint32)
+    table[: len(owners)] = owners
     return table

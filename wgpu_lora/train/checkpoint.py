@@ -50,7 +50,7 @@ def write_checkpoint(
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         files = subject.saved(session, slot)
-        files[OPTIMIZER] = save(session.optimizer.read_state(session.device, slot))
+        files[OPTIMIZER] = save(session.optimizer.state.read(session.device, slot))
         files[METADATA] = (to_json(facts["metadata"], indent=1) + "\n").encode()
         files[STATE] = to_json(
             {"schema": SCHEMA, "state": asdict(state), "identity": facts["identity"]}, indent=1
@@ -180,15 +180,15 @@ def restore(directory: Path, session: Session, slot: int, subject: Subject) -> N
     """
     check(directory)
     try:
-        stored = load_file(directory / OPTIMIZER)
+        state = load_file(directory / OPTIMIZER)
     except (OSError, SafetensorError) as error:
         raise refuse(directory, str(error)) from error
-    stored = {modern(name, session.model.config.lora_modules): values for name, values in stored.items()}
-    wrong = session.optimizer.fault(slot, stored)
+    state = {modern(name, session.model.config.lora_modules): values for name, values in state.items()}
+    wrong = session.optimizer.state.fault(slot, state)
     if wrong:
         raise refuse(directory, f"{OPTIMIZER} does not match this run: {wrong}")
     try:
         subject.place(directory, session, slot)
     except Damaged as error:
         raise refuse(directory, str(error)) from error
-    session.optimizer.write_state(session.device, slot, stored)
+    session.optimizer.state.write(session.device, slot, state)

@@ -17,18 +17,21 @@ from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.models.parameters import ParameterSet
 from wgpu_lora.names.naming import flag, setting
+from wgpu_lora.ops.saved import Saving
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.track.report_to import check_libraries
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import OUTPUT, PLAN, TrainingArguments
 from wgpu_lora.train.batching import fitted
 from wgpu_lora.train.frozen import check_base, frozen_adapter, starting_at_reference
-from wgpu_lora.train.initial import adapter_of
+from wgpu_lora.train.initial import adapter_of, check_residual
+from wgpu_lora.train.initialisation import offsets
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.length import fit_length, shortened
 from wgpu_lora.train.memory import check_adapters
 from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.objectives.base import Objective
+from wgpu_lora.train.optimizers import optimizer_of
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.resume import plan_of, refuse_used, resume_note
 from wgpu_lora.train.rows import read_rows, sources_of
@@ -93,14 +96,20 @@ def prepare_job(
     if not (planning or args.resume):
         refuse_used(args.directory)  # before reading data, and again under the lock
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
+    args = as_stored(args, model)
     check_adapters([args], model.config, budget_bytes(model.device.info, args.budget()))
     run = read_run(args, model, rows=rows)
 
     def replan(changes: Mapping[str, Any]) -> int:
         other = with_options(run, changes)
-        return session_of(declared_as(model, other.args.base_dtype), [other]).memory().peak
+        return session_of(declared_as(model, other.args.base_dtype), [other]).memory().guarded
 
     return FinetuneJob(session_of(model, [run]), [run], replan)
+
+
+def as_stored(args: TrainingArguments, model: LoadedModel) -> TrainingArguments:
+    """The options with the base format that the model is stored in, if it is."""
+    return replace(args, base_dtype=model.config.packed) if model.config.packed else args
 
 
 def read_run(
@@ -190,7 +199,11 @@ def subject_of(args: TrainingArguments, model: LoadedModel) -> tuple[TrainingArg
     if args.train == "quant-scales":
         return args, QuantScales.of(args, model)
     args, adapter, initial = adapter_of(args, model.config)
-    return args, Adapter(args, adapter, SlotSpec.of(adapter, initial), initial)
+    check_residual(args, model)
+    spec = SlotSpec.of(adapter, initial)
+    if offsets(args.init_lora_weights):
+        spec = replace(spec, offset=SlotSpec(spec.rank, spec.scaling))
+    return args, Adapter(args, adapter, spec, initial)
 
 
 def trained_by(model: LoadedModel, subjects: Sequence[Subject]) -> ParameterSet:
@@ -235,8 +248,9 @@ def _session(
         dropout=any(run.args.lora_dropout > 0 and run.args.train != "quant-scales" for run in runs),
         recompute=args.gradient_checkpointing,
         compute_dtype=args.compute_dtype,
+        saving=Saving(args.activation_dtype, args.offload_activations),
         objectives=[run.stream.objective for run in runs],
-        optim=args.optim,
+        optim=optimizer_of(args),
         eval_tokens=max([tokens, *heldout]) if heldout else 0,
         references={run.slot: run.reference.spec for run in runs if run.reference},
         teachers={run.slot: run.teacher for run in runs if run.teacher},

@@ -38,7 +38,11 @@ def idle(given: Collection[str], args: TrainingArguments) -> list[str]:
         say(("num_train_epochs",), by_steps, f"{setting('max_steps', args.max_steps)} overrides it")
     scales = args.train == "quant-scales"
     stated = setting("train", args.train)
-    say(("lora_r", "lora_alpha", "lora_dropout", "use_rslora"), scales, f"{stated} trains no adapter")
+    say(
+        ("lora_r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "init_lora_weights", "loraplus_lr_ratio"),
+        scales,
+        f"{stated} trains no adapter",
+    )
     say(("snap_steps", "rounded_from"), not scales, f"{stated} rounds nothing")
     say(
         ("save_total_limit",),

@@ -137,7 +137,7 @@ class AdapterRun(Run):
     def _place_first(self, session: Session) -> None:
         """Load what the run started from, even if resumed; the optimizer's state becomes zero."""
         self.subject.place_first(session, self.slot, self.resumed_from)
-        session.optimizer.write_state(session.device, self.slot, {})
+        session.optimizer.state.write(session.device, self.slot, {})
 
     @cached_property
     def heldout_stream(self) -> DataStream:
