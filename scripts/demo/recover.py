@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora import answer, finetune, load
-from wgpu_lora.api.teacher_cache import teacher_cache
+from wgpu_lora.api.caching import teacher_cache
 from wgpu_lora.assets import DEMO_HELDOUT, DEMO_MODEL, DEMO_TRAIN
 from wgpu_lora.checks.run import run_check
 from wgpu_lora.data import read_jsonl
