@@ -89,7 +89,8 @@ def test_a_model_is_quantised_saved_and_loaded_as_it_was(device: Device, tmp_pat
     write_packed(model, saved)
     source = model.checkpoint.read_f32(UP)
     weight = model.decoder.layers[0].linears["mlp.up_proj"].weight
-    np.testing.assert_allclose(weight.values(device), base_format(name).round_trip(source), rtol=1e-6)
+    fitted, reference = weight.values(device), base_format(name).round_trip(source)
+    assert ((fitted - source) ** 2).sum() < 1.01 * ((reference - source) ** 2).sum()
     stated = json.loads((saved / "config.json").read_text())["quantization_config"]
     assert (stated["quant_method"], stated["base_dtype"]) == ("wgpu_lora", name)
     again = open_model(str(saved), device)

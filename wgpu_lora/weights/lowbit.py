@@ -14,7 +14,7 @@ from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, align, joined, persiste
 from wgpu_lora.names.naming import setting
 from wgpu_lora.ops.linear import FrozenMatrix
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.weights.base import PIECE_BYTES, Loading, MatrixSource, Shared, Weight, read, write
+from wgpu_lora.weights.base import Loading, MatrixSource, Shared, Weight, read, write
 from wgpu_lora.weights.lowbit_codes import (
     constant_count,
     decode,
@@ -22,13 +22,13 @@ from wgpu_lora.weights.lowbit_codes import (
     from_words,
     groups,
     join_constants,
-    pack,
     split_constants,
     to_words,
     unpack,
     word_rows,
 )
 from wgpu_lora.weights.lowbit_files import F32, LowBitFiles
+from wgpu_lora.weights.lowbit_packing import pack_lowbit, packing_scratch
 from wgpu_lora.weights.lowbit_products import CodesProduct
 from wgpu_lora.weights.lut_fit import fit, fit_int8
 from wgpu_lora.weights.packed import Packed
@@ -108,32 +108,25 @@ class LowBitWeight:
     # -- contents --------------------------------------------------------------------------------------------------
 
     def scratch(self) -> Mapping[str, int]:
-        return {}
+        return {} if self.stored else packing_scratch(self.shape, self.scheme.bits, self.scheme.group)
 
     def load(self, loading: Loading, source: MatrixSource, name: str) -> None:
         packed = source.packed(name)
         if packed is None:
-            self.fill(loading.device, *self._fitted(source, name))
+            of = self.shape, self.scheme.bits, self.scheme.group
+            constants = pack_lowbit(loading, source, name, self.codes, *of, loading.importance.get(name))
+            self._write_constants(loading.device, join_constants(*constants))
             return
-        codes, *constants = packed.read()
-        self.fill(loading.device, codes.view(np.uint8), *constants)
+        codes, *parts = packed.read()
+        self.fill(loading.device, codes.view(np.uint8), *parts)
 
     def fill(self, device: Device, packed: np.ndarray, *constants: np.ndarray) -> None:
         """Writes codes as files have them, and the table and scales that the scheme has."""
         write(device, self.codes, to_words(packed, self.in_features, self.scheme.bits))
-        flat = np.concatenate([part.reshape(-1) for part in constants])
-        write(device, self.constants, flat.astype(NUMPY[self.constants.dtype]))
+        self._write_constants(device, np.concatenate([part.reshape(-1) for part in constants]))
 
-    def _fitted(self, source: MatrixSource, name: str) -> Iterator[np.ndarray]:
-        step = max(1, PIECE_BYTES // (8 * self.in_features))
-        rows = range(0, self.out_features, step)
-        pieces = (source.read_f32(name, first, min(first + step, self.out_features)) for first in rows)
-        codes, tables, scales = zip(*(quantised(piece, self.scheme) for piece in pieces), strict=True)
-        yield pack(np.concatenate(codes), self.scheme.bits)
-        if tables[0] is not None:
-            yield np.concatenate(tables)
-        if scales[0] is not None:
-            yield np.concatenate(scales, axis=1)
+    def _write_constants(self, device: Device, flat: np.ndarray) -> None:
+        write(device, self.constants, flat.astype(NUMPY[self.constants.dtype]))
 
     def _read(self, device: Device) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
         """Codes as files have them, the table and the scales."""
