@@ -209,11 +209,11 @@ def restore(directory: Path, session: Session, slot: int) -> None:
     if set(matrices) != expected or any(e.dtype != "F32" for e in read_header(directory / WEIGHTS).values()):
         raise refuse(directory, f"{WEIGHTS} does not have the modules or the dtype of this run")
     state = {modern(name, expected): values for name, values in state.items()}
-    matrices, offset = trained(matrices, adapters, slot)
-    wrong = session.optimizer.fault(slot, matrices, state)
+    own, offset = trained(matrices, adapters, slot)
+    wrong = session.optimizer.fault(slot, own, state)
     if wrong:
         raise refuse(directory, f"{OPTIMIZER} does not match this run: {wrong}")
-    adapters.write(session.device, slot, matrices)
+    adapters.write(session.device, slot, own)
     if offset and adapters.offset:
         adapters.offset.write(session.device, slot, offset)
     session.optimizer.write_state(session.device, slot, state)
