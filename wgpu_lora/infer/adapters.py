@@ -31,7 +31,7 @@ def load_adapters(device: Device, config: ModelConfig, directories: Sequence[Pat
     adapters = AdapterSet.declare(config, specs, device.max_binding)
     with claim(device, missing_bytes(adapters.storages()), "adapters"):
         allocate(device, adapters.storages())
-    adapters.upload_scales(device)
+    adapters.upload_constants(device)
     for slot, (_, matrices) in enumerate(read):
         adapters.write(device, slot, matrices)
     return adapters

@@ -12,13 +12,11 @@ from wgpu_lora.formats.peft import PARTS, Matrices
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.errors import BindingTooLarge
 from wgpu_lora.gpu.tensor import Storage, Tensor, align, persistent
-from wgpu_lora.models.block import Adapters
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.inputs import StepInputs
+from wgpu_lora.models.parameters import PAGE_BLOCKS, Place, blocks_of, padded_table, read_arrays, write_array
 from wgpu_lora.ops.lora import Factors, LoraSlots, LoraStack, Magnitudes
-from wgpu_lora.ops.optimizer import BLOCK, NO_SLOT
-
-PAGE_BLOCKS = 64  # pages are multiples of this, so that offsets into per-block tables are aligned
+from wgpu_lora.ops.optimizer import BLOCK
 
 
 @dataclass(frozen=True)
@@ -54,14 +52,7 @@ class Factor:
     @property
     def blocks(self) -> int:
         """Blocks of a slot's matrix."""
-        return -(-self.shape[0] * self.shape[1] // BLOCK)
-
-    def padded(self, matrix: np.ndarray) -> np.ndarray:
-        """A matrix of a smaller rank, or magnitudes [out], in this shape, f32."""
-        values = np.atleast_2d(matrix)
-        found = np.zeros(self.shape, np.float32)
-        found[: values.shape[0], : values.shape[1]] = values
-        return found
+        return blocks_of(self.shape)
 
 
 @dataclass(frozen=True)
@@ -69,15 +60,15 @@ class AdapterSet:
     """The adapters of all slots. `declare` allocates nothing; gradients are allocated by the programs that use them.
 
     A page is a flat f32 tensor no larger than a binding. Each slot's matrix is padded to whole blocks of 1024 values,
-    so that a table block -> slot tells the optimizer which slot a value belongs to. Modules that read the same x form a
-    stack: their A, and their B, follow each other in each slot.
+    so that a table block -> owner tells the optimizer which slot a value belongs to, and whether to an A. Modules that
+    read the same x form a stack: their A, and their B, follow each other in each slot.
     """
 
     specs: Sequence[SlotSpec]
     rank: int
     params: tuple[Tensor, ...]
     grads: tuple[Tensor, ...]
-    block_slots: tuple[np.ndarray, ...]  # per page, the slot of each block; NO_SLOT for padding
+    block_owners: tuple[np.ndarray, ...]  # per page, of each block: 2 * slot, + 1 unless of an A; NO_OWNER for padding
     factors: Mapping[tuple[str, str], Factor]  # (module, one of PARTS)
     scales: Mapping[tuple[str, ...], Tensor]  # by the modules of a stack: f32 [slots, modules * rank]
     numbers: Mapping[str, int]  # of modules, as dropout keys; they do not depend on other slots
@@ -126,8 +117,8 @@ class AdapterSet:
                     offset = (len(used[-1]) + first) * BLOCK
                     factors[module, which] = Factor(len(used) - 1, offset, each * BLOCK, shape)
                     first += blocks[module]
-                used[-1] += [slot for slot in range(slots) for _ in range(each)]
-        tables = tuple(_padded(blocks) for blocks in used)
+                used[-1] += [2 * slot + (which != "A") for slot in range(slots) for _ in range(each)]
+        tables = tuple(padded_table(blocks) for blocks in used)
 
         def pages(kind: str, group: str) -> tuple[Tensor, ...]:
             return tuple(persistent((t.size * BLOCK,), "f32", group, f"{kind} {i}") for i, t in enumerate(tables))
@@ -143,16 +134,20 @@ class AdapterSet:
         frozen = cls.declare(config, offsets, max_binding, group) if offsets else None
         return cls(specs, rank, params, grads, tables, factors, scales, numbers, gains, frozen)
 
+    @property
+    def slots(self) -> int:
+        return len(self.specs)
+
     def storages(self) -> set[Storage]:
         """The storages of parameters and scales. Gradients are allocated with the program that writes them."""
         gains = (tensor for pair in self.gains.values() for tensor in pair)
         offset = self.offset.storages() if self.offset else set()
         return {t.storage for t in (*self.params, *self.scales.values(), *gains)} | offset
 
-    def bind(self, inputs: StepInputs) -> Adapters:
+    def bind(self, inputs: StepInputs) -> Mapping[str, LoraSlots]:
         """The adapters of each module for a batch, for the decoder's forward pass."""
         found = {}
-        offsets = self.offset.bind(inputs) if self.offset else {}
+        offsets: Mapping[str, LoraSlots] = self.offset.bind(inputs) if self.offset else {}
         for modules, scale in self.scales.items():
             stack = LoraStack(self.factors_of(modules, "A"), self.factors_of(modules, "B"), scale, len(modules))
             for index, module in enumerate(modules):
@@ -193,7 +188,8 @@ class AdapterSet:
 
     # -- host side -------------------------------------------------------------------------------------------------
 
-    def upload_scales(self, device: Device) -> None:
+    def upload_constants(self, device: Device) -> None:
+        """The scales."""
         for modules, tensor in self.scales.items():
             values = [[spec.scaling.get(module, 0.0) for module in modules] for spec in self.specs]
             device.write(tensor.storage.buffer, np.repeat(np.array(values, np.float32), self.rank, axis=1))
@@ -201,7 +197,7 @@ class AdapterSet:
             device.write(gain.storage.buffer, np.ones(gain.shape, np.float32))
             device.write(norm.storage.buffer, np.zeros(norm.shape, np.float32))
         if self.offset:
-            self.offset.upload_scales(device)
+            self.offset.upload_constants(device)
 
     def modules(self, slot: int) -> Iterator[str]:
         return (module for module in self.numbers if module in self.specs[slot].scaling)
@@ -210,27 +206,27 @@ class AdapterSet:
         """Writes a slot's matrices to `pages` (by default, the parameters), padding their rank with zeros."""
         for module, pair in matrices.items():
             for which, matrix in zip(PARTS, pair, strict=False):
-                factor = self.factors[module, which]
-                buffer = (pages or self.params)[factor.page].storage.buffer
-                device.write(buffer, factor.padded(matrix), 4 * (factor.offset + slot * factor.stride))
+                write_array(device, pages or self.params, self._place(module, which, slot), matrix)
 
     def read(
         self, device: Device, slot: int, pages: Sequence[Tensor] | None = None
     ) -> dict[str, tuple[np.ndarray, ...]]:
         """Reads a slot's (A [rank, in], B [out, rank]) by module from `pages`, with the slot's own rank; with DoRA, the
         magnitudes [out] follow."""
-        host = [device.read(page.storage.buffer).view(np.float32) for page in pages or self.params]
-        rank = self.specs[slot].rank
+        found, parts = read_arrays(device, pages or self.params, self.places(slot)), self.parts(slot)
+        return {module: tuple(found[f"{module}.{which}"] for which in parts) for module in self.modules(slot)}
 
-        def matrix(module: str, which: str) -> np.ndarray:
-            factor = self.factors[module, which]
-            start = factor.offset + slot * factor.stride
-            rows, cols = factor.shape
-            full = host[factor.page][start : start + rows * cols].reshape(rows, cols)
-            return (full[0] if which == "M" else full[:rank] if which == "A" else full[:, :rank]).copy()
-
+    def places(self, slot: int) -> dict[str, Place]:
         parts = self.parts(slot)
-        return {module: tuple(matrix(module, which) for which in parts) for module in self.modules(slot)}
+        return {
+            f"{module}.{which}": self._place(module, which, slot) for module in self.modules(slot) for which in parts
+        }
+
+    def _place(self, module: str, which: str, slot: int) -> Place:
+        factor, rank = self.factors[module, which], self.specs[slot].rank
+        rows, cols = factor.shape
+        own = {"A": (rank, cols), "B": (rows, rank), "M": (cols,)}[which]
+        return Place(factor.page, factor.offset + slot * factor.stride, factor.shape, own)
 
     def parts(self, slot: int) -> str:
         """Those of the PARTS that a slot's modules have."""
@@ -274,9 +270,3 @@ def _stacks(
         if module not in done:
             yield stack
             done.update(stack)
-
-
-def _padded(block_slots: list[int]) -> np.ndarray:
-    table = np.full(max(1, -(-len(block_slots) // PAGE_BLOCKS)) * PAGE_BLOCKS, NO_SLOT, np.uint32)
-    table[: len(block_slots)] = block_slots
-    return table

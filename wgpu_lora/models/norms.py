@@ -11,6 +11,7 @@ from wgpu_lora.gpu.tensor import persistent
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.models.parameters import write_array
 from wgpu_lora.ops.dora import adapted_norm, gram
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.share import claim
@@ -60,11 +61,9 @@ class Norms:
         self.program.run()
         for module in self._weights:
             if module in self.adapters.specs[slot].scaling:
-                place, (_, norm) = self.adapters.factors[module, "M"], self.adapters.gains[module]
+                place, (_, norm) = self.adapters.places(slot)[f"{module}.M"], self.adapters.gains[module]
                 found = self.device.read(norm.storage.buffer).view(np.float32).reshape(norm.shape)
-                values = place.padded(found[slot, : place.shape[1]])
-                buffer = self.adapters.params[place.page].storage.buffer
-                self.device.write(buffer, values, 4 * (place.offset + slot * place.stride))
+                write_array(self.device, self.adapters.params, place, found[slot, : place.shape[1]])
 
 
 def _weights(decoder: Decoder, adapters: AdapterSet) -> Iterator[tuple[str, Weight]]:

@@ -46,8 +46,8 @@ SENTENCES: tuple[tuple[str, str], ...] = (
         "betas adam_betas",
     ),
     (
-        "does not exist here: {optim} selects the optimizer, which has its own options",
-        "optim_target_modules adafactor momentum",
+        "does not exist here: {optim} selects the optimizer, whose own options are given as {optim_args}",
+        "optim_target_modules adafactor momentum nesterov",
     ),
     (
         "does not exist here: the held-out data of {eval_data} are evaluated after every epoch, or every "
@@ -147,7 +147,7 @@ SENTENCES: tuple[tuple[str, str], ...] = (
     ),
     (
         "is not supported: all modules have the same rank and alpha",
-        "rank_pattern alpha_pattern loraplus_lr_ratio loraplus_lr_embedding lora_plus",
+        "rank_pattern alpha_pattern loraplus_lr_embedding",
     ),
     (
         "is not supported: adapters are LoRA, with {use_rslora} rank-stabilised LoRA, or with {use_dora} DoRA",
@@ -162,7 +162,7 @@ SENTENCES: tuple[tuple[str, str], ...] = (
         "fan_in_fan_out",
     ),
     (
-        "is {objective}: sft, dpo, kto, orpo or cpo",
+        "is {objective}: sft, dpo, kto, orpo, cpo or kd",
         "rl stage method train_mode",
     ),
     (
@@ -239,8 +239,12 @@ ANYWHERE: tuple[tuple[str, str], ...] = (
         "use_qlora",
     ),
     (
+        "is {base_dtype=int8} here; the base is NF4 by default, which is smaller",
+        "load_in_8bit use_8bit",
+    ),
+    (
         "is not supported: the base is NF4 by default, which is smaller ({base_dtype} selects another type)",
-        "load_in_8bit use_8bit load_in_fp8 load_in_16bit",
+        "load_in_fp8 load_in_16bit",
     ),
     (
         "is not needed: attention never stores all scores, and kernels are tuned to the device",

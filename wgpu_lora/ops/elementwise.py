@@ -1,4 +1,4 @@
-"""SwiGLU, addition, dropout and fill."""
+"""SwiGLU, addition, copies, dropout and fill."""
 
 from __future__ import annotations
 
@@ -46,6 +46,12 @@ def swiglu_backward(gate: In, up: In, dy: In, dgate: Out, dup: Out, *, size: U32
 def add_forward(a: In, b: In, y: Out, *, size: U32) -> Any:
     """y = a + b."""
     return a + b
+
+
+@kernel("copy.wgsl.j2", **QUADS)
+def copy(x: In, y: Out, *, size: U32) -> Any:
+    """y = x."""
+    return x
 
 
 @kernel("fill.wgsl", grid=lambda c: one_per(c.size), lib=("linear",))

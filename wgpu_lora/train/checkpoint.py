@@ -75,7 +75,7 @@ def write_checkpoint(
     try:
         device, optimizer = session.device, session.optimizer
         files = adapter_files(*adapter_as_stored(session, slot, config))
-        files[OPTIMIZER] = save(optimizer.read_state(device, slot))
+        files[OPTIMIZER] = save(optimizer.state.read(device, slot))
         files[METADATA] = (to_json(facts["metadata"], indent=1) + "\n").encode()
         files[STATE] = to_json(
             {"schema": SCHEMA, "state": asdict(state), "identity": facts["identity"]}, indent=1
@@ -210,10 +210,10 @@ def restore(directory: Path, session: Session, slot: int) -> None:
         raise refuse(directory, f"{WEIGHTS} does not have the modules or the dtype of this run")
     state = {modern(name, expected): values for name, values in state.items()}
     own, offset = trained(matrices, adapters, slot)
-    wrong = session.optimizer.fault(slot, own, state)
+    wrong = session.optimizer.state.fault(slot, state)
     if wrong:
         raise refuse(directory, f"{OPTIMIZER} does not match this run: {wrong}")
     adapters.write(session.device, slot, own)
     if offset and adapters.offset:
         adapters.offset.write(session.device, slot, offset)
-    session.optimizer.write_state(session.device, slot, state)
+    session.optimizer.state.write(session.device, slot, state)

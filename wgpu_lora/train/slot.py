@@ -30,6 +30,7 @@ from wgpu_lora.train.schedule import LR_SCHEDULES, learning_rate, warmup_steps
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.state import RunState, read_state
 from wgpu_lora.train.stream import DataStream
+from wgpu_lora.train.teacher import heldout_options
 
 
 @dataclass
@@ -91,6 +92,11 @@ class AdapterRun(Run):
                 f"The reference adapter of the run in {self.directory} has changed since it started: restore it, or "
                 "start a new run."
             )
+        if before.get("teacher") != now.get("teacher"):
+            raise UserError(
+                f"The teacher of the run in {self.directory} has changed since it started: restore it, or start a new "
+                "run."
+            )
         set_length(self.state, before["options"], self.stream, self.resumed_from)
         self._began_with = before["weights"]
         checkpoint.remove_old(self.directory / checkpoint.STEPS, self.args.save_total_limit)
@@ -147,19 +153,20 @@ class AdapterRun(Run):
                 else SeededMatrices(self.args, session.model.config).on(session.model)
             )
             session.place_initial(self.slot, initial)
-        session.optimizer.write_state(session.device, self.slot, {})
+        session.optimizer.state.write(session.device, self.slot, {})
 
     @cached_property
     def heldout_stream(self) -> DataStream:
         assert self.heldout
-        return DataStream(self.heldout, self.args)
+        return DataStream(self.heldout, heldout_options(self.args))
 
     # -- during ----------------------------------------------------------------------------------------------------
 
     def rate(self) -> float:
         """The learning rate of the next step."""
         args, total = self.args, self.state.total_steps
-        return learning_rate(args.lr_scheduler_type, args.learning_rate, self.state.step, total, self.warmup(total))
+        kind, least, warmup = args.lr_scheduler_type, args.lr_scheduler_min, self.warmup(total)
+        return learning_rate(kind, args.learning_rate, self.state.step, total, warmup, least)
 
     def warmup(self, total: int) -> int:
         """Warm-up steps out of `total`."""

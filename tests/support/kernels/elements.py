@@ -23,6 +23,7 @@ for one, inputs, outputs in (
     (elementwise.swiglu_forward, "gate up", "y"),
     (elementwise.swiglu_backward, "gate up dy", "dgate dup"),
     (elementwise.add_forward, "a b", "y"),
+    (elementwise.copy, "x", "y"),
 ):
     for size in (4 * 64 + 37, 8 * 64 + 36):  # singly, and by fours
         add(one, lambda rng, i=inputs, o=outputs, n=size: several(rng, n, i, o), size=size)
