@@ -1,4 +1,4 @@
-"""The compute pipelines of one layer of a named shape: of a training step, a prefill, a decoding step and a teacher."""
+"""The compute pipelines of one layer of a named shape: of training steps, a prefill, a decoding step and a teacher."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Call:
     constants: dict[str, Any]
     tiling: Tiling
     default: bool
-    used_by: dict[str, list[str]] = field(default_factory=dict)  # shape -> of training, prefill, decode, teacher
+    used_by: dict[str, list[str]] = field(default_factory=dict)  # shape -> of training, DoRA, prefill, decode, teacher
 
     def to_json(self) -> dict[str, Any]:
         compiled_in = self.kernel.compiled_in(self.constants)
@@ -129,8 +129,9 @@ def _steps(config: ModelConfig, wanted: Wanted, device: Device) -> Iterator[tupl
         compute_dtype=wanted.compute_dtype,
         activation_dtype=wanted.activation_dtype,
     )
-    for program in TrainingStep(model, args).session.programs():
-        yield "training", program
+    for step, changes in (("training", {}), ("DoRA", {"use_dora": True, "lora_dropout": 0.1})):
+        for program in TrainingStep(model, replace(args, **changes)).session.programs():
+            yield step, program
     adapters = adapter_set(config, device, wanted.rank)
     programs = Programs.record(device, model.decoder, adapters, 1, CACHED, (wanted.tokens,))
     for step in programs.prefill:
