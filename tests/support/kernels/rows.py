@@ -9,7 +9,7 @@ import numpy as np
 
 from support.kernels import NONE, SLOT_ROWS, SLOTS, Arrays, add, normal, poison, u32, unslotted
 from wgpu_lora.gpu.struct import struct_array
-from wgpu_lora.ops import half, loss, norm, optimizer
+from wgpu_lora.ops import half, loss, moments, norm, optimizer
 from wgpu_lora.train.objectives import sft
 from wgpu_lora.train.optimizers import adamw
 
@@ -172,3 +172,14 @@ def rounded(kind: str, rows: int, cols: int) -> None:
 
 rounded("bf16", 37, 74)
 rounded("f16", 37, 74)
+
+
+def observed(first: int) -> None:
+    def make(rng: np.random.Generator) -> Arrays:
+        return {"x": normal(rng, 40, 37), "count": u32(61), "squares": normal(rng, 37) ** 2}
+
+    add(moments.input_squares, make, rows=40, first=first, cols=37)
+
+
+observed(first=40)
+observed(first=64)
