@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from support.models import FIXTURES, full_logits, golden, golden_rows, relative_error
+from support.training import golden_arguments
 
 from wgpu_lora.errors import NotFiniteError, UserError
 from wgpu_lora.export.packed import write_packed
@@ -18,6 +21,7 @@ from wgpu_lora.formats.checkpoint import SINGLE
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.loaded import LoadedModel, open_model
+from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.weights.lowbit_codes import decode, from_words, pack, row_bytes, to_words, unpack, word_rows
 from wgpu_lora.weights.lut_fit import fit, fit_int8
 from wgpu_lora.weights.registry import BASE_FORMATS, base_format
@@ -176,3 +180,23 @@ def test_constants_in_f32(device: Device, stored: Path, tmp_path: Path) -> None:
         assert relative_error(have, want) < 1e-6
     packed = model.decoder.layers[0].linears["mlp.up_proj"].weight.packed(device)
     assert packed.parts == ("codes", "table:f32", "scales:f32")
+
+
+@pytest.mark.slow
+def test_training_is_that_of_the_decoded_weights(device: Device, tmp_path: Path) -> None:
+    """A run on codes, and one on what they represent in f32: forward, backward, LoRA and stacks."""
+    args = golden_arguments(tmp_path, "qwen3", max_steps=2, tune=False)
+    model, plain = open_model(MODEL, device, "q2a4-g16"), tmp_path / "plain"
+    model.load_weights()
+    decoded = {name: weight.values(device) for name, weight in model.decoder.matrices() if "layers" in name}
+    model.unload()
+    shutil.copytree(MODEL, plain)
+    save_file({**load_file(plain / SINGLE), **decoded}, plain / SINGLE, {"format": "pt"})
+    losses = []
+    for source, base in ((MODEL, "q2a4-g16"), (str(plain), "f32")):
+        run = tmp_path / base
+        prepare_job(replace(args, model=source, base_dtype=base, output=str(run))).train()
+        assert json.loads((run / "run.json").read_text())["options"]["base_dtype"] == base
+        log = map(json.loads, (run / "log.jsonl").read_text().splitlines())
+        losses.append([row["loss"] for row in log if "loss" in row])
+    np.testing.assert_allclose(*losses, rtol=1e-5)

@@ -236,8 +236,12 @@ ANYWHERE: tuple[tuple[str, str], ...] = (
         "use_qlora",
     ),
     (
+        "is {base_dtype=int8} here; the base is NF4 by default, which is smaller",
+        "load_in_8bit use_8bit",
+    ),
+    (
         "is not supported: the base is NF4 by default, which is smaller ({base_dtype} selects another type)",
-        "load_in_8bit use_8bit load_in_fp8 load_in_16bit",
+        "load_in_fp8 load_in_16bit",
     ),
     (
         "is not needed: attention never stores all scores, and kernels are tuned to the device",

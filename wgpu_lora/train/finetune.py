@@ -79,6 +79,7 @@ def prepare_job(
     if not (planning or args.resume):
         refuse_used(args.directory)  # before reading data, and again under the lock
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
+    args = as_stored(args, model)
     check_adapters([args], model.config, budget_bytes(model.device.info, args.budget()))
     run = read_run(args, model, rows=rows)
 
@@ -87,6 +88,11 @@ def prepare_job(
         return session_of(declared_as(model, other.args.base_dtype), [other]).memory().peak
 
     return FinetuneJob(session_of(model, [run]), [run], replan)
+
+
+def as_stored(args: TrainingArguments, model: LoadedModel) -> TrainingArguments:
+    """The options with the base format that the model is stored in, if it is."""
+    return replace(args, base_dtype=model.config.packed) if model.config.packed else args
 
 
 def read_run(

@@ -77,16 +77,21 @@ def _columns(arrays: Arrays, c: Constants, columns: np.ndarray) -> Arrays | None
     return {"codes": np.concatenate(found), "scales": np.concatenate([flat[:own], scales.reshape(-1)])}
 
 
-def _within_groups(variants: Variants) -> Variants:
-    """The tilings with rounds of at most one group."""
+def _limited(variants: Variants) -> Variants:
+    """The tilings with rounds of at most one group, whose tables fit the registers."""
 
     def limited(capabilities: Capabilities, c: Any) -> Sequence[Tiling]:
-        found = variants(capabilities, c)
-        return [replace(tiling, span=min(tiling.span, c.group or tiling.span)) for tiling in found]
+        found = [replace(one, span=min(one.span, c.group or one.span)) for one in variants(capabilities, c)]
+        if capabilities.software or c.form != "nt":
+            return found
+        tables = 8 if c.bits == 2 else entries(c.bits) // (2 if c.c_type == "f16" else 1)  # 2 bits: scaled ones, too
+        kept = [one for one in found if one.cols * (one.rows + tables) + BESIDE <= capabilities.registers]
+        return kept or found[-1:]
 
     return limited
 
 
+BESIDE = 48  # registers of a lane besides its sums and tables, by the compilers' table (`make gpu-compilers`)
 SHAPES = ((16, 4), (16, 2), (8, 4))  # (rows, columns per lane) of the tilings
 TUNING, PART = MatmulTuning(_synthetic), product_part(_columns)
 
@@ -94,7 +99,7 @@ TUNING, PART = MatmulTuning(_synthetic), product_part(_columns)
 @kernel(
     FILE,
     grid=tile_grid,
-    variants=_within_groups(tilings(8, *SHAPES)),
+    variants=_limited(tilings(8, *SHAPES)),
     specialise=_facts,
     tuning=TUNING,
     part=PART,
@@ -145,7 +150,7 @@ def codes_matmul(
 @kernel(
     FILE,
     grid=tile_grid,
-    variants=_within_groups(tilings(4, *SHAPES, cpu_span=8)),
+    variants=_limited(tilings(4, *SHAPES, cpu_span=8)),
     specialise=_facts,
     tuning=TUNING,
     part=PART,
