@@ -1,4 +1,4 @@
-"""The compute pipelines of one layer of a named shape: of a training step, a prefill and a decoding step."""
+"""The compute pipelines of one layer of a named shape: of a training step, a prefill, a decoding step and a teacher."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from wgpu_lora.bench.step import TrainingStep, adapter_set
+from wgpu_lora.distill.teacher import Kept, Teacher
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.kernel import Kernel
@@ -16,6 +17,7 @@ from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.infer.step import Programs
 from wgpu_lora.models.blocks.transformer import Transformer
 from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.inputs import Tables
 from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.models.synthetic import synthetic_model
 from wgpu_lora.train.arguments import TrainingArguments
@@ -41,6 +43,7 @@ class Wanted:
     candidates: bool = True
     kernels: tuple[str, ...] = ()
     tiling: dict[str, Any] | None = None
+    activation_dtype: str = "f32"
     base_dtype: str = DEFAULT_FORMAT
 
     @classmethod
@@ -59,7 +62,7 @@ class Call:
     constants: dict[str, Any]
     tiling: Tiling
     default: bool
-    used_by: dict[str, list[str]] = field(default_factory=dict)  # shape -> of training, prefill, decode
+    used_by: dict[str, list[str]] = field(default_factory=dict)  # shape -> of training, prefill, decode, teacher
 
     def to_json(self) -> dict[str, Any]:
         compiled_in = self.kernel.compiled_in(self.constants)
@@ -124,6 +127,7 @@ def _steps(config: ModelConfig, wanted: Wanted, device: Device) -> Iterator[tupl
         max_length=wanted.tokens,
         lora_r=wanted.rank,
         compute_dtype=wanted.compute_dtype,
+        activation_dtype=wanted.activation_dtype,
     )
     for program in TrainingStep(model, args).session.programs():
         yield "training", program
@@ -133,3 +137,6 @@ def _steps(config: ModelConfig, wanted: Wanted, device: Device) -> Iterator[tupl
         yield "prefill", step.program
     for program in (programs.decode.program, programs.head, programs.kept):
         yield "decode", program
+    tables = Tables.declare(config.tables(), wanted.tokens)
+    for program in Teacher(model, None, (wanted.tokens,), tables, Kept(), wanted.compute_dtype).programs():
+        yield "teacher", program

@@ -110,7 +110,7 @@ def test_every_slot_takes_its_step(device: Device) -> None:
         step.check(np.random.default_rng(0))
         session = step.sessions[-1]
         for slot in range(8):
-            session.optimizer.write_state(device, slot, {})
+            session.optimizer.state.write(device, slot, {})
         before = [session.adapters.read(device, slot) for slot in range(8)]
         assert step.run() > 0
         for slot in range(8):

@@ -46,8 +46,8 @@ SENTENCES: tuple[tuple[str, str], ...] = (
         "betas adam_betas",
     ),
     (
-        "does not exist here: {optim} selects the optimizer, which has its own options",
-        "optim_target_modules adafactor momentum",
+        "does not exist here: {optim} selects the optimizer, whose own options are given as {optim_args}",
+        "optim_target_modules adafactor momentum nesterov",
     ),
     (
         "does not exist here: the held-out data of {eval_data} are evaluated after every epoch, or every "
@@ -147,19 +147,22 @@ SENTENCES: tuple[tuple[str, str], ...] = (
     ),
     (
         "is not supported: all modules have the same rank and alpha",
-        "rank_pattern alpha_pattern loraplus_lr_ratio loraplus_lr_embedding lora_plus",
+        "rank_pattern alpha_pattern loraplus_lr_embedding",
     ),
     (
-        "is not supported: adapters are LoRA or, with {use_rslora}, rank-stabilised LoRA",
-        "use_dora dora use_pissa pissa_init use_badam use_galore loftq_config loftq use_loftq adalora eva_config "
-        "lora_fa corda_config layer_replication use_loreft relora_steps oft",
+        "is not supported: adapters are LoRA, with {use_rslora} rank-stabilised LoRA, or with {use_dora} DoRA",
+        "use_badam use_galore adalora eva_config lora_fa corda_config layer_replication use_loreft relora_steps oft",
     ),
     (
-        "is not needed: A is initialised as in PEFT's default, and B is zero",
-        "init_lora_weights lora_init init_weights fan_in_fan_out",
+        "is a value of {init_lora_weights}: pissa, pissa_niter_16 or loftq",
+        "use_pissa pissa_init pissa pissa_iter loftq_config loftq use_loftq loftq_bits loftq_iter",
     ),
     (
-        "is {objective}: sft, dpo, kto, orpo or cpo",
+        "is not needed: all linear layers are stored as [out, in]",
+        "fan_in_fan_out",
+    ),
+    (
+        "is {objective}: sft, dpo, kto, orpo, cpo or kd",
         "rl stage method train_mode",
     ),
     (
