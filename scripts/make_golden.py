@@ -17,6 +17,7 @@ from golden import adapters
 from golden.models import CONFIGS, save
 from golden.quant import is_clear_cut, quantize
 from golden.training import golden
+from golden.variants import variants
 from safetensors.numpy import load_file, save_file
 
 NF4_SHAPES = ((37, 91), (64, 64), (5, 20), (48, 80), (130, 257))
@@ -61,6 +62,7 @@ def main(output: Path) -> None:
         save_file(golden(architecture, directory), output / "golden" / f"{architecture}.safetensors")
         print(architecture, "done", flush=True)
     save_file(peft_adapters(output), output / "golden" / "peft.safetensors")
+    save_file(variants(output / "models", output / "golden"), output / "golden" / "variants.safetensors")
     from golden.preferences import ARCHITECTURE, preferences  # needs TRL
 
     initial = load_file(output / "golden" / f"{ARCHITECTURE}.safetensors")

@@ -86,6 +86,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=tokens, default=512, help="of the training step and the prefill")
     parser.add_argument("--rank", type=count, default=16)
     parser.add_argument("--compute-dtype", choices=("f32", "bf16", "f16"), default="f32")
+    parser.add_argument("--activation-dtype", choices=("f32", "bf16", "f16"), default="f32")
     parser.add_argument("--default-only", action="store_true", help="leave out tilings that only the tuner chooses")
     parser.add_argument("--kernel", action="append", default=[], help="part of a name; repeatable (default: all)")
     parser.add_argument("--tiling", type=tiling, help="another tiling for tuned kernels, as JSON; see gpu/tiling.py")
@@ -115,6 +116,7 @@ def main(argv: list[str] | None = None) -> int:
         not given.default_only,
         tuple(given.kernel),
         given.tiling,
+        given.activation_dtype,
     )
     try:
         answers = ask_all(gpus, given.subgroup_size, wanted, given.root.resolve(), given.in_root, given.jobs, given.raw)

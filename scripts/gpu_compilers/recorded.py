@@ -42,6 +42,7 @@ class Wanted:
     candidates: bool = True
     kernels: tuple[str, ...] = ()
     tiling: dict[str, Any] | None = None
+    activation_dtype: str = "f32"
 
     @classmethod
     def from_json(cls, text: str) -> Wanted:
@@ -124,6 +125,7 @@ def _steps(config: ModelConfig, wanted: Wanted, device: Device) -> Iterator[tupl
         max_length=wanted.tokens,
         lora_r=wanted.rank,
         compute_dtype=wanted.compute_dtype,
+        activation_dtype=wanted.activation_dtype,
     )
     for program in TrainingStep(model, args).session.programs():
         yield "training", program

@@ -19,7 +19,8 @@ from wgpu_lora.bench.workloads.adapters import MultiAdapterMemory, MultiAdapterS
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.share.budget import Budget
-from wgpu_lora.train.session import MemoryPlan, Session
+from wgpu_lora.train.memory_plan import MemoryPlan
+from wgpu_lora.train.session import Session
 from wgpu_lora.weights.nf4_products import NF4Product
 
 SPEEDS = {"together_speedup": 1.0, "short_speedup": 1.3, "eight_of_three": 0.9}
@@ -110,7 +111,7 @@ def test_every_slot_takes_its_step(device: Device) -> None:
         step.check(np.random.default_rng(0))
         session = step.sessions[-1]
         for slot in range(8):
-            session.optimizer.write_state(device, slot, {})
+            session.optimizer.state.write(device, slot, {})
         before = [session.adapters.read(device, slot) for slot in range(8)]
         assert step.run() > 0
         for slot in range(8):

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import support.kernels
 from support.kernels import CASES, Case
 
 import wgpu_lora.ops
@@ -28,8 +29,8 @@ WORST = 1e-5  # of (|value| + root mean square), for any one value
 for package in (wgpu_lora.ops, wgpu_lora.weights, wgpu_lora.train.objectives, wgpu_lora.train.optimizers):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
-for family in ("matmul", "attention", "rows", "elements", "preferences", "supports", "distillation", "bench"):
-    importlib.import_module(f"support.kernels.{family}")
+for family in pkgutil.iter_modules(support.kernels.__path__, "support.kernels."):
+    importlib.import_module(family.name)
 
 ALL = [case for cases in CASES.values() for case in cases]
 CORE = [cases[0] for cases in CASES.values()]
@@ -137,7 +138,7 @@ def test_attention_of_gpus(device: Device, case: Case, rng: np.random.Generator)
     check(device, case, rng, offered[:1])
 
 
-PRODUCTS = [c for name in ("lora_nt", "matmul_nt", "nf4_matmul") for c in CASES[name]]
+PRODUCTS = [c for name in ("lora_nt", "matmul_nt", "nf4_matmul", "codes_matmul") for c in CASES[name]]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from support.data import small_tokenizer
 from support.models import full_logits, golden, golden_rows, load, relative_error, save_golden_adapter
 
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.peft import AdapterConfig, tensor_name, write_adapter
+from wgpu_lora.formats.adapter_config import AdapterConfig
+from wgpu_lora.formats.peft import tensor_name, write_adapter
 from wgpu_lora.infer import Generation, Generator, Sampler, chat_prompt, load_adapters
 from wgpu_lora.models.inputs import Segment
 

@@ -14,7 +14,8 @@ from safetensors.numpy import load_file
 from tokenizers import models, pre_tokenizers
 
 from support import FIXTURES, path_of
-from wgpu_lora.formats.peft import AdapterConfig, tensor_name, write_adapter
+from wgpu_lora.formats.adapter_config import AdapterConfig
+from wgpu_lora.formats.peft import tensor_name, write_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Arena, Program, allocate
 from wgpu_lora.gpu.tensor import Storage, persistent

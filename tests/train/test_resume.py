@@ -220,7 +220,7 @@ def test_a_resumed_run_knows_what_it_began_with(device: Device, tmp_path: Path) 
         run.place(session)
         run.fall_back(session)
         found = session.adapters.read(device, 0)
-        moments = session.optimizer.read_state(device, 0)
+        moments = session.optimizer.state.read(device, 0)
     finally:
         session.close()
     assert run.state.step == 0

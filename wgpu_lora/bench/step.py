@@ -15,7 +15,6 @@ from wgpu_lora.bench.stats import timed
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.device import Device
-from wgpu_lora.gpu.tensor import NUMPY
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.loaded import LoadedModel, open_model
@@ -24,12 +23,14 @@ from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.models.synthetic import synthetic_model
 from wgpu_lora.models.targets import ALL, targeted
 from wgpu_lora.names.naming import flag, naming, renamed, setting
+from wgpu_lora.ops.saved import Saving
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.initial import SeededMatrices
 from wgpu_lora.train.memory import both, check_adapters
 from wgpu_lora.train.objectives.base import Group
 from wgpu_lora.train.optimizer import Optimizer, SlotUpdate
+from wgpu_lora.train.optimizers import optimizer_of
 from wgpu_lora.train.session import Session
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.words import counted
@@ -147,7 +148,8 @@ class TrainingStep(SlotStep):
             dropout=args.lora_dropout > 0,
             recompute=args.gradient_checkpointing,
             compute_dtype=args.compute_dtype,
-            optim=args.optim,
+            saving=Saving(args.activation_dtype, args.offload_activations),
+            optim=optimizer_of(args),
         )
         super().__init__(session, [(0, tokens)] * rows)
         self._initial = SeededMatrices(args, config)
@@ -159,7 +161,7 @@ class TrainingStep(SlotStep):
 
         def needs(count: int) -> int:
             of = step if count == layers else cls(model.declared(count), args)
-            return of.session.memory().peak
+            return of.session.memory().guarded
 
         room = budget_bytes(model.device.info, limit).bytes
         check_room(f"{model.name} with {counted(layers, 'layer')}", needs, layers, room)
@@ -197,12 +199,7 @@ def fill_update(device: Device, optimizer: Optimizer, rng: np.random.Generator) 
     poison(device, optimizer.report.storage.buffer)
     for tensor, values in optimizer.settings(dict.fromkeys(range(optimizer.slots), EARLY)).items():
         device.write(tensor.storage.buffer, values)
-    for state, pages in optimizer.state.items():
-        draw = rng.standard_normal if state.least is None else rng.random
-        for page in pages:
-            values = draw(page.shape, np.float32) if state.dtype == "f32" else np.zeros(page.shape)
-            values = (values + (state.least or 0)).astype(NUMPY[state.dtype])
-            device.write(page.storage.buffer, values)
+    optimizer.state.fill(device, rng)
 
 
 def synthetic_rows(rows: int, tokens: int, vocab: int) -> np.ndarray:

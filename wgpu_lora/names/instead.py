@@ -46,8 +46,8 @@ SENTENCES: tuple[tuple[str, str], ...] = (
         "betas adam_betas",
     ),
     (
-        "does not exist here: {optim} selects the optimizer, which has its own options",
-        "optim_target_modules adafactor momentum",
+        "does not exist here: {optim} selects the optimizer, whose own options are given as {optim_args}",
+        "optim_target_modules adafactor momentum nesterov",
     ),
     (
         "does not exist here: the held-out data of {eval_data} are evaluated after every epoch, or every "
@@ -147,11 +147,11 @@ SENTENCES: tuple[tuple[str, str], ...] = (
     ),
     (
         "is not supported: all modules have the same rank and alpha",
-        "rank_pattern alpha_pattern loraplus_lr_ratio loraplus_lr_embedding lora_plus",
+        "rank_pattern alpha_pattern loraplus_lr_embedding",
     ),
     (
-        "is not supported: adapters are LoRA or, with {use_rslora}, rank-stabilised LoRA",
-        "use_dora dora use_pissa pissa_init use_badam use_galore loftq_config loftq use_loftq adalora eva_config "
+        "is not supported: adapters are LoRA, with {use_rslora} rank-stabilised LoRA, or with {use_dora} DoRA",
+        "use_pissa pissa_init use_badam use_galore loftq_config loftq use_loftq adalora eva_config "
         "lora_fa corda_config layer_replication use_loreft relora_steps oft",
     ),
     (

@@ -11,9 +11,11 @@ from __future__ import annotations
 ALIASES: dict[tuple[str, ...], str] = {
     ("learning_rate",): "lr peak_lr learning_rate_max",
     ("lr_scheduler_type",): "lr_scheduler lr_schedule scheduler_type learning_rate_scheduler",
+    ("lr_scheduler_min",): "min_lr lr_min min_learning_rate learning_rate_min cosine_min_lr",
     ("warmup_ratio",): "lr_warmup_ratio",
     ("warmup_steps",): "num_warmup_steps lr_warmup_steps",
     ("optim",): "optimizer optimizer_name",
+    ("loraplus_lr_ratio",): "lora_plus loraplus loraplus_ratio",
     ("weight_decay",): "wd",
     ("adam_beta1",): "beta1 adam_beta_1",
     ("adam_beta2",): "beta2 adam_beta_2",
@@ -38,6 +40,7 @@ ALIASES: dict[tuple[str, ...], str] = {
     ("lora_alpha",): "alpha",
     ("lora_dropout",): "dropout",
     ("use_rslora",): "rslora",
+    ("use_dora",): "dora",
     ("target_modules",): "lora_target lora_target_modules",
     ("model",): "model_name_or_path model_name model_id model_path base_model base_model_name_or_path "
     "pretrained_model_name_or_path hf_path",
@@ -75,6 +78,9 @@ VALUES: dict[str, dict[str, str]] = {
     "optim": {
         "adamw": "adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused adamw_torch_xla adamw_torch_npu_fused "
         "paged_adamw paged_adamw_32bit",
+        "adamw_8bit": "adamw_bnb_8bit paged_adamw_8bit adamw8bit",
+        "lion": "lion_32bit paged_lion paged_lion_32bit",
+        "lion_8bit": "paged_lion_8bit lion8bit",
     },
 }
 

@@ -13,7 +13,8 @@ from wgpu_lora.gpu.struct import struct_columns
 from wgpu_lora.ops.rows import by_subgroup, row_grid
 
 BLOCK = 1024  # values; each slot's tensors are padded to whole blocks
-NO_SLOT = 0xFFFFFFFF
+# The owner of a block is 2 * slot for A and 2 * slot + 1 for other matrices, which may have another learning rate.
+NO_OWNER = 0xFFFFFFFF
 # Largest magnitude of a parameter: 16 times that of float16, in which adapters are served.
 MAX_PARAMETER = float(1 << 20)
 
@@ -38,11 +39,13 @@ def square_sums(x: In, sums: Out, *, blocks: U32) -> Any:
 
 
 @kernel("gradient_norm.wgsl.j2", grid=row_grid(lambda c: c.slots), structs=(Clip,), variants=by_subgroup)
-def gradient_norm(sums: In, block_slots: Fixed, clips: Fixed, loss: In, report: Out, *, slots: U32, blocks: U32) -> Any:
+def gradient_norm(
+    sums: In, block_owners: Fixed, clips: Fixed, loss: In, report: Out, *, slots: U32, blocks: U32
+) -> Any:
     """report[s] = (norm, clipping factor, 1 if the update may be applied, loss)."""
     clip, report = struct_columns(Clip, clips), np.zeros((slots, 4))
     for slot in range(slots):
-        norm = np.sqrt(sums[:blocks][block_slots[:blocks] == slot].sum())
+        norm = np.sqrt(sums[:blocks][block_owners[:blocks] // 2 == slot].sum())
         limit, active = clip.max_grad_norm[slot], clip.enabled[slot]
         factor = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
         fine = np.isfinite(norm) and np.isfinite(loss[slot]) and active != 0
@@ -51,9 +54,9 @@ def gradient_norm(sums: In, block_slots: Fixed, clips: Fixed, loss: In, report: 
 
 
 @kernel("update_gate.wgsl.j2", grid=row_grid(lambda c: c.slots), variants=by_subgroup)
-def update_gate(diverged: In, block_slots: Fixed, report: InOut, *, slots: U32, blocks: U32) -> Any:
+def update_gate(diverged: In, block_owners: Fixed, report: InOut, *, slots: U32, blocks: U32) -> Any:
     """report[s, 2] = 0 if any block of slot s would diverge."""
     report = report.reshape(slots, 4).copy()
-    hit = block_slots[:blocks][diverged[:blocks] != 0].astype(np.int64)
-    report[hit[hit != NO_SLOT], 2] = 0
+    hit = block_owners[:blocks][diverged[:blocks] != 0].astype(np.int64)
+    report[hit[hit != NO_OWNER] // 2, 2] = 0
     return report

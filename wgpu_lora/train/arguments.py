@@ -12,7 +12,7 @@ from typing import Any
 from wgpu_lora.bounded import is_path
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names, real_value
-from wgpu_lora.names.naming import Naming, flag, naming
+from wgpu_lora.names.naming import Naming, flag, naming, setting
 from wgpu_lora.track.report_to import trackers_of
 from wgpu_lora.train.declared import TYPES, check, check_heldout, kinds, require
 from wgpu_lora.train.distillation_options import DISTILLATION, DistillationOptions
@@ -26,6 +26,7 @@ from wgpu_lora.train.preference_options import PREFERENCES, PreferenceOptions
 FREE_ON_RESUME = {
     "output", "resume", "device", "memory_budget", "wait",
     "data", "split", "dataset_config", "skip_bad_rows", "model",  # their contents are compared by digest
+    "offload_activations",  # the same values
     "tune",  # a resumed run keeps its tilings
     "logging_steps", "save_steps", "save_total_limit", "eval_data", "eval_split",
     "reference_adapter", "teacher", "teacher_adapter", "teacher_cache",  # their digests are compared
@@ -66,6 +67,12 @@ class TrainingArguments(DistillationOptions, PreferenceOptions, GeneralOptions):
                 kind = registered[getattr(self, selected_by)]
                 object.__setattr__(self, name, checked(kind, self, selected_by))  # comparable when a run is resumed
         check_heldout(self)
+        if self.lr_scheduler_min > self.learning_rate:
+            peak, least = (
+                setting("learning_rate", self.learning_rate),
+                setting("lr_scheduler_min", self.lr_scheduler_min),
+            )
+            raise UserError(f"{least} is more than the peak, {peak}: give a smaller one.")
         if self.objective != "sft":
             created(OBJECTIVES[self.objective], self, "objective")  # checks options that depend on each other
         self.budget()

@@ -15,6 +15,7 @@ from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.ops.elementwise import add_forward
 from wgpu_lora.ops.loss import Sweep, SweepGradient, seed, sum_by_slot, sweep
 from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.ops.saved import IN_F32, Saving, store
 from wgpu_lora.train.objectives.base import Group, Objective, Scoring
 
 
@@ -52,6 +53,7 @@ class Batch:
         totals: sums that the program adds losses and metrics to.
         tables: the model's.
         training: also record the backward pass, which adds to the adapters' gradients.
+        saving: how activations are stored for it.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Batch:
         dropout: bool = False,
         recompute: bool = False,
         compute_dtype: str = "f32",
+        saving: Saving = IN_F32,
     ):
         self.tokens, self.device, self._objectives = tokens, model.device, objectives
         slots = len(objectives)
@@ -88,7 +91,10 @@ class Batch:
         gradient = self._score(rec, swept, totals)
         if training:
             seed(swept, gradient)
+            forward = len(self.program.dispatches)
             rec.backward()
+            if saving != IN_F32:
+                store(self.program, rec.saved, forward, saving)
         self.program.prune()
 
     def _score(self, rec: Recorder, swept: Sweep, totals: Totals) -> SweepGradient:

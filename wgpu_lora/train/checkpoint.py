@@ -16,17 +16,10 @@ from safetensors.numpy import load_file, save
 from wgpu_lora.atomic import replace_directory, sweep
 from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.adapter_config import AdapterConfig
 from wgpu_lora.formats.checkpoint import read_header
 from wgpu_lora.formats.file_names import TEMPLATE, TOKENIZER
-from wgpu_lora.formats.peft import (
-    CONFIG,
-    WEIGHTS,
-    AdapterConfig,
-    Matrices,
-    adapter_files,
-    read_adapter,
-    tensor_name,
-)
+from wgpu_lora.formats.peft import CONFIG, WEIGHTS, Matrices, adapter_files, read_adapter, tensor_name
 from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.names.naming import flag
 from wgpu_lora.strict_json import to_json
@@ -51,10 +44,12 @@ WRITTEN = re.compile(
 def adapter_tensors(matrices: Matrices, config: AdapterConfig) -> dict[str, np.ndarray]:
     """Tensors with PEFT's names and shapes, each module at its own rank."""
     tensors = {}
-    for module, (a, b) in matrices.items():
+    for module, (a, b, *magnitude) in matrices.items():
         rank = config.rank(module)
         tensors[tensor_name(module, "A")] = np.ascontiguousarray(a[:rank])
         tensors[tensor_name(module, "B")] = np.ascontiguousarray(b[:, :rank])
+        if magnitude:
+            tensors[tensor_name(module, "M")] = magnitude[0]
     return tensors
 
 
@@ -71,7 +66,7 @@ def write_checkpoint(
     try:
         device, adapters, optimizer = session.device, session.adapters, session.optimizer
         files = adapter_files(adapter_tensors(adapters.read(device, slot), config), config)
-        files[OPTIMIZER] = save(optimizer.read_state(device, slot))
+        files[OPTIMIZER] = save(optimizer.state.read(device, slot))
         files[METADATA] = (to_json(facts["metadata"], indent=1) + "\n").encode()
         files[STATE] = to_json(
             {"schema": SCHEMA, "state": asdict(state), "identity": facts["identity"]}, indent=1
@@ -205,8 +200,8 @@ def restore(directory: Path, session: Session, slot: int) -> None:
     if set(matrices) != expected or any(e.dtype != "F32" for e in read_header(directory / WEIGHTS).values()):
         raise refuse(directory, f"{WEIGHTS} does not have the modules or the dtype of this run")
     stored = {modern(name, expected): values for name, values in stored.items()}
-    wrong = session.optimizer.fault(slot, matrices, stored)
+    wrong = session.optimizer.state.fault(slot, stored)
     if wrong:
         raise refuse(directory, f"{OPTIMIZER} does not match this run: {wrong}")
     adapters.write(session.device, slot, matrices)
-    session.optimizer.write_state(session.device, slot, stored)
+    session.optimizer.state.write(session.device, slot, stored)

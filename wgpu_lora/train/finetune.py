@@ -15,6 +15,7 @@ from wgpu_lora.models.load import table_dtype
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.names.naming import flag, setting
+from wgpu_lora.ops.saved import Saving
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.track.report_to import check_libraries
 from wgpu_lora.train import checkpoint
@@ -27,6 +28,7 @@ from wgpu_lora.train.length import fit_length, shortened
 from wgpu_lora.train.memory import check_adapters
 from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.objectives.base import Objective
+from wgpu_lora.train.optimizers import optimizer_of
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.resume import plan_of, refuse_used, resume_note
 from wgpu_lora.train.rows import read_rows, sources_of
@@ -86,7 +88,7 @@ def prepare_job(
 
     def replan(changes: Mapping[str, Any]) -> int:
         other = with_options(run, changes)
-        return session_of(declared_as(model, other.args.base_dtype), [other]).memory().peak
+        return session_of(declared_as(model, other.args.base_dtype), [other]).memory().guarded
 
     return FinetuneJob(session_of(model, [run]), [run], replan)
 
@@ -192,8 +194,9 @@ def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int
         dropout=any(run.args.lora_dropout > 0 for run in runs),
         recompute=args.gradient_checkpointing,
         compute_dtype=args.compute_dtype,
+        saving=Saving(args.activation_dtype, args.offload_activations),
         objectives=[run.stream.objective for run in runs],
-        optim=args.optim,
+        optim=optimizer_of(args),
         eval_tokens=max([buckets[-1], *heldout]) if heldout else 0,
         references={run.slot: run.reference.spec for run in runs if run.reference},
         teachers={run.slot: run.teacher for run in runs if run.teacher},

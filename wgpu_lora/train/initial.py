@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.adapter_config import AdapterConfig
 from wgpu_lora.formats.hub import stated_name
-from wgpu_lora.formats.peft import AdapterConfig, Matrices, read_adapter
+from wgpu_lora.formats.peft import Matrices, read_adapter
 from wgpu_lora.models.config import ModelConfig
-from wgpu_lora.models.lora import check_fits
+from wgpu_lora.models.fitting import check_fits
 from wgpu_lora.models.targets import ALL, shortest, target_names, targeted
 from wgpu_lora.names.naming import setting
 from wgpu_lora.ops.optimizer import MAX_PARAMETER
@@ -39,8 +40,8 @@ def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingAr
     if source:
         loaded, matrices = read_adapter(source)
         check_fits(config, matrices, str(source))
-        for module, (a, b) in matrices.items():
-            if max(np.abs(a).max(initial=0), np.abs(b).max(initial=0)) > MAX_PARAMETER:
+        for module, parts in matrices.items():
+            if max(np.abs(part).max(initial=0) for part in parts) > MAX_PARAMETER:
                 raise UserError(
                     f"The adapter {source} has values larger than {MAX_PARAMETER:,.0f} in {module}: it has "
                     "diverged, so start from another."
@@ -53,6 +54,7 @@ def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingAr
         lora_alpha=args.lora_alpha,
         lora_dropout=args.lora_dropout,
         use_rslora=args.use_rslora,
+        use_dora=args.use_dora,
         target_modules=_stated_targets(args.target_modules, config),
         base_model_name_or_path=stated_name(args.model or "demo"),
     )
@@ -87,6 +89,7 @@ def _as_loaded(
         "lora_r": loaded.r,
         "lora_alpha": loaded.lora_alpha,
         "use_rslora": loaded.use_rslora,
+        "use_dora": loaded.use_dora,
         "target_modules": args.target_modules if same_targets else targets,
     }
     default = TrainingArguments()

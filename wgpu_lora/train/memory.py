@@ -13,7 +13,7 @@ from psutil import virtual_memory
 from wgpu_lora.errors import UserError
 from wgpu_lora.models.targets import targeted
 from wgpu_lora.names.naming import flag, setting, settings
-from wgpu_lora.train.optimizers import OPTIMIZERS
+from wgpu_lora.train.optimizers import optimizer_of
 from wgpu_lora.weights.registry import DEFAULT_FORMAT, base_format
 from wgpu_lora.words import counted
 
@@ -55,7 +55,7 @@ def check_adapters(runs: Sequence[TrainingArguments], config: ModelConfig, budge
     available = max(virtual_memory().total, budget.bytes or 0)  # smaller excesses are left to the plan
     modules = {module for args in runs for module in targeted(args.target_modules, config)}
     # Parameters and gradients in float32, and the optimizer's state; all slots use the largest rank.
-    each = 8 + max(sum(state.bytes_per_parameter for state in OPTIMIZERS[args.optim].state) for args in runs)
+    each = 8 + max(sum(state.bytes_per_parameter for state in optimizer_of(args).state) for args in runs)
     a_rank = math.ceil(each * len(runs) * sum(sum(config.lora_modules[module]) for module in modules))
     rank = max(args.lora_r for args in runs)
     if rank * a_rank > available:

@@ -1,28 +1,26 @@
-"""An optimizer over an adapter set: its state on the device and in checkpoints, and the update program."""
+"""An optimizer over a set of parameters: its update program, and what a step reports."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from wgpu_lora.formats.peft import Matrices
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.struct import struct_array, struct_words
-from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, persistent
-from wgpu_lora.gpu.values import widened
-from wgpu_lora.models.lora import AdapterSet, Factor
-from wgpu_lora.ops.optimizer import BLOCK, Clip, gradient_norm, square_sums, update_gate
+from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
+from wgpu_lora.models.parameters import ParameterSet
+from wgpu_lora.ops.optimizer import Clip, gradient_norm, square_sums, update_gate
 from wgpu_lora.train.arguments import TrainingArguments
-from wgpu_lora.train.optimizers import OPTIMIZERS
-from wgpu_lora.train.optimizers.base import Page, State
+from wgpu_lora.train.optimizer_state import Kept, Plain
+from wgpu_lora.train.optimizers import optimizer_of
+from wgpu_lora.train.optimizers.base import Page, UpdateRule
 from wgpu_lora.train.own_options import created
 
-Arrays = dict[str, np.ndarray]
 USUAL = TrainingArguments()
 
 
@@ -54,22 +52,16 @@ class Optimizer:
 
     Args:
         total: f32 [slots], the loss of the step by slot.
-        name: one of OPTIMIZERS.
+        rule: the optimizer; AdamW if not given.
     """
 
-    def __init__(self, device: Device, adapters: AdapterSet, total: Tensor, name: str = TrainingArguments.optim):
-        self.adapters, self.total, self.rule = adapters, total, OPTIMIZERS[name]
-        self.slots = len(adapters.specs)
-        blocks = [table.size for table in adapters.block_slots]
-        self.state = {
-            state: tuple(
-                persistent((count * state.values,), state.dtype, "optimizer", f"{state.name} {i}")
-                for i, count in enumerate(blocks)
-            )
-            for state in self.rule.state
-        }
-        self.block_slots = persistent((sum(blocks),), "u32", "optimizer", "block slots")
-        self.hyper = persistent((self.slots, struct_words(self.rule.Hyper)), "f32", "optimizer", "hyper")
+    def __init__(self, device: Device, trained: ParameterSet, total: Tensor, rule: UpdateRule | None = None):
+        self.trained, self.total, self.rule = trained, total, rule or optimizer_of(USUAL)
+        self.slots = trained.slots
+        blocks = [table.size for table in trained.block_owners]
+        self.state: Kept = Plain(trained, self.rule.state)
+        self.block_owners = persistent((sum(blocks),), "u32", "optimizer", "block owners")
+        self.hyper = persistent((2 * self.slots, struct_words(self.rule.Hyper)), "f32", "optimizer", "hyper")
         self.clips = persistent((self.slots, struct_words(Clip)), "f32", "optimizer", "clips")
         self.report = persistent((self.slots, 4), "f32", "optimizer", "report")
         self.program = Program(device, "update")
@@ -79,30 +71,29 @@ class Optimizer:
         program, all_blocks = self.program, sum(blocks)
         sums, diverged = (program.temp((all_blocks,), name=name) for name in ("square sums", "diverged"))
         spans, first = [], 0
-        for count, grads in zip(blocks, self.adapters.grads, strict=True):
+        for count, grads in zip(blocks, self.trained.grads, strict=True):
             spans.append((first, first + count))
             program.dispatch(square_sums, grads, sums.rows(*spans[-1]), blocks=count)
             first += count
         shape: dict[str, Any] = {"slots": self.slots, "blocks": all_blocks}
-        program.dispatch(gradient_norm, sums, self.block_slots, self.clips, self.total, self.report, **shape)
+        program.dispatch(gradient_norm, sums, self.block_owners, self.clips, self.total, self.report, **shape)
         pages = [self._page(i, span) for i, span in enumerate(spans)]
         for page, span in zip(pages, spans, strict=True):
             self.rule.record_check(program, page, diverged.rows(*span))
-        program.dispatch(update_gate, diverged, self.block_slots, self.report, **shape)
+        program.dispatch(update_gate, diverged, self.block_owners, self.report, **shape)
         for page in pages:
             self.rule.record_update(program, page)
 
     def _page(self, i: int, span: tuple[int, int]) -> Page:
-        state = tuple(pages[i] for pages in self.state.values())
-        params, grads = self.adapters.params[i], self.adapters.grads[i]
-        block_slots = self.block_slots.rows(*span)
-        return Page(span[1] - span[0], params, grads, state, block_slots, self.hyper, self.report)
+        params, grads, owners = self.trained.params[i], self.trained.grads[i], self.block_owners.rows(*span)
+        return Page(span[1] - span[0], params, grads, self.state.pages[i], owners, self.hyper, self.report)
 
     def storages(self) -> set[Storage]:
         return self.program.persistent_storages()
 
     def initialise(self, device: Device) -> None:
-        device.write(self.block_slots.storage.buffer, np.concatenate(self.adapters.block_slots))
+        device.write(self.block_owners.storage.buffer, np.concatenate(self.trained.block_owners))
+        self.state.initialise(device)
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -131,68 +122,12 @@ class Optimizer:
     def settings(self, updates: Mapping[int, SlotUpdate]) -> dict[Tensor, np.ndarray]:
         """Inputs of the update program; slots that are not in `updates` take no step."""
         asked = [updates.get(slot) for slot in range(self.slots)]
-        hyper = [u and created(self.rule, u.args, "optim").hyper(u.step, u.learning_rate) for u in asked]
+        hyper = [row for update in asked for row in (self._hyper(update) if update else (None, None))]
         clips = [u and Clip(u.args.max_grad_norm) for u in asked]
         return {self.hyper: struct_array(self.rule.Hyper, hyper), self.clips: struct_array(Clip, clips)}
 
-    # -- what is saved ---------------------------------------------------------------------------------------------
-
-    def read_state(self, device: Device, slot: int) -> Arrays:
-        """A slot's state by name. State by parameter has its matrix's shape at the slot's own rank, other state
-        [blocks, values]."""
-        found: Arrays = {}
-        for state, pages in self.state.items():
-            if state.by_parameter:
-                for module, pair in self.adapters.read(device, slot, pages).items():
-                    found |= {f"{module}.{which}.{state.name}": m for which, m in zip("AB", pair, strict=True)}
-                continue
-            host = [device.read(page.storage.buffer).view(NUMPY[state.dtype]) for page in pages]
-            for name, factor, first, blocks in self._spans(state, slot):
-                values = host[factor.page][first * state.values : (first + blocks) * state.values]
-                found[name] = values.reshape(blocks, state.values).copy()
-        return found
-
-    def fault(self, slot: int, matrices: Matrices, stored: Mapping[str, np.ndarray]) -> str | None:
-        """What is wrong with a slot's stored state, given its matrices; None if it can be loaded."""
-        rank = self.adapters.specs[slot].rank  # of the slot; a module's own may be smaller
-        shapes: dict[str, tuple[State, tuple[int, ...]]] = {}
-        for state in self.rule.state:
-            for name, _, _, blocks in self._spans(state, slot):
-                shapes[name] = state, (blocks, state.values)
-            if state.by_parameter:
-                for module, pair in matrices.items():
-                    shapes[f"{module}.A.{state.name}"] = state, (rank, pair[0].shape[1])
-                    shapes[f"{module}.B.{state.name}"] = state, (pair[1].shape[0], rank)
-        if set(stored) != set(shapes):
-            return "it holds the state of another optimizer"
-        for name, (state, shape) in shapes.items():
-            values, dtype = stored[name], np.dtype(NUMPY[state.dtype])
-            if values.dtype != dtype or values.shape != shape:
-                return f"{name} is {values.dtype} {list(values.shape)}, expected {dtype} {list(shape)}"
-            values = widened(values)
-            if not np.isfinite(values).all():
-                return f"{name} has values that are not finite"
-            if state.least is not None and (values < state.least).any():
-                return f"{name} has values below {state.least:g}"
-        return None
-
-    def write_state(self, device: Device, slot: int, stored: Mapping[str, np.ndarray]) -> None:
-        """Upload a slot's state as `read_state` returned it; what is missing in `stored` becomes zero."""
-        for state, pages in self.state.items():
-            for name, factor, first, blocks in self._spans(state, slot):
-                values = stored.get(name)
-                if state.by_parameter and values is not None:
-                    padded = np.zeros(factor.shape, np.float32)
-                    padded[: values.shape[0], : values.shape[1]] = values
-                    values = padded
-                if values is None:
-                    values = np.zeros(blocks * state.values, NUMPY[state.dtype])
-                device.write(pages[factor.page].storage.buffer, values, first * state.block_bytes)
-
-    def _spans(self, state: State, slot: int) -> Iterator[tuple[str, Factor, int, int]]:
-        """(name, factor, first block, blocks) of each of a slot's matrices."""
-        for module in self.adapters.modules(slot):
-            for which in "AB":
-                factor = self.adapters.factors[module, which]
-                first = (factor.offset + slot * factor.stride) // BLOCK
-                yield f"{module}.{which}.{state.name}", factor, first, factor.blocks
+    def _hyper(self, update: SlotUpdate) -> tuple[Any, Any]:
+        """Of A, and of the other matrices, whose learning rate LoRA+ (Hayou et al. 2024) multiplies."""
+        rule = created(type(self.rule), update.args, "optim")
+        rate, ratio = update.learning_rate, update.args.loraplus_lr_ratio
+        return rule.hyper(update.step, rate), rule.hyper(update.step, rate * ratio)

@@ -29,9 +29,11 @@ class TrainingOptions(TypedDict, total=False):
     lora_alpha: float
     lora_dropout: float
     use_rslora: bool
+    use_dora: bool
     target_modules: str | list[str]
     learning_rate: float
     lr_scheduler_type: str
+    lr_scheduler_min: float
     warmup_ratio: float
     warmup_steps: int
     objective: str
@@ -42,6 +44,7 @@ class TrainingOptions(TypedDict, total=False):
     adam_beta1: float
     adam_beta2: float
     adam_epsilon: float
+    loraplus_lr_ratio: float
     max_grad_norm: float
     per_device_train_batch_size: int | None
     gradient_accumulation_steps: int | None
@@ -55,6 +58,8 @@ class TrainingOptions(TypedDict, total=False):
     enable_thinking: bool | None
     shuffle: bool
     gradient_checkpointing: bool
+    activation_dtype: str
+    offload_activations: bool
     memory_budget: str | None
     wait: float | None
     seed: int

@@ -145,7 +145,7 @@ def prepare_pipeline(
     def replan(changes: Mapping[str, Any]) -> int:
         others = [with_options(run, changes) for run in runs]
         most = _batch_tokens(others, schedule, batch_tokens)
-        return session_of(declared_as(model, others[0].args.base_dtype), others, most).memory().peak
+        return session_of(declared_as(model, others[0].args.base_dtype), others, most).memory().guarded
 
     return PipelineJob(session_of(model, runs, tokens), runs, replan, home, schedule, tokens, args, state)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.data import Prepared
-from wgpu_lora.formats.peft import AdapterConfig, Matrices
+from wgpu_lora.formats.adapter_config import AdapterConfig
+from wgpu_lora.formats.peft import Matrices
 from wgpu_lora.models.lora import SlotSpec
 from wgpu_lora.train.arguments import FREE_ON_RESUME, TrainingArguments
 from wgpu_lora.train.frozen import FrozenAdapter

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from wgpu_lora.events import SILENT, Events
-from wgpu_lora.formats.peft import Matrices
+from wgpu_lora.formats.peft import PARTS, Matrices
 from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.cuts import check_tilings
 from wgpu_lora.gpu.plan import total_by_group
@@ -21,34 +21,22 @@ from wgpu_lora.models.inputs import Segment, Tables
 from wgpu_lora.models.load import staging_bytes
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
-from wgpu_lora.share import claim
+from wgpu_lora.models.norms import Norms, fix_gains
+from wgpu_lora.ops.saved import IN_F32, Saving
+from wgpu_lora.share import claim, is_unified
 from wgpu_lora.share.refusals import advising
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.batch import Batch, Totals
+from wgpu_lora.train.memory_plan import MemoryPlan
 from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.objectives.base import Group, Objective
 from wgpu_lora.train.optimizer import Optimizer
+from wgpu_lora.train.optimizers.base import UpdateRule
 from wgpu_lora.train.reference import Scorer
 from wgpu_lora.train.teachers import LiveTeacher, Teachers
 
 ADVISED = ("per_device_train_batch_size", "max_length")  # if a plan exceeds the device's limits
 GROUPS = ("base", "adapters", "reference", "optimizer", "activations", "workspace")
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes by group during training, and during loading; the peak is the larger of the two."""
-
-    groups: dict[str, int]
-    loading: int
-
-    @property
-    def training(self) -> int:
-        return sum(self.groups.values())
-
-    @property
-    def peak(self) -> int:
-        return max(self.training, self.loading)
 
 
 class Session:
@@ -57,7 +45,7 @@ class Session:
     Args:
         buckets: batch sizes in tokens to record, ascending.
         objectives: one per slot; None is the default objective.
-        optim: one of OPTIMIZERS.
+        optim: the optimizer; AdamW if not given.
         eval_tokens: tokens of a held-out batch, 0 for none.
         references: frozen adapters that objectives compare theirs with, by slot of `adapters`; a slot without one is
             compared with the base model alone.
@@ -65,6 +53,7 @@ class Session:
         mismatched: tokens of the longest mismatched row (`DataStream.longest_mismatched`), 0 if there are none.
         positions: length of the longest row.
         compute_dtype: type that the inputs of frozen matmuls are rounded to (see ops.half).
+        saving: how activations are stored for the backward pass.
     """
 
     @advising(*ADVISED)
@@ -79,8 +68,9 @@ class Session:
         recompute: bool = False,
         eval_tokens: int = 0,
         compute_dtype: str = "f32",
+        saving: Saving = IN_F32,
         objectives: Sequence[Objective] | None = None,
-        optim: str = TrainingArguments.optim,
+        optim: UpdateRule | None = None,
         references: Mapping[int, SlotSpec] | None = None,
         mismatched: int = 0,
         teachers: Mapping[int, LiveTeacher] | None = None,
@@ -89,6 +79,8 @@ class Session:
         self.compute_dtype = compute_dtype
         self.adapters = adapters
         self.device = device = model.device
+        if saving.offload:
+            device.check_host_buffers()
         chosen = objectives or [objective_of(TrainingArguments())] * len(adapters.specs)
         self.totals = Totals(chosen)
         self.optimizer = Optimizer(device, adapters, self.totals.loss, optim)
@@ -98,12 +90,13 @@ class Session:
             shared = self.totals, self.tables
             return Batch(model, adapters, tokens, chosen, *shared, compute_dtype=compute_dtype, **options)
 
-        self.steps = {tokens: batch(tokens, dropout=dropout, recompute=recompute) for tokens in buckets}
+        self.steps = {tokens: batch(tokens, dropout=dropout, recompute=recompute, saving=saving) for tokens in buckets}
         self.heldout = batch(eval_tokens, training=False) if eval_tokens else None
         self._objectives = chosen
         self._record_scorers(references or {}, mismatched)
         sizes = [*self.steps, *([eval_tokens] if eval_tokens else [])]
         self.teachers = Teachers(model, teachers or {}, sizes, positions, self.tables, compute_dtype)
+        self.norms = Norms(model, adapters) if adapters.gains else None
         self.built: set[int] = set()
         self.choices = NO_CHOICES
         self._claim = ExitStack()
@@ -135,6 +128,7 @@ class Session:
         own = [batch.program for batch in self.steps.values()]
         frozen = [program for scorer in self._scorers() for program in scorer.programs()]
         frozen += self.teachers.programs()
+        own += [self.norms.program] if self.norms else []
         return [*own, self.optimizer.program, *([self.heldout.program] if self.heldout else []), *frozen]
 
     def storages(self) -> set[Storage]:
@@ -142,11 +136,12 @@ class Session:
         batches = [*self.steps.values(), *([self.heldout] if self.heldout else [])]
         frozen = self.references.storages() if self.references else set()
         scorers = (scorer.storages() for scorer in self._scorers())
+        found |= self.norms.program.persistent_storages() if self.norms else set()
         others = self.totals.storages() | frozen | self.teachers.storages()
         return found.union(others, *(batch.storages() for batch in batches), *scorers)
 
-    def _arena_sizes(self) -> list[int]:
-        return Arena.sizes_for([program.plan() for program in self.programs()])
+    def _arena_sizes(self, on_host: bool = False) -> list[int]:
+        return Arena.sizes_for([program.plan(on_host) for program in self.programs()])
 
     @advising(*ADVISED)
     def memory(self) -> MemoryPlan:
@@ -155,14 +150,16 @@ class Session:
         groups["activations"] += sum(self._arena_sizes())
         model, teachers = self.model.decoder, self.teachers
         weights = total_by_group(model.storages())["base"] + teachers.base_bytes()
-        return MemoryPlan(groups, weights + max(staging_bytes(model), teachers.staging_bytes()))
+        staging = max(staging_bytes(model), teachers.staging_bytes())
+        host, unified = sum(self._arena_sizes(on_host=True)), is_unified(self.device.info)
+        return MemoryPlan(groups, weights + staging, host, unified)
 
     def needs(self) -> int:
-        """Maximum bytes that `allocate` adds on the device."""
+        """Maximum bytes that `allocate` adds to the memory that the device uses."""
         plan, teachers = self.memory(), self.teachers
         loaded = (plan.groups["base"] if self.model.weights_loaded else 0) + teachers.base_bytes(loaded=True)
         whole = self.model.weights_loaded and all(model.weights_loaded for model in teachers.models)
-        return (plan.training if whole else plan.peak) - loaded
+        return (plan.running if whole else plan.guarded) - loaded
 
     # -- run -------------------------------------------------------------------------------------------------------
 
@@ -180,22 +177,27 @@ class Session:
         self.model.load_weights(events)
         self.teachers.load(events)
         allocate(self.device, self.storages())
-        self.arena = Arena(self.device, self._arena_sizes())
+        self.arena = Arena(self.device, self._arena_sizes(), self._arena_sizes(on_host=True))
         self.optimizer.program.build(self.arena, choices)
         if self.heldout:
             self.heldout.program.build(self.arena, choices)
         for scorer in self._scorers():
             scorer.use(self.arena, choices)
         self.teachers.place(self.arena, choices)
-        self.adapters.upload_scales(self.device)
+        self.adapters.upload_constants(self.device)
         if self.references:
-            self.references.upload_scales(self.device)
+            self.references.upload_constants(self.device)
+        if self.norms:
+            self.norms.program.build(self.arena, choices)
+            self.norms.measure()
         self.optimizer.initialise(self.device)
         self.tables.upload(self.device)
 
     def begin(self) -> None:
-        """Zero the totals of a step; the last update has zeroed the gradients."""
+        """Zero the totals of a step, and compute DoRA's norms; the last update has zeroed the gradients."""
         self.totals.clear(self.device)
+        if self.norms:
+            self.norms.program.run()
 
     def accumulate(self, groups: Sequence[Group]) -> None:
         """Add the losses, metrics and gradients of a batch of groups to the totals since `begin`."""
@@ -252,10 +254,18 @@ class Session:
                 self.device, (self.frozen.storages() | held) - self.model.decoder.storages() - self.tables.storages()
             )
 
+    def place_initial(self, slot: int, matrices: Matrices) -> None:
+        """Upload the adapter that a slot starts from. Magnitudes that it lacks are those of its weights."""
+        self.adapters.write(self.device, slot, matrices)
+        if self.adapters.specs[slot].dora and any(len(parts) < len(PARTS) for parts in matrices.values()):
+            assert self.norms is not None
+            self.norms.place_initial(slot)
+
     def place_reference(self, slot: int, matrices: Matrices) -> None:
         """Upload the frozen adapter that a slot is compared with."""
         assert self.references is not None
         self.references.write(self.device, self._frozen_slots[slot], matrices)
+        fix_gains(self.model, self.references)
 
     def batch_for(self, groups: Sequence[Group]) -> Batch:
         """The smallest bucket that holds the groups; its compute pipelines are compiled on first use."""

@@ -134,7 +134,7 @@ class AdapterRun(Run):
             precompute(session, stream, self.slot, events, self.name)
 
     def place_initial(self, session: Session) -> None:
-        session.adapters.write(session.device, self.slot, self.initial)
+        session.place_initial(self.slot, self.initial)
 
     def _place_first(self, session: Session) -> None:
         """Load the adapter that the run started from, even if resumed; the optimizer's state becomes zero."""
@@ -146,8 +146,8 @@ class AdapterRun(Run):
                 facts.get("directory"), options.get("init_adapter") if isinstance(options, dict) else None
             )
             initial = read_adapter(str(began))[1] if began else SeededMatrices(self.args, session.model.config)
-        session.adapters.write(session.device, self.slot, initial)
-        session.optimizer.write_state(session.device, self.slot, {})
+        session.place_initial(self.slot, initial)
+        session.optimizer.state.write(session.device, self.slot, {})
 
     @cached_property
     def heldout_stream(self) -> DataStream:
@@ -159,7 +159,8 @@ class AdapterRun(Run):
     def rate(self) -> float:
         """The learning rate of the next step."""
         args, total = self.args, self.state.total_steps
-        return learning_rate(args.lr_scheduler_type, args.learning_rate, self.state.step, total, self.warmup(total))
+        kind, least, warmup = args.lr_scheduler_type, args.lr_scheduler_min, self.warmup(total)
+        return learning_rate(kind, args.learning_rate, self.state.step, total, warmup, least)
 
     def warmup(self, total: int) -> int:
         """Warm-up steps out of `total`."""

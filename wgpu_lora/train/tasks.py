@@ -28,7 +28,15 @@ OPTIONS = {
     **{f.name: f.name for f in fields(TrainingArguments) if f.metadata["panel"] in (PREFERENCES, DISTILLATION)},
     **{
         name: name
-        for name in ("objective", "objective_args", "target_modules", "learning_rate", "max_steps", "max_length")
+        for name in (
+            "objective",
+            "objective_args",
+            "target_modules",
+            "learning_rate",
+            "loraplus_lr_ratio",
+            "max_steps",
+            "max_length",
+        )
     },
     **{name: name for name in ("eval_data", "split", "eval_split", "dataset_config", "init_adapter")},
     "validation_split": "validation_split",

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import ml_dtypes
 import numpy as np
 
-from support.kernels import NONE, SLOT_ROWS, SLOTS, Arrays, add, normal, poison, u32, unslotted
-from wgpu_lora.gpu.struct import struct_array
+from support.kernels import SLOT_ROWS, SLOTS, Arrays, add, normal, poison, u32, unslotted
+from wgpu_lora.gpu.values import stored
 from wgpu_lora.ops import half, loss, norm, optimizer, support
 from wgpu_lora.train.objectives import sft
-from wgpu_lora.train.optimizers import adamw
 
 
 def normalise(rows: int, cols: int, accumulate: bool) -> None:
@@ -108,70 +105,6 @@ add(
 )
 add(optimizer.square_sums, lambda rng: {"x": normal(rng, 67 * optimizer.BLOCK), "sums": poison(67)}, blocks=67)
 
-HYPER_SLOTS = 5  # usual, of no block, unlimited norm, inactive, of a loss that is not finite
-
-
-def hypers(rng: np.random.Generator) -> np.ndarray:
-    random = (rng.random((HYPER_SLOTS, 9)) * 0.5 + 0.25).tolist()
-    return struct_array(adamw.Hyper, [replace(adamw.Hyper(*values), eps=1e-8) for values in random])
-
-
-def clips() -> np.ndarray:
-    records = [optimizer.Clip(1.0), optimizer.Clip(1.0), optimizer.Clip(0.0), None, optimizer.Clip(1.0)]
-    return struct_array(optimizer.Clip, records)
-
-
-def norms(rng: np.random.Generator) -> Arrays:
-    block_slots = u32(*rng.choice([0, 2, 3, 4, NONE], 37))
-    slot_loss = normal(rng, HYPER_SLOTS)
-    slot_loss[4] = np.nan
-    report = poison(HYPER_SLOTS, 4, value=7e29)  # a NaN is expected in places
-    return {
-        "sums": rng.random(37, np.float32),
-        "block_slots": block_slots,
-        "clips": clips(),
-        "loss": slot_loss,
-        "report": report,
-    }
-
-
-def updates(rng: np.random.Generator) -> Arrays:
-    block_slots, size = u32(0, NONE, 3, 2, 0, 4), 6 * optimizer.BLOCK - 36
-    report = normal(rng, HYPER_SLOTS, 4)
-    report[:, 2] = 1, 1, 1, 0, 0
-    values = {name: normal(rng, size) for name in ("params", "grads", "first_moment", "second_moment")}
-    values["grads"][2 * optimizer.BLOCK : 3 * optimizer.BLOCK] = np.nan
-    values["second_moment"] **= 2
-    return {**values, "block_slots": block_slots, "hyper": hypers(rng), "report": report}
-
-
-def checks(rng: np.random.Generator) -> Arrays:
-    """Blocks of slot 0: one that is left in order, and one for each way to leave it; then what is not looked at."""
-    block_slots = u32(0, 0, 0, 0, 0, 0, NONE, 3, 2)
-    arrays = updates(rng) | {"block_slots": block_slots, "diverged": poison(block_slots.size)}
-    values = {n: normal(rng, block_slots.size, optimizer.BLOCK) for n in ("params", "grads", "first_moment")}
-    values["second_moment"] = normal(rng, block_slots.size, optimizer.BLOCK) ** 2
-    values["params"][1, 1023] = np.nan
-    values["params"][2, 77] = -np.inf
-    values["params"][3, 500] = -2.0 * optimizer.MAX_PARAMETER
-    values["params"][[6, 7, 8], 0] = np.nan
-    values["first_moment"][4, 3] = np.inf
-    values["second_moment"][5, 1000] = np.inf
-    return {**arrays, **{n: v.reshape(-1) for n, v in values.items()}}
-
-
-def gates(rng: np.random.Generator) -> Arrays:
-    block_slots = u32(*rng.choice([0, 2, 3, 4, NONE], 37))
-    diverged = ((block_slots == NONE) | (block_slots == 3)).astype(np.float32)
-    diverged[np.flatnonzero(block_slots == 3)[1:]] = 0
-    return {"diverged": diverged, "block_slots": block_slots, "report": normal(rng, HYPER_SLOTS, 4)}
-
-
-add(optimizer.gradient_norm, norms, slots=HYPER_SLOTS, blocks=37)
-add(adamw.adamw_check, checks, blocks=9)
-add(optimizer.update_gate, gates, slots=HYPER_SLOTS, blocks=37)
-add(adamw.adamw, updates, size=6 * optimizer.BLOCK - 36)
-
 
 def rounded(kind: str, rows: int, cols: int) -> None:
     def make(rng: np.random.Generator) -> Arrays:
@@ -186,3 +119,15 @@ def rounded(kind: str, rows: int, cols: int) -> None:
 
 rounded("bf16", 37, 74)
 rounded("f16", 37, 74)
+
+
+def restored(kind: str, rows: int, cols: int) -> None:
+    def make(rng: np.random.Generator) -> Arrays:
+        arrays = {"x": stored(rng, kind, rows, cols), "y": poison(rows, cols)}
+        return {**arrays, "scale": 2.0 ** rng.integers(-90, 90, rows).astype(np.float32)} if kind == "f16" else arrays
+
+    add(half.from_half, make, size=rows * cols, cols=cols, kind=kind)
+
+
+restored("bf16", 37, 74)
+restored("f16", 37, 74)

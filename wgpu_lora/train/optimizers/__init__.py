@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.registry import Registry
+from wgpu_lora.train.own_options import created
 
 if TYPE_CHECKING:
     from wgpu_lora.train.optimizers.base import UpdateRule
 
-OPTIMIZERS: Registry[type[UpdateRule]] = Registry({"adamw": "wgpu_lora.train.optimizers.adamw:AdamW"})
+OPTIMIZERS: Registry[type[UpdateRule]] = Registry(
+    {
+        "adamw": "wgpu_lora.train.optimizers.adamw:AdamW",
+        "adamw_bf16": "wgpu_lora.train.optimizers.adamw_bf16:AdamWBf16",
+        "lion": "wgpu_lora.train.optimizers.lion:Lion",
+        "sgd": "wgpu_lora.train.optimizers.sgd:SGD",
+    }
+)
+
+
+def optimizer_of(args: Any) -> UpdateRule:
+    """The optimizer that TrainingArguments select."""
+    return created(OPTIMIZERS[args.optim], args, "optim")

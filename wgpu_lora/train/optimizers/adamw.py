@@ -7,14 +7,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, kernel, one_per
-from wgpu_lora.gpu.part import some_blocks
+from wgpu_lora.gpu.kernel import F32, U32, Fixed, In, InOut, Out, Word, kernel, one_per
 from wgpu_lora.gpu.program import Program
-from wgpu_lora.gpu.struct import struct_columns
 from wgpu_lora.gpu.tensor import Tensor
-from wgpu_lora.ops.optimizer import BLOCK, MAX_PARAMETER, NO_SLOT
+from wgpu_lora.ops.optimizer import MAX_PARAMETER
 from wgpu_lora.ops.rows import by_subgroup, row_grid
 from wgpu_lora.train.optimizers.base import Page, State
+from wgpu_lora.train.optimizers.reference import diverging, part_of, updated
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,7 @@ class Hyper:
     correction2: F32
     rest1: F32
     rest2: F32
+    step: F32
 
 
 @dataclass(frozen=True)
@@ -55,24 +55,31 @@ class AdamW:
             correction2=1 - self.adam_beta2**step,
             rest1=1 - self.adam_beta1,
             rest2=1 - self.adam_beta2,
+            step=step,
         )
 
-    @staticmethod
-    def record_check(program: Program, page: Page, diverged: Tensor) -> None:
+    def record_check(self, program: Program, page: Page, diverged: Tensor) -> None:
         program.dispatch(adamw_check, *page.tensors, diverged, blocks=page.blocks)
 
-    @staticmethod
-    def record_update(program: Program, page: Page) -> None:
+    def record_update(self, program: Program, page: Page) -> None:
         program.dispatch(adamw, *page.tensors, size=page.size)
 
 
-PART = some_blocks("params grads first_moment second_moment block_slots diverged", BLOCK)
+def adamw_moved(h: Any, params: Any, g: Any, first_moment: Any, second_moment: Any) -> tuple[Any, Any, Any]:
+    """New (parameters, first moment, second moment)."""
+    m = h.beta1 * first_moment + h.rest1 * g
+    v = h.beta2 * second_moment + h.rest2 * g**2
+    moved = h.learning_rate * (m / h.correction1) / (np.sqrt(v / h.correction2) + h.eps)
+    return params * (1 - h.learning_rate * h.weight_decay) - moved, m, v
+
+
+MOMENTS = "first_moment second_moment"
+PART = part_of(*MOMENTS.split())
 
 
 @kernel(
-    "optimizers/adamw_check.wgsl.j2",
+    "optimizers/check.wgsl.j2",
     grid=row_grid(lambda c: c.blocks),
-    lib=("adamw",),
     structs=(Hyper,),
     variants=by_subgroup,
     part=PART,
@@ -82,62 +89,36 @@ def adamw_check(
     grads: In,
     first_moment: In,
     second_moment: In,
-    block_slots: Fixed,
+    block_owners: Fixed,
     hyper: Fixed,
     report: In,
     diverged: Out,
     *,
     blocks: U32,
     limit: F32 = MAX_PARAMETER,
+    rule: Word = "adamw",
+    held: Word = "f32",
+    states: Word = MOMENTS,
 ) -> Any:
     """diverged[b] = 1 if `adamw` would make a parameter of block b larger than limit, or any value non-finite."""
-    go, new, m, v = _updated(params, grads, first_moment, second_moment, block_slots[:blocks], hyper, report)
-    with np.errstate(over="ignore"):  # beyond float32
-        bad = ~(np.abs(new) <= limit) | ~np.isfinite(m.astype(np.float32)) | ~np.isfinite(v.astype(np.float32))
-    return (go & bad).reshape(blocks, BLOCK).any(axis=1).astype(np.float64)
+    moments = first_moment, second_moment
+    return diverging(adamw_moved, Hyper, params, grads, moments, block_owners[:blocks], hyper, report)
 
 
-@kernel(
-    "optimizers/adamw.wgsl",
-    grid=lambda c: one_per(c.size // 4),
-    lib=("linear", "adamw"),
-    structs=(Hyper,),
-    part=PART,
-)
+@kernel("optimizers/update.wgsl.j2", grid=lambda c: one_per(c.size // 4), lib=("linear",), structs=(Hyper,), part=PART)
 def adamw(
     params: InOut,
     grads: InOut,
     first_moment: InOut,
     second_moment: InOut,
-    block_slots: Fixed,
+    block_owners: Fixed,
     hyper: Fixed,
     report: In,
     *,
     size: U32,
+    rule: Word = "adamw",
+    held: Word = "f32",
+    states: Word = MOMENTS,
 ) -> Any:
     """AdamW on the clipped gradient; zeroes gradients and skips gated slots. size is a multiple of 4, as blocks are."""
-    go, step, m, v = _updated(params, grads, first_moment, second_moment, block_slots, hyper, report)
-    used = np.repeat(block_slots, BLOCK)[:size] != NO_SLOT
-    return (
-        np.where(go, step, params),
-        np.where(used, 0, grads),
-        np.where(go, m, first_moment),
-        np.where(go, v, second_moment),
-    )
-
-
-def _updated(
-    params: Any, grads: Any, first_moment: Any, second_moment: Any, block_slots: Any, hyper: Any, report: Any
-) -> tuple[Any, Any, Any, Any]:
-    """(whether it is updated, new parameter, new first and second moment) for every value."""
-    slot = np.repeat(block_slots.astype(np.int64), BLOCK)[: params.size]
-    used = slot != NO_SLOT
-    slot = np.where(used, slot, 0)
-    h = struct_columns(Hyper, hyper)
-    _, factor, fine, _ = report.reshape(-1, 4)[slot].T
-    g = grads * factor
-    m = h.beta1[slot] * first_moment + h.rest1[slot] * g
-    v = h.beta2[slot] * second_moment + h.rest2[slot] * g**2
-    rate = h.learning_rate[slot]
-    moved = rate * (m / h.correction1[slot]) / (np.sqrt(v / h.correction2[slot]) + h.eps[slot])
-    return used & (fine != 0), params * (1 - rate * h.weight_decay[slot]) - moved, m, v
+    return updated(adamw_moved, Hyper, params, grads, (first_moment, second_moment), block_owners, hyper, report)

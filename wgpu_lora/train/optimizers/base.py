@@ -9,12 +9,16 @@ from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import ITEM_BYTES, Tensor
 from wgpu_lora.ops.optimizer import BLOCK
 
+EIGHT_BIT = "8bit"  # codes of the dynamic map, with a scale per QUANT_BLOCK values (ops/dynamic_map.py)
+QUANT_BLOCK = 256
+
 
 @dataclass(frozen=True)
 class State:
     """A tensor that an optimizer keeps between steps, zero at first: `values` of `dtype` per BLOCK parameters.
 
-    least: the smallest value that is valid in a checkpoint.
+    dtype: of the device's tensors, or EIGHT_BIT. least: the smallest value that is valid in a checkpoint; 8-bit codes
+        have no sign if it is 0.
     """
 
     name: str
@@ -23,7 +27,7 @@ class State:
     least: float | None = None
 
     def __post_init__(self) -> None:
-        assert self.block_bytes % 4 == 0, "a slot's part must begin at a whole word"
+        assert self.dtype == EIGHT_BIT or self.block_bytes % 4 == 0, "a slot's part must begin at a whole word"
 
     @property
     def by_parameter(self) -> bool:
@@ -32,6 +36,8 @@ class State:
 
     @property
     def block_bytes(self) -> int:
+        if self.dtype == EIGHT_BIT:
+            return self.values + self.values // QUANT_BLOCK * 4
         return self.values * ITEM_BYTES[self.dtype]
 
     @property
@@ -43,15 +49,16 @@ class State:
 class Page:
     """A page of all slots' parameters, `blocks` of BLOCK values, and the tensors of its update.
 
-    state: in the order of the rule's. block_slots u32 [blocks]: the slot of each block, or NO_SLOT.
-    hyper: a Hyper per slot. report f32 [slots, 4]: (norm, clipping factor, 1 if the slot may be updated, loss).
+    state: as `Kept.pages` (train/optimizer_state.py) has them. block_owners u32 [blocks]: 2 * slot, + 1 unless it is of
+    an A, or NO_OWNER. hyper: a Hyper per owner. report f32 [slots, 4]: (norm, clipping factor, 1 if the slot may be
+    updated, loss).
     """
 
     blocks: int
     params: Tensor
     grads: Tensor
     state: tuple[Tensor, ...]
-    block_slots: Tensor
+    block_owners: Tensor
     hyper: Tensor
     report: Tensor
 
@@ -63,27 +70,28 @@ class Page:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors, in the order in which kernels usually bind them."""
-        return (self.params, self.grads, *self.state, self.block_slots, self.hyper, self.report)
+        return (self.params, self.grads, *self.state, self.block_owners, self.hyper, self.report)
 
 
 class UpdateRule(Protocol):
     """An update rule: a frozen dataclass whose fields are the training options that it reads, and its own
     (`own_option`).
 
-    Hyper: the struct that its kernels read for each slot, a dataclass of F32 fields (see gpu.struct).
+    state: may depend on these. Hyper: the struct that its kernels read for each owner, a dataclass of F32 fields (see
+        gpu.struct).
     """
 
-    state: ClassVar[tuple[State, ...]]
+    @property
+    def state(self) -> tuple[State, ...]: ...
+
     Hyper: ClassVar[type]
 
     def hyper(self, step: int, learning_rate: float) -> Any:
-        """A slot's Hyper for its 1-based `step`."""
+        """An owner's Hyper for its 1-based `step`."""
 
-    @staticmethod
-    def record_check(program: Program, page: Page, diverged: Tensor) -> None:
+    def record_check(self, program: Program, page: Page, diverged: Tensor) -> None:
         """Record a check that writes 1 into diverged f32 [blocks] if the update would make a parameter of the block
         larger than MAX_PARAMETER or any value non-finite, else 0; only slots that may be updated matter."""
 
-    @staticmethod
-    def record_update(program: Program, page: Page) -> None:
+    def record_update(self, program: Program, page: Page) -> None:
         """Record the update of the slots that may be updated; it zeroes the gradients of all slots."""

@@ -1,0 +1,107 @@
+"""Cases of the optimizers' kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from support.kernels import NONE, Arrays, add, normal, poison, u32
+from wgpu_lora.gpu.struct import struct_array, struct_words
+from wgpu_lora.ops import optimizer
+from wgpu_lora.train.optimizers import adamw, adamw_bf16, lion, sgd
+
+HYPER_SLOTS = 5  # usual, of no block, unlimited norm, inactive, of a loss that is not finite
+
+
+def hypers(rng: np.random.Generator, kind: Any = adamw.Hyper) -> np.ndarray:
+    random = (rng.random((2 * HYPER_SLOTS, struct_words(kind))) * 0.5 + 0.25).tolist()
+    small = {"eps": 1e-8} if kind is adamw.Hyper else {}
+    return struct_array(kind, [replace(kind(*values), **small) for values in random])
+
+
+def clips() -> np.ndarray:
+    records = [optimizer.Clip(1.0), optimizer.Clip(1.0), optimizer.Clip(0.0), None, optimizer.Clip(1.0)]
+    return struct_array(optimizer.Clip, records)
+
+
+def norms(rng: np.random.Generator) -> Arrays:
+    block_owners = u32(*rng.choice([0, 1, 4, 7, 8, NONE], 37))
+    slot_loss = normal(rng, HYPER_SLOTS)
+    slot_loss[4] = np.nan
+    report = poison(HYPER_SLOTS, 4, value=7e29)  # a NaN is expected in places
+    return {
+        "sums": rng.random(37, np.float32),
+        "block_owners": block_owners,
+        "clips": clips(),
+        "loss": slot_loss,
+        "report": report,
+    }
+
+
+def updates(rng: np.random.Generator, kind: Any, states: str, held: str, blocks: np.ndarray, size: int) -> Arrays:
+    report = normal(rng, HYPER_SLOTS, 4)
+    report[:, 2] = 1, 1, 1, 0, 0
+    values = {name: normal(rng, size) for name in ("params", "grads", *states.split())}
+    if "second_moment" in values:
+        values["second_moment"] **= 2
+    for name in states.split() if held == "bf16" else ():
+        values[name] = as_bf16(values[name])
+    return {**values, "block_owners": blocks, "hyper": hypers(rng, kind), "report": report}
+
+
+def as_bf16(values: np.ndarray) -> np.ndarray:
+    return (values.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def updating(kernel: Any, kind: Any, states: str, held: str = "f32", note: str = "") -> None:
+    """Blocks of owners that are updated, of none, and of slots that are not."""
+    blocks, size = u32(0, NONE, 7, 4, 1, 8), 6 * optimizer.BLOCK - 36
+
+    def make(rng: np.random.Generator) -> Arrays:
+        arrays = updates(rng, kind, states, held, blocks, size)
+        arrays["grads"][2 * optimizer.BLOCK : 3 * optimizer.BLOCK] = np.nan
+        return arrays
+
+    add(kernel, make, size=size, note=note)
+
+
+def checking(kernel: Any, kind: Any, states: str, held: str = "f32", note: str = "") -> None:
+    """Blocks of slot 0: one that is left in order, and one for each way to leave it; then what is not looked at."""
+    blocks = u32(0, 1, 0, 1, 0, 0, NONE, 7, 4)
+
+    def make(rng: np.random.Generator) -> Arrays:
+        arrays = updates(rng, kind, states, "f32", blocks, blocks.size * optimizer.BLOCK)
+        values = {n: arrays[n].reshape(blocks.size, optimizer.BLOCK) for n in ("params", *states.split())}
+        values["params"][1, 1023] = np.nan
+        values["params"][2, 77] = -np.inf
+        values["params"][3, 500] = -2.0 * optimizer.MAX_PARAMETER
+        values["params"][[6, 7, 8], 0] = np.nan
+        for at, name in enumerate(states.split()):
+            values[name][4 + at, 3] = np.inf
+            arrays[name] = as_bf16(values[name]).reshape(-1) if held == "bf16" else values[name].reshape(-1)
+        return {**arrays, "diverged": poison(blocks.size)}
+
+    add(kernel, make, blocks=blocks.size, note=note)
+
+
+def gates(rng: np.random.Generator) -> Arrays:
+    block_owners = u32(*rng.choice([0, 1, 4, 7, 8, NONE], 37))
+    diverged = ((block_owners == NONE) | (block_owners == 7)).astype(np.float32)
+    diverged[np.flatnonzero(block_owners == 7)[1:]] = 0
+    return {"diverged": diverged, "block_owners": block_owners, "report": normal(rng, HYPER_SLOTS, 4)}
+
+
+add(optimizer.gradient_norm, norms, slots=HYPER_SLOTS, blocks=37)
+add(optimizer.update_gate, gates, slots=HYPER_SLOTS, blocks=37)
+updating(adamw.adamw, adamw.Hyper, adamw.MOMENTS)
+checking(adamw.adamw_check, adamw.Hyper, adamw.MOMENTS)
+updating(adamw_bf16.adamw_bf16, adamw.Hyper, adamw.MOMENTS, "bf16")
+checking(adamw_bf16.adamw_bf16_check, adamw.Hyper, adamw.MOMENTS, "bf16")
+updating(lion.lion, lion.Hyper, "momentum")
+checking(lion.lion_check, lion.Hyper, "momentum")
+updating(sgd.sgd, sgd.Hyper, "momentum")
+checking(sgd.sgd_check, sgd.Hyper, "momentum")
+updating(sgd.sgd, sgd.Hyper, "", note="plain")
+checking(sgd.sgd_check, sgd.Hyper, "", note="plain")
