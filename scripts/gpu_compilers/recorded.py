@@ -1,4 +1,4 @@
-"""The compute pipelines of one layer of a named shape: of a training step, a prefill, a decoding step and a teacher."""
+"""The compute pipelines of one layer of a named shape: of training steps, a prefill, a decoding step and a teacher."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from wgpu_lora.models.inputs import Tables
 from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.models.synthetic import synthetic_model
 from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.objectives.kd import KD
+from wgpu_lora.train.session import Session
 
 CACHED = 1024  # tokens of the cache
 HEADS_OF = "llama-3.2-1b"  # whose attention is recorded with other sizes of heads
@@ -60,7 +62,7 @@ class Call:
     constants: dict[str, Any]
     tiling: Tiling
     default: bool
-    used_by: dict[str, list[str]] = field(default_factory=dict)  # shape -> of training, prefill, decode, teacher
+    used_by: dict[str, list[str]] = field(default_factory=dict)  # shape -> of training, distillation, prefill and so on
 
     def to_json(self) -> dict[str, Any]:
         compiled_in = self.kernel.compiled_in(self.constants)
@@ -129,7 +131,10 @@ def _steps(config: ModelConfig, wanted: Wanted, device: Device) -> Iterator[tupl
     )
     for program in TrainingStep(model, args).session.programs():
         yield "training", program
-    adapters = adapter_set(config, device, wanted.rank)
+    adapters, kd = adapter_set(config, device, wanted.rank), KD(teacher="demo", temperature=2.0, hard_full_weight=0.5)
+    distilling = Session(model, adapters, [wanted.tokens], positions=wanted.tokens, objectives=[kd])
+    for batch in distilling.steps.values():
+        yield "distillation", batch.program
     programs = Programs.record(device, model.decoder, adapters, 1, CACHED, (wanted.tokens,))
     for step in programs.prefill:
         yield "prefill", step.program
