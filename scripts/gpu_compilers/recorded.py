@@ -1,4 +1,4 @@
-"""The compute pipelines of one layer of a named shape: of a training step, a prefill, a decoding step and a teacher."""
+"""The compute pipelines of one layer of a named shape: of training, prefill, decoding, a teacher, and loading."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.program import Program
+from wgpu_lora.gpu.tensor import Tensor, persistent
 from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.infer.step import Programs
 from wgpu_lora.models.blocks.transformer import Transformer
@@ -21,6 +22,9 @@ from wgpu_lora.models.inputs import Tables
 from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.models.synthetic import synthetic_model
 from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.weights.lowbit import LowBitWeight
+from wgpu_lora.weights.lowbit_codes import entries, groups
+from wgpu_lora.weights.lowbit_packing import record_packing
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
 CACHED = 1024  # tokens of the cache
@@ -62,7 +66,9 @@ class Call:
     constants: dict[str, Any]
     tiling: Tiling
     default: bool
-    used_by: dict[str, list[str]] = field(default_factory=dict)  # shape -> of training, prefill, decode, teacher
+    used_by: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # shape -> of loading, training, prefill, decode, teacher
 
     def to_json(self) -> dict[str, Any]:
         compiled_in = self.kernel.compiled_in(self.constants)
@@ -131,6 +137,9 @@ def _steps(config: ModelConfig, wanted: Wanted, device: Device) -> Iterator[tupl
     )
     for program in TrainingStep(model, args).session.programs():
         yield "training", program
+    for weight in model.decoder.weights():
+        if isinstance(weight, LowBitWeight):
+            yield "loading", _fit(weight, device)
     adapters = adapter_set(config, device, wanted.rank)
     programs = Programs.record(device, model.decoder, adapters, 1, CACHED, (wanted.tokens,))
     for step in programs.prefill:
@@ -140,3 +149,18 @@ def _steps(config: ModelConfig, wanted: Wanted, device: Device) -> Iterator[tupl
     tables = Tables.declare(config.tables(), wanted.tokens)
     for program in Teacher(model, None, (wanted.tokens,), tables, Kept(), wanted.compute_dtype).programs():
         yield "teacher", program
+
+
+def _fit(weight: LowBitWeight, device: Device) -> Program:
+    """The quantisation of a matrix while it is loaded, with calibration."""
+    program, (out, size_in) = Program(device, "pack"), weight.shape
+    bits, group = weight.scheme.bits, weight.scheme.group
+
+    def scratch(*shape: int) -> Tensor | None:
+        return persistent(shape, "f32", "workspace", "scratch") if all(shape) else None
+
+    w, importance = scratch(out, size_in), scratch(size_in)
+    assert w
+    constants = scratch(out, entries(bits)), scratch(out, groups(size_in, bits, group))
+    record_packing(program, w, weight.codes, *constants, importance, first=0, out=out, bits=bits, group=group)
+    return program
