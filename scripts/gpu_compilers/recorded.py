@@ -17,10 +17,13 @@ from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.infer.step import Programs
 from wgpu_lora.models.blocks.transformer import Transformer
 from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.constants import ConstantSet, constants_of
 from wgpu_lora.models.inputs import Tables
+from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.models.synthetic import synthetic_model
 from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.session import Session
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
 CACHED = 1024  # tokens of the cache
@@ -120,6 +123,16 @@ def _programs(wanted: Wanted, device: Device) -> Iterator[tuple[str, str, Progra
             yield f"head_dim {dim}", step, program
 
 
+def _constants(model: LoadedModel, wanted: Wanted) -> list[Program]:
+    """Training of the base's constants, if it has any (--train quant-scales)."""
+    found = {name.removesuffix(".weight"): constants_of(weight) for name, weight in model.decoder.matrices()}
+    weights = {module: weight for module, weight in found.items() if weight}
+    if not weights:
+        return []
+    constants = ConstantSet.declare(weights, model.device.max_binding)
+    return Session(model, constants, [wanted.tokens], positions=wanted.tokens).programs()
+
+
 def _steps(config: ModelConfig, wanted: Wanted, device: Device) -> Iterator[tuple[str, Program]]:
     model = synthetic_model(config, device, wanted.base_dtype)
     args = TrainingArguments(
@@ -131,6 +144,8 @@ def _steps(config: ModelConfig, wanted: Wanted, device: Device) -> Iterator[tupl
     )
     for program in TrainingStep(model, args).session.programs():
         yield "training", program
+    for program in _constants(model, wanted):
+        yield "quant-scales", program
     adapters = adapter_set(config, device, wanted.rank)
     programs = Programs.record(device, model.decoder, adapters, 1, CACHED, (wanted.tokens,))
     for step in programs.prefill:
