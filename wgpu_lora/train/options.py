@@ -25,11 +25,15 @@ class TrainingOptions(TypedDict, total=False):
     tune: bool
     init_adapter: str | Path | None
     resume: bool
+    train: str
+    snap_steps: int | None
+    rounded_from: str | Path | None
     lora_r: int
     lora_alpha: float
     lora_dropout: float
     use_rslora: bool
     use_dora: bool
+    init_lora_weights: str
     target_modules: str | list[str]
     learning_rate: float
     lr_scheduler_type: str
