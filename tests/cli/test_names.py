@@ -114,7 +114,10 @@ def test_choices_are_those_that_are_there() -> None:
             "finetune --bf16 True",
             "and --base-dtype bf16 stores the base in bf16.",
         ),
-        ("finetune --optim=adafactor", "--optim must be one of adamw, adamw_8bit, adamw_bf16, lion, lion_8bit, muon, sgd, not adafactor."),
+        (
+            "finetune --optim=adafactor",
+            "--optim must be one of adamw, adamw_8bit, adamw_bf16, lion, lion_8bit, muon, sgd, not adafactor.",
+        ),
         ("finetune --adafactor", "--adafactor does not exist here: --optim selects the optimizer"),
         ("finetune --optim_args=x=1", "--optim-args: --optim adamw has no option 'x' of its own: it has none"),
         ("finetune --betas 0.9", "--betas is --adam-beta1 and --adam-beta2."),

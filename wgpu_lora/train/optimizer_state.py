@@ -23,7 +23,8 @@ ANOTHER = "it holds the state of another optimizer"
 class Kept(Protocol):
     """An optimizer's state of all slots. `pages`: the tensors of each page, in the order in which kernels bind them."""
 
-    pages: Sequence[tuple[Tensor, ...]]
+    @property
+    def pages(self) -> Sequence[tuple[Tensor, ...]]: ...
 
     def initialise(self, device: Device) -> None:
         """Upload tables that say where the state is."""
@@ -147,10 +148,8 @@ class Plain:
         for at, state in enumerate(self.states):
             draw = rng.standard_normal if state.least is None else rng.random
             for page in self.pages:
-                values = (
-                    draw(page[at].shape, np.float32) if state.dtype in ("f32", "bf16") else np.zeros(page[at].shape)
-                )
+                floats = state.dtype in ("f32", "bf16")
+                values = draw(page[at].shape, np.float32) if floats else np.zeros(page[at].shape, np.float32)
                 values = (values + (state.least or 0)).astype(np.float32)
-                if state.dtype == "bf16":
-                    values = values.view(np.uint32) >> 16
-                device.write(page[at].storage.buffer, values.astype(NUMPY[state.dtype]))
+                of_type = values.view(np.uint32) >> 16 if state.dtype == "bf16" else values
+                device.write(page[at].storage.buffer, of_type.astype(NUMPY[state.dtype]))

@@ -10,7 +10,8 @@ import numpy as np
 from support.kernels import NONE, Arrays, add, normal, poison, u32
 from wgpu_lora.gpu.struct import struct_array, struct_words
 from wgpu_lora.ops import optimizer
-from wgpu_lora.train.optimizers import adamw, adamw_bf16, lion, sgd
+from wgpu_lora.train.optimizers import adamw, adamw_8bit, adamw_bf16, lion, lion_8bit, sgd
+from wgpu_lora.train.optimizers.eight_bit import code_words, record_values
 
 HYPER_SLOTS = 5  # usual, of no block, unlimited norm, inactive, of a loss that is not finite
 
@@ -64,7 +65,7 @@ def updating(kernel: Any, kind: Any, states: str, held: str = "f32", note: str =
         arrays["grads"][2 * optimizer.BLOCK : 3 * optimizer.BLOCK] = np.nan
         return arrays
 
-    add(kernel, make, size=size, note=note)
+    add(kernel, make, size=size, note=note, coarse=tuple(states.split()) if held == "bf16" else (), moving="report")
 
 
 def checking(kernel: Any, kind: Any, states: str, held: str = "f32", note: str = "") -> None:
@@ -86,6 +87,54 @@ def checking(kernel: Any, kind: Any, states: str, held: str = "f32", note: str =
     add(kernel, make, blocks=blocks.size, note=note)
 
 
+def records(rng: np.random.Generator, kind: Any, states: int, owners: np.ndarray, wide: str) -> Arrays:
+    """Pages with records. wide: of each block, w if its record is wide. Scales differ by orders of magnitude."""
+    places = np.full((owners.size, 4), NONE, np.uint32)
+    word, value = 4, 3
+    for block, owner in enumerate(owners):
+        if owner != NONE:
+            places[block] = owner, word, value, wide[block] == "w"
+            word += 0 if wide[block] == "w" else code_words(states)
+            value += record_values(states, wide[block] == "w")
+    report = normal(rng, HYPER_SLOTS, 4)
+    report[:, 2] = 1, 1, 1, 0, 0
+    scales = np.exp(normal(rng, value)).astype(np.float32)
+    values = {name: normal(rng, owners.size * optimizer.BLOCK) for name in ("params", "grads")}
+    values["grads"] *= np.exp(3 * normal(rng, values["grads"].size))
+    codes = rng.integers(0, 256, 4 * word, np.uint8)
+    return {**values, "codes": codes, "values": scales, "places": places, "hyper": hypers(rng, kind), "report": report}
+
+
+def updating_8bit(kernel: Any, kind: Any, states: int) -> None:
+    owners = u32(0, NONE, 7, 4, 1, 0, 8)
+
+    def make(rng: np.random.Generator) -> Arrays:
+        arrays = records(rng, kind, states, owners, "nnnwnwn")
+        arrays["grads"][5 * optimizer.BLOCK + 256 : 5 * optimizer.BLOCK + 512] = 0
+        arrays["grads"][2 * optimizer.BLOCK : 3 * optimizer.BLOCK] = np.nan
+        arrays["values"][arrays["places"][4, 2] + 1] = 0  # a scale of a quarter that has no state yet, nor a gradient
+        arrays["grads"][4 * optimizer.BLOCK + 256 : 4 * optimizer.BLOCK + 512] = 0
+        return arrays
+
+    add(kernel, make, blocks=owners.size, coarse=("codes",), moving="report")
+
+
+def checking_8bit(kernel: Any, kind: Any, states: int) -> None:
+    owners = u32(0, 1, 0, 1, 0, 0, NONE, 7, 4)
+
+    def make(rng: np.random.Generator) -> Arrays:
+        arrays = records(rng, kind, states, owners, "nwnwnwnnn")
+        params = arrays["params"].reshape(owners.size, optimizer.BLOCK)
+        params[1, 1023] = np.nan
+        params[2, 77] = -2.0 * optimizer.MAX_PARAMETER
+        params[[6, 7, 8], 0] = np.nan
+        arrays["values"][arrays["places"][4, 2] + 2] = np.inf
+        arrays["values"][arrays["places"][5, 2] + 1024 * states - 1] = np.inf
+        return {**arrays, "diverged": poison(owners.size)}
+
+    add(kernel, make, blocks=owners.size)
+
+
 def gates(rng: np.random.Generator) -> Arrays:
     block_owners = u32(*rng.choice([0, 1, 4, 7, 8, NONE], 37))
     diverged = ((block_owners == NONE) | (block_owners == 7)).astype(np.float32)
@@ -105,3 +154,7 @@ updating(sgd.sgd, sgd.Hyper, "momentum")
 checking(sgd.sgd_check, sgd.Hyper, "momentum")
 updating(sgd.sgd, sgd.Hyper, "", note="plain")
 checking(sgd.sgd_check, sgd.Hyper, "", note="plain")
+updating_8bit(adamw_8bit.adamw_8bit, adamw.Hyper, 2)
+checking_8bit(adamw_8bit.adamw_8bit_check, adamw.Hyper, 2)
+updating_8bit(lion_8bit.lion_8bit, lion.Hyper, 1)
+checking_8bit(lion_8bit.lion_8bit_check, lion.Hyper, 1)

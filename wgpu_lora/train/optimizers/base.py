@@ -9,7 +9,7 @@ from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import ITEM_BYTES, Tensor
 from wgpu_lora.ops.optimizer import BLOCK
 
-EIGHT_BIT = "8bit"  # codes of the dynamic map, with a scale per QUANT_BLOCK values (ops/dynamic_map.py)
+EIGHT_BIT = "8bit"  # codes of the dynamic map, with a scale per QUANT_BLOCK values (eight_bit.py)
 QUANT_BLOCK = 256
 
 
