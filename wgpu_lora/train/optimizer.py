@@ -16,10 +16,9 @@ from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
 from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.ops.optimizer import Clip, gradient_norm, square_sums, update_gate
 from wgpu_lora.train.arguments import TrainingArguments
-from wgpu_lora.train.eight_bit_state import EightBit
-from wgpu_lora.train.optimizer_state import Kept, Plain
+from wgpu_lora.train.optimizer_state import Kept
 from wgpu_lora.train.optimizers import optimizer_of
-from wgpu_lora.train.optimizers.base import EIGHT_BIT, Page, UpdateRule
+from wgpu_lora.train.optimizers.base import Page, UpdateRule
 from wgpu_lora.train.own_options import created
 
 USUAL = TrainingArguments()
@@ -60,8 +59,7 @@ class Optimizer:
         self.adapters, self.total, self.rule = adapters, total, rule or optimizer_of(USUAL)
         self.slots = len(adapters.specs)
         blocks = [table.size for table in adapters.block_owners]
-        eight_bit = any(state.dtype == EIGHT_BIT for state in self.rule.state)
-        self.state: Kept = (EightBit if eight_bit else Plain)(adapters, self.rule.state)
+        self.state: Kept = self.rule.kept(adapters, self.rule.state)
         self.block_owners = persistent((sum(blocks),), "u32", "optimizer", "block owners")
         self.hyper = persistent((2 * self.slots, struct_words(self.rule.Hyper)), "f32", "optimizer", "hyper")
         self.clips = persistent((self.slots, struct_words(Clip)), "f32", "optimizer", "clips")
@@ -88,7 +86,9 @@ class Optimizer:
 
     def _page(self, i: int, span: tuple[int, int]) -> Page:
         params, grads, owners = self.adapters.params[i], self.adapters.grads[i], self.block_owners.rows(*span)
-        return Page(span[1] - span[0], params, grads, self.state.pages[i], owners, self.hyper, self.report)
+        return Page(
+            span[1] - span[0], params, grads, self.state.pages[i], owners, self.hyper, self.report, self.adapters.rank
+        )
 
     def storages(self) -> set[Storage]:
         return self.program.persistent_storages()
