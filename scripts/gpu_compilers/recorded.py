@@ -1,4 +1,4 @@
-"""The compute pipelines of one layer of a named shape: of a training step, a prefill and a decoding step."""
+"""The compute pipelines of one layer of a named shape: of a training step, updates, a prefill and a decoding step."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.program import Program
+from wgpu_lora.gpu.tensor import persistent
 from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.infer.step import Programs
 from wgpu_lora.models.blocks.transformer import Transformer
@@ -19,6 +20,8 @@ from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.models.synthetic import synthetic_model
 from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.optimizer import Optimizer
+from wgpu_lora.train.optimizers import OPTIMIZERS, optimizer_of
 
 CACHED = 1024  # tokens of the cache
 HEADS_OF = "llama-3.2-1b"  # whose attention is recorded with other sizes of heads
@@ -106,6 +109,9 @@ def _programs(wanted: Wanted, device: Device) -> Iterator[tuple[str, str, Progra
     for shape in wanted.shapes:
         for step, program in _steps(shape_config(shape, 1), wanted, device):
             yield shape, step, program
+    for shape in wanted.shapes[:1]:  # sizes make no difference to the other optimizers' kernels
+        for name, program in _updates(shape_config(shape, 1), wanted, device):
+            yield shape, name, program
     for dim in wanted.head_dims:
         config = shape_config(HEADS_OF, 1)
         assert isinstance(config, Transformer)
@@ -113,6 +119,14 @@ def _programs(wanted: Wanted, device: Device) -> Iterator[tuple[str, str, Progra
         for step, program in _steps(config, wanted, device):
             program.dispatches = [one for one in program.dispatches if one.kernel.name.startswith("attention_")]
             yield f"head_dim {dim}", step, program
+
+
+def _updates(config: ModelConfig, wanted: Wanted, device: Device) -> Iterator[tuple[str, Program]]:
+    adapters, loss = adapter_set(config, device, wanted.rank), persistent((1,), "f32", "optimizer", "loss")
+    for name in OPTIMIZERS:
+        args = TrainingArguments(optim=name, optim_args="momentum=0.9" if name == "sgd" else None)
+        if name != TrainingArguments.optim:
+            yield name, Optimizer(device, adapters, loss, optimizer_of(args)).program
 
 
 def _steps(config: ModelConfig, wanted: Wanted, device: Device) -> Iterator[tuple[str, Program]]:
