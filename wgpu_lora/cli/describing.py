@@ -100,6 +100,10 @@ def describe_memory(job: Job[Any]) -> None:
     """Describe the planned memory, and what remains to be tuned."""
     from wgpu_lora.train.memory import both
 
-    plan = job.session.memory()
+    session, plan = job.session, job.session.memory()
+    trained = sum(session.adapters.trainable(run.slot, session.model.config) for run in job.runs)
+    kept = session.optimizer.state_bytes
+    each = f"{kept / trained:.2f} bytes per trained parameter"
+    line("optimizer", f"{job.runs[0].args.optim}: {f'{both(kept)} of state, {each}' if kept else 'no state'}")
     line("memory", f"{both(plan.peak)} at peak")
     describe_tuning(job)

@@ -90,6 +90,11 @@ class Optimizer:
             span[1] - span[0], params, grads, self.state.pages[i], owners, self.hyper, self.report, self.adapters.rank
         )
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all slots' state on the device, with its tables."""
+        return sum(tensor.nbytes for page in self.state.pages for tensor in page)
+
     def storages(self) -> set[Storage]:
         return self.program.persistent_storages()
 
