@@ -18,6 +18,7 @@ from golden.models import CONFIGS, save
 from golden.optimizers import optimizers
 from golden.quant import is_clear_cut, quantize
 from golden.training import golden
+from golden.variants import variants
 from safetensors.numpy import load_file, save_file
 
 NF4_SHAPES = ((37, 91), (64, 64), (5, 20), (48, 80), (130, 257))
@@ -63,6 +64,7 @@ def main(output: Path) -> None:
         print(architecture, "done", flush=True)
     save_file(optimizers(), output / "golden" / "optimizers.safetensors")
     save_file(peft_adapters(output), output / "golden" / "peft.safetensors")
+    save_file(variants(output / "models", output / "golden"), output / "golden" / "variants.safetensors")
     from golden.preferences import ARCHITECTURE, preferences  # needs TRL
 
     initial = load_file(output / "golden" / f"{ARCHITECTURE}.safetensors")

@@ -9,19 +9,10 @@ const ACCUMULATE: bool = false;
 @group(0) @binding(1) var<storage, read> draws: array<vec4<u32>>;
 @group(0) @binding(2) var<storage, read_write> y: array<f32>;
 
-// PCG's output permutation (O'Neill 2014), as a hash.
-fn pcg(v: u32) -> u32 {
-    let state = v * 747796405u + 2891336453u;
-    let word = ((state >> ((state >> 28u) + 4u)) ^ state) * 277803737u;
-    return (word >> 22u) ^ word;
-}
-
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) local: u32) {
     let i = linear_index(group, local);
     if (i >= ROWS * COLS) { return; }
-    let draw = draws[i / COLS];
-    let random = pcg(draw.x ^ pcg(draw.y ^ pcg(MODULE ^ pcg(i % COLS))));
-    let v = select(0.0, x[i] * bitcast<f32>(draw.w), random >= draw.z);
+    let v = dropped_value(x[i], draws[i / COLS], MODULE, i % COLS);
     if (ACCUMULATE) { y[i] += v; } else { y[i] = v; }
 }

@@ -23,6 +23,10 @@ CASES: dict[str, tuple[str, dict]] = {
         "r": 2, "lora_alpha": 5, "use_rslora": True, "target_modules": ["k_proj", "o_proj", "up_proj"],
         "rank_pattern": {"o_proj": 7}, "alpha_pattern": {"k_proj": 9},
     }),
+    "dora-patterns": ("llama", {
+        "r": 4, "lora_alpha": 6, "use_dora": True, "use_rslora": True, "target_modules": "all-linear",
+        "rank_pattern": {"q_proj": 2, "up_proj": 6}, "alpha_pattern": {"v_proj": 3},
+    }),
 }  # fmt: skip
 
 
@@ -35,6 +39,8 @@ def save_adapter(name: str, models: Path, directory: Path) -> None:
         for key, value in model.named_parameters():
             if ".lora_B." in key:
                 value.normal_(std=0.3)
+            elif ".lora_magnitude_vector." in key:
+                value.mul_(torch.empty_like(value).uniform_(0.7, 1.3))
     model.peft_config["default"].base_model_name_or_path = architecture
     model.save_pretrained(directory, save_embedding_layers=False)
     (directory / "README.md").unlink(missing_ok=True)

@@ -39,7 +39,7 @@ def golden(architecture: str, directory: Path) -> Arrays:
         with torch.no_grad():
             logits, mask = _logits(model, batch)
         out[f"logits.{kind}"] = (logits * mask[:, :, None]).numpy()  # without an adapter; zero for padding
-        out |= _one_step(model, adapter, batch, kind) | _curve(model, adapter, data, kind)
+        out |= one_step(model, adapter, batch, kind) | curve(model, adapter, data, kind)
     return out
 
 
@@ -74,17 +74,23 @@ def _initial_adapter(model: PreTrainedModel, rng: np.random.Generator) -> Arrays
     return adapter
 
 
-def _with_adapter(model: PreTrainedModel, adapter: Arrays) -> tuple[torch.nn.Module, dict[str, torch.nn.Parameter]]:
-    config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+def with_adapter(
+    model: PreTrainedModel, adapter: Arrays | None, **options: object
+) -> tuple[torch.nn.Module, dict[str, torch.nn.Parameter]]:
+    """A copy of the model with PEFT's adapter of these values, or as PEFT makes it, and its parameters by short name."""
+    usual = {"r": RANK, "lora_alpha": ALPHA, "lora_dropout": 0.0, "target_modules": "all-linear"}
+    config = LoraConfig(task_type="CAUSAL_LM", **usual | options)
     peft_model = get_peft_model(copy.deepcopy(model), config)
     parameters = {}
     for name, parameter in peft_model.named_parameters():
         if parameter.requires_grad:
             parts = name.split(".")
-            short = f"{parts[parts.index('layers') + 1]}.{parts[-4]}.{parts[-3].removeprefix('lora_')}"
-            parameter.data.copy_(torch.from_numpy(adapter[short]))
+            which = parts[-3].removeprefix("lora_").replace("magnitude_vector", "M")
+            short = f"{parts[parts.index('layers') + 1]}.{parts[-4]}.{which}"
+            if adapter is not None:
+                parameter.data.copy_(torch.from_numpy(adapter[short]))
             parameters[short] = parameter
-    assert set(parameters) == set(adapter)
+    assert adapter is None or set(parameters) == set(adapter)
     return peft_model, parameters
 
 
@@ -103,8 +109,9 @@ def _loss(model: torch.nn.Module, rows: Rows) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(flat, targets, ignore_index=IGNORE)
 
 
-def _one_step(model: PreTrainedModel, adapter: Arrays, batch: Rows, kind: str) -> Arrays:
-    peft_model, parameters = _with_adapter(model, adapter)
+def one_step(model: PreTrainedModel, adapter: Arrays, batch: Rows, kind: str, **options: object) -> Arrays:
+    """The loss of the batch and its gradients. options: of LoraConfig."""
+    peft_model, parameters = with_adapter(model, adapter, **options)
     loss = _loss(peft_model, batch)
     loss.backward()
     grads = {name: parameter.grad for name, parameter in parameters.items()}
@@ -115,8 +122,9 @@ def _one_step(model: PreTrainedModel, adapter: Arrays, batch: Rows, kind: str) -
     }
 
 
-def _curve(model: PreTrainedModel, adapter: Arrays, data: Rows, kind: str) -> Arrays:
-    peft_model, parameters = _with_adapter(model, adapter)
+def curve(model: PreTrainedModel, adapter: Arrays | None, data: Rows, kind: str, **options: object) -> Arrays:
+    """Losses, norms and rates of training on the data, and the final adapter. options: of LoraConfig."""
+    peft_model, parameters = with_adapter(model, adapter, **options)
     optimizer = torch.optim.AdamW(
         parameters.values(), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=WEIGHT_DECAY
     )
@@ -135,5 +143,5 @@ def _curve(model: PreTrainedModel, adapter: Arrays, data: Rows, kind: str) -> Ar
         optimizer.step()
         schedule.step()
     final = {f"final.{kind}.{name}": parameter.detach().numpy() for name, parameter in parameters.items()}
-    curve = {f"losses.{kind}": losses, f"grad_norms.{kind}": norms, "learning_rates": rates}
-    return final | {name: np.array(values, np.float32) for name, values in curve.items()}
+    said = {f"losses.{kind}": losses, f"grad_norms.{kind}": norms, "learning_rates": rates}
+    return final | {name: np.array(values, np.float32) for name, values in said.items()}

@@ -1,4 +1,5 @@
-"""The compute pipelines of one layer of a named shape: of a training step, updates, a prefill and a decoding step."""
+"""The compute pipelines of one layer of a named shape: of a training step, updates, a prefill, a decoding
+step and a teacher."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from wgpu_lora.bench.step import TrainingStep, adapter_set
+from wgpu_lora.distill.teacher import Kept, Teacher
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.kernel import Kernel
@@ -17,11 +19,13 @@ from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.infer.step import Programs
 from wgpu_lora.models.blocks.transformer import Transformer
 from wgpu_lora.models.config import ModelConfig
+from wgpu_lora.models.inputs import Tables
 from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.models.synthetic import synthetic_model
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.optimizer import Optimizer
 from wgpu_lora.train.optimizers import OPTIMIZERS, optimizer_of
+from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
 CACHED = 1024  # tokens of the cache
 HEADS_OF = "llama-3.2-1b"  # whose attention is recorded with other sizes of heads
@@ -43,6 +47,8 @@ class Wanted:
     candidates: bool = True
     kernels: tuple[str, ...] = ()
     tiling: dict[str, Any] | None = None
+    activation_dtype: str = "f32"
+    base_dtype: str = DEFAULT_FORMAT
 
     @classmethod
     def from_json(cls, text: str) -> Wanted:
@@ -60,7 +66,7 @@ class Call:
     constants: dict[str, Any]
     tiling: Tiling
     default: bool
-    used_by: dict[str, list[str]] = field(default_factory=dict)  # shape -> of training, prefill, decode
+    used_by: dict[str, list[str]] = field(default_factory=dict)  # shape -> of training, prefill, decode, teacher
 
     def to_json(self) -> dict[str, Any]:
         compiled_in = self.kernel.compiled_in(self.constants)
@@ -130,12 +136,13 @@ def _updates(config: ModelConfig, wanted: Wanted, device: Device) -> Iterator[tu
 
 
 def _steps(config: ModelConfig, wanted: Wanted, device: Device) -> Iterator[tuple[str, Program]]:
-    model = synthetic_model(config, device)
+    model = synthetic_model(config, device, wanted.base_dtype)
     args = TrainingArguments(
         per_device_train_batch_size=1,
         max_length=wanted.tokens,
         lora_r=wanted.rank,
         compute_dtype=wanted.compute_dtype,
+        activation_dtype=wanted.activation_dtype,
     )
     for program in TrainingStep(model, args).session.programs():
         yield "training", program
@@ -145,3 +152,6 @@ def _steps(config: ModelConfig, wanted: Wanted, device: Device) -> Iterator[tupl
         yield "prefill", step.program
     for program in (programs.decode.program, programs.head, programs.kept):
         yield "decode", program
+    tables = Tables.declare(config.tables(), wanted.tokens)
+    for program in Teacher(model, None, (wanted.tokens,), tables, Kept(), wanted.compute_dtype).programs():
+        yield "teacher", program

@@ -7,7 +7,7 @@ import pytest
 
 from wgpu_lora import patterns
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.peft import parse_config
+from wgpu_lora.formats.adapter_config import parse_config
 from wgpu_lora.patterns import first_matches
 
 NAMES = [f"model.layers.{i}.{module}" for i in range(12) for module in ("self_attn.q_proj", "mlp.up_proj", "x.in")]

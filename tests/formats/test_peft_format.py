@@ -12,7 +12,8 @@ from support import FIXTURES, path_of
 
 from wgpu_lora.atomic import replace_directory, write_bytes_atomic
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.peft import AdapterConfig, parse_config, read_adapter, tensor_name, write_adapter
+from wgpu_lora.formats.adapter_config import AdapterConfig, parse_config
+from wgpu_lora.formats.peft import read_adapter, tensor_name, write_adapter
 
 RAW = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
 
@@ -104,7 +105,7 @@ def test_kinds_of_target_modules(targets):
     ("changes", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type 'IA3' in x is not supported"),
-        ({"use_dora": True}, "use_dora = True in x"),
+        ({"use_bdlora": True}, "use_bdlora = True in x"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save = \['lm_head'\]"),
         ({"lora_bias": True}, "lora_bias"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),

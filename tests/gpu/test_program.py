@@ -164,7 +164,7 @@ def test_an_arena_serves_the_largest_program(device: Device) -> None:
     assert Arena.sizes_for(plans) == [MAX_ARENA, MAX_ARENA]
     arena = Arena(device, [256])
     with pytest.raises(AssertionError, match="too few buffers"):
-        arena.buffers_for(plans[0])
+        Arena.check(plans[0], arena.buffers)
     arena.free()
 
 

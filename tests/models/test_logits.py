@@ -7,6 +7,7 @@ from support.models import ARCHITECTURES, FIXTURES, full_logits, golden, golden_
 
 from wgpu_lora.infer.adapters import load_adapters
 from wgpu_lora.models.inputs import Segment
+from wgpu_lora.models.norms import fix_gains
 
 
 def golden_segments(architecture):
@@ -46,13 +47,20 @@ def test_neighbours_in_a_packed_batch_do_not_see_each_other(device):
 
 @pytest.mark.parametrize(
     ("name", "architecture"),
-    [("patterns", "qwen2"), ("rslora", "llama"), ("expression", "mistral"), ("rslora-patterns", "qwen3")],
+    [
+        ("patterns", "qwen2"),
+        ("rslora", "llama"),
+        ("expression", "mistral"),
+        ("rslora-patterns", "qwen3"),
+        ("dora-patterns", "llama"),
+    ],
 )
 def test_pefts_own_adapters_give_pefts_logits(device, name, architecture):
-    # Ranks and alphas by pattern, rsLoRA, targets by list and by expression: tests/fixtures/README.md.
+    # Ranks and alphas by pattern, rsLoRA, DoRA, targets by list and by expression: tests/fixtures/README.md.
     stored = load_file(FIXTURES / "golden" / "peft.safetensors")
     model = load(architecture, device)
     adapters = load_adapters(device, model.config, [FIXTURES / "peft" / name])
+    fix_gains(model, adapters)
     segments = [Segment(stored[f"{name}.input_ids"][0])]
     (plain,), (found,) = full_logits(model, segments), full_logits(model, segments, adapters)
     (expected,) = stored[f"{name}.logits"]

@@ -80,7 +80,7 @@ class Result:
                 write(device, tensor, values)
         for tensor in (x, dy):
             write(device, tensor, rng.standard_normal(tensor.shape, np.float32))
-        adapters.upload_scales(device)
+        adapters.upload_constants(device)
         for slot, modules in enumerate(paths):
             shapes = {path: config.lora_modules[path] for path in modules}
             pairs = {m: (rng.normal(size=(RANK, i)), rng.normal(size=(o, RANK))) for m, (o, i) in shapes.items()}

@@ -21,6 +21,9 @@ NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
          ("k_proj", "1.mlp.up_proj")),
         (r".*\.[01]\.self_attn\.(q|o)_proj", [path_of(i, n) for i in (0, 1) for n in ("q_proj", "o_proj")],
          ("q_proj", "o_proj")),
+        ("mlp", [path_of(i, name) for i in (0, 1) for name in NAMES[4:]], NAMES[4:]),
+        ("attention,up_proj", [path_of(i, name) for i in (0, 1) for name in (*NAMES[:4], "up_proj")],
+         (*NAMES[:4], "up_proj")),
         (r".*layers\.(?!0\.).*down_proj", [path_of(1, "down_proj")], ("1.mlp.down_proj",)),
     ],
 )  # fmt: skip
@@ -34,7 +37,7 @@ def test_what_is_meant(given: str, expected: list[str], names: tuple[str, ...]) 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("q_proj,zork", r"has no 'zork': choose among q_proj, .*, down_proj, or 'all-linear'\.$"),
+        ("q_proj,zork", r"has no 'zork': choose among q_proj, .*, down_proj, mlp, attention, or 'all-linear'\.$"),
         ("proj", "has no 'proj'"),  # not the end of a name
         ("lm_head", "has no 'lm_head'"),
         (r"q_proj|v_proj.*", r"matches none of the model's modules: .* such as model\.layers\.0\.self_attn\.q_proj"),

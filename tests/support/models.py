@@ -14,7 +14,8 @@ from safetensors.numpy import load_file
 from tokenizers import models, pre_tokenizers
 
 from support import FIXTURES, path_of
-from wgpu_lora.formats.peft import AdapterConfig, tensor_name, write_adapter
+from wgpu_lora.formats.adapter_config import AdapterConfig
+from wgpu_lora.formats.peft import tensor_name, write_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Arena, Program, allocate
 from wgpu_lora.gpu.tensor import Storage, persistent
@@ -74,6 +75,8 @@ def save_golden_adapter(
                 continue
             part = value[:rank] if factor == "A" else value[:, :rank] * scale
             tensors[tensor_name(path_of(layer, module), factor)] = np.ascontiguousarray(part, np.float32)
+            if config.get("use_dora") and factor == "B":  # rows of these weights have norms of about 1
+                tensors[tensor_name(path_of(layer, module), "M")] = np.linspace(0.8, 1.3, len(part), dtype=np.float32)
     write_adapter(directory, tensors, AdapterConfig(r=rank, lora_alpha=8, **config))
     return directory
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from support import short_of
 from support.models import FIXTURES, golden, save_golden_adapter
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.models.inputs import Segment
+from wgpu_lora.models.loaded import open_model
 from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.finetune import Job, prepare_job
+from wgpu_lora.train.objectives.base import Group
+from wgpu_lora.train.session import Session
 
 
 def model_dir(architecture: str) -> Path:
@@ -54,3 +62,27 @@ def golden_arguments(tmp_path: Path, architecture: str, **changes: Any) -> Train
         "save_steps": 0,
     }
     return TrainingArguments(**(options | changes))
+
+
+def golden_job(device: Device, tmp_path: Path, architecture: str, base: str, **changes: object) -> Job:
+    args = golden_arguments(tmp_path, architecture, base_dtype=base, **changes)
+    return prepare_job(args, open_model(args.model, device, base))
+
+
+def gradients_of(
+    job: Job, device: Device, architecture: str, allocated: Callable[[Session], None] = lambda session: None
+) -> tuple[float, dict[str, np.ndarray]]:
+    """(mean loss, gradients of all LoRA matrices) of the golden batch. allocated: called once the session is."""
+    values, session = golden(architecture), job.session
+    session.allocate()
+    allocated(session)
+    job.run.place_initial(session)
+    rows = [(values["input_ids"][i, :n], values["labels"][i, :n]) for i, n in enumerate(values["lengths"])]
+    tokens = sum(int((labels[1:] != -100).sum()) for _, labels in rows)
+    session.begin()
+    session.accumulate([Group((Segment(ids, labels),), weight=1 / tokens) for ids, labels in rows])
+    total = session.totals.read_loss(device, 0)
+    pairs = session.adapters.read(device, 0, session.adapters.grads)
+    found = {f"{short_of(key)}.{w}": g.copy() for key, pair in pairs.items() for w, g in zip("AB", pair, strict=True)}
+    session.close()
+    return float(total / tokens), found

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from wgpu_lora.errors import UserError
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.batching import FEW, fitted
+from wgpu_lora.train.idle import idle
 from wgpu_lora.train.schedule import LR_SCHEDULES, learning_rate, warmup_steps
 
 
@@ -71,6 +73,28 @@ def test_every_step_trains_and_the_peak_is_reached(kind: str, total: int, ratio:
     rates = [learning_rate(kind, 1e-3, step, total, warmup) for step in range(total)]
     assert min(rates) > 0
     assert max(rates) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("kind", LR_SCHEDULES)
+def test_decays_end_at_the_least_rate(kind: str) -> None:
+    """min + (peak - min) * decay: transformers' `cosine_with_min_lr`, for every schedule that decays."""
+    total, warmup, peak, least = 40, 4, 5e-5, 1e-5
+    plain, floored = (
+        [learning_rate(kind, peak, step, total, warmup, to) for step in range(total + 1)] for to in (0.0, least)
+    )
+    assert floored[:warmup] == plain[:warmup]
+    falls = LR_SCHEDULES[kind].decay is not None
+    assert floored[total] == (pytest.approx(least, rel=1e-12) if falls else peak)
+    expected = [least + (peak - least) * rate / peak if falls else rate for rate in plain[warmup:]]
+    assert floored[warmup:] == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_least_rate_above_the_peak_is_refused_and_idle_without_decay() -> None:
+    with pytest.raises(UserError, match="more than the peak"):
+        TrainingArguments(learning_rate=1e-5, lr_scheduler_min=2e-5)
+    constant = TrainingArguments(lr_scheduler_type="constant", lr_scheduler_min=1e-5)
+    assert any("does not decay" in line for line in idle(["lr_scheduler_min"], constant))
+    assert not idle(["lr_scheduler_min"], TrainingArguments(lr_scheduler_min=1e-5))
 
 
 def test_a_warmup_that_is_said_in_steps() -> None:

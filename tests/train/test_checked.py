@@ -52,7 +52,7 @@ def checked(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("architecture", "base_dtype", "compute_dtype"),
+    ("architecture", "base_dtype", "rounded_to"),
     [("qwen2", "nf4", "f32"), ("qwen3", "f32", "f32"), ("llama", "nf4", "bf16"), ("mistral", "nf4", "f16")],
 )
 def test_right_kernels_are_never_called_wrong(
@@ -61,7 +61,7 @@ def test_right_kernels_are_never_called_wrong(
     checked: Callable[[], set[str]],
     architecture: str,
     base_dtype: str,
-    compute_dtype: str,
+    rounded_to: str,
 ) -> None:
     """Two adapters, one of them with dropout."""
     model = open_model(str(model_dir(architecture)), device, base_dtype)
@@ -73,7 +73,7 @@ def test_right_kernels_are_never_called_wrong(
         }
         for i in range(2)
     ]
-    options = {**OPTIONS, "compute_dtype": compute_dtype, "learning_rate": 1e-3}
+    options = {**OPTIONS, "compute_dtype": rounded_to, "activation_dtype": rounded_to, "learning_rate": 1e-3}
     MultiAdapterPipeline(adapters, model, output=str(tmp_path / "pipeline"), max_steps=1, **options).train()
     assert TRAINING | {"dropout_apply"} <= checked()
 

@@ -98,20 +98,20 @@ def test_what_a_checkpoint_may_hold(run: Optimizing, rng: np.random.Generator) -
         run.step({slot: drawn(rng, rank)}, 1, 1e-2)
     for slot in (0, 1):
         stored = kept(run, slot)
-        assert state.fault(slot, {}, stored) is None
-        assert not stored or state.fault(1 - slot, {}, stored)
+        assert state.fault(slot, stored) is None
+        assert not stored or state.fault(1 - slot, stored)
         for name, values in stored.items():
             wrong = values.copy().reshape(-1)
             if values.dtype == np.float32:
                 wrong[-1] = np.nan
-                assert state.fault(slot, {}, {**stored, name: wrong.reshape(values.shape)}) == (
+                assert state.fault(slot, {**stored, name: wrong.reshape(values.shape)}) == (
                     f"{name} has values that are not finite"
                 )
             if ("second_moment" in name and values.dtype == np.float32) or name.endswith("_absmax"):
                 wrong[-1] = -1
-                assert "has values below 0" in str(state.fault(slot, {}, {**stored, name: wrong.reshape(values.shape)}))
-            assert f"{name} is" in str(state.fault(slot, {}, {**stored, name: values[:-1]}))
-            assert "another optimizer" in str(state.fault(slot, {}, {n: v for n, v in stored.items() if n != name}))
+                assert "has values below 0" in str(state.fault(slot, {**stored, name: wrong.reshape(values.shape)}))
+            assert f"{name} is" in str(state.fault(slot, {**stored, name: values[:-1]}))
+            assert "another optimizer" in str(state.fault(slot, {n: v for n, v in stored.items() if n != name}))
 
 
 def test_the_state_of_another_kind(device: Device, rng: np.random.Generator) -> None:
@@ -122,7 +122,7 @@ def test_the_state_of_another_kind(device: Device, rng: np.random.Generator) -> 
     for kind, run in runs.items():
         for other, stored in states.items():
             fine = kind == other or {kind, other} <= alike
-            assert (run.optimizer.state.fault(0, {}, stored) is None) == fine, (kind, other)
+            assert (run.optimizer.state.fault(0, stored) is None) == fine, (kind, other)
     for run in runs.values():
         run.close()
 

@@ -105,8 +105,14 @@ def test_all_losses_match_trl(device: Device, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["dpo-ld", "dpo-frozen", "kto"])
 def test_a_precomputed_reference_is_the_same(device: Device, tmp_path: Path, name: str) -> None:
-    """Alone, with activations computed again, in batches of one or two samples."""
-    changes = {"gradient_checkpointing": True, "precompute_ref_log_probs": True, "max_steps": 3}
+    """Alone, with activations computed again and inputs of blocks in the host's memory, in batches of one or two
+    samples."""
+    changes = {
+        "gradient_checkpointing": True,
+        "offload_activations": True,
+        "precompute_ref_log_probs": True,
+        "max_steps": 3,
+    }
     batch = 1 if name == "kto" else 2
     sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": 4 // batch}
     prepare_job(shared(tmp_path, **options(tmp_path, name), **changes | sizes)).train()

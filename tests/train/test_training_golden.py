@@ -9,52 +9,27 @@ import numpy as np
 import pytest
 from support import short_of
 from support.models import ARCHITECTURES, golden
-from support.training import golden_arguments
+from support.training import golden_job, gradients_of
 
 from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models import block
-from wgpu_lora.models.inputs import Segment
-from wgpu_lora.models.loaded import open_model
 from wgpu_lora.ops.linear import linears
 from wgpu_lora.ops.recorder import Recorder
-from wgpu_lora.train.finetune import Job, prepare_job
-from wgpu_lora.train.objectives.base import Group
 from wgpu_lora.train.output import LOG, read_log
 
 CASES = [(architecture, base) for architecture in ARCHITECTURES for base in ("f32", "nf4")]
-
-
-def make_job(device: Device, tmp_path: Path, architecture: str, base: str, **changes: object) -> Job:
-    args = golden_arguments(tmp_path, architecture, base_dtype=base, **changes)
-    return prepare_job(args, open_model(args.model, device, base))
 
 
 def relative(got: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(got - expected).max() / np.abs(expected).max())
 
 
-def gradients_of(job: Job, device: Device, architecture: str) -> tuple[float, dict[str, np.ndarray]]:
-    """(mean loss, gradients of all LoRA matrices) of the golden batch."""
-    values, session = golden(architecture), job.session
-    session.allocate()
-    job.run.place_initial(session)
-    rows = [(values["input_ids"][i, :n], values["labels"][i, :n]) for i, n in enumerate(values["lengths"])]
-    tokens = sum(int((labels[1:] != -100).sum()) for _, labels in rows)
-    session.begin()
-    session.accumulate([Group((Segment(ids, labels),), weight=1 / tokens) for ids, labels in rows])
-    total = session.totals.read_loss(device, 0)
-    pairs = session.adapters.read(device, 0, session.adapters.grads)
-    found = {f"{short_of(key)}.{w}": g.copy() for key, pair in pairs.items() for w, g in zip("AB", pair, strict=True)}
-    session.close()
-    return float(total / tokens), found
-
-
 @pytest.mark.parametrize(("architecture", "base", "recompute"), [(*case, case[1] == "nf4") for case in CASES])
 def test_gradients_match(device: Device, tmp_path: Path, architecture: str, base: str, recompute: bool) -> None:
     """Every adapter's gradient through the whole decoder; half of the cases recompute activations."""
-    job = make_job(device, tmp_path, architecture, base, gradient_checkpointing=recompute)
+    job = golden_job(device, tmp_path, architecture, base, gradient_checkpointing=recompute)
     loss, gradients = gradients_of(job, device, architecture)
     values = golden(architecture)
     assert loss == pytest.approx(values[f"loss.{base}"][0], rel=1e-5)
@@ -76,8 +51,8 @@ def test_gradients_match_where_q_k_and_v_together_exceed_a_binding(
         storages.append(len({y.storage for y in found}))
         return found
 
-    monkeypatch.setattr(block, "linears", limited)
-    job = make_job(device, tmp_path, architecture, "nf4", gradient_checkpointing=recompute)
+    monkeypatch.setattr(block, "adapted_linears", limited)
+    job = golden_job(device, tmp_path, architecture, "nf4", gradient_checkpointing=recompute)
     assert set(storages) == {1, 3}  # of gate and up, which are computed in blocks of rows, and of q, k and v
     loss, gradients = gradients_of(job, device, architecture)
     values = golden(architecture)
@@ -89,7 +64,7 @@ def test_gradients_match_where_q_k_and_v_together_exceed_a_binding(
 @pytest.mark.parametrize(("kind", "bound"), [("bf16", 4e-2), ("f16", 5e-3)])
 def test_half_operands_round_and_no_more(device: Device, tmp_path: Path, kind: str, bound: float) -> None:
     """Gradients differ by what operands of 8 and 11 bits explain, but are not equal, so the option has an effect."""
-    job = make_job(device, tmp_path, "qwen3", "nf4", compute_dtype=kind, gradient_checkpointing=kind == "f16")
+    job = golden_job(device, tmp_path, "qwen3", "nf4", compute_dtype=kind, gradient_checkpointing=kind == "f16")
     loss, gradients = gradients_of(job, device, "qwen3")
     values = golden("qwen3")
     assert loss == pytest.approx(values["loss.nf4"][0], rel=bound / 10)
@@ -105,7 +80,7 @@ def test_half_operands_round_and_no_more(device: Device, tmp_path: Path, kind: s
 )
 def test_curve_matches_peft(device: Device, tmp_path: Path, architecture: str, base: str) -> None:
     """30 steps: losses, clipped norms and learning rates equal PEFT's; final weights are within 1e-3 of the change."""
-    job = make_job(device, tmp_path, architecture, base)
+    job = golden_job(device, tmp_path, architecture, base)
     record = job.train()
     values = golden(architecture)
     assert record.stop_reason == "max steps"
@@ -142,7 +117,7 @@ def test_packing_and_accumulation_do_not_change_the_result(
         folder.mkdir()
         if number == 3:
             monkeypatch.setattr(Recorder, "row_blocks", lambda _, rows, __: [(0, 64), (64, rows)])
-        job = make_job(device, folder, "qwen2", "nf4", max_steps=2, warmup_ratio=0.0, lora_dropout=0.1, **way)
+        job = golden_job(device, folder, "qwen2", "nf4", max_steps=2, warmup_ratio=0.0, lora_dropout=0.1, **way)
         assert [len(step) for step in job.run.stream.epoch(0)] == [way["gradient_accumulation_steps"]]
         if way.get("packing"):
             assert len(job.run.stream.epoch(0)[0][0]) == 8

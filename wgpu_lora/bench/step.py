@@ -23,6 +23,7 @@ from wgpu_lora.models.shapes import shape_config
 from wgpu_lora.models.synthetic import synthetic_model
 from wgpu_lora.models.targets import ALL, targeted
 from wgpu_lora.names.naming import flag, naming, renamed, setting
+from wgpu_lora.ops.saved import Saving
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.initial import SeededMatrices
@@ -46,6 +47,7 @@ TRAINING = {
     "gradient_accumulation_steps": "accumulation",
     "max_length": "tokens",
     "lora_r": "rank",
+    "num_train_epochs": "epochs",
 }
 
 
@@ -147,6 +149,7 @@ class TrainingStep(SlotStep):
             dropout=args.lora_dropout > 0,
             recompute=args.gradient_checkpointing,
             compute_dtype=args.compute_dtype,
+            saving=Saving(args.activation_dtype, args.offload_activations),
             optim=optimizer_of(args),
         )
         super().__init__(session, [(0, tokens)] * rows)
@@ -159,7 +162,7 @@ class TrainingStep(SlotStep):
 
         def needs(count: int) -> int:
             of = step if count == layers else cls(model.declared(count), args)
-            return of.session.memory().peak
+            return of.session.memory().guarded
 
         room = budget_bytes(model.device.info, limit).bytes
         check_room(f"{model.name} with {counted(layers, 'layer')}", needs, layers, room)

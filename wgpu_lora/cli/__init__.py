@@ -37,6 +37,7 @@ from wgpu_lora.cli.report import report
 from wgpu_lora.cli.run import run_chain
 from wgpu_lora.cli.runs import runs
 from wgpu_lora.cli.share import share
+from wgpu_lora.cli.teacher_cache import teacher_cache
 from wgpu_lora.cli.worker import worker
 from wgpu_lora.errors import DeviceWarning, TrackingWarning, UserError
 from wgpu_lora.gpu.aborted import explained
@@ -89,6 +90,7 @@ app.command(cls=Command)(profile)
 app.command(cls=Command)(generate)
 app.command(cls=Command)(chat)
 app.command(cls=Command)(evaluate)
+app.command(cls=Command)(teacher_cache)
 app.command("import", cls=Command)(import_model)
 app.command(cls=Command)(merge)
 app.command(cls=Command)(push)

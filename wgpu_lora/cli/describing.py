@@ -11,6 +11,7 @@ from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
     from wgpu_lora.train.job import Job
+    from wgpu_lora.train.session import MemoryPlan
     from wgpu_lora.train.slot import AdapterRun
 
 FEW = 50  # total steps: with fewer, an adapter hardly changes
@@ -59,6 +60,8 @@ def describe_steps(run: AdapterRun, mark: str) -> None:
     total = stream.total_steps()
     warmup = run.warmup(total)
     rate = f"{args.lr_scheduler_type} from {args.learning_rate:.2e}"
+    falls = LR_SCHEDULES[args.lr_scheduler_type].decay is not None
+    rate += f" to {args.lr_scheduler_min:.2e}" if falls and args.lr_scheduler_min else ""
     rate += f" after {counted(warmup, 'step')} of warm-up" if warmup else ""
     line("steps", f"{mark}{total:,}; {each}; {rate}")
     if total < FEW and not args.resume:
@@ -96,6 +99,12 @@ def describe_model(job: Job[Any]) -> None:
     )
 
 
+def note_unified(plan: MemoryPlan) -> None:
+    """Say so if offloading saves nothing."""
+    if plan.host and plan.unified:
+        line("note", "--offload-activations saves nothing here, since the device's memory is the host's")
+
+
 def describe_memory(job: Job[Any]) -> None:
     """Describe the planned memory, and what remains to be tuned."""
     from wgpu_lora.train.memory import both
@@ -105,5 +114,7 @@ def describe_memory(job: Job[Any]) -> None:
     kept = session.optimizer.state_bytes
     each = f"{kept / trained:.2f} bytes per trained parameter"
     line("optimizer", f"{job.runs[0].args.optim}: {f'{both(kept)} of state, {each}' if kept else 'no state'}")
-    line("memory", f"{both(plan.peak)} at peak")
+    beside = f", and {both(plan.host)} in the host's memory" if plan.host else ""
+    line("memory", f"{both(plan.peak)} at peak{beside}")
+    note_unified(plan)
     describe_tuning(job)

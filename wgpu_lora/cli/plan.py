@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wgpu_lora.cli.console import console, line, print_json
-from wgpu_lora.cli.describing import describe_runs
+from wgpu_lora.cli.describing import describe_runs, note_unified
 from wgpu_lora.cli.finetune import Adapters, AdaptersConfig, BatchTokens, Schedule
 from wgpu_lora.cli.options import Json
 from wgpu_lora.cli.projecting import Measure, PricePerHour, as_facts, show_projection
@@ -45,7 +45,7 @@ def plan(
     session, memory = job.session, job.session.memory()
     budget = budget_bytes(session.device.info, args.budget())
     available = budget.bytes
-    fits = available is None or memory.peak <= available
+    fits = available is None or memory.guarded <= available
     ways = [] if available is None or fits else ways_to_fit(available, job.run.args, job.replan)
     buckets = sorted(session.steps)
     steps = [run.stream.total_steps() for run in job.runs]
@@ -59,6 +59,7 @@ def plan(
                 "training": memory.training,
                 "loading": memory.loading,
                 "peak": memory.peak,
+                "host": memory.host,
                 "available": available,
                 "fits": fits,
                 "ways": [asdict(way) for way in ways],
@@ -83,7 +84,10 @@ def plan(
     rows = [*memory.groups.items(), *sums.items()]
     for name, nbytes in rows:
         table.add_row(name, f"{nbytes:,}", readable(nbytes))
+    if memory.host:
+        table.add_row("in the host's memory", f"{memory.host:,}", readable(memory.host))
     console().print(table)
+    note_unified(memory)
     for tokens in buckets:
         line(
             "batch",

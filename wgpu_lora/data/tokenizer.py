@@ -195,6 +195,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._chat_templates)
 
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """Sources of the chat templates, by name."""
+        return dict(self._chat_templates)
+
     def render(
         self,
         messages: list[Message],

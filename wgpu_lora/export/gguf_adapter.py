@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from gguf import GGMLQuantizationType, Keys
 
+from wgpu_lora.errors import UserError
 from wgpu_lora.export.gguf_model import Written, check_expressible
 from wgpu_lora.export.merge import check_finite, scaled_factors
 from wgpu_lora.formats.gguf.order import to_neighbours
@@ -21,15 +22,20 @@ def export_adapter(model: Path, adapter: Path, output: Path) -> Written:
     """Writes an adapter's factors in float32. Only the config of `model` is read.
 
     Raises:
-        UserError: the config or the adapter cannot be read, they do not fit, or `output` exists.
+        UserError: the config or the adapter cannot be read, they do not fit, the adapter is a DoRA, or `output` exists.
     """
     refuse_existing(output)
     config = config_of(model)
     check_expressible(config, model)
     adapter_config, _ = read_adapter(adapter)
+    if adapter_config.use_dora:
+        raise UserError(
+            f"The adapter {adapter} is a DoRA, which llama.cpp does not apply: merge it into its model, and export "
+            "that."
+        )
     alpha = np.float32(adapter_config.lora_alpha)
     form, names, tensors, count = config.gguf(), gguf_names(config), Tensors(), 0
-    for own, (a, b) in scaled_factors(adapter, config, model).items():
+    for own, (a, b, *_) in scaled_factors(adapter, config, model).items():
         # llama.cpp multiplies B A by alpha / rank, with the same alpha for all modules. This adapter's scaling may
         # differ (rsLoRA, patterns), so B is stored scaled and divided by alpha / rank.
         factor_b = b * np.float32(len(a) / alpha)

@@ -1,4 +1,4 @@
-"""Merges an adapter into its base, W + scale B A, and writes the model tensor by tensor."""
+"""Merges an adapter into its base, W + scale B A, with DoRA's magnitudes, and writes the model tensor by tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.formats.shards import MAX_SHARD_BYTES, TensorSpec, new_model_directory, write_shards
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.files import config_of, read_model
-from wgpu_lora.models.lora import check_fits
+from wgpu_lora.models.fitting import check_fits
 from wgpu_lora.names.naming import setting
 
 DTYPES = {"bf16": ("BF16", ml_dtypes.bfloat16), "f16": ("F16", np.float16), "f32": ("F32", np.float32)}
@@ -68,9 +68,13 @@ class MergedModel:
             stop = min(start + step, shape[0])
             values = self._checkpoint.read_f32(name, start, stop)
             if name in self._deltas:
-                a, b = self._deltas[name]
+                a, b, *magnitude = self._deltas[name]
                 with np.errstate(over="ignore", invalid="ignore"):  # check_finite reports it
                     values = values + b[start:stop] @ a
+                    if magnitude:
+                        norms = np.sqrt(np.einsum("oi,oi->o", values, values, dtype=np.float64))
+                        gain = np.divide(magnitude[0][start:stop], norms, out=np.ones(len(norms)), where=norms != 0)
+                        values = values * gain.astype(np.float32)[:, None]
             check_finite(values, name)
             yield values
 
@@ -81,8 +85,10 @@ def check_finite(values: np.ndarray, name: str) -> None:
         raise UserError(f"{name} has values that are not finite: train the adapter again, or use another model.")
 
 
-def scaled_factors(adapter: Path, config: ModelConfig, model: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def scaled_factors(adapter: Path, config: ModelConfig, model: Path) -> dict[str, tuple[np.ndarray, ...]]:
     """An adapter's A [r, in] and scale B [out, r], by the name of the weight that they are merged into.
+
+    With DoRA, the magnitudes [out] follow.
 
     Raises:
         UserError: the adapter cannot be read, or does not fit the model.
@@ -90,7 +96,8 @@ def scaled_factors(adapter: Path, config: ModelConfig, model: Path) -> dict[str,
     adapter_config, matrices = read_adapter(adapter)
     check_fits(config, matrices, adapter, str(model))
     return {
-        f"{module}.weight": (a, np.float32(adapter_config.scaling(module)) * b) for module, (a, b) in matrices.items()
+        f"{module}.weight": (a, np.float32(adapter_config.scaling(module)) * b, *magnitude)
+        for module, (a, b, *magnitude) in matrices.items()
     }
 
 

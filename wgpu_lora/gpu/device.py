@@ -12,10 +12,12 @@ import numpy as np
 import wgpu
 from wgpu.backends.wgpu_native import ffi, lib
 
-from wgpu_lora.gpu.devices import DeviceInfo, choose
+from wgpu_lora.errors import UserError
+from wgpu_lora.gpu.devices import MAPPABLE, DeviceInfo, choose
 from wgpu_lora.gpu.errors import OutOfDeviceMemory, ShaderError
 from wgpu_lora.gpu.lost import noticing
 from wgpu_lora.gpu.tiling import Capabilities
+from wgpu_lora.names.naming import flag
 
 WRITE_CHUNK = 16 << 20  # bytes; drivers stage a queued write, so one large write would double a tensor's memory
 INTEL = 0x8086
@@ -71,7 +73,8 @@ class Device:
         info: name, driver, features and limits.
         capabilities: what kernels may use; the subgroup size is measured.
         max_binding, max_buffer: bytes.
-        allocated, peak_allocated: bytes of all live buffers, now and at most.
+        allocated, peak_allocated: bytes of all live buffers in the device's memory, now and at most.
+        host_allocated: bytes of all live buffers in the host's memory.
 
     Raises:
         UserError: no device matches the selector.
@@ -82,7 +85,9 @@ class Device:
         self.info: DeviceInfo
         self.info, adapter = choose(selector)
         features: list[Any] = [
-            f for f in ("timestamp-query", "timestamp-query-inside-passes", "shader-f16") if f in self.info.features
+            f
+            for f in ("timestamp-query", "timestamp-query-inside-passes", "shader-f16", MAPPABLE)
+            if f in self.info.features
         ]
         if self.options.subgroups and "subgroup" in self.info.features and self.info.vendor_id != INTEL:
             # Intel's compiler chooses 8, 16 or 32 lanes per shader, so kernels cannot be specialised for one size.
@@ -95,7 +100,7 @@ class Device:
         self.features = frozenset(features)
         self.max_binding = int(self.raw.limits["max-storage-buffer-binding-size"]) & ~255
         self.max_buffer = int(self.raw.limits["max-buffer-size"]) & ~255
-        self.allocated = 0
+        self.allocated = self.host_allocated = 0
         self.peak_allocated = 0
         self._pipelines: dict[tuple[Any, ...], Any] = {}
         self._readback: dict[int, Any] = {}
@@ -113,20 +118,47 @@ class Device:
 
     def create_buffer(self, nbytes: int, label: str = "") -> Any:
         """A zeroed storage buffer of `nbytes` (rounded up to 4). Raises OutOfDeviceMemory or DeviceLost."""
-        size = max(4, (nbytes + 3) & ~3)
-        uses = wgpu.BufferUsage
-        usage = uses.STORAGE | uses.UNIFORM | uses.COPY_SRC | uses.COPY_DST
-        try:
-            with noticing(self.info.name):
-                buffer = self.raw.create_buffer(label=label, size=size, usage=usage)
-        except (MemoryError, wgpu.GPUValidationError, wgpu.GPUError) as error:
-            raise OutOfDeviceMemory(label or "a buffer", size, self.allocated) from error
-        self.allocated += size
+        buffer = self._buffer(nbytes, label, wgpu.BufferUsage.UNIFORM)
+        self.allocated += buffer.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return buffer
 
+    def create_host_buffer(self, nbytes: int, label: str = "") -> Any:
+        """A zeroed storage buffer in the host's memory, which kernels read and write through the bus.
+
+        A buffer that can be mapped for reading is one: wgpu allocates it from the memory that the host caches.
+
+        Raises:
+            UserError: the device has no such buffers. OutOfDeviceMemory, DeviceLost: as for `create_buffer`.
+        """
+        self.check_host_buffers()
+        buffer = self._buffer(nbytes, label, wgpu.BufferUsage.MAP_READ)
+        self.host_allocated += buffer.size
+        return buffer
+
+    def check_host_buffers(self) -> None:
+        """Raises UserError if `create_host_buffer` is not possible."""
+        if MAPPABLE not in self.features:
+            raise UserError(
+                f"{self.info.name} ({self.info.backend}) cannot use buffers in the host's memory, because it does not "
+                f"offer the feature {MAPPABLE}: leave out {flag('offload_activations')}."
+            )
+
+    def _buffer(self, nbytes: int, label: str, use: int) -> Any:
+        size, uses = max(4, (nbytes + 3) & ~3), wgpu.BufferUsage
+        usage = uses.STORAGE | uses.COPY_SRC | uses.COPY_DST | use
+        try:
+            with noticing(self.info.name):
+                return self.raw.create_buffer(label=label, size=size, usage=usage)
+        except (MemoryError, wgpu.GPUValidationError, wgpu.GPUError) as error:
+            raise OutOfDeviceMemory(label or "a buffer", size, self.allocated) from error
+
     def free(self, buffer: Any) -> None:
         self.allocated -= buffer.size
+        buffer.destroy()
+
+    def free_host(self, buffer: Any) -> None:
+        self.host_allocated -= buffer.size
         buffer.destroy()
 
     def write(self, buffer: Any, data: np.ndarray, offset: int = 0) -> None:

@@ -13,7 +13,15 @@ from wgpu_lora.errors import UserError
 
 KINDS = {"DiscreteGPU": "discrete", "IntegratedGPU": "integrated", "CPU": "software"}
 PREFERENCE = {"discrete": 0, "integrated": 1, "software": 2, "unknown": 3}
-FEATURES_THAT_MATTER = ("subgroup", "shader-f16", "shader-int64", "timestamp-query", "timestamp-query-inside-passes")
+MAPPABLE = "mappable-primary-buffers"  # storage buffers in the host's memory
+FEATURES_THAT_MATTER = (
+    "subgroup",
+    "shader-f16",
+    "shader-int64",
+    "timestamp-query",
+    "timestamp-query-inside-passes",
+    MAPPABLE,
+)
 LIMITS_THAT_MATTER = (
     "max-buffer-size",
     "max-storage-buffer-binding-size",

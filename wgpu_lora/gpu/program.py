@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,8 +97,10 @@ class Program:
                     spans[tensor.storage] = (spans.get(tensor.storage, (index, index))[0], index)
         return spans
 
-    def plan(self) -> ArenaPlan:
-        return plan_arenas(self.lifetimes(), self.device.max_buffer, self.device.max_binding)
+    def plan(self, on_host: bool = False) -> ArenaPlan:
+        """The places of all temporaries in the device's memory, or of those in the host's."""
+        spans = {storage: span for storage, span in self.lifetimes().items() if storage.on_host == on_host}
+        return plan_arenas(spans, self.device.max_buffer, self.device.max_binding)
 
     def persistent_storages(self) -> set[Storage]:
         """All storages with buffers of their own, including the uniform dims."""
@@ -134,10 +136,10 @@ class Program:
         """
         compiled = verdicts_of(self.device).compiled
         self.dispatches = [step if step.fixed else compiled(step, choices) for step in self.dispatches]
-        plan = self.plan()
-        buffers = arena.buffers_for(plan)
-        for storage, (number, offset) in plan.places.items():
-            storage.buffer, storage.offset = buffers[number], offset
+        for plan, buffers in ((self.plan(), arena.buffers), (self.plan(on_host=True), arena.host_buffers)):
+            Arena.check(plan, buffers)
+            for storage, (number, offset) in plan.places.items():
+                storage.buffer, storage.offset = buffers[number], offset
         dims = self._dims()
         if dims:
             table = np.zeros((len(dims), ALIGNMENT // 4), np.uint32)
@@ -251,17 +253,22 @@ class Program:
 
 
 class Arena:
-    """Buffers for temporaries, shared by programs that never run at the same time and sized for the largest."""
+    """Buffers for temporaries, shared by programs that never run at the same time and sized for the largest.
 
-    def __init__(self, device: Device, sizes: list[int] | None = None):
+    Args:
+        sizes, host_sizes: bytes of the buffers in the device's memory, and in the host's.
+    """
+
+    def __init__(self, device: Device, sizes: Sequence[int] = (), host_sizes: Sequence[int] = ()):
         self.device = device
-        self.buffers = [device.create_buffer(size, "activations") for size in sizes or []]
+        self.buffers = [device.create_buffer(size, "activations") for size in sizes]
+        self.host_buffers = [device.create_host_buffer(size, "offloaded activations") for size in host_sizes]
 
-    def buffers_for(self, plan: ArenaPlan) -> list[Any]:
-        assert len(plan.sizes) <= len(self.buffers), "the arena has too few buffers"
-        for need, buffer in zip(plan.sizes, self.buffers, strict=False):
+    @staticmethod
+    def check(plan: ArenaPlan, buffers: Sequence[Any]) -> None:
+        assert len(plan.sizes) <= len(buffers), "the arena has too few buffers"
+        for need, buffer in zip(plan.sizes, buffers, strict=False):
             assert need <= buffer.size, "the arena is too small"
-        return self.buffers
 
     @staticmethod
     def sizes_for(plans: list[ArenaPlan]) -> list[int]:
@@ -272,7 +279,9 @@ class Arena:
     def free(self) -> None:
         for buffer in self.buffers:
             self.device.free(buffer)
-        self.buffers = []
+        for buffer in self.host_buffers:
+            self.device.free_host(buffer)
+        self.buffers, self.host_buffers = [], []
 
 
 def allocate(device: Device, storages: set[Storage]) -> None:

@@ -20,7 +20,10 @@ def align(nbytes: int) -> int:
 
 @dataclass(eq=False)
 class Storage:
-    """Bytes counted under `group`. Temporary storages have an `offset` in an arena's buffer, others a buffer each."""
+    """Bytes counted under `group`. Temporary storages have an `offset` in an arena's buffer, others a buffer each.
+
+    on_host: temporary, in an arena in the host's memory.
+    """
 
     nbytes: int
     group: str  # base | adapters | reference | optimizer | activations | workspace
@@ -28,6 +31,7 @@ class Storage:
     temporary: bool = False
     buffer: Any = None
     offset: int = 0
+    on_host: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,8 @@ from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import allocate, missing_bytes
 from wgpu_lora.models.config import ModelConfig
-from wgpu_lora.models.lora import AdapterSet, SlotSpec, check_fits
+from wgpu_lora.models.fitting import check_fits
+from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.share import claim
 
 
@@ -30,7 +31,7 @@ def load_adapters(device: Device, config: ModelConfig, directories: Sequence[Pat
     adapters = AdapterSet.declare(config, specs, device.max_binding)
     with claim(device, missing_bytes(adapters.storages()), "adapters"):
         allocate(device, adapters.storages())
-    adapters.upload_scales(device)
+    adapters.upload_constants(device)
     for slot, (_, matrices) in enumerate(read):
         adapters.write(device, slot, matrices)
     return adapters

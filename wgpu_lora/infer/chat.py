@@ -16,8 +16,8 @@ from wgpu_lora.infer.generate import Generator
 from wgpu_lora.infer.named import BASE, on_device, slots_of
 from wgpu_lora.infer.reply import Reply
 from wgpu_lora.infer.settings import Settings
+from wgpu_lora.models.fitting import check_fits
 from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.models.lora import check_fits
 from wgpu_lora.names.naming import flag
 
 CAPACITY, LEAST = 4096, 512  # tokens of a conversation by default, and the minimum if memory is short

@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models.cache import LayerCache
 from wgpu_lora.models.inputs import StepInputs
+from wgpu_lora.ops.adapted import adapted_gated, adapted_linear, adapted_linears
 from wgpu_lora.ops.elementwise import swiglu
-from wgpu_lora.ops.linear import Linear, gated_linears, linear, linears
+from wgpu_lora.ops.linear import FrozenMatrix, Linear
 from wgpu_lora.ops.lora import LoraSlots
 from wgpu_lora.ops.norm import residual_rmsnorm, rmsnorm
 from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.ops.trained import TrainedMatrix
 from wgpu_lora.weights.base import Weight
 
-Adapters = Mapping[str, LoraSlots]  # by module: 'model.layers.0.self_attn.q_proj'
+Trained = LoraSlots | TrainedMatrix  # of a module: an adapter beside its matrix, or the matrix itself
+Adapters = Mapping[str, Trained]  # by module: 'model.layers.0.self_attn.q_proj'
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ class Block:
             first_row: if x is a block of rows, the index of its first row in the batch.
             accumulate: add the result to `into`.
         """
-        return linear(self.rec, x, self.layer.linears[module], self._lora(x, module, first_row), into, accumulate)
+        layer, lora = self._linear(module, first_row), self._lora(x, module, first_row)
+        return adapted_linear(self.rec, x, layer, lora, into, accumulate)
 
     def projects(self, x: Tensor, modules: Sequence[str], first_row: int | None = None) -> list[Tensor]:
         """Records several linear layers of the same x, whose results are regions of one storage.
@@ -56,19 +60,29 @@ class Block:
         They take one dispatch if their matrices are stored together (see `ModelConfig.stacks`). Without a cache, they
         have a storage each if one would exceed a binding.
         """
-        layers = [self.layer.linears[module] for module in modules]
+        layers = [self._linear(module, first_row) for module in modules]
         loras = [self._lora(x, module, first_row) for module in modules]
-        return linears(self.rec, x, layers, loras, apart=self.cache is None)
+        return adapted_linears(self.rec, x, layers, loras, apart=self.cache is None)
 
     def gated(self, x: Tensor, modules: Sequence[str], first_row: int | None = None) -> Tensor:
         """silu(first module) * second module, in one dispatch for few rows in generation."""
-        layers = [self.layer.linears[module] for module in modules]
+        layers = [self._linear(module, first_row) for module in modules]
         loras = [self._lora(x, module, first_row) for module in modules]
-        return gated_linears(self.rec, x, layers, loras) or swiglu(self.rec, *linears(self.rec, x, layers, loras))
+        found = adapted_gated(self.rec, x, layers, loras)
+        return found or swiglu(self.rec, *adapted_linears(self.rec, x, layers, loras))
+
+    def _linear(self, module: str, first_row: int | None) -> Linear[FrozenMatrix]:
+        """The frozen layer, or that with the matrix that is trained."""
+        layer, trained = self.layer.linears[module], self.adapters.get(f"{self.layer.path}.{module}")
+        if not isinstance(trained, TrainedMatrix):
+            return layer
+        return Linear(trained.block(first_row) if first_row is not None else trained, layer.bias)
 
     def _lora(self, x: Tensor, module: str, first_row: int | None) -> LoraSlots | None:
         lora = self.adapters.get(f"{self.layer.path}.{module}")
-        return lora.block(first_row, first_row + x.shape[0]) if lora and first_row is not None else lora
+        if not isinstance(lora, LoraSlots):
+            return None
+        return lora.block(first_row, first_row + x.shape[0]) if first_row is not None else lora
 
     def norm(self, x: Tensor, module: str, eps: float) -> Tensor:
         """RMSNorm over the last dimension with the weight of `module`, such as 'input_layernorm'."""

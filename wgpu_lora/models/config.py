@@ -66,6 +66,8 @@ class ModelConfig(ABC):
     LAYERS: ClassVar[str] = "model.layers"
     POSITIONS: ClassVar[int] = 2048  # default of max_position_embeddings
     TRANSFORMERS: ClassVar[str | None] = None  # class in transformers, for a config.json made from a GGUF file
+    # 'mlp' and 'attention' -> the prefixes of their modules in a layer: what --target-modules and mixed formats name.
+    LAYER_PARTS: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     MODULES: ClassVar[tuple[str, ...]] = ()  # names that LoRA may target, for shell completion
     GGUF: ClassVar[GGUFForm[Any] | None] = None  # None if llama.cpp does not support the architecture
 
@@ -175,6 +177,18 @@ class ModelConfig(ABC):
     def lora_modules(self) -> dict[str, tuple[int, int]]:
         """(out, in) of every module that may have an adapter, by path: 'model.layers.0.self_attn.q_proj'."""
         return {module_of(name): (item.shape[0], item.shape[1]) for name, item in self.parameters.items() if item.lora}
+
+    def layer_part(self, module: str) -> str | None:
+        """Which of LAYER_PARTS a module path, such as 'model.layers.0.mlp.up_proj', belongs to."""
+        inside = module.removeprefix(f"{self.LAYERS}.").partition(".")[2]
+        return next(
+            (
+                part
+                for part, prefixes in self.LAYER_PARTS.items()
+                if inside.startswith(tuple(f"{p}." for p in prefixes))
+            ),
+            None,
+        )
 
     def gguf(self) -> GGUFForm[Any]:
         """The GGUF form of the architecture. Raises UserError if llama.cpp does not support it."""

@@ -1,66 +1,48 @@
-"""LoRA adapters on the device: flat pages of parameters and gradients, viewed as stacked factors by module."""
+"""LoRA and DoRA adapters on the device: flat pages of parameters and gradients, viewed as stacked factors by module."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from wgpu_lora.errors import UserError
-from wgpu_lora.formats.peft import AdapterConfig, Matrices
+from wgpu_lora.formats.adapter_config import AdapterConfig
+from wgpu_lora.formats.peft import PARTS, Matrices
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.errors import BindingTooLarge
-from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
-from wgpu_lora.models.block import Adapters
+from wgpu_lora.gpu.tensor import Storage, Tensor, align, persistent
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.inputs import StepInputs
-from wgpu_lora.ops.lora import Factors, LoraSlots, LoraStack
-from wgpu_lora.ops.optimizer import BLOCK, NO_OWNER
-
-PAGE_BLOCKS = 64  # pages are multiples of this, so that offsets into per-block tables are aligned
-
-
-def check_fits(config: ModelConfig, matrices: Matrices, adapter: Path | str, model: str = "the model") -> None:
-    """Raises UserError unless every module of an adapter is one that the model allows, with the right shape."""
-    for module, (a, b) in matrices.items():
-        have, need = (b.shape[0], a.shape[1]), config.lora_modules.get(module)
-        if need is None:
-            raise UserError(
-                f"The adapter {adapter} does not fit {model}: it has {module}, but {_what_there_is(config, module)}: "
-                "use the model that it was trained on."
-            )
-        if have != need:
-            raise UserError(
-                f"The adapter {adapter} does not fit {model}: its {module} is of shape {list(have)}, but the model's "
-                f"of {list(need)}: use the model that it was trained on."
-            )
-
-
-def _what_there_is(config: ModelConfig, module: str) -> str:
-    inside = module.startswith(tuple(f"{config.path(i)}." for i in range(config.num_hidden_layers)))
-    if module.startswith(f"{config.LAYERS}.") and not inside:
-        return f"the model has only {config.num_hidden_layers} layers"
-    return "the model has no such linear layer that adapters may target"
+from wgpu_lora.models.parameters import PAGE_BLOCKS, Place, blocks_of, padded_table, read_arrays, write_array
+from wgpu_lora.ops.lora import Factors, LoraSlots, LoraStack, Magnitudes
+from wgpu_lora.ops.optimizer import BLOCK
 
 
 @dataclass(frozen=True)
 class SlotSpec:
-    """An adapter: its largest rank, and the scaling of each module that it targets (alpha / r or alpha / sqrt(r))."""
+    """An adapter: its largest rank, and the scaling of each module that it targets (alpha / r or alpha / sqrt(r)).
+
+    dora: whether its modules have magnitudes. offset: a frozen adapter that is part of the weight (see `ops.adapted`).
+    """
 
     rank: int
     scaling: Mapping[str, float]
+    dora: bool = False
+    offset: SlotSpec | None = None
 
     @classmethod
     def of(cls, config: AdapterConfig, modules: Iterable[str]) -> SlotSpec:
         named = list(modules)
-        return cls(max(map(config.rank, named)), {module: config.scaling(module) for module in named})
+        scaling = {module: config.scaling(module) for module in named}
+        return cls(max(map(config.rank, named)), scaling, config.use_dora)
 
 
 @dataclass(frozen=True)
 class Factor:
-    """The place of a module's A or B: page, offset and stride between slots in values; shape: padded, of a matrix."""
+    """The place of a module's A, B or M, its magnitudes: page, offset and stride between slots in values; padded shape.
+
+    M is a matrix of one row."""
 
     page: int
     offset: int
@@ -70,7 +52,7 @@ class Factor:
     @property
     def blocks(self) -> int:
         """Blocks of a slot's matrix."""
-        return -(-self.shape[0] * self.shape[1] // BLOCK)
+        return blocks_of(self.shape)
 
 
 @dataclass(frozen=True)
@@ -87,9 +69,11 @@ class AdapterSet:
     params: tuple[Tensor, ...]
     grads: tuple[Tensor, ...]
     block_owners: tuple[np.ndarray, ...]  # per page, of each block: 2 * slot, + 1 unless of an A; NO_OWNER for padding
-    factors: Mapping[tuple[str, str], Factor]  # (module, "A" or "B")
+    factors: Mapping[tuple[str, str], Factor]  # (module, one of PARTS)
     scales: Mapping[tuple[str, ...], Tensor]  # by the modules of a stack: f32 [slots, modules * rank]
     numbers: Mapping[str, int]  # of modules, as dropout keys; they do not depend on other slots
+    gains: Mapping[str, tuple[Tensor, Tensor]]  # DoRA's gain and norm by module (see ops.lora.Magnitudes)
+    offset: AdapterSet | None = None  # of all slots
 
     @classmethod
     def declare(
@@ -103,12 +87,15 @@ class AdapterSet:
         shapes = config.lora_modules
         everything = {module: number for number, module in enumerate(shapes)}
         order = [module for module in everything if any(module in spec.scaling for spec in specs)]
+        scaled = {module for module in order if any(spec.dora and module in spec.scaling for spec in specs)}
         limit = max(1, max_binding // (4 * BLOCK * PAGE_BLOCKS)) * PAGE_BLOCKS
         factors: dict[tuple[str, str], Factor] = {}
         used: list[list[int]] = [[]]
 
         def blocks_of(modules: Sequence[str], which: str) -> dict[str, int]:
             """Of a slot's matrix."""
+            if which == "M":
+                return {module: -(-shapes[module][0] // BLOCK) for module in modules if module in scaled}
             return {module: -(-rank * shapes[module][which == "A"] // BLOCK) for module in modules}
 
         def fits(modules: Sequence[str]) -> bool:
@@ -116,9 +103,9 @@ class AdapterSet:
 
         stacks = list(_stacks(config, order, rank, fits))
         for modules in stacks:
-            for which in "AB":
-                of = {m: (rank, shapes[m][1]) if which == "A" else (shapes[m][0], rank) for m in modules}
+            for which in PARTS:
                 blocks = blocks_of(modules, which)
+                of = {m: _shape(which, rank, shapes[m]) for m in blocks}
                 each, first = sum(blocks.values()), 0
                 if each * slots > limit:
                     error = BindingTooLarge(f"{modules[0]}.lora_{which}", 4 * BLOCK * each * slots, max_binding)
@@ -131,7 +118,7 @@ class AdapterSet:
                     factors[module, which] = Factor(len(used) - 1, offset, each * BLOCK, shape)
                     first += blocks[module]
                 used[-1] += [2 * slot + (which != "A") for slot in range(slots) for _ in range(each)]
-        tables = tuple(_padded(blocks) for blocks in used)
+        tables = tuple(padded_table(blocks) for blocks in used)
 
         def pages(kind: str, group: str) -> tuple[Tensor, ...]:
             return tuple(persistent((t.size * BLOCK,), "f32", group, f"{kind} {i}") for i, t in enumerate(tables))
@@ -141,22 +128,32 @@ class AdapterSet:
             modules: persistent((slots, len(modules) * rank), "f32", group, f"scale of {modules[0]}")
             for modules in stacks
         }
+        gains = {module: _gains(slots, shapes[module][0], group, module) for module in order if module in scaled}
         params, grads = pages("params", group), pages("grads", "optimizer")
-        return cls(specs, rank, params, grads, tables, factors, scales, numbers)
+        offsets = [spec.offset or SlotSpec(1, {}) for spec in specs] if any(spec.offset for spec in specs) else []
+        frozen = cls.declare(config, offsets, max_binding, group) if offsets else None
+        return cls(specs, rank, params, grads, tables, factors, scales, numbers, gains, frozen)
+
+    @property
+    def slots(self) -> int:
+        return len(self.specs)
 
     def storages(self) -> set[Storage]:
         """The storages of parameters and scales. Gradients are allocated with the program that writes them."""
-        return {t.storage for t in (*self.params, *self.scales.values())}
+        gains = (tensor for pair in self.gains.values() for tensor in pair)
+        offset = self.offset.storages() if self.offset else set()
+        return {t.storage for t in (*self.params, *self.scales.values(), *gains)} | offset
 
-    def bind(self, inputs: StepInputs) -> Adapters:
+    def bind(self, inputs: StepInputs) -> Mapping[str, LoraSlots]:
         """The adapters of each module for a batch, for the decoder's forward pass."""
         found = {}
+        offsets: Mapping[str, LoraSlots] = self.offset.bind(inputs) if self.offset else {}
         for modules, scale in self.scales.items():
-            stack = LoraStack(self._factors(modules, "A"), self._factors(modules, "B"), scale, len(modules))
+            stack = LoraStack(self.factors_of(modules, "A"), self.factors_of(modules, "B"), scale, len(modules))
             for index, module in enumerate(modules):
                 found[module] = LoraSlots(
-                    a=self._factors((module,), "A"),
-                    b=self._factors((module,), "B"),
+                    a=self.factors_of((module,), "A"),
+                    b=self.factors_of((module,), "B"),
                     stack=stack,
                     index=index,
                     ranges=inputs.slot_ranges,
@@ -164,11 +161,16 @@ class AdapterSet:
                     module=self.numbers[module],
                     rank=self.rank,
                     slots=len(self.specs),
+                    magnitudes=self._magnitudes(module),
+                    offset=offsets[module].without_dropout() if module in offsets else None,
                 )
         return found
 
-    def _factors(self, modules: Sequence[str], which: str) -> Factors:
-        """Views of successive modules of a stack."""
+    def _magnitudes(self, module: str) -> Magnitudes | None:
+        return Magnitudes(self.factors_of((module,), "M"), *self.gains[module]) if module in self.gains else None
+
+    def factors_of(self, modules: Sequence[str], which: str) -> Factors:
+        """Views of one of the PARTS of successive modules of a stack."""
         factor = self.factors[modules[0], which]
         own = BLOCK * sum(self.factors[module, which].blocks for module in modules)
         size, name = (len(self.specs) - 1) * factor.stride + own, f"{modules[0]}.{which}"
@@ -178,12 +180,24 @@ class AdapterSet:
         )
         return Factors(params, grads, factor.stride)
 
+    def of_slot(self, module: str, which: str, slot: int) -> Tensor:
+        """The parameters of one of a module's PARTS in a slot, in their padded shape."""
+        factor = self.factors[module, which]
+        place = 4 * (factor.offset + slot * factor.stride)
+        return Tensor(factor.shape, "f32", self.params[factor.page].storage, place, f"{module}.{which}")
+
     # -- host side -------------------------------------------------------------------------------------------------
 
-    def upload_scales(self, device: Device) -> None:
+    def upload_constants(self, device: Device) -> None:
+        """The scales."""
         for modules, tensor in self.scales.items():
             values = [[spec.scaling.get(module, 0.0) for module in modules] for spec in self.specs]
             device.write(tensor.storage.buffer, np.repeat(np.array(values, np.float32), self.rank, axis=1))
+        for gain, norm in self.gains.values():  # of slots without DoRA
+            device.write(gain.storage.buffer, np.ones(gain.shape, np.float32))
+            device.write(norm.storage.buffer, np.zeros(norm.shape, np.float32))
+        if self.offset:
+            self.offset.upload_constants(device)
 
     def modules(self, slot: int) -> Iterator[str]:
         return (module for module in self.numbers if module in self.specs[slot].scaling)
@@ -191,32 +205,49 @@ class AdapterSet:
     def write(self, device: Device, slot: int, matrices: Matrices, pages: Sequence[Tensor] | None = None) -> None:
         """Writes a slot's matrices to `pages` (by default, the parameters), padding their rank with zeros."""
         for module, pair in matrices.items():
-            for which, matrix in zip("AB", pair, strict=True):
-                factor = self.factors[module, which]
-                padded = np.zeros(factor.shape, np.float32)
-                padded[: matrix.shape[0], : matrix.shape[1]] = matrix
-                buffer = (pages or self.params)[factor.page].storage.buffer
-                device.write(buffer, padded, 4 * (factor.offset + slot * factor.stride))
+            for which, matrix in zip(PARTS, pair, strict=False):
+                write_array(device, pages or self.params, self._place(module, which, slot), matrix)
 
     def read(
         self, device: Device, slot: int, pages: Sequence[Tensor] | None = None
-    ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Reads a slot's (A [rank, in], B [out, rank]) by module from `pages`, with the slot's own rank."""
-        host = [device.read(page.storage.buffer).view(np.float32) for page in pages or self.params]
-        rank = self.specs[slot].rank
+    ) -> dict[str, tuple[np.ndarray, ...]]:
+        """Reads a slot's (A [rank, in], B [out, rank]) by module from `pages`, with the slot's own rank; with DoRA, the
+        magnitudes [out] follow."""
+        found, parts = read_arrays(device, pages or self.params, self.places(slot)), self.parts(slot)
+        return {module: tuple(found[f"{module}.{which}"] for which in parts) for module in self.modules(slot)}
 
-        def matrix(module: str, which: str) -> np.ndarray:
-            factor = self.factors[module, which]
-            start = factor.offset + slot * factor.stride
-            rows, cols = factor.shape
-            full = host[factor.page][start : start + rows * cols].reshape(rows, cols)
-            return (full[:rank] if which == "A" else full[:, :rank]).copy()
+    def places(self, slot: int) -> dict[str, Place]:
+        parts = self.parts(slot)
+        return {
+            f"{module}.{which}": self._place(module, which, slot) for module in self.modules(slot) for which in parts
+        }
 
-        return {module: (matrix(module, "A"), matrix(module, "B")) for module in self.modules(slot)}
+    def _place(self, module: str, which: str, slot: int) -> Place:
+        factor, rank = self.factors[module, which], self.specs[slot].rank
+        rows, cols = factor.shape
+        own = {"A": (rank, cols), "B": (rows, rank), "M": (cols,)}[which]
+        return Place(factor.page, factor.offset + slot * factor.stride, factor.shape, own)
+
+    def parts(self, slot: int) -> str:
+        """Those of the PARTS that a slot's modules have."""
+        return PARTS if self.specs[slot].dora else PARTS[:2]
 
     def trainable(self, slot: int, config: ModelConfig) -> int:
         """The number of trainable parameters of a slot."""
-        return sum(self.specs[slot].rank * sum(config.lora_modules[module]) for module in self.modules(slot))
+        spec = self.specs[slot]
+        shapes = [config.lora_modules[module] for module in self.modules(slot)]
+        return sum(spec.rank * sum(shape) + (shape[0] if spec.dora else 0) for shape in shapes)
+
+
+def _shape(which: str, rank: int, module: tuple[int, int]) -> tuple[int, int]:
+    out, size_in = module
+    return {"A": (rank, size_in), "B": (out, rank), "M": (1, out)}[which]
+
+
+def _gains(slots: int, out: int, group: str, module: str) -> tuple[Tensor, Tensor]:
+    shape = slots, align(4 * out) // 4
+    gain, norm = (persistent(shape, "f32", group, f"{name} of {module}") for name in ("gain", "norm"))
+    return gain, norm
 
 
 def _stacks(
@@ -239,9 +270,3 @@ def _stacks(
         if module not in done:
             yield stack
             done.update(stack)
-
-
-def _padded(owners: list[int]) -> np.ndarray:
-    table = np.full(max(1, -(-len(owners) // PAGE_BLOCKS)) * PAGE_BLOCKS, NO_OWNER, np.uint32)
-    table[: len(owners)] = owners
-    return table

@@ -25,8 +25,8 @@ def targeted(target_modules: str, config: ModelConfig) -> list[str]:
     """The paths of the targeted modules, in the model's order.
 
     Args:
-        target_modules: 'all-linear'; comma-separated names, which are paths or ends of paths after a dot; or a regular
-            expression that matches whole paths, as `re.fullmatch` does.
+        target_modules: 'all-linear'; comma-separated names, which are paths, ends of paths after a dot, or the parts of
+            a layer, 'mlp' and 'attention'; or a regular expression that matches whole paths, as `re.fullmatch` does.
 
     Raises:
         UserError: the model has no such module, or the expression is invalid.
@@ -47,11 +47,15 @@ def targeted(target_modules: str, config: ModelConfig) -> list[str]:
                 f"such as {modules[0]}, or name modules, or use '{ALL}'."
             )
         return chosen
+    wanted: set[str] = set()
     for name in names:
-        if not any(_ends_with(module, name) for module in modules):
-            there = ", ".join(shortest(modules, config))
+        named = [module for module in modules if _ends_with(module, name)]
+        named = named or [module for module in modules if config.layer_part(module) == name]
+        if not named:
+            there = ", ".join((*shortest(modules, config), *config.LAYER_PARTS))
             raise UserError(f"{flag('target_modules')} has no '{name:.40}': choose among {there}, or '{ALL}'.")
-    return [module for module in modules if any(_ends_with(module, name) for name in names)]
+        wanted.update(named)
+    return [module for module in modules if module in wanted]
 
 
 def shortest(modules: Collection[str], config: ModelConfig) -> tuple[str, ...]:

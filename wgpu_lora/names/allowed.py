@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+ACTIVATION_DTYPES = ("f32", "bf16", "f16")  # that activations are stored in for the backward pass
 COMPUTE_DTYPES = ("f32", "bf16", "f16")  # that the inputs of frozen matmuls are rounded to
 OVERFLOW = ("truncate", "drop")  # of rows that are too long
 MERGED_DTYPES = ("bf16", "f16", "f32")

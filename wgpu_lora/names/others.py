@@ -11,6 +11,7 @@ from __future__ import annotations
 ALIASES: dict[tuple[str, ...], str] = {
     ("learning_rate",): "lr peak_lr learning_rate_max",
     ("lr_scheduler_type",): "lr_scheduler lr_schedule scheduler_type learning_rate_scheduler",
+    ("lr_scheduler_min",): "min_lr lr_min min_learning_rate learning_rate_min cosine_min_lr",
     ("warmup_ratio",): "lr_warmup_ratio",
     ("warmup_steps",): "num_warmup_steps lr_warmup_steps",
     ("optim",): "optimizer optimizer_name",
@@ -39,6 +40,8 @@ ALIASES: dict[tuple[str, ...], str] = {
     ("lora_alpha",): "alpha",
     ("lora_dropout",): "dropout",
     ("use_rslora",): "rslora",
+    ("use_dora",): "dora",
+    ("init_lora_weights",): "lora_init init_weights",
     ("target_modules",): "lora_target lora_target_modules",
     ("model",): "model_name_or_path model_name model_id model_path base_model base_model_name_or_path "
     "pretrained_model_name_or_path hf_path",

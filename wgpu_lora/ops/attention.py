@@ -170,6 +170,7 @@ def attention(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, kv
     shape: Shape = {"rows": rows, "kv_heads": kv_heads, "group": q.shape[1] // kv_heads, "dim": dim, "scale": scale}
     y, lse = rec.temp(q.shape, name="attended"), rec.temp(q.shape[:2], name="lse")
     rec.dispatch(attention_forward, q, k, v, ranges, y, lse, keys=k.shape[0], **shape)
+    rec.save_for_backward(y)
 
     def backward() -> None:
         dy, stats = rec.gradient(y), rec.temp((*q.shape[:2], 2), name="stats")

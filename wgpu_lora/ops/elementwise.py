@@ -1,4 +1,4 @@
-"""SwiGLU, addition, dropout and fill."""
+"""SwiGLU, addition, copies, dropout and fill."""
 
 from __future__ import annotations
 
@@ -48,6 +48,12 @@ def add_forward(a: In, b: In, y: Out, *, size: U32) -> Any:
     return a + b
 
 
+@kernel("copy.wgsl.j2", **QUADS)
+def copy(x: In, y: Out, *, size: U32) -> Any:
+    """y = x."""
+    return x
+
+
 @kernel("fill.wgsl", grid=lambda c: one_per(c.size), lib=("linear",))
 def fill(y: Out, *, size: U32, value: F32 = 0.0) -> Any:
     """y = value."""
@@ -62,7 +68,7 @@ def pcg(v: np.ndarray) -> np.ndarray:
     return (word >> 22) ^ word
 
 
-@kernel("dropout.wgsl", grid=lambda c: one_per(c.rows * c.cols), lib=("linear",))
+@kernel("dropout.wgsl", grid=lambda c: one_per(c.rows * c.cols), lib=("linear", "dropout"))
 def dropout_apply(
     x: In, draws: Fixed, y: InOut, *, rows: U32, cols: U32, module: Place[U32], accumulate: Flag = False
 ) -> Any:
@@ -87,6 +93,39 @@ def swiglu(rec: Recorder, gate: Tensor, up: Tensor) -> Tensor:
 
     rec.node(backward, inputs=[gate, up], outputs=[y])
     return y
+
+
+@kernel("dropout_split.wgsl", grid=lambda c: one_per(c.rows * c.cols), lib=("linear", "dropout"))
+def dropout_split(x: In, draws: Fixed, dropped: Out, rest: Out, *, rows: U32, cols: U32, module: Place[U32]) -> Any:
+    """dropped = x keep / (1 - p), as in `dropout_apply`, and rest = x - dropped."""
+    dropped = dropout_apply(x, draws, np.zeros((rows, cols)), rows=rows, cols=cols, module=module)
+    return dropped, x.reshape(rows, cols) - dropped
+
+
+@kernel("dropout_join.wgsl", grid=lambda c: one_per(c.rows * c.cols), lib=("linear", "dropout"))
+def dropout_join(
+    dropped: In, draws: Fixed, rest: In, x: InOut, *, rows: U32, cols: U32, module: Place[U32], accumulate: Flag = False
+) -> Any:
+    """x (+)= rest + (dropped - rest) keep / (1 - p), the gradient of `dropout_split`."""
+    rest = rest.reshape(rows, cols)
+    change = dropped.reshape(rows, cols) - rest
+    found = rest + dropout_apply(change, draws, np.zeros((rows, cols)), rows=rows, cols=cols, module=module)
+    return x.reshape(rows, cols) + found if accumulate else found
+
+
+def dropout_parts(rec: Recorder, x: Tensor, draws: Tensor, module: int) -> tuple[Tensor, Tensor]:
+    """dropout(x), and x without it, [T, cols] each."""
+    shape = {"rows": draws.shape[0], "cols": x.size // draws.shape[0], "module": module}
+    dropped, rest = rec.temp(x.shape, name="dropped"), rec.temp(x.shape, name="not dropped")
+    rec.dispatch(dropout_split, x, draws, dropped, rest, **shape)
+
+    def backward() -> None:
+        dx, accumulate = rec.gradient_target(x)
+        gradients = rec.gradient(dropped), draws, rec.gradient(rest), dx
+        rec.dispatch(dropout_join, *gradients, accumulate=accumulate, **shape)
+
+    rec.node(backward, inputs=[x], outputs=[dropped, rest])
+    return dropped, rest
 
 
 def residual(rec: Recorder, x: Tensor, branch: Tensor) -> Tensor:

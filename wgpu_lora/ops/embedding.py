@@ -27,15 +27,18 @@ class Table(Protocol):
         """Yields (first row, rows) pieces of at most max_rows rows, a multiple of 128 so that offsets are aligned."""
 
 
-def rows_asked_for(arrays: Arrays, c: Constants) -> Part:
-    """A part with only the rows of the table that the ids use, since the whole table may be gigabytes in float64."""
+def rows_asked_for(arrays: Arrays, c: Constants, size: str = "count") -> Part:
+    """A part with only the rows of the table that the ids use, since the whole table may be gigabytes in float64.
+
+    size: the constant that says how many rows the table has.
+    """
     ids, first = arrays["ids"].reshape(-1).astype(np.int64), c["first"]
-    used = np.unique(np.append(ids[(ids >= first) & (ids < first + c["count"])], first))
+    used = np.unique(np.append(ids[(ids >= first) & (ids < first + c[size])], first))
     places = np.searchsorted(used, ids)
     known = used.take(places, mode="clip") == ids
     renamed = np.where(known, places, 0xFFFFFFFF).astype(np.uint32)
-    table = arrays["table"].reshape(c["count"], -1)[used - first]
-    return {**arrays, "ids": renamed, "table": table}, {**c, "first": 0, "count": used.size}
+    table = arrays["table"].reshape(c[size], -1)[used - first]
+    return {**arrays, "ids": renamed, "table": table}, {**c, "first": 0, size: used.size}
 
 
 @kernel("embedding.wgsl.j2", grid=lambda c: one_per(c.rows * c.cols), lib=("linear", "half"), part=rows_asked_for)

@@ -8,14 +8,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, In, Out, Word, kernel
+from wgpu_lora.gpu.kernel import U32, Dim, In, Out, Word, kernel, one_per
 from wgpu_lora.gpu.tensor import ALIGNMENT, Tensor
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.rows import by_subgroup, row_grid
 
 
 @kernel("to_half.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
-def to_half(x: In, y: Out, scale: Out = None, *, rows: U32, cols: U32, kind: Word) -> Any:
+def to_half(x: In, y: Out, scale: Out = None, *, rows: Dim, cols: U32, kind: Word) -> Any:
     """y = x rounded to bf16; to f16, y = x / scale[r] with scale[r] = 2^(floor(log2 max |x[r]|) - 14)."""
     x = x.reshape(rows, cols)
     if kind == "bf16":
@@ -24,6 +24,12 @@ def to_half(x: In, y: Out, scale: Out = None, *, rows: U32, cols: U32, kind: Wor
     power = np.floor(np.log2(np.where(top > 0, top, 2.0**-112)))
     factor = 2.0 ** (np.maximum(power, -112) - 14)
     return (x / factor[:, None]).astype(np.float16).astype(np.float64), factor
+
+
+@kernel("from_half.wgsl.j2", grid=lambda c: one_per(c.size // 2), lib=("linear", "half"))
+def from_half(x: In, y: Out, scale: In = None, *, size: Dim, cols: U32, kind: Word) -> Any:
+    """y = x; from f16, y = x scale[r] for each row of `cols` values: the inverse of `to_half`. size is even."""
+    return x if scale is None else (x.reshape(-1, cols) * scale.reshape(-1, 1)).reshape(-1)
 
 
 def matmul_operand(rec: Recorder, x: Tensor, cols: int, *, keep: bool) -> tuple[Tensor, Tensor | None, str]:

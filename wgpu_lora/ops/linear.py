@@ -64,6 +64,14 @@ class Fusing(FrozenMatrix, Protocol):
         """The product with this matrix and others; None if it takes several dispatches."""
 
 
+@runtime_checkable
+class Trains(FrozenMatrix, Protocol):
+    """A matrix that is trained itself (see ops.trained)."""
+
+    def record_gradients(self, rec: Recorder, x: Tensor, dy: Tensor) -> None:
+        """Adds to the gradients of what is trained of it, from y = x W^T."""
+
+
 W = TypeVar("W", bound=FrozenMatrix, covariant=True)
 
 
@@ -90,6 +98,8 @@ def linear(
     weight = layer.weight
     rows, out, size_in = x.size // weight.in_features, weight.out_features, weight.in_features
     y = into or rec.temp((rows, out), name="linear")
+    if not into:
+        rec.save_for_backward(y)
     product = weight.product(()) if lora and isinstance(weight, Fusing) else None
     h = _hidden(rec, x, lora) if lora else None
     if lora and h and product and product.adds(rec, layer.bias is not None):
@@ -102,6 +112,8 @@ def linear(
 
     def backward() -> None:
         dy, dh = rec.gradient(y), None
+        if isinstance(weight, Trains):
+            weight.record_gradients(rec, rec.again(x), dy)
         if lora and h:
             dh = rec.temp(h.shape, name="dh")
             _gradients_of_b(rec, dy, h, dh, lora)
@@ -118,7 +130,7 @@ def linear(
         if lora and dh:
             _input_gradient(rec, dh, dx, lora, rows, size_in)
 
-    rec.node(backward, inputs=[x], outputs=[y], trains=lora is not None)
+    rec.node(backward, inputs=[x], outputs=[y], trains=lora is not None or isinstance(weight, Trains))
     return y
 
 
@@ -140,10 +152,11 @@ def linears(
     """
     weights = [layer.weight for layer in layers]
     rows, size_in = x.size // weights[0].in_features, weights[0].in_features
-    if apart and sum(align(4 * rows * weight.out_features) for weight in weights) > rec.program.device.max_binding:
+    if apart and exceed_binding(rec, rows, layers):
         return [linear(rec, x, layer, lora) for layer, lora in zip(layers, loras, strict=True)]
     together = _together(rec, layers, loras)
     ys = rec.temps(*((rows, weight.out_features) for weight in weights), name="linears")
+    rec.save_for_backward(*ys)
     all_ys = whole(ys)
     if not (together and all_ys):
         for layer, lora, y in zip(layers, loras, ys, strict=True):
@@ -179,6 +192,11 @@ def linears(
 
     rec.node(backward, inputs=[x], outputs=ys, trains=stack is not None)
     return ys
+
+
+def exceed_binding(rec: Recorder, rows: int, layers: Sequence[Linear[FrozenMatrix]]) -> bool:
+    """Whether the outputs of several layers, in one storage, would exceed a binding of the device."""
+    return sum(align(4 * rows * layer.weight.out_features) for layer in layers) > rec.program.device.max_binding
 
 
 def gated_linears(
@@ -231,6 +249,7 @@ def _hidden(rec: Recorder, x: Tensor, lora: LoraSlots) -> Tensor:
     h, dropped = rec.temp((rows, lora.width), name="h"), _dropped(rec, x, lora)
     shape = {"m": rows, "n": lora.rank, "k": x.size // rows, **lora.columns("y"), **lora.of(lora.a)}
     rec.dispatch(lora_nt, dropped, lora.a.params, h, lora.ranges, lora.stack.scale, **shape)
+    rec.save_for_backward(h)
     return h
 
 
@@ -253,3 +272,23 @@ def _input_gradient(rec: Recorder, dh: Tensor, dx: Tensor, lora: LoraSlots, rows
     rec.dispatch(fill, ddropped, size=ddropped.size)  # rows without a slot are added too
     rec.dispatch(lora_nn, dh, lora.a.params, ddropped, lora.ranges, **shape)
     rec.dispatch(dropout_apply, ddropped, lora.draws, dx, rows=rows, cols=size_in, module=lora.module, accumulate=True)
+
+
+def frozen_low_rank(rec: Recorder, x: Tensor, y: Tensor, lora: LoraSlots) -> None:
+    """y += scale (x A^T) B^T by slot, with factors that have no gradient."""
+    rows, size_in, out = x.shape[0], x.size // x.shape[0], y.size // x.shape[0]
+    h = _hidden(rec, x, lora)
+    shape = {"m": rows, "n": out, "k": lora.rank, **lora.columns("a"), **lora.of(lora.b)}
+    rec.dispatch(lora_nt, h, lora.b.params, y, lora.ranges, accumulate=True, **shape)
+
+    def backward() -> None:
+        dh = rec.temp(h.shape, name="dh")
+        shape = {"m": rows, "n": lora.rank, "k": out, **lora.columns("y"), **lora.of(lora.b)}
+        rec.dispatch(lora_nn, rec.gradient(y), lora.b.params, dh, lora.ranges, lora.stack.scale, **shape)
+        dx, accumulate = rec.gradient_target(x)
+        if not accumulate:
+            rec.dispatch(fill, dx, size=dx.size)  # rows without a slot, too
+        _input_gradient(rec, dh, dx, lora, rows, size_in)
+
+    if rec.tracks(x):
+        rec.node(backward, inputs=[x], outputs=[y])

@@ -35,6 +35,19 @@ class LoraStack:
     size: int
 
 
+@dataclass(frozen=True, eq=False)
+class Magnitudes:
+    """DoRA's magnitudes of a module by slot (see `ops.dora`).
+
+    m: parameters [out] of each slot. gain, norm: f32 [slots, out padded to an aligned size], m / norm and the norm of
+    the weight's rows; 1 and 0 for a slot without DoRA.
+    """
+
+    m: Factors
+    gain: Tensor
+    norm: Tensor
+
+
 @dataclass(frozen=True)
 class LoraSlots:
     """The adapters of one module by slot, and the batch's rows of each slot.
@@ -44,6 +57,8 @@ class LoraSlots:
     draws: u32 [T, 4], dropout keys (see `dropout_apply`); None without dropout.
     module: number of the module, also a dropout key.
     first_row: index in the batch of row 0 of x.
+    magnitudes: None if no slot has DoRA here.
+    offset: frozen adapters added to the base's weight, without dropout; None if no slot has one here.
     """
 
     a: Factors
@@ -56,6 +71,13 @@ class LoraSlots:
     rank: int
     slots: int
     first_row: int = 0
+    magnitudes: Magnitudes | None = None
+    offset: LoraSlots | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is a LoRA and nothing else."""
+        return not (self.magnitudes or self.offset)
 
     @property
     def width(self) -> int:
@@ -65,7 +87,10 @@ class LoraSlots:
     def block(self, start: int, stop: int) -> LoraSlots:
         """The same adapters for a block of rows [start, stop) of x."""
         draws = self.draws.rows(start, stop) if self.draws else None
-        return replace(self, draws=draws, first_row=start)
+        return replace(self, draws=draws, first_row=start, offset=self.offset and self.offset.block(start, stop))
+
+    def without_dropout(self) -> LoraSlots:
+        return replace(self, draws=None)
 
     def whole(self) -> LoraSlots:
         """All modules of the stack as one, with the rank of all together."""

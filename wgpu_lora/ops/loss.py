@@ -5,25 +5,31 @@ attention, it is accumulated with an online softmax: each chunk's products are a
 maximum, the previous sum is rescaled, and the result is divided by the softmax's sum at the end. A chunk is multiplied
 twice instead of three times, and the logits are never stored as a whole. An objective's weights only scale each row's
 gradient, so they may be computed after the sweep.
+
+Objectives may also ask for the logits of a few tokens per row, the *support*. These are hidden from the softmax, which
+then is that of all other tokens, the *rest*: what an objective computes of both has no cancellation, however little
+probability is outside of the support. With beta the loss's derivatives by the support's logits, and r the sum of those
+by the others, which have the proportions of their softmax q, the gradient is sum_i beta_i W[id_i] + r sum_v q_v W[v].
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Fixed, In, InOut, Out, Place, kernel, one_per
+from wgpu_lora.gpu.kernel import F32, U32, Fixed, Flag, In, InOut, Out, Place, kernel, one_per
 from wgpu_lora.gpu.tensor import Tensor
-from wgpu_lora.ops.elementwise import fill
+from wgpu_lora.ops.elementwise import add_forward, fill
 from wgpu_lora.ops.embedding import Table, embed, gather_rows, scatter_rows
 from wgpu_lora.ops.matmul import matmul_nn, matmul_nt
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.ops.rows import by_subgroup, row_grid
+from wgpu_lora.ops.support import LOWEST, add_support, hide_logits, pick_logits
 
 CHUNK_BYTES = 32 << 20  # of one chunk's logits
-LOWEST = -3.0e38
 
 
 @kernel("softmax_chunk.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
@@ -33,22 +39,30 @@ def softmax_chunk(
     count: Fixed,
     state: InOut,
     rescale: InOut,
+    apart: Out = None,
     *,
     rows: U32,
     cols: U32,
     first: Place[U32],
+    rate: F32 = 1.0,
+    hidden: Flag = False,
 ) -> Any:
-    """logits -> exp(logits - m'); state = (m', sum', target's logit, 0); rescale = exp(m - m'). Rows < count[0]."""
-    logits, state, rescale = logits.copy(), state.reshape(rows, 4).copy(), rescale.copy()
+    """logits, or `apart` if it is there -> exp(rate (logits - m')), with 0 for hidden ones (LOWEST) if there are any;
+    state = (m', sum', target's logit, 0); rescale = exp(rate (m - m')). Rows < count[0]."""
+    result, state, rescale = logits.copy(), state.reshape(rows, 4).copy(), rescale.copy()
     for r in range(int(count.reshape(-1)[0])):
         old, total, picked = (LOWEST, 0.0, 0.0) if first == 0 else state[r, :3]
         top = max(old, logits[r].max())
         column = int(targets[r]) - first
         picked = logits[r, column] if 0 <= column < cols else picked
-        logits[r] = np.exp(logits[r] - top)
-        rescale[r] = np.exp(old - top)
-        state[r] = (top, total * rescale[r] + logits[r].sum(), picked, 0)
-    return logits, state, rescale
+        result[r] = np.exp(rate * (logits[r] - top)) * (1 if not hidden else logits[r] > LOWEST / 2)
+        rescale[r] = np.exp(rate * (old - top))
+        state[r] = (top, total * rescale[r] + result[r].sum(), picked, 0)
+    if apart is None:
+        return result, state, rescale
+    kept = apart.copy()
+    kept[: int(count.reshape(-1)[0])] = result[: int(count.reshape(-1)[0])]
+    return logits, state, rescale, kept
 
 
 @kernel("target_logprobs.wgsl", grid=lambda c: one_per(c.rows), lib=("linear",))
@@ -66,6 +80,16 @@ def logprob_gradient(state: In, weights: In, count: Fixed, head_rows: In, dh: In
     used = (weights.reshape(-1) != 0) & (np.arange(rows) < int(count.reshape(-1)[0]))
     gradient = weights.reshape(-1, 1) * (dh / np.where(used, total, 1)[:, None] - head_rows)
     return np.where(used[:, None], gradient, 0)
+
+
+@kernel("rest_gradient.wgsl.j2", grid=row_grid(lambda c: c.rows), variants=by_subgroup)
+def rest_gradient(
+    state: In, rests: In, count: Fixed, dh: In, total: InOut, *, rows: U32, cols: U32, accumulate: Flag = False
+) -> Any:
+    """total (+)= rests dh / sum; nothing for rows without a weight and rows >= count[0]."""
+    used = (rests.reshape(-1) != 0) & (np.arange(rows) < int(count.reshape(-1)[0]))
+    share = rests.reshape(-1, 1) * dh.reshape(rows, cols) / np.where(used, state.reshape(rows, 4)[:, 1], 1)[:, None]
+    return np.where(used[:, None], share, 0) + (total.reshape(rows, cols) if accumulate else 0)
 
 
 @kernel("sum_by_slot.wgsl.j2", grid=row_grid(lambda c: c.slots), variants=by_subgroup)
@@ -86,43 +110,134 @@ class Targets:
     count: Tensor
 
 
-def token_logprobs(rec: Recorder, hidden: Tensor, head: Table, targets: Targets, into: Tensor | None = None) -> Tensor:
-    """The log-probability of every target, f32 [R], given hidden states [T, hidden_size]; by default a new tensor.
+@dataclass(eq=False)
+class Sweep:
+    """What a sweep over the vocabulary gives for R targets.
 
-    For a backward pass, set the weights of the tokens' -log p in the loss with `seed`.
+    states: f32 [R, 4] by temperature, of the softmax of logits that are not hidden: (largest logit, sum of
+    exp((logit - largest) / temperature), target's logit, 0). logprobs: f32 [R], of targets of rows without a support.
+    picked: f32 [R, S] logits by their ids. gradient: set before the backward pass.
+    """
+
+    logprobs: Tensor
+    states: Mapping[float, Tensor]
+    picked: Mapping[Tensor, Tensor]
+    gradient: SweepGradient | None = None
+
+
+@dataclass(frozen=True)
+class SweepGradient:
+    """Derivatives of a loss.
+
+    weights: f32 [R], by each target's -log p; None for none. rests: f32 [R] by temperature, the sum of those by all
+    logits that are not hidden, which have the proportions of their softmax. picked: f32 [R, S] by ids, those by the
+    logits of the support.
+    """
+
+    weights: Tensor | None = None
+    rests: Mapping[float, Sequence[Tensor]] = field(default_factory=dict)
+    picked: Mapping[Tensor, Tensor] = field(default_factory=dict)
+
+
+def sweep(
+    rec: Recorder,
+    hidden: Tensor,
+    head: Table,
+    targets: Targets,
+    into: Tensor | None = None,
+    *,
+    temperatures: Sequence[float] = (1.0,),
+    supports: Sequence[Tensor] = (),
+) -> Sweep:
+    """Softmaxes of the logits of R targets, given hidden states [T, hidden_size].
+
+    For a backward pass, set `gradient`, or use `seed`.
+
+    Args:
+        into: f32 [R], for the log-probabilities; by default a new tensor.
+        temperatures: of the softmaxes; log-probabilities are those at the first.
+        supports: u32 [R, S] each, ids of tokens to pick the logits of and to hide, or NO_ID; in each row once.
     """
     rows, cols = targets.rows.size, head.in_features
-    picked = rec.temp((rows, cols), name="picked")
-    rec.dispatch(gather_rows, hidden, targets.rows, picked, rows=rows, cols=cols)
+    inputs = rec.temp((rows, cols), name="picked")
+    rec.dispatch(gather_rows, hidden, targets.rows, inputs, rows=rows, cols=cols)
     gradient = rec.training and rec.tracks(hidden)
-    dpicked = rec.temp((rows, cols), name="dpicked") if gradient else None
-    state, rescale = rec.temp((rows, 4), name="softmax state"), rec.temp((rows,), name="rescale")
+    sums = {t: rec.temp((rows, cols), name="dpicked") for t in temperatures if gradient}
+    states = {t: rec.temp((rows, 4), name="softmax state") for t in temperatures}
+    rescales = {t: rec.temp((rows,), name="rescale") for t in temperatures}
+    picked = {ids: rec.temp(ids.shape, name="picked logits") for ids in supports}
     step = max(128, CHUNK_BYTES // (4 * rows) // 128 * 128)
     for first, part in head.chunks(step):
         width = part.shape[0]
         logits = rec.temp((rows, width), name="logits")
         count, kind = targets.count, head.dtype
-        rec.dispatch(matmul_nt, picked, part, logits, None, count, m=rows, n=width, k=cols, b_type=kind)
-        rec.dispatch(softmax_chunk, logits, targets.ids, count, state, rescale, rows=rows, cols=width, first=first)
-        if dpicked:
-            old = rescale if first else None
-            rec.dispatch(matmul_nn, logits, part, dpicked, old, count, m=rows, n=cols, k=width, b_type=kind)
+        rec.dispatch(matmul_nt, inputs, part, logits, None, count, m=rows, n=width, k=cols, b_type=kind)
+        for ids, values in picked.items():
+            place = {"rows": rows, "kept": ids.shape[1], "cols": width, "first": first}
+            rec.dispatch(pick_logits, logits, ids, count, values, **place)
+            rec.dispatch(hide_logits, ids, count, logits, **place)
+        for t in temperatures:
+            last = t == temperatures[-1]
+            apart = None if last else rec.temp((rows, width), name="exponentials")
+            softmax = {"rows": rows, "cols": width, "first": first, "rate": 1 / t, "hidden": bool(supports)}
+            rec.dispatch(softmax_chunk, logits, targets.ids, count, states[t], rescales[t], apart, **softmax)
+            if gradient:
+                old, p = rescales[t] if first else None, apart or logits
+                rec.dispatch(matmul_nn, p, part, sums[t], old, count, m=rows, n=cols, k=width, b_type=kind)
     logprobs = into or rec.temp((rows,), name="logprobs")
-    rec.dispatch(target_logprobs, state, targets.count, logprobs, rows=rows)
+    rec.dispatch(target_logprobs, states[temperatures[0]], targets.count, logprobs, rows=rows)
+    swept = Sweep(logprobs, states, picked)
 
     def backward() -> None:
-        assert dpicked is not None
-        head_rows, weights = embed(rec, targets.ids, head, name="target rows"), rec.gradient(logprobs)
-        shape = {"rows": rows, "cols": cols}
-        rec.dispatch(logprob_gradient, state, weights, targets.count, head_rows, dpicked, **shape)
+        assert swept.gradient is not None
+        total = _gradient(rec, swept, swept.gradient, head, targets, sums, temperatures[0])
         dhidden = rec.new_gradient(hidden)
         rec.dispatch(fill, dhidden, size=dhidden.size)
-        rec.dispatch(scatter_rows, dpicked, targets.rows, dhidden, **shape)
+        rec.dispatch(scatter_rows, total, targets.rows, dhidden, rows=rows, cols=cols)
 
     rec.node(backward, inputs=[hidden], outputs=[logprobs])
-    return logprobs
+    return swept
 
 
-def seed(rec: Recorder, logprobs: Tensor, weights: Tensor) -> None:
-    """Starts the backward pass of a loss whose derivative by each token's -log p is `weights`, f32 [R]."""
-    rec.give_gradient(logprobs, weights)
+def _gradient(
+    rec: Recorder,
+    swept: Sweep,
+    given: SweepGradient,
+    head: Table,
+    targets: Targets,
+    sums: Mapping[float, Tensor],
+    first: float,
+) -> Tensor:
+    """The gradient by each target's hidden state, f32 [R, hidden_size]."""
+    shape = {"rows": targets.rows.size, "cols": head.in_features}
+    total: Tensor | None = None
+    for t, weights in ((t, weights) for t, each in given.rests.items() for weights in each):
+        into = total or rec.temp((shape["rows"], shape["cols"]), name="dpicked")
+        accumulate = total is not None
+        rec.dispatch(
+            rest_gradient, swept.states[t], weights, targets.count, sums[t], into, **shape, accumulate=accumulate
+        )
+        total = into
+    if given.weights is not None:
+        head_rows, state = embed(rec, targets.ids, head, name="target rows"), swept.states[first]
+        rec.dispatch(logprob_gradient, state, given.weights, targets.count, head_rows, sums[first], **shape)
+        if total is None:
+            total = sums[first]
+        else:
+            both = rec.temp((shape["rows"], shape["cols"]), name="dpicked")
+            rec.dispatch(add_forward, total, sums[first], both, size=both.size)
+            total = both
+    assert total is not None, "the sweep has no gradient"
+    for ids, weights in given.picked.items():
+        add_support(rec, weights, ids, head, targets.count, total)
+    return total
+
+
+def token_logprobs(rec: Recorder, hidden: Tensor, head: Table, targets: Targets, into: Tensor | None = None) -> Tensor:
+    """The log-probability of every target, f32 [R], given hidden states [T, hidden_size]; by default a new tensor."""
+    return sweep(rec, hidden, head, targets, into).logprobs
+
+
+def seed(swept: Sweep, gradient: SweepGradient) -> None:
+    """Starts the backward pass of a loss from its derivatives."""
+    swept.gradient = gradient

@@ -48,6 +48,7 @@ def _rmsnorm(rec: Recorder, x: Tensor, branch: Tensor | None, weight: Tensor, ep
     y, rstd = rec.temp(x.shape, name="normed"), rec.temp((shape["rows"],), name="rstd")
     total = rec.temp(x.shape, name="residual") if branch else x
     rec.dispatch(rmsnorm_forward, x, weight, y, rstd, branch, total if branch else None, eps=eps, **shape)
+    rec.save_for_backward(total)
     rec.cheap(y, lambda y: rec.dispatch(rmsnorm_forward, total, weight, y, rec.temp(rstd.shape), eps=eps, **shape))
 
     def backward() -> None:

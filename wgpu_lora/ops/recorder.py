@@ -59,6 +59,7 @@ class Recorder:
         self._tracked: set[Storage] = set()
         self._latest: tuple[Storage, Program, Sequence[Tensor]] | None = None
         self._cheap: dict[Storage, Callable[[], Tensor]] = {}
+        self.saved: dict[Storage, list[Tensor]] = {}  # by `save_for_backward`
 
     def temp(self, shape: tuple[int, ...], dtype: str = "f32", name: str = "temp") -> Tensor:
         return self.program.temp(shape, dtype, name)
@@ -100,6 +101,16 @@ class Recorder:
         if self._latest is None or self._latest[:2] != (source, self.program):
             self._latest = source, self.program, compute()
         return self._latest[2]
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """Declares all tensors of a storage that the backward pass only reads, and that may be rounded for it.
+
+        They may then be stored in another way in between (see `ops.saved`).
+        """
+        for tensor in tensors:
+            of = self.saved.setdefault(tensor.storage, [])
+            if all(tensor.byte_offset != other.byte_offset for other in of):
+                of.append(tensor)
 
     def cheap(self, y: Tensor, record: Callable[[Tensor], None]) -> None:
         """Declares that computing y again costs less than keeping it until the backward pass, which then uses `again`.

@@ -13,8 +13,9 @@ from wgpu_lora.models.inputs import StepInputs, Tables
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.ops.elementwise import add_forward
-from wgpu_lora.ops.loss import seed, sum_by_slot, token_logprobs
+from wgpu_lora.ops.loss import Sweep, SweepGradient, seed, sum_by_slot, sweep
 from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.ops.saved import IN_F32, Saving, store
 from wgpu_lora.train.objectives.base import Group, Objective, Scoring
 
 
@@ -52,6 +53,7 @@ class Batch:
         totals: sums that the program adds losses and metrics to.
         tables: the model's.
         training: also record the backward pass, which adds to the adapters' gradients.
+        saving: how activations are stored for it.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Batch:
         dropout: bool = False,
         recompute: bool = False,
         compute_dtype: str = "f32",
+        saving: Saving = IN_F32,
     ):
         self.tokens, self.device, self._objectives = tokens, model.device, objectives
         slots = len(objectives)
@@ -75,32 +78,48 @@ class Batch:
         self.program = Program(model.device, f"{'train' if training else 'held-out'} {tokens}")
         rec = Recorder(self.program, training, recompute, compute_dtype)
         hidden = model.decoder.hidden(rec, self.inputs, adapters.bind(self.inputs))
-        logprobs = token_logprobs(rec, hidden, model.decoder.head, self.inputs.targets)
-        weights = self._score(rec, logprobs, totals)
+        taught = [scoring.teacher.ids for scoring in self._scoring.values() if scoring.teacher]
+        temperatures = {t for objective in objectives for t in objective.temperatures}
+        swept = sweep(
+            rec,
+            hidden,
+            model.decoder.head,
+            self.inputs.targets,
+            temperatures=sorted(temperatures, key=lambda t: (t != 1, t)),
+            supports=taught,
+        )
+        gradient = self._score(rec, swept, totals)
         if training:
-            seed(rec, logprobs, weights)
+            seed(swept, gradient)
+            forward = len(self.program.dispatches)
             rec.backward()
+            if saving != IN_F32:
+                store(self.program, rec.saved, forward, saving)
         self.program.prune()
 
-    def _score(self, rec: Recorder, logprobs: Tensor, totals: Totals) -> Tensor:
-        """Record all objectives; returns the weights of all tokens."""
-        weights = None
+    def _score(self, rec: Recorder, swept: Sweep, totals: Totals) -> SweepGradient:
+        """Record all objectives; returns the derivatives of the sum of their losses."""
+        weights: Tensor | None = None
+        rests: dict[float, list[Tensor]] = {}
+        picked: dict[Tensor, Tensor] = {}
         for objective, scoring in self._scoring.items():
-            score = objective.score(rec, logprobs, scoring)
+            score = objective.score_sweep(rec, swept, scoring)
             sums = {
                 totals.loss: score.losses,
                 **{totals.metrics[name]: score.metrics[name] for name in objective.metrics},
             }
             for total, values in sums.items():
                 rec.dispatch(sum_by_slot, values, scoring.loss_ranges, total, slots=total.size)
-            if weights is None:
-                weights = score.weights
+            for temperature, rest in score.rests.items():
+                rests.setdefault(temperature, []).append(rest)
+            picked |= score.picked
+            if weights is None or score.weights is None:
+                weights = weights or score.weights
                 continue
-            both = rec.temp(logprobs.shape, name="weights")
+            both = rec.temp(weights.shape, name="weights")
             rec.dispatch(add_forward, weights, score.weights, both, size=both.size)
             weights = both
-        assert weights is not None, "there are no slots"
-        return weights
+        return SweepGradient(weights, rests, picked)
 
     def storages(self) -> set[Storage]:
         """All persistent storage that the program reads or writes, or that `upload` fills."""

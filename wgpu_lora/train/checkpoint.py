@@ -16,21 +16,15 @@ from safetensors.numpy import load_file, save
 from wgpu_lora.atomic import replace_directory, sweep
 from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.adapter_config import AdapterConfig
 from wgpu_lora.formats.checkpoint import read_header
 from wgpu_lora.formats.file_names import TEMPLATE, TOKENIZER
-from wgpu_lora.formats.peft import (
-    CONFIG,
-    WEIGHTS,
-    AdapterConfig,
-    Matrices,
-    adapter_files,
-    read_adapter,
-    tensor_name,
-)
+from wgpu_lora.formats.peft import CONFIG, WEIGHTS, Matrices, adapter_files, read_adapter, tensor_name
 from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.names.naming import flag
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.manifest import damage, write_manifest
+from wgpu_lora.train.offset import stored, trained
 from wgpu_lora.train.schema import SCHEMA, NewerSchemaError, schema_of
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.state import STATE, RunState, read_state
@@ -51,11 +45,21 @@ WRITTEN = re.compile(
 def adapter_tensors(matrices: Matrices, config: AdapterConfig) -> dict[str, np.ndarray]:
     """Tensors with PEFT's names and shapes, each module at its own rank."""
     tensors = {}
-    for module, (a, b) in matrices.items():
+    for module, (a, b, *magnitude) in matrices.items():
         rank = config.rank(module)
         tensors[tensor_name(module, "A")] = np.ascontiguousarray(a[:rank])
         tensors[tensor_name(module, "B")] = np.ascontiguousarray(b[:, :rank])
+        if magnitude:
+            tensors[tensor_name(module, "M")] = magnitude[0]
     return tensors
+
+
+def adapter_as_stored(
+    session: Session, slot: int, config: AdapterConfig
+) -> tuple[dict[str, np.ndarray], AdapterConfig]:
+    """The tensors of a slot's adapter by PEFT's names, and its config."""
+    matrices, config = stored(session.device, session.adapters, slot, config)
+    return adapter_tensors(matrices, config), config
 
 
 def write_checkpoint(
@@ -69,8 +73,8 @@ def write_checkpoint(
     temporary = final.with_name(f".{final.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        device, adapters, optimizer = session.device, session.adapters, session.optimizer
-        files = adapter_files(adapter_tensors(adapters.read(device, slot), config), config)
+        device, optimizer = session.device, session.optimizer
+        files = adapter_files(*adapter_as_stored(session, slot, config))
         files[OPTIMIZER] = save(optimizer.state.read(device, slot))
         files[METADATA] = (to_json(facts["metadata"], indent=1) + "\n").encode()
         files[STATE] = to_json(
@@ -198,15 +202,18 @@ def restore(directory: Path, session: Session, slot: int) -> None:
     adapters: AdapterSet = session.adapters
     try:
         _, matrices = read_adapter(directory)
-        stored = load_file(directory / OPTIMIZER)
+        state = load_file(directory / OPTIMIZER)
     except (OSError, SafetensorError) as error:
         raise refuse(directory, str(error)) from error
     expected = set(adapters.modules(slot))
     if set(matrices) != expected or any(e.dtype != "F32" for e in read_header(directory / WEIGHTS).values()):
         raise refuse(directory, f"{WEIGHTS} does not have the modules or the dtype of this run")
-    stored = {modern(name, expected): values for name, values in stored.items()}
-    wrong = session.optimizer.state.fault(slot, matrices, stored)
+    state = {modern(name, expected): values for name, values in state.items()}
+    matrices, offset = trained(matrices, adapters, slot)
+    wrong = session.optimizer.state.fault(slot, state)
     if wrong:
         raise refuse(directory, f"{OPTIMIZER} does not match this run: {wrong}")
     adapters.write(session.device, slot, matrices)
-    session.optimizer.state.write(session.device, slot, stored)
+    if offset and adapters.offset:
+        adapters.offset.write(session.device, slot, offset)
+    session.optimizer.state.write(session.device, slot, state)

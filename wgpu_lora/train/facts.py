@@ -63,4 +63,4 @@ def record_of(run: Run, session: Session, stop_reason: str, stop_signal: str | N
 def memory_of(session: Session) -> Memory:
     """Planned memory, and the peak that was allocated."""
     plan = session.memory()
-    return Memory(plan.groups, plan.peak, session.device.peak_allocated)
+    return Memory(plan.groups, plan.peak, session.device.peak_allocated, plan.host)

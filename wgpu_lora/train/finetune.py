@@ -15,13 +15,15 @@ from wgpu_lora.models.load import table_dtype
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.names.naming import flag, setting
+from wgpu_lora.ops.saved import Saving
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.track.report_to import check_libraries
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import OUTPUT, PLAN, TrainingArguments
 from wgpu_lora.train.batching import fitted
 from wgpu_lora.train.frozen import check_base, frozen_adapter, starting_at_reference
-from wgpu_lora.train.initial import adapter_of
+from wgpu_lora.train.initial import adapter_of, check_residual
+from wgpu_lora.train.initialisation import offsets
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.length import fit_length, shortened
 from wgpu_lora.train.memory import check_adapters
@@ -34,6 +36,7 @@ from wgpu_lora.train.rows import read_rows, sources_of
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun
 from wgpu_lora.train.stream import DataStream, group_lengths, quarters
+from wgpu_lora.train.teacher import check_caches, live_teacher, with_cached_length
 from wgpu_lora.train.trainer import StepKeeper, Trainer
 
 
@@ -52,7 +55,8 @@ def with_demo_data(args: TrainingArguments) -> TrainingArguments:
             raise UserError(
                 f"{flag('data')} is missing: give a file of rows, a folder with train.jsonl, or a Hugging Face dataset."
             )
-        heldout = None if args.validation_split else str(DEMO_HELDOUT)
+        cached = args.teacher_cache and not args.eval_teacher_cache  # which has the training rows only
+        heldout = None if args.validation_split or cached else str(DEMO_HELDOUT)
         args = replace(args, data=str(DEMO_TRAIN), eval_data=args.eval_data or heldout)
     return replace(args, model=args.model or "demo", output=args.output or OUTPUT)
 
@@ -80,14 +84,20 @@ def prepare_job(
     if not (planning or args.resume):
         refuse_used(args.directory)  # before reading data, and again under the lock
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
+    args = as_stored(args, model)
     check_adapters([args], model.config, budget_bytes(model.device.info, args.budget()))
     run = read_run(args, model, rows=rows)
 
     def replan(changes: Mapping[str, Any]) -> int:
         other = with_options(run, changes)
-        return session_of(declared_as(model, other.args.base_dtype), [other]).memory().peak
+        return session_of(declared_as(model, other.args.base_dtype), [other]).memory().guarded
 
     return FinetuneJob(session_of(model, [run]), [run], replan)
+
+
+def as_stored(args: TrainingArguments, model: LoadedModel) -> TrainingArguments:
+    """The options with the base format that the model is stored in, if it is."""
+    return replace(args, base_dtype=model.config.packed) if model.config.packed else args
 
 
 def read_run(
@@ -108,6 +118,7 @@ def read_run(
         UserError: the data or the adapter cannot be read, or do not fit the model.
     """
     sources = sources_of(args, rows)
+    args = with_cached_length(args)
     args, length = fit_length(args, model.config.max_position_embeddings)
     objective = objective_of(args)
     reference = None
@@ -117,6 +128,8 @@ def read_run(
     args, begins = starting_at_reference(args, objective)
     args, adapter, initial = adapter_of(args, model.config)
     prepared, heldout = read_rows(args, model, sources)
+    cached = check_caches(args, model, prepared, heldout)
+    teacher = live_teacher(args, model)
     args, note = fitted(args, group_lengths(prepared), weight, objective.parts)
     stream = DataStream(prepared, args)
     chosen = {"length": length, "batches": note, "adapter": begins, "note": _unreferenced(args, objective)}
@@ -124,9 +137,15 @@ def read_run(
     if args.eval_steps and not heldout:
         use = f"use {flag('eval_data')} or {flag('validation_split')}"
         notes.append(f"note: {setting('eval_steps', args.eval_steps)} does nothing, since no rows are held out ({use})")
+    check_residual(args, model)
     spec = SlotSpec.of(adapter, initial)
+    if offsets(args.init_lora_weights):
+        spec = replace(spec, offset=SlotSpec(spec.rank, spec.scaling))
     digests = model.checkpoint.digest(), model.config.digest()
-    return AdapterRun(slot, args, adapter, spec, initial, stream, heldout, *digests, name, tuple(notes), reference)
+    taught = teacher, teacher.digest() if teacher else cached
+    return AdapterRun(
+        slot, args, adapter, spec, initial, stream, heldout, *digests, name, tuple(notes), reference, *taught
+    )
 
 
 def _unreferenced(args: TrainingArguments, objective: Objective) -> str:
@@ -185,10 +204,12 @@ def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int
         dropout=any(run.args.lora_dropout > 0 for run in runs),
         recompute=args.gradient_checkpointing,
         compute_dtype=args.compute_dtype,
+        saving=Saving(args.activation_dtype, args.offload_activations),
         objectives=[run.stream.objective for run in runs],
         optim=optimizer_of(args),
         eval_tokens=max([buckets[-1], *heldout]) if heldout else 0,
         references={run.slot: run.reference.spec for run in runs if run.reference},
+        teachers={run.slot: run.teacher for run in runs if run.teacher},
         mismatched=max(
             stream.longest_mismatched
             for run in runs

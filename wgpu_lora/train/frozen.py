@@ -11,7 +11,8 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.formats.hub import stated_name
 from wgpu_lora.formats.peft import Matrices, read_adapter
 from wgpu_lora.models.config import ModelConfig
-from wgpu_lora.models.lora import SlotSpec, check_fits
+from wgpu_lora.models.fitting import check_fits
+from wgpu_lora.models.lora import SlotSpec
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.initial import check_whole
 from wgpu_lora.train.objectives.base import Objective

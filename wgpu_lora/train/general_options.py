@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wgpu_lora.names.allowed import COMPUTE_DTYPES, OVERFLOW
+from wgpu_lora.names.allowed import ACTIVATION_DTYPES, COMPUTE_DTYPES, OVERFLOW
 from wgpu_lora.track.report_to import HELP
 from wgpu_lora.train.declared import NOT_NEGATIVE, POSITIVE, Range, option
+from wgpu_lora.train.initialisation import DEFAULT, INITIALISATIONS
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.train.schedule import LR_SCHEDULES
@@ -64,13 +65,24 @@ class GeneralOptions:
         0.0, ADAPTER, "Dropout probability of the adapter's input.", within=Range(at_least=0, below=1)
     )
     use_rslora: bool = option(False, ADAPTER, "Scale by alpha / sqrt(r) instead (rsLoRA).")
+    use_dora: bool = option(False, ADAPTER, "Also train a magnitude of each row of the weights (DoRA).")
+    init_lora_weights: str = option(
+        DEFAULT,
+        ADAPTER,
+        "How the adapter begins: random A and zero B ('true'), or from the weights (PiSSA, OLoRA, LoftQ).",
+        choices=INITIALISATIONS,
+    )
     target_modules: str = option(
         "all-linear",
         ADAPTER,
-        "'all-linear', names such as q_proj,v_proj, or a regular expression matched against module paths.",
+        "'all-linear', 'mlp' or 'attention' (all linear layers of that part), names such as q_proj,v_proj, or a regular "
+        "expression matched against module paths.",
     )
     learning_rate: float = option(2e-4, OPTIMISATION, "Peak learning rate.", within=NOT_NEGATIVE)
     lr_scheduler_type: str = option("cosine", OPTIMISATION, "Learning-rate schedule.", choices=LR_SCHEDULES)
+    lr_scheduler_min: float = option(
+        0.0, OPTIMISATION, "Learning rate that decaying schedules end at.", within=NOT_NEGATIVE
+    )
     warmup_ratio: float = option(
         0.03,
         OPTIMISATION,
@@ -150,6 +162,17 @@ class GeneralOptions:
     shuffle: bool = option(True, BATCHES, "Shuffle the rows every epoch.")
     gradient_checkpointing: bool = option(
         False, MEMORY, "Recompute activations in the backward pass: less memory, about a third more work."
+    )
+    activation_dtype: str = option(
+        "f32",
+        MEMORY,
+        "Type that activations are stored in for the backward pass: 16 bits take about half the memory.",
+        choices=ACTIVATION_DTYPES,
+    )
+    offload_activations: bool = option(
+        False,
+        MEMORY,
+        "Store activations in the host's memory until the backward pass: less device memory, more time.",
     )
     memory_budget: str | None = option(
         None, MEMORY, "Refuse a run that needs more device memory than this, for example 4GiB."

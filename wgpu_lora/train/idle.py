@@ -28,6 +28,8 @@ def idle(given: Collection[str], args: TrainingArguments) -> list[str]:
         not warms_up,
         f"the learning rate is constant from the first step (use {constant})",
     )
+    falls = LR_SCHEDULES[args.lr_scheduler_type].decay is not None
+    say(("lr_scheduler_min",), not falls, f"{setting('lr_scheduler_type', args.lr_scheduler_type)} does not decay")
     if warms_up:
         say(("warmup_ratio",), args.warmup_steps > 0, f"{setting('warmup_steps', args.warmup_steps)} overrides it")
     if by_time:

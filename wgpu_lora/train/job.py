@@ -57,7 +57,7 @@ class Job(Generic[Record]):
         args = self.run.args
         budget = budget_bytes(self.session.device.info, args.budget())
         plan = self.session.memory()
-        check_memory(plan.peak, plan.groups["base"], budget, args, self.replan)
+        check_memory(plan.guarded, plan.groups["base"], budget, args, self.replan)
 
     def train(self, events: Events = SILENT) -> Record:
         """Wait for device memory, tune kernels, load the weights, train and write; returns the record.

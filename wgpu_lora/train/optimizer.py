@@ -1,4 +1,4 @@
-"""An optimizer over an adapter set: its update program, and what a step reports."""
+"""An optimizer over a set of parameters: its update program, and what a step reports."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.struct import struct_array, struct_words
 from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
-from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.models.parameters import ParameterSet
 from wgpu_lora.ops.optimizer import Clip, gradient_norm, square_sums, update_gate
 from wgpu_lora.train.arguments import TrainingArguments
-from wgpu_lora.train.optimizer_state import Kept
 from wgpu_lora.train.optimizers import optimizer_of
 from wgpu_lora.train.optimizers.base import Page, UpdateRule
+from wgpu_lora.train.optimizers.state import Kept
 from wgpu_lora.train.own_options import created
 
 USUAL = TrainingArguments()
@@ -55,11 +55,11 @@ class Optimizer:
         rule: the optimizer; AdamW if not given.
     """
 
-    def __init__(self, device: Device, adapters: AdapterSet, total: Tensor, rule: UpdateRule | None = None):
-        self.adapters, self.total, self.rule = adapters, total, rule or optimizer_of(USUAL)
-        self.slots = len(adapters.specs)
-        blocks = [table.size for table in adapters.block_owners]
-        self.state: Kept = self.rule.kept(adapters, self.rule.state)
+    def __init__(self, device: Device, trained: ParameterSet, total: Tensor, rule: UpdateRule | None = None):
+        self.trained, self.total, self.rule = trained, total, rule or optimizer_of(USUAL)
+        self.slots = trained.slots
+        blocks = [table.size for table in trained.block_owners]
+        self.state: Kept = self.rule.kept(trained, self.rule.state)
         self.block_owners = persistent((sum(blocks),), "u32", "optimizer", "block owners")
         self.hyper = persistent((2 * self.slots, struct_words(self.rule.Hyper)), "f32", "optimizer", "hyper")
         self.clips = persistent((self.slots, struct_words(Clip)), "f32", "optimizer", "clips")
@@ -71,7 +71,7 @@ class Optimizer:
         program, all_blocks = self.program, sum(blocks)
         sums, diverged = (program.temp((all_blocks,), name=name) for name in ("square sums", "diverged"))
         spans, first = [], 0
-        for count, grads in zip(blocks, self.adapters.grads, strict=True):
+        for count, grads in zip(blocks, self.trained.grads, strict=True):
             spans.append((first, first + count))
             program.dispatch(square_sums, grads, sums.rows(*spans[-1]), blocks=count)
             first += count
@@ -85,10 +85,8 @@ class Optimizer:
             self.rule.record_update(program, page)
 
     def _page(self, i: int, span: tuple[int, int]) -> Page:
-        params, grads, owners = self.adapters.params[i], self.adapters.grads[i], self.block_owners.rows(*span)
-        return Page(
-            span[1] - span[0], params, grads, self.state.pages[i], owners, self.hyper, self.report, self.adapters.rank
-        )
+        params, grads, owners = self.trained.params[i], self.trained.grads[i], self.block_owners.rows(*span)
+        return Page(span[1] - span[0], params, grads, self.state.pages[i], owners, self.hyper, self.report, self.state)
 
     @property
     def state_bytes(self) -> int:
@@ -99,7 +97,7 @@ class Optimizer:
         return self.program.persistent_storages()
 
     def initialise(self, device: Device) -> None:
-        device.write(self.block_owners.storage.buffer, np.concatenate(self.adapters.block_owners))
+        device.write(self.block_owners.storage.buffer, np.concatenate(self.trained.block_owners))
         self.state.initialise(device)
 
     # -- a step ----------------------------------------------------------------------------------------------------

@@ -29,9 +29,12 @@ class TrainingOptions(TypedDict, total=False):
     lora_alpha: float
     lora_dropout: float
     use_rslora: bool
+    use_dora: bool
+    init_lora_weights: str
     target_modules: str | list[str]
     learning_rate: float
     lr_scheduler_type: str
+    lr_scheduler_min: float
     warmup_ratio: float
     warmup_steps: int
     objective: str
@@ -56,6 +59,8 @@ class TrainingOptions(TypedDict, total=False):
     enable_thinking: bool | None
     shuffle: bool
     gradient_checkpointing: bool
+    activation_dtype: str
+    offload_activations: bool
     memory_budget: str | None
     wait: float | None
     seed: int
@@ -82,3 +87,15 @@ class TrainingOptions(TypedDict, total=False):
     max_prompt_length: int | None
     max_completion_length: int | None
     truncation_mode: str
+    teacher_cache: str | Path | None
+    eval_teacher_cache: str | Path | None
+    teacher: str | Path | None
+    teacher_adapter: str | Path | None
+    teacher_base_dtype: str | None
+    teacher_top_k: int
+    temperature: float
+    kd_divergence: str
+    kd_beta: float
+    kd_weight: float
+    hard_top1_weight: float
+    hard_full_weight: float

@@ -101,7 +101,7 @@ def evaluate_objective(
     with claim(model.device, session.needs(), "evaluation"):
         session.allocate(events)
         try:
-            session.adapters.write(model.device, 0, matrices)
+            session.place_initial(0, matrices)
             if frozen:
                 session.place_reference(0, frozen.matrices)
             at = Evaluating(0, len(stream.prepared.rows))

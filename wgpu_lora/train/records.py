@@ -49,11 +49,12 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the device: planned by group, planned peak, and allocated peak."""
+    """Bytes on the device: planned by group, planned peak, and allocated peak. host: of offloaded activations."""
 
     groups: dict[str, int]
     peak: int
     peak_allocated: int
+    host: int = 0
 
 
 @dataclass(frozen=True)

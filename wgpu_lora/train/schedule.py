@@ -27,8 +27,10 @@ LR_SCHEDULES = {
 }
 
 
-def learning_rate(kind: str, peak: float, step: int, total: int, warmup: int) -> float:
+def learning_rate(kind: str, peak: float, step: int, total: int, warmup: int, least: float = 0.0) -> float:
     """The rate of the 0-based `step` of `total`, with a linear warm-up to the peak over the first `warmup` steps.
+
+    It then decays to `least`, as transformers' cosine_with_min_lr does to its min_lr: least + (peak - least) * decay.
 
     In transformers, the first step has a rate of 0 and trains nothing: these are its schedules of `warmup` + 1 and
     `total` + 1 steps without it.
@@ -38,7 +40,7 @@ def learning_rate(kind: str, peak: float, step: int, total: int, warmup: int) ->
         return peak * (step + 1) / (warmup + 1)
     if schedule.decay is None:
         return peak
-    return peak * schedule.decay((step - warmup) / max(1, total - warmup))
+    return least + (peak - least) * schedule.decay((step - warmup) / max(1, total - warmup))
 
 
 def warmup_steps(total: int, ratio: float, steps: int = 0) -> int:

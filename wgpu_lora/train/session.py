@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from wgpu_lora.events import SILENT, Events
-from wgpu_lora.formats.peft import Matrices
+from wgpu_lora.formats.peft import PARTS, Matrices
 from wgpu_lora.gpu.choices import NO_CHOICES, Choices
 from wgpu_lora.gpu.cuts import check_tilings
 from wgpu_lora.gpu.plan import total_by_group
@@ -21,7 +21,9 @@ from wgpu_lora.models.inputs import Segment, Tables
 from wgpu_lora.models.load import staging_bytes
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
-from wgpu_lora.share import claim
+from wgpu_lora.models.norms import Norms, fix_gains
+from wgpu_lora.ops.saved import IN_F32, Saving
+from wgpu_lora.share import claim, is_unified
 from wgpu_lora.share.refusals import advising
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.batch import Batch, Totals
@@ -30,6 +32,7 @@ from wgpu_lora.train.objectives.base import Group, Objective
 from wgpu_lora.train.optimizer import Optimizer
 from wgpu_lora.train.optimizers.base import UpdateRule
 from wgpu_lora.train.reference import Scorer
+from wgpu_lora.train.teachers import LiveTeacher, Teachers
 
 ADVISED = ("per_device_train_batch_size", "max_length")  # if a plan exceeds the device's limits
 GROUPS = ("base", "adapters", "reference", "optimizer", "activations", "workspace")
@@ -37,10 +40,16 @@ GROUPS = ("base", "adapters", "reference", "optimizer", "activations", "workspac
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by group during training, and during loading; the peak is the larger of the two."""
+    """Bytes by group during training, and during loading; the peak is the larger of the two.
+
+    host: bytes of offloaded activations in the host's memory, which no group counts.
+    unified: whether the device has no other memory than the host's.
+    """
 
     groups: dict[str, int]
     loading: int
+    host: int = 0
+    unified: bool = False
 
     @property
     def training(self) -> int:
@@ -49,6 +58,16 @@ class MemoryPlan:
     @property
     def peak(self) -> int:
         return max(self.training, self.loading)
+
+    @property
+    def running(self) -> int:
+        """Bytes during training of the memory that the device uses."""
+        return self.training + (self.host if self.unified else 0)
+
+    @property
+    def guarded(self) -> int:
+        """The same, or those during loading if they are more."""
+        return max(self.running, self.loading)
 
 
 class Session:
@@ -61,9 +80,11 @@ class Session:
         eval_tokens: tokens of a held-out batch, 0 for none.
         references: frozen adapters that objectives compare theirs with, by slot of `adapters`; a slot without one is
             compared with the base model alone.
+        teachers: models that objectives learn from, by slot.
         mismatched: tokens of the longest mismatched row (`DataStream.longest_mismatched`), 0 if there are none.
         positions: length of the longest row.
         compute_dtype: type that the inputs of frozen matmuls are rounded to (see ops.half).
+        saving: how activations are stored for the backward pass.
     """
 
     @advising(*ADVISED)
@@ -78,15 +99,19 @@ class Session:
         recompute: bool = False,
         eval_tokens: int = 0,
         compute_dtype: str = "f32",
+        saving: Saving = IN_F32,
         objectives: Sequence[Objective] | None = None,
         optim: UpdateRule | None = None,
         references: Mapping[int, SlotSpec] | None = None,
         mismatched: int = 0,
+        teachers: Mapping[int, LiveTeacher] | None = None,
     ):
         self.model = model
         self.compute_dtype = compute_dtype
         self.adapters = adapters
         self.device = device = model.device
+        if saving.offload:
+            device.check_host_buffers()
         chosen = objectives or [objective_of(TrainingArguments())] * len(adapters.specs)
         self.totals = Totals(chosen)
         self.optimizer = Optimizer(device, adapters, self.totals.loss, optim)
@@ -96,10 +121,13 @@ class Session:
             shared = self.totals, self.tables
             return Batch(model, adapters, tokens, chosen, *shared, compute_dtype=compute_dtype, **options)
 
-        self.steps = {tokens: batch(tokens, dropout=dropout, recompute=recompute) for tokens in buckets}
+        self.steps = {tokens: batch(tokens, dropout=dropout, recompute=recompute, saving=saving) for tokens in buckets}
         self.heldout = batch(eval_tokens, training=False) if eval_tokens else None
         self._objectives = chosen
         self._record_scorers(references or {}, mismatched)
+        self.norms = Norms(model, adapters) if adapters.gains else None
+        sizes = [*self.steps, *([eval_tokens] if eval_tokens else [])]
+        self.teachers = Teachers(model, teachers or {}, sizes, positions, self.tables, compute_dtype)
         self.built: set[int] = set()
         self.choices = NO_CHOICES
         self._claim = ExitStack()
@@ -130,6 +158,8 @@ class Session:
     def programs(self) -> list[Program]:
         own = [batch.program for batch in self.steps.values()]
         frozen = [program for scorer in self._scorers() for program in scorer.programs()]
+        own += [self.norms.program] if self.norms else []
+        frozen += self.teachers.programs()
         return [*own, self.optimizer.program, *([self.heldout.program] if self.heldout else []), *frozen]
 
     def storages(self) -> set[Storage]:
@@ -137,23 +167,30 @@ class Session:
         batches = [*self.steps.values(), *([self.heldout] if self.heldout else [])]
         frozen = self.references.storages() if self.references else set()
         scorers = (scorer.storages() for scorer in self._scorers())
-        return found.union(self.totals.storages(), frozen, *(batch.storages() for batch in batches), *scorers)
+        found |= self.norms.program.persistent_storages() if self.norms else set()
+        others = self.totals.storages() | frozen | self.teachers.storages()
+        return found.union(others, *(batch.storages() for batch in batches), *scorers)
 
-    def _arena_sizes(self) -> list[int]:
-        return Arena.sizes_for([program.plan() for program in self.programs()])
+    def _arena_sizes(self, on_host: bool = False) -> list[int]:
+        return Arena.sizes_for([program.plan(on_host) for program in self.programs()])
 
     @advising(*ADVISED)
     def memory(self) -> MemoryPlan:
         """The exact bytes of every buffer that `allocate` creates. Raises UserError if a tensor cannot be bound."""
         groups = dict.fromkeys(GROUPS, 0) | total_by_group(self.storages())
         groups["activations"] += sum(self._arena_sizes())
-        model = self.model.decoder
-        return MemoryPlan(groups, total_by_group(model.storages())["base"] + staging_bytes(model))
+        model, teachers = self.model.decoder, self.teachers
+        weights = total_by_group(model.storages())["base"] + teachers.base_bytes()
+        loading = weights + max(staging_bytes(model), teachers.staging_bytes())
+        host, unified = sum(self._arena_sizes(on_host=True)), is_unified(self.device.info)
+        return MemoryPlan(groups, loading, host, unified)
 
     def needs(self) -> int:
-        """Maximum bytes that `allocate` adds on the device."""
-        plan = self.memory()
-        return plan.training - plan.groups["base"] if self.model.weights_loaded else plan.peak
+        """Maximum bytes that `allocate` adds to the memory that the device uses."""
+        plan, teachers = self.memory(), self.teachers
+        loaded = (plan.groups["base"] if self.model.weights_loaded else 0) + teachers.base_bytes(loaded=True)
+        whole = self.model.weights_loaded and all(model.weights_loaded for model in teachers.models)
+        return (plan.running if whole else plan.guarded) - loaded
 
     # -- run -------------------------------------------------------------------------------------------------------
 
@@ -169,28 +206,39 @@ class Session:
         self._claim.enter_context(verdicts_of(self.device).telling(events))
         check_tilings(self.device, self.programs(), choices)
         self.model.load_weights(events)
+        self.teachers.load(events)
         allocate(self.device, self.storages())
-        self.arena = Arena(self.device, self._arena_sizes())
+        self.arena = Arena(self.device, self._arena_sizes(), self._arena_sizes(on_host=True))
         self.optimizer.program.build(self.arena, choices)
         if self.heldout:
             self.heldout.program.build(self.arena, choices)
         for scorer in self._scorers():
             scorer.use(self.arena, choices)
-        self.adapters.upload_scales(self.device)
+        self.teachers.place(self.arena, choices)
+        self.adapters.upload_constants(self.device)
         if self.references:
-            self.references.upload_scales(self.device)
+            self.references.upload_constants(self.device)
+        if self.norms:
+            self.norms.program.build(self.arena, choices)
+            self.norms.measure()
         self.optimizer.initialise(self.device)
         self.tables.upload(self.device)
 
     def begin(self) -> None:
-        """Zero the totals of a step; the last update has zeroed the gradients."""
+        """Zero the totals of a step, and compute DoRA's norms; the last update has zeroed the gradients."""
         self.totals.clear(self.device)
+        if self.norms:
+            self.norms.program.run()
 
     def accumulate(self, groups: Sequence[Group]) -> None:
         """Add the losses, metrics and gradients of a batch of groups to the totals since `begin`."""
         batch = self.batch_for(groups)
-        batch.upload(self.referenced(groups))
+        batch.upload(self.known(groups))
         batch.program.run()
+
+    def known(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups with what their objectives need to know of references and teachers."""
+        return self.teachers.say(self.referenced(groups))
 
     def referenced(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with the log-probabilities of their answers under their reference, if they need them."""
@@ -237,10 +285,25 @@ class Session:
                 self.device, (self.frozen.storages() | held) - self.model.decoder.storages() - self.tables.storages()
             )
 
+    def place_initial(self, slot: int, matrices: Matrices) -> None:
+        """Upload the adapter that a slot starts from, one module at a time, and its offset, if it has one.
+
+        Magnitudes that it lacks are those of its weights.
+        """
+        spec, lacking = self.adapters.specs[slot], False
+        for module, parts in matrices.items():
+            self.adapters.write(self.device, slot, {module: parts})
+            if self.adapters.offset and spec.offset:
+                self.adapters.offset.write(self.device, slot, {module: (parts[0], -parts[1])})
+            lacking |= spec.dora and len(parts) < len(PARTS)
+        if lacking and self.norms:
+            self.norms.place_initial(slot)
+
     def place_reference(self, slot: int, matrices: Matrices) -> None:
         """Upload the frozen adapter that a slot is compared with."""
         assert self.references is not None
         self.references.write(self.device, self._frozen_slots[slot], matrices)
+        fix_gains(self.model, self.references)
 
     def batch_for(self, groups: Sequence[Group]) -> Batch:
         """The smallest bucket that holds the groups; its compute pipelines are compiled on first use."""
@@ -255,6 +318,7 @@ class Session:
 
     def close(self) -> None:
         """Free everything except the base, which other runs may use."""
+        self.teachers.close()
         release(self.device, self.storages() - self.model.decoder.storages())
         if self.arena:
             self.arena.free()

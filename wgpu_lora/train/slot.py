@@ -17,7 +17,7 @@ from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.train import checkpoint, output
 from wgpu_lora.train.arguments import PLAN, TrainingArguments
 from wgpu_lora.train.card import write_card
-from wgpu_lora.train.checkpoint import BEST, EPOCH, adapter_tensors
+from wgpu_lora.train.checkpoint import BEST, EPOCH, adapter_as_stored
 from wgpu_lora.train.facts import metadata, record_of
 from wgpu_lora.train.heldout import heldout_loss
 from wgpu_lora.train.initial import SeededMatrices
@@ -30,6 +30,7 @@ from wgpu_lora.train.schedule import LR_SCHEDULES, learning_rate, warmup_steps
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.state import RunState, read_state
 from wgpu_lora.train.stream import DataStream
+from wgpu_lora.train.teacher import heldout_options
 
 
 @dataclass
@@ -91,6 +92,11 @@ class AdapterRun(Run):
                 f"The reference adapter of the run in {self.directory} has changed since it started: restore it, or "
                 "start a new run."
             )
+        if before.get("teacher") != now.get("teacher"):
+            raise UserError(
+                f"The teacher of the run in {self.directory} has changed since it started: restore it, or start a new "
+                "run."
+            )
         set_length(self.state, before["options"], self.stream, self.resumed_from)
         self._began_with = before["weights"]
         checkpoint.remove_old(self.directory / checkpoint.STEPS, self.args.save_total_limit)
@@ -128,32 +134,39 @@ class AdapterRun(Run):
             precompute(session, stream, self.slot, events, self.name)
 
     def place_initial(self, session: Session) -> None:
-        session.adapters.write(session.device, self.slot, self.initial)
+        initial = self.initial
+        session.place_initial(self.slot, initial.on(session.model) if isinstance(initial, SeededMatrices) else initial)
 
     def _place_first(self, session: Session) -> None:
         """Load the adapter that the run started from, even if resumed; the optimizer's state becomes zero."""
-        initial = self.initial
-        if self.resumed_from:
+        if not self.resumed_from:
+            self.place_initial(session)
+        else:
             facts = checkpoint.read_metadata(self.resumed_from)
             options = facts.get("options")
             began = found_from(
                 facts.get("directory"), options.get("init_adapter") if isinstance(options, dict) else None
             )
-            initial = read_adapter(str(began))[1] if began else SeededMatrices(self.args, session.model.config)
-        session.adapters.write(session.device, self.slot, initial)
+            initial = (
+                read_adapter(str(began))[1]
+                if began
+                else SeededMatrices(self.args, session.model.config).on(session.model)
+            )
+            session.place_initial(self.slot, initial)
         session.optimizer.state.write(session.device, self.slot, {})
 
     @cached_property
     def heldout_stream(self) -> DataStream:
         assert self.heldout
-        return DataStream(self.heldout, self.args)
+        return DataStream(self.heldout, heldout_options(self.args))
 
     # -- during ----------------------------------------------------------------------------------------------------
 
     def rate(self) -> float:
         """The learning rate of the next step."""
         args, total = self.args, self.state.total_steps
-        return learning_rate(args.lr_scheduler_type, args.learning_rate, self.state.step, total, self.warmup(total))
+        kind, least, warmup = args.lr_scheduler_type, args.lr_scheduler_min, self.warmup(total)
+        return learning_rate(kind, args.learning_rate, self.state.step, total, warmup, least)
 
     def warmup(self, total: int) -> int:
         """Warm-up steps out of `total`."""
@@ -204,8 +217,7 @@ class AdapterRun(Run):
                 checkpoint.remove(place)
 
     def write_adapter(self, session: Session, directory: Path) -> None:
-        matrices = session.adapters.read(session.device, self.slot)
-        write_adapter(directory, adapter_tensors(matrices, self.adapter), self.adapter)
+        write_adapter(directory, *adapter_as_stored(session, self.slot, self.adapter))
 
     def measure_heldout(self, session: Session, events: Events) -> dict[str, float]:
         """Measure the held-out `eval_loss` and metrics, {} if not finite; a new best adapter is saved in best/.

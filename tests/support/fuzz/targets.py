@@ -25,7 +25,7 @@ from support.preferences import Preferences
 from wgpu_lora.assets import DEMO_MODEL as DEMO
 from wgpu_lora.data import Tokenizer, gguf_tokenizer, prepare, sandbox, template, tokenizer
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats import peft
+from wgpu_lora.formats import adapter_config, peft
 from wgpu_lora.formats.checkpoint import INDEX, Checkpoint, read_header
 from wgpu_lora.formats.packed import PackedCheckpoint
 from wgpu_lora.models.architectures import load_config
@@ -180,7 +180,7 @@ def an_adapter(place: Path) -> list[bytes]:
         peft.tensor_name("model.layers.0.self_attn.q_proj", kind): np.ones(shape, np.float32)
         for kind, shape in shapes.items()
     }
-    config = peft.AdapterConfig(r=4, rank_pattern={"q_proj": 2}, alpha_pattern={".*v": 3})
+    config = adapter_config.AdapterConfig(r=4, rank_pattern={"q_proj": 2}, alpha_pattern={".*v": 3})
     peft.write_adapter(place / "a", tensors, config)
     return [(place / "a" / peft.CONFIG).read_bytes().strip() + b"\n\n" + (place / "a" / peft.WEIGHTS).read_bytes()]
 

@@ -23,6 +23,7 @@ for one, inputs, outputs in (
     (elementwise.swiglu_forward, "gate up", "y"),
     (elementwise.swiglu_backward, "gate up dy", "dgate dup"),
     (elementwise.add_forward, "a b", "y"),
+    (elementwise.copy, "x", "y"),
 ):
     for size in (4 * 64 + 37, 8 * 64 + 36):  # singly, and by fours
         add(one, lambda rng, i=inputs, o=outputs, n=size: several(rng, n, i, o), size=size)
@@ -49,6 +50,24 @@ def drop(rows: int, cols: int, **flags: Any) -> None:
 
 drop(29, 37, module=5, accumulate=True)
 drop(7, 64, module=4_000_000_000)
+
+
+def draws_of(rng: np.random.Generator, rows: int) -> np.ndarray:
+    draws = rng.integers(0, 2**32, (rows, 4), np.uint32)
+    draws[:, 2], draws[:, 3] = 0.3 * 2**32, np.float32(1 / 0.7).view(np.uint32)
+    return draws
+
+
+def split_up(rng: np.random.Generator) -> Arrays:
+    return {"x": normal(rng, 29, 37), "draws": draws_of(rng, 29), "dropped": poison(29, 37), "rest": poison(29, 37)}
+
+
+def joined_up(rng: np.random.Generator) -> Arrays:
+    return {**split_up(rng), "dropped": normal(rng, 29, 37), "rest": normal(rng, 29, 37)}
+
+
+add(elementwise.dropout_split, split_up, rows=29, cols=37, module=5)
+add(elementwise.dropout_join, joined_up, rows=29, cols=37, module=5, accumulate=True)
 
 
 def rotations(rng: np.random.Generator, rows: int, dim: int) -> Arrays:

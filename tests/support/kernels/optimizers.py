@@ -87,15 +87,15 @@ def checking(kernel: Any, kind: Any, states: str, held: str = "f32", note: str =
     add(kernel, make, blocks=blocks.size, note=note)
 
 
-def records(rng: np.random.Generator, kind: Any, states: int, owners: np.ndarray, wide: str) -> Arrays:
-    """Pages with records. wide: of each block, w if its record is wide. Scales differ by orders of magnitude."""
+def records(rng: np.random.Generator, kind: Any, states: int, owners: np.ndarray, kinds: str) -> Arrays:
+    """Pages with records: of each block, narrow, wide, or none. Gradients differ by orders of magnitude."""
     places = np.full((owners.size, 4), NONE, np.uint32)
     word, value = 4, 3
     for block, owner in enumerate(owners):
         if owner != NONE:
-            places[block] = owner, word, value, wide[block] == "w"
-            word += 0 if wide[block] == "w" else code_words(states)
-            value += record_values(states, wide[block] == "w")
+            places[block] = owner, word, value, "nwx".index(kinds[block])
+            word += code_words(states) if kinds[block] == "n" else 0
+            value += record_values(states, kinds[block] == "w") if kinds[block] != "x" else 0
     report = normal(rng, HYPER_SLOTS, 4)
     report[:, 2] = 1, 1, 1, 0, 0
     scales = np.exp(normal(rng, value)).astype(np.float32)
@@ -106,10 +106,10 @@ def records(rng: np.random.Generator, kind: Any, states: int, owners: np.ndarray
 
 
 def updating_8bit(kernel: Any, kind: Any, states: int) -> None:
-    owners = u32(0, NONE, 7, 4, 1, 0, 8)
+    owners = u32(0, NONE, 7, 4, 1, 0, 8, 0)
 
     def make(rng: np.random.Generator) -> Arrays:
-        arrays = records(rng, kind, states, owners, "nnnwnwn")
+        arrays = records(rng, kind, states, owners, "nnnwnwnx")
         arrays["grads"][5 * optimizer.BLOCK + 256 : 5 * optimizer.BLOCK + 512] = 0
         arrays["grads"][2 * optimizer.BLOCK : 3 * optimizer.BLOCK] = np.nan
         arrays["values"][arrays["places"][4, 2] + 1] = 0  # a scale of a quarter that has no state yet, nor a gradient
@@ -120,14 +120,14 @@ def updating_8bit(kernel: Any, kind: Any, states: int) -> None:
 
 
 def checking_8bit(kernel: Any, kind: Any, states: int) -> None:
-    owners = u32(0, 1, 0, 1, 0, 0, NONE, 7, 4)
+    owners = u32(0, 1, 0, 1, 0, 0, NONE, 7, 4, 0)
 
     def make(rng: np.random.Generator) -> Arrays:
-        arrays = records(rng, kind, states, owners, "nwnwnwnnn")
+        arrays = records(rng, kind, states, owners, "nwnwnwnnnx")
         params = arrays["params"].reshape(owners.size, optimizer.BLOCK)
         params[1, 1023] = np.nan
         params[2, 77] = -2.0 * optimizer.MAX_PARAMETER
-        params[[6, 7, 8], 0] = np.nan
+        params[[6, 7, 8, 9], 0] = np.nan
         arrays["values"][arrays["places"][4, 2] + 2] = np.inf
         arrays["values"][arrays["places"][5, 2] + 1024 * states - 1] = np.inf
         return {**arrays, "diverged": poison(owners.size)}

@@ -6,7 +6,8 @@ import ml_dtypes
 import numpy as np
 
 from support.kernels import SLOT_ROWS, SLOTS, Arrays, add, normal, poison, u32, unslotted
-from wgpu_lora.ops import half, loss, norm, optimizer
+from wgpu_lora.gpu.values import stored
+from wgpu_lora.ops import half, loss, norm, optimizer, support
 from wgpu_lora.train.objectives import sft
 
 
@@ -40,23 +41,26 @@ normalise(67, 37, True)
 normalise(32771, 3, False)  # more rows than a grid has in one dimension
 
 
-def softmax(first: int, rows: int = 67, cols: int = 37, count: int = 61) -> None:
+def softmax(first: int, rows: int = 67, cols: int = 37, count: int = 61, rate: float = 1.0) -> None:
+    """At another rate, the exponentials are stored apart, some logits are hidden, and all of some rows'."""
+
     def make(rng: np.random.Generator) -> Arrays:
         state = normal(rng, rows, 4) ** 2 if first else poison(rows, 4)
-        targets = rng.integers(0, first + 2 * cols, rows, np.uint32)
-        return {
-            "logits": 5 * normal(rng, rows, cols),
-            "targets": targets,
-            "count": u32(count),
-            "state": state,
-            "rescale": normal(rng, rows),
-        }
+        targets, logits = rng.integers(0, first + 2 * cols, rows, np.uint32), 5 * normal(rng, rows, cols)
+        arrays = {"targets": targets, "count": u32(count), "state": state, "rescale": normal(rng, rows)}
+        if rate != 1:
+            logits[::3, ::5] = logits[7::20] = support.LOWEST
+            targets[::3] = first + 1
+            arrays["apart"] = poison(rows, cols, value=5.0)
+        return {"logits": logits, **arrays}
 
-    add(loss.softmax_chunk, make, rows=rows, cols=cols, first=first)
+    add(loss.softmax_chunk, make, rows=rows, cols=cols, first=first, rate=rate, hidden=rate != 1)
 
 
 softmax(first=37)
 softmax(first=0)
+softmax(first=37, rate=0.5)
+softmax(first=0, rate=0.5)
 
 
 def finished(rng: np.random.Generator, rows: int = 67, cols: int = 37, count: int = 61) -> Arrays:
@@ -66,6 +70,15 @@ def finished(rng: np.random.Generator, rows: int = 67, cols: int = 37, count: in
     state[count:], weights[count:], dh[count:] = np.nan, np.nan, np.nan
     arrays = {"state": state.astype(np.float32), "weights": weights, "count": u32(count)}
     return {**arrays, "head_rows": normal(rng, rows, cols), "dh": dh}
+
+
+def rests(rng: np.random.Generator) -> Arrays:
+    arrays = finished(rng)
+    return {
+        **{n: arrays[n] for n in ("state", "count", "dh")},
+        "rests": arrays["weights"],
+        "total": normal(rng, 67, 37),
+    }
 
 
 def scored(rng: np.random.Generator, rows: int = 67, count: int = 61) -> Arrays:
@@ -82,6 +95,8 @@ def weighted(rng: np.random.Generator, rows: int = 67) -> Arrays:
 
 add(loss.target_logprobs, scored, rows=67)
 add(loss.logprob_gradient, finished, rows=67, cols=37)
+for accumulate in (True, False):
+    add(loss.rest_gradient, rests, rows=67, cols=37, accumulate=accumulate)
 add(sft.sft_loss, weighted, rows=67)
 add(
     loss.sum_by_slot,
@@ -104,3 +119,15 @@ def rounded(kind: str, rows: int, cols: int) -> None:
 
 rounded("bf16", 37, 74)
 rounded("f16", 37, 74)
+
+
+def restored(kind: str, rows: int, cols: int) -> None:
+    def make(rng: np.random.Generator) -> Arrays:
+        arrays = {"x": stored(rng, kind, rows, cols), "y": poison(rows, cols)}
+        return {**arrays, "scale": 2.0 ** rng.integers(-90, 90, rows).astype(np.float32)} if kind == "f16" else arrays
+
+    add(half.from_half, make, size=rows * cols, cols=cols, kind=kind)
+
+
+restored("bf16", 37, 74)
+restored("f16", 37, 74)

@@ -88,7 +88,7 @@ def of_layer(name: str, context: Context) -> Workload:
                 write(device, tensor, values)
         if adapters:
             fill_adapters(device, adapters, rng)
-            adapters.upload_scales(device)
+            adapters.upload_constants(device)
 
     workload.fillers.append(fill)
     passes, others = (

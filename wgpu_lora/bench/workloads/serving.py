@@ -86,7 +86,7 @@ class Serving(Workload):
         context.model.load_weights()
         if adapters:
             allocate(context.device, adapters.storages())
-            adapters.upload_scales(context.device)
+            adapters.upload_constants(context.device)
             fill_adapters(context.device, adapters, self._rng)
         self._generator = Generator(context.model, adapters, self._capacity, self._sequences)
 

@@ -13,7 +13,7 @@ from wgpu_lora.bench.step import SlotStep, adapter_set, fill_adapters, fill_upda
 from wgpu_lora.bench.workload import Context, Extra, SessionWorkload, Workload
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.models.config import MATRIX
-from wgpu_lora.ops.loss import Targets, seed, sum_by_slot, token_logprobs
+from wgpu_lora.ops.loss import SweepGradient, Targets, seed, sum_by_slot, sweep
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.objectives.base import Scoring
@@ -44,10 +44,10 @@ def loss(context: Context) -> Workload:
     )
     scoring = Scoring(input("weights", np.full(tokens, 1 / tokens), "f32"), input("ranges", np.array([[0, tokens]])))
     rec = workload.rec
-    logprobs = token_logprobs(rec, workload.tracked((tokens, config.hidden_size), "hidden"), head, targets)
-    score = objective_of(TrainingArguments()).score(rec, logprobs, scoring)
+    swept = sweep(rec, workload.tracked((tokens, config.hidden_size), "hidden"), head, targets)
+    score = objective_of(TrainingArguments()).score(rec, swept.logprobs, scoring)
     rec.dispatch(sum_by_slot, score.losses, scoring.loss_ranges, workload.input((1,), name="total"), slots=1)
-    seed(rec, logprobs, score.weights)
+    seed(swept, SweepGradient(score.weights))
     rec.backward()
     return workload
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -13,11 +13,14 @@ from wgpu_lora.data.columns import RowFormats
 from wgpu_lora.data.cutting import Cut
 from wgpu_lora.data.examples import Sample
 from wgpu_lora.data.formats import EXAMPLES
+from wgpu_lora.distill.targets import TeacherRows
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.tensor import NUMPY, Tensor, persistent
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.placing import extend
+from wgpu_lora.ops.loss import Sweep
 from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.ops.support import NO_ID
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,9 @@ class Group:
     shared: a number that all groups of the step have in common, whose meaning the objective defines.
     context: the number of targets of each segment that precede its answer; by default none.
     mismatched: the prompt with another sample's answer, if the objective is `mismatched`.
+    index: of the first segment's row in the data (`Row.index`).
+    teacher: what the teacher says about the targets of the only segment, if the objective has a `support`; None if it
+        is not known yet.
     """
 
     segments: tuple[Segment, ...]
@@ -39,10 +45,20 @@ class Group:
     shared: float = 0.0
     context: tuple[int, ...] = ()
     mismatched: Segment | None = None
+    index: int = 0
+    teacher: TeacherRows | None = None
 
     @property
     def tokens(self) -> int:
         return sum(segment.tokens for segment in self.segments)
+
+
+def declared_teacher(make: Callable[..., Tensor], tokens: int, support: int) -> TeacherTensors | None:
+    if not support:
+        return None
+    wide = tokens, support + 1
+    ids, logprobs = make("teacher ids", *wide), make("teacher log-probabilities", *wide, dtype="f32")
+    return TeacherTensors(ids, logprobs, make("target places", tokens))
 
 
 @dataclass(frozen=True)
@@ -64,18 +80,36 @@ class GroupTensors:
 
 
 @dataclass(frozen=True)
+class TeacherTensors:
+    """`TeacherRows` of a batch's targets: ids u32 [R, K + 1], logprobs f32 [R, K + 1], places u32 [R]. Targets of other
+    objectives have no ids."""
+
+    ids: Tensor
+    logprobs: Tensor
+    places: Tensor
+
+    def fill(self, values: Mapping[Tensor, np.ndarray], start: int, stop: int, rows: TeacherRows) -> None:
+        """Set the targets [start, stop)."""
+        assert len(rows.places) == stop - start, "the teacher has other targets"
+        values[self.ids][start:stop] = rows.ids
+        values[self.logprobs][start:stop] = rows.logprobs
+        values[self.places][start:stop] = rows.places
+
+
+@dataclass(frozen=True)
 class Scoring:
     """Inputs of one objective for a batch of R targets.
 
     weights f32 [R]: the group's weight; 0 with the adapter off, for padding and for tokens of other objectives.
     ranges u32 [slots, 2]: of R. groups: only if the objective's unit is the group.
-    values f32 [R]: of each token's row; only if the objective is `valued`.
+    values f32 [R]: of each token's row; only if the objective is `valued`. teacher: only if it has a `support`.
     """
 
     weights: Tensor
     ranges: Tensor
     groups: GroupTensors | None = None
     values: Tensor | None = None
+    teacher: TeacherTensors | None = None
 
     @classmethod
     def declare(cls, objective: Objective, tokens: int, slots: int) -> Scoring:
@@ -85,7 +119,7 @@ class Scoring:
         values = make("token values", tokens, dtype="f32") if objective.valued else None
         own = make("token weights", tokens, dtype="f32"), make("token ranges", slots, 2)
         if objective.unit == "token":
-            return cls(*own, values=values)
+            return cls(*own, values=values, teacher=declared_teacher(make, tokens, objective.support))
         members = objective.parts
         size = max(1, tokens // (members + 1))  # a prompt of one token at least, and one for each answer
         groups = GroupTensors(
@@ -106,11 +140,14 @@ class Scoring:
 
     def tensors(self) -> list[Tensor]:
         grouped = vars(self.groups).values() if self.groups else []
-        return [tensor for tensor in (self.weights, self.ranges, self.values, *grouped) if tensor is not None]
+        taught = vars(self.teacher).values() if self.teacher else []
+        return [tensor for tensor in (self.weights, self.ranges, self.values, *grouped, *taught) if tensor is not None]
 
     def upload(self, device: Device, groups: Sequence[Group], places: Sequence[np.ndarray]) -> None:
         """Fill the tensors. places: [start, stop) among R for each segment of each group."""
         values = {tensor: np.zeros(tensor.shape, NUMPY[tensor.dtype]) for tensor in self.tensors()}
+        if self.teacher:
+            values[self.teacher.ids].fill(NO_ID)
         order = sorted(range(len(groups)), key=lambda i: groups[i].slot)
         for at, number in enumerate(order):
             group, place = groups[number], places[number]
@@ -122,6 +159,10 @@ class Scoring:
                     extend(values[self.ranges][group.slot], start, stop)
             if self.groups:
                 self._upload_group(values, at, group, place)
+            if self.teacher:
+                assert group.teacher is not None, "what the teacher says is not known"
+                start, stop = place[0]
+                self.teacher.fill(values, start, stop, group.teacher)
         for tensor, array in values.items():
             device.write(tensor.storage.buffer, array)
 
@@ -146,12 +187,15 @@ class Score:
 
     weights f32 [R]: weight of each target token's -log p in the step's loss, i.e. the loss's derivative by it; 0 for
     tokens of other objectives. losses f32, by token [R] or by group [G] (the objective's unit): their sum over a step,
-    divided by the number of units, is the step's loss; likewise `metrics`, by name.
+    divided by the number of units, is the step's loss; likewise `metrics`, by name. rests, picked: the derivatives of a
+    loss that depends on a teacher's support (see `ops.loss.SweepGradient`), instead of weights.
     """
 
-    weights: Tensor
+    weights: Tensor | None
     losses: Tensor
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    rests: Mapping[float, Tensor] = field(default_factory=dict)
+    picked: Mapping[Tensor, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -178,6 +222,16 @@ class Objective:
     @property
     def mismatched(self) -> bool:
         return False
+
+    @property
+    def support(self) -> int:
+        """K: a teacher's tokens with the largest logits per target that the objective compares; 0 without a teacher."""
+        return 0
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """Of the softmaxes of the logits that the objective needs."""
+        return (1.0,)
 
     @property
     def precomputes(self) -> bool:
@@ -216,3 +270,7 @@ class Objective:
     def score(self, rec: Recorder, logprobs: Tensor, scoring: Scoring) -> Score:
         """Record the computation of weights and losses from log-probabilities f32 [R]."""
         raise NotImplementedError
+
+    def score_sweep(self, rec: Recorder, swept: Sweep, scoring: Scoring) -> Score:
+        """The same from all that the sweep gives, for objectives with a `support`."""
+        return self.score(rec, swept.logprobs, scoring)

@@ -12,9 +12,9 @@ from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.optimizer import MAX_PARAMETER
 from wgpu_lora.ops.rows import by_subgroup, row_grid
-from wgpu_lora.train.optimizer_state import Plain
 from wgpu_lora.train.optimizers.base import Page, State
 from wgpu_lora.train.optimizers.reference import diverging, part_of, updated
+from wgpu_lora.train.optimizers.state import Plain
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.optimizer import MAX_PARAMETER
 from wgpu_lora.ops.rows import by_subgroup, row_grid
-from wgpu_lora.train.eight_bit_state import EightBit
 from wgpu_lora.train.optimizers.adamw import MOMENTS, AdamW, Hyper, adamw_moved
 from wgpu_lora.train.optimizers.base import EIGHT_BIT, Page, State
 from wgpu_lora.train.optimizers.eight_bit import diverging_8bit, some_records, updated_8bit
+from wgpu_lora.train.optimizers.eight_bit_state import EightBit
 
 
 @dataclass(frozen=True)

@@ -49,9 +49,9 @@ class State:
 class Page:
     """A page of all slots' parameters, `blocks` of BLOCK values, and the tensors of its update.
 
-    state: as `Kept.pages` (train/optimizer_state.py) has them. block_owners u32 [blocks]: 2 * slot, + 1 unless it is of
+    state: as `Kept.pages` (state.py) has them. block_owners u32 [blocks]: 2 * slot, + 1 unless it is of
     an A, or NO_OWNER. hyper: a Hyper per owner. report f32 [slots, 4]: (norm, clipping factor, 1 if the slot may be
-    updated, loss). rank: of all matrices, padded. scratch: what the check has recorded for the update.
+    updated, loss). kept: the rule's own. scratch: what the check has recorded for the update.
     """
 
     blocks: int
@@ -61,7 +61,7 @@ class Page:
     block_owners: Tensor
     hyper: Tensor
     report: Tensor
-    rank: int
+    kept: Any
     scratch: list[Tensor] = field(default_factory=list)
 
     @property
@@ -79,7 +79,7 @@ class UpdateRule(Protocol):
     """An update rule: a frozen dataclass whose fields are the training options that it reads, and its own
     (`own_option`).
 
-    state: may depend on these. kept: where it is on the device and in checkpoints (train/optimizer_state.py).
+    state: may depend on these. kept: where it is on the device and in checkpoints (train/optimizers/state.py).
     Hyper: the struct that its kernels read for each owner, a dataclass of F32 fields (see gpu.struct).
     """
 

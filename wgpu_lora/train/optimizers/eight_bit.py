@@ -3,7 +3,7 @@
 What is kept of a block of 1024 parameters is a record: `codes` of every state after each other, u8 [states, 1024], and
 their scales among `values`, f32 [states, 4]. The record of a matrix of fewer than 4,096 values is wide: it has no
 codes, and its values are the states, f32 [states, 1024]. A page's `places` u32 [blocks, 4] has (owner, first word of
-codes, first value, 1 if wide) of each block; a block without an owner has NO_OWNER, and no record.
+codes, first value, NARROW, WIDE or UNKEPT) of each block. What is not trained has no record; its gradient is zeroed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from wgpu_lora.train.optimizers.base import QUANT_BLOCK
 from wgpu_lora.train.optimizers.dynamic_map import dynamic_map, nearest_codes
 from wgpu_lora.train.optimizers.reference import Moved, diverging, updated
 
+NARROW, WIDE, UNKEPT = range(3)
 LEAST_VALUES = 4096  # of a matrix whose state is held in codes
 QUARTERS = BLOCK // QUANT_BLOCK
 SMALLEST = 1e-38  # a scale that codes are divided by
@@ -40,7 +41,7 @@ def unpacked(codes: Any, values: Any, places: Any, states: int) -> list[np.ndarr
     """The states by parameter: float64 [blocks * 1024] each; zero where nothing is kept."""
     found = [np.zeros((len(places), BLOCK)) for _ in range(states)]
     for block, (owner, word, value, wide) in enumerate(places.astype(np.int64)):
-        if owner == NO_OWNER:
+        if owner == NO_OWNER or wide == UNKEPT:
             continue
         for at, state in enumerate(found):
             if wide:
@@ -55,7 +56,7 @@ def packed(states: Sequence[Any], go: Any, codes: Any, values: Any, places: Any)
     """(codes, values) with the new states of the blocks that go."""
     codes, values = codes.copy(), values.astype(np.float64)
     for block, (owner, word, value, wide) in enumerate(places.astype(np.int64)):
-        if owner == NO_OWNER or not go[block]:
+        if owner == NO_OWNER or wide == UNKEPT or not go[block]:
             continue
         for at, state in enumerate(states):
             own = state.reshape(-1, BLOCK)[block]
@@ -76,7 +77,9 @@ def updated_8bit(
     hyper, report = rest
     places = places.reshape(-1, 4)
     old, owners = unpacked(codes, values, places, states), places[:, 0]
+    before, kept = params, np.repeat(places[:, 3] != UNKEPT, BLOCK)
     params, zeroed, *new = updated(moved, record, params, grads, old, owners, hyper, report)
+    params = np.where(kept, params, before)
     fine = report.reshape(-1, 4)[:, 2] != 0
     go = fine[np.where(owners == NO_OWNER, 0, owners // 2)]
     return params, zeroed, *packed(new, go, codes, values, places)
@@ -87,8 +90,8 @@ def diverging_8bit(
 ) -> np.ndarray:
     """The reference of a check. rest: hyper, report."""
     places = places.reshape(-1, 4)
-    old = unpacked(codes, values, places, states)
-    return diverging(moved, record, params, grads, old, places[:, 0], *rest)
+    old, owners = unpacked(codes, values, places, states), np.where(places[:, 3] == UNKEPT, NO_OWNER, places[:, 0])
+    return diverging(moved, record, params, grads, old, owners, *rest)
 
 
 def some_records(arrays: Arrays, c: Constants) -> Part | None:
@@ -101,7 +104,7 @@ def some_records(arrays: Arrays, c: Constants) -> Part | None:
     codes, values, moved = [np.zeros(4, np.uint8)], [np.zeros(1, np.float32)], places.copy()
     word, value = 1, 1
     for at, (owner, first_word, first_value, wide) in enumerate(places):
-        if owner == NO_OWNER:
+        if owner == NO_OWNER or wide == UNKEPT:
             continue
         moved[at, 1:3] = word, value
         if not wide:

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.train.declared import Range
-from wgpu_lora.train.matrix_state import WithMatrices
 from wgpu_lora.train.optimizers.base import Page, State
+from wgpu_lora.train.optimizers.matrix_state import WithMatrices
 from wgpu_lora.train.optimizers.muon_kernels import (
     Hyper,
     muon,
@@ -59,7 +59,7 @@ class Muon:
 
     def record_check(self, program: Program, page: Page, diverged: Tensor) -> None:
         momentum, homes, firsts = page.state
-        matrices, rank = firsts.size, page.rank
+        matrices, rank = firsts.size, page.kept.rank
         shape: dict[str, Any] = {"matrices": matrices, "rank": rank}
         direction, norms = program.temp((page.size,), name="direction"), program.temp((matrices,), name="norms")
 
@@ -93,6 +93,6 @@ class Muon:
     def record_update(self, program: Program, page: Page) -> None:
         momentum, homes, _ = page.state
         values = page.params, *page.scratch, homes, page.hyper, page.report
-        program.dispatch(muon, *values, blocks=page.blocks, rank=page.rank)
+        program.dispatch(muon, *values, blocks=page.blocks, rank=page.kept.rank)
         owners = page.block_owners, page.hyper, page.report
         program.dispatch(muon_momentum, page.grads, momentum, *owners, size=page.size)

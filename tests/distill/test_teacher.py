@@ -1,0 +1,117 @@
+"""A teacher's supports against its full logits, and the draws of random tokens."""
+
+import numpy as np
+import pytest
+from support.models import allocated, full_logits, golden, golden_rows, load, save_golden_adapter
+
+from wgpu_lora.distill import teacher
+from wgpu_lora.distill.draws import drawn
+from wgpu_lora.distill.packing import id_bits, pack_ids, packed_bytes, unpack_ids
+from wgpu_lora.distill.teacher import Kept, Teacher
+from wgpu_lora.errors import UserError
+from wgpu_lora.infer import load_adapters
+from wgpu_lora.models.inputs import Segment, Tables
+
+TOKENS = 40
+
+
+def segments_of(architecture, slot=None):
+    tensors = golden(architecture)
+    pairs = zip(golden_rows(tensors, "input_ids"), golden_rows(tensors, "labels"), strict=True)
+    return [Segment(ids, labels, slot) for ids, labels in pairs]
+
+
+def supports(model, kept, segments, rows, adapters=None, buckets=(16, TOKENS)):
+    tables = Tables.declare(model.config.tables(), TOKENS)
+    made = Teacher(model, adapters, buckets, tables, kept)
+    storages = made.storages()
+    with allocated(model.device, max(made.programs(), key=lambda p: p.plan().nbytes), storages) as arena:
+        tables.upload(model.device)
+        made.use(arena)
+        return made.supports(segments, rows)
+
+
+def check(support, logits, kept, vocab_size):
+    """logits: f64 [n, V]."""
+    order = np.argsort(-logits, axis=1, kind="stable")[:, : kept.top_k]
+    np.testing.assert_array_equal(support.ids[:, : kept.top_k], order)
+    assert support.ids.shape == (len(logits), kept.top_k + kept.random)
+    assert all(len(set(ids)) == len(ids) for ids in support.ids.tolist())
+    np.testing.assert_allclose(support.logits, np.take_along_axis(logits, support.ids.astype(int), 1), atol=2e-5)
+    np.testing.assert_allclose(support.lse, np.logaddexp.reduce(logits, axis=1), atol=2e-5)
+    factor = (vocab_size - kept.top_k) / kept.random if kept.random else 1.0
+    np.testing.assert_allclose(np.exp(support.correction), factor, rtol=1e-6)
+    assert support.kept == kept.top_k
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunks"])
+def test_supports_are_those_of_the_full_logits(device, tmp_path, monkeypatch, chunked):
+    if chunked:
+        monkeypatch.setattr(teacher, "CHUNK_BYTES", 1)  # 128 tokens of the vocabulary, the fewest
+    model = load("qwen2", device)
+    size = model.config.vocab_size
+    assert size > 128
+    adapters = load_adapters(device, model.config, [save_golden_adapter("qwen2", tmp_path / "a")])
+    for slot in (None, 0):
+        segments = segments_of("qwen2", slot)
+        if slot is None:
+            logits = full_logits(model, [Segment(one.input_ids) for one in segments])
+        for kept in (Kept(size, 0), Kept(5, 7), Kept(size - 7, 7)) if slot is None else (Kept(5, 0),):
+            found = supports(model, kept, segments, [3, 1, 2], adapters)
+            for one, support, row in zip(segments, found, logits, strict=True):
+                positions = np.flatnonzero(one.labels[1:] != -100)
+                if slot is None:
+                    check(support, row[positions].astype(np.float64), kept, size)
+                else:  # the adapter changes what the teacher says
+                    assert np.abs(support.lse - np.logaddexp.reduce(row[positions], axis=1)).max() > 1e-4
+
+
+def test_random_tokens_depend_on_seed_row_and_position_only(device):
+    model, kept = load("qwen2", device), Kept(4, 8, seed=5)
+    segments = segments_of("qwen2")
+    two = supports(model, kept, segments, [3, 1, 2])[1]
+    (alone,) = supports(model, kept, segments[1:2], [1])
+    np.testing.assert_array_equal(two.ids, alone.ids)
+    (other,) = supports(model, kept, segments[1:2], [0])
+    assert (two.ids[:, 4:] != other.ids[:, 4:]).any()
+    (other,) = supports(model, Kept(4, 8, seed=6), segments[1:2], [1])
+    assert (two.ids[:, 4:] != other.ids[:, 4:]).any()
+    np.testing.assert_array_equal(two.ids[:, :4], other.ids[:, :4])
+
+
+@pytest.mark.parametrize("size", [2, 5, 64, 211])
+def test_draws_are_uniform_and_without_replacement(size):
+    found = drawn(7, 3, np.arange(4000), size, size)
+    np.testing.assert_array_equal(np.sort(found, axis=1), np.broadcast_to(np.arange(size), found.shape))
+    expected = 4000 / size
+    for column in found.T[:3]:
+        chi_square = ((np.bincount(column, minlength=size) - expected) ** 2 / expected).sum()
+        assert chi_square < size - 1 + 5 * np.sqrt(2 * size)
+    np.testing.assert_array_equal(drawn(7, 3, np.array([17]), size, size)[0], found[17])
+
+
+def test_the_sum_over_random_tokens_is_unbiased():
+    """As the correction says: E[sum over R] (V - K) / R = the sum over all V - K, here with no top K."""
+    values = np.random.default_rng(0).random(1000)
+    sums = values[drawn(1, 2, np.arange(4000), 16, 1000)].sum(axis=1) * 1000 / 16
+    assert abs(sums.mean() - values.sum()) < 5 * sums.std() / np.sqrt(len(sums))
+
+
+@pytest.mark.parametrize("size", [1, 2, 211, 65536, 65537, 151936, 1 << 25])
+def test_packed_ids(rng, size):
+    ids = rng.integers(0, size, (5, 13)).astype(np.uint32)
+    ids[0] = size - 1
+    bits = id_bits(size)
+    packed = pack_ids(ids, bits)
+    assert packed.shape == (5, packed_bytes(13, bits))
+    np.testing.assert_array_equal(unpack_ids(packed, 13, bits), ids)
+
+
+def test_more_tokens_than_the_vocabulary_has_are_refused(device):
+    model = load("qwen2", device)
+    tables = Tables.declare(model.config.tables(), TOKENS)
+    for kept, said in [(Kept(200, 128), "more tokens than the teacher's vocabulary of")]:
+        with pytest.raises(UserError, match=said):
+            Teacher(model, None, [TOKENS], tables, kept)
+    with pytest.raises(UserError, match=r"more than 1,024"):
+        Kept(1025, 0).check(5000)

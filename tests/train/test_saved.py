@@ -1,0 +1,140 @@
+"""Activations in 16 bits, or in the host's memory, until the backward pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.models import golden
+from support.training import golden_arguments, golden_job, gradients_of, model_dir, random_rows
+
+import wgpu_lora
+from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.peft import WEIGHTS, read_adapter
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.program import Arena, Program, allocate, release
+from wgpu_lora.gpu.tensor import persistent
+from wgpu_lora.models.loaded import open_model
+from wgpu_lora.ops.elementwise import add_forward, copy
+from wgpu_lora.ops.saved import BLOCK, Saving, store
+from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.train.session import Session
+
+WAYS = [("f32", True), ("bf16", False), ("f16", False), ("f16", True)]
+BOUNDS = {"bf16": 2e-2, "f16": 2e-3}  # of a gradient's error: values keep 8 and 11 bits
+
+
+@pytest.mark.parametrize("saving", [Saving(*way) for way in WAYS])
+def test_what_is_restored(device: Device, rng: np.random.Generator, saving: Saving) -> None:
+    """Values of any size, in blocks of rows of one storage, one of which has no values in common with the others."""
+    program, rows, cols = Program(device), 6, 2 * BLOCK + 8
+    x = persistent((rows, cols), "f32", "base", "x")
+    out = persistent((rows, cols), "f32", "base", "out")
+    kept = program.temp((rows, cols), name="kept")
+    program.dispatch(copy, x, kept, size=x.size)
+    for _ in range(3):  # what passes between the forward and the backward pass
+        program.dispatch(copy, x, out, size=x.size)
+    forward = len(program.dispatches)
+    program.dispatch(add_forward, kept, out, out, size=x.size)
+    store(program, {kept.storage: [kept]}, forward, saving)
+    plan, spans = program.plan(), program.lifetimes()
+    assert bool(program.plan(on_host=True).sizes) == saving.offload
+    assert spans[kept.storage][1] < forward, "it is not kept itself"
+    values = rng.standard_normal((rows, cols), np.float32) * np.float32([[1e-30], [1e-8], [0], [1], [7e4], [1e30]])
+    allocate(device, {x.storage, out.storage} | program.persistent_storages())
+    arena = Arena(device, plan.sizes, program.plan(on_host=True).sizes)
+    try:
+        program.build(arena)
+        device.write(x.storage.buffer, values)
+        program.run()
+        got = device.read(out.storage.buffer).view(np.float32).reshape(rows, cols) - values
+    finally:
+        arena.free()
+        release(device, {x.storage, out.storage})
+    assert device.host_allocated == 0
+    if saving.dtype == "f32":
+        assert np.array_equal(got, values)
+    else:
+        flat = values.reshape(-1)
+        tops = np.abs(flat).reshape(-1, np.gcd(flat.size, BLOCK)).max(axis=1).repeat(np.gcd(flat.size, BLOCK))
+        allowed = np.abs(flat) * 2.0 ** -(8 if saving.dtype == "bf16" else 11) + np.abs(flat) * 2.0**-23
+        floor = tops * 2.0**-38 if saving.dtype == "f16" else 0  # subnormals of f16
+        assert (np.abs(got.reshape(-1) - flat) <= allowed + floor).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "offload", "recompute"),
+    [("f32", True, False), ("f32", True, True), ("bf16", False, False), ("f16", True, True)],
+)
+def test_gradients_and_memory(device: Device, tmp_path: Path, dtype: str, offload: bool, recompute: bool) -> None:
+    """Gradients differ from PEFT's by what rounding explains, and not at all if activations are only offloaded. The
+    device allocates what was planned, and less than with activations in f32."""
+
+    def job(**changes: Any) -> Any:
+        return golden_job(device, tmp_path, "qwen2", "nf4", gradient_checkpointing=recompute, **changes)
+
+    plain, other = job(), job(activation_dtype=dtype, offload_activations=offload)
+    values, before, plan = golden("qwen2"), device.allocated, other.session.memory()
+    assert plan.groups["activations"] < plain.session.memory().groups["activations"]
+    assert (plan.host > 0) == offload
+
+    def counted(session: Session) -> None:
+        assert device.allocated - before == plan.training
+        assert device.host_allocated == plan.host
+
+    loss, gradients = gradients_of(other, device, "qwen2", counted)
+    assert (device.allocated, device.host_allocated) == (before + plan.groups["base"], 0)
+    assert loss == pytest.approx(values["loss.nf4"][0], rel=1e-5)
+    if dtype == "f32":
+        _, expected = gradients_of(plain, device, "qwen2")
+        assert all(np.array_equal(gradients[name], array) for name, array in expected.items())
+        return
+    for name, gradient in gradients.items():
+        wanted = values[f"grad.nf4.{name}"]
+        error = np.linalg.norm(gradient - wanted) / np.linalg.norm(wanted)
+        assert 1e-5 < error < BOUNDS[dtype], f"{name}: {error}"
+
+
+def test_resumed_runs_and_pipelines(device: Device, tmp_path: Path) -> None:
+    """A run of four steps is one of two, resumed, to the byte; where its activations are may change. Beside another
+    adapter it is the same up to rounding."""
+    model = open_model(str(model_dir("qwen3")), device, "nf4")
+    options: dict[str, Any] = {
+        "activation_dtype": "f16",
+        "max_length": 16,
+        "packing": False,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 1,
+        "lr_scheduler_type": "constant",
+        "lora_dropout": 0.1,
+    }
+    data = [str(random_rows(tmp_path / f"{i}.jsonl", 8, 200, i)) for i in range(2)]
+
+    def trained(name: str, **changes: Any) -> bytes:
+        wgpu_lora.finetune(model, output=str(tmp_path / name), **changes)
+        return (tmp_path / name / WEIGHTS).read_bytes()
+
+    whole = trained("whole", data=data[0], max_steps=4, **options)
+    trained("parts", data=data[0], max_steps=2, **options)
+    with pytest.raises(UserError, match="activation_dtype was 'f16', not 'bf16'"):
+        trained("parts", resume=True, max_steps=4, activation_dtype="bf16")
+    assert trained("parts", resume=True, max_steps=4, offload_activations=True) == whole
+    adapters = [{"data": rows, "checkpoint": str(tmp_path / f"adapter {i}")} for i, rows in enumerate(data)]
+    MultiAdapterPipeline(adapters, model, output=str(tmp_path / "pipeline"), max_steps=4, **options).train()
+    (_, alone), (_, beside) = read_adapter(tmp_path / "whole"), read_adapter(tmp_path / "adapter 0")
+    for module, pair in alone.items():
+        for a, b in zip(pair, beside[module], strict=True):
+            assert np.abs(a - b).max() < 1e-4
+
+
+def test_devices_without_buffers_in_host_memory(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "features", frozenset())
+    args = golden_arguments(tmp_path, "qwen2", offload_activations=True)
+    with pytest.raises(UserError, match=r"does not offer the feature mappable-primary-buffers: leave out offload_act"):
+        prepare_job(args, open_model(args.model, device, "nf4"))
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,189 @@
+"""What a teacher cache will be: its rows, shards and size, and what an interrupted run has left of it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import save
+
+from wgpu_lora.atomic import file_digest
+from wgpu_lora.bounded import check_name
+from wgpu_lora.data import Prepared, Row
+from wgpu_lora.distill.digests import template_digest
+from wgpu_lora.distill.header import CACHE, SCHEMA, TABLE, Header, Shard, Table, position_bytes, read_header
+from wgpu_lora.distill.teacher import Kept
+from wgpu_lora.errors import UserError
+from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.names.naming import flag, setting
+from wgpu_lora.words import counted
+
+SHARD_POSITIONS = 16384  # at least, but in the last shard: 13 MB of 192 tokens each
+OURS = re.compile(rf"{re.escape(CACHE)}|{re.escape(TABLE)}|shard-\d{{5,}}\.safetensors")
+_FILE_BYTES = 400  # of a safetensors file's header, about
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A cache to be made. header: without shards and the digest of the teacher's weights. shards: rows of each."""
+
+    header: Header
+    rows: list[Row]
+    shards: list[list[Row]]
+    batch_tokens: int
+
+    @property
+    def kept(self) -> Kept:
+        return Kept(self.header.top_k, self.header.random, int(self.header.options["seed"]))
+
+    @property
+    def position_bytes(self) -> int:
+        return position_bytes(self.header.tokens, self.header.vocab_size, self.header.logits)
+
+    @property
+    def bytes(self) -> int:
+        """On disk, but for a few hundred bytes per file."""
+        return self.header.positions * self.position_bytes + 24 * len(self.rows) + _FILE_BYTES * (len(self.shards) + 4)
+
+
+def plan_cache(
+    model: LoadedModel,
+    prepared: Prepared,
+    kept: Kept,
+    *,
+    logits: str,
+    samples: int | None,
+    batch_tokens: int,
+    template_kwargs: dict[str, Any],
+    teacher: dict[str, Any],
+    options: dict[str, Any],
+) -> Plan:
+    """What the cache of some rows will be.
+
+    Args:
+        samples: only the first ones.
+        teacher: facts about the teacher, such as its adapter's digest; options: others that decide what is cached.
+
+    Raises:
+        UserError: there are fewer rows than asked for, or tokens in the vocabulary than to be kept.
+    """
+    kept.check(model.config.vocab_size)
+    if samples is not None and samples > len(prepared.rows):
+        raise UserError(
+            f"{setting('samples', samples)} is more than the {counted(len(prepared.rows), 'row')} of {prepared.path}: "
+            f"lower it, or leave {flag('samples')} out."
+        )
+    rows = prepared.rows[:samples]
+    tokens = max([*(len(row.input_ids) for row in rows), min(batch_tokens, sum(len(row.input_ids) for row in rows))])
+    header = Header(
+        schema=SCHEMA,
+        options={
+            **options,
+            "base_dtype": model.decoder.base_dtype,
+            "logits_dtype": logits,
+            "seed": kept.seed,
+            "samples": samples,
+            "batch_tokens": batch_tokens,
+        },
+        vocab_size=model.config.vocab_size,
+        length=prepared.max_length,
+        top_k=kept.top_k,
+        random=kept.random,
+        rows=len(rows),
+        positions=sum(row.trained_tokens for row in rows),
+        table=hashlib.sha256(save(Table.of(rows).arrays())).hexdigest(),
+        teacher={"model": model.name, **teacher},
+        tokenizer=model.tokenizer.digest if model.tokenizer else None,
+        template=template_digest(model.tokenizer, template_kwargs),
+        data={"path": prepared.path, "sha256": prepared.digest},
+    )
+    return Plan(header, rows, _shards(rows), tokens)
+
+
+def _shards(rows: Sequence[Row]) -> list[list[Row]]:
+    shards: list[list[Row]] = [[]]
+    positions = 0
+    for row in rows:
+        if positions >= SHARD_POSITIONS:
+            shards.append([])
+            positions = 0
+        shards[-1].append(row)
+        positions += row.trained_tokens
+    return shards
+
+
+def standing(output: Path, plan: Plan) -> list[Shard]:
+    """The shards of an interrupted run that are finished, in order; changes nothing.
+
+    Raises:
+        UserError: the directory has something else, a cache with other options or of another teacher or data, or a
+            shard that was changed, or the disk has no room for the rest.
+    """
+    check_name(output)
+    done: list[Shard] = []
+    if output.exists():
+        if not output.is_dir() or (not (output / CACHE).exists() and _others(output)):
+            raise UserError(f"{output} exists already and is not a teacher cache: give {flag('output')} another name.")
+        if (output / CACHE).exists():
+            found = read_header(output)
+            _compare(output, found, plan.header)
+            done = found.shards
+    for shard in done:
+        path = output / shard.file
+        if not path.is_file() or path.stat().st_size != shard.bytes or file_digest(path) != shard.sha256:
+            raise UserError(
+                f"{path} is missing, truncated or changed: restore it, or remove {output} and make the cache anew."
+            )
+    _check_room(output, plan, sum(shard.bytes for shard in done))
+    return done
+
+
+def _others(output: Path) -> list[str]:
+    """What an interrupted start of ours does not leave."""
+    return [path.name for path in output.iterdir() if not re.fullmatch(rf"(\.)?({OURS.pattern}).*", path.name)]
+
+
+def _compare(output: Path, found: Header, wanted: Header) -> None:
+    """Raise UserError unless a cache is the one that is wanted; the teacher's weights are compared once loaded."""
+    options = [name for name in wanted.options if found.options.get(name) != wanted.options[name]]
+    given = {**wanted.options, "length": wanted.length, "top_k": wanted.top_k, "random": wanted.random}
+    before = {**found.options, "length": found.length, "top_k": found.top_k, "random": found.random}
+    for name in ["top_k", "random", "length", *options]:
+        if before.get(name) != given[name]:
+            raise UserError(
+                f"{output} was begun with {_said(name, before.get(name))}, not {_said(name, given[name])}: give the "
+                f"same options to continue it, or another {flag('output')}."
+            )
+    facts = {
+        "another adapter of the teacher": (found.teacher.get("adapter"), wanted.teacher["adapter"]),
+        "another tokenizer": (found.tokenizer, wanted.tokenizer),
+        "another chat template": (found.template, wanted.template),
+        "other data": (found.data.get("sha256"), wanted.data["sha256"]),
+        "another size of the vocabulary": (found.vocab_size, wanted.vocab_size),
+        "other trained tokens": (found.table, wanted.table),
+    }
+    for what, (old, new) in facts.items():
+        if old != new:
+            other = f"SHA-256 {old!s:.12}, not {new!s:.12}" if isinstance(new, str) else f"{old!s:.12}, not {new}"
+            raise UserError(
+                f"{output} was begun with {what} ({other}): give the same to continue it, or another {flag('output')}."
+            )
+
+
+def _said(name: str, value: Any) -> str:
+    return f"no {flag(name)}" if value is None else setting(name, value)
+
+
+def _check_room(output: Path, plan: Plan, done: int) -> None:
+    place = next(one for one in (output, *output.absolute().parents) if one.exists())
+    free, need = shutil.disk_usage(place).free, plan.bytes - done
+    if need > free:
+        raise UserError(
+            f"The cache takes {need:,} bytes, but {place} has {free:,} free: make room, choose another "
+            f"{flag('output')}, or lower {flag('samples')}, {flag('length')}, {flag('top_k')} or {flag('random')}."
+        )

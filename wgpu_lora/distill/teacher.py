@@ -1,0 +1,216 @@
+"""A frozen model that says, for each trained token, which tokens it finds likely: programs that only pass forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from wgpu_lora.data import UNTRAINED, pack
+from wgpu_lora.distill.draws import drawn
+from wgpu_lora.distill.support import Support, correction_of
+from wgpu_lora.errors import NotFiniteError, UserError
+from wgpu_lora.gpu.choices import NO_CHOICES, Choices
+from wgpu_lora.gpu.program import Arena, Program
+from wgpu_lora.gpu.tensor import Storage, Tensor, persistent
+from wgpu_lora.models.inputs import Segment, StepInputs, Tables, write
+from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.names.naming import either, setting
+from wgpu_lora.ops.embedding import gather_rows
+from wgpu_lora.ops.loss import CHUNK_BYTES, softmax_chunk
+from wgpu_lora.ops.matmul import matmul_nt
+from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.ops.support import pick_logits
+from wgpu_lora.ops.topk import top_k
+
+MOST = 1024  # tokens with the largest logits that a position may keep, unless the vocabulary is kept whole
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept of each position: `top_k` tokens with the largest logits, and `random` others, drawn with `seed`."""
+
+    top_k: int = 64
+    random: int = 128
+    seed: int = 0
+
+    def check(self, vocab_size: int) -> None:
+        """Raise UserError if a vocabulary does not have so many tokens, or they are too many."""
+        if self.top_k + self.random > vocab_size:
+            raise UserError(
+                f"{setting('top_k', self.top_k)} and {setting('random', self.random)} are more tokens than the "
+                f"teacher's vocabulary of {vocab_size:,} has: lower {either('top_k', 'random')}."
+            )
+        if self.top_k > MOST and self.top_k < vocab_size:
+            raise UserError(f"{setting('top_k', self.top_k)} is more than {MOST:,}: lower it.")
+
+    @property
+    def candidates(self) -> int:
+        """Tokens that are drawn per position, of which at most K are among the top K; 0 if none are needed."""
+        return self.top_k + self.random if self.random else 0
+
+
+class Forward:
+    """A forward pass of up to `tokens` tokens, recorded on construction. With n chunks of the vocabulary, the K largest
+    logits alternate between two pairs of tensors, so that the last chunk writes those that are read back."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        adapters: AdapterSet | None,
+        tokens: int,
+        tables: Tables,
+        compute_dtype: str,
+        kept: Kept,
+        name: str,
+    ):
+        def make(what: str, *shape: int, dtype: str = "f32") -> Tensor:
+            return persistent(shape, dtype, "workspace", f"{name}'s {what} [{tokens}]")
+
+        slots = len(adapters.specs) if adapters else 1
+        k, drawn_ids = kept.top_k, kept.candidates
+        self.inputs = StepInputs.declare(model.config.row_inputs(), tokens, slots, tables)
+        self.values, self.ids = make("largest logits", tokens, k), make("tokens", tokens, k, dtype="u32")
+        self.state = make("softmax state", tokens, 4)
+        self.drawn = make("drawn tokens", tokens, drawn_ids, dtype="u32") if drawn_ids else None
+        self.picked = make("logits of drawn tokens", tokens, drawn_ids) if drawn_ids else None
+        self.program = Program(model.device, f"{name} {tokens}")
+        rec = Recorder(self.program, compute_dtype=compute_dtype)
+        hidden = model.decoder.hidden(rec, self.inputs, adapters.bind(self.inputs) if adapters else {})
+        self._sweep(rec, hidden, model, k)
+
+    def _sweep(self, rec: Recorder, hidden: Tensor, model: LoadedModel, k: int) -> None:
+        head, targets, rows = model.decoder.head, self.inputs.targets, self.inputs.tokens
+        cols, count = head.in_features, targets.count
+        rescale, rows_of = rec.temp((rows,), name="rescale"), rec.temp((rows, cols), name="picked")
+        rec.dispatch(gather_rows, hidden, targets.rows, rows_of, rows=rows, cols=cols)
+        other = rec.temp((rows, k), name="largest logits"), rec.temp((rows, k), "u32", name="tokens")
+        chunks = list(head.chunks(max(128, CHUNK_BYTES // (4 * rows) // 128 * 128)))
+        for left, (first, part) in zip(reversed(range(len(chunks))), chunks, strict=True):
+            width = part.shape[0]
+            logits = rec.temp((rows, width), name="logits")
+            rec.dispatch(matmul_nt, rows_of, part, logits, None, count, m=rows, n=width, k=cols, b_type=head.dtype)
+            mine = self.values, self.ids
+            before, after = (other, mine) if left % 2 == 0 else (mine, other)
+            shape = {"rows": rows, "cols": width, "first": first}
+            rec.dispatch(top_k, logits, count, *before, *after, k=k, **shape)
+            if self.drawn and self.picked:
+                rec.dispatch(pick_logits, logits, self.drawn, count, self.picked, kept=self.drawn.shape[1], **shape)
+            rec.dispatch(softmax_chunk, logits, targets.ids, count, self.state, rescale, **shape)
+
+    def storages(self) -> set[Storage]:
+        return self.inputs.storages() | self.program.persistent_storages()
+
+
+class Teacher:
+    """Says what a model finds likely at the labelled tokens of segments.
+
+    Args:
+        adapters: those of the segments' slots; None if no segment has one.
+        buckets: batch sizes in tokens, ascending. The longest segment must fit the last.
+        tables: of another program of this model, already uploaded.
+        kept: checked against the model's vocabulary.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        adapters: AdapterSet | None,
+        buckets: Sequence[int],
+        tables: Tables,
+        kept: Kept,
+        compute_dtype: str = "f32",
+        name: str = "teacher",
+    ):
+        kept.check(model.config.vocab_size)
+        self.device, self.kept, self.vocab_size = model.device, kept, model.config.vocab_size
+        self.name = model.name
+        self.passes = {
+            tokens: Forward(model, adapters, tokens, tables, compute_dtype, kept, name) for tokens in sorted({*buckets})
+        }
+        self._built: set[int] = set()
+        self._arena: Arena | None = None
+        self._choices = NO_CHOICES
+
+    def programs(self) -> list[Program]:
+        return [each.program for each in self.passes.values()]
+
+    def storages(self) -> set[Storage]:
+        found: set[Storage] = set()
+        return found.union(*(each.storages() for each in self.passes.values()))
+
+    def use(self, arena: Arena, choices: Choices = NO_CHOICES) -> None:
+        """Where the programs run; each is built before its first use."""
+        self._arena, self._choices = arena, choices
+
+    def supports(self, segments: Sequence[Segment], rows: Sequence[int]) -> list[Support]:
+        """The support of each segment's labelled tokens.
+
+        Args:
+            rows: the index of each segment's row (`Row.index`), which random tokens depend on.
+
+        Raises:
+            NotFiniteError: a logit of the teacher is not finite.
+        """
+        found: dict[int, Support] = {}
+        lengths = [segment.tokens for segment in segments]
+        for together in pack(lengths, range(len(segments)), max(self.passes)):
+            need = sum(lengths[i] for i in together)
+            one = self.passes[min(tokens for tokens in self.passes if tokens >= need)]
+            chosen = [segments[i] for i in together]
+            whole, places = self._run(one, chosen, [rows[i] for i in together])
+            for i, (start, stop) in zip(together, places, strict=True):
+                found[i] = whole.part(int(start), int(stop))
+        return [found[i] for i in range(len(segments))]
+
+    def _run(self, one: Forward, segments: list[Segment], rows: list[int]) -> tuple[Support, np.ndarray]:
+        """The supports of a batch together, and [start, stop) of each segment's."""
+        if one.inputs.tokens not in self._built:
+            assert self._arena is not None, "use() first"
+            one.program.build(self._arena, self._choices)
+            self._built.add(one.inputs.tokens)
+        places = one.inputs.upload(self.device, [replace(segment, draws=None) for segment in segments])
+        n = int(places.max(initial=0))
+        candidates = np.zeros((one.inputs.tokens, self.kept.candidates), np.uint32)
+        if one.drawn:
+            for segment, row, (start, stop) in zip(segments, rows, places, strict=True):
+                candidates[start:stop] = self._drawn(segment, row)
+            write(self.device, one.drawn, candidates)
+        one.program.run()
+        state, values, ids = (self._read(tensor, n) for tensor in (one.state, one.values, one.ids))
+        top, total = state[:, 0].astype(np.float64), state[:, 1].astype(np.float64)
+        with np.errstate(all="ignore"):
+            lse = (top + np.log(total)).astype(np.float32)
+        if not np.isfinite(lse).all():
+            raise NotFiniteError(f"A logit of the teacher {self.name} is not finite: its weights are damaged.")
+        order = np.argsort(-values, axis=1, kind="stable")  # they come by id, so ties stay by id
+        best = np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)
+        if one.picked:
+            others = self._others(ids, candidates[:n], self._read(one.picked, n))
+            best = np.hstack([best[0], others[0]]), np.hstack([best[1], others[1]])
+        correction = correction_of(self.vocab_size, self.kept.top_k, self.kept.random)
+        whole = Support(best[0], best[1], lse, self.kept.top_k, np.full(n, correction, np.float32))
+        return whole, places
+
+    def _drawn(self, segment: Segment, row: int) -> np.ndarray:
+        assert segment.labels is not None
+        positions = np.flatnonzero(segment.labels[1:] != UNTRAINED) + 1
+        return drawn(self.kept.seed, row, positions, self.kept.candidates, self.vocab_size)
+
+    def _others(self, top: np.ndarray, candidates: np.ndarray, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The first R drawn tokens that are not among the top K, whose ids ascend in each row, and their logits."""
+        offsets = np.arange(len(top), dtype=np.int64)[:, None] * self.vocab_size
+        known, asked = (top + offsets).reshape(-1), (candidates + offsets).reshape(-1)
+        place = np.minimum(np.searchsorted(known, asked), known.size - 1)
+        among = (known[place] == asked).reshape(candidates.shape)
+        order = np.argsort(among, axis=1, kind="stable")[:, : self.kept.random]
+        return np.take_along_axis(candidates, order, 1), np.take_along_axis(logits, order, 1)
+
+    def _read(self, tensor: Tensor, n: int) -> np.ndarray:
+        width = tensor.shape[1]
+        dtype = np.uint32 if tensor.dtype == "u32" else np.float32
+        if not n:
+            return np.zeros((0, width), dtype)
+        return self.device.read(tensor.storage.buffer, 4 * n * width).view(dtype).reshape(n, width).copy()
