@@ -35,6 +35,7 @@ class Case:
     spared: Callable[[Tiling], int] | None = None
     vague: dict[str, np.ndarray] = field(default_factory=dict)
     slow: bool = False  # to compile: one tiling is enough
+    rare: bool = False  # left to the slow tests
     coarse: tuple[str, ...] = ()
     moving: str = ""
     note: str = ""  # tells cases of the same constants apart
@@ -57,12 +58,13 @@ def add(
     spared: Any = None,
     vague: Any = None,
     slow: bool = False,
+    rare: bool = False,
     note: str = "",
     coarse: tuple[str, ...] = (),
     moving: str = "",
     **constants: Any,
 ) -> None:
-    CASES[kernel.name].append(Case(kernel, make, constants, spared, vague or {}, slow, coarse, moving, note))
+    CASES[kernel.name].append(Case(kernel, make, constants, spared, vague or {}, slow, rare, coarse, moving, note))
 
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
