@@ -23,6 +23,7 @@ from wgpu_lora.models.synthetic import synthetic_model
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.objectives.kd import KD
 from wgpu_lora.train.session import Session
+from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
 CACHED = 1024  # tokens of the cache
 HEADS_OF = "llama-3.2-1b"  # whose attention is recorded with other sizes of heads
@@ -45,6 +46,7 @@ class Wanted:
     kernels: tuple[str, ...] = ()
     tiling: dict[str, Any] | None = None
     activation_dtype: str = "f32"
+    base_dtype: str = DEFAULT_FORMAT
 
     @classmethod
     def from_json(cls, text: str) -> Wanted:
@@ -121,7 +123,7 @@ def _programs(wanted: Wanted, device: Device) -> Iterator[tuple[str, str, Progra
 
 
 def _steps(config: ModelConfig, wanted: Wanted, device: Device) -> Iterator[tuple[str, Program]]:
-    model = synthetic_model(config, device)
+    model = synthetic_model(config, device, wanted.base_dtype)
     args = TrainingArguments(
         per_device_train_batch_size=1,
         max_length=wanted.tokens,

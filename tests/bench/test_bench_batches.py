@@ -104,11 +104,20 @@ def test_search_agrees_with_the_plan_and_the_device(device: Device):
     assert (plain["planned"], plain["confirmed"], plain["bounded_by"]) == (2, 2, search.LIMIT)
     assert checkpointing["confirmed"] == checkpointing["planned"] >= 2
     assert plain["why"] is plain["not_run"] is None
-    assert [row["batch"] for row in found["rows"] if not row["gradient_checkpointing"]] == [1, 2]
+    statuses = [(row["batch"], row["status"]) for row in found["rows"] if not row["gradient_checkpointing"]]
+    assert statuses == [(1, "OK"), (2, "MAX"), (3, "OOM")]
+    assert [row["status"] for row in found["rows"]][-2:] == ["MAX", "OOM"]
+    assert {1, 2} <= {row["batch"] for row in found["rows"] if row["gradient_checkpointing"]}
+    assert [row["batch"] for row in found["best"]["checkpointing"]] == [1, 2]
+    assert all(row["time"] > 0 and row["memory"] > 0 for row in found["best"]["checkpointing"])
     for row in found["rows"]:
+        if row["status"] == "OOM":
+            assert (row["allocated"], row["loss"]) == (None, None)
+            continue
+        assert row["loss"] > 0
         assert row["allocated"] - before == row["planned"]
     assert noted[0] is found["header"]
-    assert noted[0]["schema"] == "wgpu-lora-bench-max-batch/1"
+    assert noted[0]["schema"] == "wgpu-lora-bench-max-batch/2"
 
 
 def test_a_device_that_refuses_is_asked_for_less(device: Device, monkeypatch: pytest.MonkeyPatch):
@@ -118,7 +127,11 @@ def test_a_device_that_refuses_is_asked_for_less(device: Device, monkeypatch: py
     for summary in found["summary"]:
         assert (summary["planned"], summary["confirmed"], summary["bounded_by"]) == (8, 5, search.REFUSED)
         assert (summary["why"], summary["not_run"]) == ("The device could not allocate", None)
-    assert [row["batch"] for row in found["rows"]] == [1, 2, 4, 5] * 2
+    found_rows = [(row["batch"], row["status"]) for row in found["rows"]]
+    assert found_rows == [(1, "OK"), (2, "OK"), (4, "OK"), (5, "MAX"), (6, "OOM"), (8, "OOM")] * 2
+    given = find_max_batch(model, Batches(ARGS, sizes=(3, 5, 6, 7)))
+    found_rows = [(row["batch"], row["status"], row["why"]) for row in given["rows"] if row["status"] == "OOM"]
+    assert found_rows == [(6, "OOM", "The device could not allocate")] * 2
 
 
 def test_batches_double_up_to_the_largest(device: Device, monkeypatch: pytest.MonkeyPatch):
@@ -150,6 +163,7 @@ def measured(most: int = 10**9, seconds: float = 0.0) -> Any:
         if rows > most:
             raise UserError("The device could not allocate.")
         figures = {"step_seconds": rows * seconds, "warmup": 2, "tokens_per_second": 1.0, "planned": 1, "allocated": 1}
+        figures["loss"] = 1.0
         return {"kind": "batch", "batch": rows, "gradient_checkpointing": checkpointing, **figures}
 
     return measure
@@ -179,7 +193,7 @@ def test_search_as_a_command(shared: None, tmp_path: Path, capsys: pytest.Captur
     file = tmp_path / "found.json"
     assert main([*COMMAND, "--max-batch", "1", "--json", str(file)]) == 0
     kinds = [json.loads(line)["kind"] for line in file.read_text().splitlines()]
-    assert kinds == ["header", "batch", "summary", "batch", "summary"]
+    assert kinds == ["header", "batch", "summary", "batch", "summary", "best"]
     out = capsys.readouterr().out
     assert "1 row with gradient checkpointing, limited by the given maximum; a step of them ran" in out
     with pytest.raises(UserError, match="--max-batch must be at least 1, not 0"):

@@ -11,7 +11,7 @@ import typer.main
 from support.bench import mini
 
 from wgpu_lora.bench.contract import OPTIONS, brick_names, load_contract
-from wgpu_lora.bench.training import Work, _prepared
+from wgpu_lora.bench.training import Work, prepared
 from wgpu_lora.bench.workload import Context
 from wgpu_lora.bench.workloads import WORKLOADS, serving
 from wgpu_lora.cli import app, main
@@ -125,7 +125,7 @@ def test_what_a_training_is_told_reaches_its_options(reached: list[Any], device:
     (work,) = (argument for arguments, _ in reached for argument in arguments if isinstance(argument, Work))
     assert work.options == told
     for where in ({"shape": "tiny-qwen3", "layers": 1}, {"recipe": "demo"}):
-        args, model = _prepared(Work(**where, options=told), tmp_path, device)
+        args, model = prepared(Work(**where, options=told), tmp_path, device)
         assert {name: getattr(args, name) for name in told} == told
         assert model.decoder.base_dtype == "f32"
 

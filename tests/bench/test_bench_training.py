@@ -57,7 +57,7 @@ def test_spread_of_one_value_is_not_known():
 def test_a_projection_is_the_plan_and_the_counted_operations(device: Device):
     work = Work(None, "mini", 1, SIZES | {"max_steps": WARMUP + 1})
     found = run_training(work, 1, opened=device, shapes=("mini", "tiny-qwen3"))
-    same, larger = found["projections"]
+    measured, same, larger = found["projections"]
     # The measured model itself, but for its other two layers: a layer's share of the operations is known.
     one, three = (operations(shapes.shape_config("mini", layers), 4, 16.0) for layers in (1, 3))
     assert same["times_the_operations"] == pytest.approx(three / one)
@@ -67,6 +67,9 @@ def test_a_projection_is_the_plan_and_the_counted_operations(device: Device):
     # Rows of this recipe are cut at 16 tokens, so the plan is that of the step itself.
     model = chosen_model(None, "mini", None, device)
     assert same["peak_planned"] == TrainingStep(model, TrainingArguments(**SIZES)).session.memory().peak
+    assert (measured["grade"], measured["peak_planned"], measured["shape"]) == ("measured", run["peak_planned"], "mini")
+    assert measured["samples_per_second"] == run["samples_per_second"]
+    assert same["grade"] == "excellent"
     assert larger["peak_planned"] > same["peak_planned"]
     assert larger["times_the_operations"] > same["times_the_operations"]
 
@@ -153,7 +156,7 @@ def test_command_writes_lines(shared: None, tmp_path: Path, capsys: pytest.Captu
     of = ["--shape=mini", "--layers=1", "--tokens=16", "--batch=2", "--rank=4", "--max-steps=3", "--repeat=1", "--json"]
     assert main(["bench", "training", *of, str(tmp_path / "found.json")]) == 0
     lines = [json.loads(line) for line in (tmp_path / "found.json").read_text().splitlines()]
-    assert lines[0]["schema"] == "wgpu-lora-bench-training/1"
+    assert lines[0]["schema"] == "wgpu-lora-bench-training/2"
     assert [line["kind"] for line in lines] == ["header", "run", "summary"]
     out = capsys.readouterr().out
     assert "shape mini, 1 layer;" in out

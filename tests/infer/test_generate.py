@@ -18,12 +18,12 @@ BATCH, CAPACITY = 4, 16
 
 @pytest.fixture(scope="module")
 def mistral(device, tmp_path_factory):
-    """(generator, model, adapters): every layer has a window of 6; two adapters of different ranks."""
+    """(generator, model, adapters): every layer has a window of 6; two adapters of different ranks, one a DoRA."""
     directory = tmp_path_factory.mktemp("adapters")
     model = load("mistral", device)
     saved = [
         save_golden_adapter("mistral", directory / "a"),
-        save_golden_adapter("mistral", directory / "b", -2.0, rank=2),
+        save_golden_adapter("mistral", directory / "b", -2.0, rank=2, use_dora=True),
     ]
     adapters = load_adapters(device, model.config, saved)
     with Generator(model, adapters, CAPACITY, BATCH, (BATCH,)) as generator:

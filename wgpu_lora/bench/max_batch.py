@@ -1,4 +1,4 @@
-"""The largest batch that fits: by the memory plan, then confirmed by training."""
+"""The largest batch that fits, by the memory plan and then confirmed by training, and the fastest of those that ran."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import math
 import statistics
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 from wgpu_lora.bench.results import header
+from wgpu_lora.bench.stats import timed
 from wgpu_lora.bench.step import ROW, WARMUP, TrainingStep, own_words
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
@@ -24,7 +25,8 @@ from wgpu_lora.track.recording import device_facts, given_options, recorded
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.words import counted
 
-SCHEMA = "wgpu-lora-bench-max-batch/1"
+SCHEMA = "wgpu-lora-bench-max-batch/2"
+OK, MAX, OOM = "OK", "MAX", "OOM"  # a batch ran; it is the largest that does; it does not fit
 RUNS = 3  # timed steps per batch at most
 DEVICE, REFUSED = "the device", "a refused allocation"
 MOST, LIMIT = "the given maximum", "the given memory"
@@ -36,16 +38,22 @@ Planned = tuple[int, str, str | None]
 class Batches:
     """The batches to search.
 
-    args: options of the training. most: maximum rows, None for as many as fit. limit: maximum bytes, instead of the
-    device's memory. seconds: for running batches, with and without checkpointing each; larger batches are only planned.
+    args: options of the training. most: maximum rows, None for as many as fit. sizes: the rows to try instead. limit:
+    maximum bytes, instead of the device's memory. seconds: for running batches, with and without checkpointing each;
+    larger batches are only planned.
     """
 
     args: TrainingArguments = field(default_factory=TrainingArguments)
     most: int | None = None
     limit: int | None = None
     seconds: float = 600.0
+    sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.sizes and self.most is not None:
+            raise UserError(f"{flag('batch_sizes')} and {flag('max_batch')} are both given: leave one of them out.")
+        if self.sizes and min(self.sizes) < 1:
+            raise UserError(f"{flag('batch_sizes')} must be at least 1 row each, not {min(self.sizes)}.")
         for name, value in (("max_batch", self.most), ("memory_limit", self.limit)):
             if value is not None and value < 1:
                 raise UserError(f"{flag(name)} must be at least 1, not {value}.")
@@ -101,7 +109,8 @@ def find_max_batch(model: LoadedModel, batches: Batches, events: Events = SILENT
     batch that would take too long is only planned.
 
     Returns:
-        {"header": ..., "rows": [...], "summary": [...]}: a row for each batch that ran, a summary for each search.
+        {"header": ..., "rows": [...], "summary": [...], "best": ...}: a row for each batch that ran or was refused, a
+        summary for each search, and `best` of the rows.
 
     Raises:
         UserError: not even one row fits with gradient checkpointing; it names how many layers would.
@@ -111,7 +120,7 @@ def find_max_batch(model: LoadedModel, batches: Batches, events: Events = SILENT
         TrainingStep.fitting(model, batches.of(1, True), batches.limit)
     work = {"model": model.name, "layers": model.config.num_hidden_layers, "base_dtype": model.decoder.base_dtype}
     work |= {"tokens": args.length, "rank": args.lora_r, "compute_dtype": args.compute_dtype}
-    work |= {"max_batch": batches.most, "time_limit": batches.seconds}
+    work |= {"max_batch": batches.most, "batch_sizes": [*batches.sizes], "time_limit": batches.seconds}
     excluded = f"the first {WARMUP} steps of each batch, if there was time for more"
     found: Record = {"header": header(SCHEMA, model.device, work=work, available=available, excluded=excluded)}
     found |= {"rows": [], "summary": []}
@@ -121,7 +130,9 @@ def find_max_batch(model: LoadedModel, batches: Batches, events: Events = SILENT
     facts = {"device": device_facts(model.device.info), "config": given_options(work)}
     with recorded("bench max-batch", name, objective="max-batch", **facts) as entry:
         _search(model, batches, available, memory, events, found)
-        entry["results"] = {"searches": found["summary"]}
+        found["best"] = best(found["rows"])
+        events.measured(found["best"])
+        entry["results"] = {"searches": found["summary"], "best": found["best"]}
     return found
 
 
@@ -132,30 +143,43 @@ def _search(
     for way in (False, True):
 
         def peak(rows: int, way: bool = way) -> int:
-            return TrainingStep(model, batches.of(rows, way)).session.memory().peak
+            return TrainingStep(model, batches.of(rows, way)).session.memory().guarded
 
-        rows, summary = confirm(model, batches, planned_batch(peak, available, batches.most, memory), way, events)
+        plan = planned_batch(peak, available, max(batches.sizes, default=batches.most), memory)
+        also = [summary["confirmed"] for summary in found["summary"]]  # so that both ways have rows in common
+        rows, summary = confirm(model, batches, plan, way, events, also)
         found["rows"] += rows
         found["summary"].append(summary)
         events.measured(summary)
 
 
 def confirm(
-    model: LoadedModel, batches: Batches, plan: Planned, checkpointing: bool, events: Events
+    model: LoadedModel, batches: Batches, plan: Planned, checkpointing: bool, events: Events, also: Sequence[int] = ()
 ) -> tuple[list[Record], Record]:
     """Run batches of increasing size, each of which predicts the time of the next.
 
+    Args:
+        also: sizes to run besides, if they fit.
+
     Returns:
-        A record for each batch that ran, and the summary. `confirmed`: the most rows that ran, 0 if none did.
-        `bounded_by`, `why`: of the plan, or of a device that refused less. `not_run`: why larger ones were not tried.
+        A record for each batch that ran or was refused, and the summary. `confirmed`: the most rows that ran, 0 if none
+        did. `bounded_by`, `why`: of the plan, or of a device that refused less. `not_run`: why larger ones were not
+        tried.
     """
     begin = time.perf_counter()
-    ran: list[Record] = []
     most, bound, why = plan
-    low, high, late = 0, most + 1, None
-    while high - low > 1:
-        # Twice as many each time; once the device has refused some, halfway.
-        rows = min(2 * low or 1, most) if high > most else (low + high) // 2
+    if batches.sizes:
+        most = max((size for size in batches.sizes if size <= most), default=0)
+    low, high, late = 0, None, None
+    ran: list[Record] = []
+    refused: list[Record] = []
+
+    def refuse(rows: int, reason: str | None) -> None:
+        planned = _planned_bytes(model, batches, rows, checkpointing)
+        refused.append(_row(rows, checkpointing) | {"planned": planned, "status": OOM, "why": reason})
+        events.measured(refused[-1])
+
+    while (rows := _following(batches, low, high, most, also)) is not None:
         left = batches.seconds - (time.perf_counter() - begin)
         expected = rows / low * ran[-1]["step_seconds"] if ran else 0.0
         if expected > left:
@@ -166,39 +190,92 @@ def confirm(
             ran.append(measure(model, batches, rows, checkpointing, left if rows == most else left / 2))
         except UserError as error:
             high, bound, why = rows, REFUSED, _fact(error)
+            refuse(rows, why)
             continue
         low = rows
+        ran[-1]["status"] = OK
         events.measured(ran[-1])
+    if high is None:
+        for rows in batches.sizes or (most + 1,) * (bound != MOST):
+            if rows > most:
+                refuse(rows, why or f"more than {bound}")
+    if ran and refused and late is None:
+        ran[-1]["status"] = MAX
     summary = {"kind": "summary", "planned": most, "confirmed": low, "bounded_by": bound, "why": why}
-    return ran, {**summary, "gradient_checkpointing": checkpointing, "not_run": late}
+    rows_found = sorted([*ran, *refused], key=lambda row: row["batch"])
+    return rows_found, {**summary, "gradient_checkpointing": checkpointing, "not_run": late}
+
+
+def _following(batches: Batches, low: int, high: int | None, most: int, also: Sequence[int]) -> int | None:
+    """The next batch: twice as many rows, or the next of the given ones; once the device has refused some, halfway."""
+    if high is not None:
+        return None if batches.sizes or high - low < 2 else (low + high) // 2
+    sizes = batches.sizes or (min(2 * low or 1, most), *also)
+    return min((size for size in sizes if low < size <= most), default=None)
+
+
+def _row(rows: int, checkpointing: bool) -> Record:
+    """The record of a batch that did not run."""
+    names = ("step_seconds", "runs", "warmup", "tokens_per_second", "loss", "planned", "allocated")
+    return {"kind": "batch", "batch": rows, "gradient_checkpointing": checkpointing, **dict.fromkeys(names)}
+
+
+def _planned_bytes(model: LoadedModel, batches: Batches, rows: int, checkpointing: bool) -> int | None:
+    """None if a tensor exceeds the limits of the device."""
+    try:
+        return TrainingStep(model, batches.of(rows, checkpointing)).session.memory().training
+    except UserError:
+        return None
 
 
 def measure(model: LoadedModel, batches: Batches, rows: int, checkpointing: bool, seconds: float) -> Record:
-    """Time and memory of a batch: at least one step, and more if `seconds` allow.
+    """Time, memory and loss of a batch: at least one step, and more if `seconds` allow. The loss is the last step's.
 
     The first steps, which include compilation, only count if there was no time for others.
     """
     step, device = TrainingStep(model, batches.of(rows, checkpointing)), model.device
     model.load_weights()  # before the peak is reset: staging needs memory that training does not
     device.peak_allocated = device.allocated
+    losses: list[float] = []
+    times: list[float] = []
     try:
         step.allocate()
-        times = step.seconds(1)
-        while len(times) < WARMUP + RUNS and sum(times) + times[-1] <= seconds:
-            times += step.seconds(1)
+        while not times or (len(times) < WARMUP + RUNS and sum(times) + times[-1] <= seconds):
+            times.append(timed(lambda: losses.append(step.run())))
         allocated = device.peak_allocated
     finally:
         step.close()
-    timed = times[WARMUP:] or times[-1:]
-    median = statistics.median(timed)
-    return {
-        "kind": "batch",
-        "batch": rows,
-        "gradient_checkpointing": checkpointing,
+    timings = times[WARMUP:] or times[-1:]
+    median = statistics.median(timings)
+    return _row(rows, checkpointing) | {
         "step_seconds": median,
-        "runs": len(timed),
-        "warmup": len(times) - len(timed),
+        "runs": len(timings),
+        "warmup": len(times) - len(timings),
         "tokens_per_second": step.tokens / median,
+        "loss": losses[-1],
         "planned": step.session.memory().training,
         "allocated": allocated,
     }
+
+
+def best(rows: Sequence[Record]) -> Record:
+    """What the rows that ran say together.
+
+    Returns:
+        fastest, largest: the rows with the most tokens per second and the most rows; None if none ran.
+        checkpointing: for each batch that was timed both ways, the ratios of time and memory, with to without.
+    """
+    ran = [row for row in rows if row["status"] != OOM]
+    ways = {(row["batch"], row["gradient_checkpointing"]): row for row in ran if row["warmup"]}
+    both = [(ways[batch, False], ways[batch, True]) for batch, way in ways if not way and (batch, True) in ways]
+    ratios = [
+        {
+            "batch": plain["batch"],
+            "time": again["step_seconds"] / plain["step_seconds"] if plain["step_seconds"] else None,
+            "memory": again["planned"] / plain["planned"],
+        }
+        for plain, again in both
+    ]
+    fastest = max(ran, key=lambda row: row["tokens_per_second"], default=None)
+    largest = max(ran, key=lambda row: (row["batch"], row["tokens_per_second"]), default=None)
+    return {"kind": "best", "fastest": fastest, "largest": largest, "checkpointing": ratios}

@@ -1,5 +1,7 @@
 """Projections of a measured training to larger models: memory from their plans, time from counted operations.
 
+A grade says how much of the memory that runs may use the plan would take (see GRADES).
+
 Memory is exact for rows of the maximum length. Time is a projection, not a measurement: it assumes that the operations
 of the larger model run at the measured rate. It does not hold if a device is faster at larger products, or has too
 little memory for them.
@@ -22,6 +24,8 @@ from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.weights.registry import DEFAULT_FORMAT, base_format
 
+MEASURED, TOO_LARGE, UNKNOWN = "measured", "does not fit", "not known"
+GRADES = (("excellent", 0.5), ("good", 0.75), ("possible", 0.9), ("tight", 1.0))  # up to this share of the budget
 LARGER = ("qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b", "llama-2-13b")
 Record = dict[str, Any]
 
@@ -34,22 +38,36 @@ def operations(config: ModelConfig, rank: int, tokens: float) -> float:
     return contract.operations(contract.values(numbers_of(config) | keys))
 
 
+def grade(peak: int | None, available: int | None) -> str:
+    """The grade of a plan's peak."""
+    if peak is None or available is None:
+        return TOO_LARGE if peak is None else UNKNOWN
+    return next((name for name, share in GRADES if peak <= share * available), TOO_LARGE)
+
+
 def project(
     measured: Mapping[str, float],
     samples: int | None,
     args: TrainingArguments,
     model: LoadedModel,
     shapes: Sequence[str] = LARGER,
+    peak: int | None = None,
 ) -> Iterator[Record]:
-    """Yields a record for each shape: the peak of its plan, and the projected speed and time of the same training.
+    """Yields a record of the measured model, if there are shapes, and of each shape: the peak of its plan, and the
+    projected speed and time of the same training.
 
     Args:
+        peak: of the runs' plan.
         measured: medians of the runs. args, model: of the runs.
         samples: of the whole training, all epochs of a recipe; None for those that were timed.
     """
     tokens, speed = measured["tokens_per_second"], measured["samples_per_second"]
     seconds = samples / speed if samples else measured["seconds"]
     available = budget_bytes(model.device.info, None).bytes
+    if shapes:
+        rates = {name: measured[name] for name in ("samples_per_second", "tokens_per_second")}
+        own = {"kind": "projection", "shape": model.name, "times_the_operations": 1.0, **rates, "seconds": seconds}
+        yield own | {"peak_planned": peak, "fits": True, "grade": MEASURED}
     for shape in shapes:
         larger = shape_config(shape)
         times = operations(larger, args.lora_r, tokens / speed) / operations(model.config, args.lora_r, tokens / speed)
@@ -64,8 +82,8 @@ def project(
         try:
             declared = synthetic_model(larger, model.device, args.base_dtype, shape)
             length = min(args.length, larger.max_position_embeddings)
-            peak = TrainingStep(declared, replace(args, max_length=length)).session.memory().peak
+            peak = TrainingStep(declared, replace(args, max_length=length)).session.memory().guarded
             record |= {"peak_planned": peak, "fits": None if available is None else peak <= available}
         except UserError as error:
             record |= {"peak_planned": None, "fits": False, "refused": str(error)}
-        yield record
+        yield record | {"grade": grade(record["peak_planned"], available)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,9 @@ class Result:
 
 
 def header(schema: str, device: Device, **more: Any) -> Header:
-    """The first line of a file: its schema, what was measured, and the device, driver, versions and commit."""
-    return {"schema": schema, "kind": "header", **more, "commit": commit(), **asdict(environment(device))}
+    """The first line of a file: its schema and time, what was measured, and the device, driver, versions and commit."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"schema": schema, "kind": "header", "time": now, **more, "commit": commit(), **asdict(environment(device))}
 
 
 def commit() -> dict[str, Any] | None:
@@ -112,6 +114,10 @@ class Writer:
     def write(self, record: Mapping[str, Any]) -> None:
         self._add(to_json(record) + "\n", self._mode)
         self._mode = "a"
+
+    def text(self, text: str) -> None:
+        """Replaces the file by this text."""
+        self._add(text, "w")
 
     def _add(self, text: str, mode: str) -> None:
         try:

@@ -47,6 +47,7 @@ TRAINING = {
     "gradient_accumulation_steps": "accumulation",
     "max_length": "tokens",
     "lora_r": "rank",
+    "num_train_epochs": "epochs",
 }
 
 

@@ -28,6 +28,7 @@ from wgpu_lora.events import SILENT, Events, StepResult
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.names.naming import flag, setting
+from wgpu_lora.share import budget_bytes, device_memory
 from wgpu_lora.track.entry import run_name
 from wgpu_lora.track.recording import device_facts, given_options, recorded
 from wgpu_lora.train.arguments import TrainingArguments, from_values
@@ -35,7 +36,7 @@ from wgpu_lora.train.finetune import FinetuneJob, prepare_job, with_demo_data
 from wgpu_lora.train.recipes import gather
 from wgpu_lora.words import counted
 
-SCHEMA = "wgpu-lora-bench-training/1"
+SCHEMA = "wgpu-lora-bench-training/2"
 # Defaults for a shape.
 SYNTHETIC = {"max_steps": 10, "max_length": 512, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
 SPREAD_OVER = ("seconds", "samples_per_second", "tokens_per_second", "trained_tokens_per_second", "final_loss")
@@ -65,6 +66,10 @@ class Work:
             raise UserError(
                 f"{flag('data')} and {flag('model')} go with {flag('recipe')}: a shape has synthetic weights and rows."
             )
+        if {"num_train_epochs", "max_steps"} <= self.options.keys():
+            raise UserError(
+                f"{flag('num_train_epochs')} and {flag('max_steps')} are both given: leave one of them out."
+            )
         if self.layers is not None and not self.shape:
             raise UserError(f"{flag('layers')} goes with {flag('shape')}: a recipe trains the whole of its model.")
         if steps is not None and steps <= WARMUP:
@@ -80,10 +85,14 @@ def run_training(
     events: Events = SILENT,
     opened: Device | None = None,
     shapes: Sequence[str] = (),
+    max_spread: float | None = None,
 ) -> Record:
     """Train `repeat` times from the same start, in a temporary directory.
 
+    A run that fails is recorded with its `error`, if another one has succeeded or follows.
+
     Args:
+        max_spread: the largest coefficient of variation of the runs' time and speed that passes.
         events: gets `measured` for the header, each run as soon as it has ended, the summary and the projections.
         shapes: larger models to project the runs to.
 
@@ -92,37 +101,88 @@ def run_training(
 
     Raises:
         UserError: `prepare_job` refuses the options; a shape does not fit, and the message names how many layers would;
-            a run has too few steps to time. KeyboardInterrupt: a run was interrupted.
+            a run has too few steps to time; all runs failed. KeyboardInterrupt: a run was interrupted.
     """
     if repeat < 1:
         raise UserError(f"{flag('repeat')} must be at least 1, not {repeat}.")
+    if max_spread is not None and repeat < 2:
+        raise UserError(f"{flag('max_spread')} compares runs: give {setting('repeat', 2)} or more.")
     runs: list[Record] = []
     with (
         own_words(TRAINING),
         tempfile.TemporaryDirectory(prefix="wgpu-lora-bench-") as place,
         ExitStack() as stack,
     ):
-        args, model = _prepared(work, Path(place), opened)
-        entry = stack.enter_context(_recorded(work, args, model))
+        args, model = prepared(work, Path(place), opened)
+        entry = stack.enter_context(recording(work, args, model))
         for number in range(repeat):
             job = prepare_job(replace(args, output=str(Path(place) / f"run-{number}")), model)
             if not number:
-                head = _header(work, job, model)
+                head = header_of(work, job, model)
                 events.measured(head)
-            runs.append({"kind": "run", "number": number, **timed(job)})
+            runs.append(
+                {"kind": "run", "number": number, **attempt(job, last=number + 1 == repeat and not _good(runs))}
+            )
             events.measured(runs[-1])
-        spreads = {name: spread([run[name] for run in runs]) for name in SPREAD_OVER}
-        summary = {"kind": "summary", "runs": repeat, "spread": spreads}
+        summary = summarised(runs, model, max_spread)
         events.measured(summary)
-        entry["results"] = {name: found["median"] for name, found in spreads.items()}
-        medians = {name: found["median"] or 0.0 for name, found in spreads.items()}
-        projections = list(project(medians, head["work"]["samples"], job.run.args, model, shapes))
+        medians = {name: found["median"] or 0.0 for name, found in summary["spread"].items()}
+        entry["results"] = medians
+        peak = _good(runs)[0]["peak_planned"]
+        projections = list(project(medians, head["work"]["samples"], job.run.args, model, shapes, peak))
         for record in projections:
             events.measured(record)
     return {"header": head, "runs": runs, "summary": summary, "projections": projections}
 
 
-def _recorded(work: Work, args: TrainingArguments, model: LoadedModel) -> AbstractContextManager[dict[str, Any]]:
+def _good(runs: Sequence[Record]) -> list[Record]:
+    return [run for run in runs if run["error"] is None]
+
+
+def attempt(job: FinetuneJob, last: bool) -> Record:
+    """`timed`, or the error of a run that failed; raises it if there is no other run to report."""
+    watch, planned = _Watch(), job.run.stream.total_steps()
+    try:
+        return timed(job, watch)
+    except UserError as error:
+        if last:
+            raise
+        done = {"planned_steps": planned, "done_steps": len(watch.steps)}
+        return {"stop_reason": "error", "error": str(error), **done}
+
+
+def summarised(runs: Sequence[Record], model: LoadedModel, max_spread: float | None = None) -> Record:
+    """The summary of runs, at least one of which succeeded.
+
+    Returns:
+        spread: of the figures in SPREAD_OVER. steps: done and planned, of all runs. errors: of the runs.
+        memory: the planned peak, its share of the device's memory, and the bytes left of the budget; None if not known.
+        gate: the largest of the spreads of time and speed, its limit, and whether it passed; None without a limit.
+    """
+    good, info = _good(runs), model.device.info
+    spreads = {name: spread([run[name] for run in good]) for name in SPREAD_OVER}
+    peak, memory, budget = good[0]["peak_planned"], device_memory(info), budget_bytes(info).bytes
+    gate = None
+    if max_spread is not None:
+        found = max(spreads[name]["cv"] or 0.0 for name in ("seconds", "samples_per_second"))
+        gate = {"limit": max_spread, "spread": found, "passed": len(good) > 1 and found <= max_spread}
+    return {
+        "kind": "summary",
+        "runs": len(runs),
+        "steps": {name: sum(run[f"{name}_steps"] for run in runs) for name in ("done", "planned")},
+        "errors": [run["error"] for run in runs if run["error"] is not None],
+        "memory": {
+            "peak": peak,
+            "total": memory.total if memory else None,
+            "share": peak / memory.total if memory else None,
+            "headroom": None if budget is None else budget - peak,
+        },
+        "gate": gate,
+        "spread": spreads,
+    }
+
+
+def recording(work: Work, args: TrainingArguments, model: LoadedModel) -> AbstractContextManager[dict[str, Any]]:
     """The benchmark in the run log."""
     return recorded(
         "bench training",
@@ -133,7 +193,7 @@ def _recorded(work: Work, args: TrainingArguments, model: LoadedModel) -> Abstra
     )
 
 
-def _header(work: Work, job: FinetuneJob, model: LoadedModel) -> Record:
+def header_of(work: Work, job: FinetuneJob, model: LoadedModel) -> Record:
     """The header. Raises UserError if there are too few steps to time."""
     run = job.run
     if (steps := run.stream.total_steps()) <= WARMUP:
@@ -152,23 +212,29 @@ def _header(work: Work, job: FinetuneJob, model: LoadedModel) -> Record:
 # -- the work ----------------------------------------------------------------------------------------------------------
 
 
-def _prepared(work: Work, place: Path, opened: Device | None) -> tuple[TrainingArguments, LoadedModel]:
+def prepared(work: Work, place: Path, opened: Device | None) -> tuple[TrainingArguments, LoadedModel]:
     """The options, and the model, declared."""
     if work.shape:
         return _synthetic(work, work.shape, place, opened)
-    args = with_demo_data(gather(work.options, work.recipe or "demo", work.where)[0])
+    args = with_demo_data(gather(_told(work), work.recipe or "demo", work.where)[0])
     # A resumed run has fewer steps left, and writes to its own directory.
     args = replace(args, resume=False, run_log=False, report_to=None)
     return args, chosen_model(args.model, None, None, opened or Device(args.device), args.base_dtype)
 
 
+def _told(work: Work) -> dict[str, Any]:
+    """The options; with epochs, a number of steps that the recipe sets does not apply."""
+    return {**work.options, **({"max_steps": -1} if "num_train_epochs" in work.options else {})}
+
+
 def _synthetic(work: Work, shape: str, place: Path, opened: Device | None) -> tuple[TrainingArguments, LoadedModel]:
-    args = from_values({**SYNTHETIC, **work.options}, work.where)
+    args = from_values({**SYNTHETIC, **_told(work)}, work.where)
+    steps = args.max_steps if args.max_steps > 0 else SYNTHETIC["max_steps"]  # of an epoch
     args = replace(args, lora_alpha=2 * args.lora_r, save_steps=0, data=str(place / "rows.jsonl"), model=shape)
     model = chosen_model(None, shape, work.layers, opened or Device(args.device), args.base_dtype)
     TrainingStep.fitting(model, args)
     _, rows, accumulation = args.batching
-    ids = synthetic_rows(min(args.max_steps, 64) * rows * accumulation, args.length, model.config.vocab_size)
+    ids = synthetic_rows(min(steps, 64) * rows * accumulation, args.length, model.config.vocab_size)
     lines = (json.dumps({"input_ids": row, "labels": row}) for row in ids.tolist())
     Path(args.data or "").write_text("".join(f"{line}\n" for line in lines))
     return args, model
@@ -189,14 +255,14 @@ class _Watch(Events):
         self.ended.append(time.perf_counter())
 
 
-def timed(job: FinetuneJob) -> Record:
+def timed(job: FinetuneJob, watch: _Watch | None = None) -> Record:
     """Run a job. `seconds` is the time after the warm-up, including held-out losses and saving; speeds are those of the
     steps alone.
 
     Raises:
         KeyboardInterrupt: it was interrupted. UserError: it ended during its warm-up.
     """
-    watch, begin = _Watch(), time.perf_counter()
+    watch, begin = watch or _Watch(), time.perf_counter()
     record = job.train(watch)
     end = time.perf_counter()
     if record.stop_reason == "interrupt":
@@ -211,6 +277,9 @@ def timed(job: FinetuneJob) -> Record:
     spent = sum(step.seconds for step in steps)
     return {
         "stop_reason": record.stop_reason,
+        "error": None,
+        "planned_steps": job.run.stream.total_steps(),
+        "done_steps": len(watch.steps),
         "seconds": end - warm,
         "warmup_seconds": warm - begin,
         "steps": len(steps),

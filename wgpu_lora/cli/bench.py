@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wgpu_lora.cli import completion
+from wgpu_lora.cli.bench_batches import max_batch
 from wgpu_lora.cli.bench_options import ComputeDtype, File, Layers, Model, Rank, Shape
-from wgpu_lora.cli.bench_training import max_batch, training
+from wgpu_lora.cli.bench_training import training
 from wgpu_lora.cli.commands import USED, Command, Group, dashes
 from wgpu_lora.cli.console import Bar, console, is_terminal, line, table
 from wgpu_lora.cli.options import BaseDtype, Device, Goal, InRunLog, Notes, refuse_idle

@@ -1,7 +1,8 @@
-"""wgpu-lora bench training and max-batch: time and memory of whole training runs, and the largest batch."""
+"""wgpu-lora bench training: time and memory of whole training runs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,23 +11,20 @@ import typer
 from wgpu_lora.cli import completion
 from wgpu_lora.cli.bench_options import (
     BaseDtypeOr,
-    ComputeDtype,
     ComputeDtypeOr,
     File,
     Layers,
     Model,
-    Rank,
     RankOr,
     Shape,
-    Tokens,
     TokensOr,
 )
 from wgpu_lora.cli.console import console, line, table
 from wgpu_lora.cli.finetune import speed
-from wgpu_lora.cli.options import BaseDtype, Device, Goal, InRunLog, Notes
+from wgpu_lora.cli.options import Device, Goal, InRunLog, Notes, refuse_idle
+from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
 from wgpu_lora.train.ending import FINISHED
-from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
@@ -38,6 +36,7 @@ Record = Mapping[str, Any]
 
 
 def training(
+    ctx: typer.Context,
     recipe: Annotated[
         str | None,
         typer.Option(help="Recipe to train, by default the demo's; or use --shape.", autocompletion=completion.RECIPE),
@@ -51,110 +50,82 @@ def training(
     batch: Annotated[int | None, typer.Option(help="Rows per batch. [x>=1]")] = None,
     accumulation: Annotated[int | None, typer.Option(help="Batches per optimizer step. [x>=1]")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Optimizer steps per run. [x>=3]")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Epochs per run, instead of steps. [x>0]")] = None,
     base_dtype: BaseDtypeOr = None,
     compute_dtype: ComputeDtypeOr = None,
     tune: Annotated[
         bool | None, typer.Option(help="Choose tilings first; by default, unless the recipe turns it off.")
     ] = None,
     repeat: Annotated[int, typer.Option(help="Number of runs. [x>=1]")] = 2,
+    max_spread: Annotated[
+        str | None, typer.Option(help="Fail if the runs' time or speed vary by more than this, for example 1%.")
+    ] = None,
+    search_batch: Annotated[
+        bool,
+        typer.Option("--search-batch", help="Time all batches and accumulations of the same product, instead."),
+    ] = False,
     project: Annotated[bool, typer.Option("--project", help="Project to models of 1.5B, 3B, 7B and 13B.")] = False,
     device: Device = None,
     json: File = None,
+    summary: Annotated[str | None, typer.Option(help="Markdown file for a summary.", metavar="FILE")] = None,
     goal: Goal = None,
     notes: Notes = None,
     run_log: InRunLog = True,
 ) -> int:
     """Time the whole training loop, repeatedly.
 
-    The exit code is 1 if a run did not finish.
+    The exit code is 1 if a run did not finish, or if the runs vary by more than --max-spread.
     """
-    from wgpu_lora.bench.projection import LARGER
+    from wgpu_lora.bench.pairs import search_pairs
+    from wgpu_lora.bench.projection import GRADES, LARGER
     from wgpu_lora.bench.results import Writer
     from wgpu_lora.bench.step import training_options
+    from wgpu_lora.bench.summary import written
     from wgpu_lora.bench.training import Work, run_training
     from wgpu_lora.track.recording import remarks
 
     options = {
         "tokens": tokens, "batch": batch, "accumulation": accumulation, "data": data, "model": model, "rank": rank,
         "base_dtype": base_dtype, "compute_dtype": compute_dtype, "tune": tune, "max_steps": max_steps,
-        "device": device,
+        "epochs": epochs, "device": device,
     }  # fmt: skip
     work = Work(recipe, shape, layers, training_options(options))
+    limit, shapes = _share(max_spread), LARGER if project else ()
+    if search_batch:
+        refuse_idle(ctx, {"max_spread", "project", "summary"}, "with --search-batch")
+    events, report = _Noted(Writer(json)), Writer(summary)
     with remarks(goal, notes, run_log):
-        found = run_training(work, repeat, _Noted(Writer(json)), shapes=LARGER if project else ())
+        if search_batch:
+            return _show_pairs(search_pairs(work, repeat, events))
+        found = run_training(work, repeat, events, shapes=shapes, max_spread=limit)
     if project:
-        console().print(table(PROJECTED, map(_projection, found["projections"]), PROJECTED[:1]))
+        console().print(table(PROJECTED, map(_projection, found["projections"]), PROJECTED[:2]))
         line("projected", "memory from each model's plan; time from counted operations at the measured rate")
-    return 0 if all(run["stop_reason"] in FINISHED for run in found["runs"]) else 1
+        line("grades", f"share of the budget: {', '.join(f'{name} up to {part:.0%}' for name, part in GRADES)}")
+    report.text(written(found))
+    gate = found["summary"]["gate"]
+    finished = all(run["stop_reason"] in FINISHED for run in found["runs"])
+    return 0 if finished and (gate is None or gate["passed"]) else 1
 
 
-def max_batch(
-    model: Model = None,
-    shape: Shape = None,
-    layers: Layers = None,
-    tokens: Tokens = 512,
-    rank: Rank = 16,
-    base_dtype: BaseDtype = DEFAULT_FORMAT,
-    compute_dtype: ComputeDtype = "f32",
-    most: Annotated[
-        int | None, typer.Option("--max-batch", help="Maximum rows; by default, as many as fit. [x>=1]")
-    ] = None,
-    memory_limit: Annotated[int | None, typer.Option(help="Maximum bytes to use. [x>=1]")] = None,
-    time_limit: Annotated[
-        float, typer.Option(help="Seconds to run batches, each with and without checkpointing. [x>0]")
-    ] = 600.0,
-    device: Device = None,
-    json: File = None,
-    goal: Goal = None,
-    notes: Notes = None,
-    run_log: InRunLog = True,
-) -> int:
-    """Find the largest batch of a training step, with and without gradient checkpointing.
-
-    The memory plan gives the upper limit; then steps are trained at several batch sizes up to it.
-    """
-    from wgpu_lora.bench.max_batch import Batches, find_max_batch
-    from wgpu_lora.bench.results import Writer
-    from wgpu_lora.bench.step import ROW, chosen_model, own_words
-    from wgpu_lora.gpu.device import Device as OpenedDevice
-    from wgpu_lora.track.recording import remarks
-    from wgpu_lora.train.arguments import TrainingArguments
-
-    with own_words(ROW):
-        args = TrainingArguments(max_length=tokens, lora_r=rank, base_dtype=base_dtype, compute_dtype=compute_dtype)
-    batches = Batches(args, most, memory_limit, time_limit)
-    writer = Writer(json)
-    opened = chosen_model(model, shape, layers, OpenedDevice(device), base_dtype)
-    with remarks(goal, notes, run_log):
-        found = find_max_batch(opened, batches, _Noted(writer))
-    console().print(table(BATCHES, map(_batch, found["rows"])))
-    if not all(row["warmup"] for row in found["rows"]):
-        line("*", "there was only time for the first steps, which include compilation")
-    for summary in found["summary"]:
-        line("largest", _largest(summary))
-    return 0
+def _share(text: str | None) -> float | None:
+    """A share such as 1% or 0.01."""
+    if text is None:
+        return None
+    try:
+        value = float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1:
+        raise UserError(f"--max-spread must be a share between 0 and 1, such as 1% or 0.01, not {text!r:.80}.")
+    return value
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------
 
-PROJECTED = ("projected for", "memory", "fits here", "operations", "samples/s", "processed tokens/s", "seconds")
-BATCHES = ("batch", "checkpointing", "s per step", "processed tokens/s", "planned", "allocated")
+PROJECTED = ("projected for", "grade", "memory", "operations", "samples/s", "processed tokens/s", "seconds")
+PAIRS = ("batch", "accumulation", "samples/s", "to the first", "planned", "status")
 SPREAD = ("over the runs", "median", "min", "max", "variance", "spread")
-
-
-def _way(record: Record) -> str:
-    return f"{'with' if record['gradient_checkpointing'] else 'without'} gradient checkpointing"
-
-
-def _largest(summary: Record) -> str:
-    planned, confirmed = summary["planned"], summary["confirmed"]
-    why = f" ({summary['why']})" if summary["why"] else ""
-    bound = f"{_way(summary)}, limited by {summary['bounded_by']}{why}"
-    if confirmed == planned:
-        return f"{counted(planned, 'row')} {bound}; {'a step of them ran' if planned else 'not even one fits'}"
-    if summary["not_run"] is None:
-        return f"{counted(confirmed, 'row')} {bound}; {planned:,} by the plan"
-    return f"{counted(planned, 'row')} by the plan, {bound}; {confirmed:,} ran: {summary['not_run']}"
 
 
 def _show_header(record: Record) -> None:
@@ -166,20 +137,59 @@ def _show_header(record: Record) -> None:
         line("work", f"{name}; not counted: {record['excluded']}")
 
 
-def _show_batch(record: Record) -> None:
-    line("measured", f"{counted(record['batch'], 'row')} {_way(record)}: {record['step_seconds']:.4f} s per step")
-
-
 def _show_run(record: Record) -> None:
     from wgpu_lora.train.memory import readable
 
+    number = record["number"] + 1
+    if record["error"]:
+        done = f"{record['done_steps']:,} of {counted(record['planned_steps'], 'step')}"
+        line("run", f"{number}: failed after {done}: {record['error']}")
+        return
     memory = f"{readable(record['peak_allocated'])} of {readable(record['peak_planned'])} planned"
     line(
         "run",
-        f"{record['number'] + 1}: {record['seconds']:.2f} s, {record['samples_per_second']:,.2f} samples/s, "
+        f"{number}: {record['seconds']:.2f} s, {record['samples_per_second']:,.2f} samples/s, "
         f"{speed(record['trained_tokens_per_second'], record['tokens_per_second'], 1.0)}, "
-        f"loss {_number(record['final_loss'])}, memory {memory}; {record['stop_reason']}",
+        f"loss {_number(record['final_loss'])}, memory {memory}; "
+        f"{record['done_steps']:,} of {counted(record['planned_steps'], 'step')}: {record['stop_reason']}",
     )
+
+
+def _show_summary(record: Record) -> None:
+    from wgpu_lora.bench.summary import gate_text, memory_text, steps_text
+
+    _show_spread(record)
+    line("steps", steps_text(record))
+    line("memory", memory_text(record["memory"]))
+    for error in record["errors"]:
+        line("error", error)
+    if record["gate"]:
+        line("passed" if record["gate"]["passed"] else "failed", gate_text(record["gate"]))
+
+
+def _show_pairs(found: Record) -> int:
+    from wgpu_lora.train.memory import readable
+
+    pairs, fastest = found["pairs"], found["fastest"]
+    first = next((pair["samples_per_second"] for pair in pairs if pair["samples_per_second"]), None)
+    rows = [
+        (
+            str(pair["batch"]),
+            str(pair["accumulation"]),
+            _number(pair["samples_per_second"]),
+            f"{pair['samples_per_second'] / first:.3f}" if first and pair["samples_per_second"] else "",
+            "" if pair["peak_planned"] is None else readable(pair["peak_planned"]),
+            pair["status"],
+        )
+        for pair in pairs
+    ]
+    console().print(table(PAIRS, rows, PAIRS[-1:], ["green" if pair is fastest else None for pair in pairs]))
+    for pair in pairs:
+        if pair["why"]:
+            line(pair["status"], f"{pair['batch']} x {pair['accumulation']}: {pair['why']}")
+    if fastest:
+        line("fastest", f"--batch {fastest['batch']} --accumulation {fastest['accumulation']}")
+    return 0 if fastest else 1
 
 
 def _show_spread(record: Record) -> None:
@@ -201,12 +211,10 @@ class _Noted(Events):
         self._writer.write(record)
         if record["kind"] == "header":
             _show_header(record)
-        elif record["kind"] == "batch":
-            _show_batch(record)
         elif record["kind"] == "run":
             _show_run(record)
         elif "spread" in record:
-            _show_spread(record)
+            _show_summary(record)
 
 
 def _projection(record: Record) -> tuple[str, ...]:
@@ -215,25 +223,12 @@ def _projection(record: Record) -> tuple[str, ...]:
     peak = record["peak_planned"]
     return (
         record["shape"],
+        record["grade"],
         "not possible" if peak is None else readable(peak),
-        {True: "yes", False: "no", None: "not known"}[record["fits"]],
         f"{record['times_the_operations']:.1f} x",
         f"{record['samples_per_second']:.3g}",
         f"{record['tokens_per_second']:.3g}",
         f"{record['seconds']:,.0f}",
-    )
-
-
-def _batch(row: Record) -> tuple[str, ...]:
-    from wgpu_lora.train.memory import readable
-
-    return (
-        str(row["batch"]),
-        "yes" if row["gradient_checkpointing"] else "no",
-        f"{row['step_seconds']:.4f}{'' if row['warmup'] else '*'}",
-        f"{row['tokens_per_second']:,.0f}",
-        readable(row["planned"]),
-        readable(row["allocated"]),
     )
 
 

@@ -51,7 +51,9 @@ def write_packed(
         if is_gguf(model.path):
             write_companions(model.path, model.tokenizer, directory)
         _write_weights(model, checkpoint, form, directory, max_shard_bytes, events)
-        stated = read_json(directory / "config.json") | {"quantization_config": dict(form.quantization_config)}
+        stated = read_json(directory / "config.json") | {
+            "quantization_config": dict(form.quantization_config(model.decoder.base_dtype))
+        }
         (directory / "config.json").write_text(json.dumps(stated, indent=2) + "\n")
 
 

@@ -97,15 +97,17 @@ def open_model(model: str, device: Device | str | int | None = None, base_dtype:
     Args:
         model: a directory, a GGUF file, a hub id, or `demo`.
         device: an opened device, a device index, or part of a device's name.
-        base_dtype: a base format of `weights.registry`.
+        base_dtype: a base format of `weights.registry`. A model that is stored in one keeps it by default.
 
     Raises:
         UserError: the model cannot be downloaded or read, or is not supported.
     """
-    base_format(base_dtype)
+    base_dtype = base_format(base_dtype).name
     path = resolve_model(model)
     files = read_model(path)
     config, checkpoint = files.config, files.checkpoint
+    if base_dtype == DEFAULT_FORMAT and config.packed:
+        base_dtype = config.packed
     if config.packed not in (None, base_dtype):
         raise UserError(
             f"{setting('base_dtype', base_dtype)} is not possible: the linear layers of {model} are stored in "

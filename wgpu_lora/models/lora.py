@@ -40,7 +40,7 @@ class SlotSpec:
 
 @dataclass(frozen=True)
 class Factor:
-    """The place of a module's A, B or M, its magnitudes: page, offset and stride between slots in values; shape: padded.
+    """The place of a module's A, B or M, its magnitudes: page, offset and stride between slots in values; padded shape.
 
     M is a matrix of one row."""
 

@@ -17,6 +17,7 @@ from wgpu_lora.track.report_to import trackers_of
 from wgpu_lora.train.declared import TYPES, check, check_heldout, kinds, require
 from wgpu_lora.train.distillation_options import DISTILLATION, DistillationOptions
 from wgpu_lora.train.general_options import ADAPTER, BATCHES, FILES, MEMORY, OPTIMISATION, SAVING, GeneralOptions
+from wgpu_lora.train.initialisation import check_initialisation
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.train.own_options import OWN_OPTIONS, as_text, checked, created
@@ -66,6 +67,7 @@ class TrainingArguments(DistillationOptions, PreferenceOptions, GeneralOptions):
             if getattr(self, name := OWN_OPTIONS[selected_by]) is not None:
                 kind = registered[getattr(self, selected_by)]
                 object.__setattr__(self, name, checked(kind, self, selected_by))  # comparable when a run is resumed
+        check_initialisation(self.init_lora_weights, self.lora_r, self.use_dora, self.init_adapter)
         check_heldout(self)
         if self.lr_scheduler_min > self.learning_rate:
             peak, least = (
@@ -156,6 +158,8 @@ def _typed(name: str, value: Any, parts: list[str], where: str) -> Any:
         value = str(value)
     if name in OWN_OPTIONS.values() and isinstance(value, Mapping):
         value = as_text(value)
+    if name == "init_lora_weights" and value is True:
+        value = "true"
     if value is None and "None" in parts:
         return None
     fits = any(

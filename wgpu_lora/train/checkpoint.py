@@ -24,6 +24,7 @@ from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.names.naming import flag
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.manifest import damage, write_manifest
+from wgpu_lora.train.offset import stored, trained
 from wgpu_lora.train.schema import SCHEMA, NewerSchemaError, schema_of
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.state import STATE, RunState, read_state
@@ -53,6 +54,14 @@ def adapter_tensors(matrices: Matrices, config: AdapterConfig) -> dict[str, np.n
     return tensors
 
 
+def adapter_as_stored(
+    session: Session, slot: int, config: AdapterConfig
+) -> tuple[dict[str, np.ndarray], AdapterConfig]:
+    """The tensors of a slot's adapter by PEFT's names, and its config."""
+    matrices, config = stored(session.device, session.adapters, slot, config)
+    return adapter_tensors(matrices, config), config
+
+
 def write_checkpoint(
     final: Path, session: Session, slot: int, config: AdapterConfig, state: RunState, facts: dict[str, Any]
 ) -> None:
@@ -64,8 +73,8 @@ def write_checkpoint(
     temporary = final.with_name(f".{final.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        device, adapters, optimizer = session.device, session.adapters, session.optimizer
-        files = adapter_files(adapter_tensors(adapters.read(device, slot), config), config)
+        device, optimizer = session.device, session.optimizer
+        files = adapter_files(*adapter_as_stored(session, slot, config))
         files[OPTIMIZER] = save(optimizer.state.read(device, slot))
         files[METADATA] = (to_json(facts["metadata"], indent=1) + "\n").encode()
         files[STATE] = to_json(
@@ -193,15 +202,18 @@ def restore(directory: Path, session: Session, slot: int) -> None:
     adapters: AdapterSet = session.adapters
     try:
         _, matrices = read_adapter(directory)
-        stored = load_file(directory / OPTIMIZER)
+        state = load_file(directory / OPTIMIZER)
     except (OSError, SafetensorError) as error:
         raise refuse(directory, str(error)) from error
     expected = set(adapters.modules(slot))
     if set(matrices) != expected or any(e.dtype != "F32" for e in read_header(directory / WEIGHTS).values()):
         raise refuse(directory, f"{WEIGHTS} does not have the modules or the dtype of this run")
-    stored = {modern(name, expected): values for name, values in stored.items()}
-    wrong = session.optimizer.state.fault(slot, stored)
+    state = {modern(name, expected): values for name, values in state.items()}
+    matrices, offset = trained(matrices, adapters, slot)
+    wrong = session.optimizer.state.fault(slot, state)
     if wrong:
         raise refuse(directory, f"{OPTIMIZER} does not match this run: {wrong}")
     adapters.write(session.device, slot, matrices)
-    session.optimizer.state.write(session.device, slot, stored)
+    if offset and adapters.offset:
+        adapters.offset.write(session.device, slot, offset)
+    session.optimizer.state.write(session.device, slot, state)

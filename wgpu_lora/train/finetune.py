@@ -22,7 +22,8 @@ from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import OUTPUT, PLAN, TrainingArguments
 from wgpu_lora.train.batching import fitted
 from wgpu_lora.train.frozen import check_base, frozen_adapter, starting_at_reference
-from wgpu_lora.train.initial import adapter_of
+from wgpu_lora.train.initial import adapter_of, check_residual
+from wgpu_lora.train.initialisation import offsets
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.length import fit_length, shortened
 from wgpu_lora.train.memory import check_adapters
@@ -83,6 +84,7 @@ def prepare_job(
     if not (planning or args.resume):
         refuse_used(args.directory)  # before reading data, and again under the lock
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
+    args = as_stored(args, model)
     check_adapters([args], model.config, budget_bytes(model.device.info, args.budget()))
     run = read_run(args, model, rows=rows)
 
@@ -91,6 +93,11 @@ def prepare_job(
         return session_of(declared_as(model, other.args.base_dtype), [other]).memory().guarded
 
     return FinetuneJob(session_of(model, [run]), [run], replan)
+
+
+def as_stored(args: TrainingArguments, model: LoadedModel) -> TrainingArguments:
+    """The options with the base format that the model is stored in, if it is."""
+    return replace(args, base_dtype=model.config.packed) if model.config.packed else args
 
 
 def read_run(
@@ -130,7 +137,10 @@ def read_run(
     if args.eval_steps and not heldout:
         use = f"use {flag('eval_data')} or {flag('validation_split')}"
         notes.append(f"note: {setting('eval_steps', args.eval_steps)} does nothing, since no rows are held out ({use})")
+    check_residual(args, model)
     spec = SlotSpec.of(adapter, initial)
+    if offsets(args.init_lora_weights):
+        spec = replace(spec, offset=SlotSpec(spec.rank, spec.scaling))
     digests = model.checkpoint.digest(), model.config.digest()
     taught = teacher, teacher.digest() if teacher else cached
     return AdapterRun(

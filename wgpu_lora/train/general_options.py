@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from wgpu_lora.names.allowed import ACTIVATION_DTYPES, COMPUTE_DTYPES, OVERFLOW
 from wgpu_lora.track.report_to import HELP
 from wgpu_lora.train.declared import NOT_NEGATIVE, POSITIVE, Range, option
+from wgpu_lora.train.initialisation import DEFAULT, INITIALISATIONS
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.train.schedule import LR_SCHEDULES
@@ -65,6 +66,12 @@ class GeneralOptions:
     )
     use_rslora: bool = option(False, ADAPTER, "Scale by alpha / sqrt(r) instead (rsLoRA).")
     use_dora: bool = option(False, ADAPTER, "Also train a magnitude of each row of the weights (DoRA).")
+    init_lora_weights: str = option(
+        DEFAULT,
+        ADAPTER,
+        "How the adapter begins: random A and zero B ('true'), or from the weights (PiSSA, OLoRA, LoftQ).",
+        choices=INITIALISATIONS,
+    )
     target_modules: str = option(
         "all-linear",
         ADAPTER,

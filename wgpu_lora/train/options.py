@@ -30,6 +30,7 @@ class TrainingOptions(TypedDict, total=False):
     lora_dropout: float
     use_rslora: bool
     use_dora: bool
+    init_lora_weights: str
     target_modules: str | list[str]
     learning_rate: float
     lr_scheduler_type: str

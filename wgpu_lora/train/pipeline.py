@@ -18,7 +18,7 @@ from wgpu_lora.track.report_to import check_libraries
 from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments
 from wgpu_lora.train.checkpoint import sweep_run
 from wgpu_lora.train.ending import FINISHED, OUTCOMES
-from wgpu_lora.train.finetune import declared_as, read_run, session_of, with_options
+from wgpu_lora.train.finetune import as_stored, declared_as, read_run, session_of, with_options
 from wgpu_lora.train.job import Job, locked
 from wgpu_lora.train.length import fit_length
 from wgpu_lora.train.memory import check_adapters
@@ -98,6 +98,7 @@ def prepare_pipeline(
         for directory in apart([home, *(Path(task.checkpoint) for task in tasks)]):
             refuse_used(directory)
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
+    args, per_task = as_stored(args, model), [as_stored(one, model) for one in per_task]
     args, _ = fit_length(args, model.config.max_position_embeddings)
     check_adapters(per_task, model.config, budget_bytes(model.device.info, args.budget()))
     # An adapter of a resumed pipeline without a checkpoint starts from the beginning.

@@ -94,9 +94,9 @@ class Session:
         self.heldout = batch(eval_tokens, training=False) if eval_tokens else None
         self._objectives = chosen
         self._record_scorers(references or {}, mismatched)
+        self.norms = Norms(model, adapters) if adapters.gains else None
         sizes = [*self.steps, *([eval_tokens] if eval_tokens else [])]
         self.teachers = Teachers(model, teachers or {}, sizes, positions, self.tables, compute_dtype)
-        self.norms = Norms(model, adapters) if adapters.gains else None
         self.built: set[int] = set()
         self.choices = NO_CHOICES
         self._claim = ExitStack()
@@ -127,8 +127,8 @@ class Session:
     def programs(self) -> list[Program]:
         own = [batch.program for batch in self.steps.values()]
         frozen = [program for scorer in self._scorers() for program in scorer.programs()]
-        frozen += self.teachers.programs()
         own += [self.norms.program] if self.norms else []
+        frozen += self.teachers.programs()
         return [*own, self.optimizer.program, *([self.heldout.program] if self.heldout else []), *frozen]
 
     def storages(self) -> set[Storage]:
@@ -150,9 +150,9 @@ class Session:
         groups["activations"] += sum(self._arena_sizes())
         model, teachers = self.model.decoder, self.teachers
         weights = total_by_group(model.storages())["base"] + teachers.base_bytes()
-        staging = max(staging_bytes(model), teachers.staging_bytes())
+        loading = weights + max(staging_bytes(model), teachers.staging_bytes())
         host, unified = sum(self._arena_sizes(on_host=True)), is_unified(self.device.info)
-        return MemoryPlan(groups, weights + staging, host, unified)
+        return MemoryPlan(groups, loading, host, unified)
 
     def needs(self) -> int:
         """Maximum bytes that `allocate` adds to the memory that the device uses."""
@@ -255,10 +255,17 @@ class Session:
             )
 
     def place_initial(self, slot: int, matrices: Matrices) -> None:
-        """Upload the adapter that a slot starts from. Magnitudes that it lacks are those of its weights."""
-        self.adapters.write(self.device, slot, matrices)
-        if self.adapters.specs[slot].dora and any(len(parts) < len(PARTS) for parts in matrices.values()):
-            assert self.norms is not None
+        """Upload the adapter that a slot starts from, one module at a time, and its offset, if it has one.
+
+        Magnitudes that it lacks are those of its weights.
+        """
+        spec, lacking = self.adapters.specs[slot], False
+        for module, parts in matrices.items():
+            self.adapters.write(self.device, slot, {module: parts})
+            if self.adapters.offset and spec.offset:
+                self.adapters.offset.write(self.device, slot, {module: (parts[0], -parts[1])})
+            lacking |= spec.dora and len(parts) < len(PARTS)
+        if lacking and self.norms:
             self.norms.place_initial(slot)
 
     def place_reference(self, slot: int, matrices: Matrices) -> None:

@@ -17,7 +17,7 @@ from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.train import checkpoint, output
 from wgpu_lora.train.arguments import PLAN, TrainingArguments
 from wgpu_lora.train.card import write_card
-from wgpu_lora.train.checkpoint import BEST, EPOCH, adapter_tensors
+from wgpu_lora.train.checkpoint import BEST, EPOCH, adapter_as_stored
 from wgpu_lora.train.facts import metadata, record_of
 from wgpu_lora.train.heldout import heldout_loss
 from wgpu_lora.train.initial import SeededMatrices
@@ -134,19 +134,25 @@ class AdapterRun(Run):
             precompute(session, stream, self.slot, events, self.name)
 
     def place_initial(self, session: Session) -> None:
-        session.place_initial(self.slot, self.initial)
+        initial = self.initial
+        session.place_initial(self.slot, initial.on(session.model) if isinstance(initial, SeededMatrices) else initial)
 
     def _place_first(self, session: Session) -> None:
         """Load the adapter that the run started from, even if resumed; the optimizer's state becomes zero."""
-        initial = self.initial
-        if self.resumed_from:
+        if not self.resumed_from:
+            self.place_initial(session)
+        else:
             facts = checkpoint.read_metadata(self.resumed_from)
             options = facts.get("options")
             began = found_from(
                 facts.get("directory"), options.get("init_adapter") if isinstance(options, dict) else None
             )
-            initial = read_adapter(str(began))[1] if began else SeededMatrices(self.args, session.model.config)
-        session.place_initial(self.slot, initial)
+            initial = (
+                read_adapter(str(began))[1]
+                if began
+                else SeededMatrices(self.args, session.model.config).on(session.model)
+            )
+            session.place_initial(self.slot, initial)
         session.optimizer.state.write(session.device, self.slot, {})
 
     @cached_property
@@ -211,8 +217,7 @@ class AdapterRun(Run):
                 checkpoint.remove(place)
 
     def write_adapter(self, session: Session, directory: Path) -> None:
-        matrices = session.adapters.read(session.device, self.slot)
-        write_adapter(directory, adapter_tensors(matrices, self.adapter), self.adapter)
+        write_adapter(directory, *adapter_as_stored(session, self.slot, self.adapter))
 
     def measure_heldout(self, session: Session, events: Events) -> dict[str, float]:
         """Measure the held-out `eval_loss` and metrics, {} if not finite; a new best adapter is saved in best/.

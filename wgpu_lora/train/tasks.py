@@ -32,6 +32,8 @@ OPTIONS = {
             "objective",
             "objective_args",
             "target_modules",
+            "use_dora",
+            "init_lora_weights",
             "learning_rate",
             "loraplus_lr_ratio",
             "max_steps",

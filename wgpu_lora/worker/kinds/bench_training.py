@@ -30,6 +30,7 @@ def run(
     compute_dtype: str | None = None,
     tune: bool | None = None,
     max_steps: int | None = None,
+    epochs: float | None = None,
     device: str | int | None = None,
 ) -> Ended:
     """The options are those of the command `bench training`. The exit code is 1 if a run did not finish."""
