@@ -11,7 +11,7 @@ from support.models import full_logits, save_golden_adapter
 from support.training import golden_arguments, model_dir, random_rows
 
 from wgpu_lora.api import evaluate
-from wgpu_lora.api.teacher_cache import teacher_cache
+from wgpu_lora.api.caching import teacher_cache
 from wgpu_lora.distill.support import Support
 from wgpu_lora.distill.targets import LEAST_TAIL, teacher_rows
 from wgpu_lora.errors import UserError

@@ -163,6 +163,11 @@ def evaluate_several(
         return _measured(opened, prepared, directories, slots, told, progress_bar)
 
 
+def prepared_rows(model: LoadedModel, data: str | Path) -> Prepared:
+    """The rows that `evaluate` measures by default, encoded. Raises UserError."""
+    return _heldout(model, _source(data, None, None), [], _given(None, None, None, None), False)[1]
+
+
 def _listeners(where: str, events: Events | None, before: dict[str, Any]) -> tuple[Events, ...]:
     told = listeners(where, events, before)
     if before:
