@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         finetune,
         generate,
         load,
+        teacher_cache,
     )
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "finetune",
     "generate",
     "load",
+    "teacher_cache",
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from importlib import import_module
 from typing import TypeVar
@@ -14,13 +15,19 @@ class Registry(MutableMapping[str, T]):
 
     An entry may be given as "package.module:attribute", so that help, completion and checks can list the names without
     importing anything.
+
+    Args:
+        others: names that exist but are not listed, because they follow a pattern: a regular expression that matches
+        the
+            whole name, and a function from the name to its implementation.
     """
 
-    def __init__(self, entries: Mapping[str, T | str]):
+    def __init__(self, entries: Mapping[str, T | str], others: tuple[str, str] | None = None):
         self._entries: dict[str, T | str] = dict(entries)
+        self._others = others
 
     def __getitem__(self, name: str) -> T:
-        entry = self._entries[name]
+        entry = self._entries[name] if name in self._entries or not self._is_other(name) else self._other(name)
         if isinstance(entry, str):
             module, _, attribute = entry.partition(":")
             found: T = getattr(import_module(module), attribute)
@@ -34,10 +41,19 @@ class Registry(MutableMapping[str, T]):
         del self._entries[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries
+        return name in self._entries or self._is_other(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def _is_other(self, name: object) -> bool:
+        return bool(self._others and isinstance(name, str) and re.fullmatch(self._others[0], name))
+
+    def _other(self, name: str) -> T | str:
+        assert self._others
+        module, _, function = self._others[1].partition(":")
+        found: T = getattr(import_module(module), function)(name)
+        return found

@@ -17,14 +17,15 @@ from scripts.gpu_compilers import predictions
 from scripts.gpu_compilers.check import violations
 from scripts.gpu_compilers.devices import GPUS, Gpu
 from scripts.gpu_compilers.places import ROOT, place_of
-from scripts.gpu_compilers.recorded import Wanted
 from scripts.gpu_compilers.report import show, to_json
 from scripts.gpu_compilers.run import Answers, ask
+from scripts.gpu_compilers.wanted import Wanted
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bench.results import Writer
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.tiling import Tiling
 from wgpu_lora.models.shapes import SHAPES
+from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
 DEFAULT_SHAPES = ("qwen2.5-0.5b", "qwen2.5-7b", "qwen3-0.6b", "llama-3.2-1b")
 HEAD_DIMS = (80, 96, 256)  # attention alone: those shapes have heads of 64 and 128
@@ -87,6 +88,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--rank", type=count, default=16)
     parser.add_argument("--compute-dtype", choices=("f32", "bf16", "f16"), default="f32")
     parser.add_argument("--activation-dtype", choices=("f32", "bf16", "f16"), default="f32")
+    parser.add_argument("--base-dtype", default=DEFAULT_FORMAT, help="of the frozen matrices")
     parser.add_argument("--default-only", action="store_true", help="leave out tilings that only the tuner chooses")
     parser.add_argument("--kernel", action="append", default=[], help="part of a name; repeatable (default: all)")
     parser.add_argument("--tiling", type=tiling, help="another tiling for tuned kernels, as JSON; see gpu/tiling.py")
@@ -117,6 +119,7 @@ def main(argv: list[str] | None = None) -> int:
         tuple(given.kernel),
         given.tiling,
         given.activation_dtype,
+        given.base_dtype,
     )
     try:
         answers = ask_all(gpus, given.subgroup_size, wanted, given.root.resolve(), given.in_root, given.jobs, given.raw)

@@ -69,7 +69,7 @@ def test_supports_are_those_of_the_full_logits(device, tmp_path, monkeypatch, ch
 def test_random_tokens_depend_on_seed_row_and_position_only(device):
     model, kept = load("qwen2", device), Kept(4, 8, seed=5)
     segments = segments_of("qwen2")
-    one, two, three = supports(model, kept, segments, [3, 1, 2])
+    two = supports(model, kept, segments, [3, 1, 2])[1]
     (alone,) = supports(model, kept, segments[1:2], [1])
     np.testing.assert_array_equal(two.ids, alone.ids)
     (other,) = supports(model, kept, segments[1:2], [0])
@@ -77,7 +77,6 @@ def test_random_tokens_depend_on_seed_row_and_position_only(device):
     (other,) = supports(model, Kept(4, 8, seed=6), segments[1:2], [1])
     assert (two.ids[:, 4:] != other.ids[:, 4:]).any()
     np.testing.assert_array_equal(two.ids[:, :4], other.ids[:, :4])
-    assert len(one.ids) and len(three.ids)
 
 
 @pytest.mark.parametrize("size", [2, 5, 64, 211])

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import path_of
+from support import FIXTURES, path_of
 from support.events import hearing
 from support.gguf_models import DEMO, make_adapter, read, small, values
 
+from wgpu_lora.errors import UserError
 from wgpu_lora.export import mix
 from wgpu_lora.export.gguf_adapter import export_adapter
 from wgpu_lora.export.gguf_model import export_model, export_models
@@ -170,6 +171,12 @@ def test_an_adapter_alone(tmp_path: Path, architecture: str) -> None:
         if architecture == "llama" and module == "q_proj":
             expected = expected.reshape(-1, 2, dim // 2, expected.shape[1]).swapaxes(1, 2).reshape(expected.shape)
         np.testing.assert_allclose(facts["adapter.lora.alpha"] / len(a) * b @ a, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_dora_cannot_be_an_adapter_of_llama_cpp(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is a DoRA, which llama\.cpp does not apply: merge it"):
+        export_adapter(FIXTURES / "models" / "llama", FIXTURES / "peft" / "dora-patterns", tmp_path / "lora.gguf")
+    assert not list(tmp_path.iterdir())
 
 
 def test_rope(tmp_path: Path) -> None:

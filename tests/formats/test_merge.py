@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from support.events import hearing
 from support.models import (
     ARCHITECTURES,
@@ -55,6 +56,16 @@ def test_logits_are_those_of_base_and_adapter(device: Device, tmp_path: Path, ar
         for have, want, before in zip(found, expected, plain, strict=True):
             assert relative_error(have, want) < bound
             assert relative_error(before, want) > 0.1
+
+
+def test_a_dora_is_merged_with_its_magnitudes(device: Device, tmp_path: Path) -> None:
+    """In pieces of a few rows, whose norms are those of whole rows of the weight."""
+    stored, base = load_file(FIXTURES / "golden" / "peft.safetensors"), source("llama")
+    merge_adapter(base, FIXTURES / "peft" / "dora-patterns", tmp_path / "merged", "f32")
+    merged = open_model(str(tmp_path / "merged"), device, "f32")
+    merged.load_weights()
+    (found,) = full_logits(merged, [Segment(stored["dora-patterns.input_ids"][0])])
+    assert relative_error(found, stored["dora-patterns.logits"][0]) < 1e-4
 
 
 def test_the_card_says_what_was_merged_and_events_what_was_written(tmp_path: Path) -> None:

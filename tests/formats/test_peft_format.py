@@ -105,7 +105,7 @@ def test_kinds_of_target_modules(targets):
     ("changes", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type 'IA3' in x is not supported"),
-        ({"use_dora": True}, "use_dora = True in x"),
+        ({"use_bdlora": True}, "use_bdlora = True in x"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save = \['lm_head'\]"),
         ({"lora_bias": True}, "lora_bias"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),

@@ -75,6 +75,8 @@ def save_golden_adapter(
                 continue
             part = value[:rank] if factor == "A" else value[:, :rank] * scale
             tensors[tensor_name(path_of(layer, module), factor)] = np.ascontiguousarray(part, np.float32)
+            if config.get("use_dora") and factor == "B":  # rows of these weights have norms of about 1
+                tensors[tensor_name(path_of(layer, module), "M")] = np.linspace(0.8, 1.3, len(part), dtype=np.float32)
     write_adapter(directory, tensors, AdapterConfig(r=rank, lora_alpha=8, **config))
     return directory
 

@@ -312,7 +312,7 @@ def test_rows_that_lack_something(tmp_path: Path) -> None:
 
 
 def test_one_that_is_not_registered(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"objective must be one of sft, dpo, kto, orpo, cpo, pairwise, not ppo\."):
+    with pytest.raises(UserError, match=r"objective must be one of sft, dpo, kto, orpo, cpo, kd, pairwise, not ppo\."):
         job(tmp_path / "a", objective="ppo")
 
 

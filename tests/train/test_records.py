@@ -110,7 +110,7 @@ def test_a_record_that_cannot_be_is_one_sentence(tmp_path: Path, name: str, valu
 @pytest.mark.parametrize(
     ("option", "what", "known"),
     [
-        ("objective", "objective", "sft, dpo, kto, orpo, cpo"),
+        ("objective", "objective", "sft, dpo, kto, orpo, cpo, kd"),
         ("optim", "optimizer", "adamw"),
         ("base_dtype", "base format", "nf4, bf16, f16, f32"),
     ],

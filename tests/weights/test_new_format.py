@@ -89,18 +89,23 @@ def split(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class TwinFiles:
     """In checkpoints: high has the matrix's name, and low is beside it."""
 
-    title, marker, suffixes = "the twins", ".low", (".low",)
-    quantization_config: ClassVar[dict[str, str]] = {"quant_method": "twin"}
+    title, suffixes = "the twins", (".low",)
 
-    def matches(self, quantization_config: Mapping[str, Any]) -> bool:
-        return quantization_config.get("quant_method") == "twin"
+    def quantization_config(self, base_format: str) -> dict[str, str]:
+        return {"quant_method": base_format}
 
-    def check(self, tensors: StoredTensors, name: str, shape: tuple[int, ...]) -> None:
+    def base_format(self, quantization_config: Mapping[str, Any]) -> str | None:
+        return "twin" if quantization_config.get("quant_method") == "twin" else None
+
+    def is_packed(self, tensors: StoredTensors, name: str) -> bool:
+        return f"{name}.low" in tensors
+
+    def check(self, tensors: StoredTensors, name: str, shape: tuple[int, ...], base_format: str) -> None:
         if tensors.shape(name) != shape or tensors.shape(f"{name}.low") != shape:
             raise UserError(f"{name} in {tensors.directory} are not twins: copy the model again.")
 
-    def read(self, tensors: StoredTensors, name: str) -> Packed:
-        shape, names = tensors.shape(name), (name, f"{name}.low")
+    def read(self, tensors: StoredTensors, name: str, shape: tuple[int, ...]) -> Packed:
+        names = name, f"{name}.low"
         return Packed(
             "twin", shape, ("high", "low"), lambda: tuple(tensors.array(n, "BF16").reshape(shape) for n in names)
         )
@@ -135,7 +140,10 @@ def logits(model: LoadedModel) -> list[np.ndarray]:
 
 
 def test_it_is_named_with_the_others() -> None:
-    with pytest.raises(UserError, match=r"base_dtype='zork' is not known: choose one of nf4, bf16, f16, f32, twin\."):
+    with pytest.raises(
+        UserError,
+        match=r"base_dtype='zork' is not known: choose one of nf4, bf16, f16, f32, lut2, lut3, lut4, int8, twin\.",
+    ):
         open_model(str(model_dir("llama")), base_dtype="zork")
 
 
@@ -166,7 +174,8 @@ def test_it_is_saved_and_loaded_as_it_was_saved(device: Device, tmp_path: Path) 
     for have, want in zip(logits(again), logits(model), strict=True):
         np.testing.assert_array_equal(have, want)
     with pytest.raises(UserError, match="are stored in TWIN"):
-        open_model(str(saved), device)
+        open_model(str(saved), device, "f32")
+    assert open_model(str(saved), device).decoder.base_dtype == "twin"
     with pytest.raises(UserError, match="is not quantised on loading"):
         write_packed(again, tmp_path / "twice")
     entry = again.checkpoint._entry(f"{K_PROJ}.low")
@@ -178,9 +187,14 @@ def test_it_is_saved_and_loaded_as_it_was_saved(device: Device, tmp_path: Path) 
 
 
 def test_what_cannot_be_saved_is_refused(device: Device, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"base_dtype='bf16' cannot be stored packed: choose one of nf4, twin\."):
+    with pytest.raises(
+        UserError, match=r"base_dtype='bf16' cannot be stored packed: choose one of nf4, lut2, lut3, lut4, int8, twin\."
+    ):
         write_packed(open_model(str(model_dir("llama")), device, "bf16"), tmp_path / "saved")
-    with pytest.raises(UserError, match="'gptq', which is not supported: use bitsandbytes' NF4 or the twins, or"):
+    with pytest.raises(
+        UserError,
+        match="'gptq', which is not supported: use bitsandbytes' NF4 or wgpu-lora's low-bit codes or the twins, or",
+    ):
         packed({"quantization_config": {"quant_method": "gptq"}}, "config.json")
     assert not list(tmp_path.iterdir())
 

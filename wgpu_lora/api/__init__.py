@@ -1,4 +1,4 @@
-"""The Python API: load, fine-tune, generate, compare, evaluate. The command line uses it too."""
+"""The Python API: load, fine-tune, generate, compare, evaluate, cache a teacher. The command line uses it too."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Unpack, cast
 
 from wgpu_lora.api.ask import answer, compare, generate
 from wgpu_lora.api.bars import Bars
+from wgpu_lora.api.caching import teacher_cache
 from wgpu_lora.api.evaluation import evaluate, evaluate_several
 from wgpu_lora.api.listeners import Callback, listeners
 from wgpu_lora.api.multi_adapter import MultiAdapterPipeline
@@ -31,6 +32,7 @@ from wgpu_lora.weights.registry import DEFAULT_FORMAT
 __all__ = [
     "Answer", "Events", "MultiAdapterPipeline", "RunRecord", "StepResult", "TrainingArguments",
     "answer", "compare", "evaluate", "evaluate_several", "finetune", "generate", "load",
+    "teacher_cache",
 ]  # fmt: skip
 
 for _asking in (answer, compare, generate):

@@ -68,8 +68,8 @@ def teacher_cache(
     'finetune --objective kd --teacher-cache DIR' trains on it. An interrupted run is continued by the same command.
     """
     from wgpu_lora.api import load
-    from wgpu_lora.api.teacher_cache import check_values
-    from wgpu_lora.api.teacher_cache import teacher_cache as make
+    from wgpu_lora.api import teacher_cache as make
+    from wgpu_lora.api.caching import check_values
     from wgpu_lora.infer.named import model_of
 
     check_values(top_k, random, length, samples, seed, logits_dtype, on_overflow, batch_tokens, compute_dtype)

@@ -144,8 +144,9 @@ class TeacherCache:
                 f"{mine} has rows cut to {header.length:,} tokens, but here they may have {prepared.max_length:,}: use "
                 f"{setting('max_length', header.length)}, or {AGAIN}."
             )
-        name = f"{header.data.get('path')!s:.200} (SHA-256 {digest[:12]}, not {prepared.digest[:12]})"
-        what = f"other trained tokens of {name}" if prepared.digest == digest else f"other data, {name}"
+        name = f"{header.data.get('path')!s:.200}"
+        other = f"other data, {name} (SHA-256 {digest[:12]}, not {prepared.digest[:12]})"
+        what = f"other trained tokens of {name}" if prepared.digest == digest else other
         return UserError(
             f"{mine} was made of {what}, so that {counted(rows, 'row')} of {len(prepared.rows):,} "
             f"{'differs' if rows == 1 else 'differ'}: use the data and options that it was made with, or {AGAIN}."

@@ -51,7 +51,6 @@ class Header:
     length: int
     top_k: int
     random: int
-    logits: str
     rows: int
     positions: int
     table: str
@@ -60,6 +59,11 @@ class Header:
     template: str | None
     data: dict[str, Any]
     shards: list[Shard] = field(default_factory=list)
+
+    @property
+    def logits(self) -> str:
+        """Storage type of the logits."""
+        return str(self.options.get("logits_dtype"))
 
     @property
     def tokens(self) -> int:

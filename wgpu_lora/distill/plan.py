@@ -6,7 +6,7 @@ import hashlib
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.words import counted
 
-SHARD_POSITIONS = 16384  # at least, but in the last shard: 13 MB of 192 tokens each
+SHARD_POSITIONS = 8192  # at least, but in the last shard: 7 MB of 192 tokens each
+MOST_SHARDS = 8192  # about, so that cache.json stays small
 OURS = re.compile(rf"{re.escape(CACHE)}|{re.escape(TABLE)}|shard-\d{{5,}}\.safetensors")
 _FILE_BYTES = 400  # of a safetensors file's header, about
 
@@ -82,16 +83,22 @@ def plan_cache(
     tokens = max([*(len(row.input_ids) for row in rows), min(batch_tokens, sum(len(row.input_ids) for row in rows))])
     header = Header(
         schema=SCHEMA,
-        options={**options, "seed": kept.seed, "samples": samples, "batch_tokens": batch_tokens},
+        options={
+            **options,
+            "base_dtype": model.decoder.base_dtype,
+            "logits_dtype": logits,
+            "seed": kept.seed,
+            "samples": samples,
+            "batch_tokens": batch_tokens,
+        },
         vocab_size=model.config.vocab_size,
         length=prepared.max_length,
         top_k=kept.top_k,
         random=kept.random,
-        logits=logits,
         rows=len(rows),
         positions=sum(row.trained_tokens for row in rows),
         table=hashlib.sha256(save(Table.of(rows).arrays())).hexdigest(),
-        teacher={"model": model.name, "base_dtype": model.decoder.base_dtype, **teacher},
+        teacher={"model": model.name, **teacher},
         tokenizer=model.tokenizer.digest if model.tokenizer else None,
         template=template_digest(model.tokenizer, template_kwargs),
         data={"path": prepared.path, "sha256": prepared.digest},
@@ -102,8 +109,9 @@ def plan_cache(
 def _shards(rows: Sequence[Row]) -> list[list[Row]]:
     shards: list[list[Row]] = [[]]
     positions = 0
+    least = max(SHARD_POSITIONS, sum(row.trained_tokens for row in rows) // MOST_SHARDS)
     for row in rows:
-        if positions >= SHARD_POSITIONS:
+        if positions >= least:
             shards.append([])
             positions = 0
         shards[-1].append(row)
@@ -143,33 +151,34 @@ def _others(output: Path) -> list[str]:
 
 
 def _compare(output: Path, found: Header, wanted: Header) -> None:
-    """Raise UserError unless a cache is the one that is wanted."""
-    old, new = _facts(found), _facts(wanted)
-    for name in new:
-        if old.get(name) == new[name]:
-            continue
-        if name.startswith("options.") or name in ("length", "top_k", "random", "logits"):
-            option = {"logits": "logits_dtype"}.get(name, name.removeprefix("options."))
+    """Raise UserError unless a cache is the one that is wanted; the teacher's weights are compared once loaded."""
+    options = [name for name in wanted.options if found.options.get(name) != wanted.options[name]]
+    given = {**wanted.options, "length": wanted.length, "top_k": wanted.top_k, "random": wanted.random}
+    before = {**found.options, "length": found.length, "top_k": found.top_k, "random": found.random}
+    for name in ["top_k", "random", "length", *options]:
+        if before.get(name) != given[name]:
             raise UserError(
-                f"{output} was begun with {setting(option, old.get(name))}, not {new[name]}: give the same options to "
-                f"continue it, or another {flag('output')}."
+                f"{output} was begun with {_said(name, before.get(name))}, not {_said(name, given[name])}: give the "
+                f"same options to continue it, or another {flag('output')}."
             )
-        what = {"table": "trained tokens"}.get(name, name.replace(".", "'s ", 1))
-        raise UserError(
-            f"{output} was begun with another {what} ({old.get(name)!s:.60}, not {new[name]!s:.60}): give the same to "
-            f"continue it, or another {flag('output')}."
-        )
-
-
-def _facts(header: Header) -> dict[str, Any]:
-    """What must be equal, flat; the teacher's weights are compared once they are loaded."""
-    fields = {name: value for name, value in asdict(header).items() if name not in ("shards", "schema")}
-    flat: dict[str, Any] = {}
-    for name, value in fields.items():
-        flat |= {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
-    return {
-        name: value for name, value in flat.items() if name not in ("teacher.weights", "teacher.model", "data.path")
+    facts = {
+        "another adapter of the teacher": (found.teacher.get("adapter"), wanted.teacher["adapter"]),
+        "another tokenizer": (found.tokenizer, wanted.tokenizer),
+        "another chat template": (found.template, wanted.template),
+        "other data": (found.data.get("sha256"), wanted.data["sha256"]),
+        "another size of the vocabulary": (found.vocab_size, wanted.vocab_size),
+        "other trained tokens": (found.table, wanted.table),
     }
+    for what, (old, new) in facts.items():
+        if old != new:
+            other = f"SHA-256 {old!s:.12}, not {new!s:.12}" if isinstance(new, str) else f"{old!s:.12}, not {new}"
+            raise UserError(
+                f"{output} was begun with {what} ({other}): give the same to continue it, or another {flag('output')}."
+            )
+
+
+def _said(name: str, value: Any) -> str:
+    return f"no {flag(name)}" if value is None else setting(name, value)
 
 
 def _check_room(output: Path, plan: Plan, done: int) -> None:

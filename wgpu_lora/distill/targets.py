@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from wgpu_lora.data import UNTRAINED
+from wgpu_lora.distill.cache import TeacherCache
 from wgpu_lora.distill.support import Support
 from wgpu_lora.ops.support import LOWEST, NO_ID
 
@@ -60,3 +62,15 @@ def teacher_rows(support: Support, targets: np.ndarray, vocab_size: int, tempera
     places = np.where(hits.any(1), hits.argmax(1), kept).astype(np.uint32)
     ids[:, kept] = np.where(places == kept, targets, NO_ID)
     return TeacherRows(ids, logprobs.astype(np.float32), places)
+
+
+def cached_rows(cache: TeacherCache, labels: np.ndarray, index: int, temperature: float) -> TeacherRows:
+    """What a cache says about a row of data with this index (see `TeacherCache.support`)."""
+    return teacher_rows(cache.support(index), targets_of(labels), cache.vocab_size, temperature)
+
+
+def targets_of(labels: np.ndarray | None) -> np.ndarray:
+    """The ids of a row's trained tokens, given unshifted labels."""
+    assert labels is not None
+    targets: np.ndarray = labels[1:][labels[1:] != UNTRAINED]
+    return targets

@@ -30,7 +30,8 @@ def export_adapter(model: Path, adapter: Path, output: Path) -> Written:
     adapter_config, _ = read_adapter(adapter)
     if adapter_config.use_dora:
         raise UserError(
-            f"The adapter {adapter} is a DoRA, which llama.cpp does not apply: merge it into its model, and export that."
+            f"The adapter {adapter} is a DoRA, which llama.cpp does not apply: merge it into its model, and export "
+            "that."
         )
     alpha = np.float32(adapter_config.lora_alpha)
     form, names, tensors, count = config.gguf(), gguf_names(config), Tensors(), 0

@@ -33,6 +33,7 @@ class PackedCheckpoint(Checkpoint):
     def __init__(self, directory: str | Path, base_format: str):
         super().__init__(directory)
         self._format, self._form = base_format, packed_form(base_format)
+        self._shapes: Mapping[str, tuple[int, ...]] = {}
 
     def names(self) -> list[str]:
         return [name for name in super().names() if not name.endswith(self._form.suffixes)]
@@ -41,7 +42,11 @@ class PackedCheckpoint(Checkpoint):
         return self._format.upper() if self._is_packed(name) else super().dtype(name)
 
     def packed(self, name: str) -> Packed | None:
-        return self._form.read(self, name) if self._is_packed(name) else None
+        return self._form.read(self, name, self._shapes[name]) if self._is_packed(name) else None
+
+    def stored_dtype(self, name: str) -> str:
+        """The dtype of a tensor, in safetensors' notation, as it is stored."""
+        return super().dtype(name)
 
     def array(self, name: str, dtype: str) -> np.ndarray:
         """A tensor's values, flattened. Raises UserError unless it has this dtype, one of ARRAYS."""
@@ -54,14 +59,15 @@ class PackedCheckpoint(Checkpoint):
 
         matrices: names of those that may be packed; by default, any.
         """
+        self._shapes = shapes
         for name, shape in shapes.items():
             if not self._is_packed(name):
                 self.check_parameter(name, shape)
                 continue
             if matrices is not None and name not in matrices:
                 raise UserError(f"{name} in {self.directory} is packed, but is not a linear layer: use another model.")
-            self._form.check(self, name, shape)
+            self._form.check(self, name, shape, self._format)
         self.check_unknown(shapes)
 
     def _is_packed(self, name: str) -> bool:
-        return name + self._form.marker in self
+        return self._form.is_packed(self, name)

@@ -69,11 +69,11 @@ def packed(d: Mapping[str, Any], where: str) -> str | None:
         return None
     stated = quantization if isinstance(quantization, Mapping) else {"quant_method": quantization}
     forms = packed_forms()
-    for name, form in forms.items():
-        if form.matches(stated):
+    for form in forms.values():
+        if name := form.base_format(stated):
             return name
     kind = next((value for key, value in stated.items() if key.endswith("quant_type")), None)
-    titles = " or ".join(form.title for form in forms.values())
+    titles = " or ".join(dict.fromkeys(form.title for form in forms.values()))
     raise UserError(
         f"quantization_config in {where} says the weights are stored as {stated.get('quant_method')!r}"
         f"{f' ({kind})' if kind else ''}, which is not supported: use {titles}, or the "

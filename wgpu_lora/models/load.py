@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+import numpy as np
 
 from wgpu_lora.formats.checkpoint import WeightSource
 from wgpu_lora.gpu.device import Device
@@ -20,19 +22,24 @@ def table_dtype(checkpoint: WeightSource, config: ModelConfig) -> str:
 
 
 def load_weights(
-    device: Device, checkpoint: WeightSource, model: Decoder, progress: Callable[[str], None] = lambda name: None
+    device: Device,
+    checkpoint: WeightSource,
+    model: Decoder,
+    progress: Callable[[str], None] = lambda name: None,
+    importance: Mapping[str, np.ndarray] | None = None,
 ) -> str:
     """Allocates the model's tensors and fills them; returns the SHA-256 of their values (see AuditedSource).
 
     Args:
         progress: called with each tensor's name once it is loaded.
+        importance: of the inputs of matrices that are quantised (see `weights.base.Loading`).
 
     Raises:
         NotFiniteError: a tensor has NaN or infinite values.
         UserError: a file is damaged.
     """
     try:
-        with AuditedSource(checkpoint) as audited, Loading(device, model.weights()) as loading:
+        with AuditedSource(checkpoint) as audited, Loading(device, model.weights(), importance) as loading:
             _fill(loading, audited, model, progress)
             return audited.digest()
     except BaseException:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
+
+import numpy as np
 
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
@@ -30,6 +33,7 @@ class LoadedModel:
 
     path: the model's directory or GGUF file.
     weights_sha256: SHA-256 of all values as read, set by `load_weights`.
+    importance: how much the inputs [in] of matrices count if loading quantises them, by the matrices' names.
     """
 
     name: str
@@ -41,6 +45,7 @@ class LoadedModel:
     decoder: Decoder
     weights_loaded: bool = False
     weights_sha256: str | None = None
+    importance: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         config, where = self.config, self.device.info.name
@@ -65,7 +70,7 @@ class LoadedModel:
             events.loading(self.name, tensor, next(done), total)
 
         with claim(self.device, self.bytes_to_load(), f"the weights of {self.name}"):
-            self.weights_sha256 = load_weights(self.device, self.checkpoint, self.decoder, loaded)
+            self.weights_sha256 = load_weights(self.device, self.checkpoint, self.decoder, loaded, self.importance)
             self.weights_loaded = True
 
     def unload(self) -> None:
@@ -97,15 +102,17 @@ def open_model(model: str, device: Device | str | int | None = None, base_dtype:
     Args:
         model: a directory, a GGUF file, a hub id, or `demo`.
         device: an opened device, a device index, or part of a device's name.
-        base_dtype: a base format of `weights.registry`.
+        base_dtype: a base format of `weights.registry`. A model that is stored in one keeps it by default.
 
     Raises:
         UserError: the model cannot be downloaded or read, or is not supported.
     """
-    base_format(base_dtype)
+    base_dtype = base_format(base_dtype).name
     path = resolve_model(model)
     files = read_model(path)
     config, checkpoint = files.config, files.checkpoint
+    if base_dtype == DEFAULT_FORMAT and config.packed:
+        base_dtype = config.packed
     if config.packed not in (None, base_dtype):
         raise UserError(
             f"{setting('base_dtype', base_dtype)} is not possible: the linear layers of {model} are stored in "

@@ -151,15 +151,18 @@ SENTENCES: tuple[tuple[str, str], ...] = (
     ),
     (
         "is not supported: adapters are LoRA, with {use_rslora} rank-stabilised LoRA, or with {use_dora} DoRA",
-        "use_pissa pissa_init use_badam use_galore loftq_config loftq use_loftq adalora eva_config "
-        "lora_fa corda_config layer_replication use_loreft relora_steps oft",
+        "use_badam use_galore adalora eva_config lora_fa corda_config layer_replication use_loreft relora_steps oft",
     ),
     (
-        "is not needed: A is initialised as in PEFT's default, and B is zero",
-        "init_lora_weights lora_init init_weights fan_in_fan_out",
+        "is a value of {init_lora_weights}: pissa, pissa_niter_16 or loftq",
+        "use_pissa pissa_init pissa pissa_iter loftq_config loftq use_loftq loftq_bits loftq_iter",
     ),
     (
-        "is {objective}: sft, dpo, kto, orpo or cpo",
+        "is not needed: all linear layers are stored as [out, in]",
+        "fan_in_fan_out",
+    ),
+    (
+        "is {objective}: sft, dpo, kto, orpo, cpo or kd",
         "rl stage method train_mode",
     ),
     (
@@ -236,8 +239,12 @@ ANYWHERE: tuple[tuple[str, str], ...] = (
         "use_qlora",
     ),
     (
+        "is {base_dtype=int8} here; the base is NF4 by default, which is smaller",
+        "load_in_8bit use_8bit",
+    ),
+    (
         "is not supported: the base is NF4 by default, which is smaller ({base_dtype} selects another type)",
-        "load_in_8bit use_8bit load_in_fp8 load_in_16bit",
+        "load_in_fp8 load_in_16bit",
     ),
     (
         "is not needed: attention never stores all scores, and kernels are tuned to the device",

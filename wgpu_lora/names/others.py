@@ -41,6 +41,7 @@ ALIASES: dict[tuple[str, ...], str] = {
     ("lora_dropout",): "dropout",
     ("use_rslora",): "rslora",
     ("use_dora",): "dora",
+    ("init_lora_weights",): "lora_init init_weights",
     ("target_modules",): "lora_target lora_target_modules",
     ("model",): "model_name_or_path model_name model_id model_path base_model base_model_name_or_path "
     "pretrained_model_name_or_path hf_path",

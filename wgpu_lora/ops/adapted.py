@@ -12,7 +12,7 @@ from dataclasses import replace
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.dora import magnified
 from wgpu_lora.ops.elementwise import dropout_parts
-from wgpu_lora.ops.linear import FrozenMatrix, Linear, frozen_low_rank, gated_linears, linear, linears
+from wgpu_lora.ops.linear import FrozenMatrix, Linear, exceed_binding, frozen_low_rank, gated_linears, linear, linears
 from wgpu_lora.ops.lora import LoraSlots
 from wgpu_lora.ops.recorder import Recorder
 
@@ -40,9 +40,10 @@ def adapted_linear(
             dropped, rest = dropout_parts(rec, x, lora.draws, lora.module)
             linear(rec, rest, layer, None, y, accumulate)
             u = linear(rec, dropped, Linear(layer.weight), replace(own, draws=None))
-            return magnified(rec, u, lora, None, y, accumulate=True)
-        u = linear(rec, x, Linear(layer.weight), own)
-        magnified(rec, u, lora, layer.bias, y, accumulate)
+            magnified(rec, u, lora, None, y, accumulate=True)
+        else:
+            u = linear(rec, x, Linear(layer.weight), own)
+            magnified(rec, u, lora, layer.bias, y, accumulate)
     if lora.offset:
         frozen_low_rank(rec, x, y, lora.offset)
     return y
@@ -68,8 +69,10 @@ def adapted_linears(
         for u, y, layer, lora in zip(us, ys, layers, found, strict=True):
             magnified(rec, u, lora, layer.bias, y, accumulate=False)
     else:
-        shapes = [(x.size // layer.weight.in_features, layer.weight.out_features) for layer in layers]
-        ys = [rec.temp(shape, name="dora") for shape in shapes] if apart else rec.temps(*shapes, name="dora")
+        rows = x.size // layers[0].weight.in_features
+        shapes = [(rows, layer.weight.out_features) for layer in layers]
+        alone = apart and exceed_binding(rec, rows, layers)
+        ys = [rec.temp(shape, name="dora") for shape in shapes] if alone else rec.temps(*shapes, name="dora")
         return [adapted_linear(rec, x, *each) for each in zip(layers, loras, ys, strict=True)]
     for offset, y in zip([lora and lora.offset for lora in loras], ys, strict=True):
         if offset:

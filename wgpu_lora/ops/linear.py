@@ -152,7 +152,7 @@ def linears(
     """
     weights = [layer.weight for layer in layers]
     rows, size_in = x.size // weights[0].in_features, weights[0].in_features
-    if apart and sum(align(4 * rows * weight.out_features) for weight in weights) > rec.program.device.max_binding:
+    if apart and exceed_binding(rec, rows, layers):
         return [linear(rec, x, layer, lora) for layer, lora in zip(layers, loras, strict=True)]
     together = _together(rec, layers, loras)
     ys = rec.temps(*((rows, weight.out_features) for weight in weights), name="linears")
@@ -192,6 +192,11 @@ def linears(
 
     rec.node(backward, inputs=[x], outputs=ys, trains=stack is not None)
     return ys
+
+
+def exceed_binding(rec: Recorder, rows: int, layers: Sequence[Linear[FrozenMatrix]]) -> bool:
+    """Whether the outputs of several layers, in one storage, would exceed a binding of the device."""
+    return sum(align(4 * rows * layer.weight.out_features) for layer in layers) > rec.program.device.max_binding
 
 
 def gated_linears(

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Fixed, In, InOut, Place, kernel
+from wgpu_lora.gpu.kernel import Dim, Fixed, In, InOut, Place, kernel
 from wgpu_lora.gpu.part import Part, picks, some_rows
 from wgpu_lora.gpu.tunable import Arrays, Constants
 from wgpu_lora.ops.rows import by_subgroup, row_grid
@@ -30,16 +30,16 @@ def top_k(
     best: InOut,
     best_ids: InOut,
     *,
-    rows: U32,
-    k: U32,
-    cols: U32,
-    first: Place[U32],
+    rows: Dim,
+    k: Dim,
+    cols: Dim,
+    first: Place[Dim],
 ) -> Any:
     """The K largest of a chunk's logits [rows, cols] and the min(K, first) largest before it, ordered by id.
 
-    values and ids[r, :min(K, first)] are those of the logits [0, first), by id, and best and best_ids[r, :min(K, first
-    + cols)] become those of [0, first + cols). Of equal ones, those of lower ids. The rest of a row and rows >= count[0]
-    are unchanged.
+    values and ids[r, :min(K, first)] are those of the logits [0, first), by id. best and best_ids[r, :min(K, first +
+    cols)] become those of [0, first + cols); of equal ones, those of lower ids. The rest of a row, and rows >=
+    count[0], are unchanged.
     """
     result, result_ids = best.reshape(rows, k).copy(), best_ids.reshape(rows, k).copy()
     old, size = min(k, first), min(k, first + cols)

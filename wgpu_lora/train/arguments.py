@@ -15,7 +15,9 @@ from wgpu_lora.names.aliases import real_names, real_value
 from wgpu_lora.names.naming import Naming, flag, naming, setting
 from wgpu_lora.track.report_to import trackers_of
 from wgpu_lora.train.declared import TYPES, check, check_heldout, kinds, require
+from wgpu_lora.train.distillation_options import DISTILLATION, DistillationOptions
 from wgpu_lora.train.general_options import ADAPTER, BATCHES, FILES, MEMORY, OPTIMISATION, SAVING, GeneralOptions
+from wgpu_lora.train.initialisation import check_initialisation
 from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.train.optimizers import OPTIMIZERS
 from wgpu_lora.train.own_options import OWN_OPTIONS, as_text, checked, created
@@ -28,24 +30,29 @@ FREE_ON_RESUME = {
     "offload_activations",  # the same values
     "tune",  # a resumed run keeps its tilings
     "logging_steps", "save_steps", "save_total_limit", "eval_data", "eval_split",
-    "reference_adapter",  # its digest is compared
+    "reference_adapter", "teacher", "teacher_adapter", "teacher_cache",  # their digests are compared
+    "eval_teacher_cache",
+    "rounded_from",  # its loss is measured once
     "eval_steps", "eval_on_start", "goal", "notes", "run_log", "report_to",
 }  # fmt: skip
 # Options that may change to extend a run.
 PLAN = ("num_train_epochs", "max_steps", "target_seconds")
 # Options whose values may be paths.
-PATHS = ("data", "eval_data", "model", "output", "init_adapter", "reference_adapter")
+PATHS = (
+    "data", "eval_data", "model", "output", "init_adapter", "reference_adapter", "teacher", "teacher_adapter",
+    "teacher_cache", "eval_teacher_cache", "rounded_from",
+)  # fmt: skip
 # Batches by default, unless the data are small (train/batching.py).
 OUTPUT, ROWS_PER_BATCH, ACCUMULATION = "output", 2, 4
 LENGTH = 1024  # tokens per row by default, if the model has as many positions
 # Headings of the options in the command line's help, in order.
-PANELS = (FILES, ADAPTER, OPTIMISATION, PREFERENCES, BATCHES, MEMORY, SAVING)
+PANELS = (FILES, ADAPTER, OPTIMISATION, PREFERENCES, DISTILLATION, BATCHES, MEMORY, SAVING)
 LISTS = ("target_modules", "report_to", "loss_type", "loss_weights")  # which may be given as lists
 SIZE = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class TrainingArguments(PreferenceOptions, GeneralOptions):  # fields: those of the last base first
+class TrainingArguments(DistillationOptions, PreferenceOptions, GeneralOptions):  # fields: those of the last base first
     """Names and meanings are those of TRL, PEFT and transformers, where they have the option."""
 
     def __post_init__(self) -> None:
@@ -57,10 +64,12 @@ class TrainingArguments(PreferenceOptions, GeneralOptions):  # fields: those of 
             )
         if not self.target_modules.strip(" ,"):
             raise UserError(f"{flag('target_modules')} is empty: name at least one module, or use 'all-linear'.")
+        self._check_trained()
         for selected_by, registered in (("objective", OBJECTIVES), ("optim", OPTIMIZERS)):
             if getattr(self, name := OWN_OPTIONS[selected_by]) is not None:
                 kind = registered[getattr(self, selected_by)]
                 object.__setattr__(self, name, checked(kind, self, selected_by))  # comparable when a run is resumed
+        check_initialisation(self.init_lora_weights, self.lora_r, self.use_dora, self.init_adapter)
         check_heldout(self)
         if self.lr_scheduler_min > self.learning_rate:
             peak, least = (
@@ -72,6 +81,27 @@ class TrainingArguments(PreferenceOptions, GeneralOptions):  # fields: those of 
             created(OBJECTIVES[self.objective], self, "objective")  # checks options that depend on each other
         self.budget()
         trackers_of(self.report_to)
+
+    def _check_trained(self) -> None:
+        """Raise UserError for options that contradict what is trained; of the MLP alone, `target_modules` is that."""
+        stated = setting("train", self.train)
+        if self.train == "mlp":
+            if self.target_modules not in ("all-linear", "mlp"):
+                raise UserError(
+                    f"{stated} contradicts {setting('target_modules', self.target_modules)}: leave one of them out."
+                )
+            object.__setattr__(self, "target_modules", "mlp")
+        for name in ("init_adapter", "reference_adapter"):
+            if self.train == "quant-scales" and getattr(self, name):
+                raise UserError(
+                    f"{stated} trains the base itself, so {flag(name)} cannot be used: merge the adapter first, or "
+                    "leave it out."
+                )
+
+    def trains(self) -> str:
+        """What is trained, as text."""
+        what = "tables and scales" if self.train == "quant-scales" else f"rank {self.lora_r}"
+        return f"{what} on {self.target_modules}"
 
     def budget(self) -> int | None:
         """memory_budget in bytes."""
@@ -151,6 +181,8 @@ def _typed(name: str, value: Any, parts: list[str], where: str) -> Any:
         value = str(value)
     if name in OWN_OPTIONS.values() and isinstance(value, Mapping):
         value = as_text(value)
+    if name == "init_lora_weights" and value is True:
+        value = "true"
     if value is None and "None" in parts:
         return None
     fits = any(

@@ -24,7 +24,7 @@ def heldout_loss(
     packed = pack(stream.lengths, range(len(stream.lengths)), batch.tokens)
     for together, groups in zip(packed, session.estimated(stream.heldout_groups(packed, slot)), strict=True):
         session.begin()
-        known = session.referenced(groups)
+        known = session.known(groups)
         stream.references |= {i: g.reference for i, g in zip(together, known, strict=True) if g.reference}
         batch.upload(known)
         batch.program.run()

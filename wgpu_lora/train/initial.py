@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,16 @@ from wgpu_lora.formats.hub import stated_name
 from wgpu_lora.formats.peft import Matrices, read_adapter
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.fitting import check_fits
+from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.targets import ALL, shortest, target_names, targeted
 from wgpu_lora.names.naming import setting
 from wgpu_lora.ops.optimizer import MAX_PARAMETER
 from wgpu_lora.train import checkpoint
 from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.initialisation import DEFAULT, FROM_SHAPE, from_weight, offsets
 from wgpu_lora.train.manifest import MANIFEST, damage
+from wgpu_lora.train.offset import halved
+from wgpu_lora.weights.registry import base_format
 
 
 def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingArguments, AdapterConfig, Matrices]:
@@ -46,6 +51,8 @@ def adapter_of(args: TrainingArguments, config: ModelConfig) -> tuple[TrainingAr
                     f"The adapter {source} has values larger than {MAX_PARAMETER:,.0f} in {module}: it has "
                     "diverged, so start from another."
                 )
+        if resumed and offsets(args.init_lora_weights):
+            loaded = halved(loaded, args.lora_alpha)
         args = _as_loaded(args, loaded, matrices, str(source), config)
         base = stated_name(args.model or "demo")
         return args, replace(loaded, lora_dropout=args.lora_dropout, base_model_name_or_path=base), matrices
@@ -104,14 +111,23 @@ def _as_loaded(
 
 class SeededMatrices(Mapping[str, tuple[np.ndarray, np.ndarray]]):
     """The initial factors of a run without --init-adapter, created on access, one module at a time, so that planning
-    needs no memory for them."""
+    needs no memory for them. Those that depend on the weights need the model (`on`), whose base is loaded."""
 
-    def __init__(self, args: TrainingArguments, config: ModelConfig):
-        self._args, self._shapes = args, config.lora_modules
+    def __init__(self, args: TrainingArguments, config: ModelConfig, model: LoadedModel | None = None):
+        self._args, self._config, self._model, self._shapes = args, config, model, config.lora_modules
         self._numbers = {module: number for number, module in enumerate(targeted(args.target_modules, config))}
 
+    def on(self, model: LoadedModel) -> SeededMatrices:
+        return SeededMatrices(self._args, self._config, model)
+
     def __getitem__(self, module: str) -> tuple[np.ndarray, np.ndarray]:
-        return initial_matrices(self._args.seed, self._numbers[module], self._shapes[module], self._args.lora_r)
+        args, number, name = self._args, self._numbers[module], self._args.init_lora_weights
+        if name in FROM_SHAPE:
+            return initial_matrices(args.seed, number, self._shapes[module], args.lora_r, name)
+        assert self._model is not None, f"{name} needs the weights"
+        w = weight_of(self._model, f"{module}.weight", residual=name == "loftq")
+        scaling = args.lora_alpha / (math.sqrt(args.lora_r) if args.use_rslora else args.lora_r)
+        return from_weight(name, w, args.lora_r, scaling, generator(args.seed, number))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._numbers)
@@ -120,9 +136,40 @@ class SeededMatrices(Mapping[str, tuple[np.ndarray, np.ndarray]]):
         return len(self._numbers)
 
 
-def initial_matrices(seed: int, number: int, shape: tuple[int, int], rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """A [rank, in] uniform within 1 / sqrt(in), as PEFT's Kaiming, B [out, rank] zero; keyed by seed and module."""
-    out, size_in = shape
-    rng = np.random.Generator(np.random.Philox(key=[seed, number]))
-    a = rng.uniform(-1, 1, (rank, size_in)) / np.sqrt(size_in)
-    return a.astype(np.float32), np.zeros((out, rank), np.float32)
+def generator(seed: int, number: int) -> np.random.Generator:
+    """That of a module."""
+    return np.random.Generator(np.random.Philox(key=[seed, number]))
+
+
+def initial_matrices(
+    seed: int, number: int, shape: tuple[int, int], rank: int, name: str = DEFAULT
+) -> tuple[np.ndarray, np.ndarray]:
+    """A [rank, in] and B [out, rank] of an initialisation that needs no weights, keyed by seed and module."""
+    a, b = FROM_SHAPE[name](shape, rank, generator(seed, number))
+    return a.astype(np.float32), b.astype(np.float32)
+
+
+def weight_of(model: LoadedModel, name: str, residual: bool = False) -> np.ndarray:
+    """A matrix [out, in] as its file has it, f32, or what quantising it has taken away."""
+    source = model.checkpoint
+    on_device = next(weight for other, weight in model.decoder.matrices() if other == name)
+    if source.packed(name):
+        return on_device.values(model.device)
+    return source.read_f32(name) - on_device.values(model.device) if residual else source.read_f32(name)
+
+
+def check_residual(args: TrainingArguments, model: LoadedModel) -> None:
+    """Raise UserError if loftq has nothing to restore."""
+    said = setting("init_lora_weights", args.init_lora_weights)
+    if args.init_lora_weights != "loftq" or args.resume:
+        return
+    if model.config.packed:
+        raise UserError(
+            f"{said} needs the weights before quantisation, but those of {model.name} are stored in "
+            f"{model.config.packed.upper()}: use the model in full precision."
+        )
+    if base_format(model.decoder.base_dtype).bits >= 16:
+        raise UserError(
+            f"{said} needs a quantised base, not {setting('base_dtype', model.decoder.base_dtype)}: use "
+            f"{setting('base_dtype', 'nf4')}, or {setting('init_lora_weights', 'pissa')}."
+        )

@@ -25,11 +25,15 @@ class TrainingOptions(TypedDict, total=False):
     tune: bool
     init_adapter: str | Path | None
     resume: bool
+    train: str
+    snap_steps: int | None
+    rounded_from: str | Path | None
     lora_r: int
     lora_alpha: float
     lora_dropout: float
     use_rslora: bool
     use_dora: bool
+    init_lora_weights: str
     target_modules: str | list[str]
     learning_rate: float
     lr_scheduler_type: str
@@ -86,3 +90,15 @@ class TrainingOptions(TypedDict, total=False):
     max_prompt_length: int | None
     max_completion_length: int | None
     truncation_mode: str
+    teacher_cache: str | Path | None
+    eval_teacher_cache: str | Path | None
+    teacher: str | Path | None
+    teacher_adapter: str | Path | None
+    teacher_base_dtype: str | None
+    teacher_top_k: int
+    temperature: float
+    kd_divergence: str
+    kd_beta: float
+    kd_weight: float
+    hard_top1_weight: float
+    hard_full_weight: float

@@ -18,7 +18,7 @@ from wgpu_lora.track.report_to import check_libraries
 from wgpu_lora.train.arguments import FREE_ON_RESUME, PLAN, TrainingArguments
 from wgpu_lora.train.checkpoint import sweep_run
 from wgpu_lora.train.ending import FINISHED, OUTCOMES
-from wgpu_lora.train.finetune import declared_as, read_run, session_of, with_options
+from wgpu_lora.train.finetune import as_stored, declared_as, read_run, session_of, with_options
 from wgpu_lora.train.job import Job, locked
 from wgpu_lora.train.length import fit_length
 from wgpu_lora.train.memory import check_adapters
@@ -98,6 +98,7 @@ def prepare_pipeline(
         for directory in apart([home, *(Path(task.checkpoint) for task in tasks)]):
             refuse_used(directory)
     model = model or open_model(args.model or "demo", args.device, args.base_dtype)
+    args, per_task = as_stored(args, model), [as_stored(one, model) for one in per_task]
     args, _ = fit_length(args, model.config.max_position_embeddings)
     check_adapters(per_task, model.config, budget_bytes(model.device.info, args.budget()))
     # An adapter of a resumed pipeline without a checkpoint starts from the beginning.
@@ -173,6 +174,11 @@ def _check(args: TrainingArguments, tasks: Sequence[AdapterTask], schedule: str,
         raise UserError(
             f"{flag('target_seconds')} works with one adapter only: use {flag('max_steps')} or "
             f"{flag('num_train_epochs')}."
+        )
+    if args.train == "quant-scales":
+        raise UserError(
+            f"{setting('train', args.train)} trains the base itself, which all adapters of a pipeline share: train it "
+            "in a run of its own, then the adapters on the result."
         )
     if args.data is not None:
         raise UserError(f"{flag('data')} and {flag('adapters')} cannot be combined: every adapter names its own data.")

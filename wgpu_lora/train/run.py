@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.data import Prepared
-from wgpu_lora.formats.adapter_config import AdapterConfig
-from wgpu_lora.formats.peft import Matrices
-from wgpu_lora.models.lora import SlotSpec
 from wgpu_lora.train.arguments import FREE_ON_RESUME, TrainingArguments
 from wgpu_lora.train.frozen import FrozenAdapter
 from wgpu_lora.train.output import Log
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.state import RunState
 from wgpu_lora.train.stream import DataStream
+from wgpu_lora.train.subject import Subject
+from wgpu_lora.train.teachers import LiveTeacher
 
 LOGGING_STEPS, SHORT = 10, 100  # runs of at most SHORT steps log every step
 
@@ -44,9 +43,7 @@ class Run:
 
     slot: int
     args: TrainingArguments
-    adapter: AdapterConfig
-    spec: SlotSpec
-    initial: Matrices
+    subject: Subject
     stream: DataStream
     heldout: Prepared | None
     base_digest: str
@@ -54,6 +51,8 @@ class Run:
     name: str | None = None
     notes: tuple[str, ...] = ()
     reference: FrozenAdapter | None = None  # that the objective compares the adapter with, instead of the base alone
+    teacher: LiveTeacher | None = None
+    teacher_digest: str | None = None  # of the live one, or of its cache
     state: RunState = field(default_factory=RunState)
     resumed_from: Path | None = None
     weights_sha256: str | None = None  # of the base, once loaded
@@ -80,4 +79,5 @@ class Run:
         options = {k: v for k, v in self.args.as_dict().items() if k not in FREE_ON_RESUME and k != "init_adapter"}
         base = {"base": self.base_digest, "config": self.config_digest, "weights": self.weights_sha256}
         reference = {"reference": self.reference.digest} if self.reference else {}
-        return {"options": options, "data": self.stream.rows_digest(), **base, **reference}
+        teacher = {"teacher": self.teacher_digest} if self.teacher_digest else {}
+        return {"options": options, "data": self.stream.rows_digest(), **base, **reference, **teacher}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,63 +22,36 @@ from wgpu_lora.models.load import staging_bytes
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.models.norms import Norms, fix_gains
+from wgpu_lora.models.parameters import ParameterSet
 from wgpu_lora.ops.saved import IN_F32, Saving
 from wgpu_lora.share import claim, is_unified
 from wgpu_lora.share.refusals import advising
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.batch import Batch, Totals
+from wgpu_lora.train.memory_plan import MemoryPlan
 from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.objectives.base import Group, Objective
 from wgpu_lora.train.optimizer import Optimizer
 from wgpu_lora.train.optimizers.base import UpdateRule
 from wgpu_lora.train.reference import Scorer
+from wgpu_lora.train.teachers import LiveTeacher, Teachers
 
 ADVISED = ("per_device_train_batch_size", "max_length")  # if a plan exceeds the device's limits
 GROUPS = ("base", "adapters", "reference", "optimizer", "activations", "workspace")
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes by group during training, and during loading; the peak is the larger of the two.
-
-    host: bytes of offloaded activations in the host's memory, which no group counts.
-    unified: whether the device has no other memory than the host's.
-    """
-
-    groups: dict[str, int]
-    loading: int
-    host: int = 0
-    unified: bool = False
-
-    @property
-    def training(self) -> int:
-        return sum(self.groups.values())
-
-    @property
-    def peak(self) -> int:
-        return max(self.training, self.loading)
-
-    @property
-    def running(self) -> int:
-        """Bytes during training of the memory that the device uses."""
-        return self.training + (self.host if self.unified else 0)
-
-    @property
-    def guarded(self) -> int:
-        """The same, or those during loading if they are more."""
-        return max(self.running, self.loading)
 
 
 class Session:
     """The programs of a run: forward and backward passes for each bucket of tokens, the update, and held-out loss.
 
     Args:
+        trained: the parameters of all slots.
         buckets: batch sizes in tokens to record, ascending.
         objectives: one per slot; None is the default objective.
         optim: the optimizer; AdamW if not given.
         eval_tokens: tokens of a held-out batch, 0 for none.
         references: frozen adapters that objectives compare theirs with, by slot of `adapters`; a slot without one is
             compared with the base model alone.
+        teachers: models that objectives learn from, by slot.
         mismatched: tokens of the longest mismatched row (`DataStream.longest_mismatched`), 0 if there are none.
         positions: length of the longest row.
         compute_dtype: type that the inputs of frozen matmuls are rounded to (see ops.half).
@@ -89,7 +62,7 @@ class Session:
     def __init__(
         self,
         model: LoadedModel,
-        adapters: AdapterSet,
+        trained: ParameterSet,
         buckets: list[int],
         *,
         positions: int,
@@ -102,27 +75,30 @@ class Session:
         optim: UpdateRule | None = None,
         references: Mapping[int, SlotSpec] | None = None,
         mismatched: int = 0,
+        teachers: Mapping[int, LiveTeacher] | None = None,
     ):
         self.model = model
         self.compute_dtype = compute_dtype
-        self.adapters = adapters
+        self.trained = trained
         self.device = device = model.device
         if saving.offload:
             device.check_host_buffers()
-        chosen = objectives or [objective_of(TrainingArguments())] * len(adapters.specs)
+        chosen = objectives or [objective_of(TrainingArguments())] * trained.slots
         self.totals = Totals(chosen)
-        self.optimizer = Optimizer(device, adapters, self.totals.loss, optim)
+        self.optimizer = Optimizer(device, trained, self.totals.loss, optim)
         self.tables = Tables.declare(model.config.tables(), positions)
 
         def batch(tokens: int, **options: Any) -> Batch:
             shared = self.totals, self.tables
-            return Batch(model, adapters, tokens, chosen, *shared, compute_dtype=compute_dtype, **options)
+            return Batch(model, trained, tokens, chosen, *shared, compute_dtype=compute_dtype, **options)
 
         self.steps = {tokens: batch(tokens, dropout=dropout, recompute=recompute, saving=saving) for tokens in buckets}
         self.heldout = batch(eval_tokens, training=False) if eval_tokens else None
         self._objectives = chosen
         self._record_scorers(references or {}, mismatched)
-        self.norms = Norms(model, adapters) if adapters.gains else None
+        self.norms = Norms(model, trained) if isinstance(trained, AdapterSet) and trained.gains else None
+        sizes = [*self.steps, *([eval_tokens] if eval_tokens else [])]
+        self.teachers = Teachers(model, teachers or {}, sizes, positions, self.tables, compute_dtype)
         self.built: set[int] = set()
         self.choices = NO_CHOICES
         self._claim = ExitStack()
@@ -143,7 +119,13 @@ class Session:
             buckets = [*sizes, *longest, *([mismatched] if mismatched > max([*sizes, *longest]) else [])]
             self.frozen = Scorer(self.model, self.references, buckets, *rest, "reference")
         if any(objective.mismatched for objective in self._objectives):
-            self.current = Scorer(self.model, self.adapters, [max([mismatched, *sizes, *longest])], *rest, "mismatched")
+            self.current = Scorer(self.model, self.trained, [max([mismatched, *sizes, *longest])], *rest, "mismatched")
+
+    @property
+    def adapters(self) -> AdapterSet:
+        """What is trained, if that is adapters."""
+        assert isinstance(self.trained, AdapterSet)
+        return self.trained
 
     def _scorers(self) -> list[Scorer]:
         return [scorer for scorer in (self.frozen, self.current) if scorer]
@@ -154,15 +136,17 @@ class Session:
         own = [batch.program for batch in self.steps.values()]
         frozen = [program for scorer in self._scorers() for program in scorer.programs()]
         own += [self.norms.program] if self.norms else []
+        frozen += self.teachers.programs()
         return [*own, self.optimizer.program, *([self.heldout.program] if self.heldout else []), *frozen]
 
     def storages(self) -> set[Storage]:
-        found = self.model.decoder.storages() | self.adapters.storages() | self.optimizer.storages()
+        found = self.model.decoder.storages() | self.trained.storages() | self.optimizer.storages()
         batches = [*self.steps.values(), *([self.heldout] if self.heldout else [])]
         frozen = self.references.storages() if self.references else set()
         scorers = (scorer.storages() for scorer in self._scorers())
         found |= self.norms.program.persistent_storages() if self.norms else set()
-        return found.union(self.totals.storages(), frozen, *(batch.storages() for batch in batches), *scorers)
+        others = self.totals.storages() | frozen | self.teachers.storages()
+        return found.union(others, *(batch.storages() for batch in batches), *scorers)
 
     def _arena_sizes(self, on_host: bool = False) -> list[int]:
         return Arena.sizes_for([program.plan(on_host) for program in self.programs()])
@@ -172,14 +156,18 @@ class Session:
         """The exact bytes of every buffer that `allocate` creates. Raises UserError if a tensor cannot be bound."""
         groups = dict.fromkeys(GROUPS, 0) | total_by_group(self.storages())
         groups["activations"] += sum(self._arena_sizes())
-        model = self.model.decoder
+        model, teachers = self.model.decoder, self.teachers
+        weights = total_by_group(model.storages())["base"] + teachers.base_bytes()
+        loading = weights + max(staging_bytes(model), teachers.staging_bytes())
         host, unified = sum(self._arena_sizes(on_host=True)), is_unified(self.device.info)
-        return MemoryPlan(groups, total_by_group(model.storages())["base"] + staging_bytes(model), host, unified)
+        return MemoryPlan(groups, loading, host, unified)
 
     def needs(self) -> int:
         """Maximum bytes that `allocate` adds to the memory that the device uses."""
-        plan = self.memory()
-        return plan.running - plan.groups["base"] if self.model.weights_loaded else plan.guarded
+        plan, teachers = self.memory(), self.teachers
+        loaded = (plan.groups["base"] if self.model.weights_loaded else 0) + teachers.base_bytes(loaded=True)
+        whole = self.model.weights_loaded and all(model.weights_loaded for model in teachers.models)
+        return (plan.running if whole else plan.guarded) - loaded
 
     # -- run -------------------------------------------------------------------------------------------------------
 
@@ -195,6 +183,7 @@ class Session:
         self._claim.enter_context(verdicts_of(self.device).telling(events))
         check_tilings(self.device, self.programs(), choices)
         self.model.load_weights(events)
+        self.teachers.load(events)
         allocate(self.device, self.storages())
         self.arena = Arena(self.device, self._arena_sizes(), self._arena_sizes(on_host=True))
         self.optimizer.program.build(self.arena, choices)
@@ -202,7 +191,8 @@ class Session:
             self.heldout.program.build(self.arena, choices)
         for scorer in self._scorers():
             scorer.use(self.arena, choices)
-        self.adapters.upload_constants(self.device)
+        self.teachers.place(self.arena, choices)
+        self.trained.upload_constants(self.device)
         if self.references:
             self.references.upload_constants(self.device)
         if self.norms:
@@ -220,8 +210,12 @@ class Session:
     def accumulate(self, groups: Sequence[Group]) -> None:
         """Add the losses, metrics and gradients of a batch of groups to the totals since `begin`."""
         batch = self.batch_for(groups)
-        batch.upload(self.referenced(groups))
+        batch.upload(self.known(groups))
         batch.program.run()
+
+    def known(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups with what their objectives need to know of references and teachers."""
+        return self.teachers.say(self.referenced(groups))
 
     def referenced(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with the log-probabilities of their answers under their reference, if they need them."""
@@ -269,10 +263,17 @@ class Session:
             )
 
     def place_initial(self, slot: int, matrices: Matrices) -> None:
-        """Upload the adapter that a slot starts from. Magnitudes that it lacks are those of its weights."""
-        self.adapters.write(self.device, slot, matrices)
-        if self.adapters.specs[slot].dora and any(len(parts) < len(PARTS) for parts in matrices.values()):
-            assert self.norms is not None
+        """Upload the adapter that a slot starts from, one module at a time, and its offset, if it has one.
+
+        Magnitudes that it lacks are those of its weights.
+        """
+        spec, lacking = self.adapters.specs[slot], False
+        for module, parts in matrices.items():
+            self.adapters.write(self.device, slot, {module: parts})
+            if self.adapters.offset and spec.offset:
+                self.adapters.offset.write(self.device, slot, {module: (parts[0], -parts[1])})
+            lacking |= spec.dora and len(parts) < len(PARTS)
+        if lacking and self.norms:
             self.norms.place_initial(slot)
 
     def place_reference(self, slot: int, matrices: Matrices) -> None:
@@ -294,6 +295,7 @@ class Session:
 
     def close(self) -> None:
         """Free everything except the base, which other runs may use."""
+        self.teachers.close()
         release(self.device, self.storages() - self.model.decoder.storages())
         if self.arena:
             self.arena.free()

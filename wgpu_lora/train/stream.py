@@ -12,6 +12,8 @@ import numpy as np
 
 from wgpu_lora.data import Prepared, Row, batches, epoch_order
 from wgpu_lora.data.cutting import prompt_tokens
+from wgpu_lora.distill.cache import TeacherCache
+from wgpu_lora.distill.targets import cached_rows
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.objectives import objective_of
@@ -47,6 +49,12 @@ class DataStream:
     @cached_property
     def objective(self) -> Objective:
         return objective_of(self.args)
+
+    @cached_property
+    def teacher(self) -> TeacherCache | None:
+        """The cache of what the objective's teacher says, if it has one."""
+        args = self.args
+        return TeacherCache.open(args.teacher_cache) if args.objective == "kd" and args.teacher_cache else None
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -147,8 +155,11 @@ class DataStream:
         context = tuple(prompt_targets(row.labels) if whole and not number else 0 for number, row in enumerate(rows))
         made = zip(rows, labels, self._draws(epoch, rows), prefixes, strict=True)
         segments = [Segment(row.input_ids, own, slot, drawn, prefix) for row, own, drawn, prefix in made]
-        value = self.prepared.value(sample)
-        return Group(tuple(segments), slot, weight, value, self.references.get(sample), context=context)
+        value, reference, index = self.prepared.value(sample), self.references.get(sample), rows[0].index
+        teacher = None
+        if self.teacher:
+            teacher = cached_rows(self.teacher, labels[0], index, self.objective.temperatures[-1])
+        return Group(tuple(segments), slot, weight, value, reference, context=context, index=index, teacher=teacher)
 
     def _mismatched(self, sample: int, other: int, slot: int) -> Segment:
         """The prompt of a sample with the answer of another, cut to the maximum length."""

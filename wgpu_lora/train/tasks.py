@@ -15,6 +15,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.names.aliases import real_names
 from wgpu_lora.names.naming import IN_FILE, flag, naming, renamed
 from wgpu_lora.train.arguments import PATHS, TrainingArguments, from_values
+from wgpu_lora.train.distillation_options import DISTILLATION
 from wgpu_lora.train.preference_options import PREFERENCES
 from wgpu_lora.train.resume import found_from
 
@@ -24,13 +25,15 @@ OPTIONS = {
     "alpha": "lora_alpha",
     "dropout": "lora_dropout",
     "epochs": "num_train_epochs",
-    **{f.name: f.name for f in fields(TrainingArguments) if f.metadata["panel"] == PREFERENCES},
+    **{f.name: f.name for f in fields(TrainingArguments) if f.metadata["panel"] in (PREFERENCES, DISTILLATION)},
     **{
         name: name
         for name in (
             "objective",
             "objective_args",
             "target_modules",
+            "use_dora",
+            "init_lora_weights",
             "learning_rate",
             "loraplus_lr_ratio",
             "max_steps",

@@ -129,10 +129,13 @@ class Loading:
     """A device and scratch tensors that matrices use in turn while they are loaded.
 
     A context manager; leaving it frees the scratch.
+
+    importance: how much the inputs [in] of matrices count when they are quantised, by the matrices' names.
     """
 
-    def __init__(self, device: Device, weights: Iterable[Weight]):
+    def __init__(self, device: Device, weights: Iterable[Weight], importance: Mapping[str, np.ndarray] | None = None):
         self.device = device
+        self.importance = importance or {}
         self.scratch = _scratch(weights)
         self._arena = Arena(device)
         allocate(device, {tensor.storage for tensor in self.scratch.values()})

@@ -1,7 +1,7 @@
 """How matrices of low-bit codes are laid out: on the device, in files, and what they represent.
 
-W[o, i] = scale[i // G, o] * table[o, code[o, i]] for tables of 2, 3 or 4 bits, and scale[i // G, o] * code[o, i] for 8 bits.
-Without groups, tables have no scales, and 8-bit codes have one per row.
+W[o, i] = scale[i // G, o] * table[o, code[o, i]] for tables of 2, 3 or 4 bits, and scale[i // G, o] * code[o, i] for 8
+bits. Without groups, tables have no scales, and 8-bit codes have one per row.
 """
 
 from __future__ import annotations
@@ -108,14 +108,15 @@ def decode(codes: np.ndarray, table: Any, scales: Any, bits: int) -> np.ndarray:
     if scales is None or not np.size(scales):
         return values
     by_row = np.asarray(scales, np.float64).reshape(-1, out).T
-    spread: np.ndarray = np.repeat(by_row, size_in // by_row.shape[1], axis=1)
-    return values * spread
+    result: np.ndarray = values * np.repeat(by_row, size_in // by_row.shape[1], axis=1)
+    return result
 
 
 def decode_device(
     words: np.ndarray, constants: np.ndarray, shape: tuple[int, int], bits: int, group: int
 ) -> np.ndarray:
-    """W, float64 [out, in], from the device's words and constants: all tables [out, 2^bits], then scales [groups, out]."""
+    """W, float64 [out, in], from the device's words and constants: all tables [out, 2^bits], then all scales [groups,
+    out]."""
     out, size_in = shape
     codes = unpack(from_words(words.reshape(-1, out), size_in, bits), size_in, bits)
     return decode(codes, *split_constants(constants, shape, bits, group), bits)

@@ -47,13 +47,14 @@ def _of_parts(c: Constants) -> dict[str, tuple[list[int], int]]:
 
 
 def _synthetic(c: Constants, rng: np.random.Generator) -> Arrays:
-    """Codes and constants of a random W [out, in], with random padding past the last column."""
+    """Codes and constants of a random W [out, in] of values around 1, with random padding past the last column."""
     counts = {
         name: sum(region(n, size) for n in found) if c["stacked"] else found[0]
         for name, (found, size) in _of_parts(c).items()
     }
     codes = rng.integers(0, 2**32, counts["codes"], np.uint32)
     constants = (rng.random(counts["scales"]) + 0.5) * np.where(rng.random(counts["scales"]) < 0.5, -1, 1)
+    constants /= 64 if c["bits"] == 8 else 1
     return {"codes": codes, "scales": constants.astype(NUMPY[c["c_type"]])}
 
 
@@ -76,16 +77,21 @@ def _columns(arrays: Arrays, c: Constants, columns: np.ndarray) -> Arrays | None
     return {"codes": np.concatenate(found), "scales": np.concatenate([flat[:own], scales.reshape(-1)])}
 
 
-def _within_groups(variants: Variants) -> Variants:
-    """The tilings with rounds of at most one group."""
+def _limited(variants: Variants) -> Variants:
+    """The tilings with rounds of at most one group, whose tables fit the registers."""
 
     def limited(capabilities: Capabilities, c: Any) -> Sequence[Tiling]:
-        found = variants(capabilities, c)
-        return [replace(tiling, span=min(tiling.span, c.group or tiling.span)) for tiling in found]
+        found = [replace(one, span=min(one.span, c.group or one.span)) for one in variants(capabilities, c)]
+        if capabilities.software or c.form != "nt":
+            return found
+        tables = 8 if c.bits == 2 else entries(c.bits) // (2 if c.c_type == "f16" else 1)  # 2 bits: scaled ones, too
+        kept = [one for one in found if one.cols * (one.rows + tables) + BESIDE <= capabilities.registers]
+        return kept or found[-1:]
 
     return limited
 
 
+BESIDE = 52  # registers of a lane besides its sums and tables, by the compilers' table (`make gpu-compilers`)
 SHAPES = ((16, 4), (16, 2), (8, 4))  # (rows, columns per lane) of the tilings
 TUNING, PART = MatmulTuning(_synthetic), product_part(_columns)
 
@@ -93,7 +99,7 @@ TUNING, PART = MatmulTuning(_synthetic), product_part(_columns)
 @kernel(
     FILE,
     grid=tile_grid,
-    variants=_within_groups(tilings(8, *SHAPES)),
+    variants=_limited(tilings(8, *SHAPES)),
     specialise=_facts,
     tuning=TUNING,
     part=PART,
@@ -144,7 +150,7 @@ def codes_matmul(
 @kernel(
     FILE,
     grid=tile_grid,
-    variants=_within_groups(tilings(4, *SHAPES, cpu_span=8)),
+    variants=_limited(tilings(4, *SHAPES, cpu_span=8)),
     specialise=_facts,
     tuning=TUNING,
     part=PART,

@@ -1,10 +1,12 @@
-"""The fit of lookup tables and scales to a matrix: the NumPy reference in float64, of what loading and `quantize` compute.
+"""The fit of lookup tables and scales to a matrix: the NumPy reference in float64, of what loading and `quantize`
+compute.
 
-W[o, i] is approximated by scale[i // G, o] * table[o, code[o, i]], with a table of 2^bits values for each row o and a scale
-for each group of G values of a row. The table is found by weighted k-means in one dimension (Lloyd 1982) on the values
-divided by their group's largest magnitude. The weights are the squares of these magnitudes, so that it is W's own squared
-error that is reduced, times the importance of each input, such as the second moments of activations. The scales are fitted
-to the chosen table values then, by least squares, and each value gets the nearest code under the rounded table and scale.
+W[o, i] is approximated by scale[i // G, o] * table[o, code[o, i]], with a table of 2^bits values for each row o and a
+scale for each group of G values of a row. The table is found by weighted k-means in one dimension (Lloyd 1982) on the
+values divided by their group's largest magnitude. The weights are the squares of these magnitudes, so that it is W's
+own squared error that is reduced, times the importance of each input, such as the second moments of activations. The
+scales are fitted to the chosen table values then, by least squares, and each value gets the nearest code under the
+rounded table and scale.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ def fit(
         weights: the importance of each input [in], at least 0; by default, that of all is 1.
 
     Returns:
-        (codes uint8 [out, in], table float16 [out, 2^bits] in ascending order, scales float16 [in / group, out], or None
-        without groups).
+        (codes uint8 [out, in], table float16 [out, 2^bits] in ascending order, scales float16 [in / group, out], or
+        None without groups).
     """
     values = np.asarray(w, np.float64)
     importance = np.ones(values.shape[1]) if weights is None else np.asarray(weights, np.float64)

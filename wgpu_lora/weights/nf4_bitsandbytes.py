@@ -29,7 +29,7 @@ class BitsAndBytesNF4:
     title = "bitsandbytes' NF4"
     marker = ".quant_state.bitsandbytes__nf4"
     suffixes = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", marker)
-    quantization_config: Mapping[str, Any] = {
+    config: Mapping[str, Any] = {
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,
         "load_in_8bit": False,
@@ -40,11 +40,17 @@ class BitsAndBytesNF4:
         "llm_int8_skip_modules": ["lm_head"],
     }
 
-    def matches(self, quantization_config: Mapping[str, Any]) -> bool:
-        method, kind = (quantization_config.get(key) for key in ("quant_method", "bnb_4bit_quant_type"))
-        return method == "bitsandbytes" and bool(quantization_config.get("load_in_4bit")) and kind == NAME
+    def quantization_config(self, base_format: str) -> Mapping[str, Any]:
+        return self.config
 
-    def check(self, tensors: StoredTensors, name: str, shape: tuple[int, ...]) -> None:
+    def base_format(self, quantization_config: Mapping[str, Any]) -> str | None:
+        method, kind = (quantization_config.get(key) for key in ("quant_method", "bnb_4bit_quant_type"))
+        return NAME if method == "bitsandbytes" and quantization_config.get("load_in_4bit") and kind == NAME else None
+
+    def is_packed(self, tensors: StoredTensors, name: str) -> bool:
+        return name + self.marker in tensors
+
+    def check(self, tensors: StoredTensors, name: str, shape: tuple[int, ...], base_format: str) -> None:
         state, nested = self._state(tensors, name), _is_nested(tensors, name)
         size, where = prod(shape), f"{name} in {tensors.directory}"
         wanted = {"quant_type": NAME, "blocksize": BLOCK, "shape": list(shape)}
@@ -70,9 +76,9 @@ class BitsAndBytesNF4:
             if np.abs(tensors.array(name + part, "F32") - code).max() > 1e-6:
                 raise UserError(f"{where} has a codebook ({part[1:]}) that is not supported: use another model.")
 
-    def read(self, tensors: StoredTensors, name: str) -> Packed:
+    def read(self, tensors: StoredTensors, name: str, shape: tuple[int, ...]) -> Packed:
         parts = PARTS if _is_nested(tensors, name) else PARTS[:2]
-        return Packed(NAME, tuple(self._state(tensors, name)["shape"]), parts, partial(self._arrays, tensors, name))
+        return Packed(NAME, (shape[0], shape[1]), parts, partial(self._arrays, tensors, name))
 
     def _arrays(self, tensors: StoredTensors, name: str) -> tuple[np.ndarray, ...]:
         codes = tensors.array(name, "U8")

@@ -33,6 +33,9 @@ class StoredTensors(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
+    def stored_dtype(self, name: str) -> str:
+        """A tensor's dtype, in safetensors' notation."""
+
     def array(self, name: str, dtype: str) -> np.ndarray:
         """A tensor's values, flattened. Raises UserError unless it has this dtype, in safetensors' notation."""
 
@@ -44,25 +47,27 @@ class PackedForm(Protocol):
     def title(self) -> str:
         """Its name in messages."""
 
-    @property
-    def quantization_config(self) -> Mapping[str, Any]:
-        """The entry of config.json that is written."""
-
-    @property
-    def marker(self) -> str:
-        """The suffix of a tensor that every packed matrix has and no other: it is packed if NAME + marker exists."""
+    def quantization_config(self, base_format: str) -> Mapping[str, Any]:
+        """The entry of config.json that is written for a model in this format."""
 
     @property
     def suffixes(self) -> tuple[str, ...]:
         """The suffixes of all tensors of a packed matrix except the one with the matrix's own name."""
 
-    def matches(self, quantization_config: Mapping[str, Any]) -> bool:
-        """Whether a config.json with this entry means this form. Its values are untrusted and may have any type."""
+    def base_format(self, quantization_config: Mapping[str, Any]) -> str | None:
+        """The base format that a config.json with this entry means; None if it means another form. Its values are
+        untrusted and may have any type."""
 
-    def check(self, tensors: StoredTensors, name: str, shape: tuple[int, ...]) -> None:
-        """Raises UserError unless the packed matrix is complete, has this shape and can be read."""
+    def is_packed(self, tensors: StoredTensors, name: str) -> bool:
+        """Whether the tensors have the matrix of this name packed."""
 
-    def read(self, tensors: StoredTensors, name: str) -> Packed:
+    def check(self, tensors: StoredTensors, name: str, shape: tuple[int, ...], base_format: str) -> None:
+        """Raises UserError unless the packed matrix is complete, has this shape and can be read.
+
+        base_format: of the model, as config.json states it.
+        """
+
+    def read(self, tensors: StoredTensors, name: str, shape: tuple[int, ...]) -> Packed:
         """The packed matrix, checked before; its arrays are not read yet."""
 
     def tensors(self, name: str, packed: Packed, dtype: str) -> dict[str, np.ndarray]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from wgpu_lora.errors import UserError
 from wgpu_lora.names.naming import setting
 from wgpu_lora.registry import Registry
+from wgpu_lora.weights.schemes import KINDS, PATTERN
 
 if TYPE_CHECKING:
     from wgpu_lora.weights.base import BaseFormat, MatrixSource, Shared, Weight
@@ -18,7 +19,9 @@ BASE_FORMATS: Registry[BaseFormat] = Registry(
         "bf16": "wgpu_lora.weights.dense:BF16",
         "f16": "wgpu_lora.weights.dense:F16",
         "f32": "wgpu_lora.weights.dense:F32",
-    }
+        **{name: f"wgpu_lora.weights.lowbit:{name.upper()}" for name in KINDS.values()},
+    },
+    others=(PATTERN, "wgpu_lora.weights.lowbit:named"),
 )
 DEFAULT_FORMAT = next(iter(BASE_FORMATS))
 

@@ -22,6 +22,7 @@ OBJECTIVES: Registry[type[Objective]] = Registry(
         "kto": "wgpu_lora.train.objectives.kto:KTO",
         "orpo": "wgpu_lora.train.objectives.orpo:ORPO",
         "cpo": "wgpu_lora.train.objectives.cpo:CPO",
+        "kd": "wgpu_lora.train.objectives.kd:KD",
     }
 )
 

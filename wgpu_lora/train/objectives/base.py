@@ -32,7 +32,9 @@ class Group:
     shared: a number that all groups of the step have in common, whose meaning the objective defines.
     context: the number of targets of each segment that precede its answer; by default none.
     mismatched: the prompt with another sample's answer, if the objective is `mismatched`.
-    teacher: what the teacher says about the targets of the only segment, if the objective has a `support`.
+    index: of the first segment's row in the data (`Row.index`).
+    teacher: what the teacher says about the targets of the only segment, if the objective has a `support`; None if it
+        is not known yet.
     """
 
     segments: tuple[Segment, ...]
@@ -43,6 +45,7 @@ class Group:
     shared: float = 0.0
     context: tuple[int, ...] = ()
     mismatched: Segment | None = None
+    index: int = 0
     teacher: TeacherRows | None = None
 
     @property

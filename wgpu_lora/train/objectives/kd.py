@@ -98,8 +98,10 @@ class KD(Objective):
     metrics: ClassVar[tuple[str, ...]] = METRICS
 
     teacher_cache: str | None = None
+    eval_teacher_cache: str | None = None
     teacher: str | None = None
     teacher_adapter: str | None = None
+    teacher_base_dtype: str | None = None
     teacher_top_k: int = 64
     temperature: float = 1.0
     kd_divergence: str = "forward_kl"
@@ -136,7 +138,9 @@ class KD(Objective):
         )
         if self.teacher_cache:
             why = f"the teacher's tokens are those in {flag('teacher_cache')}"
-            unused |= dict.fromkeys(("teacher_adapter", "teacher_top_k"), why)
+            unused |= dict.fromkeys(("teacher_adapter", "teacher_base_dtype", "teacher_top_k"), why)
+        else:
+            unused["eval_teacher_cache"] = f"held-out rows have {flag('teacher')}, too"
         return unused
 
     def logged(self, totals: Mapping[str, float], units: int) -> dict[str, float]:

@@ -112,7 +112,13 @@ def teacher_cache(
         batch_tokens=batch_tokens,
         template_kwargs=template,
         teacher={"adapter": digest},
-        options={"compute_dtype": compute_dtype, "on_overflow": on_overflow},
+        options={
+            "compute_dtype": compute_dtype,
+            "on_overflow": on_overflow,
+            "completion_only_loss": completion_only_loss,
+            "enable_thinking": enable_thinking,
+            "skip_bad_rows": skip_bad_rows,
+        },
     )
     output = Path(output)
     done = standing(output, plan)

@@ -1,0 +1,280 @@
+"""Teacher caches: what is in them, that an interrupted one continues with the same bytes, and what is refused."""
+
+import json
+import shutil
+from collections import namedtuple
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.cli import write_rows
+from support.models import full_logits, save_golden_adapter, words_model
+
+from wgpu_lora import evaluate, teacher_cache
+from wgpu_lora.data import prepare
+from wgpu_lora.distill import plan
+from wgpu_lora.distill.cache import TeacherCache
+from wgpu_lora.distill.header import CACHE, TABLE, position_bytes
+from wgpu_lora.errors import UserError
+from wgpu_lora.events import Events
+from wgpu_lora.models.inputs import Segment
+from wgpu_lora.models.loaded import open_model
+
+TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+ROWS = [{"prompt": f"w{i} w{i + 1}", "completion": " ".join(f"w{(7 * i + j) % 200}" for j in range(5 + i % 4))}
+        for i in range(8)]  # fmt: skip
+SIZE = 211
+OPTIONS = {"top_k": 4, "random": 3, "length": 9, "batch_tokens": 40, "progress_bar": False}
+
+
+@pytest.fixture(scope="module")
+def teacher(device, tmp_path_factory):
+    """A model of 211 words; all tests share its weights on the device."""
+    return open_model(str(words_model(tmp_path_factory.mktemp("teacher") / "model", TEMPLATE)), device, "f32")
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_rows(tmp_path / "rows.jsonl", ROWS)
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch):
+    monkeypatch.setattr(plan, "SHARD_POSITIONS", 16)
+
+
+def prepared(teacher, data, length=9, **options):
+    return prepare(data, teacher.tokenizer, max_length=length, vocab_size=SIZE, **options)
+
+
+def files(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def logits_of(teacher, row):
+    """Of the trained positions, f64 [n, V]."""
+    (logits,) = full_logits(teacher, [Segment(row.input_ids)])
+    return logits[np.flatnonzero(row.labels[1:] != -100)].astype(np.float64)
+
+
+def log_softmax(logits):
+    return logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+
+
+def test_a_cache_has_what_the_teacher_says(teacher, data, tmp_path):
+    cache = teacher_cache(teacher, data, tmp_path / "cache", **OPTIONS)
+    rows = prepared(teacher, data)
+    cache.check(rows, teacher.tokenizer)
+    assert (cache.kept, cache.random, cache.tokens, cache.vocab_size, cache.length) == (4, 3, 7, SIZE, 9)
+    assert len(cache.header.shards) > 1
+    for row in rows.rows:
+        found, logits = cache.support(row.index), logits_of(teacher, row)
+        np.testing.assert_array_equal(found.ids[:, :4], np.argsort(-logits, axis=1, kind="stable")[:, :4])
+        assert all(len(set(ids)) == 7 for ids in found.ids.tolist())
+        wanted = np.take_along_axis(log_softmax(logits), found.ids.astype(int), 1)
+        np.testing.assert_allclose(found.logits - found.lse[:, None], wanted, rtol=2**-10)  # f16 has 11 bits
+        np.testing.assert_allclose(found.lse, np.logaddexp.reduce(logits, axis=1), rtol=1e-5)
+        np.testing.assert_allclose(found.correction, np.log((SIZE - 4) / 3))
+    facts = json.loads((tmp_path / "cache" / CACHE).read_text())
+    assert facts["teacher"]["weights"] == teacher.weights_sha256
+    assert facts["data"]["sha256"] == rows.digest
+
+
+def test_with_the_whole_vocabulary_the_divergence_is_exact(teacher, data, tmp_path):
+    """From a cache of f32; that of f16 is as exact as its logits."""
+    whole = {**OPTIONS, "top_k": SIZE, "random": 0, "samples": 3}
+    row = prepared(teacher, data).rows[1]
+    p = log_softmax(logits_of(teacher, row))
+    q = log_softmax(np.random.default_rng(0).normal(size=p.shape))
+    exact = (np.exp(p) * (p - q)).sum(axis=1)
+    for dtype, tolerance in (("f32", 1e-6), ("f16", 2e-3)):
+        found = teacher_cache(teacher, data, tmp_path / dtype, logits_dtype=dtype, **whole).support(row.index)
+        stored = (found.logits - found.lse[:, None]).astype(np.float64)
+        got = (np.exp(stored) * (stored - np.take_along_axis(q, found.ids.astype(int), 1))).sum(axis=1)
+        np.testing.assert_allclose(got, exact, atol=tolerance * max(1, exact.max()), rtol=0)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_a_teacher_with_an_adapter_says_what_evaluate_measures(teacher, data, tmp_path, dora):
+    adapter = save_golden_adapter("mistral", tmp_path / "adapter", use_dora=dora)
+    whole = {**OPTIONS, "top_k": SIZE, "random": 0, "logits_dtype": "f32"}
+    cache = teacher_cache(teacher, data, tmp_path / "cache", adapter=adapter, **whole)
+    losses = []
+    for row in prepared(teacher, data).rows:
+        found, targets = cache.support(row.index), row.labels[1:][row.labels[1:] != -100]
+        losses += list(found.lse - found.logits[found.ids == targets[:, None]])
+    expected = evaluate(teacher, data, adapter=adapter, max_length=9, run_log=False, progress_bar=False)
+    assert np.mean(losses) == pytest.approx(expected.loss, rel=1e-5)
+    assert len(losses) == expected.tokens
+
+
+class Stopping(Events):
+    def __init__(self, at):
+        self.at = at
+
+    def evaluating(self, evaluating):
+        if evaluating.rows >= self.at:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_cache_continues_with_the_same_bytes(teacher, data, tmp_path):
+    whole, other = tmp_path / "whole", tmp_path / "other"
+    teacher_cache(teacher, data, whole, **OPTIONS)
+    shards = sorted(path.name for path in whole.glob("shard-*"))
+    assert len(shards) >= 3
+    for at in (0, 3, 6):
+        with pytest.raises(KeyboardInterrupt):
+            teacher_cache(teacher, data, other, events=Stopping(at), **OPTIONS)
+        with pytest.raises(UserError, match=r"is not finished, since it has \d of 8 rows: run teacher-cache again"):
+            TeacherCache.open(other)
+    (other / ".shard-00001.safetensors.abcdefgh.tmp").write_bytes(b"of a killed process")
+    (other / shards[-1]).write_bytes(b"written, but not in cache.json yet")
+    before = [(other / shards[0]).stat().st_mtime_ns]
+    teacher_cache(teacher, data, other, **OPTIONS)
+    assert files(other) == files(whole)
+    assert before == [(other / shards[0]).stat().st_mtime_ns], "finished shards are not made again"
+    teacher_cache(teacher, data, other, **OPTIONS)  # nothing is left to do
+    assert files(other) == files(whole)
+
+
+@pytest.fixture
+def cached(teacher, data, tmp_path):
+    return teacher_cache(teacher, data, tmp_path / "cache", **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"top_k": 5}, "top_k=4, not top_k=5"),
+        ({"random": 4}, "random=3, not random=4"),
+        ({"seed": 1}, "seed=0, not seed=1"),
+        ({"samples": 2}, "no samples, not samples=2"),
+        ({"logits_dtype": "f32"}, "logits_dtype='f16', not logits_dtype='f32'"),
+        ({"length": 8}, "length=9, not length=8"),
+        ({"enable_thinking": True}, "no enable_thinking, not enable_thinking=True"),
+        ({"completion_only_loss": False}, "completion_only_loss=True, not completion_only_loss=False"),
+    ],
+)
+def test_options_of_another_cache_are_refused(teacher, data, cached, options, said):
+    before = files(cached.path)
+    with pytest.raises(UserError) as raised:
+        teacher_cache(teacher, data, cached.path, **{**OPTIONS, **options})
+    assert f"was begun with {said}: give the same options" in str(raised.value)
+    assert files(cached.path) == before
+
+
+def test_another_teacher_or_other_data_are_refused_on_continuing(teacher, data, cached, tmp_path):
+    adapter = save_golden_adapter("mistral", tmp_path / "adapter")
+    with pytest.raises(UserError, match="was begun with another adapter of the teacher"):
+        teacher_cache(teacher, data, cached.path, adapter=adapter, **OPTIONS)
+    with pytest.raises(UserError, match="was begun with other data"):
+        teacher_cache(teacher, write_rows(tmp_path / "more.jsonl", ROWS[:-1]), cached.path, **OPTIONS)
+    header = json.loads((cached.path / CACHE).read_text())
+    header["teacher"]["weights"], header["shards"] = "0" * 64, header["shards"][:1]
+    (cached.path / CACHE).write_text(json.dumps(header))
+    with pytest.raises(UserError, match="was begun with another teacher, whose weights have the SHA-256 000000000000"):
+        teacher_cache(teacher, data, cached.path, **OPTIONS)
+
+
+def test_damaged_shards_are_named(teacher, data, cached, tmp_path):
+    shard = cached.header.shards[1].file
+    row = prepared(teacher, data).rows[cached.header.shards[0].rows].index
+
+    def changed(name, change):
+        copy = tmp_path / name
+        shutil.copytree(cached.path, copy)
+        change(copy / shard)
+        return copy
+
+    def flip(path):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+
+    with pytest.raises(UserError, match=rf"{shard} is \d+ bytes long, not"):
+        TeacherCache.open(changed("truncated", lambda path: path.write_bytes(path.read_bytes()[:-3])))
+    with pytest.raises(UserError, match=rf"{shard} is missing"):
+        TeacherCache.open(changed("missing", lambda path: path.unlink()))
+    tampered = TeacherCache.open(changed("tampered", flip))
+    assert len(tampered.support(0).ids)  # of the first shard
+    for _ in range(2):
+        with pytest.raises(UserError, match=rf"{shard} is damaged"):
+            tampered.support(row)
+    with pytest.raises(UserError, match=rf"{shard} is missing, truncated or changed"):
+        teacher_cache(teacher, data, tampered.path, **OPTIONS)
+    flip(tampered.path / TABLE)
+    with pytest.raises(UserError, match=rf"{TABLE} is damaged"):
+        TeacherCache.open(tampered.path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"schema": 2}, "has the schema 2, but this version reads 1"),
+        ({"top_k": 0}, "is damaged"),
+        ({"rows": "8"}, "is damaged"),
+        ({"shards": [{"file": "../x", "sha256": "", "bytes": 1, "rows": 8, "positions": 1}]}, "is damaged"),
+    ],
+)
+def test_damaged_headers_are_refused(cached, changes, said):
+    path = cached.path / CACHE
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(UserError, match=said):
+        TeacherCache.open(cached.path)
+
+
+def test_other_rows_tokenizers_and_templates_are_refused(teacher, data, cached, tmp_path):
+    rows, tokenizer = prepared(teacher, data), teacher.tokenizer
+
+    def refused(said, rows=rows, tokenizer=tokenizer, kwargs=None):
+        with pytest.raises(UserError, match=said):
+            cached.check(rows, tokenizer, kwargs)
+
+    other = words_model(tmp_path / "other", TEMPLATE.replace("role", "role|upper"))
+    refused("another chat template", tokenizer=open_model(str(other), teacher.device).tokenizer)
+    refused("another chat template", kwargs={"enable_thinking": True})
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(text + "\n")
+    refused("another tokenizer", tokenizer=open_model(str(other), teacher.device).tokenizer)
+    longer = write_rows(tmp_path / "longer.jsonl", [*ROWS, *ROWS[:2]])
+    refused("it has 8 rows, and 2 rows of 10 are missing", prepared(teacher, longer))
+    swapped = write_rows(tmp_path / "swapped.jsonl", [ROWS[1], ROWS[0], *ROWS[2:]])
+    refused("made of other data, .*rows.jsonl .* 2 rows of 8 differ", prepared(teacher, swapped))
+    refused("has rows cut to 9 tokens, but here they may have 7: use max_length=9", prepared(teacher, data, 7))
+    refused("made of other trained tokens of", prepared(teacher, data, completion_only_loss=False))
+    some = replace(rows, rows=rows.rows[2:5], digest="of the held-out rows")
+    cached.check(some, tokenizer)  # as they are held out
+    cached.check(prepared(teacher, write_rows(tmp_path / "fewer.jsonl", ROWS[:3])), tokenizer)
+
+
+def test_what_cannot_be_made_writes_nothing(teacher, data, tmp_path, monkeypatch):
+    output = tmp_path / "cache"
+    cases = [
+        ({"top_k": 200, "random": 12}, "more tokens than the teacher's vocabulary of 211"),
+        ({"samples": 9}, "is more than the 8 rows of"),
+        ({"length": 100_000}, "is more than this model's"),
+        ({"top_k": 0}, "must be a whole number of at least 1"),
+        ({"logits_dtype": "f8"}, "must be one of f16, f32"),
+    ]
+    for options, said in cases:
+        with pytest.raises(UserError, match=said):
+            teacher_cache(teacher, data, output, **{**OPTIONS, **options})
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(UserError, match=r"empty"):
+        teacher_cache(teacher, tmp_path / "empty.jsonl", output, **OPTIONS)
+    usage = namedtuple("usage", "total used free")
+    with monkeypatch.context() as patch:
+        patch.setattr(plan.shutil, "disk_usage", lambda path: usage(10, 9, 1))
+        with pytest.raises(UserError, match=r"The cache takes [\d,]+ bytes, but .* has 1 free"):
+            teacher_cache(teacher, data, output, **OPTIONS)
+    assert not output.exists()
+    output.mkdir()
+    (output / "precious").write_text("")
+    with pytest.raises(UserError, match="exists already and is not a teacher cache"):
+        teacher_cache(teacher, data, output, **OPTIONS)
+    assert [path.name for path in output.iterdir()] == ["precious"]
+
+
+def test_a_cache_is_under_a_fiftieth_of_one_of_hidden_states():
+    """A published cache of 1,024 rows of 128 tokens at K = 128 took 16 GB."""
+    assert 1024 * 128 * position_bytes(128 + 128, 151936, "f16") < 16e9 / 50

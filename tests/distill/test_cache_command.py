@@ -1,0 +1,55 @@
+"""wgpu-lora teacher-cache."""
+
+import json
+
+import pytest
+from support.cli import QWEN2, commands, write_rows
+
+from wgpu_lora.distill.cache import TeacherCache
+from wgpu_lora.distill.header import position_bytes
+
+
+@pytest.fixture
+def run(device, monkeypatch, capsys, tmp_path):
+    data = write_rows(tmp_path / "rows.jsonl")
+    return commands(device, monkeypatch, capsys, "teacher-cache", "--data", data, "--output", tmp_path / "cache")
+
+
+SMALL = ("--model", QWEN2, "--top-k", 4, "--random", 3, "--length", 9, "--batch-tokens", 40)
+
+
+def test_the_size_is_said_before_it_is_made(run, tmp_path):
+    made = run(*SMALL, "--samples", 5)
+    assert made.code == 0, made.err
+    cache = TeacherCache.open(tmp_path / "cache")
+    said, written = made.out.splitlines()
+    size = position_bytes(7, cache.vocab_size, "f16")
+    assert f"5 rows, {cache.header.positions} positions of {size} bytes" in said
+    on_disk = sum(path.stat().st_size for path in cache.path.iterdir())
+    assert int(said.split(": ")[1].split()[0].replace(",", "")) == pytest.approx(on_disk, rel=0.3)
+    assert written.startswith("written   1 shard")
+    again = run(*SMALL, "--samples", 5, "--json")
+    assert json.loads(again.out)["digest"] == cache.digest()
+    other = run(*SMALL, "--samples", 6)
+    assert other.code == 2
+    assert "was begun with --samples 5, not --samples 6" in other.err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--top-k", 0), "--top-k must be a whole number of at least 1"),
+        (("--length", 1), "--length must be a whole number of at least 2"),
+        (("--top-k", 500), "are more tokens than the teacher's vocabulary of"),
+        (("--samples", 9), "--samples 9 is more than the 8 rows"),
+        (("--adapter", ""), "--adapter is empty"),
+        (("--data", "nowhere.jsonl"), "nowhere.jsonl"),
+        (("--logits-dtype", "bf16"), "--logits-dtype must be one of f16, f32"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(run, tmp_path, options, said):
+    refused = run(*SMALL, *options)
+    assert refused.code == 2
+    assert said in refused.err
+    assert refused.err.count("\n") == 1
+    assert not (tmp_path / "cache").exists()

@@ -1,0 +1,313 @@
+"""Distillation: the loss against float64, its gradient, caches and live teachers, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.models import full_logits, save_golden_adapter
+from support.training import golden_arguments, model_dir, random_rows
+
+from wgpu_lora.api import evaluate
+from wgpu_lora.api.caching import teacher_cache
+from wgpu_lora.distill.support import Support
+from wgpu_lora.distill.targets import LEAST_TAIL, teacher_rows
+from wgpu_lora.errors import UserError
+from wgpu_lora.formats.peft import read_adapter
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.models.inputs import Segment
+from wgpu_lora.models.loaded import open_model
+from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.train.finetune import prepare_job
+from wgpu_lora.train.job import Job
+from wgpu_lora.train.output import LOG, read_log
+from wgpu_lora.train.pipeline import prepare_pipeline
+from wgpu_lora.train.tasks import AdapterTask
+
+VOCAB = 301
+
+
+def job(directory: Path, **changes: Any) -> Job[Any]:
+    directory.mkdir(exist_ok=True)
+    options = {"objective": "kd", "data": str(data(directory)), "max_steps": 4, "base_dtype": "f32"}
+    return prepare_job(golden_arguments(directory, "qwen2", **{**options, **changes}))
+
+
+def data(directory: Path, count: int = 5) -> Path:
+    return random_rows(directory / "kd.jsonl", count, VOCAB)
+
+
+def frozen(tmp_path: Path) -> str:
+    return str(save_golden_adapter("qwen2", tmp_path / "teacher", scale=4.0))
+
+
+def cached(tmp_path: Path, name: str = "cache", **options: Any) -> str:
+    """A cache of the rows, with logits as they are."""
+    given = {"top_k": 16, "random": 8, "length": 16, "logits_dtype": "f32", "base_dtype": "f32", **options}
+    model = open_model(str(model_dir("qwen2")), None, given.pop("base_dtype"))
+    teacher_cache(model, str(data(tmp_path)), tmp_path / name, adapter=frozen(tmp_path), **given, progress_bar=False)
+    return str(tmp_path / name)
+
+
+def started(made: Job[Any]) -> Job[Any]:
+    made.run.prepare_directory()
+    made.session.allocate()
+    made.run.place(made.session)
+    return made
+
+
+def measured(made: Job[Any]) -> dict[str, float]:
+    """The loss of the first step, and its metrics."""
+    session, stream = made.session, made.run.stream
+    step = next(stream.steps())
+    session.begin()
+    for groups in stream.groups(step):
+        session.accumulate(groups)
+    units = stream.units(step.samples)
+    found = stream.objective.logged(session.totals.read_metrics(session.device, 0, stream.objective), units)
+    return {"loss": session.totals.read_loss(session.device, 0) / units, **found}
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    return x - np.logaddexp.reduce(x, -1, keepdims=True)
+
+
+def reference(
+    student: np.ndarray, teacher: np.ndarray, targets: np.ndarray, kept: int, temperature: float, kind: str, beta: float
+) -> dict[str, float]:
+    """In float64, of whole logits [n, V]."""
+
+    def buckets(logits: np.ndarray, order: np.ndarray) -> np.ndarray:
+        sorted_ = np.take_along_axis(log_softmax(logits / temperature), order, 1)
+        if kept == sorted_.shape[1]:
+            return sorted_
+        return np.concatenate([sorted_[:, :kept], np.logaddexp.reduce(sorted_[:, kept:], 1, keepdims=True)], 1)
+
+    order = np.argsort(-teacher, axis=1, kind="stable")
+    lp, lq = buckets(teacher, order), buckets(student, order)
+    p, q = np.exp(lp), np.exp(lq)
+    if kind == "jsd":
+        mix = np.logaddexp(lq + np.log(1 - beta), lp + np.log(beta))
+        each = beta * p * (lp - mix) + (1 - beta) * q * (lq - mix)
+    else:
+        each = p * (lp - lq) if kind == "forward_kl" else q * (lq - lp)
+    plain, rows = log_softmax(student), np.arange(len(targets))
+    return {
+        "kd_loss": each.sum(1).mean(),
+        "hard_top1_loss": -plain[rows, order[:, 0]].mean(),
+        "hard_full_loss": -plain[rows, targets].mean(),
+        "top1_agreement": (student.argmax(1) == order[:, 0]).mean(),
+        "teacher_tail": p[:, kept:].sum(1).mean(),
+        "student_tail": q[:, kept:].sum(1).mean(),
+    }
+
+
+def whole_logits(made: Job[Any], adapters: AdapterSet | None) -> tuple[np.ndarray, np.ndarray]:
+    """Of the first step's targets, f64 [n, V], with the adapter in slot 0; and the targets."""
+    stream = made.run.stream
+    rows = [stream.prepared.samples[sample][0] for sample in next(stream.steps()).samples]
+    found = full_logits(made.session.model, [Segment(row.input_ids) for row in rows], adapters)
+    targets = [row.labels[1:] != -100 for row in rows]
+    logits = [each[:-1][at] for each, at in zip(found, targets, strict=True)]
+    ids = [row.labels[1:][at] for row, at in zip(rows, targets, strict=True)]
+    return np.concatenate(logits).astype(np.float64), np.concatenate(ids)
+
+
+WEIGHTS = {"hard_top1_weight": 0.5, "hard_full_weight": 0.25}
+CASES = [
+    {"kd_divergence": "forward_kl"},
+    {"kd_divergence": "reverse_kl", **WEIGHTS},
+    {"kd_divergence": "jsd", "kd_beta": 0.3, "temperature": 2.0, **WEIGHTS, "teacher_top_k": VOCAB},
+    {"kd_divergence": "forward_kl", "teacher_top_k": VOCAB},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=["forward", "reverse", "jsd", "whole"])
+def test_the_device_agrees(device: Device, tmp_path: Path, case: dict[str, Any]) -> None:
+    """The loss is that of whole logits in float64, and its gradient matches differences of the loss."""
+    options = {"teacher": str(model_dir("qwen2")), "teacher_adapter": frozen(tmp_path), "teacher_top_k": 16}
+    made = started(job(tmp_path / "a", **{**options, **case}))
+    session, args = made.session, made.run.args
+    found = measured(made)
+    student, targets = whole_logits(made, session.adapters)
+    (group,) = session.teachers.groups
+    teacher, _ = whole_logits(made, group.adapters)
+    given = args.teacher_top_k, args.temperature, args.kd_divergence, args.kd_beta
+    wanted = reference(student, teacher, targets, *given)
+    total = args.kd_weight * wanted["kd_loss"] + args.hard_top1_weight * wanted["hard_top1_loss"]
+    assert wanted["kd_loss"] > 1e-3, "the teacher is the student"
+    for name, value in {"loss": total + args.hard_full_weight * wanted["hard_full_loss"], **wanted}.items():
+        assert found[name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
+    if args.teacher_top_k == VOCAB:
+        assert found["kd_loss"] == pytest.approx(wanted["kd_loss"], abs=1e-6)
+
+    gradients = session.adapters.read(session.device, 0, session.adapters.grads)
+    matrices = session.adapters.read(session.device, 0)
+    norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for pair in gradients.values() for g in pair))
+
+    def moved(length: float) -> float:
+        ahead = {
+            key: tuple((m + length / norm * g).astype(np.float32) for m, g in zip(pair, gradients[key], strict=True))
+            for key, pair in matrices.items()
+        }
+        session.adapters.write(session.device, 0, ahead)
+        return measured(made)["loss"]
+
+    length = 0.02
+    assert (moved(length) - moved(-length)) / (2 * length) == pytest.approx(norm, rel=5e-3)
+    assert session.memory().training == sum(session.memory().groups.values())
+    session.close()
+
+
+def test_a_cache_says_the_same(device: Device, tmp_path: Path) -> None:
+    """As the live teacher, at temperature 1; its f16 logits nearly so."""
+    options = {"hard_top1_weight": 0.5}
+    live = {"teacher": str(model_dir("qwen2")), "teacher_adapter": frozen(tmp_path), "teacher_top_k": 16}
+    caches = {kind: cached(tmp_path, kind, logits_dtype=kind) for kind in ("f32", "f16")}
+    found = []
+    for name, teacher in {"live": live, **{kind: {"teacher_cache": path} for kind, path in caches.items()}}.items():
+        made = started(job(tmp_path / name, **options, **teacher, data=str(tmp_path / "kd.jsonl")))
+        found.append(measured(made))
+        made.session.close()
+    for name, value in found[0].items():
+        assert found[1][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+        assert found[2][name] == pytest.approx(value, rel=2e-3, abs=1e-4), name
+
+
+@pytest.mark.parametrize("live", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_resuming_gives_the_same_bytes(device: Device, tmp_path: Path, live: bool) -> None:
+    """With held-out rows of the same data, at a temperature that needs random tokens; and the loss falls."""
+    teacher = {"teacher": str(model_dir("qwen2")), "teacher_adapter": frozen(tmp_path), "teacher_top_k": 16}
+    options = teacher if live else {"teacher_cache": cached(tmp_path)}
+    options |= {"validation_split": 2, "temperature": 2.0, "lora_dropout": 0.1, "learning_rate": 5e-3}
+    options["data"] = str(data(tmp_path, 8) if live else tmp_path / "kd.jsonl")
+    whole = job(tmp_path / "a", **options).train()
+    job(tmp_path / "b", **options, max_steps=2).train()
+    resumed = job(tmp_path / "b", **options, resume=True).train()
+    assert whole.adapter_sha256 == resumed.adapter_sha256
+    lines = read_log(tmp_path / "a" / "run" / LOG)
+    assert {"kd_loss", "top1_agreement", "teacher_tail", "student_tail", "eval_kd_loss"} <= set(lines[-1])
+    assert "hard_full_loss" not in lines[-1], "it is not known at this temperature"
+    assert lines[-1]["eval_loss"] < lines[0]["eval_loss"]
+
+
+def test_beside_other_adapters(device: Device, tmp_path: Path) -> None:
+    """In one pipeline with shared batches, each adapter is as when trained alone: two teachers that keep different
+    tokens, at temperatures of their own, and plain fine-tuning."""
+    live = {"teacher": str(model_dir("qwen2")), "teacher_adapter": frozen(tmp_path), "teacher_top_k": 9}
+    own: dict[str, dict[str, Any]] = {
+        "a": {"objective": "kd", "teacher_cache": cached(tmp_path), "temperature": 2.0, "hard_full_weight": 0.5},
+        "b": {"objective": "kd", **live, "kd_divergence": "reverse_kl"},
+        "c": {"objective": "sft"},
+    }
+    rows = str(tmp_path / "kd.jsonl")
+    for name, options in own.items():
+        job(tmp_path / name, **options, data=rows, max_steps=2).train()
+    initial = str(tmp_path / "a" / "initial")
+    tasks = [
+        AdapterTask(rows, str(tmp_path / f"together-{name}"), name, options={**options, "init_adapter": initial})
+        for name, options in own.items()
+    ]
+    shared = golden_arguments(tmp_path, "qwen2", max_steps=2, base_dtype="f32", data=None, init_adapter=None)
+    prepare_pipeline(shared, tasks).train()
+    for name in own:
+        ours, theirs = read_adapter(tmp_path / f"together-{name}")[1], read_adapter(tmp_path / name / "run")[1]
+        for key, pair in ours.items():
+            for got, want in zip(pair, theirs[key], strict=True):
+                np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+
+
+def test_it_is_evaluated(device: Device, tmp_path: Path) -> None:
+    """By the teacher of the training or by another; by default as after supervised fine-tuning."""
+    live = {"teacher": str(model_dir("qwen2")), "teacher_adapter": frozen(tmp_path)}
+    held = {"validation_split": 2, "teacher_top_k": 16, "hard_full_weight": 0.5, "max_steps": 1}
+    made = job(tmp_path / "a", **live, **held)
+    made.train()
+    given: dict[str, Any] = {"adapter": tmp_path / "a" / "run", "run_log": False, "data": str(made.run.args.data)}
+    model = open_model(str(model_dir("qwen2")), device, "f32")
+    found = evaluate(model, **given, objective="kd")
+    again = evaluate(model, **given, teacher_cache=cached(tmp_path))
+    plain = evaluate(model, **given)
+    assert (found.objective, again.objective, plain.objective) == ("kd", "kd", "sft")
+    assert found.metrics["hard_full_loss"] == pytest.approx(plain.loss, rel=1e-5)
+    assert found.loss == pytest.approx(found.metrics["kd_loss"] + 0.5 * plain.loss, rel=1e-5)
+    assert again.metrics["kd_loss"] == pytest.approx(found.metrics["kd_loss"], rel=1e-5)
+    with pytest.raises(UserError, match="is for objective='kd', not dpo"):
+        evaluate(model, **given, objective="dpo", teacher="demo")
+
+
+def test_the_rest_at_another_temperature() -> None:
+    """Of all tokens it is exact, of some about right; at temperature 1 it is known."""
+    rng = np.random.default_rng(0)
+    logits, kept, random = 2 * rng.standard_normal((400, 500)), 20, 100
+    order = np.argsort(-logits, axis=1)
+    lse = np.logaddexp.reduce(logits, 1).astype(np.float32)
+
+    def supported(count: int) -> Support:
+        others = np.stack([kept + rng.permutation(480)[:count] for _ in logits]) if count else np.zeros((400, 0), int)
+        ids = np.take_along_axis(order, np.hstack([np.tile(np.arange(kept), (400, 1)), others]), 1)
+        correction = np.full(400, np.log(480 / count) if count else 0, np.float32)
+        return Support(ids, np.take_along_axis(logits, ids, 1), lse, kept, correction)
+
+    targets = order[:, 30]
+    for temperature in (0.7, 2.0):
+        exact = np.sort(log_softmax(logits / temperature), axis=1)[:, ::-1]
+        tail = np.logaddexp.reduce(exact[:, kept:], 1)
+        rows = teacher_rows(supported(480), targets, 500, temperature)
+        np.testing.assert_allclose(rows.logprobs[:, :kept], exact[:, :kept], atol=2e-6)
+        np.testing.assert_allclose(rows.logprobs[:, kept], tail, atol=2e-6)
+        estimated = teacher_rows(supported(random), targets, 500, temperature).logprobs[:, kept]
+        assert np.mean(np.exp(estimated)) == pytest.approx(np.mean(np.exp(tail)), rel=0.02)
+    known = teacher_rows(supported(0), targets, 500)
+    np.testing.assert_allclose(np.exp(known.logprobs.astype(float)).sum(1), 1, atol=1e-5)
+    assert (known.places == kept).all()
+    assert (known.ids[:, kept] == targets).all()
+
+
+def test_the_rest_is_never_nothing() -> None:
+    """A teacher that is sure, whose log-probabilities are rounded up."""
+    support = Support(
+        np.array([[3, 1]], np.uint32), np.array([[5.001, -40]]), np.array([5.0]), 2, np.zeros(1, np.float32)
+    )
+    rows = teacher_rows(support, np.array([1]), 10)
+    assert np.exp(rows.logprobs.astype(float)).sum() == pytest.approx(1)
+    assert np.exp(float(rows.logprobs[0, 2])) == pytest.approx(LEAST_TAIL)
+    assert rows.places.tolist() == [1]
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "none": ({}, r"objective='kd' needs a teacher: give either teacher or teacher_cache\."),
+    "both": ({"teacher": "demo", "teacher_cache": "c"}, r"needs one teacher: give either teacher or teacher_cache\."),
+    "weights": ({"teacher": "demo", "kd_weight": 0.0}, "are all 0, so there is nothing to train on"),
+    "vocabulary": ({"teacher": "demo"}, r"The teacher demo has a vocabulary of [\d,]+ tokens, but .* one of 301"),
+    "top_k": (
+        {"teacher": "SAME", "teacher_top_k": 302},
+        r"teacher_top_k=302 is more than the teacher's vocabulary of 301",
+    ),
+    "no cache": ({"teacher_cache": "nowhere"}, "nowhere is not a teacher cache"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_refused(device: Device, tmp_path: Path, name: str) -> None:
+    options, words = WRONG[name]
+    given = {key: str(model_dir("qwen2")) if value == "SAME" else value for key, value in options.items()}
+    with pytest.raises(UserError, match=words):
+        job(tmp_path, **given)
+    assert not (tmp_path / "run").exists()
+
+
+def test_caches_that_do_not_fit(device: Device, tmp_path: Path) -> None:
+    cache = cached(tmp_path, random=0)
+    given = {"teacher_cache": cache, "data": str(tmp_path / "kd.jsonl")}
+    with pytest.raises(UserError, match=r"has no random tokens, which temperature=2\.0 needs"):
+        job(tmp_path / "a", **given, temperature=2.0)
+    more = random_rows(tmp_path / "more.jsonl", 6, VOCAB)
+    with pytest.raises(UserError, match=r"is shorter than the data: it has 5 rows, and 1 row of 6 is missing"):
+        job(tmp_path / "a", **{**given, "data": str(more)})
+    with pytest.raises(UserError, match=r"held-out rows .* need a teacher cache of their own: give eval_teacher_cache"):
+        job(tmp_path / "a", **given, eval_data=str(more))
+    with pytest.raises(UserError, match="was made of other data"):
+        job(tmp_path / "a", **{**given, "data": str(random_rows(tmp_path / "other.jsonl", 5, VOCAB, seed=1))})

@@ -1,0 +1,108 @@
+"""A run's teacher: a model that is opened and fits the student, or caches that fit the data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from wgpu_lora.data import Prepared
+from wgpu_lora.distill.cache import TeacherCache
+from wgpu_lora.distill.teacher import MOST, Kept
+from wgpu_lora.errors import UserError
+from wgpu_lora.models.loaded import LoadedModel, open_model
+from wgpu_lora.names.naming import flag, setting
+from wgpu_lora.train.arguments import TrainingArguments
+from wgpu_lora.train.frozen import frozen_adapter
+from wgpu_lora.train.teachers import LiveTeacher
+
+RANDOM = 128  # tokens that a live teacher's rest is estimated from, at other temperatures than 1
+
+
+def live_teacher(args: TrainingArguments, student: LoadedModel) -> LiveTeacher | None:
+    """The model in --teacher; None without. Raises UserError if it cannot be read or does not fit the student."""
+    if args.objective != "kd" or args.teacher is None:
+        return None
+    model = open_model(args.teacher, student.device, args.teacher_base_dtype or student.decoder.base_dtype)
+    ours, theirs = student.config.vocab_size, model.config.vocab_size
+    if ours != theirs:
+        raise UserError(
+            f"The teacher {args.teacher} has a vocabulary of {theirs:,} tokens, but {student.name} one of {ours:,}: "
+            "use a teacher with the student's tokenizer."
+        )
+    digests = [one.tokenizer.digest for one in (student, model) if one.tokenizer]
+    if len(set(digests)) > 1:
+        raise UserError(
+            f"The teacher {args.teacher} has another tokenizer than {student.name}: use a teacher with the same."
+        )
+    kept = args.teacher_top_k
+    if kept > theirs:
+        raise UserError(
+            f"{setting('teacher_top_k', kept)} is more than the teacher's vocabulary of {theirs:,}: lower it."
+        )
+    if MOST < kept < theirs:
+        raise UserError(f"{setting('teacher_top_k', kept)} is more than {MOST:,}: lower it.")
+    random = 0 if args.temperature == 1 else min(RANDOM, theirs - kept)
+    adapter = None
+    if args.teacher_adapter:
+        found = frozen_adapter(args.teacher_adapter, model.config)
+        adapter = found.spec, found.matrices, found.digest
+    return LiveTeacher(model, Kept(kept, random, args.seed), args.temperature, adapter)
+
+
+def with_cached_length(args: TrainingArguments) -> TrainingArguments:
+    """The options with the length of the rows in --teacher-cache, unless another is given."""
+    if args.objective != "kd" or args.teacher_cache is None or args.max_length is not None:
+        return args
+    return replace(args, max_length=TeacherCache.open(args.teacher_cache).length)
+
+
+def heldout_options(args: TrainingArguments) -> TrainingArguments:
+    """The options of a stream of held-out rows."""
+    own = args.eval_teacher_cache
+    return replace(args, teacher_cache=own, eval_teacher_cache=None) if args.objective == "kd" and own else args
+
+
+def check_caches(
+    args: TrainingArguments, student: LoadedModel, prepared: Prepared, heldout: Prepared | None
+) -> str | None:
+    """Raise UserError unless the caches have these rows, for this student; returns a digest of them, None without."""
+    if args.objective != "kd" or args.teacher_cache is None:
+        return None
+    caches = [(args, prepared)]
+    own, split = args.eval_teacher_cache, args.validation_split is not None
+    if heldout and not (own or split):
+        raise UserError(
+            f"The held-out rows {heldout.path} need a teacher cache of their own: give {flag('eval_teacher_cache')}, "
+            f"or hold out rows of {flag('data')} with {flag('validation_split')}."
+        )
+    if own and (split or not heldout):
+        said = setting("validation_split", args.validation_split)
+        why = f"with {said} they are in {flag('teacher_cache')}" if split else "there are none"
+        raise UserError(f"{flag('eval_teacher_cache')} is for held-out rows of their own, but {why}: leave it out.")
+    if heldout:
+        caches.append((heldout_options(args), heldout))
+    opened = [(checked_cache(options, student, rows), options) for options, rows in caches]
+    kept = {cache.kept for cache, _ in opened}
+    if len(kept) > 1:
+        raise UserError(
+            f"{flag('teacher_cache')} and {flag('eval_teacher_cache')} keep {opened[0][0].kept:,} and "
+            f"{opened[1][0].kept:,} tokens per position: make them with the same."
+        )
+    return opened[0][0].digest()
+
+
+def checked_cache(args: TrainingArguments, student: LoadedModel, rows: Prepared) -> TeacherCache:
+    """A cache of the rows' teacher. Raises UserError if it does not fit the rows, the student or the temperature."""
+    cache = TeacherCache.open(args.teacher_cache or "")
+    vocabulary = student.config.vocab_size
+    if cache.vocab_size != vocabulary:
+        raise UserError(
+            f"The teacher of {cache.path} has a vocabulary of {cache.vocab_size:,} tokens, but {student.name} one of "
+            f"{vocabulary:,}: use a teacher with the student's tokenizer."
+        )
+    cache.check(rows, student.tokenizer, args.template_kwargs())
+    if args.temperature != 1 and not cache.random and cache.kept < vocabulary:
+        raise UserError(
+            f"The teacher cache {cache.path} has no random tokens, which {setting('temperature', args.temperature)} "
+            f"needs: make it with {flag('random')}, or use {setting('temperature', 1)}."
+        )
+    return cache
