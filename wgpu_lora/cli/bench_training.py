@@ -100,7 +100,8 @@ def training(
         found = run_training(work, repeat, events, shapes=shapes, max_spread=limit)
     if project:
         console().print(table(PROJECTED, map(_projection, found["projections"]), PROJECTED[:2]))
-        line("projected", "memory from each model's plan; time from counted operations at the measured rate; processed tokens")
+        line("projected", "memory from each model's plan; time from counted operations at the measured rate")
+        line("tokens/s", "processed tokens, including padding")
         line("grades", f"share of the budget: {', '.join(f'{name} up to {part:.0%}' for name, part in GRADES)}")
     report.text(written(found))
     gate = found["summary"]["gate"]
