@@ -118,8 +118,8 @@ def main(argv: list[str] | None = None) -> int:
         not given.default_only,
         tuple(given.kernel),
         given.tiling,
-        given.base_dtype,
         given.activation_dtype,
+        given.base_dtype,
     )
     try:
         answers = ask_all(gpus, given.subgroup_size, wanted, given.root.resolve(), given.in_root, given.jobs, given.raw)
