@@ -44,7 +44,7 @@ def loss_of(session: Session, run: Run, events: Events = SILENT) -> float | None
     with claim(device, session.needs(), "the model before rounding"):
         session.allocate(events)
         try:
-            stream = DataStream(run.heldout, run.args)
+            stream = DataStream(run.heldout, heldout_options(run.args))
             loss = heldout_loss(session, stream, 0, lambda rows: events.evaluating(replace(at, rows=rows)))["loss"]
         finally:
             session.close()
