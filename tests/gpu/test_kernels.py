@@ -37,7 +37,10 @@ CORE = [cases[0] for cases in CASES.values()]
 
 
 def marked() -> list[Any]:
-    return [pytest.param(c, id=c.label, marks=[pytest.mark.drivers] if c in CORE else []) for c in ALL]
+    return [
+        pytest.param(c, id=c.label, marks=[pytest.mark.drivers] if c in CORE else [pytest.mark.slow] if c.rare else [])
+        for c in ALL
+    ]
 
 
 def reference(case: Case, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:

@@ -11,7 +11,7 @@ from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
     from wgpu_lora.train.job import Job
-    from wgpu_lora.train.session import MemoryPlan
+    from wgpu_lora.train.memory_plan import MemoryPlan
     from wgpu_lora.train.slot import AdapterRun
 
 FEW = 50  # total steps: with fewer, an adapter hardly changes

@@ -13,6 +13,7 @@ from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.export.companions import write_companions
+from wgpu_lora.export.decoded import Decoded
 from wgpu_lora.formats.checkpoint import Checkpoint
 from wgpu_lora.formats.gguf.checkpoint import GGUFCheckpoint
 from wgpu_lora.formats.hub import is_gguf
@@ -47,7 +48,7 @@ def write_packed(
     """
     checkpoint = model.checkpoint
     form = packed_form(model.decoder.base_dtype)
-    if not isinstance(checkpoint, Checkpoint | GGUFCheckpoint) or (model.config.packed and instead is None):
+    if not isinstance(checkpoint, Checkpoint | GGUFCheckpoint | Decoded) or (model.config.packed and instead is None):
         raise UserError(f"{model.name} is not quantised on loading: give a model in full precision.")
     with new_model_directory(output, model.path) as directory:  # which refuses `output` before the weights are loaded
         model.load_weights(events)
@@ -62,7 +63,7 @@ def write_packed(
 
 def _write_weights(
     model: LoadedModel,
-    checkpoint: Checkpoint | GGUFCheckpoint,
+    checkpoint: Checkpoint | GGUFCheckpoint | Decoded,
     form: PackedForm,
     directory: Path,
     max_shard_bytes: int,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from wgpu_lora.share import claim, is_unified
 from wgpu_lora.share.refusals import advising
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.batch import Batch, Totals
+from wgpu_lora.train.memory_plan import MemoryPlan
 from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.objectives.base import Group, Objective
 from wgpu_lora.train.optimizer import Optimizer
@@ -37,38 +38,6 @@ from wgpu_lora.train.teachers import LiveTeacher, Teachers
 
 ADVISED = ("per_device_train_batch_size", "max_length")  # if a plan exceeds the device's limits
 GROUPS = ("base", "adapters", "reference", "optimizer", "activations", "workspace")
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes by group during training, and during loading; the peak is the larger of the two.
-
-    host: bytes of offloaded activations in the host's memory, which no group counts.
-    unified: whether the device has no other memory than the host's.
-    """
-
-    groups: dict[str, int]
-    loading: int
-    host: int = 0
-    unified: bool = False
-
-    @property
-    def training(self) -> int:
-        return sum(self.groups.values())
-
-    @property
-    def peak(self) -> int:
-        return max(self.training, self.loading)
-
-    @property
-    def running(self) -> int:
-        """Bytes during training of the memory that the device uses."""
-        return self.training + (self.host if self.unified else 0)
-
-    @property
-    def guarded(self) -> int:
-        """The same, or those during loading if they are more."""
-        return max(self.running, self.loading)
 
 
 class Session:

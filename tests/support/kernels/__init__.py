@@ -33,6 +33,7 @@ class Case:
     spared: Callable[[Tiling], int] | None = None
     vague: dict[str, np.ndarray] = field(default_factory=dict)
     slow: bool = False  # to compile: one tiling is enough
+    rare: bool = False  # left to the slow tests
     note: str = ""  # tells cases of the same constants apart
 
     @property
@@ -53,10 +54,11 @@ def add(
     spared: Any = None,
     vague: Any = None,
     slow: bool = False,
+    rare: bool = False,
     note: str = "",
     **constants: Any,
 ) -> None:
-    CASES[kernel.name].append(Case(kernel, make, constants, spared, vague or {}, slow, note))
+    CASES[kernel.name].append(Case(kernel, make, constants, spared, vague or {}, slow, rare, note))
 
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
