@@ -21,7 +21,6 @@ from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.models.norms import fix_gains
 from wgpu_lora.train.objectives.base import Group
 
-
 Key = tuple[Path, str]  # of a model's weights: its path and base dtype
 
 
