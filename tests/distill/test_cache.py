@@ -10,7 +10,7 @@ import pytest
 from support.cli import write_rows
 from support.models import full_logits, save_golden_adapter, words_model
 
-from wgpu_lora.api.caching import teacher_cache
+from wgpu_lora import evaluate, teacher_cache
 from wgpu_lora.data import prepare
 from wgpu_lora.distill import plan
 from wgpu_lora.distill.cache import TeacherCache
@@ -92,6 +92,20 @@ def test_with_the_whole_vocabulary_the_divergence_is_exact(teacher, data, tmp_pa
         stored = (found.logits - found.lse[:, None]).astype(np.float64)
         got = (np.exp(stored) * (stored - np.take_along_axis(q, found.ids.astype(int), 1))).sum(axis=1)
         np.testing.assert_allclose(got, exact, atol=tolerance * max(1, exact.max()), rtol=0)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_a_teacher_with_an_adapter_says_what_evaluate_measures(teacher, data, tmp_path, dora):
+    adapter = save_golden_adapter("mistral", tmp_path / "adapter", use_dora=dora)
+    whole = {**OPTIONS, "top_k": SIZE, "random": 0, "logits_dtype": "f32"}
+    cache = teacher_cache(teacher, data, tmp_path / "cache", adapter=adapter, **whole)
+    losses = []
+    for row in prepared(teacher, data).rows:
+        found, targets = cache.support(row.index), row.labels[1:][row.labels[1:] != -100]
+        losses += list(found.lse - found.logits[found.ids == targets[:, None]])
+    expected = evaluate(teacher, data, adapter=adapter, max_length=9, run_log=False, progress_bar=False)
+    assert np.mean(losses) == pytest.approx(expected.loss, rel=1e-5)
+    assert len(losses) == expected.tokens
 
 
 class Stopping(Events):

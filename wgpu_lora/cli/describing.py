@@ -11,7 +11,7 @@ from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
     from wgpu_lora.train.job import Job
-    from wgpu_lora.train.session import MemoryPlan
+    from wgpu_lora.train.memory_plan import MemoryPlan
     from wgpu_lora.train.slot import AdapterRun
 
 FEW = 50  # total steps: with fewer, an adapter hardly changes
@@ -39,9 +39,9 @@ def describe_runs(job: Job[Any]) -> None:
                     line("note", mark + note)
                 if data.account.bad:
                     line("skipped", f"{mark}bad rows will be listed in {run.directory / SKIPPED}")
-        trained = job.session.adapters.trainable(run.slot, job.session.model.config)
-        modules = run.args.target_modules
-        line("adapter", f"{mark}rank {run.spec.rank} on {modules}: {trained:,} trained parameters")
+        trained = job.session.trained.trainable(run.slot, job.session.model.config)
+        label, text = run.subject.described()
+        line(label, f"{mark}{text}: {trained:,} trained parameters")
         for note in run.notes:
             label, _, said = note.partition(": ")
             line(label, mark + said)

@@ -26,6 +26,7 @@ from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.models.inputs import Segment, Tables
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.models.norms import fix_gains
 from wgpu_lora.names.naming import flag
 from wgpu_lora.share import claim
 
@@ -64,6 +65,7 @@ def write_cache(
         stack.enter_context(verdicts_of(model.device).telling(events))
         check_tilings(model.device, [program])
         model.load_weights(events)
+        fix_gains(model, adapters)
         header = _begin(output, plan, model, done)
         allocate(model.device, mine)
         arena = Arena(model.device, sizes)

@@ -21,7 +21,7 @@ def live_teacher(args: TrainingArguments, student: LoadedModel) -> LiveTeacher |
     """The model in --teacher; None without. Raises UserError if it cannot be read or does not fit the student."""
     if args.objective != "kd" or args.teacher is None:
         return None
-    model = open_model(args.teacher, student.device, args.teacher_base_dtype or args.base_dtype)
+    model = open_model(args.teacher, student.device, args.teacher_base_dtype or student.decoder.base_dtype)
     ours, theirs = student.config.vocab_size, model.config.vocab_size
     if ours != theirs:
         raise UserError(
