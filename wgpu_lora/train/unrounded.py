@@ -17,6 +17,7 @@ from wgpu_lora.train.heldout import heldout_loss
 from wgpu_lora.train.run import Run
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.stream import DataStream
+from wgpu_lora.train.teacher import heldout_options
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
 
@@ -44,7 +45,7 @@ def loss_of(session: Session, run: Run, events: Events = SILENT) -> float | None
     with claim(device, session.needs(), "the model before rounding"):
         session.allocate(events)
         try:
-            stream = DataStream(run.heldout, run.args)
+            stream = DataStream(run.heldout, heldout_options(run.args))
             loss = heldout_loss(session, stream, 0, lambda rows: events.evaluating(replace(at, rows=rows)))["loss"]
         finally:
             session.close()
