@@ -1,7 +1,7 @@
 """Products with low-bit codes beside those with NF4, in turns in one process: python -m scripts.bench_codes.
 
-What is printed are medians of ratios to NF4's time, by the wall clock and by processor time, above 1 if faster. Processor
-time means something on CPU drivers alone.
+What is printed are medians of ratios to NF4's time, by the wall clock and by processor time, above 1 if faster.
+Processor time means something on CPU drivers alone.
 """
 
 from __future__ import annotations
