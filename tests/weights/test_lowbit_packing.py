@@ -119,3 +119,10 @@ def test_groups_of_zeros_stay_zeros(device: Device, rng: np.random.Generator, sc
 def test_values_that_f16_cannot_hold_are_refused(device: Device) -> None:
     with pytest.raises(UserError, match=r"^w has values that f16 cannot hold: quantise this model to nf4 instead\.$"):
         fitted(device, np.full((4, 32), 1e6, np.float32), "lut2-row")
+
+
+def test_values_that_are_not_finite_are_left_to_the_audit(device: Device, rng: np.random.Generator) -> None:
+    w = heavy(rng, 4, 32)
+    w[1, 3], w[2, 5] = np.nan, np.inf
+    codes, *_ = fitted(device, w, "lut2-row")
+    assert codes.shape == w.shape
