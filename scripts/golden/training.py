@@ -77,7 +77,7 @@ def _initial_adapter(model: PreTrainedModel, rng: np.random.Generator) -> Arrays
 def with_adapter(
     model: PreTrainedModel, adapter: Arrays | None, **options: object
 ) -> tuple[torch.nn.Module, dict[str, torch.nn.Parameter]]:
-    """A copy of the model with PEFT's adapter of these values, or as PEFT makes it, and its parameters by short name."""
+    """A copy of the model with PEFT's adapter of these values, or as PEFT makes it, and its parameters by name."""
     usual = {"r": RANK, "lora_alpha": ALPHA, "lora_dropout": 0.0, "target_modules": "all-linear"}
     config = LoraConfig(task_type="CAUSAL_LM", **usual | options)
     peft_model = get_peft_model(copy.deepcopy(model), config)

@@ -174,7 +174,7 @@ def test_an_adapter_alone(tmp_path: Path, architecture: str) -> None:
 
 
 def test_a_dora_cannot_be_an_adapter_of_llama_cpp(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is a DoRA, which llama.cpp does not apply: merge it"):
+    with pytest.raises(UserError, match=r"is a DoRA, which llama\.cpp does not apply: merge it"):
         export_adapter(FIXTURES / "models" / "llama", FIXTURES / "peft" / "dora-patterns", tmp_path / "lora.gguf")
     assert not list(tmp_path.iterdir())
 

@@ -11,6 +11,7 @@ from wgpu_lora.formats.adapter_config import AdapterConfig
 from wgpu_lora.formats.peft import tensor_name, write_adapter
 from wgpu_lora.infer import Generation, Generator, Sampler, chat_prompt, load_adapters
 from wgpu_lora.models.inputs import Segment
+from wgpu_lora.models.norms import fix_gains
 
 # Prefill pieces are as long as a decode step has rows, so that both share their compiled kernels.
 BATCH, CAPACITY = 4, 16
@@ -26,6 +27,7 @@ def mistral(device, tmp_path_factory):
         save_golden_adapter("mistral", directory / "b", -2.0, rank=2, use_dora=True),
     ]
     adapters = load_adapters(device, model.config, saved)
+    fix_gains(model, adapters)
     with Generator(model, adapters, CAPACITY, BATCH, (BATCH,)) as generator:
         yield generator, model, adapters
 

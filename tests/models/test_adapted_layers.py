@@ -123,7 +123,7 @@ def test_outputs_and_gradients(device: Device, dropout: bool, together: bool, of
         shapes |= {"A0.0": (3, 64), "B0.0": (size, 3)}
         values |= {f"{module}.{n}": 0.1 * rng.standard_normal(shape, np.float32) for n, shape in shapes.items()}
         values[f"{module}.M.0"] += 1
-    adapters.upload_scales(device)
+    adapters.upload_constants(device)
     for slot in range(2):
         parts = "AB" if slot or offset else "ABM"
         own = {path[m]: tuple(values[f"{m}.{which}.{slot}"] for which in parts) for m in MODULES}

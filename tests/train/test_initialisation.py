@@ -170,7 +170,9 @@ def test_adapters_of_all_kinds_beside_each_other(device: Device, tmp_path: Path)
         (_, alone), (_, beside) = (read_adapter(tmp_path / place / name) for place in ("alone", "once"))
         for module, parts in alone.items():
             for ours, theirs in zip(parts, beside[module], strict=True):
-                np.testing.assert_allclose(ours, theirs, atol=2e-5, err_msg=module)
+                # The first updates of Adam are all of one size, and rounding may turn the smallest gradients round.
+                change = 4 * once.args.learning_rate * np.sqrt(ours.size)
+                assert np.linalg.norm(ours - theirs) < 0.01 * change, module
     again = pipeline(model, tmp_path, "again", start="once", max_steps=1, lora_r=16, lora_alpha=32.0, use_rslora=False)
     again.train()
     for run in again.runs:

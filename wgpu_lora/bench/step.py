@@ -27,6 +27,7 @@ from wgpu_lora.ops.saved import Saving
 from wgpu_lora.share import budget_bytes
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.initial import SeededMatrices
+from wgpu_lora.train.initialisation import offsets
 from wgpu_lora.train.memory import both, check_adapters
 from wgpu_lora.train.objectives.base import Group
 from wgpu_lora.train.optimizer import Optimizer, SlotUpdate
@@ -63,10 +64,17 @@ def training_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def adapter_set(
-    config: ModelConfig, device: Device, rank: int, slots: int = 1, target_modules: str = ALL
+    config: ModelConfig,
+    device: Device,
+    rank: int,
+    slots: int = 1,
+    target_modules: str = ALL,
+    dora: bool = False,
+    offset: bool = False,
 ) -> AdapterSet:
-    """Adapters of one rank on these modules."""
-    spec = SlotSpec(rank, dict.fromkeys(targeted(target_modules, config), SCALING))
+    """Adapters of one rank on these modules. offset: beside a frozen one, as PiSSA's."""
+    scaling = dict.fromkeys(targeted(target_modules, config), SCALING)
+    spec = SlotSpec(rank, scaling, dora, SlotSpec(rank, scaling) if offset else None)
     return AdapterSet.declare(config, [spec] * slots, device.max_binding)
 
 
@@ -141,9 +149,10 @@ class TrainingStep(SlotStep):
                 f"{config.max_position_embeddings:,} tokens."
             )
         check_adapters([args], config, budget_bytes(model.device.info))
+        kind = args.use_dora, offsets(args.init_lora_weights)
         session = Session(
             model,
-            adapter_set(config, model.device, args.lora_r, 1, args.target_modules),
+            adapter_set(config, model.device, args.lora_r, 1, args.target_modules, *kind),
             [-(-rows * tokens // TILE) * TILE],
             positions=tokens,
             dropout=args.lora_dropout > 0,
@@ -172,7 +181,7 @@ class TrainingStep(SlotStep):
         """Load the base and create all buffers. Raises UserError if the device has too little memory."""
         session = self.session
         session.allocate(choices=choices)
-        session.adapters.write(session.device, 0, self._initial)
+        session.place_initial(0, self._initial.on(session.model))
         vocab = session.model.config.vocab_size
         self.fill(list(synthetic_rows(len(self._rows), self._rows[0][1], vocab)))
 

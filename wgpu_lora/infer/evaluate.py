@@ -21,7 +21,6 @@ from wgpu_lora.gpu.verdicts import verdicts_of
 from wgpu_lora.models.inputs import Segment, StepInputs, Tables
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
-from wgpu_lora.models.norms import fix_gains
 from wgpu_lora.ops.loss import sum_by_slot, token_logprobs
 from wgpu_lora.ops.recorder import Recorder
 from wgpu_lora.share import claim
@@ -151,7 +150,6 @@ def evaluate(
         stack.enter_context(verdicts_of(model.device).telling(events))
         check_tilings(model.device, [evaluator.program])
         model.load_weights(events)
-        fix_gains(model, evaluator.adapters)
         begin = time.perf_counter()
         allocate(model.device, mine)
         arena = Arena(model.device, plan.sizes)

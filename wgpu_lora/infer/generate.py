@@ -19,7 +19,6 @@ from wgpu_lora.infer.sampling import Sampler
 from wgpu_lora.infer.step import Programs, Step
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
-from wgpu_lora.models.norms import fix_gains
 from wgpu_lora.models.rows import NOWHERE
 from wgpu_lora.share import claim
 from wgpu_lora.share.refusals import advising
@@ -76,7 +75,6 @@ class Generator:
             self._claim.enter_context(claim(self.device, need, "generating"))
             self._claim.enter_context(verdicts_of(self.device).telling(events))
             model.load_weights(events)
-            fix_gains(model, adapters)
             allocate(self.device, self._owned)
             self.arena = Arena(self.device, sizes)
             self.state.upload(self.device)

@@ -14,6 +14,7 @@ from wgpu_lora.gpu.program import release
 from wgpu_lora.infer.adapters import load_adapters
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.models.norms import fix_gains
 from wgpu_lora.names.naming import flag
 from wgpu_lora.share import claim
 
@@ -126,6 +127,9 @@ def on_device(model: LoadedModel, directories: Sequence[str | Path]) -> Iterator
     with claim(model.device, 0, "adapters"):  # released with them
         adapters = load_adapters(model.device, model.config, [Path(directory) for directory in directories])
         try:
+            if adapters.gains:
+                model.load_weights()
+                fix_gains(model, adapters)
             yield adapters
         finally:
             release(model.device, adapters.storages())

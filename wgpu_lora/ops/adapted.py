@@ -40,9 +40,10 @@ def adapted_linear(
             dropped, rest = dropout_parts(rec, x, lora.draws, lora.module)
             linear(rec, rest, layer, None, y, accumulate)
             u = linear(rec, dropped, Linear(layer.weight), replace(own, draws=None))
-            return magnified(rec, u, lora, None, y, accumulate=True)
-        u = linear(rec, x, Linear(layer.weight), own)
-        magnified(rec, u, lora, layer.bias, y, accumulate)
+            magnified(rec, u, lora, None, y, accumulate=True)
+        else:
+            u = linear(rec, x, Linear(layer.weight), own)
+            magnified(rec, u, lora, layer.bias, y, accumulate)
     if lora.offset:
         frozen_low_rank(rec, x, y, lora.offset)
     return y

@@ -18,6 +18,7 @@ from wgpu_lora.models.inputs import Tables
 from wgpu_lora.models.load import staging_bytes
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
+from wgpu_lora.models.norms import fix_gains
 from wgpu_lora.train.objectives.base import Group
 
 
@@ -146,6 +147,7 @@ class _Group:
         kept: Kept,
         compute_dtype: str,
     ):
+        self.model = model
         adapters = {live.adapter[2]: live.adapter for live in taught.values() if live.adapter}
         self._matrices = [matrices for _, matrices, _ in adapters.values()]
         numbers = {digest: number for number, digest in enumerate(adapters)}
@@ -164,3 +166,4 @@ class _Group:
             self.adapters.upload_constants(self.teacher.device)
             for number, matrices in enumerate(self._matrices):
                 self.adapters.write(self.teacher.device, number, matrices)
+            fix_gains(self.model, self.adapters)
