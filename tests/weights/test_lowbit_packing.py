@@ -13,6 +13,7 @@ from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.program import allocate, release
 from wgpu_lora.weights import lowbit_packing
 from wgpu_lora.weights.base import Loading, Shared
+from wgpu_lora.weights.fit_kernels import lut_lloyd
 from wgpu_lora.weights.lowbit import LowBitWeight, quantised
 from wgpu_lora.weights.lowbit_codes import decode, unpack
 from wgpu_lora.weights.lut_fit import fit
@@ -128,3 +129,13 @@ def test_values_that_are_not_finite_are_left_to_the_audit(device: Device, rng: n
     w[1, 3], w[2, 5] = np.nan, np.inf
     codes, *_ = fitted(device, w, "lut2-row")
     assert codes.shape == w.shape
+
+
+def test_references_leave_out_what_rounding_decides() -> None:
+    """Values on the threshold between two centres, of one row or of all."""
+    c: dict[str, Any] = {"rows": 2, "size_in": 4, "group": 0, "bits": 2}
+    table = np.array([[-2.0, -1, 1, 2], [-2, -1, 1, 2]])
+    w = np.array([[-2.0, -1, 1, 2], [-2, 0, 1, 2]])
+    found = lut_lloyd(w, table, iterations=1, **c)
+    np.testing.assert_array_equal(np.isnan(found), [[False] * 4, [True] * 4])
+    assert lut_lloyd(np.zeros((2, 4)), table, iterations=1, **c) is None
