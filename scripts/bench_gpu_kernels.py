@@ -22,7 +22,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `scripts`, if this file is run by its path
 
 from scripts.gpu_compilers.predictions import figures, nearest, read
-from scripts.gpu_compilers.recorded import Call, Wanted, calls
+from scripts.gpu_compilers.recorded import Call, calls
+from scripts.gpu_compilers.wanted import Wanted
 from wgpu_lora.bench.check import Checked
 from wgpu_lora.bench.profile import profile_step
 from wgpu_lora.bench.step import WARMUP, TrainingStep, chosen_model

@@ -3,10 +3,10 @@
     python -m scripts.bench_kmeans --bits 2 --group 32 --rows 64 --rounds 3
 
 All three fit the same values: normally distributed weights divided by the largest magnitude of their group, weighted by
-its square, with a table per row. The device fits whole matrices, with refitted scales, rounding and packing. scikit-learn,
-on one thread, and NumPy fit only the tables, of the first rows of each matrix, and their times are multiplied up. Rounds
-alternate between the three. What is printed are medians, and the error of the same rows relative to their own square.
-scikit-learn is not among the dependencies: install it first.
+its square, with a table per row. The device fits whole matrices, with refitted scales, rounding and packing.
+scikit-learn, on one thread, and NumPy fit only the tables, of the first rows of each matrix, and their times are
+multiplied up. Rounds alternate between the three. What is printed are medians, and the error of the same rows relative
+to their own square. scikit-learn is not among the dependencies: install it first.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class OnDevice:
     def pack(self) -> np.ndarray:
         given = self.given
         with Loading(self.device, [given]) as loading:  # type: ignore[list-item]
-            constants = pack_lowbit(loading, given, "w", self.codes, given.w.shape, given.bits, given.group)  # type: ignore[arg-type]
+            shape: Any = given.w.shape
+            constants = pack_lowbit(loading, given, "w", self.codes, shape, given.bits, given.group)
         return join_constants(*constants)
 
     def values(self, constants: np.ndarray) -> np.ndarray:
@@ -164,7 +165,7 @@ def main() -> None:
     for name in names:
         print(
             f"{name:13} {seconds[name]:9.1f} s  {processor[name]:9.1f} s of processors  relative error "
-            f"{errors[name] / squares:.6f}  {seconds[name] / seconds['device']:6.1f} times the device's time, "
+            f"{errors[name] / squares:.6f}  {seconds[name] / seconds['device']:.1f} times the device's time, "
             f"{processor[name] / processor['device']:6.1f} times its processor time"
         )
 

@@ -17,9 +17,9 @@ from scripts.gpu_compilers import predictions
 from scripts.gpu_compilers.check import violations
 from scripts.gpu_compilers.devices import GPUS, Gpu
 from scripts.gpu_compilers.places import ROOT, place_of
-from scripts.gpu_compilers.recorded import Wanted
 from scripts.gpu_compilers.report import show, to_json
 from scripts.gpu_compilers.run import Answers, ask
+from scripts.gpu_compilers.wanted import Wanted
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.bench.results import Writer
 from wgpu_lora.errors import UserError

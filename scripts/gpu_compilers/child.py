@@ -11,7 +11,8 @@ import os
 import sys
 from typing import Any
 
-from scripts.gpu_compilers.recorded import Wanted, calls
+from scripts.gpu_compilers.recorded import calls
+from scripts.gpu_compilers.wanted import Wanted
 from wgpu_lora.gpu.device import Device, DeviceOptions
 from wgpu_lora.gpu.errors import ShaderError
 

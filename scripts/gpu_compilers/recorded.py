@@ -1,56 +1,22 @@
-"""The compute pipelines of one layer of a named shape: of training steps, a prefill, a decoding step and a teacher."""
+"""The compute pipelines of one layer of a named shape, each once."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from wgpu_lora.bench.step import TrainingStep, adapter_set
-from wgpu_lora.distill.teacher import Kept, Teacher
+from scripts.gpu_compilers.steps import steps_of
+from scripts.gpu_compilers.wanted import Wanted
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.dispatch import Dispatch
 from wgpu_lora.gpu.kernel import Kernel
 from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tiling import Tiling
-from wgpu_lora.infer.step import Programs
 from wgpu_lora.models.blocks.transformer import Transformer
-from wgpu_lora.models.config import ModelConfig
-from wgpu_lora.models.inputs import Tables
 from wgpu_lora.models.shapes import shape_config
-from wgpu_lora.models.synthetic import synthetic_model
-from wgpu_lora.train.arguments import TrainingArguments
-from wgpu_lora.weights.registry import DEFAULT_FORMAT
 
-CACHED = 1024  # tokens of the cache
 HEADS_OF = "llama-3.2-1b"  # whose attention is recorded with other sizes of heads
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What to compile: shapes by name, attention of these sizes of heads, and for a training step its options.
-
-    candidates: whether to compile every tiling that the tuner may choose, or only the default.
-    kernels: parts of names, () for all. tiling: is compiled beside a matching kernel's own, if it is tuned.
-    """
-
-    shapes: tuple[str, ...] = ()
-    head_dims: tuple[int, ...] = ()
-    tokens: int = 512
-    rank: int = 16
-    compute_dtype: str = "f32"
-    candidates: bool = True
-    kernels: tuple[str, ...] = ()
-    tiling: dict[str, Any] | None = None
-    activation_dtype: str = "f32"
-    base_dtype: str = DEFAULT_FORMAT
-
-    @classmethod
-    def from_json(cls, text: str) -> Wanted:
-        given: dict[str, Any] = json.loads(text)
-        given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-        return cls(**given)
 
 
 @dataclass
@@ -62,7 +28,7 @@ class Call:
     constants: dict[str, Any]
     tiling: Tiling
     default: bool
-    used_by: dict[str, list[str]] = field(default_factory=dict)  # shape -> of training, DoRA, prefill, decode, teacher
+    used_by: dict[str, list[str]] = field(default_factory=dict)  # shape -> of training, distillation, prefill and so on
 
     def to_json(self) -> dict[str, Any]:
         compiled_in = self.kernel.compiled_in(self.constants)
@@ -109,35 +75,12 @@ def _tilings(dispatch: Dispatch, device: Device, wanted: Wanted) -> list[Tiling]
 
 def _programs(wanted: Wanted, device: Device) -> Iterator[tuple[str, str, Program]]:
     for shape in wanted.shapes:
-        for step, program in _steps(shape_config(shape, 1), wanted, device):
+        for step, program in steps_of(shape_config(shape, 1), wanted, device):
             yield shape, step, program
     for dim in wanted.head_dims:
         config = shape_config(HEADS_OF, 1)
         assert isinstance(config, Transformer)
         config = replace(config, head_dim=dim)
-        for step, program in _steps(config, wanted, device):
+        for step, program in steps_of(config, wanted, device):
             program.dispatches = [one for one in program.dispatches if one.kernel.name.startswith("attention_")]
             yield f"head_dim {dim}", step, program
-
-
-def _steps(config: ModelConfig, wanted: Wanted, device: Device) -> Iterator[tuple[str, Program]]:
-    model = synthetic_model(config, device, wanted.base_dtype)
-    args = TrainingArguments(
-        per_device_train_batch_size=1,
-        max_length=wanted.tokens,
-        lora_r=wanted.rank,
-        compute_dtype=wanted.compute_dtype,
-        activation_dtype=wanted.activation_dtype,
-    )
-    for step, changes in (("training", {}), ("DoRA", {"use_dora": True, "lora_dropout": 0.1})):
-        for program in TrainingStep(model, replace(args, **changes)).session.programs():
-            yield step, program
-    adapters = adapter_set(config, device, wanted.rank)
-    programs = Programs.record(device, model.decoder, adapters, 1, CACHED, (wanted.tokens,))
-    for step in programs.prefill:
-        yield "prefill", step.program
-    for program in (programs.decode.program, programs.head, programs.kept):
-        yield "decode", program
-    tables = Tables.declare(config.tables(), wanted.tokens)
-    for program in Teacher(model, None, (wanted.tokens,), tables, Kept(), wanted.compute_dtype).programs():
-        yield "teacher", program

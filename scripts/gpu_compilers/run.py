@@ -13,7 +13,7 @@ from scripts.gpu_compilers.child import MARKER
 from scripts.gpu_compilers.compiled import Compiled, Unreadable
 from scripts.gpu_compilers.devices import Gpu
 from scripts.gpu_compilers.places import Place
-from scripts.gpu_compilers.recorded import Wanted
+from scripts.gpu_compilers.wanted import Wanted
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.tiling import Tiling
 

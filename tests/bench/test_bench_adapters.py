@@ -19,7 +19,8 @@ from wgpu_lora.bench.workloads.adapters import MultiAdapterMemory, MultiAdapterS
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.share.budget import Budget
-from wgpu_lora.train.session import MemoryPlan, Session
+from wgpu_lora.train.memory_plan import MemoryPlan
+from wgpu_lora.train.session import Session
 from wgpu_lora.weights.nf4_products import NF4Product
 
 SPEEDS = {"together_speedup": 1.0, "short_speedup": 1.3, "eight_of_three": 0.9}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ def sample(option: Any) -> list[str]:
     if option.is_flag:
         return [(option.secondary_opts or option.opts)[0]]
     values = {"shape": "tiny-qwen3", "base_dtype": "bf16", "compute_dtype": "f16"}
+    values |= {"max_spread": "1%"}
     return [option.opts[0], values.get(option.name, "7")]
 
 
@@ -43,14 +45,27 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def note(*arguments: Any, **named: Any) -> Any:
         found.append(([a for a in arguments if not isinstance(a, Events)], {**named, "said": current_remarks()}))
-        return {"rows": [], "runs": [], "summary": [], "projections": []}
+        return {"rows": [], "runs": [], "summary": [], "projections": [], "best": {"fastest": None}}
+
+    def training(*arguments: Any, **named: Any) -> Any:
+        return note(*arguments, **named) | {"summary": {"gate": None}}
+
+    def pairs(*arguments: Any, **named: Any) -> Any:
+        return note(*arguments, **named) | {"pairs": [], "fastest": {"batch": 1, "accumulation": 1}}
+
+    def writer(path: str | None) -> Any:
+        note(path)
+        return SimpleNamespace(text=lambda text: None)
 
     command = import_module("wgpu_lora.cli.bench")  # the package has the group by this name
     monkeypatch.setattr(command, "_measure", lambda *arguments: note(*arguments) and 0)
     monkeypatch.delenv("WGPU_LORA_NO_TUNE", raising=False)
     monkeypatch.setattr("wgpu_lora.gpu.device.Device", lambda selector: selector)
-    monkeypatch.setattr("wgpu_lora.bench.results.Writer", note)
-    for name in ("max_batch.find_max_batch", "training.run_training", "step.chosen_model"):
+    monkeypatch.setattr("wgpu_lora.bench.results.Writer", writer)
+    monkeypatch.setattr("wgpu_lora.bench.summary.written", lambda found: "")
+    monkeypatch.setattr("wgpu_lora.bench.training.run_training", training)
+    monkeypatch.setattr("wgpu_lora.bench.pairs.search_pairs", pairs)
+    for name in ("max_batch.find_max_batch", "step.chosen_model"):
         monkeypatch.setattr(f"wgpu_lora.bench.{name}", note)
     monkeypatch.setattr(Context, "of", note)
     return found

@@ -11,7 +11,9 @@ from support.bench import MINI_ROW
 from support.cli import QWEN2, SMALL, write_rows
 from support.events import hearing
 
-from wgpu_lora.bench.projection import operations
+from wgpu_lora.bench import training
+from wgpu_lora.bench.pairs import pairs_of, search_pairs
+from wgpu_lora.bench.projection import grade, operations
 from wgpu_lora.bench.stats import spread
 from wgpu_lora.bench.step import TrainingStep, chosen_model
 from wgpu_lora.bench.training import WARMUP, Work, run_training
@@ -19,6 +21,7 @@ from wgpu_lora.cli import main
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models import shapes
+from wgpu_lora.share import Budget
 from wgpu_lora.train.arguments import TrainingArguments
 
 SIZES = {"max_length": 16, "per_device_train_batch_size": 2, "lora_r": 4}
@@ -72,6 +75,13 @@ def test_a_projection_is_the_plan_and_the_counted_operations(device: Device):
     assert same["grade"] == "excellent"
     assert larger["peak_planned"] > same["peak_planned"]
     assert larger["times_the_operations"] > same["times_the_operations"]
+
+
+def test_grades_are_shares_of_the_budget():
+    peaks = (0, 500, 501, 750, 900, 1000, 1001)
+    grades = ["excellent", "excellent", "good", "good", "possible", "tight", "does not fit"]
+    assert [grade(peak, 1000) for peak in peaks] == grades
+    assert (grade(None, 1000), grade(1, None)) == ("does not fit", "not known")
 
 
 def test_operations_are_counted_per_row():
@@ -152,6 +162,46 @@ def test_too_few_steps_are_refused_before_training(device: Device, tmp_path: Pat
         run_training(Work(recipe=str(recipe)), opened=device)
 
 
+def test_a_run_that_fails_is_reported_beside_the_others(device: Device, monkeypatch: pytest.MonkeyPatch):
+    """And the gate needs two runs that succeeded."""
+    attempts, timed = iter((True, False)), training.timed
+
+    def once(*arguments: Any) -> dict[str, Any]:
+        if next(attempts, False):
+            raise UserError("the device was lost")
+        return timed(*arguments)
+
+    monkeypatch.setattr(training, "timed", once)
+    work = Work(None, "mini", 1, SIZES | {"num_train_epochs": 0.3})
+    found = run_training(work, 2, opened=device, max_spread=0.5)
+    failed, ran = found["runs"]
+    assert (failed["error"], failed["done_steps"], failed["planned_steps"]) == ("the device was lost", 0, 3)
+    assert (ran["error"], ran["done_steps"], ran["planned_steps"]) == (None, 3, 3)  # 0.3 epochs of 10 steps
+    summary = found["summary"]
+    assert summary["errors"] == ["the device was lost"]
+    assert summary["steps"] == {"done": 3, "planned": 6}
+    assert summary["gate"] == {"limit": 0.5, "spread": 0.0, "passed": False}
+    assert summary["memory"]["peak"] == ran["peak_planned"]
+    assert summary["memory"]["share"] == ran["peak_planned"] / summary["memory"]["total"]
+    attempts = iter((True, True))
+    with pytest.raises(UserError, match="the device was lost"):
+        run_training(work, 2, opened=device)
+
+
+def test_pairs_of_the_same_product_are_timed(device: Device, monkeypatch: pytest.MonkeyPatch):
+    assert pairs_of(12) == [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]
+    work = Work(None, "mini", 1, SIZES | {"gradient_accumulation_steps": 1, "max_steps": WARMUP + 1})
+    found = search_pairs(work, 1, opened=device)
+    assert [(p["batch"], p["accumulation"], p["status"]) for p in found["pairs"]] == [(1, 2, "OK"), (2, 1, "OK")]
+    assert found["fastest"] is max(found["pairs"], key=lambda pair: pair["samples_per_second"])
+    small, large = (pair["peak_planned"] for pair in found["pairs"])
+    assert small < large
+    monkeypatch.setattr("wgpu_lora.bench.pairs.budget_bytes", lambda *arguments: Budget(large - 1, "a test"))
+    found = search_pairs(work, 1, opened=device)
+    assert [(p["status"], p["why"]) for p in found["pairs"]] == [("OK", None), ("OOM", "more than the budget")]
+    assert found["fastest"]["batch"] == 1
+
+
 def test_command_writes_lines(shared: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     of = ["--shape=mini", "--layers=1", "--tokens=16", "--batch=2", "--rank=4", "--max-steps=3", "--repeat=1", "--json"]
     assert main(["bench", "training", *of, str(tmp_path / "found.json")]) == 0
@@ -161,5 +211,24 @@ def test_command_writes_lines(shared: None, tmp_path: Path, capsys: pytest.Captu
     out = capsys.readouterr().out
     assert "shape mini, 1 layer;" in out
     assert "one run" in out
+    assert "3 of 3 steps done, no errors" in out
+    summary = tmp_path / "found.md"
+    two = [word for word in of[:-1] if not word.startswith("--repeat")]
+    assert main(["bench", "training", *two, "--max-spread", "1e-7%", "--summary", str(summary)]) == 1
+    assert "more than the limit of 1e-07%" in capsys.readouterr().out
+    text = summary.read_text()
+    assert text.startswith("# Training benchmark: shape mini, 1 layer\n\n- Device: ")
+    assert "- Spread: the runs vary by " in text
+    assert "\n| samples/s | " in text
+    assert main(["bench", "training", *two, "--search-batch"]) == 0
+    assert "fastest   --batch " in capsys.readouterr().out
+    for words, message in (
+        (["--max-spread", "150%"], "--max-spread must be a share between 0 and 1, such as 1% or 0.01, not '150%'"),
+        (["--max-spread", "1%", "--repeat", "1"], "--max-spread compares runs: give --repeat 2 or more"),
+        (["--epochs", "1"], "--epochs and --max-steps are both given"),
+        (["--search-batch", "--project"], "--project does nothing with --search-batch: leave it out."),
+    ):
+        assert main(["bench", "training", *two, *words]) == 2
+        assert message in capsys.readouterr().err
     assert main(["bench", "training", *of, "/nowhere/x.json"]) == 2
     assert "The result file /nowhere/x.json cannot be written" in capsys.readouterr().err

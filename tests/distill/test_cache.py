@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from support.cli import write_rows
 from support.models import full_logits, save_golden_adapter, words_model
 
-from wgpu_lora.api.caching import teacher_cache
+from wgpu_lora import evaluate, teacher_cache
 from wgpu_lora.data import prepare
 from wgpu_lora.distill import plan
 from wgpu_lora.distill.cache import TeacherCache
@@ -92,6 +93,20 @@ def test_with_the_whole_vocabulary_the_divergence_is_exact(teacher, data, tmp_pa
         stored = (found.logits - found.lse[:, None]).astype(np.float64)
         got = (np.exp(stored) * (stored - np.take_along_axis(q, found.ids.astype(int), 1))).sum(axis=1)
         np.testing.assert_allclose(got, exact, atol=tolerance * max(1, exact.max()), rtol=0)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_a_teacher_with_an_adapter_says_what_evaluate_measures(teacher, data, tmp_path, dora):
+    adapter = save_golden_adapter("mistral", tmp_path / "adapter", use_dora=dora)
+    whole = {**OPTIONS, "top_k": SIZE, "random": 0, "logits_dtype": "f32"}
+    cache = teacher_cache(teacher, data, tmp_path / "cache", adapter=adapter, **whole)
+    losses = []
+    for row in prepared(teacher, data).rows:
+        found, targets = cache.support(row.index), row.labels[1:][row.labels[1:] != -100]
+        losses += list(found.lse - found.logits[found.ids == targets[:, None]])
+    expected = evaluate(teacher, data, adapter=adapter, max_length=9, run_log=False, progress_bar=False)
+    assert np.mean(losses) == pytest.approx(expected.loss, rel=1e-5)
+    assert len(losses) == expected.tokens
 
 
 class Stopping(Events):
@@ -199,6 +214,10 @@ def test_damaged_shards_are_named(teacher, data, cached, tmp_path):
         ({"schema": 2}, "has the schema 2, but this version reads 1"),
         ({"top_k": 0}, "is damaged"),
         ({"rows": "8"}, "is damaged"),
+        (
+            {"shards": [{"file": "shard-00000.safetensors", "sha256": "", "bytes": 1, "rows": 8, "positions": 1}]},
+            f"{TABLE} is damaged",
+        ),
         ({"shards": [{"file": "../x", "sha256": "", "bytes": 1, "rows": 8, "positions": 1}]}, "is damaged"),
     ],
 )
@@ -231,6 +250,13 @@ def test_other_rows_tokenizers_and_templates_are_refused(teacher, data, cached, 
     some = replace(rows, rows=rows.rows[2:5], digest="of the held-out rows")
     cached.check(some, tokenizer)  # as they are held out
     cached.check(prepared(teacher, write_rows(tmp_path / "fewer.jsonl", ROWS[:3])), tokenizer)
+
+
+def test_two_processes_do_not_write_the_same_cache(teacher, data, tmp_path):
+    (tmp_path / "cache").mkdir()
+    with FileLock(tmp_path / "cache" / plan.LOCK), pytest.raises(UserError, match="Another process is writing to"):
+        teacher_cache(teacher, data, tmp_path / "cache", **OPTIONS)
+    teacher_cache(teacher, data, tmp_path / "cache", **OPTIONS)
 
 
 def test_what_cannot_be_made_writes_nothing(teacher, data, tmp_path, monkeypatch):

@@ -15,6 +15,8 @@ from wgpu_lora.ops.loss import logprob_gradient, softmax_chunk, target_logprobs
 from wgpu_lora.ops.matmul import lora_nn, lora_nt, lora_tn, matmul_nn, matmul_nt
 from wgpu_lora.ops.norm import rmsnorm_backward, rmsnorm_forward
 from wgpu_lora.ops.rope import rope_backward, rope_forward
+from wgpu_lora.weights.lowbit_codes import constant_count, decode_device, entries, word_rows
+from wgpu_lora.weights.lowbit_gradients import codes_gradient, codes_gradient_sum
 
 STEP = 1e-5
 RANGES = np.array([(1, 4), (4, 4), (5, 7)], np.uint32)  # rows 0, 4 and 7 belong to no slot
@@ -85,6 +87,30 @@ def test_attention(rng: np.random.Generator, ranges: np.ndarray, group: int) -> 
     dk, dv = attention_backward_kv(q, k, v, dy, stats, ranges, None, None, **shape)
     agree(dk, lambda k: forward(q, k, v), k, dy)
     agree(dv, lambda v: forward(q, k, v), v, dy)
+
+
+@pytest.mark.parametrize(("bits", "group"), [(2, 16), (3, 16), (4, 32), (8, 16), (2, 0), (3, 0), (4, 0), (8, 0)])
+def test_constants_of_codes(rng: np.random.Generator, bits: int, group: int) -> None:
+    """By way of dW of a block of rows, in slices of the inputs: tables, and scales of groups or of rows."""
+    out, size_in, first, columns = 5, 160 if group else 139, 1, 3
+    codes = rng.integers(0, 2**32, (word_rows(size_in, bits), out), np.uint32)
+    constants, dw = rng.normal(size=constant_count(out, size_in, bits, group)), rng.normal(size=(size_in, columns))
+    shape = {"columns": columns, "first": first}
+    present = np.zeros(1) if entries(bits) or not group else None
+    gradient = np.zeros_like(constants)
+    results = codes_gradient(
+        dw, codes, constants, gradient, present, out=out, size_in=size_in, bits=bits, group=group, **shape
+    )
+    if group:
+        gradient, *results = results
+    for partials in results:
+        sums = {"slices": len(partials), "entries": partials.shape[1]}
+        gradient = codes_gradient_sum(partials, gradient, **sums, **shape)
+
+    def weights(constants: np.ndarray) -> np.ndarray:
+        return decode_device(codes, constants, (out, size_in), bits, group)[first : first + columns].T
+
+    agree(gradient, weights, constants, dw)
 
 
 def test_attention_that_sees_nothing_is_zero(rng: np.random.Generator) -> None:

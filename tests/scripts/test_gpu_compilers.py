@@ -15,9 +15,9 @@ from scripts.gpu_compilers.child import MARKER
 from scripts.gpu_compilers.compiled import Compiled, Instruction, Loop, Unreadable, innermost
 from scripts.gpu_compilers.devices import GPUS
 from scripts.gpu_compilers.places import Place
-from scripts.gpu_compilers.recorded import Wanted
 from scripts.gpu_compilers.report import details, to_json
 from scripts.gpu_compilers.run import Answers, Row, ask
+from scripts.gpu_compilers.wanted import Wanted
 from tests.support import FIXTURES
 from wgpu_lora.errors import UserError
 from wgpu_lora.gpu.tiling import Tiling

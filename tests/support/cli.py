@@ -65,7 +65,9 @@ def share_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever opens the default device gets this one, whose kernels are compiled already."""
 
     class Shared(Device):
-        def __new__(cls, selector: str | int | None = None) -> Device:  # type: ignore[misc]
+        def __new__(cls, selector: Device | str | int | None = None) -> Device:  # type: ignore[misc]
+            if isinstance(selector, Device):
+                return selector
             return device if selector is None else Device(selector)
 
     monkeypatch.setattr("wgpu_lora.models.loaded.Device", Shared)

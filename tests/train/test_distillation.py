@@ -10,10 +10,11 @@ import pytest
 from support.models import full_logits, save_golden_adapter
 from support.training import golden_arguments, model_dir, random_rows
 
-from wgpu_lora.api.teacher_cache import teacher_cache
+from wgpu_lora.api import evaluate, teacher_cache
 from wgpu_lora.distill.support import Support
 from wgpu_lora.distill.targets import LEAST_TAIL, teacher_rows
 from wgpu_lora.errors import UserError
+from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.inputs import Segment
 from wgpu_lora.models.loaded import open_model
@@ -21,6 +22,8 @@ from wgpu_lora.models.lora import AdapterSet
 from wgpu_lora.train.finetune import prepare_job
 from wgpu_lora.train.job import Job
 from wgpu_lora.train.output import LOG, read_log
+from wgpu_lora.train.pipeline import prepare_pipeline
+from wgpu_lora.train.tasks import AdapterTask
 
 VOCAB = 301
 
@@ -32,7 +35,7 @@ def job(directory: Path, **changes: Any) -> Job[Any]:
 
 
 def data(directory: Path, count: int = 5) -> Path:
-    return random_rows(directory / "rows.jsonl", count, VOCAB)
+    return random_rows(directory / "kd.jsonl", count, VOCAB)
 
 
 def frozen(tmp_path: Path) -> str:
@@ -120,7 +123,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=["forward", "reverse", "jsd", "whole"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.slow] if name in ("forward", "jsd") else [])
+        for name, case in zip(("forward", "reverse", "jsd", "whole"), CASES, strict=True)
+    ],
+)
 def test_the_device_agrees(device: Device, tmp_path: Path, case: dict[str, Any]) -> None:
     """The loss is that of whole logits in float64, and its gradient matches differences of the loss."""
     options = {"teacher": str(model_dir("qwen2")), "teacher_adapter": frozen(tmp_path), "teacher_top_k": 16}
@@ -157,28 +166,27 @@ def test_the_device_agrees(device: Device, tmp_path: Path, case: dict[str, Any])
     session.close()
 
 
-def test_a_cache_says_the_same(device: Device, tmp_path: Path) -> None:
-    """As the live teacher, at temperature 1; its f16 logits nearly so."""
+@pytest.mark.parametrize(("kind", "error"), [("f16", 2e-3), pytest.param("f32", 1e-5, marks=pytest.mark.slow)])
+def test_a_cache_says_the_same(device: Device, tmp_path: Path, kind: str, error: float) -> None:
+    """As the live teacher, up to the rounding of its logits."""
     options = {"hard_top1_weight": 0.5}
     live = {"teacher": str(model_dir("qwen2")), "teacher_adapter": frozen(tmp_path), "teacher_top_k": 16}
-    caches = {kind: cached(tmp_path, kind, logits_dtype=kind) for kind in ("f32", "f16")}
     found = []
-    for name, teacher in {"live": live, **{kind: {"teacher_cache": path} for kind, path in caches.items()}}.items():
-        made = started(job(tmp_path / name, **options, **teacher, data=str(tmp_path / "rows.jsonl")))
+    for name, teacher in {"live": live, "stored": {"teacher_cache": cached(tmp_path, logits_dtype=kind)}}.items():
+        made = started(job(tmp_path / name, **options, **teacher, data=str(tmp_path / "kd.jsonl")))
         found.append(measured(made))
         made.session.close()
     for name, value in found[0].items():
-        assert found[1][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
-        assert found[2][name] == pytest.approx(value, rel=2e-3, abs=1e-4), name
+        assert found[1][name] == pytest.approx(value, rel=error, abs=error / 10), name
 
 
-@pytest.mark.parametrize("live", [True, False])
+@pytest.mark.parametrize("live", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_resuming_gives_the_same_bytes(device: Device, tmp_path: Path, live: bool) -> None:
     """With held-out rows of the same data, at a temperature that needs random tokens; and the loss falls."""
     teacher = {"teacher": str(model_dir("qwen2")), "teacher_adapter": frozen(tmp_path), "teacher_top_k": 16}
     options = teacher if live else {"teacher_cache": cached(tmp_path)}
     options |= {"validation_split": 2, "temperature": 2.0, "lora_dropout": 0.1, "learning_rate": 5e-3}
-    options["data"] = str(data(tmp_path, 8) if live else tmp_path / "rows.jsonl")
+    options["data"] = str(data(tmp_path, 8) if live else tmp_path / "kd.jsonl")
     whole = job(tmp_path / "a", **options).train()
     job(tmp_path / "b", **options, max_steps=2).train()
     resumed = job(tmp_path / "b", **options, resume=True).train()
@@ -187,6 +195,52 @@ def test_resuming_gives_the_same_bytes(device: Device, tmp_path: Path, live: boo
     assert {"kd_loss", "top1_agreement", "teacher_tail", "student_tail", "eval_kd_loss"} <= set(lines[-1])
     assert "hard_full_loss" not in lines[-1], "it is not known at this temperature"
     assert lines[-1]["eval_loss"] < lines[0]["eval_loss"]
+
+
+@pytest.mark.slow
+def test_beside_other_adapters(device: Device, tmp_path: Path) -> None:
+    """In one pipeline with shared batches, each adapter is as when trained alone: two teachers that keep different
+    tokens, at temperatures of their own, and plain fine-tuning."""
+    live = {"teacher": str(model_dir("qwen2")), "teacher_adapter": frozen(tmp_path), "teacher_top_k": 9}
+    own: dict[str, dict[str, Any]] = {
+        "a": {"objective": "kd", "teacher_cache": cached(tmp_path), "temperature": 2.0, "hard_full_weight": 0.5},
+        "b": {"objective": "kd", **live, "kd_divergence": "reverse_kl"},
+        "c": {"objective": "sft"},
+    }
+    rows = str(tmp_path / "kd.jsonl")
+    for name, options in own.items():
+        job(tmp_path / name, **options, data=rows, max_steps=2).train()
+    initial = str(tmp_path / "a" / "initial")
+    tasks = [
+        AdapterTask(rows, str(tmp_path / f"together-{name}"), name, options={**options, "init_adapter": initial})
+        for name, options in own.items()
+    ]
+    shared = golden_arguments(tmp_path, "qwen2", max_steps=2, base_dtype="f32", data=None, init_adapter=None)
+    prepare_pipeline(shared, tasks).train()
+    for name in own:
+        ours, theirs = read_adapter(tmp_path / f"together-{name}")[1], read_adapter(tmp_path / name / "run")[1]
+        for key, pair in ours.items():
+            for got, want in zip(pair, theirs[key], strict=True):
+                np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+
+
+def test_it_is_evaluated(device: Device, tmp_path: Path) -> None:
+    """By the teacher of the training or by another; by default as after supervised fine-tuning."""
+    live = {"teacher": str(model_dir("qwen2")), "teacher_adapter": frozen(tmp_path)}
+    held = {"validation_split": 2, "teacher_top_k": 16, "hard_full_weight": 0.5, "max_steps": 1}
+    made = job(tmp_path / "a", **live, **held)
+    made.train()
+    given: dict[str, Any] = {"adapter": tmp_path / "a" / "run", "run_log": False, "data": str(made.run.args.data)}
+    model = open_model(str(model_dir("qwen2")), device, "f32")
+    found = evaluate(model, **given, objective="kd")
+    again = evaluate(model, **given, teacher_cache=cached(tmp_path))
+    plain = evaluate(model, **given)
+    assert (found.objective, again.objective, plain.objective) == ("kd", "kd", "sft")
+    assert found.metrics["hard_full_loss"] == pytest.approx(plain.loss, rel=1e-5)
+    assert found.loss == pytest.approx(found.metrics["kd_loss"] + 0.5 * plain.loss, rel=1e-5)
+    assert again.metrics["kd_loss"] == pytest.approx(found.metrics["kd_loss"], rel=1e-5)
+    with pytest.raises(UserError, match="is for objective='kd', not dpo"):
+        evaluate(model, **given, objective="dpo", teacher="demo")
 
 
 def test_the_rest_at_another_temperature() -> None:
@@ -252,7 +306,7 @@ def test_what_is_refused(device: Device, tmp_path: Path, name: str) -> None:
 
 def test_caches_that_do_not_fit(device: Device, tmp_path: Path) -> None:
     cache = cached(tmp_path, random=0)
-    given = {"teacher_cache": cache, "data": str(tmp_path / "rows.jsonl")}
+    given = {"teacher_cache": cache, "data": str(tmp_path / "kd.jsonl")}
     with pytest.raises(UserError, match=r"has no random tokens, which temperature=2\.0 needs"):
         job(tmp_path / "a", **given, temperature=2.0)
     more = random_rows(tmp_path / "more.jsonl", 6, VOCAB)

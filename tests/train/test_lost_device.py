@@ -14,6 +14,7 @@ from support.training import golden_arguments
 
 from wgpu_lora.bench.ceiling import measure_ceilings
 from wgpu_lora.events import SILENT, Events, StepResult
+from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.gpu.errors import DeviceLost
 from wgpu_lora.infer import Generator
@@ -55,7 +56,7 @@ def train(device: Device, tmp_path: Path, events: Events, **changes: Any) -> Non
 def saved(tmp_path: Path) -> list[int]:
     found = checkpoint.found(tmp_path / "run" / "checkpoints")
     for _, directory in found:
-        checkpoint.read_adapter(directory)
+        read_adapter(directory)
     return [step for step, _ in found]
 
 

@@ -137,8 +137,8 @@ def test_training_starts_from_the_reference(tmp_path: Path) -> None:
     frozen = save_golden_adapter("qwen2", tmp_path / "frozen", scale=2.0)
     run = job(tmp_path / "a", reference_adapter=str(frozen), init_adapter=None).run
     assert f"adapter: starts from the reference adapter {frozen}" in run.notes
-    key = next(iter(run.initial))
-    np.testing.assert_array_equal(run.initial[key][1], read_adapter(frozen)[1][key][1])
+    key = next(iter(run.subject.initial))
+    np.testing.assert_array_equal(run.subject.initial[key][1], read_adapter(frozen)[1][key][1])
     (frozen / RUN).write_text(json.dumps({"base_digest": "0" * 64}))
     config = json.loads((frozen / "adapter_config.json").read_text())
     stated = config | {"base_model_name_or_path": "someone/qwen2"}  # the same model in another format

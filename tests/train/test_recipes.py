@@ -9,6 +9,7 @@ import pytest
 from support.data import write_jsonl
 from support.gguf_models import make_adapter
 
+from wgpu_lora.api.caching import teacher_cache
 from wgpu_lora.assets import DEMO_MODEL, DEMO_TRAIN, asset_dir
 from wgpu_lora.cli import main
 from wgpu_lora.models.shapes import shape_config
@@ -19,7 +20,7 @@ from wgpu_lora.train.recipes import find_recipe, read_recipe
 FILES = sorted(Path(str(asset_dir("recipes"))).glob("*.toml"))
 CHAINS = [path.stem for path in FILES if "[[stage]]" in path.read_text()]
 RECIPES = [path.stem for path in FILES if path.stem not in CHAINS]
-PAIRS = ["persona-dpo"]
+PAIRS, RECOVERS = ["persona-dpo"], ["recover-q2"]
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -32,7 +33,10 @@ def test_it_runs_cut_down(tmp_path: Path, capsys: pytest.CaptureFixture[str], na
     cut += ["--per-device-train-batch-size", "1", "--gradient-accumulation-steps", "1", "--max-length", "64"]
     # One rank, no dropout and no checkpointing: the runs then share their compiled kernels.
     cut += ["--no-packing", "--lora-r", "4", "--lora-dropout", "0", "--no-gradient-checkpointing"]
-    cut += ["--target-modules", "all-linear", "--base-dtype", "nf4"]
+    cut += ["--target-modules", "all-linear", "--base-dtype", "q2a4" if name in RECOVERS else "nf4"]
+    if name in RECOVERS:
+        teacher_cache("demo", str(rows), tmp_path / "cache", top_k=8, random=0, length=64, progress_bar=False)
+        cut += ["--teacher-cache", str(tmp_path / "cache")]
     if name in PAIRS:
         cut += ["--reference-adapter", str(make_adapter(tmp_path / "adapter", DEMO_MODEL))]
     assert main(["finetune", "--recipe", name, *cut]) == 0, capsys.readouterr().err

@@ -19,6 +19,7 @@ from support.training import model_dir, random_rows
 from wgpu_lora.api.listeners import Callback
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Evaluating, StepResult
+from wgpu_lora.formats.peft import read_adapter
 from wgpu_lora.gpu.device import Device
 from wgpu_lora.models.loaded import open_model
 from wgpu_lora.train import checkpoint
@@ -122,7 +123,7 @@ def test_kill_at_random_instants_of_saving_leaves_a_good_checkpoint(tmp_path: Pa
         for _, directory in found:
             state, _ = checkpoint.read_state(directory)
             assert directory.name == f"step-{state.step}"
-            checkpoint.read_adapter(directory)
+            read_adapter(directory)
             checkpoint.load_file(directory / checkpoint.OPTIMIZER)
 
 
@@ -210,7 +211,7 @@ def test_a_nan_stops_the_run_without_an_update(device: Device, tmp_path: Path) -
 
 def test_a_resumed_run_knows_what_it_began_with(device: Device, tmp_path: Path) -> None:
     """If no checkpoint is sound, it falls back to that."""
-    fresh = job(device, options(tmp_path)).run.initial
+    fresh = job(device, options(tmp_path)).run.subject.initial
     train(device, options(tmp_path, max_steps=1))
     resumed = job(device, options(tmp_path, max_steps=1, resume=True))
     run, session = resumed.run, resumed.session

@@ -89,7 +89,9 @@ def test_values_of_the_wrong_kind() -> None:
     with pytest.raises(UserError, match="The adapter y: 'rank' must be greater than 0"):
         none.arguments(TrainingArguments())
     other = task_of({"data": "x", "checkpoint": "y", "objective": "ppo"}, "here")
-    with pytest.raises(UserError, match="The adapter y: 'objective' must be one of sft, dpo, kto, orpo, cpo, kd, not ppo"):
+    with pytest.raises(
+        UserError, match="The adapter y: 'objective' must be one of sft, dpo, kto, orpo, cpo, kd, not ppo"
+    ):
         other.arguments(TrainingArguments())
     light = task_of({"data": "x", "checkpoint": "y", "weight": 0.5}, "here")
     with pytest.raises(UserError, match="at least 2"):

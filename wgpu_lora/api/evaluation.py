@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from wgpu_lora.api.bars import Bars
+from wgpu_lora.api.evaluations import note_results, recorded_evaluation
 from wgpu_lora.api.listeners import listeners
 from wgpu_lora.data import Prepared, Source, heldout_data, prepare, rows_given
 from wgpu_lora.errors import UserError
@@ -18,12 +18,11 @@ from wgpu_lora.infer import Evaluation
 from wgpu_lora.infer import evaluate as evaluate_rows
 from wgpu_lora.infer.named import BASE, check_directory, on_device, slots_of
 from wgpu_lora.models.loaded import LoadedModel, open_model
-from wgpu_lora.track.entry import HELD_OUT, DataFile, Losses, run_name
-from wgpu_lora.track.recording import device_facts, given_options, recorded, remarks
+from wgpu_lora.track.recording import remarks
 from wgpu_lora.train.arguments import TrainingArguments, from_values
 from wgpu_lora.train.length import check_rows, fit_rows
 from wgpu_lora.train.objectives import formats_of, objective_of
-from wgpu_lora.train.preferred import evaluate_objective, objective_options, reads
+from wgpu_lora.train.preferred import TEACHER, evaluate_objective, objective_options, reads
 from wgpu_lora.train.rows import prepared_for
 
 
@@ -40,6 +39,9 @@ def evaluate(
     completion_only_loss: bool | None = None,
     enable_thinking: bool | None = None,
     objective: str | None = None,
+    teacher: str | Path | None = None,
+    teacher_adapter: str | Path | None = None,
+    teacher_cache: str | Path | None = None,
     goal: str | None = None,
     notes: str | None = None,
     run_log: bool = True,
@@ -59,7 +61,8 @@ def evaluate(
         on_overflow, completion_only_loss, enable_thinking: as in training. By default as in the adapter's training,
             else truncate, True, and no value for the chat template.
         objective: whose loss and metrics to measure. By default that of the adapter's training if it reads such rows,
-            with the same options (beta, reference_adapter, ...), else sft.
+            with the same options (beta, reference_adapter, ...), else sft, also after distillation.
+        teacher, teacher_adapter, teacher_cache: whom to compare with, if the objective is kd (then the default).
         goal, notes, run_log: what the run log says about the evaluation, and whether it is recorded there.
         events: receives `loading` and `evaluating`.
         progress_bar: whether to show progress; by default, on a terminal and in a notebook.
@@ -75,7 +78,8 @@ def evaluate(
     data = data if isinstance(data, str | Path) else list(data)
     given = _given(max_length, on_overflow, completion_only_loss, enable_thinking)
     source = _source(data, split, dataset_config)
-    chosen = _objective(source, adapter, objective)
+    whom = _teacher(teacher, teacher_adapter, teacher_cache)
+    chosen = _objective(source, adapter, objective, whom)
     source = _source(data, split, dataset_config)
     if chosen["objective"] != "sft":
         opened = model if isinstance(model, LoadedModel) else open_model(str(model))
@@ -101,6 +105,9 @@ def evaluate_several(
     completion_only_loss: bool | None = None,
     enable_thinking: bool | None = None,
     objective: str | None = None,
+    teacher: str | Path | None = None,
+    teacher_adapter: str | Path | None = None,
+    teacher_cache: str | Path | None = None,
     goal: str | None = None,
     notes: str | None = None,
     run_log: bool = True,
@@ -128,7 +135,10 @@ def evaluate_several(
     data = data if isinstance(data, str | Path) else list(data)
     given = _given(max_length, on_overflow, completion_only_loss, enable_thinking)
     names = {BASE: None, **adapters} if include_base else adapters
-    chosen = {name: _objective(_source(data, split, dataset_config), path, objective) for name, path in names.items()}
+    whom = _teacher(teacher, teacher_adapter, teacher_cache)
+    chosen = {
+        name: _objective(_source(data, split, dataset_config), path, objective, whom) for name, path in names.items()
+    }
     if any(options["objective"] != "sft" for options in chosen.values()):
         opened = model if isinstance(model, LoadedModel) else open_model(str(model))
         usual = next(options for options in chosen.values() if options["objective"] != "sft")
@@ -153,6 +163,11 @@ def evaluate_several(
         return _measured(opened, prepared, directories, slots, told, progress_bar)
 
 
+def prepared_rows(model: LoadedModel, data: str | Path) -> Prepared:
+    """The rows that `evaluate` measures by default, encoded. Raises UserError."""
+    return _heldout(model, _source(data, None, None), [], _given(None, None, None, None), False)[1]
+
+
 def _listeners(where: str, events: Events | None, before: dict[str, Any]) -> tuple[Events, ...]:
     told = listeners(where, events, before)
     if before:
@@ -173,39 +188,21 @@ def _measured(
     with Bars(progress_bar) as bars, on_device(model, directories) as loaded:
         for name, slot in slots.items():
             events = _OfAll(len(found), len(slots), bars, *told)
-            with _recorded(model, prepared, name, None if slot is None else directories[slot]) as entry:
+            with recorded_evaluation(model, prepared, name, None if slot is None else directories[slot]) as entry:
                 found[name] = one = evaluate_rows(model, prepared, loaded, slot, events=events)
-                _note(entry, one)
+                note_results(entry, one)
     return {name: replace(one, data=prepared.summary()) for name, one in found.items()}
 
 
-def _recorded(
-    model: LoadedModel, prepared: Prepared, name: str, adapter: str | Path | None, objective: str = "sft"
-) -> AbstractContextManager[dict[str, Any]]:
-    """An evaluation in the run log."""
-    quant = model.decoder.base_dtype
-    config = {"model": model.name, "adapter": adapter and str(adapter), "max_length": prepared.max_length}
-    return recorded(
-        "evaluate",
-        run_name(quant, adapter is not None, False, "evaluate", "f32"),
-        objective="evaluate",
-        adapter=None if name == BASE else name,
-        device=device_facts(model.device.info),
-        config=given_options({**config, "base_dtype": quant, "objective": objective}),
-        data=DataFile(prepared.path, prepared.digest),
-    )
+def _teacher(*given: str | Path | None) -> dict[str, str]:
+    return {name: str(value) for name, value in zip(TEACHER, given, strict=True) if value is not None}
 
 
-def _note(entry: dict[str, Any], found: Evaluation) -> None:
-    """The results of an evaluation, in its entry of the run log."""
-    entry["losses"] = Losses(HELD_OUT, final=found.loss)
-    entry |= {"tokens": found.tokens, "seconds": round(found.seconds, 3)}
-    entry["results"] = {"perplexity": found.perplexity, "rows": found.rows, **found.metrics}
-
-
-def _objective(source: Source, adapter: str | Path | None, objective: str | None) -> dict[str, Any]:
+def _objective(
+    source: Source, adapter: str | Path | None, objective: str | None, teacher: Mapping[str, str]
+) -> dict[str, Any]:
     """The objective to evaluate and its options: as given, else that of the adapter if it reads such rows, else sft."""
-    chosen = objective_options(adapter, objective)
+    chosen = objective_options(adapter, objective, teacher)
     if objective is None and chosen["objective"] != "sft" and not reads(chosen["objective"], source):
         return {"objective": "sft"}
     return chosen
@@ -228,12 +225,12 @@ def _preferred(
     options = {**chosen, **encoding, "skip_bad_rows": skip_bad_rows, "init_adapter": adapter and str(adapter)}
     args = from_values(options, "evaluate")
     prepared, begin = prepared_for(args, model, source), time.perf_counter()
-    with Bars(progress_bar) as bars, _recorded(model, prepared, name, adapter, args.objective) as entry:
+    with Bars(progress_bar) as bars, recorded_evaluation(model, prepared, name, adapter, args.objective) as entry:
         found = evaluate_objective(model, prepared, args, Passing(bars, *told))
         seconds = time.perf_counter() - begin
         facts = prepared.trained_tokens, len(prepared.rows), seconds, prepared.max_length, prepared.summary()
         one = Evaluation(found.pop("loss"), None, *facts, args.objective, found)
-        _note(entry, one)
+        note_results(entry, one)
     return one
 
 

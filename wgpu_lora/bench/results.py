@@ -128,8 +128,15 @@ class Writer:
             raise UserError(f"The result file {self._path} cannot be written: {error.strerror}.") from None
 
 
-def read_results(path: str | Path) -> tuple[Header, list[Result]]:
-    """A result file. Raises UserError if it cannot be read, or has another schema or version."""
+def read_lines(path: str | Path, versions: Mapping[str, str]) -> tuple[str, Header, list[dict[str, Any]]]:
+    """The name of a result file's schema, its header and its other lines.
+
+    Args:
+        versions: the version that is read, by schema.
+
+    Raises:
+        UserError: the file cannot be read, or has another schema or version.
+    """
     cure = "give a file that 'wgpu-lora bench --json' wrote"
     try:
         texts = [line for line in Path(path).read_bytes().splitlines() if line.strip()]
@@ -140,18 +147,30 @@ def read_results(path: str | Path) -> tuple[Header, list[Result]]:
     first, *lines = [parse_object(text, str(path), cure=cure) for text in texts]
     schema = first.get("schema")
     name, _, version = str(schema).partition("/")
-    if name != NAME:
+    if name not in versions:
+        expected = " or ".join(repr(f"{name}/{version}") for name, version in versions.items())
         has = "no schema" if schema is None else f"the schema {schema!r:.60}"
-        raise UserError(f"{path} has {has}, expected {SCHEMA!r}: {cure}.")
-    if version != VERSION:
+        raise UserError(f"{path} has {has}, expected {expected}: {cure}.")
+    if version != versions[name]:
         raise UserError(
-            f"{path} has version {version:.60} of its schema, but this wgpu-lora reads {VERSION}: measure it again."
+            f"{path} has version {version:.60} of its schema, but this wgpu-lora reads {versions[name]}: measure it "
+            f"again."
         )
+    return name, first, lines
+
+
+def damaged(path: str | Path, error: ValueError) -> UserError:
+    return UserError(f"{path} is damaged ({error}): measure it again.")
+
+
+def read_results(path: str | Path) -> tuple[Header, list[Result]]:
+    """A result file of bricks. Raises UserError if it cannot be read, or has another schema or version."""
+    _, first, lines = read_lines(path, {NAME: VERSION})
     try:
         found = {name: typed(dict[str, Any], first.get(name), f"'{name}'") for name in ("device", "options")}
         return first | found, [Result.of(line) for line in lines]
     except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}): measure it again.") from None
+        raise damaged(path, error) from None
 
 
 # -- comparison ------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from wgpu_lora.cli.plan import plan
 from wgpu_lora.cli.profile import profile
 from wgpu_lora.cli.prove import prove
 from wgpu_lora.cli.push import push
+from wgpu_lora.cli.quantize import quantize
 from wgpu_lora.cli.recipes import recipes
 from wgpu_lora.cli.report import report
 from wgpu_lora.cli.run import run_chain
@@ -92,6 +93,7 @@ app.command(cls=Command)(chat)
 app.command(cls=Command)(evaluate)
 app.command(cls=Command)(teacher_cache)
 app.command("import", cls=Command)(import_model)
+app.command(cls=Command)(quantize)
 app.command(cls=Command)(merge)
 app.command(cls=Command)(push)
 app.command(cls=Command)(demo)

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Mapping
 from itertools import zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,6 +14,7 @@ import typer
 from wgpu_lora.cli import completion
 from wgpu_lora.cli.bench_batches import max_batch
 from wgpu_lora.cli.bench_options import ComputeDtype, File, Layers, Model, Rank, Shape
+from wgpu_lora.cli.bench_results import comparing_cells
 from wgpu_lora.cli.bench_training import training
 from wgpu_lora.cli.commands import USED, Command, Group, dashes
 from wgpu_lora.cli.console import Bar, console, is_terminal, line, table
@@ -207,13 +209,43 @@ def _list() -> int:
 
 @bench.command(cls=Command)
 def compare(
-    before: Annotated[str, typer.Argument(metavar="BEFORE", help="Older result file of 'bench --json'.")],
-    now: Annotated[str, typer.Argument(metavar="NOW", help="Newer result file.")],
+    files: Annotated[
+        list[str], typer.Argument(metavar="FILE FILE...", help="Result files of 'bench --json', the oldest first.")
+    ],
 ) -> int:
-    """Compare two result files.
+    """Compare result files of any kind, and across devices.
 
-    It shows how much each brick's time has changed, and whether that exceeds the noise.
+    Two files of bricks: how much each brick's time has changed, and whether that exceeds the noise. Other files, or
+    more: what each has measured, in one table.
     """
+    from wgpu_lora.bench.comparing import KINDS, differences, read_measured
+    from wgpu_lora.bench.results import NAME
+
+    if len(files) < 2:
+        raise UserError("There is nothing to compare: give at least two result files.")
+    found = [read_measured(file) for file in files]
+    if len(found) == 2 and all(file.kind == KINDS[NAME] for file in found):
+        return _compare_bricks(*files)
+    names = _names(files)
+    for name, file in zip(names, found, strict=True):
+        line("file", f"{name}: {file.kind}, {file.device}{f', {file.time}' if file.time else ''}")
+    for text in differences(found):
+        line("differs", text)
+    labels = dict.fromkeys(label for file in found for label in file.figures)
+    both = len(found) == 2
+    rows = [comparing_cells(label, [file.figures.get(label) for file in found], both) for label in labels]
+    columns = ("measured", *names, *(["new / old"] if both else []))
+    console().print(table(columns, rows, columns[:1]))
+    return 0
+
+
+def _names(files: list[str]) -> list[str]:
+    """The files' names without directories, or the paths where these are alike."""
+    names = [Path(file).stem for file in files]
+    return names if len(set(names)) == len(names) else files
+
+
+def _compare_bricks(before: str, now: str) -> int:
     from wgpu_lora.bench.results import compare as compared
     from wgpu_lora.bench.results import read_results, warnings
     from wgpu_lora.cli.bench_results import LEFT, comparison_cells

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from wgpu_lora.bench.ceiling import Ceilings
 from wgpu_lora.bench.results import BROKEN, HOLDS, NOISY, Comparison, Result
 from wgpu_lora.words import counted, share
+
+if TYPE_CHECKING:
+    from wgpu_lora.bench.comparing import Figure
 
 COLUMNS = ("brick", "time", "spread", "rate", "of ceiling", "limit", "verdict")
 LEFT = ("brick", "verdict")
@@ -84,3 +90,23 @@ def ceiling_lines(ceilings: Ceilings) -> list[str]:
 
 def comparison_cells(c: Comparison) -> tuple[str, ...]:
     return c.new.label, duration(c.old.seconds), duration(c.new.seconds), f"{c.ratio:.3f}", c.verdict
+
+
+def comparing_cells(label: str, figures: Sequence[Figure | None], ratio: bool) -> tuple[str, ...]:
+    """A row of figures of the same name, one per file; with the ratio of the second to the first if there are two."""
+    cells = [label, *("" if one is None else figure(one) for one in figures)]
+    if ratio:
+        old, new = figures
+        cells.append(f"{new.value / old.value:.3f}" if old and new and old.value else "")
+    return tuple(cells)
+
+
+def figure(one: Figure) -> str:
+    """A figure with its unit."""
+    from wgpu_lora.train.memory import readable
+
+    if one.unit == "s":
+        return duration(one.value)
+    if one.unit == "bytes":
+        return readable(int(one.value))
+    return f"{one.value:,.4g}{one.unit}" if one.unit == "/s" else f"{one.value:,.6g}"

@@ -11,7 +11,7 @@ from wgpu_lora.words import counted
 
 if TYPE_CHECKING:
     from wgpu_lora.train.job import Job
-    from wgpu_lora.train.session import MemoryPlan
+    from wgpu_lora.train.memory_plan import MemoryPlan
     from wgpu_lora.train.slot import AdapterRun
 
 FEW = 50  # total steps: with fewer, an adapter hardly changes
@@ -39,9 +39,9 @@ def describe_runs(job: Job[Any]) -> None:
                     line("note", mark + note)
                 if data.account.bad:
                     line("skipped", f"{mark}bad rows will be listed in {run.directory / SKIPPED}")
-        trained = job.session.adapters.trainable(run.slot, job.session.model.config)
-        modules = run.args.target_modules
-        line("adapter", f"{mark}rank {run.spec.rank} on {modules}: {trained:,} trained parameters")
+        trained = job.session.trained.trainable(run.slot, job.session.model.config)
+        label, text = run.subject.described()
+        line(label, f"{mark}{text}: {trained:,} trained parameters")
         for note in run.notes:
             label, _, said = note.partition(": ")
             line(label, mark + said)
@@ -109,7 +109,11 @@ def describe_memory(job: Job[Any]) -> None:
     """Describe the planned memory, and what remains to be tuned."""
     from wgpu_lora.train.memory import both
 
-    plan = job.session.memory()
+    session, plan = job.session, job.session.memory()
+    trained = sum(session.adapters.trainable(run.slot, session.model.config) for run in job.runs)
+    kept = session.optimizer.state_bytes
+    each = f"{kept / trained:.2f} bytes per trained parameter"
+    line("optimizer", f"{job.runs[0].args.optim}: {f'{both(kept)} of state, {each}' if kept else 'no state'}")
     beside = f", and {both(plan.host)} in the host's memory" if plan.host else ""
     line("memory", f"{both(plan.peak)} at peak{beside}")
     note_unified(plan)

@@ -42,9 +42,8 @@ INSTEAD: dict[str, tuple[tuple[str, str], ...]] = {
             "fuse merge-lora merge-adapter merge-and-unload",
         ),
         (
-            "use 'wgpu-lora import', which quantises a model to NF4, or 'wgpu-lora export gguf --quantize TYPE' for "
-            "llama.cpp",
-            "quantize quantise quant pack nf4 bnb",
+            "use 'wgpu-lora quantize', or 'wgpu-lora export gguf --quantize TYPE' for llama.cpp",
+            "quantise quant pack nf4 bnb gptq awq requantize",
         ),
         (
             "use 'wgpu-lora export gguf', or 'wgpu-lora merge' for a model in safetensors",

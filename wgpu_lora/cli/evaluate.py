@@ -34,7 +34,8 @@ from wgpu_lora.train.objectives import OBJECTIVES
 from wgpu_lora.weights.registry import DEFAULT_FORMAT
 from wgpu_lora.words import counted
 
-OF_LOSSES = ("objective", "max_length", "on_overflow", "completion_only_loss", "skip_bad_rows")
+OF_LOSSES = ("objective", "max_length", "on_overflow", "completion_only_loss", "skip_bad_rows", "teacher",
+             "teacher_adapter", "teacher_cache")  # fmt: skip
 OF_CHECKS = ("samples", "temperature", "top_p", "max_new_tokens", "seed", "batch_size", "timeout", "completion",
              "output", "allow_unconfined")  # fmt: skip
 
@@ -77,6 +78,13 @@ def evaluate(
             "Whose loss to measure. Default: that of the adapter's training if it reads such rows, else sft.",
             OBJECTIVES,
         ),
+    ] = None,
+    teacher: Annotated[
+        str | None, typer.Option(help="Model to compare with by --objective kd, as in its training.", metavar="MODEL")
+    ] = None,
+    teacher_adapter: Annotated[str | None, typer.Option(help="Its adapter.", metavar="DIR")] = None,
+    teacher_cache: Annotated[
+        str | None, typer.Option(help="Cache of what a teacher says about --data, instead of a model.", metavar="DIR")
     ] = None,
     pass_at_k: Annotated[
         str | None,
@@ -145,7 +153,8 @@ def evaluate(
     several = compare or len(adapters) > 1
     if several:
         slots_of(adapters, compare)  # before anything is opened
-    options = {"objective": objective}
+    options = {"objective": objective, "teacher": teacher}
+    options |= {"teacher_adapter": teacher_adapter, "teacher_cache": teacher_cache}
     options |= {"split": split, "dataset_config": dataset_config, "skip_bad_rows": skip_bad_rows}
     options |= {"goal": goal, "notes": notes, "run_log": run_log}
     given: dict[str, Any] = {

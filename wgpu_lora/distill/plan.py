@@ -23,7 +23,9 @@ from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.words import counted
 
-SHARD_POSITIONS = 16384  # at least, but in the last shard: 13 MB of 192 tokens each
+SHARD_POSITIONS = 8192  # at least, but in the last shard: 7 MB of 192 tokens each
+MOST_SHARDS = 8192  # about, so that cache.json stays small
+LOCK = ".lock"
 OURS = re.compile(rf"{re.escape(CACHE)}|{re.escape(TABLE)}|shard-\d{{5,}}\.safetensors")
 _FILE_BYTES = 400  # of a safetensors file's header, about
 
@@ -108,8 +110,9 @@ def plan_cache(
 def _shards(rows: Sequence[Row]) -> list[list[Row]]:
     shards: list[list[Row]] = [[]]
     positions = 0
+    least = max(SHARD_POSITIONS, sum(row.trained_tokens for row in rows) // MOST_SHARDS)
     for row in rows:
-        if positions >= SHARD_POSITIONS:
+        if positions >= least:
             shards.append([])
             positions = 0
         shards[-1].append(row)
@@ -145,7 +148,8 @@ def standing(output: Path, plan: Plan) -> list[Shard]:
 
 def _others(output: Path) -> list[str]:
     """What an interrupted start of ours does not leave."""
-    return [path.name for path in output.iterdir() if not re.fullmatch(rf"(\.)?({OURS.pattern}).*", path.name)]
+    ours = re.compile(rf"{re.escape(LOCK)}|\.?({OURS.pattern}).*")
+    return [path.name for path in output.iterdir() if not ours.fullmatch(path.name)]
 
 
 def _compare(output: Path, found: Header, wanted: Header) -> None:

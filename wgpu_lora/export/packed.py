@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
 
@@ -13,13 +13,14 @@ from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Events
 from wgpu_lora.export.companions import write_companions
+from wgpu_lora.export.decoded import Decoded
 from wgpu_lora.formats.checkpoint import Checkpoint
 from wgpu_lora.formats.gguf.checkpoint import GGUFCheckpoint
 from wgpu_lora.formats.hub import is_gguf
 from wgpu_lora.formats.packed import ARRAYS
 from wgpu_lora.formats.shards import MAX_SHARD_BYTES, TensorSpec, new_model_directory, write_shards
 from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.weights.packed import PackedForm
+from wgpu_lora.weights.packed import Packed, PackedForm
 from wgpu_lora.weights.registry import packed_form
 
 TORCH = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -31,6 +32,7 @@ def write_packed(
     output: Path,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     events: Events = SILENT,
+    instead: Mapping[str, Callable[[], Packed]] | None = None,
 ) -> None:
     """Writes a model with its linear layers packed, as a directory that this package and others load.
 
@@ -38,19 +40,21 @@ def write_packed(
 
     Args:
         events: receives `loading` and `written`.
+        instead: what is written for some matrices, by name, instead of what is on the device. The model may then be
+            packed already.
 
     Raises:
         UserError: the model's base format has no packed form, its file is already quantised, or `output` exists.
     """
     checkpoint = model.checkpoint
     form = packed_form(model.decoder.base_dtype)
-    if not isinstance(checkpoint, Checkpoint | GGUFCheckpoint) or model.config.packed:
+    if not isinstance(checkpoint, Checkpoint | GGUFCheckpoint | Decoded) or (model.config.packed and instead is None):
         raise UserError(f"{model.name} is not quantised on loading: give a model in full precision.")
     with new_model_directory(output, model.path) as directory:  # which refuses `output` before the weights are loaded
         model.load_weights(events)
         if is_gguf(model.path):
             write_companions(model.path, model.tokenizer, directory)
-        _write_weights(model, checkpoint, form, directory, max_shard_bytes, events)
+        _write_weights(model, checkpoint, form, directory, max_shard_bytes, events, instead or {})
         stated = read_json(directory / "config.json") | {
             "quantization_config": dict(form.quantization_config(model.decoder.base_dtype))
         }
@@ -59,11 +63,12 @@ def write_packed(
 
 def _write_weights(
     model: LoadedModel,
-    checkpoint: Checkpoint | GGUFCheckpoint,
+    checkpoint: Checkpoint | GGUFCheckpoint | Decoded,
     form: PackedForm,
     directory: Path,
     max_shard_bytes: int,
     events: Events,
+    instead: Mapping[str, Callable[[], Packed]],
 ) -> None:
     linears = model.config.matrices()
     packed = {name: weight for name, weight in model.decoder.matrices() if name in linears}
@@ -73,9 +78,9 @@ def _write_weights(
         """The stored tensors of a packed matrix. The last matrix is cached, because its tensors are written in turn."""
         if name not in parts:
             parts.clear()
-            found = packed[name].packed(model.device)
+            found = instead[name]() if name in instead else packed[name].packed(model.device)
             assert found, f"{name} is not packed"
-            parts.update(form.tensors(name, found, TORCH[checkpoint.dtype(name)]))
+            parts.update(form.tensors(name, found, TORCH.get(checkpoint.dtype(name), "bfloat16")))
         return parts
 
     specs: dict[str, TensorSpec] = {}

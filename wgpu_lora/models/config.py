@@ -181,14 +181,8 @@ class ModelConfig(ABC):
     def layer_part(self, module: str) -> str | None:
         """Which of LAYER_PARTS a module path, such as 'model.layers.0.mlp.up_proj', belongs to."""
         inside = module.removeprefix(f"{self.LAYERS}.").partition(".")[2]
-        return next(
-            (
-                part
-                for part, prefixes in self.LAYER_PARTS.items()
-                if inside.startswith(tuple(f"{p}." for p in prefixes))
-            ),
-            None,
-        )
+        parts = ((part, f"{prefix}.") for part, prefixes in self.LAYER_PARTS.items() for prefix in prefixes)
+        return next((part for part, prefix in parts if inside.startswith(prefix)), None)
 
     def gguf(self) -> GGUFForm[Any]:
         """The GGUF form of the architecture. Raises UserError if llama.cpp does not support it."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
+
+import numpy as np
 
 from wgpu_lora.data.tokenizer import Tokenizer
 from wgpu_lora.errors import UserError
@@ -30,6 +33,7 @@ class LoadedModel:
 
     path: the model's directory or GGUF file.
     weights_sha256: SHA-256 of all values as read, set by `load_weights`.
+    importance: how much the inputs [in] of matrices count if loading quantises them, by the matrices' names.
     """
 
     name: str
@@ -41,6 +45,7 @@ class LoadedModel:
     decoder: Decoder
     weights_loaded: bool = False
     weights_sha256: str | None = None
+    importance: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         config, where = self.config, self.device.info.name
@@ -65,7 +70,7 @@ class LoadedModel:
             events.loading(self.name, tensor, next(done), total)
 
         with claim(self.device, self.bytes_to_load(), f"the weights of {self.name}"):
-            self.weights_sha256 = load_weights(self.device, self.checkpoint, self.decoder, loaded)
+            self.weights_sha256 = load_weights(self.device, self.checkpoint, self.decoder, loaded, self.importance)
             self.weights_loaded = True
 
     def unload(self) -> None:

@@ -17,6 +17,7 @@ from wgpu_lora.models.inputs import StepInputs
 from wgpu_lora.models.parameters import PAGE_BLOCKS, Place, blocks_of, padded_table, read_arrays, write_array
 from wgpu_lora.ops.lora import Factors, LoraSlots, LoraStack, Magnitudes
 from wgpu_lora.ops.optimizer import BLOCK
+from wgpu_lora.ops.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,9 @@ class AdapterSet:
         gains = (tensor for pair in self.gains.values() for tensor in pair)
         offset = self.offset.storages() if self.offset else set()
         return {t.storage for t in (*self.params, *self.scales.values(), *gains)} | offset
+
+    def record_use(self, rec: Recorder) -> None:
+        """Nothing: they are read as they are."""
 
     def bind(self, inputs: StepInputs) -> Mapping[str, LoraSlots]:
         """The adapters of each module for a batch, for the decoder's forward pass."""

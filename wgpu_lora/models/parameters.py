@@ -15,6 +15,7 @@ from wgpu_lora.models.block import Trained
 from wgpu_lora.models.config import ModelConfig
 from wgpu_lora.models.inputs import StepInputs
 from wgpu_lora.ops.optimizer import BLOCK, NO_OWNER
+from wgpu_lora.ops.recorder import Recorder
 
 PAGE_BLOCKS = 64  # pages are multiples of this, so that offsets into per-block tables are aligned
 
@@ -71,6 +72,9 @@ class ParameterSet(Protocol):
 
     def storages(self) -> set[Storage]:
         """The storages of parameters and constants, without gradients."""
+
+    def record_use(self, rec: Recorder) -> None:
+        """Records what a pass computes from the parameters before it reads them."""
 
     def bind(self, inputs: StepInputs) -> Mapping[str, Trained]:
         """What is trained of each module for a batch, for the decoder's forward pass."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from wgpu_lora.gpu.kernel import U32, Fixed, In, InOut, Place, Word, kernel, one_per
+from wgpu_lora.gpu.kernel import U32, Dim, Fixed, In, InOut, Place, Word, kernel, one_per
 from wgpu_lora.gpu.tensor import Tensor
 from wgpu_lora.ops.embedding import Table, rows_asked_for
 from wgpu_lora.ops.recorder import Recorder
@@ -24,9 +24,9 @@ def _here(ids: np.ndarray, count: np.ndarray, rows: int, cols: int, first: int) 
     return row, s, columns[row, s]
 
 
-@kernel("pick_logits.wgsl", grid=lambda c: one_per(c.rows * c.kept), lib=("linear",))
+@kernel("pick_logits.wgsl.j2", grid=lambda c: one_per(c.rows * c.kept), lib=("linear",))
 def pick_logits(
-    logits: In, ids: In, count: Fixed, picked: InOut, *, rows: U32, kept: U32, cols: U32, first: Place[U32]
+    logits: In, ids: In, count: Fixed, picked: InOut, *, rows: Dim, kept: Dim, cols: Dim, first: Place[Dim]
 ) -> Any:
     """picked[r, s] = logits[r, ids[r, s] - first] for ids in [first, first + cols) and r < count[0], else unchanged."""
     row, s, column = _here(ids, count, rows, cols, first)
@@ -35,8 +35,8 @@ def pick_logits(
     return result
 
 
-@kernel("hide_logits.wgsl", grid=lambda c: one_per(c.rows * c.kept), lib=("linear",))
-def hide_logits(ids: In, count: Fixed, logits: InOut, *, rows: U32, kept: U32, cols: U32, first: Place[U32]) -> Any:
+@kernel("hide_logits.wgsl.j2", grid=lambda c: one_per(c.rows * c.kept), lib=("linear",))
+def hide_logits(ids: In, count: Fixed, logits: InOut, *, rows: Dim, kept: Dim, cols: Dim, first: Place[Dim]) -> Any:
     """logits[r, ids[r, s] - first] = LOWEST for ids in [first, first + cols) and r < count[0]."""
     row, _, column = _here(ids, count, rows, cols, first)
     result = logits.reshape(rows, cols).copy()

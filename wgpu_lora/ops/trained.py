@@ -1,4 +1,4 @@
-"""Matrices whose own constants are trained, in place of frozen ones: the gradient by W, a block of its rows at a time."""
+"""Matrices whose own constants are trained, and their gradients, by way of the gradient of a block of W's rows."""
 
 from __future__ import annotations
 

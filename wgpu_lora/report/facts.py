@@ -40,6 +40,7 @@ def losses(run: Run) -> Facts:
     best, at = state.best_eval_loss, f", step {state.best_step:,}"
     return {
         "training loss, last": number(state.last_loss),
+        **({"held-out loss, before rounding": number(unrounded)} if (unrounded := state.unrounded_eval_loss) else {}),
         "held-out loss, before": number(state.first_eval_loss),
         "held-out loss, last": number(state.last_eval_loss),
         "held-out loss, best": number(best) + ("" if best is None else at),
@@ -143,7 +144,7 @@ def summary(run: Run) -> str:
         said.append(f"held-out {number(state.last_eval_loss)}" + (f" ({more})" if more else ""))
     speeds = ", ".join(f"{value:,.0f} {kind}" for kind, value in run.speeds().items())
     return (
-        f"- **{run.name}**: {options.model or 'demo'}, rank {options.lora_r} on {options.target_modules}, "
+        f"- **{run.name}**: {options.model or 'demo'}, {options.trains()}, "
         f"{found['steps']} steps ({found['ended']}), {', '.join(said)}, {cost['time']}, "
         f"{f'{speeds} tokens/s' if speeds else 'speed not logged'}, {cost['peak device memory']} of device memory, "
         f"on {device.name}, {device.driver}"

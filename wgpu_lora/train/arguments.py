@@ -32,6 +32,7 @@ FREE_ON_RESUME = {
     "logging_steps", "save_steps", "save_total_limit", "eval_data", "eval_split",
     "reference_adapter", "teacher", "teacher_adapter", "teacher_cache",  # their digests are compared
     "eval_teacher_cache",
+    "rounded_from",  # its loss is measured once
     "eval_steps", "eval_on_start", "goal", "notes", "run_log", "report_to",
 }  # fmt: skip
 # Options that may change to extend a run.
@@ -39,7 +40,7 @@ PLAN = ("num_train_epochs", "max_steps", "target_seconds")
 # Options whose values may be paths.
 PATHS = (
     "data", "eval_data", "model", "output", "init_adapter", "reference_adapter", "teacher", "teacher_adapter",
-    "teacher_cache", "eval_teacher_cache",
+    "teacher_cache", "eval_teacher_cache", "rounded_from",
 )  # fmt: skip
 # Batches by default, unless the data are small (train/batching.py).
 OUTPUT, ROWS_PER_BATCH, ACCUMULATION = "output", 2, 4
@@ -63,6 +64,7 @@ class TrainingArguments(DistillationOptions, PreferenceOptions, GeneralOptions):
             )
         if not self.target_modules.strip(" ,"):
             raise UserError(f"{flag('target_modules')} is empty: name at least one module, or use 'all-linear'.")
+        self._check_trained()
         for selected_by, registered in (("objective", OBJECTIVES), ("optim", OPTIMIZERS)):
             if getattr(self, name := OWN_OPTIONS[selected_by]) is not None:
                 kind = registered[getattr(self, selected_by)]
@@ -79,6 +81,27 @@ class TrainingArguments(DistillationOptions, PreferenceOptions, GeneralOptions):
             created(OBJECTIVES[self.objective], self, "objective")  # checks options that depend on each other
         self.budget()
         trackers_of(self.report_to)
+
+    def _check_trained(self) -> None:
+        """Raise UserError for options that contradict what is trained; of the MLP alone, `target_modules` is that."""
+        stated = setting("train", self.train)
+        if self.train == "mlp":
+            if self.target_modules not in ("all-linear", "mlp"):
+                raise UserError(
+                    f"{stated} contradicts {setting('target_modules', self.target_modules)}: leave one of them out."
+                )
+            object.__setattr__(self, "target_modules", "mlp")
+        for name in ("init_adapter", "reference_adapter"):
+            if self.train == "quant-scales" and getattr(self, name):
+                raise UserError(
+                    f"{stated} trains the base itself, so {flag(name)} cannot be used: merge the adapter first, or "
+                    "leave it out."
+                )
+
+    def trains(self) -> str:
+        """What is trained, as text."""
+        what = "tables and scales" if self.train == "quant-scales" else f"rank {self.lora_r}"
+        return f"{what} on {self.target_modules}"
 
     def budget(self) -> int | None:
         """memory_budget in bytes."""

@@ -11,7 +11,7 @@ from wgpu_lora.gpu.program import Program
 from wgpu_lora.gpu.tensor import Storage, Tensor, joined, persistent
 from wgpu_lora.models.inputs import StepInputs, Tables
 from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.models.parameters import ParameterSet
 from wgpu_lora.ops.elementwise import add_forward
 from wgpu_lora.ops.loss import Sweep, SweepGradient, seed, sum_by_slot, sweep
 from wgpu_lora.ops.recorder import Recorder
@@ -52,14 +52,14 @@ class Batch:
         objectives: one per slot.
         totals: sums that the program adds losses and metrics to.
         tables: the model's.
-        training: also record the backward pass, which adds to the adapters' gradients.
+        training: also record the backward pass, which adds to the gradients of what is trained.
         saving: how activations are stored for it.
     """
 
     def __init__(
         self,
         model: LoadedModel,
-        adapters: AdapterSet,
+        trained: ParameterSet,
         tokens: int,
         objectives: Sequence[Objective],
         totals: Totals,
@@ -77,7 +77,8 @@ class Batch:
         self._scoring = {o: Scoring.declare(o, tokens, slots) for o in dict.fromkeys(objectives)}
         self.program = Program(model.device, f"{'train' if training else 'held-out'} {tokens}")
         rec = Recorder(self.program, training, recompute, compute_dtype)
-        hidden = model.decoder.hidden(rec, self.inputs, adapters.bind(self.inputs))
+        trained.record_use(rec)
+        hidden = model.decoder.hidden(rec, self.inputs, trained.bind(self.inputs))
         taught = [scoring.teacher.ids for scoring in self._scoring.values() if scoring.teacher]
         temperatures = {t for objective in objectives for t in objective.temperatures}
         swept = sweep(

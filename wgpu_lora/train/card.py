@@ -9,12 +9,13 @@ from typing import Any
 from wgpu_lora.atomic import write_bytes_atomic
 from wgpu_lora.formats.cards import CARD, header, table
 from wgpu_lora.formats.hub import hub_id
+from wgpu_lora.formats.peft import WEIGHTS
 from wgpu_lora.train.arguments import PATHS
 from wgpu_lora.train.records import RunRecord
 
 # Options that the card leaves out: they do not affect the adapter, and remarks are for the run log.
 OWN = ("resume", "goal", "notes", "run_log", "report_to")
-MOMENTS = (("first", "before"), ("last", "after"), ("best", "at best"))
+MOMENTS = (("unrounded", "before rounding"), ("first", "before"), ("last", "after"), ("best", "at best"))
 USE = """With wgpu-lora, on any GPU:
 
 ```sh
@@ -40,6 +41,14 @@ llama-cli -m {adapter}.gguf
 ```"""
 
 
+USE_BASE = """`last-f16/` and, if a held-out loss was measured, `best-f16/` are models;
+`last-f32/` and `best-f32/` are the same with tables and scales in float32. Each is used as any other model:
+
+```sh
+wgpu-lora generate --model {place}/last-f16 --prompt "..."
+```"""
+
+
 def write_card(directory: Path, record: RunRecord) -> None:
     """Write README.md."""
     write_bytes_atomic(directory / CARD, card(record).encode())
@@ -52,8 +61,10 @@ def card(record: RunRecord) -> str:
     base = hub_id(stated)
     name = base or Path(stated).name
     said = {name: _shown(name, value) for name, value in options.as_dict().items() if value is not None}
-    return f"""{header(base, "peft", ["lora", "wgpu-lora"])}
-# LoRA adapter for {name}
+    is_base = options.train == "quant-scales"
+    head = header(base, *((None, ["wgpu-lora"]) if is_base else ("peft", ["lora", "wgpu-lora"])))
+    return f"""{head}
+# {"Trained tables and scales of" if is_base else "LoRA adapter for"} {name}
 
 Trained with wgpu-lora {environment.versions["wgpu-lora"]} on {device.name}
 ({device.backend}, {device.driver}).
@@ -83,6 +94,8 @@ Trained with wgpu-lora {environment.versions["wgpu-lora"]} on {device.name}
 def _use(stated: str, name: str, record: RunRecord) -> str:
     """How to load the adapter; the directory of a local base model is left for the reader to complete."""
     adapter = record.directory.resolve().name
+    if record.options.train == "quant-scales":
+        return USE_BASE.format(place=shlex.quote(adapter))
     place = stated if hub_id(stated) else "path/to/wgpu_lora/demo/model" if stated == "demo" else f"path/to/{name}"
     base = "demo" if stated == "demo" else place
     return USE.format(base=shlex.quote(base), place=place, adapter=adapter)
@@ -110,8 +123,11 @@ def _data(record: RunRecord) -> dict[str, str]:
 
 def _result(record: RunRecord) -> dict[str, str]:
     state = record.state
-    moments = [(getattr(state, f"{key}_eval_loss"), text) for key, text in MOMENTS]
-    heldout = ", ".join(f"{_number(loss)} {text}" for loss, text in moments if loss is not None or text == "after")
+    texts = dict(MOMENTS) | ({"first": "after rounding", "last": "after training"} if state.unrounded_eval_loss else {})
+    moments = [(getattr(state, f"{key}_eval_loss"), text) for key, text in texts.items()]
+    heldout = ", ".join(
+        f"{_number(loss)} {text}" for loss, text in moments if loss is not None or text == texts["last"]
+    )
     return {
         "steps": f"{state.step:,} of {state.total_steps:,} ({record.outcome})",
         "trained tokens": f"{state.tokens:,}",
@@ -122,8 +138,9 @@ def _result(record: RunRecord) -> dict[str, str]:
 
 
 def _digests(record: RunRecord) -> dict[str, str]:
+    trained = "constants.safetensors" if record.options.train == "quant-scales" else WEIGHTS
     return {
-        "adapter_model.safetensors, SHA-256": record.adapter_sha256,
+        f"{trained}, SHA-256": record.adapter_sha256,
         "base model (names, shapes and the edges of its shards)": record.base_digest,
         "initial adapter, SHA-256": record.init_adapter_sha256 or "none",
     }

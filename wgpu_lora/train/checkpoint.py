@@ -1,4 +1,4 @@
-"""A checkpoint directory: the adapter in PEFT's format, the optimizer's state, and the run's state."""
+"""A checkpoint directory: what is trained (an adapter in PEFT's format), the optimizer's state, and the run's state."""
 
 from __future__ import annotations
 
@@ -9,63 +9,39 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from wgpu_lora.atomic import replace_directory, sweep
 from wgpu_lora.bounded import read_json
 from wgpu_lora.errors import UserError
-from wgpu_lora.formats.adapter_config import AdapterConfig
-from wgpu_lora.formats.checkpoint import read_header
 from wgpu_lora.formats.file_names import TEMPLATE, TOKENIZER
-from wgpu_lora.formats.peft import CONFIG, WEIGHTS, Matrices, adapter_files, read_adapter, tensor_name
-from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.formats.peft import CONFIG, WEIGHTS
 from wgpu_lora.names.naming import flag
 from wgpu_lora.strict_json import to_json
 from wgpu_lora.train.manifest import damage, write_manifest
-from wgpu_lora.train.offset import stored, trained
 from wgpu_lora.train.schema import SCHEMA, NewerSchemaError, schema_of
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.state import STATE, RunState, read_state
+from wgpu_lora.train.subject import ADAPTER_FILES, CONSTANT_FILES, Damaged, Subject
 
 OPTIMIZER, METADATA = "optimizer.safetensors", "metadata.json"
-FILES = (WEIGHTS, CONFIG, OPTIMIZER, METADATA, STATE)
+FILES = (OPTIMIZER, METADATA, STATE)  # besides those of what is trained
 STEPS, LAST, NEXT = "checkpoints", "last", ".next"  # checkpoints of a single run, and of a pipeline's slot
 BEST, EPOCH = "best", "epoch-{}"
 NAME = re.compile(r"step-([0-9]{1,15})")
 EPOCH_NAME = re.compile(r"epoch-([0-9]{1,15})")
 # Names that a run or a pipeline writes by renaming a hidden temporary file.
 WRITTEN = re.compile(
-    rf"{re.escape(WEIGHTS)}|{re.escape(CONFIG)}|README\.md|log\.jsonl|(run|state|pipeline|member)\.json"
+    rf"{re.escape(WEIGHTS)}|{re.escape(CONFIG)}|constants\.safetensors|README\.md|log\.jsonl|(run|state|pipeline|member)\.json"
     rf"|{LAST}|\{NEXT}|{BEST}|epoch-[0-9]+|{TOKENIZER.pattern}|{TEMPLATE.pattern}"
 )
 
 
-def adapter_tensors(matrices: Matrices, config: AdapterConfig) -> dict[str, np.ndarray]:
-    """Tensors with PEFT's names and shapes, each module at its own rank."""
-    tensors = {}
-    for module, (a, b, *magnitude) in matrices.items():
-        rank = config.rank(module)
-        tensors[tensor_name(module, "A")] = np.ascontiguousarray(a[:rank])
-        tensors[tensor_name(module, "B")] = np.ascontiguousarray(b[:, :rank])
-        if magnitude:
-            tensors[tensor_name(module, "M")] = magnitude[0]
-    return tensors
-
-
-def adapter_as_stored(
-    session: Session, slot: int, config: AdapterConfig
-) -> tuple[dict[str, np.ndarray], AdapterConfig]:
-    """The tensors of a slot's adapter by PEFT's names, and its config."""
-    matrices, config = stored(session.device, session.adapters, slot, config)
-    return adapter_tensors(matrices, config), config
-
-
 def write_checkpoint(
-    final: Path, session: Session, slot: int, config: AdapterConfig, state: RunState, facts: dict[str, Any]
+    final: Path, session: Session, slot: int, subject: Subject, state: RunState, facts: dict[str, Any]
 ) -> None:
-    """Write a slot's adapter, optimizer and run state, metadata and manifest beside `final`, sync and rename them.
+    """Write what a slot trains, optimizer and run state, metadata and manifest beside `final`, sync and rename them.
 
     facts: `identity` (see AdapterRun) and `metadata`. Raises OSError if the disk refuses; `final` is then unchanged.
     """
@@ -73,9 +49,8 @@ def write_checkpoint(
     temporary = final.with_name(f".{final.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        device, optimizer = session.device, session.optimizer
-        files = adapter_files(*adapter_as_stored(session, slot, config))
-        files[OPTIMIZER] = save(optimizer.state.read(device, slot))
+        files = subject.saved(session, slot)
+        files[OPTIMIZER] = save(session.optimizer.state.read(session.device, slot))
         files[METADATA] = (to_json(facts["metadata"], indent=1) + "\n").encode()
         files[STATE] = to_json(
             {"schema": SCHEMA, "state": asdict(state), "identity": facts["identity"]}, indent=1
@@ -131,13 +106,18 @@ def sweep_run(run: Path) -> None:
     sweep(run / STEPS, NAME)
 
 
+def trained_files(directory: Path) -> tuple[str, ...]:
+    """The files of what was trained that a directory should have, by what it has."""
+    return CONSTANT_FILES if (directory / CONSTANT_FILES[0]).exists() else ADAPTER_FILES
+
+
 def fault(directory: Path) -> str | None:
     """What is wrong with a checkpoint; None if it is intact.
 
     Raises:
         NewerSchemaError: it is from a newer version.
     """
-    wrong = damage(directory, FILES)
+    wrong = damage(directory, (*trained_files(directory), *FILES))
     if wrong:
         return wrong
     try:
@@ -192,28 +172,23 @@ def modern(name: str, modules: Collection[str]) -> str:
     return f"{found[0]}.{which}" if len(found) == 1 else name
 
 
-def restore(directory: Path, session: Session, slot: int) -> None:
-    """Load a checkpoint's adapter and optimizer state onto the device.
+def restore(directory: Path, session: Session, slot: int, subject: Subject) -> None:
+    """Load what a checkpoint has trained and its optimizer's state onto the device.
 
     Raises:
         UserError: it is damaged, or from another run.
     """
     check(directory)
-    adapters: AdapterSet = session.adapters
     try:
-        _, matrices = read_adapter(directory)
         state = load_file(directory / OPTIMIZER)
     except (OSError, SafetensorError) as error:
         raise refuse(directory, str(error)) from error
-    expected = set(adapters.modules(slot))
-    if set(matrices) != expected or any(e.dtype != "F32" for e in read_header(directory / WEIGHTS).values()):
-        raise refuse(directory, f"{WEIGHTS} does not have the modules or the dtype of this run")
-    state = {modern(name, expected): values for name, values in state.items()}
-    own, offset = trained(matrices, adapters, slot)
+    state = {modern(name, session.model.config.lora_modules): values for name, values in state.items()}
     wrong = session.optimizer.state.fault(slot, state)
     if wrong:
         raise refuse(directory, f"{OPTIMIZER} does not match this run: {wrong}")
-    adapters.write(session.device, slot, own)
-    if offset and adapters.offset:
-        adapters.offset.write(session.device, slot, offset)
+    try:
+        subject.place(directory, session, slot)
+    except Damaged as error:
+        raise refuse(directory, str(error)) from error
     session.optimizer.state.write(session.device, slot, state)

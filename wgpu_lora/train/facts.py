@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from wgpu_lora.atomic import file_digest
-from wgpu_lora.formats.peft import WEIGHTS
 from wgpu_lora.train import output
 from wgpu_lora.train.records import Data, HeldOut, Memory, RunRecord
 from wgpu_lora.train.run import Run
@@ -53,8 +52,8 @@ def record_of(run: Run, session: Session, stop_reason: str, stop_signal: str | N
         base_digest=run.base_digest,
         base_sha256=run.weights_sha256,
         init_adapter_sha256=output.adapter_digest(run.args.init_adapter) if run.args.init_adapter else None,
-        adapter_sha256=file_digest(run.directory / WEIGHTS),
-        trainable_parameters=session.adapters.trainable(run.slot, session.model.config),
+        adapter_sha256=file_digest(run.directory / run.subject.files[0]),
+        trainable_parameters=session.trained.trainable(run.slot, session.model.config),
         memory=memory_of(session),
         environment=output.environment(session.device),
     )

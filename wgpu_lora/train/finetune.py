@@ -10,10 +10,12 @@ from wgpu_lora.assets import DEMO_HELDOUT, DEMO_TRAIN
 from wgpu_lora.data import Source
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import Events
+from wgpu_lora.models.constants import ConstantSet
 from wgpu_lora.models.decoder import Decoder
 from wgpu_lora.models.load import table_dtype
 from wgpu_lora.models.loaded import LoadedModel, open_model
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
+from wgpu_lora.models.parameters import ParameterSet
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.ops.saved import Saving
 from wgpu_lora.share import budget_bytes
@@ -36,13 +38,23 @@ from wgpu_lora.train.rows import read_rows, sources_of
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.slot import AdapterRun
 from wgpu_lora.train.stream import DataStream, group_lengths, quarters
+from wgpu_lora.train.subject import Subject
+from wgpu_lora.train.subjects.adapter import Adapter
+from wgpu_lora.train.subjects.quant_scales import QuantScales
 from wgpu_lora.train.teacher import check_caches, live_teacher, with_cached_length
 from wgpu_lora.train.trainer import StepKeeper, Trainer
+from wgpu_lora.train.unrounded import loss_of, unrounded
 
 
 @dataclass(repr=False)
 class FinetuneJob(Job[RunRecord]):
     """The run of a single adapter, in slot 0."""
+
+    def begin(self, events: Events) -> None:
+        run, session = self.run, self.session
+        if run.args.rounded_from and run.heldout and not run.resumed_from:
+            before = evaluating_session(unrounded(run.args, session.device, session.model.config), run)
+            run.state.unrounded_eval_loss = loss_of(before, run, events)
 
     def finish(self, events: Events) -> RunRecord:
         return Trainer(self.session, self.runs, StepKeeper(self.run), events).train()[self.run.slot]
@@ -126,7 +138,9 @@ def read_run(
         reference = frozen_adapter(path, model.config)
         check_base(path, model.name, model.checkpoint.digest())
     args, begins = starting_at_reference(args, objective)
-    args, adapter, initial = adapter_of(args, model.config)
+    args, subject = subject_of(args, model)
+    if args.rounded_from and args.train == "quant-scales":
+        unrounded(args, model.device, model.config)
     prepared, heldout = read_rows(args, model, sources)
     cached = check_caches(args, model, prepared, heldout)
     teacher = live_teacher(args, model)
@@ -134,18 +148,13 @@ def read_run(
     stream = DataStream(prepared, args)
     chosen = {"length": length, "batches": note, "adapter": begins, "note": _unreferenced(args, objective)}
     notes = [f"{label}: {said}" for label, said in chosen.items() if said] + _standing(stream, own)
-    if args.eval_steps and not heldout:
-        use = f"use {flag('eval_data')} or {flag('validation_split')}"
-        notes.append(f"note: {setting('eval_steps', args.eval_steps)} does nothing, since no rows are held out ({use})")
-    check_residual(args, model)
-    spec = SlotSpec.of(adapter, initial)
-    if offsets(args.init_lora_weights):
-        spec = replace(spec, offset=SlotSpec(spec.rank, spec.scaling))
+    use = f"use {flag('eval_data')} or {flag('validation_split')}"
+    for option in ("eval_steps", "rounded_from"):
+        if (value := getattr(args, option)) and not heldout:
+            notes.append(f"note: {setting(option, value)} does nothing, since no rows are held out ({use})")
     digests = model.checkpoint.digest(), model.config.digest()
     taught = teacher, teacher.digest() if teacher else cached
-    return AdapterRun(
-        slot, args, adapter, spec, initial, stream, heldout, *digests, name, tuple(notes), reference, *taught
-    )
+    return AdapterRun(slot, args, subject, stream, heldout, *digests, name, tuple(notes), reference, *taught)
 
 
 def _unreferenced(args: TrainingArguments, objective: Objective) -> str:
@@ -185,29 +194,64 @@ def declared_as(model: LoadedModel, base_dtype: str) -> LoadedModel:
     return replace(model, decoder=other, weights_loaded=False)
 
 
+def subject_of(args: TrainingArguments, model: LoadedModel) -> tuple[TrainingArguments, Subject]:
+    """What a run trains, and the options updated to match. Raises UserError if it does not fit the model."""
+    if args.train == "quant-scales":
+        return args, QuantScales.of(args, model)
+    args, adapter, initial = adapter_of(args, model.config)
+    check_residual(args, model)
+    spec = SlotSpec.of(adapter, initial)
+    if offsets(args.init_lora_weights):
+        spec = replace(spec, offset=SlotSpec(spec.rank, spec.scaling))
+    return args, Adapter(args, adapter, spec, initial)
+
+
+def trained_by(model: LoadedModel, subjects: Sequence[Subject]) -> ParameterSet:
+    """The parameters of these slots."""
+    first, *_ = subjects
+    if isinstance(first, QuantScales):
+        return ConstantSet.declare(first.weights, model.device.max_binding)
+    adapters = [subject for subject in subjects if isinstance(subject, Adapter)]
+    return AdapterSet.declare(model.config, [adapter.spec for adapter in adapters], model.device.max_binding)
+
+
 def session_of(model: LoadedModel, runs: Sequence[AdapterRun], batch_tokens: int | None = None) -> Session:
     """The session of the runs, a slot each; other settings are taken from the first run's options.
 
     Args:
         batch_tokens: maximum tokens of a batch that slots share.
     """
+    buckets = runs[0].stream.buckets() if batch_tokens is None else quarters(batch_tokens)
+    return _session(model, runs, trained_by(model, [run.subject for run in runs]), buckets, buckets[-1])
+
+
+def evaluating_session(model: LoadedModel, run: AdapterRun) -> Session:
+    """A session without training, for the held-out loss of a model itself by the objective of a run."""
+    nothing = SlotSpec(1, {next(iter(model.config.lora_modules)): 1.0})  # B is zero
+    trained = AdapterSet.declare(model.config, [nothing], model.device.max_binding)
+    return _session(model, [run], trained, [], max(run.stream.buckets()))
+
+
+def _session(
+    model: LoadedModel, runs: Sequence[AdapterRun], trained: ParameterSet, buckets: list[int], tokens: int
+) -> Session:
+    """tokens: of a held-out batch, at least."""
     args = runs[0].args
     heldout = [length for run in runs if run.heldout for length in group_lengths(run.heldout)]
-    buckets = runs[0].stream.buckets() if batch_tokens is None else quarters(batch_tokens)
     return Session(
         model,
-        AdapterSet.declare(model.config, [run.spec for run in runs], model.device.max_binding),
+        trained,
         buckets,
         positions=max(
             length for run in runs for data in (run.stream.prepared, run.heldout) if data for length in data.lengths
         ),
-        dropout=any(run.args.lora_dropout > 0 for run in runs),
+        dropout=any(run.args.lora_dropout > 0 and run.args.train != "quant-scales" for run in runs),
         recompute=args.gradient_checkpointing,
         compute_dtype=args.compute_dtype,
         saving=Saving(args.activation_dtype, args.offload_activations),
         objectives=[run.stream.objective for run in runs],
         optim=optimizer_of(args),
-        eval_tokens=max([buckets[-1], *heldout]) if heldout else 0,
+        eval_tokens=max([tokens, *heldout]) if heldout else 0,
         references={run.slot: run.reference.spec for run in runs if run.reference},
         teachers={run.slot: run.teacher for run in runs if run.teacher},
         mismatched=max(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wgpu_lora.names.allowed import ACTIVATION_DTYPES, COMPUTE_DTYPES, OVERFLOW
+from wgpu_lora.names.allowed import ACTIVATION_DTYPES, COMPUTE_DTYPES, OVERFLOW, TRAINED
 from wgpu_lora.track.report_to import HELP
 from wgpu_lora.train.declared import NOT_NEGATIVE, POSITIVE, Range, option
 from wgpu_lora.train.initialisation import DEFAULT, INITIALISATIONS
@@ -59,6 +59,26 @@ class GeneralOptions:
     )
     init_adapter: str | None = option(None, FILES, "PEFT adapter directory to start from.")
     resume: bool = option(False, SAVING, "Continue the run in --output from its last checkpoint.")
+    train: str = option(
+        "lora",
+        ADAPTER,
+        "What is trained: an adapter (lora), one on the layers of the MLP alone (mlp), or the tables and scales of the "
+        "low-bit matrices in --target-modules (quant-scales).",
+        choices=TRAINED,
+    )
+    snap_steps: int | None = option(
+        None,
+        ADAPTER,
+        "With --train quant-scales, the last steps, whose passes read tables and scales rounded to f16; 0 for none. "
+        "Default: a tenth of all steps.",
+        within=NOT_NEGATIVE,
+    )
+    rounded_from: str | None = option(
+        None,
+        FILES,
+        "With --train quant-scales, the model before it was rounded to this base: its held-out loss is measured first, "
+        "to compare with.",
+    )
     lora_r: int = option(16, ADAPTER, "Rank of the adapter.", within=POSITIVE)
     lora_alpha: float = option(32, ADAPTER, "Scale: the adapter's output is multiplied by alpha / r.", within=POSITIVE)
     lora_dropout: float = option(
@@ -75,7 +95,7 @@ class GeneralOptions:
     target_modules: str = option(
         "all-linear",
         ADAPTER,
-        "'all-linear', 'mlp' or 'attention' (all linear layers of that part), names such as q_proj,v_proj, or a regular "
+        "'all-linear', 'mlp' or 'attention' (that part's linear layers), names such as q_proj,v_proj, or a regular "
         "expression matched against module paths.",
     )
     learning_rate: float = option(2e-4, OPTIMISATION, "Peak learning rate.", within=NOT_NEGATIVE)
@@ -103,10 +123,18 @@ class GeneralOptions:
     optim_args: str | None = option(
         None, OPTIMISATION, "Options of the optimizer's own, as NAME=VALUE separated by commas."
     )
-    weight_decay: float = option(0.0, OPTIMISATION, "Decoupled weight decay.", within=NOT_NEGATIVE)
-    adam_beta1: float = option(0.9, OPTIMISATION, "Decay of AdamW's first moment.", within=Range(at_least=0, below=1))
+    weight_decay: float = option(0.0, OPTIMISATION, "Weight decay, decoupled except with sgd.", within=NOT_NEGATIVE)
+    adam_beta1: float = option(
+        0.9,
+        OPTIMISATION,
+        "Decay of AdamW's first moment; with lion, of the momentum in a step.",
+        within=Range(at_least=0, below=1),
+    )
     adam_beta2: float = option(
-        0.999, OPTIMISATION, "Decay of AdamW's second moment.", within=Range(at_least=0, below=1)
+        0.999,
+        OPTIMISATION,
+        "Decay of AdamW's second moment; with lion, of the momentum.",
+        within=Range(at_least=0, below=1),
     )
     adam_epsilon: float = option(1e-8, OPTIMISATION, "Added to the root of AdamW's second moment.", within=POSITIVE)
     loraplus_lr_ratio: float = option(

@@ -36,6 +36,14 @@ def idle(given: Collection[str], args: TrainingArguments) -> list[str]:
         say(("num_train_epochs",), True, f"{setting('target_seconds', args.target_seconds)} sets the length of the run")
     else:
         say(("num_train_epochs",), by_steps, f"{setting('max_steps', args.max_steps)} overrides it")
+    scales = args.train == "quant-scales"
+    stated = setting("train", args.train)
+    say(
+        ("lora_r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "init_lora_weights", "loraplus_lr_ratio"),
+        scales,
+        f"{stated} trains no adapter",
+    )
+    say(("snap_steps", "rounded_from"), not scales, f"{stated} rounds nothing")
     say(
         ("save_total_limit",),
         args.save_steps == 0,

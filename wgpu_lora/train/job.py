@@ -79,6 +79,7 @@ class Job(Generic[Record]):
                 for run in self.runs:
                     run.prepare_directory()
                 device = self.session.device
+                self.begin(events)
                 device.peak_allocated = device.allocated  # of this run only
                 self.session.allocate(events, self.choose_tilings(events))
                 return self._train(events)
@@ -119,6 +120,9 @@ class Job(Generic[Record]):
                 f"Writing to {where} failed ({reason}): fix that and continue with {setting('resume', True)}; earlier "
                 "checkpoints are intact."
             ) from error
+
+    def begin(self, events: Events) -> None:
+        """Called before the device's memory is allocated."""
 
     def finish(self, events: Events) -> Record:
         """Train and write the results."""

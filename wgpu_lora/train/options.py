@@ -25,6 +25,9 @@ class TrainingOptions(TypedDict, total=False):
     tune: bool
     init_adapter: str | Path | None
     resume: bool
+    train: str
+    snap_steps: int | None
+    rounded_from: str | Path | None
     lora_r: int
     lora_alpha: float
     lora_dropout: float

@@ -175,6 +175,11 @@ def _check(args: TrainingArguments, tasks: Sequence[AdapterTask], schedule: str,
             f"{flag('target_seconds')} works with one adapter only: use {flag('max_steps')} or "
             f"{flag('num_train_epochs')}."
         )
+    if args.train == "quant-scales":
+        raise UserError(
+            f"{setting('train', args.train)} trains the base itself, which all adapters of a pipeline share: train it "
+            "in a run of its own, then the adapters on the result."
+        )
     if args.data is not None:
         raise UserError(f"{flag('data')} and {flag('adapters')} cannot be combined: every adapter names its own data.")
     check_apart(tasks)

@@ -13,6 +13,7 @@ from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, Events
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
+from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.share import claim
 from wgpu_lora.train.arguments import TrainingArguments, from_values
 from wgpu_lora.train.checkpoint import METADATA
@@ -24,18 +25,36 @@ from wgpu_lora.train.records import RUN
 from wgpu_lora.train.resume import found_from
 from wgpu_lora.train.session import Session
 from wgpu_lora.train.stream import DataStream
+from wgpu_lora.train.teacher import checked_cache, live_teacher
 
+TEACHER = ("teacher", "teacher_adapter", "teacher_cache")  # options that say whom to learn from
 BATCH_TOKENS = 1024  # of a batch; more if a single sample is longer
 
 
-def objective_options(adapter: str | Path | None, objective: str | None) -> dict[str, Any]:
+def objective_options(
+    adapter: str | Path | None, objective: str | None, teacher: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The objective to evaluate, and its options as in the adapter's training if that had the same.
 
     An adapter's records are untrusted: what is not valid in them is ignored.
+
+    Args:
+        teacher: values of TEACHER for distillation, instead of those of the training. Without, and if the objective is
+            not given, an adapter trained by distillation is evaluated like one of supervised fine-tuning.
     """
+    given = {name: value for name, value in (teacher or {}).items() if value is not None}
+    if given and objective not in (None, "kd"):
+        raise UserError(
+            f"{flag(next(iter(given)))} is for {setting('objective', 'kd')}, not {objective}: leave it out."
+        )
     trained = _trained(Path(adapter)) if adapter is not None else {}
-    chosen = objective or trained.get("objective", "sft")
-    return trained if trained.get("objective") == chosen else {"objective": chosen}
+    before = trained.get("objective", "sft")
+    chosen = objective or ("kd" if given else "sft" if before == "kd" else before)
+    options = {"objective": chosen} | (trained if before == chosen else {})
+    if given:
+        return {name: value for name, value in options.items() if name not in (*TEACHER, "eval_teacher_cache")} | given
+    own = {name: value for name, value in options.items() if name != "eval_teacher_cache"}
+    return own | ({"teacher_cache": options["eval_teacher_cache"]} if options.get("eval_teacher_cache") else {})
 
 
 def reads(objective: str, source: Source) -> bool:
@@ -53,8 +72,9 @@ def _trained(adapter: Path) -> dict[str, Any]:
         try:
             record = read_json(adapter / name)
             said = _said(record.get("options"))
-            if path := said.get("reference_adapter"):
-                said["reference_adapter"] = found_from(record.get("directory"), path)
+            for option in ("reference_adapter", *TEACHER, "eval_teacher_cache"):
+                if path := said.get(option):
+                    said[option] = found_from(record.get("directory"), path)
             from_values(said, name)
         except UserError:
             continue
@@ -87,6 +107,9 @@ def evaluate_objective(
     args, shape, matrices = adapter_of(args, config)
     stream = DataStream(prepared, args)
     frozen = frozen_adapter(objective.reference_path, config) if objective.reference_path else None
+    teacher = live_teacher(args, model)
+    if stream.teacher:
+        checked_cache(args, model, prepared)
     session = Session(
         model,
         AdapterSet.declare(config, [SlotSpec.of(shape, matrices)], model.device.max_binding),
@@ -97,6 +120,7 @@ def evaluate_objective(
         objectives=[objective],
         references={0: frozen.spec} if frozen else None,
         mismatched=stream.longest_mismatched,
+        teachers={0: teacher} if teacher else None,
     )
     with claim(model.device, session.needs(), "evaluation"):
         session.allocate(events)

@@ -13,7 +13,7 @@ from wgpu_lora.gpu.program import Arena, Program
 from wgpu_lora.gpu.tensor import Storage, persistent
 from wgpu_lora.models.inputs import Segment, StepInputs, Tables
 from wgpu_lora.models.loaded import LoadedModel
-from wgpu_lora.models.lora import AdapterSet
+from wgpu_lora.models.parameters import ParameterSet
 from wgpu_lora.ops.loss import token_logprobs
 from wgpu_lora.ops.recorder import Recorder
 
@@ -24,17 +24,19 @@ class Forward:
     def __init__(
         self,
         model: LoadedModel,
-        adapters: AdapterSet | None,
+        adapters: ParameterSet | None,
         tokens: int,
         tables: Tables,
         compute_dtype: str,
         name: str,
     ):
-        slots = len(adapters.specs) if adapters else 1
+        slots = adapters.slots if adapters else 1
         self.inputs = StepInputs.declare(model.config.row_inputs(), tokens, slots, tables)
         self.logprobs = persistent((tokens,), "f32", "workspace", f"{name} log-probabilities [{tokens}]")
         self.program = Program(model.device, f"{name} {tokens}")
         rec = Recorder(self.program, compute_dtype=compute_dtype)
+        if adapters:
+            adapters.record_use(rec)
         hidden = model.decoder.hidden(rec, self.inputs, adapters.bind(self.inputs) if adapters else {})
         token_logprobs(rec, hidden, model.decoder.head, self.inputs.targets, self.logprobs)
 
@@ -53,7 +55,7 @@ class Scorer:
     def __init__(
         self,
         model: LoadedModel,
-        adapters: AdapterSet | None,
+        adapters: ParameterSet | None,
         buckets: Sequence[int],
         tables: Tables,
         compute_dtype: str,

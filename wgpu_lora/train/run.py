@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from wgpu_lora.data import Prepared
-from wgpu_lora.formats.adapter_config import AdapterConfig
-from wgpu_lora.formats.peft import Matrices
-from wgpu_lora.models.lora import SlotSpec
 from wgpu_lora.train.arguments import FREE_ON_RESUME, TrainingArguments
 from wgpu_lora.train.frozen import FrozenAdapter
 from wgpu_lora.train.output import Log
 from wgpu_lora.train.records import RunRecord
 from wgpu_lora.train.state import RunState
 from wgpu_lora.train.stream import DataStream
+from wgpu_lora.train.subject import Subject
 from wgpu_lora.train.teachers import LiveTeacher
 
 LOGGING_STEPS, SHORT = 10, 100  # runs of at most SHORT steps log every step
@@ -45,9 +43,7 @@ class Run:
 
     slot: int
     args: TrainingArguments
-    adapter: AdapterConfig
-    spec: SlotSpec
-    initial: Matrices
+    subject: Subject
     stream: DataStream
     heldout: Prepared | None
     base_digest: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,13 @@ from wgpu_lora.models.load import staging_bytes
 from wgpu_lora.models.loaded import LoadedModel
 from wgpu_lora.models.lora import AdapterSet, SlotSpec
 from wgpu_lora.models.norms import Norms, fix_gains
+from wgpu_lora.models.parameters import ParameterSet
 from wgpu_lora.ops.saved import IN_F32, Saving
 from wgpu_lora.share import claim, is_unified
 from wgpu_lora.share.refusals import advising
 from wgpu_lora.train.arguments import TrainingArguments
 from wgpu_lora.train.batch import Batch, Totals
+from wgpu_lora.train.memory_plan import MemoryPlan
 from wgpu_lora.train.objectives import objective_of
 from wgpu_lora.train.objectives.base import Group, Objective
 from wgpu_lora.train.optimizer import Optimizer
@@ -38,42 +40,11 @@ ADVISED = ("per_device_train_batch_size", "max_length")  # if a plan exceeds the
 GROUPS = ("base", "adapters", "reference", "optimizer", "activations", "workspace")
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes by group during training, and during loading; the peak is the larger of the two.
-
-    host: bytes of offloaded activations in the host's memory, which no group counts.
-    unified: whether the device has no other memory than the host's.
-    """
-
-    groups: dict[str, int]
-    loading: int
-    host: int = 0
-    unified: bool = False
-
-    @property
-    def training(self) -> int:
-        return sum(self.groups.values())
-
-    @property
-    def peak(self) -> int:
-        return max(self.training, self.loading)
-
-    @property
-    def running(self) -> int:
-        """Bytes during training of the memory that the device uses."""
-        return self.training + (self.host if self.unified else 0)
-
-    @property
-    def guarded(self) -> int:
-        """The same, or those during loading if they are more."""
-        return max(self.running, self.loading)
-
-
 class Session:
     """The programs of a run: forward and backward passes for each bucket of tokens, the update, and held-out loss.
 
     Args:
+        trained: the parameters of all slots.
         buckets: batch sizes in tokens to record, ascending.
         objectives: one per slot; None is the default objective.
         optim: the optimizer; AdamW if not given.
@@ -91,7 +62,7 @@ class Session:
     def __init__(
         self,
         model: LoadedModel,
-        adapters: AdapterSet,
+        trained: ParameterSet,
         buckets: list[int],
         *,
         positions: int,
@@ -108,24 +79,24 @@ class Session:
     ):
         self.model = model
         self.compute_dtype = compute_dtype
-        self.adapters = adapters
+        self.trained = trained
         self.device = device = model.device
         if saving.offload:
             device.check_host_buffers()
-        chosen = objectives or [objective_of(TrainingArguments())] * len(adapters.specs)
+        chosen = objectives or [objective_of(TrainingArguments())] * trained.slots
         self.totals = Totals(chosen)
-        self.optimizer = Optimizer(device, adapters, self.totals.loss, optim)
+        self.optimizer = Optimizer(device, trained, self.totals.loss, optim)
         self.tables = Tables.declare(model.config.tables(), positions)
 
         def batch(tokens: int, **options: Any) -> Batch:
             shared = self.totals, self.tables
-            return Batch(model, adapters, tokens, chosen, *shared, compute_dtype=compute_dtype, **options)
+            return Batch(model, trained, tokens, chosen, *shared, compute_dtype=compute_dtype, **options)
 
         self.steps = {tokens: batch(tokens, dropout=dropout, recompute=recompute, saving=saving) for tokens in buckets}
         self.heldout = batch(eval_tokens, training=False) if eval_tokens else None
         self._objectives = chosen
         self._record_scorers(references or {}, mismatched)
-        self.norms = Norms(model, adapters) if adapters.gains else None
+        self.norms = Norms(model, trained) if isinstance(trained, AdapterSet) and trained.gains else None
         sizes = [*self.steps, *([eval_tokens] if eval_tokens else [])]
         self.teachers = Teachers(model, teachers or {}, sizes, positions, self.tables, compute_dtype)
         self.built: set[int] = set()
@@ -148,7 +119,13 @@ class Session:
             buckets = [*sizes, *longest, *([mismatched] if mismatched > max([*sizes, *longest]) else [])]
             self.frozen = Scorer(self.model, self.references, buckets, *rest, "reference")
         if any(objective.mismatched for objective in self._objectives):
-            self.current = Scorer(self.model, self.adapters, [max([mismatched, *sizes, *longest])], *rest, "mismatched")
+            self.current = Scorer(self.model, self.trained, [max([mismatched, *sizes, *longest])], *rest, "mismatched")
+
+    @property
+    def adapters(self) -> AdapterSet:
+        """What is trained, if that is adapters."""
+        assert isinstance(self.trained, AdapterSet)
+        return self.trained
 
     def _scorers(self) -> list[Scorer]:
         return [scorer for scorer in (self.frozen, self.current) if scorer]
@@ -163,7 +140,7 @@ class Session:
         return [*own, self.optimizer.program, *([self.heldout.program] if self.heldout else []), *frozen]
 
     def storages(self) -> set[Storage]:
-        found = self.model.decoder.storages() | self.adapters.storages() | self.optimizer.storages()
+        found = self.model.decoder.storages() | self.trained.storages() | self.optimizer.storages()
         batches = [*self.steps.values(), *([self.heldout] if self.heldout else [])]
         frozen = self.references.storages() if self.references else set()
         scorers = (scorer.storages() for scorer in self._scorers())
@@ -215,7 +192,7 @@ class Session:
         for scorer in self._scorers():
             scorer.use(self.arena, choices)
         self.teachers.place(self.arena, choices)
-        self.adapters.upload_constants(self.device)
+        self.trained.upload_constants(self.device)
         if self.references:
             self.references.upload_constants(self.device)
         if self.norms:

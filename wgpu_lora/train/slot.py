@@ -12,19 +12,17 @@ from wgpu_lora.data import write_skipped
 from wgpu_lora.data.tokenizer_files import write_tokenizer
 from wgpu_lora.errors import UserError
 from wgpu_lora.events import SILENT, Evaluating, Events
-from wgpu_lora.formats.peft import read_adapter, write_adapter
 from wgpu_lora.names.naming import flag, setting
 from wgpu_lora.train import checkpoint, output
 from wgpu_lora.train.arguments import PLAN, TrainingArguments
 from wgpu_lora.train.card import write_card
-from wgpu_lora.train.checkpoint import BEST, EPOCH, adapter_as_stored
+from wgpu_lora.train.checkpoint import BEST, EPOCH
 from wgpu_lora.train.facts import metadata, record_of
 from wgpu_lora.train.heldout import heldout_loss
-from wgpu_lora.train.initial import SeededMatrices
 from wgpu_lora.train.output import Log
 from wgpu_lora.train.precompute import precompute
 from wgpu_lora.train.records import RunRecord
-from wgpu_lora.train.resume import UNTIMED_STEPS, differs, found_from, nothing_in, refuse_used, set_length
+from wgpu_lora.train.resume import UNTIMED_STEPS, differs, nothing_in, refuse_used, set_length
 from wgpu_lora.train.run import Run
 from wgpu_lora.train.schedule import LR_SCHEDULES, learning_rate, warmup_steps
 from wgpu_lora.train.session import Session
@@ -116,7 +114,7 @@ class AdapterRun(Run):
                     f"The weights of {session.model.name} have changed since the run in {self.directory} started: "
                     "restore them, or start a new run."
                 )
-            checkpoint.restore(self.resumed_from, session, self.slot)
+            checkpoint.restore(self.resumed_from, session, self.slot, self.subject)
         else:
             self.place_initial(session)
             self.state.total_steps = self.stream.total_steps()
@@ -134,25 +132,11 @@ class AdapterRun(Run):
             precompute(session, stream, self.slot, events, self.name)
 
     def place_initial(self, session: Session) -> None:
-        initial = self.initial
-        session.place_initial(self.slot, initial.on(session.model) if isinstance(initial, SeededMatrices) else initial)
+        self.subject.place_initial(session, self.slot)
 
     def _place_first(self, session: Session) -> None:
-        """Load the adapter that the run started from, even if resumed; the optimizer's state becomes zero."""
-        if not self.resumed_from:
-            self.place_initial(session)
-        else:
-            facts = checkpoint.read_metadata(self.resumed_from)
-            options = facts.get("options")
-            began = found_from(
-                facts.get("directory"), options.get("init_adapter") if isinstance(options, dict) else None
-            )
-            initial = (
-                read_adapter(str(began))[1]
-                if began
-                else SeededMatrices(self.args, session.model.config).on(session.model)
-            )
-            session.place_initial(self.slot, initial)
+        """Load what the run started from, even if resumed; the optimizer's state becomes zero."""
+        self.subject.place_first(session, self.slot, self.resumed_from)
         session.optimizer.state.write(session.device, self.slot, {})
 
     @cached_property
@@ -167,6 +151,10 @@ class AdapterRun(Run):
         args, total = self.args, self.state.total_steps
         kind, least, warmup = args.lr_scheduler_type, args.lr_scheduler_min, self.warmup(total)
         return learning_rate(kind, args.learning_rate, self.state.step, total, warmup, least)
+
+    def before_step(self, session: Session) -> None:
+        """Called before the passes of the next step, and before a held-out loss."""
+        self.subject.before_step(session, self.state.step, self.state.total_steps)
 
     def warmup(self, total: int) -> int:
         """Warm-up steps out of `total`."""
@@ -190,7 +178,7 @@ class AdapterRun(Run):
 
     def write_checkpoint(self, session: Session, final: Path) -> None:
         facts = {"identity": self.identity(), "metadata": metadata(self)}
-        checkpoint.write_checkpoint(final, session, self.slot, self.adapter, self.state, facts)
+        checkpoint.write_checkpoint(final, session, self.slot, self.subject, self.state, facts)
 
     def fall_back(self, session: Session) -> None:
         """Load the newest checkpoint from before the update that ruined the adapter, else the initial adapter.
@@ -205,19 +193,20 @@ class AdapterRun(Run):
         sound = [(state, place) for state, place in kept if state.step < self.state.step]
         if sound:
             self.state, place = max(sound, key=lambda found: found[0].step)
-            checkpoint.restore(place, session, self.slot)
+            checkpoint.restore(place, session, self.slot, self.subject)
         else:
             first = self.state.first_eval_loss
             self.state = RunState(
-                total_steps=self.state.total_steps, tiles=self.state.tiles, first_eval_loss=first, last_eval_loss=first
+                total_steps=self.state.total_steps,
+                tiles=self.state.tiles,
+                unrounded_eval_loss=self.state.unrounded_eval_loss,
+                first_eval_loss=first,
+                last_eval_loss=first,
             )
             self._place_first(session)
         for state, place in kept:
             if state.step > self.state.step and place.name != checkpoint.LAST:  # the pipeline replaces that one
                 checkpoint.remove(place)
-
-    def write_adapter(self, session: Session, directory: Path) -> None:
-        write_adapter(directory, *adapter_as_stored(session, self.slot, self.adapter))
 
     def measure_heldout(self, session: Session, events: Events) -> dict[str, float]:
         """Measure the held-out `eval_loss` and metrics, {} if not finite; a new best adapter is saved in best/.
@@ -227,6 +216,7 @@ class AdapterRun(Run):
         if not self.heldout or not session.heldout:
             return {}
         stream = self.heldout_stream
+        self.before_step(session)
         at = Evaluating(0, len(self.heldout.rows), step=self.state.step, adapter=self.name)
         found = heldout_loss(session, stream, self.slot, lambda rows: events.evaluating(replace(at, rows=rows)))
         loss = found["loss"]
@@ -250,7 +240,7 @@ class AdapterRun(Run):
 
         stop_signal: name of the signal that interrupted the run, if any.
         """
-        self.write_adapter(session, self.directory)
+        self.subject.write(session, self.slot, self.directory)
         for place in (self.directory, self.directory / BEST):
             write_tokenizer(place, session.model.path, session.model.tokenizer)
         record = record_of(self, session, stop_reason, stop_signal)

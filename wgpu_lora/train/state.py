@@ -30,6 +30,7 @@ class RunState:
     seconds: float = 0.0
     calibrated: bool = False
     heldout_seconds: float = 0.0  # of one held-out loss, measured with --target-seconds
+    unrounded_eval_loss: float | None = None  # of the model before it was rounded (train/unrounded.py)
     first_eval_loss: float | None = None  # before the first step
     best_eval_loss: float | None = None
     best_step: int = 0
@@ -107,7 +108,9 @@ _RULES: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("step", "epoch", "index", "total_steps", "best_step"), is_count),
     **dict.fromkeys(("tokens", "processed_tokens", "pending_tokens", "pending_processed_tokens"), is_count),
     **dict.fromkeys(("seconds", "heldout_seconds", "pending_seconds"), _is_seconds),
-    **dict.fromkeys(("first_eval_loss", "best_eval_loss", "last_loss", "last_eval_loss"), _is_loss),
+    **dict.fromkeys(
+        ("unrounded_eval_loss", "first_eval_loss", "best_eval_loss", "last_loss", "last_eval_loss"), _is_loss
+    ),
     "calibrated": lambda value: isinstance(value, bool),
     "tiles": _is_tiles,
     "pending": _is_losses,

@@ -21,12 +21,18 @@ def live_teacher(args: TrainingArguments, student: LoadedModel) -> LiveTeacher |
     """The model in --teacher; None without. Raises UserError if it cannot be read or does not fit the student."""
     if args.objective != "kd" or args.teacher is None:
         return None
-    model = open_model(args.teacher, student.device, args.teacher_base_dtype or args.base_dtype)
+    model = open_model(args.teacher, student.device, args.teacher_base_dtype or student.decoder.base_dtype)
     ours, theirs = student.config.vocab_size, model.config.vocab_size
     if ours != theirs:
         raise UserError(
             f"The teacher {args.teacher} has a vocabulary of {theirs:,} tokens, but {student.name} one of {ours:,}: "
             "use a teacher with the student's tokenizer."
+        )
+    positions = model.config.max_position_embeddings
+    if args.length > positions:
+        raise UserError(
+            f"{setting('max_length', args.length)} is more than the {positions} positions of the teacher "
+            f"{args.teacher}: lower it to {positions}."
         )
     digests = [one.tokenizer.digest for one in (student, model) if one.tokenizer]
     if len(set(digests)) > 1:

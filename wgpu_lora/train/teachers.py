@@ -147,7 +147,7 @@ class _Group:
         kept: Kept,
         compute_dtype: str,
     ):
-        self._model = model
+        self.model = model
         adapters = {live.adapter[2]: live.adapter for live in taught.values() if live.adapter}
         self._matrices = [matrices for _, matrices, _ in adapters.values()]
         numbers = {digest: number for number, digest in enumerate(adapters)}
@@ -166,4 +166,4 @@ class _Group:
             self.adapters.upload_constants(self.teacher.device)
             for number, matrices in enumerate(self._matrices):
                 self.adapters.write(self.teacher.device, number, matrices)
-            fix_gains(self._model, self.adapters)
+            fix_gains(self.model, self.adapters)

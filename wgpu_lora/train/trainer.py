@@ -127,6 +127,8 @@ class Trainer:
         slots = self.policy.choose([Standing(p.run.slot, p.run.state) for p in live])
         chosen = [p for p in live if p.run.slot in slots]
         begin = time.perf_counter()
+        for progress in chosen:
+            progress.run.before_step(self.session)
         self._accumulate(self._batches(chosen))
         updates = {p.run.slot: p.update() for p in chosen}
         reports = optimizer.apply(device, updates)

@@ -14,6 +14,7 @@ from wgpu_lora.gpu.tensor import NUMPY, Storage, Tensor, align, joined, persiste
 from wgpu_lora.names.naming import setting
 from wgpu_lora.ops.linear import FrozenMatrix
 from wgpu_lora.ops.recorder import Recorder
+from wgpu_lora.ops.trained import F16_MAX
 from wgpu_lora.weights.base import Loading, MatrixSource, Shared, Weight, read, write
 from wgpu_lora.weights.lowbit_codes import (
     constant_count,
@@ -30,6 +31,7 @@ from wgpu_lora.weights.lowbit_codes import (
 from wgpu_lora.weights.lowbit_files import F32, LowBitFiles
 from wgpu_lora.weights.lowbit_packing import pack_lowbit, packing_scratch
 from wgpu_lora.weights.lowbit_products import CodesProduct
+from wgpu_lora.weights.lowbit_trained import CONSTANTS, TrainedCodes, constants_shape
 from wgpu_lora.weights.lut_fit import fit, fit_int8
 from wgpu_lora.weights.packed import Packed
 from wgpu_lora.weights.schemes import GROUPS, KINDS, ROW, Mix, Scheme, format_of, suffix
@@ -136,7 +138,11 @@ class LowBitWeight:
 
     def packed(self, device: Device) -> Packed:
         codes, *constants = self._read(device)
-        kind = F32 if self.constants.dtype == "f32" else ""
+        return self._stored(codes, constants, self.constants.dtype)
+
+    def _stored(self, codes: np.ndarray, constants: Sequence[np.ndarray | None], dtype: str) -> Packed:
+        """Codes, a table and scales as files store them. dtype: of table and scales."""
+        kind = F32 if dtype == "f32" else ""
         names = [f"{name}{kind}" for name, part in zip(("table", "scales"), constants, strict=True) if part is not None]
         arrays = codes.view(np.int8) if self.scheme.bits == 8 else codes, *(c for c in constants if c is not None)
         return Packed(self.format, self.shape, ("codes", *names), lambda: arrays)
@@ -145,6 +151,27 @@ class LowBitWeight:
         codes, table, scales = self._read(device)
         bits = self.scheme.bits
         return decode(unpack(codes, self.in_features, bits), table, scales, bits).astype(np.float32)
+
+    # -- training of the constants, see models.constants -----------------------------------------------------------
+
+    def constant_shapes(self) -> dict[str, tuple[int, int]]:
+        return {CONSTANTS: constants_shape(self.shape, self.scheme.bits, self.scheme.group)}
+
+    def read_constants(self, device: Device) -> dict[str, np.ndarray]:
+        values = read(device, self.constants).astype(np.float32)
+        return {name: values.reshape(shape) for name, shape in self.constant_shapes().items()}
+
+    def with_constants(self, constants: Mapping[str, Tensor]) -> TrainedCodes:
+        bits, group = self.scheme.bits, self.scheme.group
+        return TrainedCodes(*self.shape, bits, group, self.codes, constants[CONSTANTS])
+
+    def packed_with(self, device: Device, constants: Mapping[str, np.ndarray], dtype: str) -> Packed:
+        codes, *_ = self._read(device)
+        values = constants[CONSTANTS].reshape(-1)
+        if dtype == "f16":
+            values = values.clip(-F16_MAX, F16_MAX)
+        parts = split_constants(values.astype(NUMPY[dtype]), self.shape, self.scheme.bits, self.scheme.group)
+        return self._stored(codes, parts, dtype)
 
     def synthetic(self, rng: np.random.Generator) -> Iterator[tuple[Tensor, np.ndarray]]:
         bits, group = self.scheme.bits, self.scheme.group

@@ -65,13 +65,7 @@ def pack_lowbit(
         table = replace(loading.scratch["fit_table"], shape=(rows, entries(bits))) if entries(bits) else None
         own = replace(loading.scratch["fit_scales"], shape=(rows, count)) if count else None
         program = Program(device, "pack")
-        if table:
-            record_fit(program, staging, table, own, important, group=group, bits=bits)
-        elif own:
-            program.dispatch(group_largest, staging, own, size=own.size, group=group or size_in, levels=127.0)
-            program.dispatch(round_half, own, size=own.size)
-        place: dict[str, Any] = {"rows": rows, "first": first, "out": out, "size_in": size_in}
-        program.dispatch(lowbit_encode, staging, codes, table, own, group=group, bits=bits, **place)
+        record_packing(program, staging, codes, table, own, important, first=first, out=out, bits=bits, group=group)
         with loading.running(program):
             if table:
                 tables[first : first + rows] = read(device, table)
@@ -82,6 +76,35 @@ def pack_lowbit(
         if values is not None and (np.abs(values) > LARGEST).any():
             raise UserError(f"{name} has values that f16 cannot hold: quantise this model to nf4 instead.")
     return found[0], found[1]
+
+
+def record_packing(
+    program: Program,
+    w: Tensor,
+    codes: Tensor,
+    table: Tensor | None,
+    scales: Tensor | None,
+    importance: Tensor | None,
+    *,
+    first: int,
+    out: int,
+    bits: int,
+    group: int,
+) -> None:
+    """Records the fit of w f32 [rows, in], which are the matrix's rows from `first` on, and the writing of its codes.
+
+    Args:
+        codes: of all `out` rows. table: f32 [rows, 2^bits], None for 8 bits. scales: f32 [rows, in / group] or, in
+            group 0 of 8 bits, [rows, 1].
+    """
+    rows, size_in = w.shape
+    if table:
+        record_fit(program, w, table, scales, importance, group=group, bits=bits)
+    elif scales:
+        program.dispatch(group_largest, w, scales, size=scales.size, group=group or size_in, levels=127.0)
+        program.dispatch(round_half, scales, size=scales.size)
+    place: dict[str, Any] = {"rows": rows, "first": first, "out": out, "size_in": size_in}
+    program.dispatch(lowbit_encode, w, codes, table, scales, group=group, bits=bits, **place)
 
 
 def _pieces(shape: tuple[int, int]) -> Iterator[tuple[int, int]]:

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from support.kernels import Arrays, add, normal, poison
+from support.kernels import Arrays, add, normal, poison, u32
+from wgpu_lora.ops import moments
 from wgpu_lora.weights import fit_kernels
 from wgpu_lora.weights.fit_kernels import BINS
 from wgpu_lora.weights.lowbit_codes import word_rows
@@ -84,3 +85,14 @@ add(fit_kernels.round_half, lambda rng: {"x": normal(rng, 67)}, size=67)
 fits(rows=7, size_in=192, group=32, bits=3, important=True)
 fits(rows=5, size_in=131, group=0, bits=2, important=False)
 fits(rows=3, size_in=512, group=16, bits=4, important=False)
+
+
+def observed(first: int) -> None:
+    def make(rng: np.random.Generator) -> Arrays:
+        return {"x": normal(rng, 40, 37), "count": u32(61), "squares": normal(rng, 37) ** 2}
+
+    add(moments.input_squares, make, rows=40, first=first, cols=37)
+
+
+observed(first=40)
+observed(first=64)

@@ -23,6 +23,7 @@ def product(
     row_scale: bool = False,
     count: int = 0,
     a_scale: bool = False,
+    rare: bool = False,
     **flags: Any,
 ) -> None:
     shape = {"m": m, "n": n, "k": k, **flags}
@@ -33,7 +34,7 @@ def product(
         return {**arrays, "count": u32(count)} if count else arrays
 
     spared = (lambda tiling: cdiv(count, tiling.rows) * tiling.rows) if count else None
-    add(kernel, make, spared, **shape)
+    add(kernel, make, spared, rare=rare, **shape)
 
 
 product(matmul.matmul_nt, 37, 131, 52, bias=True)
@@ -69,7 +70,9 @@ product(nf4_products.nf4_matmul_backward, 17, 72, 36, a_type="bf16", accumulate=
 product(nf4_products.nf4_matmul_backward, 9, 67, 21, a_type="f16", a_scale=True)
 
 
-def adapted(kernel: Kernel, n: int, k: int, rank: int, padding: int = 0, a_scale: bool = False, **flags: Any) -> None:
+def adapted(
+    kernel: Kernel, n: int, k: int, rank: int, padding: int = 0, a_scale: bool = False, rare: bool = False, **flags: Any
+) -> None:
     """A product with LoRA's second product inside, of three slots, one of them without rows."""
     shape = {"m": SLOT_ROWS, "n": n, "k": k, "rank": rank, **flags}
     widths = [shape[name] for name in ("n", "n1", "n2") if shape.get(name)]
@@ -82,7 +85,7 @@ def adapted(kernel: Kernel, n: int, k: int, rank: int, padding: int = 0, a_scale
         factor = rng.standard_normal((3, shape["stride"]), np.float32)
         return {**arrays, "h": unslotted(arrays["h"]), "factor": factor, "ranges": SLOTS}
 
-    add(kernel, make, **shape)
+    add(kernel, make, rare=rare, **shape)
 
 
 def lora(kernel: Kernel, n: int, k: int, padding: int = 0, scale: bool = False, **flags: Any) -> None:

@@ -50,7 +50,7 @@ class Transformer(ModelConfig):
     qk_norm: bool
     sliding_windows: tuple[int | None, ...]
 
-    LAYER_PARTS = {"mlp": ("mlp",), "attention": ("self_attn",)}
+    LAYER_PARTS: ClassVar[Mapping[str, tuple[str, ...]]] = {"mlp": ("mlp",), "attention": ("self_attn",)}
     MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     # Which of config.json's biases the class in transformers reads. A file that sets another is refused, because
     # transformers would ignore it.

@@ -28,6 +28,9 @@ def run(
     completion_only_loss: bool | None = None,
     enable_thinking: bool | None = None,
     objective: str | None = None,
+    teacher: str | None = None,
+    teacher_adapter: str | None = None,
+    teacher_cache: str | None = None,
     turns: bool = False,
 ) -> Ended:
     """The result includes the device's facts. The exit code is 1 if the loss is not finite.
@@ -49,6 +52,9 @@ def run(
             completion_only_loss=completion_only_loss,
             enable_thinking=enable_thinking,
             objective=objective,
+            teacher=teacher,
+            teacher_adapter=teacher_adapter,
+            teacher_cache=teacher_cache,
             events=port,
             progress_bar=False,
         )

@@ -1,0 +1,109 @@
+"""Rounds the fine-tuned demo model's MLP to 2 bits and recovers it from a teacher's cache, by recipes/recover-q2.toml
+cut down: the distillation loss and the passed checks before rounding (4 bits), after it, and after training.
+
+    python -m scripts.demo.recover ADAPTER OUTPUT [--steps 300] [--learning-rate 1e-3]
+
+ADAPTER is the result of `wgpu-lora demo` or of `wgpu-lora finetune --recipe demo`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from wgpu_lora import answer, finetune, load
+from wgpu_lora.api.caching import teacher_cache
+from wgpu_lora.assets import DEMO_HELDOUT, DEMO_MODEL, DEMO_TRAIN
+from wgpu_lora.checks.run import run_check
+from wgpu_lora.data import read_jsonl
+from wgpu_lora.demo.compare import BATCH, NEW_TOKENS, request_of
+from wgpu_lora.export.merge import merge_adapter
+from wgpu_lora.export.packed import write_packed
+from wgpu_lora.models.loaded import open_model
+from wgpu_lora.train.recipes import find_recipe, read_recipe
+
+LENGTH = 128  # tokens; the demo's longest row has fewer
+BEFORE, AFTER = "q4a4", "q2a4"  # bits of the MLP and of attention
+
+
+def passed(model: Path) -> int:
+    """How many of the held-out requests the model answers with code that passes its check."""
+    rows = [row for _, row in read_jsonl(DEMO_HELDOUT)]
+    loaded, count = load(str(model)), 0
+    for start in range(0, len(rows), BATCH):
+        some = rows[start : start + BATCH]
+        found = answer(loaded, [request_of(row) for row in some], max_new_tokens=NEW_TOKENS, batch=BATCH)
+        count += sum(run_check(one.text, row["check"]).passed for one, row in zip(found, some, strict=True))
+    loaded.unload()
+    return count
+
+
+def prepared(adapter: Path, output: Path) -> dict[str, Path]:
+    """The merged model, its two bases, and the caches of what it says about training and held-out rows."""
+    places = {name: output / name for name in ("merged", BEFORE, AFTER, "cache", "heldout-cache")}
+    if not places["merged"].exists():
+        merge_adapter(DEMO_MODEL, adapter, places["merged"], "f32")
+    for base in (BEFORE, AFTER):
+        if not places[base].exists():
+            write_packed(open_model(str(places["merged"]), None, base), places[base])
+    for name, rows in (("cache", DEMO_TRAIN), ("heldout-cache", DEMO_HELDOUT)):
+        if not places[name].exists():
+            merged = open_model(str(places["merged"]), None, "f32")
+            teacher_cache(merged, str(rows), places[name], top_k=64, random=0, length=LENGTH)
+            merged.unload()
+    return places
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("adapter", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--target-modules", default="mlp")
+    parser.add_argument("--run", default="run")
+    given = parser.parse_args()
+    given.output.mkdir(parents=True, exist_ok=True)
+    places = prepared(given.adapter, given.output)
+    recipe: dict[str, Any] = read_recipe(find_recipe("recover-q2"))
+    run = given.output / given.run
+    record = finetune(
+        **recipe
+        | {
+            "model": str(places[AFTER]),
+            "base_dtype": AFTER,
+            "rounded_from": str(places[BEFORE]),
+            "data": str(DEMO_TRAIN),
+            "eval_data": str(DEMO_HELDOUT),
+            "teacher_cache": str(places["cache"]),
+            "eval_teacher_cache": str(places["heldout-cache"]),
+            "output": str(run),
+            "target_modules": given.target_modules,
+            "max_length": LENGTH,
+            "max_steps": given.steps,
+            "learning_rate": given.learning_rate,
+            "lr_scheduler_min": given.learning_rate / 5,
+            "eval_steps": max(1, given.steps // 5),
+            "save_steps": 0,
+            "tune": False,
+            "run_log": False,
+        }
+    )
+    state = record.state
+    losses = state.unrounded_eval_loss, state.first_eval_loss, state.last_eval_loss, state.best_eval_loss
+    names = ("before rounding", "after rounding", "after training", "best")
+    checks = {name: passed(place) for name, place in (
+        ("before rounding", places[BEFORE]), ("after rounding", places[AFTER]), ("after training", run / "last-f16")
+    )}  # fmt: skip
+    result = {"kd loss": dict(zip(names, losses, strict=True)), "passed of 60": checks, "seconds": state.seconds}
+    assert state.first_eval_loss
+    assert state.last_eval_loss
+    result["fallen by"] = 1 - state.last_eval_loss / state.first_eval_loss
+    (run / "recovered.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

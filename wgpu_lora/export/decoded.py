@@ -1,0 +1,72 @@
+"""A quantised model as a source of plain values, so that it can be quantised in another scheme."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from wgpu_lora.formats.packed import PackedCheckpoint
+from wgpu_lora.gpu.device import Device
+from wgpu_lora.gpu.program import allocate, release
+from wgpu_lora.models.decoder import Decoder
+from wgpu_lora.models.load import table_dtype
+from wgpu_lora.models.loaded import LoadedModel
+from wgpu_lora.weights.base import Loading, Shared
+from wgpu_lora.weights.registry import base_format
+
+
+class Decoded:
+    """A checkpoint whose packed matrices are read as float32. Each is decoded by its format, through the device."""
+
+    def __init__(self, checkpoint: PackedCheckpoint, device: Device):
+        self._checkpoint, self._device = checkpoint, device
+        self._last: tuple[str, np.ndarray] | None = None  # matrices are read in pieces
+
+    def names(self) -> list[str]:
+        return self._checkpoint.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        packed = self._checkpoint.packed(name)
+        return packed.shape if packed else self._checkpoint.shape(name)
+
+    def dtype(self, name: str) -> str:
+        return "F32" if self._checkpoint.packed(name) else self._checkpoint.dtype(name)
+
+    def read_raw(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:
+        values = self._values(name)
+        return self._checkpoint.read_raw(name, row_start, row_stop) if values is None else values[row_start:row_stop]
+
+    def read_f32(self, name: str, row_start: int = 0, row_stop: int | None = None) -> np.ndarray:
+        values = self._values(name)
+        return self._checkpoint.read_f32(name, row_start, row_stop) if values is None else values[row_start:row_stop]
+
+    def packed(self, name: str) -> None:
+        return None
+
+    def digest(self) -> str:
+        return self._checkpoint.digest()
+
+    def _values(self, name: str) -> np.ndarray | None:
+        if self._last and self._last[0] == name:
+            return self._last[1]
+        packed = self._checkpoint.packed(name)
+        if packed is None:
+            return None
+        weight = base_format(packed.format).declare(packed.shape, name, Shared(self._device.max_binding), packed)
+        allocate(self._device, set(weight.storages()))
+        try:
+            with Loading(self._device, [weight]) as loading:
+                weight.load(loading, self._checkpoint, name)
+            self._last = name, weight.values(self._device)
+        finally:
+            release(self._device, weight.storages())
+        return self._last[1]
+
+
+def decoded(model: LoadedModel, base_dtype: str) -> LoadedModel:
+    """A model whose linear layers are stored in a base format, to be quantised in another one while it is loaded."""
+    assert isinstance(model.checkpoint, PackedCheckpoint)
+    config, source = replace(model.config, packed=None), Decoded(model.checkpoint, model.device)
+    decoder = Decoder.declare(config, base_dtype, table_dtype(source, config), model.device.max_binding)
+    return replace(model, config=config, checkpoint=source, decoder=decoder, weights_loaded=False)
